@@ -14,14 +14,18 @@ PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 # Modules are compiled by who imports them: most of what is installed nobody does.
 export PIP_NO_COMPILE = 1
 
+# What make did not set up itself it leaves as it is: nothing is installed into an environment that somebody named.
 # Warnings are ignored for the box in which setuptools announces the end of this mode, which a namespace package needs.
 $(READY): setup.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
-	test -z "$(TORCH)" || $(BIN)/python -m pip install --quiet $(TORCH)
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --config-settings editable_mode=compat -e ".[train,dev]"
-	@$(BIN)/python -W ignore -m tools.say_versions
-	touch $@
+	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && touch $(VENV)/.made; }
+	@if test -e $(VENV)/.made || test -e $@; then set -ex; \
+		$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel; \
+		test -z "$(TORCH)" || $(BIN)/python -m pip install --quiet $(TORCH); \
+		PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --config-settings editable_mode=compat \
+			-e ".[train,dev]"; \
+		set +x; $(BIN)/python -W ignore -m tools.say_versions; \
+		touch $@; \
+	else echo "$(VENV) was not set up by make: it is used as it is, nothing is installed into it"; fi
 
 # Trains a GPT on the source files of the running Python's standard library, on 4 CPU ranks; a second run resumes.
 train: $(READY)

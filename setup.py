@@ -33,6 +33,8 @@ HF = [
     "transformers==5.23.0; python_version>='3.11'",
     "accelerate==1.15.0",
 ]
+# Released chat templates, which a test compares with transformers 5.23; it brings datasets and pandas, no CUDA.
+TEMPLATES = ["trl==1.16.0; python_version>='3.11'"]
 MEGATRON_LM = ["six", "regex", "pyyaml"]  # what the training code of a Megatron-LM checkout imports
 TEST = [*FAST, *EXACT, "hypothesis", "pytest>=8", "pytest-timeout", "pytest-xdist"]
 
@@ -64,7 +66,7 @@ setup(
         "tokenizers": TOKENIZERS,
         "parquet": PARQUET,
         "hf": HF,
-        "dev": [*TEST, *REPORT, *DOCS, *TOKENIZERS, *PARQUET, *HF, "mypy", "ruff"],
+        "dev": [*TEST, *REPORT, *DOCS, *TOKENIZERS, *PARQUET, *HF, *TEMPLATES, "mypy", "ruff"],
     },
     entry_points={
         "console_scripts": ["dynamic-cp=dynamic_cp.cli:main"],

@@ -20,6 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from dynamic_cp._one_compiler import OneCompiler
+
 logger = logging.getLogger(__name__)
 
 numba: Any
@@ -32,6 +34,9 @@ except ImportError as error:
 _KEPT_FOLDERS = 4
 _ANNOUNCED_S = 120.0
 """For this time no other process of the machine announces that it compiles, though it may do so, too."""
+_SPEAK_EVERY_S = 15.0
+_TAKES = "up to two minutes of one core"
+"""What a job takes that needs much of the planner: windows, masks, a pipeline and experts took 75 to 95 s."""
 _kernels: set[int] = set()
 """Ids of what numba made of our functions, which live as long as the process."""
 
@@ -60,21 +65,35 @@ def compiled(function: AnyFunction) -> AnyFunction:
     finally:
         numba.config.CACHE_DIR = given
     _kernels.add(id(kernel))
+    right = _right_to_compile()
+    if right is not None:
+        right.watch(kernel)
     return cast(AnyFunction, kernel)
 
 
 @lru_cache(maxsize=1)
+def _right_to_compile() -> OneCompiler | None:
+    folder = _cache_folder()
+    return None if folder is None else OneCompiler(folder)
+
+
+@lru_cache(maxsize=1)
 def _listen() -> None:
-    """Have the first of our functions that numba really compiles in this process announced."""
+    """Have it announced when numba really compiles our functions in this process, and again while that takes long."""
     Listener: Any = numba.core.event.Listener
 
     class Announcer(Listener):  # type: ignore[misc]
-        has_spoken = False
+        is_speaker, num_compiled, spoke_s = False, 0, 0.0
 
         def on_start(self, event: Any) -> None:
-            if not self.has_spoken and id(event.data["dispatcher"]) in _kernels:
-                self.has_spoken = True
-                _announce()
+            if id(event.data["dispatcher"]) not in _kernels:
+                return
+            if not self.num_compiled:
+                self.is_speaker, self.spoke_s = _announce(), time.monotonic()
+            elif self.is_speaker and time.monotonic() - self.spoke_s > _SPEAK_EVERY_S:
+                self.spoke_s = time.monotonic()
+                logger.warning("compiling the planner: %d loops done, now %s", self.num_compiled, _name_in(event))
+            self.num_compiled += 1
 
         def on_end(self, event: Any) -> None:
             pass
@@ -82,16 +101,23 @@ def _listen() -> None:
     numba.core.event.register("numba:compile", Announcer())
 
 
-def _announce() -> None:
-    """Say that the compiler is at work: some half a minute in which nothing else is seen."""
+def _name_in(event: Any) -> str:
+    function = event.data["dispatcher"].py_func
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _announce() -> bool:
+    """Say that the compiler is at work: nothing else is seen then; return whether it was this process that said so."""
     folder = _cache_folder()
     if folder is None:
-        logger.warning("compiling the planner, about 30 s at every start: no folder to keep it is writable")
-    elif not _is_announced(folder):
-        if any(folder.rglob("*.nbi")):
-            logger.warning("compiling more of the planner once, some seconds")
-        else:
-            logger.warning("compiling the planner once, about 30 s")
+        logger.warning("compiling the planner, %s, at every start: no folder to keep it is writable", _TAKES)
+    elif _is_announced(folder):
+        return False
+    elif any(folder.rglob("*.nbi")):
+        logger.warning("compiling more of the planner, once: this job needs loops that no job before it needed")
+    else:
+        logger.warning("compiling the planner, %s, once: it is kept in %s", _TAKES, folder)
+    return True
 
 
 def _is_announced(folder: Path) -> bool:

@@ -57,6 +57,11 @@ class Setting:
         return self.policy in STATIC_POLICIES
 
     @property
+    def has_pool(self) -> bool:
+        """Whether servers of all stages may compute attention."""
+        return self.policy in POOL_POLICIES
+
+    @property
     def cp_comm_type(self) -> str:
         """--cp-comm-type: the exchange, or auto where there are several."""
         return "auto" if len(self.cp_comm_types) > 1 else self.cp_comm_types[0]
@@ -102,4 +107,5 @@ class Setting:
             cp_comm_types=self.cp_comm_types,
             recompute=self.recompute,
             search=search,
+            pool=POOL_POLICIES.get(self.policy, "off"),
         )

@@ -3,8 +3,9 @@
 python examples/collator_trl.py
 
 The collator gets a global batch and returns this rank's micro-batches, each in the form of TRL's padding-free collator
-and transformers' DataCollatorWithFlattening: one row of several samples, positions that start again, labels of -100 at
-the first token of a sample and where completion_mask or assistant_masks are 0, and the boundaries for FlashAttention.
+and transformers' DataCollatorWithFlattening: one row of several documents, positions that start again, labels of -100
+at their first tokens and where completion_mask or assistant_masks are 0, and the boundaries for FlashAttention.
+Rows that are packed already, as by SFTTrainer(packing=True), are parted into their documents and packed anew.
 No sample is spread over ranks (max_cp_size=1); `examples/accelerate_hugging_face.py` does that, too. Here one process
 plays the ranks of a job of 4 one after the other, with a tiny Llama from a local config. Needs `[hf]` and torch.
 """
@@ -14,8 +15,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dynamic_cp import plan_lengths
+from megatron.dynamic_cp.outside import IGNORED, Document, documents_of
 
-IGNORED = -100
+EMPTY_PLACE = Document(tokens=np.zeros(1, np.int64), labels=np.full(1, IGNORED))
 
 
 class PlannedPacks:
@@ -28,23 +30,18 @@ class PlannedPacks:
 
     def __call__(self, features: list[dict]) -> list[dict]:
         """Return the packs; a rank with nothing to do in one has a token without a loss there."""
-        plan = plan_lengths([len(one["input_ids"]) for one in features], **self.arguments)
-        empty = [{"input_ids": [0], "labels": [IGNORED]}]
+        documents = [one for index, row in enumerate(features) for one in documents_of(index, row)]
+        plan = plan_lengths([len(one.tokens) for one in documents], **self.arguments)
         chosen = (plan.samples_of(self.rank, micro_batch) for micro_batch in range(plan.num_microbatches))
-        return [pack_of([features[index] for index in rows] or empty) for rows in chosen]
+        return [pack_of([documents[index] for index in row] or [EMPTY_PLACE]) for row in chosen]
 
 
-def pack_of(features: list[dict]) -> dict:
-    """Return one row of samples, with the keys of DataCollatorWithFlattening(return_flash_attn_kwargs=True)."""
-    lengths = [len(one["input_ids"]) for one in features]
+def pack_of(documents: list[Document]) -> dict:
+    """Return one row of documents, with the keys of DataCollatorWithFlattening(return_flash_attn_kwargs=True)."""
+    lengths = [len(one.tokens) for one in documents]
     ends = np.cumsum([0, *lengths])
-    labels = np.concatenate([one.get("labels", one["input_ids"]) for one in features]).astype(np.int64)
-    labels[ends[:-1]] = IGNORED  # a model shifts labels by one: nothing predicts a first token
-    for name in ("completion_mask", "assistant_masks"):
-        if any(name in one for one in features):
-            masks = [one.get(name, [1] * len(one["input_ids"])) for one in features]
-            labels[np.concatenate(masks) == 0] = IGNORED
-    tokens = np.concatenate([one["input_ids"] for one in features]).astype(np.int64)
+    tokens = np.concatenate([one.tokens for one in documents])
+    labels = np.concatenate([one.labels for one in documents])
     positions = np.concatenate([np.arange(length) for length in lengths])
     boundaries = torch.tensor(ends, dtype=torch.int32)
     row = {"input_ids": tokens, "labels": labels, "position_ids": positions}

@@ -2,11 +2,12 @@
 
 python examples/draw_pipeline.py [PICTURE.svg]
 
-Prints the plan as text, one line for each micro-batch, and writes the picture (SVG or PNG; default: pipeline.svg).
+Prints the plan as text, one line for each micro-batch, and writes the picture (SVG or PNG; default: runs/pipeline.svg).
 """
 
 import sys
 from functools import partial
+from pathlib import Path
 
 from dynamic_cp import (
     CostModel,
@@ -28,7 +29,8 @@ LENGTHS = (30_000, 12_000, 9_000, 8_000, 7_500, 7_000, 6_800, 6_500, 5_000, 4_00
 
 def main() -> None:
     """Print the plan and write the picture."""
-    path = sys.argv[1] if len(sys.argv) > 1 else "pipeline.svg"
+    path = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/pipeline.svg")
+    path.parent.mkdir(parents=True, exist_ok=True)
     samples = [Sample(sample_id=i, seqlen=n) for i, n in enumerate(LENGTHS)]
     topology = Topology(num_lanes=4, pp_size=2)
     model, hardware = load_model("llama-3-8b"), load_hardware("h100")

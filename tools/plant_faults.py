@@ -43,6 +43,8 @@ QUESTIONS = "tests/trainer/test_questions.py -k pairs_apart"
 HALVES = "tests/distributed/test_halves.py -k every_token or positions"
 TICKS = "tests/distributed/test_ticks.py -k equal_single_process and four"
 EXPERTS = "tests/distributed/test_experts.py"
+REPORTS = "tests/distributed/test_upstream_faults.py"
+NORMS = REPORTS + " -k norm_that_gradients"
 FAULTS = {
     "the scheduler is not restored": Fault('    _load_scheduler(trainable.scheduler, run["scheduler"])\n', "", RESUMED),
     "the optimizer is not restored": Fault(
@@ -256,6 +258,25 @@ FAULTS = {
         "(rows[:, servers] + 0 * topology.num_lanes)",
         "tests/unit/disaggregation/test_task_plans.py -k made_once",
     ),
+    "biases of experts count on the first tensor-parallel rank alone": Fault(
+        "                parameter.tensor_model_parallel = True\n", "", NORMS
+    ),
+    "learned sinks count on the first tensor-parallel rank alone": Fault(
+        "            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)\n",
+        "",
+        NORMS,
+    ),
+    "gathered logits are taken for a share of the words": Fault(
+        "    gathered_logits.install()\n", "", REPORTS + " -k in_these_situations"
+    ),
+    "groups of others are taken for megatron-core's own": Fault(
+        "        if ranks != _ranks_of(expected):\n", "        if not ranks:\n", REPORTS + " -k megatron_cores_own"
+    ),
+    "a target behind the end of a sample counts": Fault(
+        "take_shard(getattr(values, name), shard + depth))",
+        'take_shard(getattr(values, name), shard + depth * (name != "loss_mask")))',
+        REPORTS + " -k behind_the_end",
+    ),
     "padded tokens of a rank are too few": Fault(
         "round_up(units * multiple // bucket.cp_size,",
         "round_up(units * multiple // bucket.cp_size - bucket.cp_size // 2,",
@@ -362,6 +383,42 @@ FAULTS = {
     ),
     "experts of all ranks start alike": Fault(
         "torch.manual_seed(seed + number)", "torch.manual_seed(seed)", f"{EXPERTS} -k start_with"
+    ),
+    "routers learn from evaluations": Fault(
+        "if not (self.training and torch.is_grad_enabled()):  # evaluation, or",
+        "if self.training and not torch.is_grad_enabled():  # not evaluation, only",
+        "tests/trainer/test_experts.py -k evaluations",
+    ),
+    "routers count both passes of a recomputation": Fault(
+        "if not (self.training and torch.is_grad_enabled()):",
+        "if not self.training:",
+        f"{EXPERTS} -k counted_once",
+    ),
+    "biases of experts move by the first micro-batch only": Fault(
+        "            if self.enable_expert_bias:\n                self.local",
+        "            if self.enable_expert_bias and self.sums is None:\n                self.local",
+        f"{EXPERTS} -k counted_once",
+    ),
+    "biases of experts move by the first layer only": Fault(
+        "            if self.enable_expert_bias:\n                self.local",
+        "            if self.enable_expert_bias and self.layer_number == 1:\n                self.local",
+        f"{EXPERTS} -k equal_single_process",
+    ),
+    "the number of an expert is that of its rank": Fault(
+        "first = self.ep_group.rank() * self.num_local_experts",
+        "first = self.ep_group.rank()",
+        f"{EXPERTS} -k start_with",
+    ),
+    "the z-loss of a prompt counts once": Fault(
+        "dim=-1).square() * owners.copies).sum()", "dim=-1).square() * is_real[:, 0]).sum()", f"{QUESTIONS} and routers"
+    ),
+    "biases of experts know a prompt once": Fault(
+        "(routing_map * owners.copies[:, None]).sum(dim=0)", "routing_map.sum(dim=0)", f"{QUESTIONS} and routers"
+    ),
+    "positions of later tokens stay at the next one": Fault(
+        "np.where(shard + depth < len(values.tokens), positions + depth, 0)",
+        "np.where(shard + depth < len(values.tokens), positions + min(depth, 1), 0)",
+        "tests/distributed/test_multi_token.py -k later_columns",
     ),
     "routers of modules are taken for those of the first layers": Fault(
         "before = self.config.num_layers if",

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.blocks.__main__ import on_all_cores
-from benchmarks.disaggregated import dedicated, noise, queues, scheduler, steps
+from benchmarks.disaggregated import dedicated, noise, queues, scheduler, steps, tuned
 from benchmarks.disaggregated.setting import Case, K
 from benchmarks.planner.__main__ import machine
 from benchmarks.planner.report import inserted
 
 DOCS = Path(__file__).parents[2] / "docs"
-SECTIONS = ("scheduler", "steps", "networks", "queues", "dedicated", "noise")
+SECTIONS = ("scheduler", "steps", "networks", "queues", "dedicated", "noise", "tuned")
 QUICK_CELLS = (("pretrain", 8, 8 * K), ("prolong", 8, 8 * K))
 QUICK_CASE = Case("8B", "prolong", 64 * K, 64, 2, 2, limit=32 * K)
 
@@ -74,6 +74,9 @@ def tables_of(section: str, quick: bool) -> dict[str, str]:
     if section == "dedicated":
         rows = [dedicated.measure(QUICK_CASE)] if quick else [dedicated.measure(case) for case in dedicated.CASES]
         return {"disaggregated-dedicated": dedicated.markdown(rows)}
+    if section == "tuned":
+        rows = [tuned.measure(QUICK_CASE)] if quick else on_all_cores(tuned.measure, tuned.CASES)
+        return {"disaggregated-tuned": tuned.markdown(rows)}
     return {"disaggregated-noise": noise.markdown()}
 
 

@@ -61,7 +61,7 @@ def measure(case: Case, seed: int = 0) -> Row:
     )  # fmt: skip
     row: Row = {"case": case, **{one.policy: one.batches[0].makespan_s for one in compared.policies}}
     cost_model, memory = cost_model_of(problem), memory_of(problem)
-    row["dynamic"] = _dynamic_s(problem, samples)
+    row["dynamic"] = dynamic_s(problem, samples)
     row["per-document"] = _per_document_s(problem, samples)
     try:
         row["stage-tasks"] = plan_stage_tasks(samples, cost_model_of(case.problem(placed=True)))[0]
@@ -93,21 +93,21 @@ def _add_chunks(row: Row, case: Case, samples: Sequence[Sample]) -> None:
             continue
         problem = case.problem(vp_size)
         names = ("dynamic VPP 2", "pool VPP 2") if vp_size == 2 else DEEPER
-        row[names[0]] = _faster(row[names[0]], _dynamic_s(problem, samples))
+        row[names[0]] = faster(row[names[0]], dynamic_s(problem, samples))
         try:
             found = plan_tasks(samples, cost_model_of(problem), memory=memory_of(problem))
         except DynamicCPError:
             continue
         if vp_size == 2 and (row["pool"] is None or found.makespan_s < row["pool"]):
             row["busiest"] = busiest(found.plan, cost_model_of(problem))
-        row[names[1]] = _faster(row[names[1]], found.makespan_s)
+        row[names[1]] = faster(row[names[1]], found.makespan_s)
 
 
-def _faster(*seconds: float | None) -> float | None:
+def faster(*seconds: float | None) -> float | None:
     return min((one for one in seconds if one is not None), default=None)
 
 
-def _dynamic_s(problem: Problem, samples: Sequence[Sample]) -> float:
+def dynamic_s(problem: Problem, samples: Sequence[Sample]) -> float:
     return makespan_ns(plan_problem(problem, samples).plan, cost_model_of(problem)) / 1e9
 
 
@@ -156,7 +156,7 @@ def without_s(row: Row, *more: str) -> float:
 
 def pool_s(row: Row, *more: str) -> float | None:
     """Return the seconds of the best way with our pool; None: it has none."""
-    return _faster(*(row[name] for name in (*POOLS, *more)))
+    return faster(*(row[name] for name in (*POOLS, *more)))
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -207,7 +207,9 @@ def goals_markdown(rows: Sequence[Row]) -> str:
         own = [row for row in rows if row["case"].longest == longest and row["case"].pp >= 4 and row["pool"]]
         if not own:
             continue
-        words = f"{longest // K}k documents, PP 4 and 8, {len(own)} cases: best without / with the pool, after choice"
+        words = (
+            f"{longest // K}k documents, PP 4 and 8 given, {len(own)} cases: best without / with the pool, after choice"
+        )
         for name, dynamic, pool in ((words, (), ()), ("the same, both with up to 4 chunks", DEEPER[:1], DEEPER[1:])):
             chosen = [max(without_s(row, *dynamic) / (pool_s(row, *pool) or inf), 1.0) for row in own]
             mean = float(np.exp(np.mean(np.log(chosen))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from dynamic_cp.types import (
     check_latents,
     exchanges_of,
     is_power_of_two,
-    parse_mask_rule,
+    masks_by_rule,
 )
 from dynamic_cp.types.experts import EXPERT_IMBALANCE as DEFAULT_IMBALANCE
 
@@ -495,7 +496,7 @@ class BatchInput:
                         f"--{flag.replace('_', '-')} is about drawing a batch, but all of {name} is one batch: "
                         f"give {self.size_flag}, or leave it out"
                     )
-            return (self._samples((read_length_array(name) if self.known is None else self.known).tolist()),)
+            return self._batches([(read_length_array(name) if self.known is None else self.known).tolist()])
         if not 1 <= num_samples <= MAX_SAMPLES:
             raise InvalidInputError(
                 f"--global-batch-size is {num_samples}, 1 to {MAX_SAMPLES} samples can be planned at once: change it"
@@ -503,14 +504,20 @@ class BatchInput:
         num_batches = default_batches if self.batches is None else self.batches
         if not 1 <= num_batches <= MAX_BATCHES:
             raise InvalidInputError(f"--batches is {num_batches}, 1 to {MAX_BATCHES} can be compared: change it")
-        return tuple(
-            self._samples(draw_lengths(self._source, num_samples, (self.seed or 0) + index, **self._cut()).tolist())
-            for index in range(num_batches)
+        return self._batches(
+            [
+                draw_lengths(self._source, num_samples, (self.seed or 0) + index, **self._cut()).tolist()
+                for index in range(num_batches)
+            ]
         )
 
-    def _samples(self, seqlens: Sequence[int]) -> tuple[Sample, ...]:
-        rule = parse_mask_rule(self.mask)
-        return tuple(Sample(sample_id=i, seqlen=seqlen, mask=rule(seqlen)) for i, seqlen in enumerate(seqlens))
+    def _batches(self, batches: Sequence[Sequence[int]]) -> tuple[tuple[Sample, ...], ...]:
+        """Return the samples of each batch of lengths, with the masks that --mask gives them."""
+        masks = iter(masks_by_rule(self.mask, list(itertools.chain.from_iterable(batches))))
+        return tuple(
+            tuple(Sample(sample_id=i, seqlen=seqlen, mask=next(masks)) for i, seqlen in enumerate(seqlens))
+            for seqlens in batches
+        )
 
     def longest_tokens(self, batches: Sequence[Sequence[Sample]]) -> int:
         """Return the tokens of the longest sample that any global batch may have, not only `batches`, which were drawn.

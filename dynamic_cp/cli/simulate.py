@@ -121,7 +121,7 @@ def compared(
     """Return the comparison that the options ask for, and the options of its batches; shows progress."""
     from dynamic_cp.comparison import PEERS, compare_policies
     from dynamic_cp.disaggregation.prices import TaskOptions
-    from dynamic_cp.setting import DEDICATED, TASK_POLICIES
+    from dynamic_cp.setting import DEDICATED, POOL_POLICIES, TASK_POLICIES
 
     names = policies_in(policy)
     if attention_servers is not None:
@@ -131,7 +131,7 @@ def compared(
             f"policy {DEDICATED} has 0 dedicated servers: give some (dynamic-cp simulate --attention-servers N)"
         )
     tasks = TaskOptions(noise_margin=noise_margin, ping_pong=ping_pong, attention_servers=attention_servers or 0)
-    others = (*PEERS, *TASK_POLICIES)
+    others = (*PEERS, *(name for name in TASK_POLICIES if name not in POOL_POLICIES))
     batch, job = taken(given, BatchInput), taken(given, JobInput)
     job.check()
     if "flexsp" in names:

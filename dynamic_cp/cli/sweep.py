@@ -218,13 +218,14 @@ def _why_no_line(found: Sweep, job: SweepJob, architecture: Architecture | None)
 def _swept(policy: str) -> tuple[str, ...]:
     """Return the policies of --policy; InvalidInputError: one is unknown, or is planned elsewhere."""
     from dynamic_cp.search.search import POLICIES
+    from dynamic_cp.setting import POOL_POLICIES
 
-    names = policies_in(policy)
+    names, known = policies_in(policy), (*POLICIES, *POOL_POLICIES)
     for name in names:
-        if name not in POLICIES:
+        if name not in known:
             raise InvalidInputError(
                 f"policy {name!r} is the planner of another system, and sweep searches no settings for it: compare it "
-                f"with dynamic-cp simulate --gpus, or use some of {', '.join(POLICIES)}"
+                f"with dynamic-cp simulate --gpus, or use some of {', '.join(known)}"
             )
     return names
 

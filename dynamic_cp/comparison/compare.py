@@ -24,6 +24,7 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.mechanisms.masks import options_serving
 from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
+from dynamic_cp.search.choice import task_options_of
 from dynamic_cp.search.search import POLICIES, plan_global_batch
 from dynamic_cp.setting import STATIC_POLICIES, TASK_POLICIES, Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, SearchEffort, Topology
@@ -107,7 +108,7 @@ def compare_policies(
             outcomes.append(outcome_of_peer(name, peers[name], job, base, report.next))
             continue
         if name in TASK_POLICIES:
-            outcomes.append(outcome_of_tasks(name, job, base, task_options or TaskOptions(), report.next))
+            outcomes.append(outcome_of_tasks(name, job, base, task_options or task_options_of(base), report.next))
             continue
         options = job.allowed_to(name, base)
         if name in STATIC_POLICIES:
@@ -150,7 +151,7 @@ def compare_settings(
     Args:
         batches, model, hardware, distributed_optimizer, model_name, hardware_name, task_options, progress: as
             `compare_policies`.
-        settings: at least one, of different policies of POLICIES, all on as many ranks.
+        settings: at least one, of different policies of POLICIES and POOL_POLICIES, all on as many ranks.
         peers: names of PEERS and TASK_POLICIES, which run at the setting of the dynamic policy (of the first, without
             it).
         search: of all plans.
@@ -181,7 +182,7 @@ def compare_settings(
         if name in loaded:
             outcomes.append(outcome_of_peer(name, loaded[name], job, options, report.next))
         elif name in TASK_POLICIES:
-            outcomes.append(outcome_of_tasks(name, job, options, task_options or TaskOptions(), report.next))
+            outcomes.append(outcome_of_tasks(name, job, options, task_options or task_options_of(options), report.next))
         else:
             outcomes.append(_outcome(name, job, options, report.next))
     report.start("done")

@@ -51,7 +51,7 @@ class Job(NamedTuple):
 
     def allowed_to(self, policy: str, options: PlanOptions) -> PlanOptions:
         """Return `options` with the exchanges that plans of `policy` have."""
-        exchanges = exchanges_of_policy(policy, options.cp_comm_types, chain.from_iterable(self.batches), self.model)
+        exchanges = exchanges_of_policy(policy, options.cp_comm_types, self.model, chain.from_iterable(self.batches))
         return replace(options, cp_comm_types=exchanges)
 
     def memory(self, options: PlanOptions, static_cp_size: int | None) -> MemoryModel:

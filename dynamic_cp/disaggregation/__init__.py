@@ -9,7 +9,6 @@ and sends. Read in this order:
 - `scheduler`: which ranges of queries leave the server that holds them
 - `paper`: the rule of DistCA, to compare with
 - `tasks`: the result as a value
-- `profile`: seconds of tasks
 - `layer_steps`: steps of layers in two halves, in which order they come and what they take
 - `prices`: what a tick takes
 - `timeline`: when ticks run

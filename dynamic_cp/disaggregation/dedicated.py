@@ -36,10 +36,12 @@ from dynamic_cp.disaggregation.prices import TaskOptions, TickPrices, TickSecond
 from dynamic_cp.disaggregation.rows import longest_first
 from dynamic_cp.disaggregation.scheduler import Rules, schedule
 from dynamic_cp.disaggregation.search import (
+    NO_ROOM,
     PATIENCE,
     PlannedTasks,
     Running,
     TaskSearch,
+    Unfit,
     held_by_servers,
     infeasible,
     merged,
@@ -49,6 +51,7 @@ from dynamic_cp.disaggregation.search import (
     rows_of,
     running_in,
     tick_time,
+    why_out_of_memory,
 )
 from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.disaggregation.timeline import tick_timeline
@@ -96,10 +99,12 @@ def plan_dedicated(
     search = TaskSearch(TickPrices(cost_model, options), "pool", servers, memory)
     ordered = longest_first(samples)
     best: PlannedTasks | None = None
+    why = NO_ROOM
     num_slower = 0
     for number in numbers_of_rows(ordered, cost_model):
         found = _planned(search, ordered, number)
-        if found is None:
+        if isinstance(found, Unfit):
+            why = found
             continue
         if best is None or found.makespan_s < best.makespan_s:
             best, num_slower = found, 0
@@ -108,7 +113,7 @@ def plan_dedicated(
         if num_slower == PATIENCE:
             break
     if best is None:
-        raise infeasible(ordered, cost_model, ((topology.vp_size + 1) * topology.pp_size - 1) / topology.vp_size)
+        raise infeasible(ordered, cost_model, why)
     return best
 
 
@@ -145,11 +150,11 @@ def why_not_dedicated(num_dedicated: int, topology: Topology) -> str | None:
     )
 
 
-def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> PlannedTasks | None:
-    """Return what about so many micro-batches take; None where they do not fit."""
+def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> PlannedTasks | Unfit:
+    """Return what about so many micro-batches take, or why they do not fit."""
     rows = rows_of(search, samples, number)
     if rows is None:
-        return None
+        return NO_ROOM
     topology = search.cost_model.topology
     num_holders = topology.num_lanes * topology.pp_size
     made: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[TickSeconds, _Work]] = {}
@@ -174,7 +179,7 @@ def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> Plan
         )
         peak_bytes = max(stage.total_bytes for stage in of_stages)
         if peak_bytes > search.memory.available_bytes:
-            return None
+            return why_out_of_memory(peak_bytes, search.memory, topology)
     placements = [Placement(row.homes.astype(np.int32), np.zeros((0, 4), np.int32)) for row in rows]
     limit = search.cost_model.options.max_tokens_per_rank
     num_servers, num_dedicated = search.servers.number, search.servers.number - num_holders
@@ -223,7 +228,7 @@ def _tasks(search: TaskSearch, direction: int, running: Running, num_holders: in
     homes, halves = merged(search, parts, "homes"), merged(search, parts, "halves")
     options, num_dedicated = search.prices.options, search.servers.number - num_holders
     query_bytes, kv_bytes = search.prices.task_bytes
-    extra = search.prices.profiles[direction].extra_tokens
+    extra = search.prices.extra_tokens(direction)
     spread = _spread(homes, num_dedicated, options)
     # Each part of a half with the server that it is spread to.
     rows = tasks_of(spread, [halves[halves[:, 4] == half, :4] for half in range(options.num_halves)]).rows

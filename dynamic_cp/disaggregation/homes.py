@@ -21,7 +21,9 @@ TILE_TOKENS = 128
 
 
 @compiled
-def quota_homes(seqlens: Ints, num_lanes: int, capacity: int, tile: int, num_halves: int) -> Ints:
+def quota_homes(
+    seqlens: Ints, num_lanes: int, capacity: int, tile: int, num_halves: int, is_last_way: bool = False
+) -> Ints:
     """Return homes, int64 [home, (document, start, stop, lane)], by document and start; none if tokens do not fit.
 
     A document with more attention than the mean of a lane is spread over as many lanes as it has means, the ones with
@@ -34,6 +36,7 @@ def quota_homes(seqlens: Ints, num_lanes: int, capacity: int, tile: int, num_hal
         capacity: tokens that a lane may hold.
         tile: cuts are at multiples of it.
         num_halves: 1, or 2 where lanes compute their tokens in two halves (`halved`).
+        is_last_way: what has no room in whole tiles is cut at any token: all fits that lanes can hold.
     """
     mean = 0.0
     for seqlen in seqlens:
@@ -44,16 +47,18 @@ def quota_homes(seqlens: Ints, num_lanes: int, capacity: int, tile: int, num_hal
     for document in range(len(seqlens)):
         seqlen = seqlens[document]
         spread = min(num_lanes, max(1, ceil(float(seqlen) * seqlen / mean - 1e-9)))
-        chosen, shares = _choose_lanes(seqlen, spread, tile, num_halves, work, room)
+        chosen, shares, grid = _choose_lanes(seqlen, spread, tile, num_halves, work, room, is_last_way)
         if len(chosen) == 0:
             return homes[:0]
         if count + 4 * len(chosen) > len(homes):
             homes = np.concatenate((homes, np.zeros_like(homes)))
         middle = middle_of(seqlen, tile) if num_halves == 2 and len(chosen) > 1 else 0
         if middle > 0:
-            count = _spread(document, 0, middle, chosen, shares // 2, work, room, homes, count, tile)
-            shares -= shares // 2
-        count = _spread(document, middle, seqlen, chosen, shares, work, room, homes, count, tile)
+            # The first halves of shares in whole tiles hold `middle` tokens and more, those of others just as many.
+            firsts = shares // 2 if grid == tile else np.diff(np.append(0, np.cumsum(shares) * middle // seqlen))
+            count = _spread(document, 0, middle, chosen, firsts, work, room, homes, count, grid)
+            shares -= firsts
+        count = _spread(document, middle, seqlen, chosen, shares, work, room, homes, count, grid)
     homes = homes[:count]
     place = (homes[:, 0] * 2.0**32 + homes[:, 1]).astype(np.float64)
     return homes[ascending(place)]
@@ -66,8 +71,10 @@ def middle_of(seqlen: int, tile: int) -> int:
 
 
 @compiled
-def _choose_lanes(seqlen: int, spread: int, tile: int, num_halves: int, work: Floats, room: Ints) -> tuple[Ints, Ints]:
-    """Return (lanes, tokens for each) of a document; none if there is no room for it."""
+def _choose_lanes(
+    seqlen: int, spread: int, tile: int, num_halves: int, work: Floats, room: Ints, is_last_way: bool
+) -> tuple[Ints, Ints, int]:
+    """Return (lanes, tokens for each, what cuts are multiples of) of a document; no lanes if it has no room."""
     num_lanes, unit = len(work), 2 * num_halves * tile
     while spread <= num_lanes:
         share = seqlen if spread == 1 else -(-seqlen // (spread * unit)) * unit
@@ -75,18 +82,21 @@ def _choose_lanes(seqlen: int, spread: int, tile: int, num_halves: int, work: Fl
         if len(roomy) >= spread:
             least: Floats = work[roomy]
             chosen = roomy[ascending(least)[:spread]]
-            return chosen, np.full(spread, share)
+            return chosen, np.full(spread, share), tile
         spread += max(1, spread // 4)
     # As it comes, over the lanes with most room.
     chosen = ascending(-room.astype(np.float64))
     shares = np.zeros(num_lanes, np.int64)
-    left = seqlen
-    for place in range(num_lanes):
-        shares[place] = min(left, room[chosen[place]] // unit * unit)
-        left -= shares[place]
-        if left == 0:
-            return chosen[: place + 1], shares[: place + 1]
-    return chosen[:0], shares[:0]
+    for grid, multiple in ((tile, unit), (1, 1)):
+        left = -(-seqlen // multiple) * multiple
+        for place in range(num_lanes):
+            shares[place] = min(left, room[chosen[place]] // multiple * multiple)
+            left -= shares[place]
+            if left == 0:
+                return chosen[: place + 1], shares[: place + 1], grid
+        if not is_last_way:
+            break
+    return chosen[:0], shares[:0], tile
 
 
 @compiled
@@ -94,7 +104,11 @@ def _spread(
     document: int, start: int, stop: int, lanes: Ints, shares: Ints, work: Floats, room: Ints, homes: Ints, count: int,
     tile: int,
 ) -> int:  # fmt: skip
-    """Write homes of [start, stop), half of each share from its head and half from its tail; return their number."""
+    """Write homes of [start, stop), half of each share from its head and half from its tail; return their number.
+
+    Args:
+        shares: that hold all of it; tile: cuts are at multiples of it.
+    """
     low, high, seqlen = start, -(-stop // tile) * tile, stop
     for place in range(len(lanes)):
         share = shares[place]
@@ -103,8 +117,9 @@ def _spread(
             break
         half = share // (2 * tile) * tile
         count = _write(document, low, low + half, lanes[place], work, room, homes, count)
-        count = _write(document, high - half, min(high, seqlen), lanes[place], work, room, homes, count)
-        low, high = low + half, high - half
+        rest = share - half
+        count = _write(document, high - rest, min(high, seqlen), lanes[place], work, room, homes, count)
+        low, high = low + half, high - rest
     return count
 
 

@@ -22,9 +22,8 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.disaggregation.layer_steps import NUM_HALVES, Repeats, seconds_of_steps, step_table
-from dynamic_cp.disaggregation.profile import AttentionProfile
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.mechanisms.placed_seconds import token_bytes
+from dynamic_cp.mechanisms.placed_seconds import task_seconds, token_bytes
 from dynamic_cp.placement.traffic import Servers, bytes_of_rounds, fetches_of_tasks
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
 from dynamic_cp.pricing.cost_model import CostModel
@@ -144,13 +143,16 @@ class TickPrices:
             self._repeats = "layers" if cost_model.options.recompute == "full" else "attention"
         self._shares = np.array([stage.share_before_attention, 1.0 - stage.share_before_attention])
         self._token_bytes = token_bytes(self._attention)
-        self.profiles = AttentionProfile.of(self._attention, 0), AttentionProfile.of(self._attention, 1)
 
     @property
     def task_bytes(self) -> tuple[float, float]:
         """Bytes per token of (queries that leave, there and back; keys and values that do), forward."""
         of = self._token_bytes
         return 2 * of.query + of.lse, of.kv
+
+    def extra_tokens(self, direction: int) -> float:
+        """Return what a query costs besides its keys, in keys: `scheduler.work_of` has the kernels of squares."""
+        return self._attention.sides[direction].first.extra_tokens
 
     @property
     def layers_of_tick(self) -> float:
@@ -166,7 +168,8 @@ class TickPrices:
             held: [server] padded tokens; 0 where it only serves.
             servers: that share the tasks.
         """
-        attention = {one: self.profiles[one].server_seconds(tasks, servers.number) for one in self._passes(direction)}
+        both = task_seconds(self._attention, tasks, servers.number)
+        attention = {one: both[one] for one in self._passes(direction)}
         rounds = self._rounds_of(tasks, direction, servers)
         linear_s = float(self.linear_s(direction, held).max())
         attention_s = sum(float(seconds.max(axis=1).sum()) for seconds in attention.values()) / self._chunks
@@ -185,15 +188,15 @@ class TickPrices:
 
     def attention_s(self, tasks: Tasks, direction: int, num_servers: int) -> Floats:
         """Return [server] seconds of its tasks, recomputation included; arguments as those of `seconds`."""
-        each = [self.profiles[one].server_seconds(tasks, num_servers).sum(axis=0) for one in self._passes(direction)]
-        total: Floats = np.array(each).sum(axis=0).astype(np.float64) / self._chunks
+        both = task_seconds(self._attention, tasks, num_servers)
+        total: Floats = both[list(self._passes(direction))].sum(axis=(0, 1)) / self._chunks
         return total
 
     def work_beside(self, direction: int, held: Ints) -> Floats:
         """Return [server] what a half takes that is not attention, as work of attention (`scheduler.work_of`)."""
         if not self.options.ping_pong:
             return np.zeros(len(held))  # attention begins when all are done with it
-        per_work_s = sum(self.profiles[one].causal_s_per_token2 for one in self._passes(direction))
+        per_work_s = sum(self._attention.sides[one].first.per_token2 for one in self._passes(direction))
         return self.linear_s(direction, held) * self._chunks / (2 * per_work_s)
 
     def _passes(self, direction: int) -> tuple[int, ...]:

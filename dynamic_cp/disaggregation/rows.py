@@ -85,5 +85,5 @@ def even_homes(row: Sequence[Sample], num_lanes: int, most_tokens: int, tile: in
         homes = quota_homes(seqlens, num_lanes, capacity, tile, num_halves)
         if len(homes):
             return homes
-    homes = quota_homes(seqlens, num_lanes, most_tokens, tile, num_halves)
+    homes = quota_homes(seqlens, num_lanes, most_tokens, tile, num_halves, is_last_way=True)
     return homes if len(homes) else None

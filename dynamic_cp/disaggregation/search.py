@@ -10,6 +10,7 @@ Methods (`METHODS`):
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
@@ -33,9 +34,10 @@ from dynamic_cp.placement.divisions import Schedule, divided
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.traffic import Servers
 from dynamic_cp.plans.padding import placed_share, round_up
-from dynamic_cp.plans.pool import MOST_FETCHED_IN_POOL, fetched_in_ticks, servers_of, why_too_much_fetched
+from dynamic_cp.plans.pool import fetched_in_ticks, most_fetched, servers_of, why_too_much_fetched
 from dynamic_cp.plans.turns import num_turns, turned_tasks
 from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.capacity import capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
 from dynamic_cp.types import (
     KINDS,
@@ -174,10 +176,14 @@ def plan_tasks(
     )
     ordered = longest_first(samples) if method != "paper" else list(samples)
     best: PlannedTasks | None = None
+    why = NO_ROOM
     tried = num_slower = 0
     for number in num_microbatches or numbers_of_rows(ordered, cost_model):
         found = _planned(relayed, ordered, number)
-        if found is None:
+        if isinstance(found, Unfit) and method == "pool" and found != NO_ROOM:
+            found = _at_home_alone((others or [relayed])[-1], ordered, number)
+        if isinstance(found, Unfit):
+            why = found
             continue
         tried += 1
         if best is None or found.makespan_s < best.makespan_s:
@@ -187,16 +193,22 @@ def plan_tasks(
         if num_slower == PATIENCE:
             break
     if best is None:
-        raise infeasible(ordered, cost_model, ((topology.vp_size + 1) * topology.pp_size - 1) / topology.vp_size)
+        raise infeasible(ordered, cost_model, why)
     for search in others:
         # What relays give depends little on the number of micro-batches.
         found = _planned(search, ordered, best.plan.num_microbatches)
-        if found is not None and found.makespan_s < (1.0 - _NEAR) * best.makespan_s:
+        if isinstance(found, PlannedTasks) and found.makespan_s < (1.0 - _NEAR) * best.makespan_s:
             best = found
     relays = best.plan.pool.relay_servers if best.plan.pool is not None else 0
     said = f", relays of {relays} servers" if relays else ""
     number = best.plan.num_microbatches
     return best._replace(reason=f"{method}: m={number} of {tried} numbers of micro-batches{said}")
+
+
+def _at_home_alone(search: TaskSearch, samples: Sequence[Sample], number: int) -> PlannedTasks | Unfit:
+    """Return the plan in which lanes compute what they hold: no server fetches queries, nor more keys than it may."""
+    found = _planned(search._replace(method="quota"), samples, number)
+    return found if isinstance(found, Unfit) else found._replace(plan=replace(found.plan, policy=search.method))
 
 
 def _relays(topology: Topology, method: str) -> tuple[int, ...]:
@@ -218,21 +230,51 @@ def refuse_masks(samples: Sequence[Sample]) -> None:
 def numbers_of_rows(samples: Sequence[Sample], cost_model: CostModel) -> list[int]:
     """Return the numbers of micro-batches that are tried."""
     topology = cost_model.topology
-    limit = cost_model.options.max_tokens_per_rank * topology.num_lanes
-    fewest = max(1, ceil(sum(sample.seqlen for sample in samples) / limit))
+    fewest = ceil(sum(sample.seqlen for sample in samples) / max(1, tokens_of_row(cost_model)))
     wanted = {ceil(times * fewest) for times in _MORE_ROWS} | {times * topology.pp_size for times in _STAGE_ROWS}
     # A last group of fewer micro-batches than stages leaves places of its chunks empty.
     multiple = topology.num_microbatches_multiple
     return sorted({min(round_up(max(number, fewest), multiple), len(samples)) for number in wanted})
 
 
-def infeasible(samples: Sequence[Sample], cost_model: CostModel, in_flight: float) -> InfeasibleSampleError:
-    longest = max(sample.seqlen for sample in samples)
-    limit = cost_model.options.max_tokens_per_rank * cost_model.topology.num_lanes
+def tokens_of_row(cost_model: CostModel) -> int:
+    """Return the tokens that a micro-batch may have: those of a lane, with its padding, on all lanes."""
+    topology = cost_model.topology
+    return topology.num_lanes * capacity_tokens(1, topology, cost_model.options)
+
+
+class Unfit(NamedTuple):
+    """Why there is no plan with some number of micro-batches, and what helps."""
+
+    reason: str
+    remedy: str
+
+
+NO_ROOM = Unfit(
+    "so many micro-batches have no room for them", "raise max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"
+)
+
+
+def why_out_of_memory(peak_bytes: float, memory: MemoryModel, topology: Topology) -> Unfit:
+    in_flight = ((topology.vp_size + 1) * topology.pp_size - 1) / topology.vp_size
+    return Unfit(
+        f"they do not fit within memory: a rank needs {peak_bytes / 1e9:.2f} GB, the first stage keeping {in_flight:g} "
+        f"of them, and has {memory.available_bytes / 1e9:.2f} GB",
+        "recompute more, use more lanes or a larger tp_size (--tensor-model-parallel-size)",
+    )
+
+
+def infeasible(samples: Sequence[Sample], cost_model: CostModel, why: Unfit) -> InfeasibleSampleError:
+    longest, most = max(sample.seqlen for sample in samples), tokens_of_row(cost_model)
+    total = sum(sample.seqlen for sample in samples)
+    if longest > most:
+        return InfeasibleSampleError(
+            f"the longest sample has {longest} tokens, a micro-batch of {cost_model.topology.num_lanes} lanes holds "
+            f"{most}: raise max_tokens_per_rank (--max-seqlen-per-dp-cp-rank) or use more lanes",
+            max_seqlen=longest,
+        )
     return InfeasibleSampleError(
-        f"no task plan holds {sum(sample.seqlen for sample in samples)} tokens, the longest sample having {longest}, "
-        f"in micro-batches of {limit} tokens within memory, the first stage keeping {in_flight:g} of them: raise "
-        "max_tokens_per_rank (--max-seqlen-per-dp-cp-rank), recompute more or use more lanes",
+        f"no task plan holds {total} tokens in micro-batches of at most {most}: {why.reason}; {why.remedy}",
         max_seqlen=longest,
     )
 
@@ -260,13 +302,16 @@ def plan_stage_tasks(
     ordered = longest_first(samples)
     refuse_masks(ordered)
     best: tuple[float, Plan] | None = None
+    why = NO_ROOM
     for number in num_microbatches or numbers_of_rows(ordered, cost_model):
         rows = rows_of(search, ordered, round_up(number, topology.num_microbatches_multiple))
         if rows is None:
             continue
         nothing = np.zeros(topology.num_lanes)
         found = [_by_our_rule(search, 0, [(0, row)])(nothing, tolerance) for row in rows]
-        if any(why_too_much_fetched(one, topology.num_lanes, limit, MOST_FETCHED) for one in found):
+        reasons = [why_too_much_fetched(one, topology.num_lanes, limit, MOST_FETCHED) for one in found]
+        if reason := next((one for one in reasons if one), None):
+            why = Unfit(reason, NO_ROOM.remedy)
             continue
         for of_divisions in _SCHEDULES:
             placements = [_divided(one, of_divisions, lanes, cost_model) for one in found]
@@ -275,7 +320,7 @@ def plan_stage_tasks(
             if best is None or seconds < best[0]:
                 best = seconds, plan
     if best is None:
-        raise infeasible(ordered, cost_model, 1)
+        raise infeasible(ordered, cost_model, why)
     check_plan(best[1], samples)
     return best
 
@@ -309,11 +354,11 @@ def _divided(tasks: Tasks, schedule: Schedule, lanes: Lanes, cost_model: CostMod
     return divided(placement, rows * columns, lanes, link_rates(cost_model.stage.attention), schedule)
 
 
-def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> PlannedTasks | None:
-    """Return the plan with about so many micro-batches; None where they do not fit."""
+def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> PlannedTasks | Unfit:
+    """Return the plan with about so many micro-batches, or why they do not fit."""
     rows = rows_of(search, samples, number)
     if rows is None:
-        return None
+        return NO_ROOM
     topology, num_rows = search.cost_model.topology, len(rows)
     sides: dict[str, dict[int, Tasks]] = {kind: {} for kind in KINDS}
     times, seconds = [], []
@@ -349,10 +394,10 @@ def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> Plan
         )
         peak_bytes = max(stage.total_bytes for stage in of_stages)
         if peak_bytes > search.memory.available_bytes:
-            return None
+            return why_out_of_memory(peak_bytes, search.memory, topology)
     if search.method != "paper":
-        if (share > MOST_FETCHED_IN_POOL).any():
-            return None
+        if (share > most_fetched(topology)).any():
+            return Unfit(f"a server fetches {share.max():.1f} times {limit} tokens", NO_ROOM.remedy)
         check_plan(plan, samples)
     return PlannedTasks(
         plan=plan,
@@ -367,10 +412,9 @@ def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> Plan
 
 
 def rows_of(search: TaskSearch, samples: Sequence[Sample], number: int) -> list[TaskRow] | None:
-    topology, options = search.cost_model.topology, search.cost_model.options
-    lanes, limit, tile = topology.num_lanes, options.max_tokens_per_rank, search.prices.options.tile_tokens
-    # Padding of sequence parallelism takes up to a multiple of each lane.
-    limit -= topology.rank_token_multiple - 1
+    topology = search.cost_model.topology
+    lanes, tile = topology.num_lanes, search.prices.options.tile_tokens
+    limit = capacity_tokens(1, topology, search.cost_model.options)
     is_paper = search.method == "paper"
     packed = (rows_in_order if is_paper else even_rows)(
         samples, number, _most_tokens(samples, number, lanes, limit, is_paper)
@@ -509,7 +553,7 @@ def merged(search: TaskSearch, parts: _Parts, which: str) -> Ints:
 def _by_our_rule(search: TaskSearch, direction: int, parts: _Parts) -> _Maker:
     homes, halves = merged(search, parts, "homes"), merged(search, parts, "halves")
     query_bytes, kv_bytes = search.prices.task_bytes
-    options, extra = search.prices.options, search.prices.profiles[direction].extra_tokens
+    options, extra = search.prices.options, search.prices.extra_tokens(direction)
     queries = [np.ascontiguousarray(halves[halves[:, 4] == half, :4]) for half in range(options.num_halves)]
 
     def made(busy: Floats, tolerance: float) -> Tasks:

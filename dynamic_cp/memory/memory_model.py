@@ -22,7 +22,6 @@ from dynamic_cp.mechanisms.blocks import (
     COLLECTED_KEYS,
     FETCHED_KEYS,
     FETCHED_QUERIES,
-    MOST_FETCHED,
 )
 from dynamic_cp.mechanisms.heads import heads_of_rank
 from dynamic_cp.mechanisms.links import lanes_in_one_node
@@ -32,7 +31,8 @@ from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.pipeline.schedule import most_alive_tokens, peak_in_flight_tokens
 from dynamic_cp.pipeline.ticks import stage_ticks
 from dynamic_cp.plans.lane_tokens import lane_tokens, lane_tokens_of
-from dynamic_cp.plans.pool import fetched_in_ticks, servers_of
+from dynamic_cp.plans.pool import fetched_in_ticks, most_fetched, servers_of
+from dynamic_cp.pricing.capacity import may_place
 from dynamic_cp.pricing.edges import GRADIENT_BYTES
 from dynamic_cp.types import Attention, Hardware, ModelShape, Plan, PlanOptions, Topology
 
@@ -189,17 +189,13 @@ class MemoryModel:
     def peak_at(self, tokens_per_rank: int, cp_size: int = 1) -> tuple[StageMemory, ...]:
         """Return the memory of every stage when all micro-batches hold `tokens_per_rank`, in groups of `cp_size`.
 
-        With a pool "always" they run in ticks, and a rank fetches as many queries and keys as it may for placed
-        attention.
+        With a pool "always" they run in ticks, and a rank fetches as many queries and keys as it may: no plan of that
+        limit needs more.
         """
         topology = self._topology
-        # Enough micro-batches that no schedule holds fewer than it could.
-        many = np.full((4 * topology.pp_size, 1), tokens_per_rank, np.int64)
         if self._options.pool == "always":
-            fetched = np.array(MOST_FETCHED, np.int64)[None, :, None] * tokens_per_rank
-            every = np.broadcast_to(fetched, (topology.pp_size, 2, 1))
-            in_halves, has_relays = self._options.ping_pong, topology.num_lanes > 1
-            return self.peak_in_ticks(many, every, in_halves=in_halves, has_relays=has_relays)
+            return self._peak_in_full_ticks(tokens_per_rank, most_fetched(topology))
+        many = self._full_micro_batches(tokens_per_rank)
         alive = peak_in_flight_tokens(many, topology.pp_size, topology.vp_size)
         most = np.array([float(tokens_per_rank)])
         possible = attentions_of(self._options.cp_comm_types, cp_size, self._sharing)
@@ -208,6 +204,21 @@ class MemoryModel:
             self._worst_lane(stage, alive[stage].astype(np.float64), most, buffers, alive[stage], most)
             for stage in range(topology.pp_size)
         )
+
+    def _peak_in_full_ticks(self, tokens_per_rank: int, fetched: tuple[int, int]) -> tuple[StageMemory, ...]:
+        """Return `peak_at` in ticks; fetched: (queries, keys) over the tokens of a rank."""
+        topology = self._topology
+        of_stages = np.array([fetched] * topology.pp_size, np.int64)[:, :, None] * tokens_per_rank
+        return self.peak_in_ticks(
+            self._full_micro_batches(tokens_per_rank),
+            of_stages,
+            in_halves=self._options.ping_pong,
+            has_relays=topology.num_lanes > 1,
+        )
+
+    def _full_micro_batches(self, tokens_per_rank: int) -> Ints:
+        """Return [micro-batch, one lane] tokens: so many micro-batches that no schedule holds fewer than it could."""
+        return np.full((4 * self._topology.pp_size, 1), tokens_per_rank, np.int64)
 
     def max_tokens_per_rank(self, max_seqlen: int | None = None) -> int:
         """Return the largest token limit that fits on every stage: what `auto` means.
@@ -235,6 +246,10 @@ class MemoryModel:
                 )
             if max_seqlen is None or limit * cp_size >= max_seqlen:
                 return limit
+        if max_seqlen is not None and may_place(topology, options):
+            largest = topology.num_lanes
+            if limit * largest >= max_seqlen:
+                return limit
         raise MemoryLimitError(
             f"a sample of {max_seqlen} tokens needs {-(-(max_seqlen or 0) // largest)} tokens per rank at CP size "
             f"{largest}, memory holds {limit}: "
@@ -255,11 +270,22 @@ class MemoryModel:
     def check_limit_fits(self, tokens_per_rank: int, cp_size: int = 1) -> None:
         """Refuse a limit of `tokens_per_rank` in groups of `cp_size` if a stage needs more than `available_bytes`.
 
+        With a pool "always" it has to hold plans whose tokens are computed where they lie: of those that fetch more,
+        the ones that fit are taken.
+
         Raises:
             MemoryLimitError: with the stage, both numbers of bytes and the remedy.
         """
-        what = f"{tokens_per_rank} tokens per rank at CP size {cp_size}"
-        self._check(what, tokens_per_rank, self.peak_at(tokens_per_rank, cp_size))
+        if self._options.pool == "always":
+            at_home = 0, self._topology.num_lanes - 1
+            what, peak = (
+                f"{tokens_per_rank} tokens per rank in ticks",
+                self._peak_in_full_ticks(tokens_per_rank, at_home),
+            )
+        else:
+            what = f"{tokens_per_rank} tokens per rank at CP size {cp_size}"
+            peak = self.peak_at(tokens_per_rank, cp_size)
+        self._check(what, tokens_per_rank, peak)
 
     def _check(self, what: str, limit: int, stages: tuple[StageMemory, ...]) -> None:
         if max(stage.total_bytes for stage in stages) > self.available_bytes:

@@ -5,7 +5,7 @@ The inner loops of packing compile `padded_seqlen`, `rank_multiple` and `missing
 
 Each sample is padded after planning to a multiple of 2 * cp_size (the two zigzag chunks of every rank) if cp_size > 1,
 and not at all if cp_size == 1. With sequence parallelism the tokens of a rank are then rounded up to a multiple of
-tp_size, and where they are multiplied in FP8 of 16 or 32 times that (`Topology.rank_token_multiple`);
+tp_size, and where they are multiplied in FP8 of 16, 32 or 128 times that (`Topology.rank_token_multiple`);
 that rest is added to the last sample. Padding before planning to 2 * DP * CP, as other schedulers do, costs
 1.14 to 2.6 times the tokens at 512 to 4096 ranks (counted for lognormal lengths of mean 4096 and sigma 1.5).
 """

@@ -19,9 +19,17 @@ from dynamic_cp.types.tasks import HALF, HOLDER, SAMPLE, SERVER, START, STOP, TA
 
 _AGAIN = "plan these samples again"
 
-MOST_FETCHED_IN_POOL = (4, 32)
-"""(Queries, keys) that a server may fetch in a tick, over the limit of tokens per rank: servers of a pool meet the
-longest documents of all stages. It bounds buffers; what they take, `MemoryModel.peak_in_ticks` counts."""
+_MOST_QUERIES, _MOST_KEYS = 4, 32
+
+
+def most_fetched(topology: Topology) -> tuple[int, int]:
+    """Return (queries, keys) that a server may fetch in a tick, over the limit of tokens per rank.
+
+    Servers meet the longest documents of all stages; keys of one that fills all lanes are always possible. It bounds
+    buffers: a limit of tokens that memory is to set has room for as much (`MemoryModel.peak_at`).
+    """
+    others = topology.num_lanes * topology.pp_size - 1
+    return min(_MOST_QUERIES, others), min(max(_MOST_KEYS, topology.num_lanes), others)
 
 
 def servers_of(topology: Topology, relay_servers: int) -> Servers:
@@ -95,7 +103,7 @@ def check_pool(plan: Plan, pool: PoolTasks) -> None:
         if reason is None:
             reason = _why_tasks_wrong(plan, pool, rows, parts)
         if reason is None:
-            reason = why_too_much_fetched(tasks, plan.num_servers, plan.max_tokens_per_rank, MOST_FETCHED_IN_POOL)
+            reason = why_too_much_fetched(tasks, plan.num_servers, plan.max_tokens_per_rank, most_fetched(topology))
         if reason is None:
             reason = _why_halves_differ(plan, rows, parts, firsts)
         if reason is not None:

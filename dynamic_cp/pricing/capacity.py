@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.plans.padding import rank_multiple
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.plans.padding import padded_seqlens, rank_multiple
+from dynamic_cp.types import PLACED, PlanOptions, Topology
 
 
 def allowed_cp_sizes(topology: Topology, options: PlanOptions) -> tuple[int, ...]:
@@ -40,6 +40,25 @@ def may_span_all(topology: Topology, options: PlanOptions) -> bool:
     """Return whether a bucket may span all lanes, of which there may be any number but one."""
     largest = options.max_cp_size or topology.max_cp_size
     return topology.num_lanes > 1 and largest >= topology.max_cp_size
+
+
+def may_place(topology: Topology, options: PlanOptions) -> bool:
+    """Return whether plans may have placed micro-batches; not where they would cut blocks that share experts."""
+    is_allowed = not set(PLACED).isdisjoint(options.cp_comm_types)
+    return is_allowed and topology.expert_lanes == 1 and may_span_all(topology, options)
+
+
+def widest_bucket(topology: Topology, options: PlanOptions, *, places: bool) -> tuple[int, int]:
+    """Return (tokens that the bucket which holds most may hold, its lanes); all lanes where attention is placed."""
+    sizes = (*allowed_cp_sizes(topology, options), *((topology.num_lanes,) if places else ()))
+    return max((capacity_tokens(size, topology, options), size) for size in sizes)
+
+
+def limit_that_holds(seqlen: int, topology: Topology, options: PlanOptions) -> int:
+    """Return the limit of tokens per rank, no lower than that of `options`, at which a group holds `seqlen` tokens."""
+    largest = allowed_cp_sizes(topology, options)[-1]
+    padded = padded_seqlens((seqlen,), largest, topology.rank_token_multiple)[0]
+    return max(options.max_tokens_per_rank, padded // largest)
 
 
 def token_capacity(cp_size: int, topology: Topology, options: PlanOptions) -> int:

@@ -239,7 +239,7 @@ def _mark_end(
     panel.annotate("", (end_s * factor, middle), (longest_s * factor, middle), arrowprops=arrow)
     where = (end_s + longest_s) / 2 * factor, middle
     panel.annotate(
-        f"−{1 - end_s / longest_s:.0%}", where, (0, 4), textcoords="offset points", ha="center", va="bottom",
+        f"{longest_s / end_s:.2f}x", where, (0, 4), textcoords="offset points", ha="center", va="bottom",
         fontweight="bold",
     )  # fmt: skip
 

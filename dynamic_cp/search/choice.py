@@ -15,7 +15,7 @@ from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.placed import options_of_prices
 from dynamic_cp.search.search import plan_problem
-from dynamic_cp.types import PlannedBatch, Problem, Sample
+from dynamic_cp.types import PlannedBatch, PlanOptions, Problem, Sample
 
 _SMALL, _SMALL_TILE_TOKENS = 8, 16
 """Below so many tiles per rank documents are cut finer: a lane's share is whole tiles of its head and of its tail."""
@@ -72,6 +72,12 @@ def choose(
     return Choice(dynamic_s, planned, f"dynamic, {1 / ratio:.3f} times as fast as the pool")
 
 
+def task_options_of(options: PlanOptions) -> TaskOptions:
+    """Return what task plans of a run may be."""
+    tile_tokens = TILE_TOKENS if options.max_tokens_per_rank >= _SMALL * TILE_TOKENS else _SMALL_TILE_TOKENS
+    return TaskOptions(ping_pong=options.ping_pong, noise_margin=options.noise_margin, tile_tokens=tile_tokens)
+
+
 def plan_batch(problem: Problem, samples: Sequence[Sample]) -> PlannedBatch:
     """Return the plan that a run of `problem` has: of `plan_problem`, or with a pool where `problem.options` allow one.
 
@@ -94,8 +100,7 @@ def plan_batch(problem: Problem, samples: Sequence[Sample]) -> PlannedBatch:
             options,
             distributed_optimizer=problem.distributed_optimizer,
         )
-    tile_tokens = TILE_TOKENS if options.max_tokens_per_rank >= _SMALL * TILE_TOKENS else _SMALL_TILE_TOKENS
-    tasks = TaskOptions(ping_pong=options.ping_pong, noise_margin=options.noise_margin, tile_tokens=tile_tokens)
+    tasks = task_options_of(options)
     if options.pool == "always":
         return plan_tasks(samples, cost_model, tasks, memory=memory).planned_batch(cost_model)
     choice = choose(samples, problem, cost_model, tasks, memory)

@@ -16,7 +16,7 @@ from dynamic_cp.mechanisms.all_to_all import AllToAll
 from dynamic_cp.mechanisms.blocks import why_too_much_fetched
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.placed_seconds import link_rates
-from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.mechanisms.registry import MECHANISMS, serving_masks
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.placement import Maker, PlacementProblem, candidates
@@ -26,7 +26,6 @@ from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import with_masks
 from dynamic_cp.placement.programme import buffer_tokens_of
 from dynamic_cp.plans.padding import placed_tokens, round_up
-from dynamic_cp.pricing.capacity import may_span_all
 from dynamic_cp.pricing.cost_model import CostModel, is_priced_lane_by_lane, lane_costs
 from dynamic_cp.types import (
     PLACED,
@@ -38,7 +37,6 @@ from dynamic_cp.types import (
     Plan,
     PlanOptions,
     Sample,
-    Topology,
 )
 from dynamic_cp.types.counts import MAX_COUNT
 
@@ -77,25 +75,18 @@ _HOPELESS = 1.15
 """A plan is not placed where its longest row would take this many times as long, as far as a few placements show."""
 
 
-def may_place(topology: Topology, options: PlanOptions) -> bool:
-    """Return whether plans may have placed micro-batches; not where they would cut blocks that share experts."""
-    is_allowed = not set(PLACED).isdisjoint(options.cp_comm_types)
-    return is_allowed and topology.expert_lanes == 1 and may_span_all(topology, options)
-
-
 def exchanges_of_policy(
-    policy: str, allowed: tuple[CpCommType, ...], samples: Iterable[Sample], model: ModelShape
+    policy: str, allowed: tuple[CpCommType, ...], model: ModelShape, samples: Iterable[Sample] = ()
 ) -> tuple[CpCommType, ...]:
-    """Return what plans of a policy take of the allowed mechanisms, for comparisons: only dynamic ones are placed.
+    """Return what plans of a policy take of the allowed mechanisms: only dynamic ones are placed.
 
-    Where only placed attention is allowed, others take the ring, a2a where samples bring masks of their own, or also an
-    all-gather where layers have windows: none needs communicators besides those of the CP sizes.
+    Where only placed attention is allowed, others take the ring and a2a, or a2a and an all-gather where layers have
+    windows, as far as these serve the masks of `samples`: none needs communicators besides those of the CP sizes.
     """
     if policy == "dynamic" or not set(allowed) <= set(PLACED):
         return allowed
-    if any(sample.mask is not None for sample in samples):
-        return (AllToAll.name,)
-    return (Ring.name,) if model.window is None else (AllToAll.name, AllGather.name)
+    others = (Ring.name, AllToAll.name) if model.window is None else (AllToAll.name, AllGather.name)
+    return serving_masks(others) if any(sample.mask is not None for sample in samples) else others
 
 
 def without_placed(options: PlanOptions) -> PlanOptions:
@@ -235,7 +226,7 @@ def _level_rows(samples: Sequence[Sample], num_rows: int, cost_model: CostModel)
     held, load = np.zeros(num_rows), np.zeros(num_rows)
     for index in np.argsort(-np.array(work), kind="stable").tolist():
         sample = samples[index]
-        fits = held + sample.seqlen <= most_tokens
+        fits = (held + sample.seqlen <= most_tokens) | (held == 0)
         if not fits.any():
             return None
         row = int(np.where(fits, load, np.inf).argmin())

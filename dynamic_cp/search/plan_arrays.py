@@ -30,7 +30,9 @@ from dynamic_cp.search.plan_in_memory import plan_in_memory
 from dynamic_cp.types import (
     AUTO,
     CP_COMM_TYPES,
+    INNER_SIZES,
     MAX_COUNT,
+    OF_LATENTS,
     PLACED,
     CpCommType,
     Hardware,
@@ -41,8 +43,9 @@ from dynamic_cp.types import (
     Recompute,
     SearchEffort,
     Topology,
+    exchanges_of,
+    masks_by_rule,
     parse_mask,
-    parse_mask_rule,
 )
 
 Ints = NDArray[np.int64]
@@ -197,7 +200,8 @@ def plan_lengths(
         tp_size, pp_size, vp_size, ranks_per_node, sequence_parallel, ep_size: as in `types.Topology`.
         min_cp_size, max_cp_size: smallest and largest CP size, powers of two; 1 and 1: no context parallelism, None:
             the largest power of two <= num_lanes.
-        cp_comm_types: exchanges that your attention has, one or several, or "auto" for all four.
+        cp_comm_types: exchanges that your attention has, one or several, or "auto" for all four, and of latents where
+            the model has multi-latent attention: --cp-comm-type auto without placed attention.
         recompute, bytes_per_element, search: as in `types.PlanOptions`.
         policy: one of `search.POLICIES`.
         distributed_optimizer: the optimizer state is sharded over the lanes.
@@ -217,6 +221,7 @@ def plan_lengths(
     limit_from_memory = max_tokens_per_rank == "auto"
     if isinstance(max_tokens_per_rank, str) and not limit_from_memory:
         raise InvalidInputError(f"max_tokens_per_rank is {max_tokens_per_rank!r}: give tokens, or 'auto'")
+    shape = _model(model)
     topology = Topology(
         num_lanes=_plain(num_lanes),
         tp_size=_plain(tp_size),
@@ -230,7 +235,7 @@ def plan_lengths(
         max_tokens_per_rank=1 if limit_from_memory else _plain(cast(int, max_tokens_per_rank)),
         min_cp_size=_plain(min_cp_size),
         max_cp_size=None if max_cp_size is None else _plain(max_cp_size),
-        cp_comm_types=_exchanges(cp_comm_types),
+        cp_comm_types=_exchanges(cp_comm_types, shape),
         recompute=recompute,
         bytes_per_element=bytes_per_element,
         search=search,
@@ -239,7 +244,7 @@ def plan_lengths(
         planned, _ = plan_in_memory(
             GlobalBatch(np.arange(len(lengths)), lengths, _masks(masks, lengths)),
             topology=topology,
-            model=_model(model),
+            model=shape,
             hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
             options=options,
             policy=policy,
@@ -260,7 +265,7 @@ def plan_arrays(planned: PlannedBatch) -> PlanArrays:
     topology, num_samples = plan.topology, sum(1 for _ in plan.samples)
     of_sample = np.zeros((4, num_samples), np.int64)
     of_lane = np.zeros((6, plan.num_microbatches, topology.num_lanes), np.int64)
-    exchanges = np.full(of_lane.shape[1:], "", f"<U{max(map(len, CP_COMM_TYPES))}")
+    exchanges = np.full(of_lane.shape[1:], "", f"<U{max(map(len, INNER_SIZES))}")
     order: list[int] = []
     for index, micro_batch in enumerate(plan.micro_batches):
         for bucket in micro_batch.buckets:
@@ -331,11 +336,23 @@ def _masks(masks: str | Sequence[Mask | str | None] | None, lengths: Ints) -> li
     if masks is None:
         return None
     if isinstance(masks, str):
-        rule = parse_mask_rule(masks)
-        return [rule(seqlen) for seqlen in lengths.tolist()]
+        return masks_by_rule(masks, lengths.tolist())
     if len(masks) != len(lengths):
         raise InvalidInputError(f"there are {len(masks)} masks for {len(lengths)} samples: give one for each")
-    return [parse_mask(mask) if isinstance(mask, str) else mask for mask in masks]
+    return [_mask(sample_id, mask) for sample_id, mask in enumerate(masks)]
+
+
+def _mask(sample_id: int, mask: Mask | str | None) -> Mask | None:
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, str):
+        raise InvalidInputError(
+            f"sample {sample_id} has the mask {mask!r}, a Mask, its text or None is needed", sample_id=sample_id
+        )
+    try:
+        return parse_mask(mask)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"sample {sample_id}: {error}", sample_id=sample_id) from error
 
 
 def _model(model: str | Path | Mapping[str, Any] | ModelShape) -> ModelShape:
@@ -346,10 +363,10 @@ def _model(model: str | Path | Mapping[str, Any] | ModelShape) -> ModelShape:
     return load_model(model)
 
 
-def _exchanges(names: str | Sequence[str]) -> tuple[CpCommType, ...]:
+def _exchanges(names: str | Sequence[str], model: ModelShape) -> tuple[CpCommType, ...]:
     if names == AUTO:
-        return CP_COMM_TYPES
-    known = f"give {AUTO!r}, or some of {', '.join(CP_COMM_TYPES)}"
+        return exchanges_of(AUTO, has_latents=model.has_latents)
+    known = f"give {AUTO!r}, or some of {', '.join((*CP_COMM_TYPES, *OF_LATENTS))}"
     if not isinstance(names, str | Sequence):
         raise InvalidInputError(f"cp_comm_types is {names!r}: {known}")
     given = (names,) if isinstance(names, str) else tuple(names)

@@ -29,16 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DynamicCPError, InfeasibleSampleError
-from dynamic_cp.mechanisms.all_gather import AllGather
-from dynamic_cp.mechanisms.all_to_all import AllToAll
-from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.packing.static import check_static_cp_size
 from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
 from dynamic_cp.plans.serialize import dumps
-from dynamic_cp.pricing.capacity import allowed_cp_sizes
+from dynamic_cp.pricing.capacity import allowed_cp_sizes, widest_bucket
 from dynamic_cp.search.choice import plan_batch
-from dynamic_cp.search.placed import without_placed
+from dynamic_cp.search.placed import exchanges_of_policy
 from dynamic_cp.search.search import check_feasible
 from dynamic_cp.types import PLACED, Hardware, Mask, Problem, Sample
 
@@ -52,14 +49,18 @@ _RUN = "import sys; sys.path = [*filter(None, sys.path)]; from dynamic_cp.search
 
 def static_fallback(problem: Problem, max_seqlen: int) -> Problem:
     """Return the problem of the fallback: the static policy at static_cp_size where that holds a sample of
-    `max_seqlen` tokens, else at the smallest CP size that does; in any case one that the job built groups for. Where
-    plans are placed, it uses an exchange that needs no other groups.
+    `max_seqlen` tokens, else at the smallest CP size that does; in any case one that the job built groups for, with
+    exchanges that need no others (`exchanges_of_policy`). Where only all lanes hold such a sample, and they are no
+    power of two, no static plan does: then it is a placed one, of a fast search.
 
     Raises:
         InfeasibleSampleError: no allowed size does; a run that has called this at its start always has a fallback.
     """
     topology, options = problem.topology, problem.options
     check_feasible(max_seqlen, topology, options)
+    if max_seqlen > widest_bucket(topology, options, places=False)[0]:
+        options = replace(options, search="fast", pool="off", cp_comm_types=PLACED)
+        return replace(problem, policy="dynamic", options=options)
     longest = Sample(sample_id=0, seqlen=max_seqlen)
     sizes = allowed_cp_sizes(topology, options)
     wanted = options.static_cp_size
@@ -67,10 +68,7 @@ def static_fallback(problem: Problem, max_seqlen: int) -> Problem:
         with contextlib.suppress(InfeasibleSampleError):
             check_static_cp_size(cp_size, longest, topology, options)
             break
-    exchanges = without_placed(options).cp_comm_types
-    if not set(PLACED).isdisjoint(exchanges):
-        # Of which samples with masks take the second, layers with windows the last two.
-        exchanges = (Ring.name, AllToAll.name) + (AllGather.name,) * (problem.model.window is not None)
+    exchanges = exchanges_of_policy("static", options.cp_comm_types, problem.model)
     return replace(problem, policy="static", options=replace(options, static_cp_size=cp_size, cp_comm_types=exchanges))
 
 

@@ -35,11 +35,11 @@ from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens, limit_that_holds, may_place, widest_bucket
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths, densities_of
 from dynamic_cp.pricing.terms import linear_parts
-from dynamic_cp.search.placed import guess_of, may_place, options_of_packing, placed_plans, without_placed
+from dynamic_cp.search.placed import guess_of, options_of_packing, placed_plans, without_placed
 from dynamic_cp.setting import POOL_POLICIES, why_not_run
 from dynamic_cp.types import PLACED, Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
@@ -116,20 +116,22 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
         )
     longest, is_fixed = batch.samples[0], policy in ("static", "balanced") and options.static_cp_size is not None
     if not is_fixed:
-        _check_capacity(longest, topology, options)
+        _check_capacity(longest, topology, options, places=places and may_place(topology, options))
     packing = options_of_packing(options, problem.model)
     is_guess = set(options.cp_comm_types).isdisjoint(packing.cp_comm_types)
     if is_guess and options.min_cp_size == 1 and longest.seqlen <= capacity_tokens(1, topology, options):
         packing, is_guess = replace(packing, max_cp_size=1), False
-    cost_model = CostModel(problem.model, problem.hardware, topology, packing)
+    packers = cost_model = CostModel(problem.model, problem.hardware, topology, packing)
     if places and longest.seqlen > cost_model.table.capacities.max():
         # What packers know cannot serve this sample, so they guess.
         guessed = replace(options, cp_comm_types=(guess_of(problem.model),))
         cost_model = CostModel(problem.model, problem.hardware, topology, guessed)
+        limit = limit_that_holds(longest.seqlen, topology, guessed)
+        packers = CostModel(problem.model, problem.hardware, topology, replace(guessed, max_tokens_per_rank=limit))
         is_guess = True
     elif not is_fixed:
         _check_exchanges(batch.samples, cost_model)
-    search = _Search(batch, cost_model)
+    search = _Search(batch, packers)
     ranking = search.ranking(policy)
     exchanges = cost_model.options.cp_comm_types
     if policy == "dynamic" and len(exchanges) > 1 and Ring.name in exchanges:
@@ -137,6 +139,7 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
     best = ranking[0]
     priced = price_packing(batch.lengths, best.packing, best.cost_model)
     plan = build_plan(batch.samples, priced, best.cost_model, policy)
+    plan = replace(plan, max_tokens_per_rank=options.max_tokens_per_rank)
     if is_guess and not places:
         raise UnsupportedFeatureError(
             f"cp_comm_types {' '.join(options.cp_comm_types)} spans all {topology.num_lanes} lanes in plans of policy "
@@ -182,7 +185,8 @@ def check_feasible(max_seqlen: int, topology: Topology, options: PlanOptions) ->
     Raises:
         InfeasibleSampleError: with both numbers and the flags that help.
     """
-    _check_capacity(Sample(sample_id=-1, seqlen=max_seqlen), topology, options)
+    longest = Sample(sample_id=-1, seqlen=max_seqlen)
+    _check_capacity(longest, topology, options, places=may_place(topology, options))
 
 
 class _Batch(NamedTuple):
@@ -415,8 +419,8 @@ def _batch_of(samples: Sequence[Sample], model: ModelShape) -> _Batch:
     return _Batch(descending, Lengths(seqlens[order], densities_of(descending, model)), input_order)
 
 
-def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions) -> None:
-    capacity, cp_size = max((capacity_tokens(cp, topology, options), cp) for cp in allowed_cp_sizes(topology, options))
+def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions, *, places: bool) -> None:
+    capacity, cp_size = widest_bucket(topology, options, places=places)
     if longest.seqlen > capacity:
         what = f"sample {longest.sample_id} has" if longest.sample_id >= 0 else "the longest allowed sample has"
         raise InfeasibleSampleError(

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
-from dynamic_cp.search.search import plan_global_batch
+from dynamic_cp.search.choice import plan_batch
 from dynamic_cp.setting import Setting
 from dynamic_cp.sweep.job import SweepJob
 from dynamic_cp.sweep.space import MORE_ROOM, Refused
+from dynamic_cp.types import Problem
 
 _SLACK = 0.97
 """The bound of a pipeline is the least over the numbers of micro-batches that were tried: not all are."""
@@ -52,13 +53,16 @@ def evaluate(setting: Setting, job: SweepJob) -> Point | Refused:
     try:
         for batch in job.batches:
             plans.append(
-                plan_global_batch(
+                plan_batch(
+                    Problem(
+                        topology=setting.topology,
+                        model=model,
+                        hardware=job.hardware,
+                        options=options,
+                        policy="dynamic" if setting.has_pool else setting.policy,
+                        distributed_optimizer=job.distributed_optimizer,
+                    ),
                     batch,
-                    topology=setting.topology,
-                    model=model,
-                    hardware=job.hardware,
-                    options=options,
-                    policy=setting.policy,
                 )
             )
     except InfeasibleSampleError:
@@ -85,11 +89,15 @@ def evaluate(setting: Setting, job: SweepJob) -> Point | Refused:
 def least_s(setting: Setting, job: SweepJob) -> float:
     """Return seconds of the first global batch that no plan of any policy with the limit and layout stays below.
 
-    Limits: found by a quick search, not proven for pipelines; `_SLACK` allows for that.
+    Attention of a pool has no bubble: of it the bound has the work alone.
+
+    Limits: found by a quick search, not proven for pipelines; `_SLACK` allows for that. The work of a pool is that of
+    the exchanges without one.
     """
     try:
         prices = job.prices(setting)
-        bound_s = lower_bound(job.batches[0], prices, "quick").seconds
+        bound = lower_bound(job.batches[0], prices, "quick")
+        bound_s = bound.work_s if setting.has_pool else bound.seconds
     except (InfeasibleSampleError, UnsupportedFeatureError):
         return 0.0  # `evaluate` says why
     return _SLACK * (bound_s + prices.gradient_reduction_s)

@@ -7,11 +7,16 @@ from math import lcm
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
-from dynamic_cp.setting import Setting
+from dynamic_cp.setting import POOL_POLICIES, Setting
 from dynamic_cp.types import Experts, ModelShape
 from dynamic_cp.types.stage_layers import flags_of
 
-_POLICY_FLAGS = {"dynamic": ("--dynamic-cp",), "balanced": ("--static-cp-policy balanced",), "static": ()}
+_POLICY_FLAGS = {
+    "dynamic": ("--dynamic-cp",),
+    **{name: ("--dynamic-cp", f"--dynamic-cp-pool {use}") for name, use in POOL_POLICIES.items()},
+    "balanced": ("--static-cp-policy balanced",),
+    "static": (),
+}
 _VOCAB_MULTIPLE = 128
 """The trainer pads the vocabulary to a multiple of this unless it is told another."""
 

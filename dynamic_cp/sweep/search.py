@@ -22,14 +22,14 @@ from typing import Any, TypeVar
 from dynamic_cp.comparison.speedup import Speedup, speedup_of
 from dynamic_cp.comparison.verdict import judged
 from dynamic_cp.errors import MemoryLimitError
-from dynamic_cp.setting import STATIC_POLICIES, Setting
+from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
 from dynamic_cp.sweep.evaluate import Point, evaluate, evaluate_first, least_s
 from dynamic_cp.sweep.job import SweepJob
 from dynamic_cp.sweep.space import Refused, Space, exchanges_tried, layouts_of, settings_of, variants, what_helps
 from dynamic_cp.sweep.workers import Run, workers
 from dynamic_cp.types import Recompute, Topology
 
-TRAINED_POLICIES = ("dynamic", *STATIC_POLICIES)
+TRAINED_POLICIES = ("dynamic", *POOL_POLICIES, *STATIC_POLICIES)
 """What pretrain_gpt.py can run."""
 SHOWN = 1.25
 """Settings that are slower than the fastest by more than this factor are not searched, even if they save memory."""
@@ -42,6 +42,8 @@ _ROUND = 16
 
 Progress = Callable[[int, int, str], None]
 _Layout = tuple[Topology, Recompute]
+_Bounded = tuple[Topology, Recompute, bool]
+"""A layout, and whether it has a pool."""
 _Result = TypeVar("_Result")
 
 
@@ -100,7 +102,7 @@ def sweep(
     Args:
         space: values to try.
         job: batches, model, hardware.
-        policies: of search.POLICIES, at least one.
+        policies: of search.POLICIES and POOL_POLICIES, at least one.
         num_processes: how many plan in parallel.
         progress: called with (done, all, what).
 
@@ -154,7 +156,12 @@ def pareto_front(points: Iterable[Point]) -> tuple[Point, ...]:
 
 
 def _recommended(best: Mapping[str, Point]) -> str:
-    """Return the policy to train with."""
+    """Return the policy to train with: a pool where it gains over the dynamic policy, each at its own fastest."""
+    pools = [name for name in POOL_POLICIES if name in best]
+    if pools and "dynamic" in best:
+        pool = min(pools, key=lambda name: best[name].iteration_s)
+        if judged(speedup_of(pool, best[pool].batches_s, "dynamic", best["dynamic"].batches_s)) != "no":
+            return pool
     trained = [name for name in TRAINED_POLICIES if name in best] or list(best)
     static = [name for name in STATIC_POLICIES if name in best]
     baseline = min(static or trained, key=lambda name: best[name].iteration_s)
@@ -170,13 +177,14 @@ def _candidates(
     candidates: dict[str, list[Setting]] = {policy: [] for policy in policies}
     refused: dict[str, Counter[Refused]] = {policy: Counter() for policy in policies}
     for layout in layouts_of(space, job.model):
-        known: dict[tuple[bool, Any], tuple[Setting, ...] | Refused] = {}
+        known: dict[tuple[str | bool, Any], tuple[Setting, ...] | Refused] = {}
         for policy in policies:
             if isinstance(layout, Refused):
                 refused[policy][layout] += 1
                 continue
-            # What memory holds is the same for all static policies, and for all others.
-            kind = policy in STATIC_POLICIES, exchanges_tried(policy, space, job)
+            # What memory holds is the same for all static policies, and for all others without a pool.
+            pool = POOL_POLICIES.get(policy)
+            kind = pool or policy in STATIC_POLICIES, exchanges_tried(policy, space, job)
             found = known.get(kind)
             if found is None:
                 found = known[kind] = settings_of(*layout, policy, space, job)
@@ -207,11 +215,11 @@ class _Race:
 
     def run_policy(self, policy: str) -> None:
         """Plan the settings of `policy` that may be its fastest or close to it."""
-        order = sorted(self._candidates[policy], key=lambda setting: self._bounds[_layout(setting)])
+        order = sorted(self._candidates[policy], key=lambda setting: self._bounds[_bounded(setting)])
         looks: dict[Setting, float] = {}
         for start in range(0, len(order), _ROUND):
             enough_s = SHOWN * min(looks.values(), default=float("inf"))
-            few = [one for one in order[start : start + _ROUND] if self._bounds[_layout(one)] <= enough_s]
+            few = [one for one in order[start : start + _ROUND] if self._bounds[_bounded(one)] <= enough_s]
             if not few:
                 break
             looks |= self._look(few)
@@ -281,15 +289,16 @@ class _Race:
         self._progress(0, len(settings), what)
         return self._run(function, settings, count)
 
-    def _bounds_of_layouts(self) -> dict[_Layout, float]:
+    def _bounds_of_layouts(self) -> dict[_Bounded, float]:
         """Return layout -> seconds of the first batch that no setting of it stays below."""
         exchanges = tuple(dict.fromkeys(one for some in self._space.exchanges for one in some))
-        loosest: dict[_Layout, Setting] = {}
+        loosest: dict[_Bounded, Setting] = {}
         for setting in (one for settings in self._candidates.values() for one in settings):
-            before = loosest.get(_layout(setting))
+            before = loosest.get(_bounded(setting))
             if before is None or before.max_tokens_per_rank < setting.max_tokens_per_rank:
-                every = replace(setting, policy="dynamic", static_cp_size=None, max_cp_size=None)
-                loosest[_layout(setting)] = replace(every, cp_comm_types=exchanges)
+                policy = "pool" if setting.has_pool else "dynamic"
+                every = replace(setting, policy=policy, static_cp_size=None, max_cp_size=None)
+                loosest[_bounded(setting)] = replace(every, cp_comm_types=exchanges)
         return dict(zip(loosest, self._counted(least_s, list(loosest.values()), "lower bounds"), strict=True))
 
     def _faster_variants(self, policy: str) -> list[Setting]:
@@ -305,6 +314,10 @@ class _Race:
 
 def _layout(setting: Setting) -> _Layout:
     return setting.topology, setting.recompute
+
+
+def _bounded(setting: Setting) -> _Bounded:
+    return *_layout(setting), setting.has_pool
 
 
 def _as_dynamic(setting: Setting) -> Setting:

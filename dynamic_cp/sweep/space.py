@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import NamedTuple
 
-from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.disaggregation.prices import refuse_model
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.search.placed import exchanges_of_policy
-from dynamic_cp.setting import Setting
+from dynamic_cp.setting import POOL_POLICIES, Setting
 from dynamic_cp.sweep.job import SweepJob
 from dynamic_cp.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, sizes_in
 from dynamic_cp.types import RECOMPUTE_MODES, CpCommType, ModelShape, Recompute, Topology
@@ -135,9 +136,12 @@ def settings_of(
     all sizes, or where these leave no memory as many of the smaller ones as do. Of the sets of exchanges it is the
     first that memory holds: `variants` has the others.
     """
+    model = job.model.in_stages(topology.pp_size, topology.vp_size)
+    reason = why_no_pool(model, topology) if policy in POOL_POLICIES else None
+    if reason is not None:
+        return Refused(reason, "leave out policies with a pool (--policy)")
     found: list[Setting] = []
     refused = Refused("no allowed CP size divides the lanes", "give another --static-cp-size")
-    model = job.model.in_stages(topology.pp_size, topology.vp_size)
     for exchanges in exchanges_tried(policy, space, job):
         base = Setting(
             policy=policy,
@@ -160,6 +164,21 @@ def settings_of(
         if found:
             return tuple(found)
     return refused
+
+
+def why_no_pool(model: ModelShape, topology: Topology) -> str | None:
+    """Return why pretrain_gpt.py has no pool of servers of all stages in a layout; None where it has one."""
+    if topology.pp_size == 1:
+        return "a pool has servers of at least 2 stages"
+    if len({layers for stage in model.pipeline_layers for layers in stage}) > 1:
+        return "a pool has as many layers on each stage"
+    try:
+        refuse_model(model, topology.pp_size)
+    except UnsupportedFeatureError:
+        return "attention of this model cannot be tasks of a pool"
+    if model.has_latents or model.mtp_num_layers:
+        return "latent attention and multi-token prediction do not run in a pool"
+    return None
 
 
 def variants(setting: Setting, space: Space, job: SweepJob) -> tuple[Setting, ...]:
@@ -186,7 +205,7 @@ def exchanges_tried(policy: str, space: Space, job: SweepJob) -> tuple[tuple[CpC
     """Return the sets of exchanges that are tried for a policy."""
     return tuple(
         dict.fromkeys(
-            exchanges_of_policy(policy, allowed, chain.from_iterable(job.batches), job.model)
+            exchanges_of_policy(policy, allowed, job.model, chain.from_iterable(job.batches))
             for allowed in space.exchanges
         )
     )

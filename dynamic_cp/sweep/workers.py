@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 from dynamic_cp.search.planner_process import die_with_parent
@@ -52,9 +55,31 @@ def workers(job: SweepJob, num_processes: int) -> Iterator[Run]:
             return [future.result() for future in futures]
 
         try:
-            yield run
+            with _sigterm_as_an_exception():
+                yield run
+        except BaseException:
+            for process in multiprocessing.active_children():  # what they compute is for nobody now
+                process.kill()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _sigterm_as_an_exception() -> Iterator[None]:
+    """Have SIGTERM unwind this process: those that it started end first, and their semaphores are given back."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # Python sets handlers in that one only
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

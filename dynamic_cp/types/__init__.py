@@ -4,8 +4,9 @@
 
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
-this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `placement`, `ticks`, `tasks`, `plan`,
-then what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`, `problem`.
+this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `mask_rules`, `placement`, `ticks`,
+`tasks`, `plan`, then what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`,
+`problem`.
 """
 
 from dynamic_cp.types.attention import (
@@ -33,6 +34,7 @@ from dynamic_cp.types.hardware import (
     Hardware,
 )
 from dynamic_cp.types.layers import Layer, Stage
+from dynamic_cp.types.mask_rules import MaskRule, masks_by_rule, parse_mask_rule
 from dynamic_cp.types.masks import (
     CAUSAL,
     FULL,
@@ -42,11 +44,9 @@ from dynamic_cp.types.masks import (
     KeyRanges,
     Lambda,
     Mask,
-    MaskRule,
     Rectangle,
     SharedQuestion,
     parse_mask,
-    parse_mask_rule,
 )
 from dynamic_cp.types.model import (
     ModelShape,
@@ -141,6 +141,7 @@ __all__ = [
     "is_power_of_two",
     "largest_power_of_two",
     "layers_with_experts",
+    "masks_by_rule",
     "num_ticks",
     "parse_mask",
     "parse_mask_rule",

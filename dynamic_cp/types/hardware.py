@@ -13,8 +13,8 @@ from dynamic_cp.errors import InvalidInputError
 class Hardware:
     """Coefficients of the cost model, read from `dynamic_cp/data/hardware/*.json` (each number has its source there).
 
-    Formulas: `dynamic_cp.cost_model`. All are of one rank; bandwidths are what a rank reaches, not the datasheet's. A
-    coefficient whose default is 0 belongs to an optional term: at 0 the term is not priced.
+    Formulas: `dynamic_cp.pricing.cost_model`. All are of one rank; bandwidths are what a rank reaches, not the
+    datasheet's. A coefficient whose default is 0 belongs to an optional term: at 0 the term is not priced.
 
     Attributes:
         linear_flops_per_s, linear_extra_tokens: rate of the GEMMs; a short pack pays for that many tokens more.

@@ -389,9 +389,6 @@ class Windowed(Mask):
 
 CAUSAL, FULL = Causal(), Full()
 
-MaskRule = Callable[[int], Mask | None]
-"""Tokens of a sample -> its mask; None: that of the model's layers."""
-
 
 def parse_mask(text: str) -> Mask:
     """Return the mask whose `str` is `text`.
@@ -413,49 +410,6 @@ def parse_mask(text: str) -> Mask:
         if name == SharedQuestion.name and len(numbers) > 1:
             return SharedQuestion(numbers[0], numbers[1:])
     raise InvalidInputError(f"mask {text[:40]!r} is unknown: use {_EXAMPLES}", mask=text)
-
-
-def parse_mask_rule(text: str) -> MaskRule:
-    """Return the rule that gives samples of known length their masks.
-
-    Args:
-        text: a mask, or `shared_question:4x0.2` for 4 equal answers to a prompt of a share of 0.2 of the tokens.
-            Samples that are too short for that have the mask of the layers, and with `causal` all have.
-
-    Raises:
-        InvalidInputError: it is none; says what is needed.
-    """
-    name, _, rest = text.partition(":")
-    count, by, share = rest.partition("x")
-    if name == SharedQuestion.name and by:
-        try:
-            return _SharesOf(int(count), float(share))
-        except ValueError:
-            raise InvalidInputError(f"mask {text!r} has no answers x share: use {name}:4x0.2", mask=text) from None
-    mask = None if text == CAUSAL.name else parse_mask(text)
-    return lambda _seqlen: mask
-
-
-@dataclass(frozen=True, slots=True)
-class _SharesOf:
-    """The rule for answers of equal length to a prompt that is a share of the sample."""
-
-    num_answers: int
-    prompt_share: float
-
-    def __post_init__(self) -> None:
-        require_at_least(1, num_answers=self.num_answers)
-        if not 0.0 < self.prompt_share < 1.0:
-            raise InvalidInputError(
-                f"the prompt has a share of {self.prompt_share} of the tokens, more than 0 and less than 1 is needed"
-            )
-
-    def __call__(self, seqlen: int) -> Mask | None:
-        prompt = int(seqlen * self.prompt_share)
-        answer, rest = divmod(seqlen - prompt, self.num_answers)
-        if not prompt or not answer:
-            return None
-        return SharedQuestion(prompt, (answer,) * (self.num_answers - 1) + (answer + rest,))
 
 
 _KINDS: dict[str, Callable[..., Mask]] = {one.name: one for one in (Causal, Full, Lambda, CausalBlockwise)}

@@ -32,7 +32,7 @@ class Topology:
         ep_size: neighbouring ranks of a stage that share the routed experts of a layer, as Megatron's
             --expert-model-parallel-size; a power of two. Each expert is whole on its rank (expert TP is 1).
         token_alignment: tokens of a rank, with sequence parallelism of each share of them, are padded to a multiple of
-            this (products in FP8 need 16 or 32).
+            this (products in FP8 need 16 or 32, blocks that sequence parallelism gathers 128).
     """
 
     num_lanes: int

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamic_cp.errors import DataError, DynamicCPError
-from dynamic_cp.workloads import draw_lengths
+from dynamic_cp.lengths.workloads import draw_lengths
 
 ARMS = ("static", "balanced", "dynamic")
 MIN_SEQLEN = 256  # NVIDIA's script has no shorter samples

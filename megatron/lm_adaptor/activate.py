@@ -16,8 +16,15 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.repairs import triton_imports
 from megatron.lm_adaptor import flags
-from megatron.lm_adaptor.checkout import Checkout, explain_missing_package, put_first
+from megatron.lm_adaptor.checkout import (
+    SUPPORTED_VERSIONS,
+    WITHOUT_TAG,
+    Checkout,
+    explain_missing_package,
+    put_first,
+)
 from megatron.lm_adaptor.replacements import SCRIPT, find, replaced_in
+from megatron.trainer.ending.exits import global_rank
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +43,12 @@ def activate(checkout: Checkout) -> None:
     put_first(checkout.root)
     triton_imports.install()
     if not checkout.takes_schedulers:
+        if checkout.version in WITHOUT_TAG and global_rank() == 0:
+            logger.warning(
+                "dynamic CP: many commits of Megatron-LM say that they are %s; tried was %s",
+                checkout.version,
+                SUPPORTED_VERSIONS[checkout.version],
+            )
         try:
             _active = _Adaptor(checkout.version)
         except ModuleNotFoundError as error:
@@ -317,6 +330,10 @@ class _Adaptor:
             return original(*args, **kwargs)
 
     def _save_checkpoint(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
+        if not getattr(self._get_args(), "use_persistent_ckpt_worker", False):  # that worker was given its queue
+            from megatron.trainer.checkpoints.writer_process import expect_results
+
+            expect_results()
         with _checkpoint_phase(f"iteration {iteration}, saving"):
             original(iteration, *args, **kwargs)
 

@@ -19,8 +19,12 @@ SUPPORTED_VERSIONS = {
     "0.18.2": "core_v0.18.2",
     "0.19.1": "core_v0.19.0",  # says so of itself
     "0.19.2": "core_v0.19.0",  # the last tag that was there
+    "0.20.0": "d98e8a64 (branch main of 2026-08-22)",
 }
-"""Versions whose training loop the adaptor replaces parts of -> the tag that was run."""
+"""Versions whose training loop the adaptor replaces parts of -> the tag or commit that was run."""
+
+WITHOUT_TAG = frozenset({"0.19.2", "0.20.0"})
+"""Those that more than one commit says it is, of which none or one was run."""
 
 NEEDED = {"six": "six", "regex": "regex", "yaml": "pyyaml"}
 """Modules that a checkout's training code imports -> packages that have them; the extra megatron-lm."""
@@ -80,9 +84,10 @@ def open_checkout(script: Path) -> Checkout:
         takes_schedulers=set(SCHEDULERS) <= _defined(root / _SCHEDULES),
     )
     if checkout.version not in SUPPORTED_VERSIONS and not checkout.takes_schedulers:
+        supported = ", ".join(f"{version}, tried at {run}" for version, run in SUPPORTED_VERSIONS.items())
         raise UnsupportedFeatureError(
             f"the Megatron-LM checkout {root} is version {checkout.version}; supported are "
-            f"{', '.join(SUPPORTED_VERSIONS)} and those with {' and '.join(SCHEDULERS)} in {_SCHEDULES} (branch dev): "
+            f"{supported}; and those with {' and '.join(SCHEDULERS)} in {_SCHEDULES} (branch dev): "
             f"check out {SUPPORTED_VERSIONS[releases.newest().version]}",
             version=checkout.version,
         )

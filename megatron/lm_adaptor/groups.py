@@ -10,8 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dynamic_cp.errors import IllegalPlanError, InvalidInputError
-from dynamic_cp.types import Plan, is_power_of_two
+from dynamic_cp.packing.megatron_dev import pack_megatron_dev
+from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Sample, is_power_of_two
 
 Groups = list[list[list[int]]]
 
@@ -41,18 +46,79 @@ def groups_of(plan: Plan, *, multiple: int = 1, max_samples: int | None = None) 
             f"{num_lanes} lanes are not a power of two: Megatron-LM builds dynamic CP groups for powers of two only",
             num_lanes=num_lanes,
         )
+    rows = [
+        [
+            Pack(cp_size=bucket.cp_size, ids=tuple(sample.sample_id for sample in bucket.samples))
+            for bucket in sorted(micro_batch.buckets, key=lambda bucket: bucket.first_lane)
+        ]
+        for micro_batch in plan.micro_batches
+    ]
+    return _filled(rows, num_lanes, multiple, max_samples)
+
+
+def groups_of_greedy(
+    seqlens: Mapping[int, int],
+    cost_model: CostModel,
+    options: PlanOptions,
+    *,
+    multiple: int = 1,
+    max_samples: int | None = None,
+) -> Groups:
+    """Return what Megatron-LM's own greedy makes of the samples: it takes lengths as they are, without padding.
+
+    Args:
+        seqlens: id -> tokens.
+        cost_model: of a power of two of lanes; its prices are not used.
+        options: the limit of tokens and the smallest CP size.
+        multiple, max_samples: as of `groups_of`.
+    """
+    num_lanes, table = cost_model.topology.num_lanes, cost_model.table
+    ids = sorted(seqlens, key=lambda sample: (-seqlens[sample], sample))
+    sizes = 1 << np.arange(len(table.capacities))
+    unpadded = table._replace(
+        multiples=np.ones_like(table.multiples),
+        capacities=np.where(sizes < options.min_cp_size, 0, options.max_tokens_per_rank * sizes),
+    )
+    lengths = np.array([seqlens[sample] for sample in ids], np.int64)
+    packing = pack_megatron_dev(lengths, unpadded, num_lanes, options.max_tokens_per_rank, multiple)
+    members: list[list[int]] = [[] for _ in packing.rows]
+    for sample, bucket in zip(ids, packing.bucket_of_sample.tolist(), strict=True):
+        members[bucket].append(sample)
+    rows: list[list[Pack]] = [[] for _ in range(packing.num_rows)]
+    for bucket in np.lexsort((packing.first_lanes, packing.rows)).tolist():
+        pack = Pack(cp_size=1 << int(packing.log2_cp_sizes[bucket]), ids=tuple(members[bucket]))
+        rows[packing.rows[bucket]].append(pack)
+    return _filled(rows, num_lanes, multiple, max_samples)
+
+
+def groups_ns(groups: Groups, seqlens: Mapping[int, int], cost_model: CostModel) -> int:
+    """Return the simulated nanoseconds of an iteration of `groups`, with the padding that their lanes need."""
+    topology = cost_model.topology
+    rows = []
+    for lanes in groups:
+        first, buckets = 0, []
+        for pack in _packs_of(lanes):
+            samples = tuple(Sample(sample_id=sample, seqlen=seqlens[sample]) for sample in pack.ids)
+            buckets.append(Bucket(first_lane=first, cp_size=pack.cp_size, samples=samples))
+            first += pack.cp_size
+        rows.append(MicroBatch(buckets=tuple(buckets)))
+    empty = MicroBatch(buckets=tuple(Bucket(first_lane=lane) for lane in range(topology.num_lanes)))
+    rows += [empty] * (-len(rows) % topology.num_microbatches_multiple)
+    limit = cost_model.options.max_tokens_per_rank
+    return makespan_ns(Plan(topology=topology, micro_batches=tuple(rows), max_tokens_per_rank=limit), cost_model)
+
+
+def _filled(rows: Sequence[Sequence[Pack]], num_lanes: int, multiple: int, max_samples: int | None) -> Groups:
+    """Return rows of packs, in the order of their lanes, as groups that leave no lane empty."""
     groups: Groups = []
     overflow: list[Pack] = []
-    for micro_batch in plan.micro_batches:
+    for row in rows:
         packs = []
-        for bucket in sorted(micro_batch.buckets, key=lambda bucket: bucket.first_lane):
-            ids = tuple(sample.sample_id for sample in bucket.samples)
-            first, *more = [Pack(cp_size=bucket.cp_size, ids=part) for part in _parts(ids, max_samples)] or [
-                Pack(cp_size=bucket.cp_size, ids=())
-            ]
+        for pack in row:
+            first, *more = [Pack(cp_size=pack.cp_size, ids=part) for part in _parts(pack.ids, max_samples)] or [pack]
             packs.append(first)
             overflow += more
-        if all(pack.ids for pack in packs):
+        if all(pack.ids for pack in packs) and sum(pack.cp_size for pack in packs) == num_lanes:
             groups.append([list(pack.ids) for pack in packs for _ in range(pack.cp_size)])
         elif any(pack.ids for pack in packs):
             groups.append(spread([pack for pack in packs if pack.ids], num_lanes))

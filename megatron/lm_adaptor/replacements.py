@@ -188,7 +188,8 @@ REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         module=_TRAINING,
         symbol="save_checkpoint",
-        reason="ours notes for errors that the run is saving, and at which iteration",
+        reason="ours notes for errors that the run is saving, and at which iteration; what was written is told by a "
+        "file in memory, as the original's manager process outlives a rank that ends with an error",
     ),
     Replacement(
         module=_TRAINING,

@@ -10,6 +10,7 @@ input, so all of them find the same plan.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import logging
 from collections.abc import Sequence
@@ -17,19 +18,32 @@ from typing import Any
 
 import torch
 
-from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Experts, ModelShape, PlanOptions, Problem, Sample, Topology
 from megatron.dynamic_cp.repairs import releases, triton_imports
 from megatron.lm_adaptor.checkout import SCHEDULERS, SUPPORTED_VERSIONS
-from megatron.lm_adaptor.groups import Groups, check_groups, groups_of
+from megatron.lm_adaptor.flags import add_flags
+from megatron.lm_adaptor.groups import Groups, check_groups, groups_ns, groups_of, groups_of_greedy
 
 logger = logging.getLogger(__name__)
 
 NAME = "dynamic_cp_planner"
 THEIRS = "default_dynamic_cp"
 """The one name that the checkout accepts with --dynamic-context-parallel; it means our class once that was chosen."""
+
+_THEIR_FLAGS = {
+    "--dynamic-context-parallel",
+    "--context-parallel-size",
+    "--max-seqlen-per-dp-cp-rank",
+    "--cp-comm-type",
+    "--distributed-backend",
+    "--use-varlen-dataset",
+    "--varlen-mock-dataset-config-json",
+}
+"""What the checkout has of the flags that the adaptor adds to releases."""
 
 _MODULE = "megatron.core.datasets.data_schedule"
 
@@ -49,7 +63,7 @@ def scheduler_class(base: type, *, hardware: str = "h100", search: str = "fast")
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.model: ModelShape | None = None
-            self.topology = Topology(num_lanes=self.total_hdp_gpus)
+            self.topology = _topology(self.total_hdp_gpus)
             self.bytes_per_element = 2
 
         def run(self, data_iterator: Any, num_microbatches: int, *groups_and_config: Any) -> Any:
@@ -91,7 +105,13 @@ def scheduler_class(base: type, *, hardware: str = "h100", search: str = "fast")
             samples = [Sample(sample_id=sample, seqlen=seqlen) for sample, seqlen in seqlens.items()]
             planned = plan_problem(problem, samples)
             multiple = self.microbatch_group_size_per_vp_stage or 1
-            groups = groups_of(planned.plan, multiple=multiple, max_samples=self.max_num_seqs)
+            limits = {"multiple": multiple, "max_samples": self.max_num_seqs}
+            # Both as they will run: filling empty places can make a plan slower than what it was chosen against.
+            cost_model = CostModel(problem.model, problem.hardware, problem.topology, problem.options)
+            candidates = {planned.reason: groups_of(planned.plan, **limits)}
+            with contextlib.suppress(InvalidInputError):  # its rows may not come to a multiple where ours do
+                candidates["Megatron-LM's greedy"] = groups_of_greedy(seqlens, cost_model, problem.options, **limits)
+            reason, groups = min(candidates.items(), key=lambda named: groups_ns(named[1], seqlens, cost_model))
             sizes = check_groups(
                 groups,
                 seqlens,
@@ -99,10 +119,26 @@ def scheduler_class(base: type, *, hardware: str = "h100", search: str = "fast")
                 max_tokens_per_rank=self.max_seq_len_per_rank,
                 multiple=multiple,
             )
-            logger.debug("%d micro-batches, packs by CP size %s; %s", len(groups), dict(sizes), planned.reason)
+            logger.debug("%d micro-batches, packs by CP size %s; %s", len(groups), dict(sizes), reason)
             return groups
 
     return DynamicCPPlannerScheduler
+
+
+def _topology(num_lanes: int) -> Topology:
+    """Return the layout of the job as far as Megatron-Core knows it: loops that call no `run()` say only the lanes."""
+    parallel_state = importlib.import_module("megatron.core.parallel_state")
+    if not parallel_state.model_parallel_is_initialized():
+        return Topology(num_lanes=num_lanes)
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    return Topology(
+        num_lanes=num_lanes,
+        tp_size=tp_size,
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        vp_size=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        sequence_parallel=tp_size > 1,
+        ep_size=parallel_state.get_expert_model_parallel_world_size() or 1,
+    )
 
 
 def model_shape(config: Any) -> ModelShape:
@@ -188,13 +224,31 @@ def take_choice(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace]:
 
     The checkout lists its schedulers in a type annotation and in checks, which nothing can be added to; so the choice
     is exchanged for the name that it knows.
+
+    Raises:
+        UnsupportedFeatureError: a flag of ours that only releases have.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--sequence-packing-scheduler")
     parser.add_argument("--dynamic-cp-hardware", default="h100")
     parser.add_argument("--dynamic-cp-search", default="fast", choices=("fast", "thorough"))
     ours, rest = parser.parse_known_args(list(argv))
+    _refuse_flags_of_releases(rest)
     ours.is_chosen = ours.sequence_packing_scheduler == NAME
     if ours.sequence_packing_scheduler is not None:
         rest += ["--sequence-packing-scheduler", THEIRS if ours.is_chosen else ours.sequence_packing_scheduler]
     return rest, ours
+
+
+def _refuse_flags_of_releases(argv: Sequence[str]) -> None:
+    """Check that no flag is given that the adaptor adds to releases only: the checkout would list all that it has."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser)
+    ours = {flag for action in parser._actions for flag in action.option_strings} - _THEIR_FLAGS
+    given = [word for word in (word.split("=", 1)[0] for word in argv) if word in ours]
+    if given:
+        raise UnsupportedFeatureError(
+            f"{', '.join(given)} is for releases, and this checkout (branch dev) packs samples itself: leave it out, "
+            f"and give --dynamic-context-parallel --sequence-packing-scheduler {NAME}",
+            flags=tuple(given),
+        )

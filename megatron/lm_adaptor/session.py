@@ -112,6 +112,8 @@ class Session:
             DynamicCPError: the data ended, or see `ForeignIteratorWrapper.wrap`; the same on all ranks.
         """
         chunks = list(model) if isinstance(model, list) else [model]
+        if not self._chunks and (checked := self.runtime.check_attention(chunks)):
+            log_single_rank(logger, logging.INFO, f"dynamic CP: {checked}")
         self._chunks = chunks
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         if not forward_only:
@@ -183,9 +185,7 @@ class Session:
         Args:
             num_micro_batches: that Megatron-LM takes the step for.
         """
-        wrapper = self._wrappers[TRAIN]
-        assert wrapper.plan is not None
-        self._routing = sum_over_routers(self._chunks, wrapper.plan.facts.seqlen_sum, self.device)
+        self._routing = sum_over_routers(self._chunks, self.device)
         if self._routing is not None:
             tell_tracker(self._routing, self._chunks, num_micro_batches)
 

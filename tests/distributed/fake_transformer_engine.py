@@ -6,8 +6,8 @@ in a forked rank only.
 
 Attention gathers keys and values over gloo, puts them in sequence order and takes a plain softmax: nothing here is code
 of this project, the zigzag order least of all. What the real one does not check and gets wrong in silence (or aborts on
-the device for) is an AssertionError here. Source: TransformerEngine 2.11, 2.18 and 2.20, `dot_product_attention.py` and
-`context_parallel.py`.
+the device for) is an AssertionError here, but what flash-attn 2 gets wrong in all_gather is computed as wrongly.
+Source: TransformerEngine 2.11, 2.18 and 2.20, `dot_product_attention.py` and `context_parallel.py`.
 """
 
 from __future__ import annotations
@@ -84,8 +84,13 @@ class Quantization:
     products: ClassVar[list[tuple[str, int]]] = []
 
     @classmethod
-    def check(cls, x: Tensor) -> None:
-        """Assert what a product in FP8 needs of its input [rows, 1, channels], of its own ranks' share, too."""
+    def check(cls, x: Tensor, *, is_gathered: bool) -> None:
+        """Assert what a product in FP8 needs of its input [rows, 1, channels], of its own ranks' share, too.
+
+        Args:
+            is_gathered: by sequence parallelism. Blocks are gathered whole; until 2.13 anything else was an assertion,
+                now it is gathered in bfloat16, which takes twice the bytes and no channels are asked of.
+        """
         if cls.recipe is None:
             return
         rows, channels = x.numel() // x.shape[-1], x.shape[-1]
@@ -93,6 +98,8 @@ class Quantization:
         aligned = 32 if name == "MXFP8BlockScaling" else 16
         assert rows % aligned == 0, f"TE: {rows} rows in FP8 ({name}), a multiple of {aligned} is needed"
         assert channels % 16 == 0, f"TE: {channels} channels in FP8, a multiple of 16 is needed"
+        if is_gathered and name == "Float8BlockScaling":
+            assert rows % 128 == 0, f"TE: {rows} rows in blocks, a multiple of 128 is needed to gather them in FP8"
         cls.products.append((name, rows))
 
 
@@ -173,6 +180,7 @@ class DotProductAttention(_Base):
     set_calls: ClassVar[list[tuple[Any, ...]]] = []  # of all modules of the process
     forwards: ClassVar[list[tuple[str, int, int]]] = []  # (cp_comm_type, cp size, query heads)
     raise_in_forward: ClassVar[bool] = False
+    kernel: ClassVar[str] = "cuDNN"  # "flash-attn 2" cannot do all_gather, and does
 
     def __init__(
         self,
@@ -266,10 +274,32 @@ class DotProductAttention(_Base):
                 key_layer, value_layer = RankGather.apply(key_layer, group), RankGather.apply(value_layer, group)
         held = [row for one in range(cp_size) for row in rows_of(one, cp_size, boundaries)]
         order = torch.tensor(held).argsort()
-        out = self._plain_attention(
-            query_layer, key_layer[order], value_layer[order], rows_of(rank, cp_size, boundaries), boundaries
-        )
+        key_layer, value_layer = key_layer[order], value_layer[order]
+        if (self.cp_comm_type, self.kernel) == ("all_gather", "flash-attn 2") and cp_size > 1:
+            out = self._halves_where_they_are_not(query_layer, key_layer, value_layer, rank, cp_size, boundaries)
+        else:
+            rows = rows_of(rank, cp_size, boundaries)
+            out = self._plain_attention(query_layer, key_layer, value_layer, rows, boundaries)
         return out.reshape(len(out), -1)
+
+    def _halves_where_they_are_not(
+        self, query: Tensor, key: Tensor, value: Tensor, rank: int, cp_size: int, boundaries: list[int]
+    ) -> Tensor:
+        """As flash-attn 2 reads the early and the late chunks of a rank: a chunk begins where those before it end,
+        and so do its keys, whatever lies between them in the tensors.
+        """
+        outs: list[list[Tensor]] = []
+        for which in (rank, 2 * cp_size - 1 - rank):
+            chunks = [(stop - start) // (2 * cp_size) for start, stop in pairwise(boundaries)]
+            seen = [chunk * (which + 1) for chunk in chunks]
+            first_row = first_key = 0
+            outs.append([])
+            for chunk, keys in zip(chunks, seen, strict=True):
+                q = query[first_row : first_row + chunk]
+                k, v = (x[first_key : first_key + keys] for x in (key, value))
+                outs[-1].append(self._plain_attention(q, k, v, list(range(keys - chunk, keys)), [0, keys]))
+                first_row, first_key = first_row + chunk, first_key + keys
+        return torch.cat([part for both in zip(*outs, strict=True) for part in both])
 
     def _check_context_parallel(self, groups: list[Any], cp_size: int, seqlens: list[int]) -> int:
         """Assert what attention over a CP group needs; return this rank's place in it."""
@@ -368,7 +398,8 @@ class Linear(_Base):
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         from megatron.core.tensor_parallel import mappings
 
-        Quantization.check(x)
+        is_gathered = self.sequence_parallel and self.parallel_mode == "column" and self.tp_size > 1
+        Quantization.check(x, is_gathered=is_gathered)
         bias = self.bias if self.use_bias else None
         if self.parallel_mode == "column":
             if self.sequence_parallel:
@@ -463,8 +494,16 @@ def _module(name: str, **contents: Any) -> types.ModuleType:
     return module
 
 
-def install(version: str = VERSION) -> None:
-    """Let this process find the fake as TransformerEngine `version`, and megatron-core's extension use it."""
+# Kernel -> a device that has it; flash-attn 3 and 4 with --attention-backend flash.
+CAPABILITIES = {"cuDNN": (9, 0), "flash-attn 2": (8, 0), "flash-attn 3": (9, 0), "flash-attn 4": (10, 0)}
+
+
+def install(version: str = VERSION, kernel: str = "cuDNN") -> None:
+    """Let this process find the fake as TransformerEngine `version`, and megatron-core's extension use it.
+
+    Args:
+        kernel: that attention is computed with: the device and the packages are such.
+    """
     assert "megatron.dynamic_cp.attention.te.attention" not in sys.modules, "already bound to another one"
     recipe = _module(
         "transformer_engine.common.recipe",
@@ -498,6 +537,14 @@ def install(version: str = VERSION) -> None:
         cpu_offload=None,
     )
     _module("transformer_engine.pytorch.float8_tensor", Float8Tensor=type("Float8Tensor", (), {}))
+    DotProductAttention.kernel = kernel
+    torch.cuda.get_device_capability = lambda device=None: CAPABILITIES[kernel]
+    installed = {f"v{one}_is_installed": kernel == f"flash-attn {one}" for one in (3, 4)}
+    flags = types.SimpleNamespace(is_installed=kernel == "flash-attn 2", **installed)
+    folder = "transformer_engine.pytorch.attention"
+    for name in (folder, f"{folder}.dot_product_attention"):
+        _module(name, __path__=[])
+    _module(f"{folder}.dot_product_attention.utils", FlashAttentionUtils=flags)
     _module("transformer_engine", __version__=version, __path__=[], common=common, pytorch=pytorch)
     pytorch.__path__ = []  # type: ignore[attr-defined]
     torch.cuda.Stream = FakeStream  # type: ignore[misc, assignment]

@@ -108,7 +108,9 @@ class Layout:
             vp_size=self.vpp,
             sequence_parallel=self.sp,
             ranks_per_node=self.ranks_per_node,
-            token_alignment=token_alignment(SimpleNamespace(**self.config)),
+            token_alignment=token_alignment(
+                SimpleNamespace(sequence_parallel=self.sp, tensor_model_parallel_size=self.tp, **self.config)
+            ),
         )
 
     @property

@@ -6,7 +6,7 @@ lets it run on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,8 @@ from tests.distributed.harness import initialize_model_parallel
 VOCAB_SIZE = 256
 HIDDEN_SIZE = 128
 MAX_POSITIONS = 1024
+FIRST_MASKED_ID = 900
+"""From this sample on only the first eighth of the tokens has a loss."""
 
 
 @dataclass(frozen=True)
@@ -242,10 +244,17 @@ MTP_OFFSET = ModelVariant("mtp_offset", config={**MTP.config, "softmax_type": "l
 MOE_UNCOUNTED = ModelVariant(
     "moe_uncounted", config={**MOE_SIGMOID.config, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.05}
 )
+# Logits of all words on each tensor-parallel rank; in one process they are gathered from nobody.
+GATHERED = ModelVariant("gathered", config=LLAMA.config, model={"parallel_output": False})
+MTP_GATHERED = ModelVariant("mtp_gathered", config=MTP.config, model=GATHERED.model)
+MOE_BIASED = ModelVariant("moe_biased", config={**MOE.config, "add_bias_linear": True})
+OF_REPORTS = (GATHERED, MTP_GATHERED, MOE_BIASED)
 COMBINED = (MOE_UNCOUNTED, GPT_OSS, MTP_OFFSET, DEEPSEEK, MOE_MTP, MOE_SIGMOID_MTP)
 LATENT_KINDS = (LATENT, LATENT_PLAIN, LATENT_8_HEADS)
 PLAIN = (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE)
-VARIANTS = {v.name: v for v in (*PLAIN, ALL_OF_ENGINE, *FEATURES, *EXPERTS, *MULTI_TOKEN, *LATENT_KINDS, *COMBINED)}
+VARIANTS = {
+    v.name: v for v in (*PLAIN, ALL_OF_ENGINE, *FEATURES, *EXPERTS, *MULTI_TOKEN, *LATENT_KINDS, *COMBINED, *OF_REPORTS)
+}
 
 
 # As Megatron-LM names and fills them for megatron-core; not taken from the code under test.
@@ -325,7 +334,10 @@ def read_sample(sample: Sample) -> SampleTokens:
     """Return random tokens that depend on the sample only."""
     generator = torch.Generator().manual_seed(1000 + sample.sample_id)
     stream = torch.randint(1, VOCAB_SIZE, (sample.seqlen + 1,), generator=generator)
-    return SampleTokens(stream[:-1].numpy(), stream[1:].numpy(), torch.ones(sample.seqlen).numpy())
+    loss_mask = torch.ones(sample.seqlen)
+    if sample.sample_id >= FIRST_MASKED_ID:
+        loss_mask[sample.seqlen // 8 :] = 0
+    return SampleTokens(stream[:-1].numpy(), stream[1:].numpy(), loss_mask.numpy())
 
 
 def window_mask(seqlen: int, window_size: tuple[int, int], sink_tokens: int = 0) -> torch.Tensor:
@@ -355,16 +367,19 @@ class TwoWidths(torch.nn.Module):
         return torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), value).flatten(2)
 
 
-def weigh_later_tokens_as_others() -> None:
+def weigh_later_tokens_as_others(num_tokens: Callable[[], int]) -> None:
     """Have the losses of modules count per token, as megatron-core had it before 0.17.
 
     Since then the losses of a pack are weighted by its tokens over those that have a later one: of a sample alone all
     over all but the last ones, of a pack with other samples another number.
+
+    Args:
+        num_tokens: tells how many tokens of the sample that runs have a loss.
     """
     roll = multi_token_prediction.roll_tensor
     multi_token_prediction.roll_tensor = lambda tensor, *args, **kwargs: (
         roll(tensor, *args, **kwargs)[0],
-        torch.tensor(tensor.numel()),
+        torch.tensor(num_tokens()),
     )
 
 
@@ -419,10 +434,12 @@ def reference_step(
                 mlp = layer.submodules.mlp
                 submodules = mlp.keywords["submodules"] if releases.EXPERTS_BY_FUNCTION.here else mlp.submodules
                 experts = submodules.experts
-                of_one = experts.keywords["submodules"] if releases.EXPERTS_BY_FUNCTION.here else experts.submodules
+                # Already in 0.17 a function, though the layer's MLP is none yet.
+                of_one = experts.keywords["submodules"] if hasattr(experts, "keywords") else experts.submodules
                 of_one.linear_fc2 = Cloned
+    num_tokens = []  # with a loss, of each sample so far
     if config.mtp_num_layers:
-        weigh_later_tokens_as_others()
+        weigh_later_tokens_as_others(lambda: num_tokens[-1])
     model = gpt_model(config, variant, spec, mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -434,17 +451,17 @@ def reference_step(
     losses = {}
     for sample in samples:
         values = read_sample(sample)
-        tokens, labels = (torch.from_numpy(x)[None] for x in (values.tokens, values.labels))
-        token_losses = model(tokens, torch.arange(sample.seqlen)[None], None, labels=labels)[0]
+        tokens, labels, mask = (torch.from_numpy(x)[None] for x in (values.tokens, values.labels, values.loss_mask))
+        num_tokens.append(int(mask.sum()))
+        token_losses = model(tokens, torch.arange(sample.seqlen)[None], None, labels=labels, loss_mask=mask)[0]
         losses[sample.sample_id] = token_losses.detach().clone()
-        token_losses.sum().backward()  # and what losses of multi-token prediction add to it
-    num_tokens = sum(sample.seqlen for sample in samples)
-    gradients = {name: p.grad / num_tokens for name, p in model.named_parameters()}
+        (token_losses * mask[0]).sum().backward()  # and what losses of multi-token prediction add to it
+    gradients = {name: p.grad / sum(num_tokens) for name, p in model.named_parameters()}
     return {
         "initial": initial,
         "gradients": gradients,
         "losses": losses,
-        "num_tokens": num_tokens,
+        "num_tokens": sum(num_tokens),
         "expert_biases": moved_expert_biases(model, config),
     }
 

@@ -99,20 +99,29 @@ def test_experts_equal_single_process(layouts: dict[str, Layout], reference_of: 
     assert_all_equal_to_reference(cases)
 
 
+def with_owners(monkeypatch: Any, changed: Callable[[Any], Any]) -> None:
+    found = router.token_owners
+    monkeypatch.setattr(router, "token_owners", lambda params: changed(found(params)))
+
+
 def count_padding(monkeypatch: Any) -> None:
     """Padding belongs to the last sample of its bucket."""
-    found = router.token_owners
-    monkeypatch.setattr(router, "token_owners", lambda params: found(params).clamp(max=len(params.padded_seqlens) - 1))
+    with_owners(
+        monkeypatch,
+        lambda owners: owners._replace(
+            parts=owners.parts.clamp(max=owners.num_parts - 1), copies=torch.ones_like(owners.copies)
+        ),
+    )
 
 
 def take_a_pack_for_a_sequence(monkeypatch: Any) -> None:
-    found = router.token_owners
-
-    def first(params: Any) -> torch.Tensor:
-        owners = found(params)
-        return torch.where(owners < len(params.padded_seqlens), 0, owners)
-
-    monkeypatch.setattr(router, "token_owners", first)
+    with_owners(
+        monkeypatch,
+        lambda owners: owners._replace(
+            parts=torch.where(owners.parts < owners.num_parts, 0, owners.parts),
+            shares=torch.zeros_like(owners.shares[:, :1]),
+        ),
+    )
 
 
 def sum_over(group_of: Callable[[Any], Any]) -> Callable[[Any], None]:
@@ -217,7 +226,7 @@ def count_synthetic_tokens() -> tuple[bool, bool, bool]:
         moved.expert_bias.fill_(0.5)
     with experts.as_if_nothing_was_routed([chunk]):
         moved.local_tokens_per_expert += 3
-        moved.sums = torch.ones(10)
+        moved.sums = torch.ones(11)
         with torch.no_grad():
             moved.expert_bias += 1
     return bool((moved.expert_bias == 0.5).all()), bool((moved.local_tokens_per_expert == 0).all()), moved.sums is None
@@ -248,19 +257,20 @@ def test_what_weights_start_with_does_not_depend_on_who_has_them() -> None:
 SEQLENS, PADDED = (5, 3, 1, 11), (8, 4, 4, 12)
 
 
-def router_gradient_of_a_pack() -> torch.Tensor:
-    """Return the gradient of a router's weights by its losses alone, of a pack on two lanes, padding included."""
+def router_of_a_pack(variant: reference.ModelVariant) -> tuple[router.DynamicCPRouter, torch.Tensor]:
+    """Return a router that knows this lane's part of a pack, and the hidden states of that, padding included."""
     initialize_model_parallel()
-    groups = DynamicCPGroups.build(Layout(2).topology, timeout_s=60)
-    config = reference.transformer_config(reference.MOE, init_method=lambda weight: weight.copy_(router_weight()))
+    groups = DynamicCPGroups.build(Layout(dist.get_world_size()).topology, timeout_s=60)
+    config = reference.transformer_config(variant, init_method=lambda weight: weight.copy_(router_weight()))
     expert_routing.install()
     with torch.no_grad():
         one = router.DynamicCPRouter(config=config, pg_collection=moe_utils.get_default_pg_collection())
-    shards = [shard_positions(padded, 2, groups.lane) for padded in PADDED]
+    cp_size = dist.get_world_size()
+    shards = [shard_positions(padded, cp_size, groups.lane) for padded in PADDED]
     one.params = DynamicPackedSeqParams.build(
         PADDED,
         torch.from_numpy(np.concatenate(shards)),
-        groups.group(0, 2),
+        groups.group(0, cp_size),
         label="test",
         stats=ExchangeStats(),
         seqlens=SEQLENS,
@@ -269,10 +279,16 @@ def router_gradient_of_a_pack() -> torch.Tensor:
         torch.nn.functional.pad(hidden_states(n), (0, 0, 0, 12))[shard]
         for n, shard in zip(SEQLENS, shards, strict=True)
     ]
-    probs, routing_map = one(torch.cat(held)[:, None])
-    assert int(routing_map.any(dim=1).sum()) == sum(
-        int((shard < n).sum()) for n, shard in zip(SEQLENS, shards, strict=True)
-    )
+    return one, torch.cat(held)[:, None]
+
+
+def router_gradient_of_a_pack() -> torch.Tensor:
+    """Return the gradient of a router's weights by its losses alone, of a pack on two lanes."""
+    one, states = router_of_a_pack(reference.MOE)
+    probs, routing_map = one(states)
+    num_real = torch.tensor(int(routing_map.any(dim=1).sum()))
+    dist.all_reduce(num_real)
+    assert int(num_real) == sum(SEQLENS)
     (0 * probs.sum()).backward()
     dist.all_reduce(one.weight.grad)
     return one.weight.grad
@@ -303,3 +319,20 @@ def test_router_losses_are_the_published_ones_of_every_sample() -> None:
     for gradient in run_ranks(2, router_gradient_of_a_pack):
         error = (gradient.double() - weight.grad).abs().max() / weight.grad.abs().max()
         assert error <= TOLERANCE
+
+
+def routed_and_counted() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens of each expert in two micro-batches, and those that move its bias and that are logged."""
+    one, states = router_of_a_pack(reference.MOE_SIGMOID)
+    routed = [one(scale * states)[1].sum(dim=0) for scale in (1, -1)]
+    with torch.no_grad():
+        one(states)  # the first pass of a recomputation
+        one.eval()
+        one(states)
+    return sum(routed), one.local_tokens_per_expert, one.take_sums()[:8]  # type: ignore[return-value,index]
+
+
+def test_each_micro_batch_is_counted_once_and_an_evaluation_never() -> None:
+    ((routed, moving, logged),) = run_ranks(1, routed_and_counted)
+    assert int(routed.sum()) == 2 * reference.MOE_SIGMOID.config["moe_router_topk"] * sum(SEQLENS)
+    assert moving.tolist() == logged.tolist() == routed.tolist()

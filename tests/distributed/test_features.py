@@ -270,7 +270,7 @@ def test_two_norms_of_queries_and_keys_are_refused() -> None:
 
 
 def test_layers_of_transformer_engine_have_no_score_beside_those_of_keys() -> None:
-    settings: dict[str, Any] = {"capability": (9, 0), "flash_attn": True, "backend": "auto", "bf16": True}
+    settings: dict[str, Any] = {"capability": (9, 0), "flash_attn": 2, "backend": "auto", "bf16": True}
     settings |= {"head_dim": 128, "version": "2.20.0"}
     assert choose_layers(None, "p2p", **settings).impl == "transformer_engine"
     assert choose_layers(None, "p2p", softmax_type="learnable", **settings).impl == "local"

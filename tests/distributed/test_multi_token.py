@@ -12,8 +12,10 @@ import torch
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import Sample, SharedQuestion
 from megatron.dynamic_cp.data import micro_batches
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.flags.arguments import check_supported
 from megatron.dynamic_cp.layout.future_columns import FutureColumns
+from megatron.dynamic_cp.layout.sharding import shard_positions
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import (
@@ -133,6 +135,31 @@ def test_mistakes_in_later_tokens_show(reference_of: Any) -> None:
     ranks = run_ranks(2, run_faulty, cases, timeout_s=120)
     for name in FAULTS:
         assert max(rank[name].gradient_error for rank in ranks) > 20 * TOLERANCE, name
+
+
+def test_later_columns_are_those_of_the_whole_sample_shifted() -> None:
+    """On both lanes: token, label, loss and position of the token so many places further on, 0 behind the end."""
+    seqlens, padded, num_depths = (11, 3, 1), (12, 4, 4), 2
+    samples = tuple(Sample(sample_id=number, seqlen=seqlen) for number, seqlen in enumerate(seqlens))
+    values = [
+        SampleTokens(
+            tokens=100 * number + np.arange(10, 10 + seqlen),
+            labels=100 * number + np.arange(50, 50 + seqlen),
+            loss_mask=np.ones(seqlen, np.float32),
+        )
+        for number, seqlen in enumerate(seqlens)
+    ]
+    for lane in range(2):
+        shards = [shard_positions(length, 2, lane) for length in padded]
+        bucket = micro_batches.Bucket(first_lane=0, cp_size=2, samples=samples)
+        columns = micro_batches.read_shard(bucket, shards, shards, values.__getitem__, num_depths)
+        for depth in range(1, num_depths + 1):
+            for name in micro_batches.COLUMNS:
+                expected = []
+                for shard, one in zip(shards, values, strict=True):
+                    whole = np.arange(len(one.tokens)) if name == "position_ids" else getattr(one, name)
+                    expected.append(np.append(whole[depth:], np.zeros(20))[shard])
+                assert columns[f"{name} {depth}"].tolist() == np.concatenate(expected).tolist(), (name, depth, lane)
 
 
 def test_a_sample_with_a_mask_has_no_later_tokens() -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from dynamic_cp import plan_lengths
 from examples import loop_plain_torch as plain
 from examples import micro_batch_splitter_verl as splitter
+from megatron.dynamic_cp.outside import documents_of
 from megatron.dynamic_cp.repairs import cpu_backend
 from tests.distributed.harness import run_ranks
 
@@ -79,22 +80,11 @@ def test_packs_are_those_of_transformers() -> None:
     features = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8], "labels": [8]}]
     features += [{"input_ids": [9, 10, 11, 12], "labels": [9, -100, 11, 12]}]
     expected = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features)
-    found = pack_of(features)
+    found = pack_of([one for row in features for one in documents_of(0, row)])
     assert set(found) == set(expected)
     for name, value in expected.items():
         assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
         assert torch.as_tensor(found[name]).dtype == torch.as_tensor(value).dtype, name
-
-
-@needs_transformers
-@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
-def test_masks_of_trl_take_losses_away(name: str) -> None:
-    from examples.collator_trl import pack_of
-
-    pack = pack_of([{"input_ids": [1, 2, 3], name: [0, 1, 1]}, {"input_ids": [4, 5]}, {"input_ids": [6], name: [1]}])
-    assert pack["labels"].tolist() == [[-100, 2, 3, -100, 5, -100]]
-    pack = pack_of([{"input_ids": [1, 2, 3], name: [1, 0, 1]}])
-    assert pack["labels"].tolist() == [[-100, -100, 3]]
 
 
 @needs_transformers
@@ -128,8 +118,11 @@ def test_planned_packs_train_what_the_samples_train(num_samples: int) -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "num_lanes", "max_cp_size"), [(64, 8, 8), (64, 6, 1), (3, 5, 1), (1, 8, None)])
-def test_split_and_restore_keep_rows_and_their_order(num_rows: int, num_lanes: int, max_cp_size: int | None) -> None:
-    batch = splitter.made_up_batch(num_rows)
+@pytest.mark.parametrize("padded", [False, True])
+def test_split_and_restore_keep_rows_and_their_order(
+    num_rows: int, num_lanes: int, max_cp_size: int | None, padded: bool
+) -> None:
+    batch = splitter.made_up_batch(num_rows, padded)
     arguments = {"model": "qwen2.5-7b", "hardware": "h100", "max_cp_size": max_cp_size, "recompute": "full"}
     plan = splitter.plan_of(batch, num_lanes, 16384 if max_cp_size == 1 else 8192, **arguments)
     parts = [splitter.split(batch, plan, lane) for lane in range(num_lanes)]
@@ -143,10 +136,16 @@ def test_split_and_restore_keep_rows_and_their_order(num_rows: int, num_lanes: i
         if plan.is_first(lane, i)
     )
     assert reported == num_rows
-    results = [[one["input_ids"][:, 200:300] for one in part] for part in parts]
-    assert torch.equal(splitter.restore(results, plan), batch["input_ids"][:, 200:300])
+    results = [[one["input_ids"] for one in part] for part in parts]
+    restored = splitter.restore(results, plan)
+    for row, expected in zip(restored.unbind(), batch["input_ids"].unbind(), strict=True):
+        assert torch.equal(row, expected)
     if max_cp_size == 1:
-        assert max(one["attention_mask"].sum() for part in parts for one in part if one["row_weight"][0]) <= 16384
+        lengths = batch["attention_mask"].sum(1) if padded else batch["input_ids"].offsets().diff()
+        for lane in range(num_lanes):
+            for index, part in enumerate(parts[lane]):
+                rows = torch.from_numpy(plan.samples_of(lane, index).copy())
+                assert not part["row_weight"][0] or 0 < lengths[rows].sum() <= 16384
 
 
 def test_the_examples_show_more_than_one_cp_size() -> None:

@@ -366,11 +366,11 @@ SAYS = {
     "not_planned": ("0 packed_seq_params", "model_inputs(batch)"),
     "mask": ("attention_mask of shape (1, ", "leave it out"),
     "mask_of_4_dims": ("with a mask",),
-    "window": ("sliding_window", "use None"),
+    "window": ("sliding_window", "with Megatron's layers"),
     "dropout": ("attention_dropout 0.1", "only 0"),
     "encoder_dropout": ("attention_probs_dropout_prob 0.1", "only 0"),
     "rope": ("'dynamic'", "llama3"),
-    "window_layers": ("sliding_attention", "full_attention only"),
+    "window_layers": ("sliding_attention", "full_attention only", "--window-size"),
     "loader_split_by_rank": ("ranks disagree on the global batch of a step",),
 }
 

@@ -178,12 +178,18 @@ def misuse():
             raise DataError("sample 0 has 1 byte, its index says 2: restore it")
         return read(sample_id)
 
+    def with_windows(freq):
+        model = replace(lanes.problem.model, window_tokens=8, window_attn_skip_freq=freq)
+        return replace(lanes.problem, model=model)
+
     features = [{"input_ids": list(range(12))}, {"input_ids": [5, 6, 7 + lanes.lane]}]
     padded = [{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}]
     collate = PlannedCollator(lanes.problem, lanes.lane)
     calls = {
         "not_wrapped": (InvalidInputError, lambda: train_step(lanes, model, step, loss_sum)),
         "other_lanes": (InvalidInputError, lambda: Lanes.build(mesh, problem_for(4))),
+        "windows": (Unsupported, lambda: Lanes.build(mesh, with_windows(0))),
+        "windows_in_some": (Unsupported, lambda: Lanes.build(mesh, with_windows(2))),
         "tensor_parallel": (
             InvalidInputError,
             lambda: Lanes.build(mesh, replace(lanes.problem, topology=Topology(num_lanes=2, tp_size=2))),
@@ -213,6 +219,8 @@ def misuse():
 SAYS = {
     "not_wrapped": ("over 1 ranks", "2 lanes", "fully_shard"),
     "other_lanes": ("2 ranks", "4 lanes", "Topology(num_lanes=2)"),
+    "windows": ('parse_mask("lambda:0,8")', "a ModelShape without a window"),
+    "windows_in_some": ("pretrain_gpt.py --window-size",),
     "tensor_parallel": ("tp_size 2", "1 and 1", "Topology(num_lanes=...)"),
     "other_tokens": ("1 row of", "pass the tokens of the micro-batch"),
     "mask": ("with a mask", "None, 0 and True"),

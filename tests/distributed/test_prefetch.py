@@ -162,16 +162,22 @@ def raising(error: BaseException) -> Iterator[None]:
     yield
 
 
-def test_a_worker_that_died_between_two_steps_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [(signal.SIGKILL, "--num-workers"), (signal.SIGBUS, "a file that it has mapped .* became shorter under way")],
+)
+def test_a_worker_that_died_between_two_steps_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, number: int, says: str
+) -> None:
     """DataLoader looks every 5 s whether the worker that it waits for is alive."""
     packer = Packer(slow_read, num_workers=1)
     packer.submit(plan_of(5))
     (worker,) = multiprocessing.active_children()
-    worker.kill()
+    os.kill(worker.pid, number)
     worker.join(10)
     monkeypatch.setattr(packer, "_packed", raising(AssertionError("asks DataLoader for what does not come")))
     with pytest.raises(
-        DataError, match=rf"DataLoader worker \(pid {worker.pid}\) was killed by signal 9: .*--num-workers"
+        DataError, match=rf"DataLoader worker \(pid {worker.pid}\) was killed by signal {number}: .*{says}"
     ):
         packer.take()
     monkeypatch.undo()

@@ -50,6 +50,9 @@ SIGNS: dict[releases.Difference, Callable[[], bool]] = {
     releases.FIELDS_GONE: lambda: {"async_tensor_model_parallel_allreduce", "moe_use_legacy_grouped_gemm"}.isdisjoint(
         TransformerConfig.__dataclass_fields__
     ),
+    releases.MASK_RECOMPUTED: lambda: (
+        "padding_mask" in inspect.signature(MultiTokenPredictionLayer._checkpointed_forward).parameters
+    ),
     releases.MODULES_OF_PACKS: lambda: (
         "padding_mask" in inspect.signature(MultiTokenPredictionLayer._get_embeddings).parameters
     ),

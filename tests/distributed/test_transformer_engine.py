@@ -152,6 +152,11 @@ IN_FP8 = {
         {"p2p"},
         "Float8CurrentScaling",
     ),
+    "tp2_sp_blockwise": (
+        engine(2, "p2p", tp=2, sp=True, config=in_fp8("blockwise")),
+        {"p2p"},
+        "Float8BlockScaling",
+    ),
 }
 IN_FP8_EACH_NIGHT = {
     "pp2_vpp2_distributed_optimizer_blockwise": (
@@ -215,6 +220,16 @@ def test_tokens_that_are_not_padded_for_fp8_are_noticed(reference_of) -> None:
     plan = plan_for(layout, samples, exchanges, None)
     unaligned = replace(plan, topology=replace(plan.topology, token_alignment=1))
     with pytest.raises(RankError, match="a multiple of 16 is needed"):
+        run_ranks(4, run_in_fp8, layout, samples, unaligned, reference_of(layout, "long_tail"))
+
+
+def test_blocks_that_cannot_be_gathered_are_noticed(reference_of) -> None:
+    """With sequence parallelism; as in a plan that knows of the products alone."""
+    layout, exchanges, _ = IN_FP8["tp2_sp_blockwise"]
+    samples = BATCHES["long_tail"]
+    plan = plan_for(layout, samples, exchanges, None)
+    unaligned = replace(plan, topology=replace(plan.topology, token_alignment=16))
+    with pytest.raises(RankError, match="a multiple of 128 is needed to gather"):
         run_ranks(4, run_in_fp8, layout, samples, unaligned, reference_of(layout, "long_tail"))
 
 

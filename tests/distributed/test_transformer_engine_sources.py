@@ -21,7 +21,9 @@ from typing import NamedTuple
 import pytest
 
 from dynamic_cp.types import CP_COMM_TYPES
+from megatron.dynamic_cp.attention.te.kernels import FLASH_4_OVER_LANES_SINCE
 from megatron.dynamic_cp.attention.te.support import NATIVE_SINCE, PERMITTED_SINCE, release_of
+from megatron.dynamic_cp.flags.fp8 import GATHERS_ANYTHING_SINCE
 from megatron.trainer.setup.layers import BATCHED_RING
 from tests.distributed import fake_transformer_engine as fake
 
@@ -143,6 +145,18 @@ def test_a2a_is_native_once_its_rows_are_reordered_by_a_kernel(sources: Sources)
     assert bool(loops) == (release_of(sources.version) < NATIVE_SINCE["a2a"])
     for name in loops:
         assert "torch.arange(" in ast.unparse(definition(sources.context_parallel, name))
+
+
+def test_flash_attn_4_computes_over_lanes_since_as_said(sources: Sources) -> None:
+    text = ast.unparse(definition(sources.utils, "get_attention_backend"))
+    over_lanes = "fa4_cp_supported = cp_comm_type in ['p2p', 'all_gather', 'a2a']" in text
+    assert over_lanes == (release_of(sources.version) >= FLASH_4_OVER_LANES_SINCE)
+
+
+def test_blocks_are_asserted_to_be_whole_until_as_said(sources: Sources) -> None:
+    for layers in (sources.linear, sources.layernorm_linear):
+        asserts = "assert_dim_for_all_gather(inputmat" in ast.unparse(layers)
+        assert asserts == (release_of(sources.version) < GATHERS_ANYTHING_SINCE)
 
 
 def test_the_switch_of_the_ring_is_read_in_each_pass(sources: Sources) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ from megatron.core.transformer.enums import AttnBackend
 
 from dynamic_cp.errors import DisagreementError, DynamicCPError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, Topology
+from megatron.dynamic_cp.attention.te import kernels as te_kernels
 from megatron.dynamic_cp.attention.te import support as te_support
+from megatron.dynamic_cp.attention.te.kernels import Kernel
 from megatron.dynamic_cp.attention.te.support import choose_layers, missing_exchanges, way
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
 from megatron.trainer.setup import layers, warm_up
@@ -25,7 +29,7 @@ from tests.distributed import parity, reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 
 H100, A100, WORKSTATION = (9, 0), (8, 0), (12, 0)
-GPU = {"capability": H100, "flash_attn": False, "backend": "auto", "bf16": True, "head_dim": 128}
+GPU = {"capability": H100, "flash_attn": None, "backend": "auto", "bf16": True, "head_dim": 128}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +47,34 @@ def test_auto_leaves_out_what_a_version_lacks(version: str, lacking: tuple[str, 
     assert (choice.impl, choice.left_out) == ("transformer_engine", lacking)
     assert version in choice.describe()
     assert ("all_gather" in choice.describe()) == bool(lacking)
+
+
+@pytest.mark.parametrize(
+    ("capability", "flash_attn", "backend", "kernel", "lacking"),
+    [
+        (A100, 2, "auto", "flash-attn 2", ("all_gather",)),
+        ((8, 9), 2, "flash", "flash-attn 2", ("all_gather",)),
+        (WORKSTATION, 2, "auto", "flash-attn 2", ("all_gather",)),
+        (WORKSTATION, 4, "auto", "flash-attn 4", ()),
+        (H100, 2, "flash", "flash-attn 2", ("all_gather",)),
+        (H100, 3, "flash", "flash-attn 3", ()),
+        (H100, 2, "auto", "cuDNN", ()),
+        (H100, None, "fused", "cuDNN", ()),
+    ],
+)
+def test_auto_leaves_out_what_the_kernel_computes_wrongly(
+    capability: tuple[int, int], flash_attn: int | None, backend: str, kernel: str, lacking: tuple[str, ...]
+) -> None:
+    settings = {**GPU, "capability": capability, "flash_attn": flash_attn, "backend": backend}
+    choice = choose_layers(None, "auto", version="2.20.2", **settings)
+    assert (choice.kernel, choice.left_out) == (kernel, lacking)
+    assert f"attention by {kernel})" in choice.describe()
+    if lacking:
+        assert choice.describe().endswith("the planner does without all_gather")
+        with pytest.raises(UnsupportedFeatureError, match=f"{kernel} would run here and compute something else"):
+            choose_layers(None, "all_gather", version="2.20.2", **settings)
+    else:
+        assert choose_layers(None, "all_gather", version="2.20.2", **settings).kernel == kernel
 
 
 def test_masks_of_samples_are_refused_where_the_layers_compute_their_own_only() -> None:
@@ -63,11 +95,12 @@ def test_norms_inside_matrices_cannot_be_recomputed() -> None:
 
 
 def test_who_does_an_exchange() -> None:
-    def ways(version: str, kv_heads: int) -> list[str]:
-        possible = [one for one in CP_COMM_TYPES if one not in missing_exchanges(CP_COMM_TYPES, version)]
+    def ways(version: str, kv_heads: int, kernel: Kernel = "cuDNN") -> list[str]:
+        possible = [one for one in CP_COMM_TYPES if one not in missing_exchanges(CP_COMM_TYPES, version, kernel)]
         sizes = {"a2a": 4, "a2a+p2p": 2}
         return [
-            f"{one} {way(one, version, kv_heads=kv_heads, inner_cp_size=sizes.get(one, 1))}" for one in sorted(possible)
+            f"{one} {way(one, version, kernel, kv_heads=kv_heads, inner_cp_size=sizes.get(one, 1))}"
+            for one in sorted(possible)
         ]
 
     assert ways("2.10.0", 8) == ["a2a wrapped", "a2a+p2p wrapped", "p2p native"]
@@ -76,6 +109,36 @@ def test_who_does_an_exchange() -> None:
     assert ways("2.19.0", 8) == ["a2a native", "a2a+p2p native", "all_gather native", "p2p native"]
     assert ways("2.19.0", 2) == ["a2a wrapped", "a2a+p2p native", "all_gather native", "p2p native"]
     assert ways("2.19.0", 1) == ["a2a wrapped", "a2a+p2p wrapped", "all_gather native", "p2p native"]
+    assert ways("2.17.0", 8, "flash-attn 2") == ways("2.17.0", 8)
+    assert ways("2.20.2", 8, "flash-attn 2") == ["a2a native", "a2a+p2p native", "p2p native"]
+    assert ways("2.20.2", 8, "flash-attn 3") == ways("2.20.2", 8)
+    assert ways("2.20.2", 8, "flash-attn 4") == ["a2a native", "a2a+p2p wrapped", "all_gather native", "p2p native"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "release", "taken"),
+    [
+        ((2,), A100, (2, 20), 2),
+        ((2, 3), A100, (2, 20), 2),
+        ((2, 3), H100, (2, 11), 3),
+        ((2, 3, 4), H100, (2, 20), 3),
+        ((2, 4), H100, (2, 20), 4),
+        ((2, 4), H100, (2, 18), 2),
+        ((4,), WORKSTATION, (2, 18), None),
+        ((), H100, (2, 20), None),
+    ],
+)
+def test_which_flash_attn_is_taken(
+    installed: tuple[int, ...],
+    capability: tuple[int, int],
+    release: tuple[int, int],
+    taken: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = SimpleNamespace(is_installed=2 in installed, v3_is_installed=3 in installed, v4_is_installed=4 in installed)
+    utils = SimpleNamespace(FlashAttentionUtils=flags)
+    monkeypatch.setattr(te_kernels.importlib, "import_module", lambda name: utils)
+    assert te_kernels.installed_flash_attn(capability, release) == taken
 
 
 def test_the_page_has_the_table_of_the_code() -> None:
@@ -91,9 +154,19 @@ def test_the_page_has_the_table_of_the_code() -> None:
     assert len(rows) == 3
     for version, *cells in rows:
         for exchange, cell in zip(header[1:], cells, strict=True):
-            lacking = exchange in missing_exchanges(CP_COMM_TYPES, version)
-            assert cell == ("-" if lacking else way(exchange, version, kv_heads=8, inner_cp_size=2)), (
+            lacking = exchange in missing_exchanges(CP_COMM_TYPES, version, "cuDNN")
+            assert cell == ("-" if lacking else way(exchange, version, "cuDNN", kv_heads=8, inner_cp_size=2)), (
                 version,
+                exchange,
+            )
+    kernels = [line for line in page.splitlines() if line.startswith(("| cuDNN", "| flash-attn "))]
+    assert len(kernels) == len(get_args(Kernel))
+    for line in kernels:
+        kernel, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for exchange, cell in zip(header[1:], cells, strict=True):
+            lacking = exchange in missing_exchanges(CP_COMM_TYPES, version, kernel)
+            assert cell == ("-" if lacking else way(exchange, version, kernel, kv_heads=8, inner_cp_size=2)), (
+                kernel,
                 exchange,
             )
 
@@ -102,16 +175,20 @@ def test_the_page_has_the_table_of_the_code() -> None:
     ("changed", "said"),
     [
         ({"exchange": "all_gather", "version": "2.11.0"}, ["all_gather", "2.18", "2.11.0 is installed", "p2p"]),
+        (
+            {"exchange": "all_gather", "version": "2.20.2", "capability": A100, "flash_attn": 2},
+            ["all_gather", "cuDNN or flash-attn 3", "flash-attn 2 would run here", "p2p or auto", "impl local"],
+        ),
         ({"version": "2.7.0"}, ["2.7.0 is installed", "2.9 is needed", "--transformer-impl local"]),
         ({"version": None, "why_missing": "No module named 'transformer_engine'"}, ["2.9", "No module", "local"]),
         ({"capability": None}, ["needs CUDA devices", "--transformer-impl local"]),
         ({"capability": A100}, ["sm80", "sm90", "flash-attn", "install", "--transformer-impl local"]),
         ({"capability": WORKSTATION}, ["sm120", "flash-attn"]),
-        ({"capability": (7, 0), "flash_attn": True}, ["sm70", "sm80"]),
-        ({"capability": A100, "flash_attn": True, "backend": "fused"}, ["--attention-backend fused", "sm80", "auto"]),
+        ({"capability": (7, 0), "flash_attn": 2}, ["sm70", "sm80"]),
+        ({"capability": A100, "flash_attn": 2, "backend": "fused"}, ["--attention-backend fused", "sm80", "auto"]),
         ({"backend": "flash"}, ["--attention-backend flash", "flash-attn", "auto"]),
-        ({"backend": "unfused", "flash_attn": True}, ["--attention-backend unfused", "several lanes", "auto"]),
-        ({"backend": "local", "flash_attn": True}, ["--attention-backend local", "auto"]),
+        ({"backend": "unfused", "flash_attn": 2}, ["--attention-backend unfused", "several lanes", "auto"]),
+        ({"backend": "local", "flash_attn": 2}, ["--attention-backend local", "auto"]),
         ({"bf16": False}, ["--bf16", "fp32"]),
         ({"head_dim": 36}, ["--kv-channels", "multiple of 8", "36"]),
         ({"head_dim": 264}, ["up to 256", "264"]),
@@ -130,17 +207,17 @@ def test_what_cannot_be_used_is_refused_if_it_was_asked_for(changed: dict, said:
 @pytest.mark.parametrize(
     ("capability", "flash_attn", "backend"),
     [
-        (H100, False, "auto"),
-        (H100, False, "fused"),
-        ((10, 0), False, "fused"),
-        (H100, True, "flash"),
-        (A100, True, "auto"),
-        (A100, True, "flash"),
-        (WORKSTATION, True, "auto"),
+        (H100, None, "auto"),
+        (H100, None, "fused"),
+        ((10, 0), None, "fused"),
+        (H100, 2, "flash"),
+        (A100, 2, "auto"),
+        (A100, 2, "flash"),
+        (WORKSTATION, 2, "auto"),
     ],
 )
 def test_a_device_with_kernels_for_packed_sequences(
-    capability: tuple[int, int], flash_attn: bool, backend: str
+    capability: tuple[int, int], flash_attn: int | None, backend: str
 ) -> None:
     settings = {**GPU, "capability": capability, "flash_attn": flash_attn, "backend": backend}
     assert choose_layers(None, "p2p", version="2.11.0", **settings).impl == "transformer_engine"
@@ -152,7 +229,7 @@ def choose_on_this_rank(
     """Return the layers of a rank, with the switch of TransformerEngine's ring, or the error."""
     os.environ.pop(layers.BATCHED_RING, None)
     layers.installed_version = lambda: (versions[dist.get_rank()], "not there")
-    layers.flash_attention_installed = lambda capability: False
+    layers.installed_flash_attn = lambda capability, release: None
     layers.compute_capability = lambda device: capability
     try:
         choice = layers.choose(

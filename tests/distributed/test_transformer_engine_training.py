@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron.dynamic_cp.attention.te import support
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop import training
 from megatron.trainer.setup import layers
 from tests.distributed import fake_transformer_engine as fake
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import RankError, run_ranks
 from tests.trainer.commandline import command_line
 
 WORDS = (
@@ -55,3 +56,21 @@ def test_a_run_changes_layers_and_goes_on(tmp_path: Path) -> None:
     files = f"--save {tmp_path} --load {tmp_path} --exit-interval 2"
     pieces = train("local", files) | train("transformer_engine", files) | train("local", files)
     assert pieces == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_no_run_trains_over_an_exchange_that_its_kernel_gets_wrong(is_known: bool) -> None:
+    """flash-attn 2 and all_gather: refused by what is known of them, and where that fails by what it computes."""
+    with pytest.raises(RankError) as refused:
+        run_ranks(2, train_on_flash_attn, command_line(WORDS), is_known, timeout_s=200)
+    says = "flash-attn 2 would run here" if is_known else "with all_gather over 2 lanes the output is off by"
+    assert says in str(refused.value)
+
+
+def train_on_flash_attn(words: list[str], is_known: bool) -> None:
+    os.environ["RANK"] = str(dist.get_rank())
+    fake.install("2.20.2", "flash-attn 2")
+    if not is_known:
+        support.NOT_SERVED = {}
+    layers.choose = lambda *_flags, **_more: LayerChoice(impl="transformer_engine", reason="test")
+    training.pretrain(parse_args(words, dist.get_world_size()))

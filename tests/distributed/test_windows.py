@@ -258,7 +258,7 @@ def test_an_exchange_that_serves_no_windows_is_named() -> None:
 
 
 def test_layers_of_transformer_engine_have_no_windows() -> None:
-    settings: dict[str, Any] = {"capability": (9, 0), "flash_attn": True, "backend": "auto", "bf16": True}
+    settings: dict[str, Any] = {"capability": (9, 0), "flash_attn": 2, "backend": "auto", "bf16": True}
     settings |= {"head_dim": 64, "version": "2.20.0"}
     assert choose_layers(None, "auto", **settings).impl == "transformer_engine"
     choice = choose_layers(None, "auto", has_windows=True, **settings)

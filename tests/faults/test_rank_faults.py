@@ -26,15 +26,19 @@ from megatron.core.transformer.moe import token_dispatcher
 from dynamic_cp.errors import DataError
 from dynamic_cp.search import planner_process
 from megatron.dynamic_cp.data import prefetch
+from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.plans import plan_source as planning
 from megatron.dynamic_cp.plans import planner
 from megatron.dynamic_cp.repairs import releases
 from megatron.dynamic_cp.step import schedule, ticks
-from megatron.trainer.checkpoints import checkpoint_files
+from megatron.trainer.checkpoints import checkpoint_files, save_lock
 from megatron.trainer.data import index_once
 from megatron.trainer.data.stream import SampleStream
 from megatron.trainer.ending import exits
+from megatron.trainer.ending.stop_guard import StopGuard
+from megatron.trainer.reporting.profiling import Profiling
 from megatron.trainer.setup import run_data
+from megatron.trainer.setup.run import Run
 from tests.faults.job import Job, RankEnd
 from tests.faults.test_planner_faults import WORDS as WITHOUT_WORKERS
 from tests.faults.test_planner_faults import faulty, figures
@@ -394,6 +398,53 @@ def test_a_worker_that_is_killed_ends_all_ranks(tmp_path):
     assert all(end.code in (1, 2) for end in ended), ended
     assert max(end.seconds for end in ended) - killed_s < NOTICED_S
     assert "DataLoader worker" in ended[1].output
+
+
+def give_up_soon(_: int) -> None:
+    save_lock.WAIT_S = 0.5
+
+
+def test_two_jobs_do_not_save_into_one_folder_and_a_killed_one_leaves_it_free(tmp_path):
+    saved = tmp_path / "saved"
+    saving = f"--save {saved} --save-interval 1 --train-iters 500"
+    with Job(tmp_path / "first", command_line(WORDS, saving)) as first:
+        first.wait_for(0, "saved .*iter_0000001 in")
+        with Job(tmp_path / "second", command_line(WORDS, saving), sabotage=give_up_soon) as second:
+            ended = second.wait(LIMIT_S)
+        holder = rf"process {first.processes[0].pid} on \S+, since [-\d]+ [:\d]+"
+        for end in ended:
+            assert end.code == 2
+            assert "Traceback" not in end.output
+            assert re.search(
+                rf"error.*: --save {saved}: another job saves there \({holder}\), and did not end within 0\.5 s: "
+                "end it, or choose another --save",
+                end.output,
+            ), end.output
+        number = len(re.findall("saved .*iter", first.output(0)))
+        first.wait_for(0, rf"saved .*iter_{number + 2:07d} in")
+        first.kill(0)
+        resumed = f"--load {saved} --train-iters {number + 20} --exit-interval 1"
+        with Job(tmp_path / "third", command_line(WORDS, saving, resumed)) as third:
+            assert [end.code for end in third.wait(LIMIT_S)] == [0, 0]
+
+
+def never_close(closer: Any, rank: int) -> None:
+    if rank == 0:
+        closer.close = lambda _: threading.Event().wait()
+
+
+@pytest.mark.by_day("DataIteratorWrapper")
+@pytest.mark.parametrize("closer", [DataIteratorWrapper, Profiling, Run, StopGuard], ids=lambda one: one.__name__)
+def test_a_failing_rank_that_cannot_close_something_still_says_why(tmp_path, closer):
+    """As under a launcher, whose signal comes while it closes."""
+    sabotage = partial(never_close, closer)
+    with Job(tmp_path, command_line(WORDS, "--train-iters 500"), launched=True, sabotage=sabotage) as job:
+        job.wait_for(0, r"iteration +3/")
+        job.kill(1)
+        ended = job.wait(LIMIT_S)
+    assert [end.code for end in ended] == [2, -signal.SIGKILL], ended
+    limit = f"{exits.CLOSE_ONCE_ASKED_S:g} s"
+    assert re.search(rf"error: iteration \d+, .*; then {closer.__name__} did not close within {limit}", ended[0].output)
 
 
 def _saving_of_common() -> tuple[Any, str]:

@@ -298,6 +298,24 @@ def test_errors_say_where_a_run_was() -> None:
     assert phase.current() == "loading the checkpoint"
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_save_starts_no_process_for_its_results(monkeypatch: pytest.MonkeyPatch, persistent: bool) -> None:
+    """Megatron-core's manager would outlive a rank that fails or is killed. A worker that lives on keeps its queue."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    given: list[Any] = []
+    monkeypatch.setattr(filesystem_async, "_results_queue", "of the worker")
+    made = adaptor(_get_args=lambda: argparse.Namespace(use_persistent_ckpt_worker=persistent))
+    for iteration in (1, 2):
+        made._save_checkpoint(lambda _: given.append(filesystem_async._results_queue), iteration)
+    if persistent:
+        assert given == ["of the worker"] * 2
+        return
+    given[1].put("second")
+    given[0].put("first")
+    assert [results.get_nowait() for results in given] == ["first", "second"]
+
+
 @pytest.mark.usefixtures("starting_up")
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_a_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, forward_only: bool) -> None:
@@ -320,14 +338,23 @@ def test_a_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, forward_only
     made._theirs = argparse.Namespace(curr_iteration=2)
     made._refining = SimpleNamespace(forward_step=None)
     made.flops = SimpleNamespace(add=lambda _: None)
-    made.runtime = SimpleNamespace(model_shape=None, settings=SimpleNamespace(verify="digest"))
+    made._chunks = []
+    compared: list[Any] = []
+    made.runtime = SimpleNamespace(
+        model_shape=None,
+        settings=SimpleNamespace(verify="digest"),
+        check_attention=lambda chunks: compared.append((*chunks, len(seen))) or "",
+    )
     made._wrapper = lambda *_: Wrapper()
     monkeypatch.setattr(session, "run_schedule", run_schedule)
     monkeypatch.setattr(session, "training_flops", lambda *_: 1.0)
     iterator = SimpleNamespace(name="train")
-    made.run_step(
-        forward_step_func=None, data_iterator=iterator, model="model", seq_length=8, forward_only=forward_only
-    )
+    for _ in range(2):
+        seen.clear()
+        made.run_step(
+            forward_step_func=None, data_iterator=iterator, model="model", seq_length=8, forward_only=forward_only
+        )
+    assert compared == [("model", 0)], "attention is compared once, before the data of the first step"
     if forward_only:
         assert set(seen) == {"starting up"}, "an evaluation has its own name"
     else:

@@ -31,9 +31,9 @@ def make_tree(root: Path, minor: int = 16, patch: int = 1, pre: str = "", schedu
     return script
 
 
-def make_importable_tree(root: Path) -> Path:
+def make_importable_tree(root: Path, minor: int = 16, patch: int = 1) -> Path:
     """Return the script of a tree with empty packages."""
-    script = make_tree(root)
+    script = make_tree(root, minor, patch)
     for package in ("core", "core/transformer", "core/transformer/custom_layers", "training"):
         (root / "megatron" / package).mkdir(exist_ok=True)
         (root / "megatron" / package / "__init__.py").write_text("")
@@ -62,7 +62,7 @@ def test_newer_checkout_with_a_table_of_schedulers(
         (16, 1, "rc0", None),
         (17, 0, "", None),
         (19, 0, "", "x = 1\n"),
-        (20, 0, "", "scheduler_map = {}\n"),  # branch main: its schedulers know one CP size
+        (21, 0, "", "scheduler_map = {}\n"),  # schedulers that know one CP size, as those of branch main
     ],
 )
 def test_other_versions_are_refused(tmp_path: Path, minor: int, patch: int, pre: str, schedules: str | None) -> None:
@@ -71,6 +71,8 @@ def test_other_versions_are_refused(tmp_path: Path, minor: int, patch: int, pre:
         UnsupportedFeatureError, match=f"is version 0.{minor}.{patch}{pre}; supported are 0.16.1"
     ) as caught:
         open_checkout(script)
+    assert "0.19.1, tried at core_v0.19.0" in str(caught.value)
+    assert "0.20.0, tried at d98e8a64 (branch main of 2026-08-22)" in str(caught.value)
     assert str(caught.value).endswith(f"(branch dev): check out {SUPPORTED_VERSIONS[releases.newest().version]}")
 
 
@@ -166,6 +168,13 @@ def test_the_extra_has_what_the_training_code_needs() -> None:
     setup = ast.parse((Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8"))
     extras = {node.targets[0].id: node.value for node in setup.body if isinstance(node, ast.Assign)}  # type: ignore
     assert sorted(ast.literal_eval(extras["MEGATRON_LM"])) == sorted(NEEDED.values())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="newer checkouts need Python 3.12")
+def test_a_version_without_a_tag_says_what_was_tried(tmp_path: Path) -> None:
+    done = run(str(make_importable_tree(tmp_path, minor=20, patch=0)))
+    assert done.returncode == 2
+    assert "say that they are 0.20.0; tried was d98e8a64 (branch main of 2026-08-22)" in done.stderr
 
 
 def test_missing_symbol_is_named(tmp_path: Path) -> None:

@@ -34,6 +34,17 @@ def run(checkout: str, cases: dict[str, list[str]]) -> Any:
     return json.loads(done.stdout)
 
 
+def test_our_tool_writes_the_bytes_of_the_checkouts(corpora: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    """Without triton, which the checkout's own tool imports since 0.18."""
+    folder, prefixes = corpora
+    command = [sys.executable, "-m", "tools.preprocess_data", "--input", str(folder / "a.jsonl"), "--append-eod"]
+    command += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "tokenizer")]
+    subprocess.run([*command, "--output-prefix", str(tmp_path / "a"), "--workers", "1"], check=True, timeout=240)
+    for suffix in (".bin", ".idx"):
+        written = (tmp_path / f"a_text_document{suffix}").read_bytes()
+        assert written == Path(f"{prefixes['a']}{suffix}").read_bytes()
+
+
 @pytest.fixture(scope="module")
 def found(
     checkout: str, version: str, corpora: tuple[Path, dict[str, str]], tmp_path_factory: pytest.TempPathFactory

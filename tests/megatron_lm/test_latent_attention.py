@@ -40,6 +40,13 @@ def test_a_checkouts_latents_are_planned() -> None:
     assert (args.num_query_groups, args.kv_channels) == (1, 16), "Megatron-LM's own stay"
 
 
+def test_biases_of_all_linear_layers_set_those_of_qkv_unasked() -> None:
+    """As Megatron-LM validates a command line without --disable-bias-linear: nobody gave --add-qkv-bias."""
+    flags.refuse_loaded(validated(**LATENT, add_bias_linear=True, add_qkv_bias=True))
+    with pytest.raises(DynamicCPError, match="--multi-latent-attention with --add-qkv-bias is not supported"):
+        flags.refuse_loaded(validated(**LATENT, add_bias_linear=False, add_qkv_bias=True))
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [

@@ -160,10 +160,11 @@ def test_experts_equal_the_checkout_without_dynamic_cp(ep_size: int, tmp_path: P
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
         "--multi-latent-attention --kv-lora-rank 32 --q-lora-rank 24 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
         "--v-head-dim 16 --qk-layernorm --disable-bias-linear",
+        "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
         "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --disable-bias-linear --moe-aux-loss-coeff 0.01 "
         "--expert-model-parallel-size 2",
     ],
-    ids=["dp4", "dp2_pp2", "dp2_pp2_vpp2", "latents", "experts_ep2"],
+    ids=["dp4", "dp2_pp2", "dp2_pp2_vpp2", "latents", "latents_biases", "experts_ep2"],
 )
 def test_equals_our_trainer_on_samples_of_their_own_lengths(layout: str) -> None:
     """The same data, order, plans and weights: the same losses, with several CP sizes in one run."""
@@ -267,3 +268,14 @@ def test_errors_say_where_the_run_was(tmp_path: Path) -> None:
     loading = ended(SCRIPT, f"{flags} --load {tmp_path}/saved", ranks=1)
     assert loading.returncode != 0
     assert "rank 0 failed (loading the checkpoint):" in loading.stderr, loading.stderr[-3000:]
+
+
+def test_save_that_cannot_write_leaves_no_process(tmp_path: Path) -> None:
+    """A process that is left holds the output open; the launcher has ended by then."""
+    flags = f"{SHARED} {ON_CPU} --dynamic-cp --use-varlen-dataset --max-seqlen-per-dp-cp-rank 256 --eval-iters 0"
+    for name in ("__0_0.distcp", "__0_1.distcp"):
+        (tmp_path / "saved" / "iter_0000002" / name).mkdir(parents=True)
+    done = ended(SCRIPT, f"{flags} --save {tmp_path}/saved --save-interval 2 --ckpt-format torch_dist", ranks=1)
+    assert done.returncode != 0
+    assert "rank 0 failed (iteration 2, saving):" in done.stderr, done.stderr[-3000:]
+    assert re.search("IsADirectoryError|Is a directory", done.stderr), done.stderr[-4500:]

@@ -53,6 +53,7 @@ FORMS = {
     "0.18.2": TEN_FIELDS.replace("SQUEEZED", "cu_seqlens[0]"),
     "0.19.1": TEN_FIELDS.replace("SQUEEZED", "cu_seqlens.squeeze(0)"),
     "0.19.2": TEN_FIELDS.replace("SQUEEZED", "cu_seqlens.squeeze(0)"),
+    "0.20.0": TEN_FIELDS.replace("SQUEEZED", "cu_seqlens.squeeze(0)"),
 }
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from dynamic_cp.errors import CheckpointError, DynamicCPError, UnsupportedFeatureError
+from dynamic_cp.errors import CheckpointError, DynamicCPError
 from megatron.dynamic_cp.flags.experts import CHOICES, DEFAULTS
 from megatron.trainer.checkpoints import loading
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.setup import model, run
+from megatron.trainer.setup import model
 from tests.trainer.commandline import command_line
 from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.training_ranks import losses, run_command, train
@@ -166,6 +166,12 @@ def test_a_run_goes_on_with_experts_shared_otherwise(layout: str, uninterrupted:
     assert losses(resumed) == pytest.approx(uninterrupted(RUN, 2)[SAVED:], rel=1e-5)
 
 
+def test_experts_learn_nothing_from_evaluations(uninterrupted: Any) -> None:
+    """Their biases would: they move by the tokens that are counted."""
+    evaluated = train(2, RUN, TO_LAST, "--eval-interval 1 --eval-iters 1")
+    assert losses(evaluated) == uninterrupted(RUN, 2)
+
+
 def test_the_log_has_the_routers(capfd: Any) -> None:
     ended = run_command(1, f"--dynamic-cp --mock-data --num-layers 2 {EXPERTS} --train-iters 1 --lr-warmup-iters 0")
     assert [rank.code for rank in ended] == [0], ended[0].stderr
@@ -185,12 +191,3 @@ def test_what_only_other_layers_have_is_refused_before_the_model_is_built() -> N
     assert ended.error == (
         "--moe-grouped-gemm is for TransformerEngine's layers, the layers of this run are local: leave it out"
     )
-
-
-def test_prompts_with_several_responses_are_refused_where_samples_are_counted_or_experts_shared() -> None:
-    for flags in ("", "--num-experts 8", f"--num-experts 8 {TP} 2 --sequence-parallel {EP} 2"):
-        run._check_experts(parsed(flags))
-    with pytest.raises(UnsupportedFeatureError, match=r"--moe-aux-loss-coeff .*: prompts with several responses have"):
-        run._check_experts(parsed(EXPERTS))
-    with pytest.raises(UnsupportedFeatureError, match=f"{EP} 2: prompts with several .* and 2 of them share experts"):
-        run._check_experts(parsed(f"--num-experts 8 {EP} 2"))

@@ -22,7 +22,7 @@ from tests.trainer.commandline import SMALL, command_line
 
 HYBRID = f"--bf16 {SMALL} --fp8-format hybrid"
 TP = "--tensor-model-parallel-size 2"
-H100 = {"capability": (9, 0), "flash_attn": False, "backend": "auto", "bf16": True, "head_dim": 128}
+H100 = {"capability": (9, 0), "flash_attn": None, "backend": "auto", "bf16": True, "head_dim": 128}
 
 
 def parsed(flags: str) -> Any:
@@ -62,19 +62,23 @@ def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "more", "multiple"),
+    ("recipe", "more", "alignment", "multiple"),
     [
-        ("tensorwise", "", 16),
-        ("mxfp8", "", 32),
-        ("blockwise", f"{TP} --sequence-parallel", 32),
+        ("tensorwise", "", 16, 16),
+        ("tensorwise", f"{TP} --sequence-parallel", 16, 32),
+        ("mxfp8", "", 32, 32),
+        ("mxfp8", f"{TP} --sequence-parallel", 32, 64),
+        ("blockwise", TP, 16, 16),
+        ("blockwise", f"{TP} --sequence-parallel", 128, 256),  # gathered in FP8
     ],
 )
-def test_the_planner_and_megatron_core_know_the_recipe(recipe: str, more: str, multiple: int) -> None:
-    settings = parsed(f"{HYBRID} --fp8-recipe {recipe} {more}")
+def test_the_planner_and_megatron_core_know_the_recipe(recipe: str, more: str, alignment: int, multiple: int) -> None:
+    settings = parsed(f"{HYBRID} --fp8-recipe {recipe} {more} --seq-length 1024 --max-seqlen-per-dp-cp-rank 512")
     assert settings.planning.topology.rank_token_multiple == multiple
     config = model.transformer_config(settings.model, settings.planning, torch.device("cpu"))
     assert (config.fp8, config.fp8_recipe) == ("hybrid", recipe)
-    assert fp8.token_alignment(config) == settings.planning.topology.token_alignment == get_fp8_align_size(recipe)
+    assert fp8.token_alignment(config) == settings.planning.topology.token_alignment == alignment
+    assert alignment % get_fp8_align_size(recipe) == 0
     plain = parsed(f"--bf16 {SMALL} {more}").planning.topology
     assert plain.token_alignment == 1
 
@@ -85,7 +89,11 @@ def test_recipes_are_those_of_megatron_core() -> None:
     assert {one.value for one in Fp8Recipe} - {"custom"} == set(fp8.ALIGNMENTS) == set(fp8.CAPABILITIES)
     for one in Fp8Recipe:
         if one.value != "custom":
-            assert fp8.token_alignment(SimpleNamespace(fp8="e4m3", fp8_recipe=one)) == get_fp8_align_size(one)
+            alone = {"sequence_parallel": False, "tensor_model_parallel_size": 8}
+            in_one_part = {"sequence_parallel": True, "tensor_model_parallel_size": 1}
+            for more in (alone, in_one_part):
+                found = fp8.token_alignment(SimpleNamespace(fp8="e4m3", fp8_recipe=one, **more))
+                assert found == get_fp8_align_size(one)
     assert fp8.token_alignment(SimpleNamespace(fp8=None, fp8_recipe="mxfp8")) == 1
 
 
@@ -132,7 +140,7 @@ def test_configurations_are_checked_too() -> None:
             r"mxfp8 needs compute capability 10\.0, this device has 9\.0: use --fp8-rec",
         ),
         (
-            {"capability": (8, 0), "flash_attn": True},
+            {"capability": (8, 0), "flash_attn": 2},
             r"tensorwise needs .* 8\.9, this device has 8\.0: leave --fp8",
         ),
     ],
@@ -146,3 +154,17 @@ def test_fp8_never_falls_back_to_local_layers(changed: dict[str, Any], says: str
 def test_a_device_with_fp8_gets_the_layers() -> None:
     for recipe in ("tensorwise", "blockwise", "delayed"):
         assert choose_layers(None, "auto", version="2.11.0", fp8_recipe=recipe, **H100).impl == "transformer_engine"
+
+
+def test_blocks_that_sequence_parallelism_cannot_gather_are_told_at_start() -> None:
+    """Until 2.13, which asserts it in the first product."""
+    given = {"fp8_recipe": "blockwise", "gathered_hidden_size": 2880, **H100}
+    with pytest.raises(UnsupportedFeatureError, match=r"is a multiple of 128 in TransformerEngine 2\.13, it is 2880"):
+        choose_layers(None, "auto", version="2.13.0", **given)
+    for version, changed in (
+        ("2.14.0", {}),
+        ("2.13.0", {"gathered_hidden_size": 4096}),
+        ("2.13.0", {"gathered_hidden_size": None}),
+        ("2.13.0", {"fp8_recipe": "tensorwise"}),
+    ):
+        assert choose_layers(None, "auto", version=version, **{**given, **changed}).impl == "transformer_engine"

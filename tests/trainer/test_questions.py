@@ -8,8 +8,11 @@ import os
 import random
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron.dynamic_cp.model.experts import routers
+from megatron.dynamic_cp.step.routing import sum_over_routers
 from megatron.dynamic_cp.step.schedule import sum_over_job
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data.build import build_splits
@@ -61,8 +64,12 @@ def files(tmp_path_factory):
     )
 
 
-def gradients_of(runs):
-    """Return for each run loss, number of learned tokens, CP sizes and this rank's gradients, from equal weights."""
+def gradients_of(runs, look=lambda name, run: None):
+    """Return for each run loss, number of learned tokens, CP sizes and this rank's gradients, from equal weights.
+
+    Args:
+        look: called with the name of each run and the run, after its passes.
+    """
     os.environ["RANK"] = str(dist.get_rank())
     found, weights = {}, None
     for name, words in in_jobs_of_their_own(runs):
@@ -79,6 +86,7 @@ def gradients_of(runs):
         with contextlib.closing(run), contextlib.closing(run.iterator_wrapper(run.splits.train, "train")) as wrapper:
             logged = run.run_schedule(wrapper.wrap(0, batch), wrapper, forward_only=False)
             sizes = {bucket.cp_size for bucket in wrapper.plan.buckets if any(one.mask for one in bucket.samples)}
+            look(name, run)
         total = sum_over_job(logged, exchanged_bytes=0, stop=False, device=run.runtime.device)
         gradients = {one: parameter.main_grad.clone() for one, parameter in parameters.items()}
         found[name] = total.loss_sum, total.num_tokens, sizes, gradients
@@ -105,6 +113,46 @@ def test_loss_and_gradients_are_those_of_the_pairs_apart_on_lanes_and_on_stages(
                 compared.add((name, one))
     assert {one for name, one in compared if name == "stages"} == {one for name, one in compared if name == "lanes"}
     assert len(compared) > 20
+
+
+ROUTED = (
+    "--num-experts 8 --moe-ffn-hidden-size 32 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-z-loss-coeff 0.1"
+)
+
+
+def routers_of(runs):
+    """Return what `gradients_of` does, and behind it the moved biases of each run's experts, and what is logged."""
+    counted = {}
+
+    def count(name, run):
+        biases = torch.stack([router.expert_bias for router in routers(run.model)])
+        counted[name] = biases, sum_over_routers(run.model, run.runtime.device)
+
+    found = gradients_of(runs, count)
+    return {name: (*found[name], *counted[name]) for name in runs}
+
+
+@pytest.mark.parametrize("flags", ["", "--moe-aux-loss-coeff 0.1", "--expert-model-parallel-size 2"])
+def test_losses_and_biases_of_routers_are_those_of_the_pairs_apart(files, flags):
+    """Some samples are on two lanes: placed, or by heads where a loss counts sequences or lanes share experts."""
+    warm_up()
+    together, apart = (f"{one} {ROUTED} {flags}" for one in files)
+    runs = {name: command_line(SMALL, LANES, words) for name, words in (("apart", apart), ("lanes", together))}
+    for found in run_ranks(2, routers_of, runs, timeout_s=120):
+        loss, _, _, expected, biases, logged = found["apart"]
+        loss_sum, _, sizes, gradients, biases_together, logged_together = found["lanes"]
+        assert sizes == {1, 2}
+        assert loss_sum == pytest.approx(loss, rel=TOLERANCE)
+        for one, gradient in gradients.items():
+            error = (gradient - expected[one]).abs().max() / expected[one].abs().max()
+            assert error <= TOLERANCE, f"{one}: {error:.1e}"
+        assert torch.equal(biases_together, biases)
+        assert biases.any()
+        for name in ("aux_loss", "z_loss"):
+            assert logged_together.mean(name) == pytest.approx(logged.mean(name), rel=TOLERANCE)
+        assert logged.mean("z_loss") > 1
+        assert (logged.mean("aux_loss") > 0.5) == ("aux-loss" in flags)
 
 
 @pytest.mark.nightly

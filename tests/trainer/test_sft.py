@@ -160,3 +160,32 @@ def test_the_example_learns(tmp_path):
     losses = [record.loss for record in records.values()]
     assert losses[-1] < 0.8 * losses[0]
     assert {size for record in records.values() for size in record.cp_histogram} == {1, 2, 4}
+
+
+def test_a_run_that_goes_on_writes_the_date_of_its_start(tmp_path, monkeypatch):
+    """A template with the date gives the same samples tomorrow; a new run has tomorrow's."""
+    from megatron.trainer.setup import run_data
+    from tests.trainer.training_ranks import losses
+
+    class Day(run_data.date):
+        today_is = "2026-11-25"
+
+        @classmethod
+        def today(cls):
+            return cls.fromisoformat(cls.today_is)
+
+    monkeypatch.setattr(run_data, "date", Day)
+    template, path, saved = tmp_path / "t.jinja", tmp_path / "chats.jsonl", tmp_path / "saved"
+    template.write_text(
+        "{{ strftime_now('%A, %d %B') }};{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    chat = [{"role": "user", "content": "How much?"}, {"role": "assistant", "content": "Five and a bit."}]
+    path.write_text(f"{json.dumps({'messages': chat})}\n" * 40)
+    words = f"--sft --data-path {path} --chat-template {template} --split 1,0,0 --eval-iters 0 --lr-decay-iters 8"
+    without = {"--mock-data"}
+    whole = losses(train(2, words, f"--train-iters 4 --save {saved} --save-interval 2", without=without))
+    (saved / "latest_checkpointed_iteration.txt").write_text("2\n")
+    Day.today_is = "2026-12-31"
+    assert losses(train(2, words, f"--train-iters 4 --load {saved}", without=without)) == whole[2:]
+    assert losses(train(2, words, "--train-iters 4", without=without)) != whole

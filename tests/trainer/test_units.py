@@ -180,11 +180,29 @@ def test_exit_codes(capsys, monkeypatch, outcome, code, said):
     assert capsys.readouterr().err.startswith(said)
 
 
+@pytest.mark.parametrize("error", [CheckpointError("two words"), RuntimeError("boom")])
+def test_what_torchrun_prints_ends_with_the_error(tmp_path, monkeypatch, error):
+    """It makes a traceback of its own and a summary, from what a failing rank leaves in a file."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    path = str(tmp_path / "error.json")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    code = exits.exit_code_of(lambda: _raise(error))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=path)
+    *_, said, border = str(ChildFailedError("pretrain_gpt.py", {0: failure})).splitlines()
+    assert set(border) == {"="}
+    assert said.endswith({1: "rank 0 failed: RuntimeError('boom')", 2: "error: two words"}[code])
+
+
 FAILING = """
-import contextlib, os, signal, sys, time
+import contextlib, os, signal, sys, threading, time
 import torch.distributed as dist
 from dynamic_cp.errors import DynamicCPError
 from megatron.trainer.ending import exits, last_words
+from megatron.trainer.ending.failures import explained
+
+GLOO = "[gloo/tcp/pair.cc:537] Read error [127.0.0.1]:1684: Connection reset by peer. This is typically caused by"
 
 def run(when):
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
@@ -192,21 +210,41 @@ def run(when):
         os.kill(os.getpid(), signal.SIGTERM)
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [os.kill(os.getpid(), signal.SIGTERM), time.sleep(60 if when == "for ever" else 0.1)])
-        with exits.exit_signals():
-            raise DynamicCPError("rank 1 is gone")
+        with explained(10), exits.exit_signals(), exits.closing(Packer()):
+            raise RuntimeError(GLOO) if "gloo" in when else DynamicCPError("rank 1 is gone")
 
+class Packer:
+    def close(self):
+        if "packing" in when:
+            if when == "packing, launched":
+                os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60)
+
+when = sys.argv[1]
 last_words.TIME_TO_SPEAK_S = 1
+exits.CLOSE_S, exits.CLOSE_ONCE_ASKED_S = 2, 0.5
+if when == "packing, launched":
+    exits.CLOSE_S = 60
 exits.leave(exits.exit_code_of(lambda: run(sys.argv[1])))
 """
 
 
-@pytest.mark.by_day("closing-2")
+@pytest.mark.by_day("closing-2", "packing, launched", "packing, gloo")
 @pytest.mark.parametrize(
     ("when", "code", "said"),
     [
         ("closing", 2, "error: rank 1 is gone\n"),
         ("for ever", -signal.SIGALRM, ""),
         ("training", -signal.SIGTERM, ""),
+        ("packing", 2, "error: rank 1 is gone; then Packer did not close within 2 s\n"),
+        ("packing, launched", 2, "error: rank 1 is gone; then Packer did not close within 0.5 s\n"),
+        (
+            "packing, gloo",
+            2,
+            "error: starting up: rank 0: Read error [127.0.0.1]:1684: Connection reset by peer; another rank has "
+            "probably ended, see the logs of all; if one was only slow, raise --distributed-timeout-minutes, which is "
+            "10; resume from the last checkpoint; then Packer did not close within 2 s\n",
+        ),
     ],
 )
 def test_a_launcher_that_ends_a_failing_rank_lets_it_say_why(tmp_path, when, code, said):

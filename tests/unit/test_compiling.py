@@ -12,6 +12,7 @@ import pytest
 
 import dynamic_cp
 from dynamic_cp import _jit
+from dynamic_cp._one_compiler import OneCompiler
 
 pytest.importorskip("numba")
 
@@ -39,13 +40,13 @@ numba.njit(lambda a: a + 1)(3)  # another package's
 assert kernels.add(2, 3) == 5
 assert "multiply" not in sys.argv or kernels.multiply(2.0, 3.0) == 6
 """
-FIRST = "compiling the planner once, about 30 s\n"
+TAKES = "compiling the planner, up to two minutes of one core"
 
 
-def said(folder: Path, cache: Path | str, *more: str) -> str:
+def said(folder: Path, cache: Path | str, *more: str, before: str = "") -> str:
     (folder / "kernels.py").write_text(KERNELS)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(cache), *more],
+        [sys.executable, "-c", PROGRAM.replace("import kernels", before + "import kernels"), str(cache), *more],
         capture_output=True,
         text=True,
         timeout=100,
@@ -60,22 +61,72 @@ def said(folder: Path, cache: Path | str, *more: str) -> str:
 def test_the_first_compilation_is_announced(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
-    assert said(tmp_path, cache) == FIRST
+    assert said(tmp_path, cache) == f"{TAKES}, once: it is kept in {cache}\n"
     assert said(tmp_path, cache) == "", "it is on disk"
     # Others that compile at the same time need not say it, too.
     assert said(tmp_path, cache, "multiply") == ""
     for file in cache.rglob("*multiply*"):
         file.unlink()
     os.utime(cache / ".announced", (0, 0))
-    assert said(tmp_path, cache, "multiply") == "compiling more of the planner once, some seconds\n"
+    assert said(tmp_path, cache, "multiply") == (
+        "compiling more of the planner, once: this job needs loops that no job before it needed\n"
+    )
 
 
 def test_without_a_place_on_disk_every_start_says_so(tmp_path: Path) -> None:
     for _ in range(2):
-        assert (
-            said(tmp_path, "-")
-            == "compiling the planner, about 30 s at every start: no folder to keep it is writable\n"
-        )
+        assert said(tmp_path, "-") == f"{TAKES}, at every start: no folder to keep it is writable\n"
+
+
+def test_who_compiles_for_long_says_what(tmp_path: Path) -> None:
+    more = "_jit._SPEAK_EVERY_S = -1.0\n"
+    lines = said(tmp_path, tmp_path, "multiply", before=more).splitlines()
+    assert lines[1:] == ["compiling the planner: 1 loops done, now kernels.multiply"]
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from dynamic_cp import _jit
+
+_jit._cache_folder = lambda: Path(sys.argv[1])
+import kernels, numba
+
+class Slow(numba.core.event.Listener):
+    def on_start(self, event):
+        print("compiles", event.data["dispatcher"].py_func.__name__, flush=True)
+        time.sleep(1.0)  # long enough for the others to want the same
+
+    def on_end(self, event):
+        pass
+
+numba.core.event.register("numba:compile", Slow())
+assert kernels.twice(3) == 9
+"""
+
+
+def test_of_processes_that_start_together_one_compiles_and_literals_make_no_variants(tmp_path: Path) -> None:
+    nested = "@compiled\ndef twice(a):\n    return add(a, 1) + add(a, 2) + multiply(add(a, a), 0)\n"
+    (tmp_path / "kernels.py").write_text(KERNELS + nested)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", SLOW, str(tmp_path)]
+    together = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) for _ in range(3)]
+    outputs = [process.communicate(timeout=100)[0] for process in together]
+    assert [process.returncode for process in together] == [0, 0, 0]
+    assert sorted("".join(outputs).split()) == sorted(["compiles"] * 3 + ["twice", "add", "multiply"])
+
+
+def test_who_dies_compiling_leaves_the_right_to_others(tmp_path: Path) -> None:
+    first, second = OneCompiler(tmp_path), OneCompiler(tmp_path)
+    assert not first.take()
+    process = os.fork()
+    if process == 0:
+        os._exit(0)  # holds the same file open until it ends
+    assert not first.take(), "it has it"
+    first.give_back()
+    assert not second.take(), "nobody had to be waited for"
+    second.give_back()
+    os.waitpid(process, 0)
 
 
 def names_read_by_kernels(tree: ast.Module) -> set[str]:

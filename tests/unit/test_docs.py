@@ -223,8 +223,9 @@ def test_examples_run(example: Path, examples_ran: Path) -> None:
     )
     assert status == "0", err
     assert len(out.splitlines()) >= 4
-    written = [path.name for path in (examples_ran / example.stem).iterdir()]
-    assert written == (["pipeline.svg"] if example.stem == "draw_pipeline" else [])
+    folder = examples_ran / example.stem
+    written = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    assert written == (["runs/pipeline.svg"] if example.stem == "draw_pipeline" else [])
 
 
 @pytest.mark.nightly
@@ -264,9 +265,10 @@ def test_examples_are_there() -> None:
 
 
 def test_flags_and_options_are_those_of_the_parsers() -> None:
-    remedy = "run `python -m tools.flags_page` and commit docs/flags.md and docs/command.md"
+    remedy = "run `python -m tools.flags_page` and commit docs/flags.md, docs/command.md and docs/files.md"
     assert (DOCS / "flags.md").read_text(encoding="utf-8") == flags_page.flags_page(), remedy
     assert (DOCS / "command.md").read_text(encoding="utf-8") == flags_page.command_page(), remedy
+    assert (DOCS / "files.md").read_text(encoding="utf-8") == flags_page.files_page(), remedy
 
 
 def test_flags_named_on_pages_exist() -> None:

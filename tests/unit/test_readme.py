@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -34,18 +35,6 @@ def test_tree_names_what_exists() -> None:
     assert all(any((place / folder).is_dir() for place in places) for folder in folders), folders
 
 
-def test_page_of_files_names_what_exists() -> None:
-    page = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
-    names, folder = 0, ""
-    for line in page.splitlines():
-        if line.startswith("## "):
-            folder = line[3:]
-        elif found := re.match(r"\| `([\w.]+)`", line):
-            assert (ROOT / folder / found[1]).is_file(), f"{folder}{found[1]}: run `python -m tools.flags_page`"
-            names += 1
-    assert names > 150
-
-
 def test_fields_of_the_log_line_are_the_trainers() -> None:
     source = (ROOT / "megatron" / "trainer" / "reporting" / "log.py").read_text(encoding="utf-8")
     for page in ("README.md", "docs/how-to/train-cpu.md"):
@@ -55,3 +44,18 @@ def test_fields_of_the_log_line_are_the_trainers() -> None:
         assert len(fields) >= 13
         for field in fields:
             assert field in source, f"{page}: {field}"
+
+
+def test_make_installs_nothing_into_an_environment_that_somebody_named(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    python.chmod(0o755)
+    words = ["make", "--no-print-directory", f"VENV={tmp_path}", f"{tmp_path}/.ready"]
+    given = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "used as it is" in given.stdout
+    assert not (tmp_path / "asked").exists()
+    (tmp_path / ".made").touch()  # as when make set it up, and was interrupted
+    subprocess.run(words, cwd=ROOT, capture_output=True, check=True)
+    assert "pip install" in (tmp_path / "asked").read_text()
+    assert (tmp_path / ".ready").exists()

@@ -50,7 +50,7 @@ def test_pickles_in_place_of_data_files_are_refused(tmp_path: Path) -> None:
 def test_code_beside_a_hugging_face_model_is_not_imported(tmp_path: Path) -> None:
     """As trust_remote_code would."""
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    from megatron.trainer.data.hugging_face import HuggingFaceTokenizer, chat_template, special_tokens
+    from megatron.trainer.data.hugging_face import HuggingFaceTokenizer, chat_templates, special_tokens
     from tests.unit.data.made_tokenizers import write_tokenizer
 
     folder = write_tokenizer(tmp_path / "tokenizer")
@@ -66,7 +66,7 @@ def test_code_beside_a_hugging_face_model_is_not_imported(tmp_path: Path) -> Non
     assert load_model(folder / "config.json").num_layers == 2
     assert HuggingFaceTokenizer.load(str(folder)).encode(b"The river").tolist()
     assert special_tokens(str(folder))
-    chat_template(str(folder))
+    chat_templates(str(folder))
     assert not mark.exists()
 
 
@@ -84,6 +84,9 @@ ESCAPES = {
     "a module": "{% import 'os' as os %}{{ os.mkdir('MARK') }}",
     "changing a message": "{% set _ = messages.append({'role': 'user'}) %}",
     "json with a class of its own": "{{ messages|tojson(cls=cycler) }}",
+    "names of a namespace": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "first names of a namespace": "{{ namespace(__class__=1) }}",
+    "what the date is bound to": "{{ strftime_now.__self__.__class__.x }}",
     "a huge loop": "{% for i in range(1000000000) %}x{% endfor %}",
     "recursion without end": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
 }
@@ -92,14 +95,14 @@ ESCAPES = {
 @pytest.mark.parametrize("name", ESCAPES)
 def test_a_chat_template_stays_in_its_sandbox(name: str, tmp_path: Path) -> None:
     pytest.importorskip("jinja2", reason="jinja2 is not installed")
-    from megatron.trainer.data.chat import ChatFormat
+    from megatron.trainer.data.chat_format import ChatFormat
     from megatron.trainer.data.json_text import LineError
 
     mark = tmp_path / "ran"
     chat = ChatFormat(name="t", template=ESCAPES[name].replace("MARK", str(mark)))
     messages = [{"role": "user", "content": "{{ 7*7 }}"}, {"role": "assistant", "content": "yes"}]
     with pytest.raises(LineError, match="t refuses this chat"):
-        chat.spans(messages)
+        chat.texts(messages)
     assert not mark.exists()
 
 
@@ -113,21 +116,22 @@ def test_the_escapes_are_real_ones(tmp_path: Path) -> None:
 
 def test_texts_of_a_chat_are_no_templates() -> None:
     pytest.importorskip("jinja2", reason="jinja2 is not installed")
-    from megatron.trainer.data.chat import TEMPLATES, ChatFormat
+    from megatron.trainer.data.chat_format import ChatFormat
+    from megatron.trainer.data.chat_template import TEMPLATES
 
     messages = [{"role": "user", "content": "{{ 7*7 }}"}, {"role": "assistant", "content": "{% raw %}"}]
-    text, _ = ChatFormat(name="t", template=TEMPLATES["chatml"]).spans(messages)
+    ((text, _),) = ChatFormat(name="t", template=TEMPLATES["chatml"]).texts(messages)
     assert "{{ 7*7 }}" in text
     assert "{% raw %}" in text
 
 
 def test_a_sandbox_that_can_be_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.trainer.data import chat
+    from megatron.trainer.data import chat_template
 
     for version, good in (("3.1.6", True), ("3.2", True), ("4.0.0rc1", True), ("3.1.5", False), ("2.11.3", False)):
-        monkeypatch.setattr(chat.metadata, "version", lambda name, version=version: version)
-        assert (chat.why_no_templates() is None) == good, version
-    assert "jinja2 2.11.3 is installed, 3.1.6 or later" in str(chat.why_no_templates())
+        monkeypatch.setattr(chat_template.metadata, "version", lambda name, version=version: version)
+        assert (chat_template.why_no_templates() is None) == good, version
+    assert "jinja2 2.11.3 is installed, 3.1.6 or later" in str(chat_template.why_no_templates())
 
 
 def test_the_planner_imports_nothing_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,10 @@ from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, pack_
 from megatron.dynamic_cp.measuring.nvtx import span
 
 _LOOK_UP_S = 0.5
+_OF_BUS_ERROR = (
+    "a bus error: a file that it has mapped (.bin, .idx or a length index) became shorter under way, or /dev/shm is "
+    "full; restart and leave the data and their index alone, or make room there"
+)
 
 
 class Packer:
@@ -105,9 +109,12 @@ class Packer:
         except (RuntimeError, ConnectionError, EOFError) as error:
             # RuntimeError is DataLoader's word for a dead worker; the others come while a worker hands a pack over.
             what = error if isinstance(error, RuntimeError) else f"DataLoader worker ended as it sent a pack ({error})"
-            raise DataError(
-                f"{what}: out of memory or killed? Lower --num-workers (0 reads inside the training process)"
-            ) from error
+            remedy = (
+                _OF_BUS_ERROR
+                if any(worker.exitcode == -signal.SIGBUS for worker in self._workers)
+                else "out of memory or killed? Lower --num-workers (0 reads inside the training process)"
+            )
+            raise DataError(f"{what}: {remedy}") from error
         if isinstance(outcome, DynamicCPError):
             raise outcome
         return outcome

@@ -2,8 +2,8 @@
 
 Pure functions of flags and configurations; neither torch nor megatron-core is needed. TransformerEngine's layers
 compute in FP8, and need the rows of a product in multiples that depend on the recipe: the tokens of a rank are padded
-to that many, times TP with sequence parallelism (`Topology.token_alignment`). Attention, norms, embedding and LM head
-stay in bfloat16.
+to that many, times TP with sequence parallelism (`Topology.token_alignment`), which gathers the rows of a product in
+FP8, too. Attention, norms, embedding and LM head stay in bfloat16.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ FLAG, RECIPE_FLAG = "--fp8-format", "--fp8-recipe"
 FORMATS = ("e4m3", "hybrid")
 ALIGNMENTS = MappingProxyType({"tensorwise": 16, "blockwise": 16, "mxfp8": 32, "delayed": 16})
 """Recipe -> what the rows of a product are a multiple of. Source: megatron-core 0.16.1, `get_fp8_align_size`."""
+BLOCK = 128
+"""Rows and channels of a block that `blockwise` gathers in FP8, each tensor-parallel rank whole ones. Source:
+TransformerEngine's `Float8BlockQuantizer.is_quantizable`: until 2.13 layers assert it (`assert_dim_for_all_gather`),
+from 2.14 on `distributed.py` gathers in bfloat16 instead and warns. Products alone need 16: `CanonicalizeGemmInput`."""
+GATHERS_ANYTHING_SINCE = (2, 14)
 CAPABILITIES = MappingProxyType({"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "delayed": (8, 9)})
 """Recipe -> oldest compute capability. Source: TransformerEngine 2.11, `pytorch/fp8.py`, its `check_*_support`."""
 DEFAULT_RECIPE = "delayed"
@@ -42,9 +47,20 @@ def recipe_of(config: Any) -> str | None:
 
 
 def token_alignment(config: Any) -> int:
-    """Return what the tokens of a rank are a multiple of, before sequence parallelism splits them; 1 without FP8."""
+    """Return what the tokens of a rank are a multiple of, with sequence parallelism each share of them; 1 without FP8.
+
+    Args:
+        config: completed flags or a configuration.
+    """
     recipe = recipe_of(config)
-    return 1 if recipe is None else ALIGNMENTS[recipe]
+    if recipe is None:
+        return 1
+    return BLOCK if recipe == "blockwise" and gathers(config) else ALIGNMENTS[recipe]
+
+
+def gathers(config: Any) -> bool:
+    """Return whether sequence parallelism gathers what a product takes."""
+    return bool(config.sequence_parallel and config.tensor_model_parallel_size > 1)
 
 
 def complete_fp8(flags: Any) -> None:
@@ -116,6 +132,21 @@ def check_fp8(config: Any) -> None:
             raise UnsupportedFeatureError(
                 f"{FLAG} with {what} is not supported: {why}; leave one of them out", flag=FLAG, other=what
             )
+
+
+def why_not_gathered(recipe: str, hidden_size: int, release: tuple[int, int]) -> str | None:
+    """Return why sequence parallelism cannot gather what a recipe scales, with the remedy; None where it can.
+
+    Args:
+        release: of TransformerEngine.
+    """
+    if recipe != "blockwise" or hidden_size % BLOCK == 0 or release >= GATHERS_ANYTHING_SINCE:
+        return None
+    return (
+        f"{RECIPE_FLAG} blockwise with --sequence-parallel needs a --hidden-size that is a multiple of {BLOCK} in "
+        f"TransformerEngine {release[0]}.{release[1]}, it is {hidden_size}: leave --sequence-parallel out, use "
+        f"{RECIPE_FLAG} tensorwise, or TransformerEngine {GATHERS_ANYTHING_SINCE[0]}.{GATHERS_ANYTHING_SINCE[1]}"
+    )
 
 
 def why_no_device(recipe: str, capability: tuple[int, int]) -> str | None:

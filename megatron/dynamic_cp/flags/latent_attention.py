@@ -115,7 +115,12 @@ def check_latent_attention(config: Any) -> None:
         (_has(config, "no_rope_freq"), "--no-rope-freq", "all layers rotate"),
         (getattr(config, "window_size", None) is not None, "--window-size", "its layers were not checked with one"),
         (_has(config, "rotary_interleaved"), "--rotary-interleaved", "its channels are paired in one way"),
-        (_has(config, "add_qkv_bias"), "--add-qkv-bias", "its projections have none"),
+        (
+            # Megatron-LM sets it wherever all linear layers have biases, and its latent attention does not read it.
+            _has(config, "add_qkv_bias") and not _has(config, "add_bias_linear"),
+            "--add-qkv-bias",
+            "its projections have none",
+        ),
         (_has(config, "use_rope_scaling"), "--use-rope-scaling", "its RoPE is not scaled"),
         (
             getattr(config, "rotary_seq_len_interpolation_factor", None) not in (None, 1),

@@ -93,18 +93,15 @@ class PlanningSettings:
         """The exchanges that --cp-comm-type allows where samples have the mask of the model's layers; `auto` those that
         serve layers with windows, where there are any.
         """
-        return self._allowed(is_sparse=self._are_windows_placed)
-
-    @property
-    def _are_windows_placed(self) -> bool:
-        return self.has_windows and self.auto_places
+        return self._allowed(has_masks=False)
 
     @property
     def recomputes_norms(self) -> bool:
         """Whether --recompute-modules has layernorm."""
         return self.recompute == "selective" and "layernorm" in self.recompute_modules
 
-    def _allowed(self, *, is_sparse: bool) -> tuple[CpCommType, ...]:
+    def _allowed(self, *, has_masks: bool) -> tuple[CpCommType, ...]:
+        is_sparse = self.auto_places and (has_masks or self.has_windows)
         exchanges = exchanges_of(self.cp_comm_type, is_sparse=is_sparse, has_latents=self.has_latents)
         return serving_windows(exchanges) if self.has_windows and self.cp_comm_type == "auto" else exchanges
 
@@ -126,7 +123,7 @@ class PlanningSettings:
         assert limit is not None, "found once memory is known"
         if self.cp_comm_type != "auto":
             left_out = ()
-        allowed = self._allowed(is_sparse=has_masks or self._are_windows_placed)
+        allowed = self._allowed(has_masks=has_masks)
         return PlanOptions(
             max_tokens_per_rank=limit,
             min_cp_size=self.min_cp_size,

@@ -79,7 +79,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         stats: counter shared by all micro-batches of the step.
         rotary_cache: (cos, sin) of the local tokens, filled by the first layer that rotates.
         row_order_cache: rows of the gathered shards in sequence order, filled by the first layer that gathers.
-        owners_cache: whose the local tokens are, filled by the first layer that asks (`token_owners`).
+        owners_cache: whose the local tokens are (`token_owners.TokenOwners`), filled by the first layer that asks.
         placed: what this lane does, where the bucket's attention is placed (`attention.placed_packs.PlacedLane`).
         halves: the two halves in which layers run (`attention.halves.Halves`); None: they run in one.
         packs: what the kernel calls of a layer compute, by name, filled by the first layer (`attention.packs`).
@@ -100,7 +100,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
     stats: ExchangeStats = field(default_factory=ExchangeStats)
     rotary_cache: tuple[torch.Tensor, torch.Tensor] | None = None
     row_order_cache: torch.Tensor | None = None
-    owners_cache: torch.Tensor | None = None
+    owners_cache: Any = None
     placed: Any = None
     halves: Any = None
     packs: dict[str, Any] = field(default_factory=dict)

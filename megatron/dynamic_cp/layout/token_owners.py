@@ -1,35 +1,88 @@
-"""Which sample of its bucket each token of a lane belongs to: for what is counted or lost by sequence, not by pack."""
+"""Whose each token of a lane is: for what is counted or lost by sequence, not by pack.
+
+A prompt with several responses is as many sequences, each of which has the prompt. So samples are told apart by parts
+that belong to the same sequences: the prompt and each response, or all of a sample that is one sequence.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from dynamic_cp.types import Sample, SharedQuestion
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions
 
 
-def num_owners(params: DynamicPackedSeqParams) -> int:
-    """Return the number of samples that `token_owners` tells apart."""
-    return len(params.padded_seqlens if params.placed is None else params.placed.samples)
+class TokenOwners(NamedTuple):
+    """The parts of a bucket, and whose they are.
 
+    The lanes of a bucket number its parts alike; where attention is placed each numbers those that it knows.
 
-def token_owners(params: DynamicPackedSeqParams) -> torch.Tensor:
-    """Return the sample of each local token, int64 [T]: 0 is the first of the bucket, their number stands for padding.
-
-    The lanes of a bucket number its samples alike; where attention is placed each numbers those that it knows.
-    Computed by the first layer that asks.
+    Attributes:
+        parts: of each local token, from 0, int64 [T]; `num_parts` stands for padding.
+        copies: of each local token the number of sequences that have it, 0 for padding, int64 [T].
+        shares: a part, and one of the sequences that have it, int64 [2, shares].
+        num_parts, num_sequences: of the bucket.
     """
+
+    parts: torch.Tensor
+    copies: torch.Tensor
+    shares: torch.Tensor
+    num_parts: int
+    num_sequences: int
+
+
+def token_owners(params: DynamicPackedSeqParams) -> TokenOwners:
+    """Return whose the local tokens are. Computed by the first layer that asks."""
     if params.owners_cache is None:
         if params.placed is not None:
             shards = params.placed.shards()  # of its samples, and padding
-            owners = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
+            lengths = [*map(_lengths_of_parts, params.placed.samples), ()]
         else:
-            cp_size, number = params.cp_group.size(), len(params.padded_seqlens)
-            held = np.array(params.padded_seqlens) // cp_size
-            owners = np.repeat(np.arange(number), held)
-            positions = packed_shard_positions(params.padded_seqlens, cp_size, params.cp_group.rank())
-            seqlens = np.zeros(number, np.int64) if params.is_empty_place else np.array(params.seqlens)
-            owners[positions >= np.repeat(seqlens, held)] = number
-        params.owners_cache = torch.from_numpy(owners).to(params.positions.device, non_blocking=True)
+            cp_size, cp_rank = params.cp_group.size(), params.cp_group.rank()
+            positions = packed_shard_positions(params.padded_seqlens, cp_size, cp_rank)
+            shards = np.split(positions, np.cumsum(params.padded_seqlens)[:-1] // cp_size)
+            if params.masked_samples is not None:
+                lengths = list(map(_lengths_of_parts, params.masked_samples))
+            else:
+                lengths = [(0 if params.is_empty_place else seqlen,) for seqlen in params.seqlens]
+        params.owners_cache = _owners(shards, lengths, params.positions.device)
     return params.owners_cache
+
+
+def _lengths_of_parts(sample: Sample) -> tuple[int, ...]:
+    mask = sample.mask
+    return (mask.prompt, *mask.answers) if isinstance(mask, SharedQuestion) else (sample.seqlen,)
+
+
+def _owners(
+    shards: Sequence[NDArray[np.int64]], lengths: Sequence[tuple[int, ...]], device: torch.device
+) -> TokenOwners:
+    """Return the owners of tokens.
+
+    Args:
+        shards: for each sample which of its tokens are here; what lies behind its parts is padding.
+        lengths: for each sample the tokens of its parts, the prompt's first if there are several.
+    """
+    num_parts, num_sequences = sum(map(len, lengths)), 0
+    parts, shares = [], []
+    first = 0
+    for shard, of_sample in zip(shards, lengths, strict=True):
+        place = np.searchsorted(np.cumsum(of_sample), shard, side="right")
+        parts.append(np.where(place < len(of_sample), first + place, num_parts))
+        for part in range(first + (len(of_sample) > 1), first + len(of_sample)):
+            shares += [(one, num_sequences) for one in sorted({first, part})]
+            num_sequences += 1
+        first += len(of_sample)
+    of_tokens = np.concatenate(parts)
+    copies = np.bincount([part for part, _ in shares], minlength=num_parts + 1)[of_tokens]
+    on_tokens, on_parts = (
+        torch.from_numpy(values).to(device, non_blocking=True)
+        for values in (np.stack((of_tokens, copies)), np.array(shares, np.int64).T)
+    )
+    return TokenOwners(*on_tokens, on_parts, num_parts, num_sequences)

@@ -40,6 +40,9 @@ class LayerWithExperts(TransformerLayer):
                 # megatron-core marks the bias of an expert's second matrix as one of a share of the sequence, so that
                 # its gradient would be summed once more: TP times as large.
                 parameter.sequence_parallel = False
+                # No copy of what another rank has: until 0.19 the norm of gradients counts what is not marked so on
+                # the first tensor-parallel rank only, and ranks clip by norms of their own.
+                parameter.tensor_model_parallel = True
 
     def forward(
         self, *args: Any, packed_seq_params: DynamicPackedSeqParams | None = None, **kwargs: Any

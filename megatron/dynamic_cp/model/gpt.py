@@ -46,7 +46,8 @@ class DynamicCPGPTModel(GPTModel):
         shared = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if self.training:
             hidden_states = self._with_future_losses(hidden_states, packed_seq_params, shared, kwargs)
-        logits, _ = self.output_layer(hidden_states, weight=shared)
+        gathers = kwargs.get("runtime_gather_output")
+        logits, _ = self.output_layer(hidden_states, weight=shared, runtime_gather_output=gathers)
         if labels is None:
             return logits.transpose(0, 1).contiguous()
         losses: Tensor = self.compute_language_model_loss(labels, logits)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dynamic_cp.types import OF_LATENTS
 from megatron.dynamic_cp.attention.mechanisms.latents import LatentWidths
+from megatron.dynamic_cp.groups.model_groups import check_groups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.rotary import OneRotaryTable, rotary_cos_sin, rotate
 
@@ -31,6 +32,7 @@ class DynamicCPLatentAttention(MLASelfAttention):
     """megatron-core's MLASelfAttention, its weights and their names; the forward pass of training is ours."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_groups(kwargs.get("pg_collection"))
         super().__init__(*args, **kwargs)
         self.rotary_pos_emb = OneRotaryTable(self.rotary_pos_emb)
         if self.config.q_lora_rank is not None and not self.config.sequence_parallel:

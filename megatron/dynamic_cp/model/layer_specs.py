@@ -21,7 +21,7 @@ from megatron.dynamic_cp.model.latent_attention import DynamicCPLatentAttention
 from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm
 from megatron.dynamic_cp.model.residual import add_to_residual
 from megatron.dynamic_cp.model.self_attention import DynamicCPSelfAttention
-from megatron.dynamic_cp.repairs import expert_routing, latent_attention, norm_recomputation
+from megatron.dynamic_cp.repairs import expert_routing, gathered_logits, latent_attention, norm_recomputation
 
 
 def gpt_block_spec(
@@ -32,6 +32,7 @@ def gpt_block_spec(
     Args:
         transformer_impl: megatron-core's local layers with torch's norms, or its layers of TransformerEngine.
     """
+    gathered_logits.install()
     layer, norm = layer_spec(config, transformer_impl)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [layer] * num_layers

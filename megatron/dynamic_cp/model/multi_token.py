@@ -59,6 +59,8 @@ class DynamicCPMultiTokenLayer(MultiTokenPredictionLayer):
         """Recompute all of a module in backward; megatron-core takes the parameters of a pack for a tensor to save."""
         output: Tensor
         if releases.MODULES_OF_PACKS.here:
+            if not releases.MASK_RECOMPUTED.here:
+                del kwargs["padding_mask"]  # None: tokens know their sample
             output = super()._checkpointed_forward(*args, packed_seq_params=packed_seq_params, **kwargs)
             return output
         forward_func, *args = args

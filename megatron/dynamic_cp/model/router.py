@@ -1,16 +1,17 @@
 """The router of a layer with experts: its losses and counts are those of real sequences, however these are packed.
 
 megatron-core's router takes a pack for one sequence, its own static group for the bucket's and padding for tokens; its
-gradients are wrong by 29% to 125% when samples are packed. Here every sample has the losses that it would have alone
+gradients are wrong by 29% to 125% when samples are packed. Here every sequence has the losses that it would have alone
 in a single process, and the gradients of a step are those of
 
-    [ sum of token losses + sum over layers and samples of  n (aux_coeff * aux + z_coeff * z) ] / number of token losses
+    [ sum of token losses + sum over layers, sequences of  n (aux_coeff * aux + z_coeff * z) ] / number of token losses
 
     aux = E / (k n^2) * sum over experts of (tokens routed to the expert) * (sum over tokens of its normalized score)
     z   = 1 / n * sum over tokens of logsumexp(logits)^2
 
-with n tokens of a sample, E experts and k of them for each token. Tokens of a sample that no loss is asked of, such as
-a chat's questions, count in n. Padding and empty places are in no loss and no count, and no expert computes them: their
+with n tokens of a sequence, E experts and k of them for each token. Tokens that no loss is asked of, such as a chat's
+questions, count in n. A prompt with several responses counts in the sequence of each, as if all had one of their own;
+only experts compute it once. Padding and empty places are in no loss and no count, and no expert computes them: their
 tokens all look alike, so they would all go to the same few experts.
 
 Source: Fedus et al. 2021 (Switch Transformer, arXiv 2101.03961), equations 4 to 6; Zoph et al. 2022 (ST-MoE,
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from megatron.dynamic_cp.flags.experts import aux_loss_coeff
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.layout.token_owners import num_owners, token_owners
+from megatron.dynamic_cp.layout.token_owners import TokenOwners, token_owners
 
 
 class DynamicCPRouter(TopKRouter):
@@ -37,9 +38,9 @@ class DynamicCPRouter(TopKRouter):
 
     Attributes:
         params: of the micro-batch that runs; its layer sets them (`experts.LayerWithExperts`).
-        aux_loss_coeff: of all load-balancing losses that are asked for together; for a sample they are the same.
-        sums: since `take_sums`, of real tokens that trained, float32 [num_experts + 2]: tokens routed to each expert,
-            sums of n * aux and of n * z, both without their coefficients; this rank's part.
+        aux_loss_coeff: of all load-balancing losses that are asked for together; for a sequence they are the same.
+        sums: since `take_sums`, of real tokens that trained, float32 [num_experts + 3]: tokens routed to each expert,
+            sums of n * aux and of n * z, both without their coefficients, and of n; this rank's part.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,8 +52,7 @@ class DynamicCPRouter(TopKRouter):
     def routing(self, logits: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return probabilities and the map of tokens to experts [tokens, experts], both zero for padding."""
         owners = self._owners(logits)
-        num_samples = num_owners(self.params)  # type: ignore[arg-type]
-        is_real = (owners < num_samples)[:, None]
+        is_real = (owners.copies > 0)[:, None]
         probs, routing_map = super().routing(logits)
         probs, routing_map = probs.masked_fill(~is_real, 0), routing_map & is_real
         if not (self.training and torch.is_grad_enabled()):  # evaluation, or the first pass of a recomputation
@@ -61,16 +61,16 @@ class DynamicCPRouter(TopKRouter):
         aux = torch.zeros((), device=logits.device)
         z = torch.zeros((), device=logits.device)
         if self.aux_loss_coeff:
-            aux = self._aux_loss(by_expert, owners, num_samples)
+            aux = self._aux_loss(by_expert, owners)
             probs = MoEAuxLossAutoScaler.apply(probs, self.aux_loss_coeff * aux)
         if self.config.moe_z_loss_coeff:
-            z = (torch.logsumexp(by_expert.float(), dim=-1).square() * is_real[:, 0]).sum()
+            z = (torch.logsumexp(by_expert.float(), dim=-1).square() * owners.copies).sum()
             probs = MoEAuxLossAutoScaler.apply(probs, self.config.moe_z_loss_coeff * z)
         with torch.no_grad():
-            routed = routing_map.sum(dim=0)
             if self.enable_expert_bias:
-                self.local_tokens_per_expert += routed
-            sums = torch.cat((routed.float(), aux.detach().float()[None], z.detach()[None]))
+                self.local_tokens_per_expert += (routing_map * owners.copies[:, None]).sum(dim=0)
+            losses = aux.detach().float(), z.detach(), owners.copies.sum().float()
+            sums = torch.cat((routing_map.sum(dim=0).float(), torch.stack(losses)))
             self.sums = sums if self.sums is None else self.sums + sums
         return probs, routing_map
 
@@ -95,31 +95,36 @@ class DynamicCPRouter(TopKRouter):
         if self.enable_expert_bias:
             self.local_tokens_per_expert.zero_()
 
-    def _owners(self, logits: Tensor) -> Tensor:
+    def _owners(self, logits: Tensor) -> TokenOwners:
         """Return `token_owners` of the tokens that this tensor-parallel rank routes."""
         if self.params is None:
             raise TypeError("a router needs the parameters of its micro-batch: use gpt_block_spec")
         owners = token_owners(self.params)
         if self.config.sequence_parallel:
-            owners = owners.chunk(self.tp_group.size())[self.tp_group.rank()]
-        assert len(owners) == len(logits), "a row for each token"
+            parts, copies = (
+                whole.chunk(self.tp_group.size())[self.tp_group.rank()] for whole in (owners.parts, owners.copies)
+            )
+            owners = owners._replace(parts=parts, copies=copies)
+        assert len(owners.parts) == len(logits), "a row for each token"
         return owners
 
-    def _aux_loss(self, logits: Tensor, owners: Tensor, num_samples: int) -> Tensor:
-        """Return this rank's part of the sum over samples of n * aux.
+    def _aux_loss(self, logits: Tensor, owners: TokenOwners) -> Tensor:
+        """Return this rank's part of the sum over sequences of n * aux.
 
-        Counts are those of the whole sample, on whatever ranks its tokens are; scores are those of the tokens here.
+        Counts are those of the whole sequence, on whatever ranks its tokens are; scores are those of the tokens here.
         """
         if self.params.placed is not None:  # type: ignore[union-attr]
             raise TypeError(f"{self.params.label}: the lanes of a placed bucket do not number its samples alike")  # type: ignore[union-attr]
         routing_map, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
-        counts = torch.zeros(num_samples + 1, logits.shape[-1], device=logits.device)
-        counts.index_add_(0, owners, routing_map.to(counts.dtype))
-        self._sum_over_sample(counts)
-        # Each token chose k experts: the row of a sample adds up to k n. That of padding has no weight.
-        weights = counts * (self.config.num_moe_experts / counts.sum(dim=1, keepdim=True).clamp(min=1))
-        weights[num_samples] = 0
-        return (scores * weights[owners]).sum()
+        of_parts = torch.zeros(owners.num_parts + 1, logits.shape[-1], device=logits.device)
+        of_parts.index_add_(0, owners.parts, routing_map.to(of_parts.dtype))
+        self._sum_over_sample(of_parts)
+        part, sequence = owners.shares
+        counts = of_parts.new_zeros(owners.num_sequences, logits.shape[-1]).index_add_(0, sequence, of_parts[part])
+        # Each token chose k experts: the row of a sequence adds up to k n. That of padding has no weight.
+        of_sequences = counts * (self.config.num_moe_experts / counts.sum(dim=1, keepdim=True).clamp(min=1))
+        weights = torch.zeros_like(of_parts).index_add_(0, part, of_sequences[sequence])
+        return (scores * weights[owners.parts]).sum()
 
     def _sum_over_sample(self, counts: Tensor) -> None:
         """Add up what the ranks that share the samples of this bucket have counted."""

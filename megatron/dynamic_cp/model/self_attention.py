@@ -9,6 +9,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from megatron.dynamic_cp.flags.positions import concentration
+from megatron.dynamic_cp.groups.model_groups import check_groups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.rotary import rotary_cos_sin, rotate
 
@@ -19,6 +20,7 @@ class DynamicCPSelfAttention(SelfAttention):
     _rotary: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_groups(kwargs.get("pg_collection"))
         super().__init__(*args, **kwargs)
         unrotated = self.config.no_rope_freq
         assert not isinstance(unrotated, int), "a configuration has a list"

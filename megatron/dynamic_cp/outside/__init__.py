@@ -10,20 +10,24 @@ the micro-batch's `position_ids`. It is wrapped in DistributedDataParallel or `f
 torch's own `context_parallel` cuts every tensor of a batch at one fixed degree and knows no boundaries between
 documents. It is for unpacked sequences of equal length; under it our attention raises an error.
 
-Read in this order: `lanes`, `attention`, `step`, `collator`, `hugging_face` (imports transformers and accelerate when
-called). The names of the first four are here.
+Read in this order: `lanes`, `attention`, `step`, `documents`, `collator`, `hugging_face` (imports transformers and
+accelerate when called). The names of the first five are here.
 """
 
 from megatron.dynamic_cp.outside.attention import scaled_dot_product_attention
 from megatron.dynamic_cp.outside.collator import PlannedCollator
+from megatron.dynamic_cp.outside.documents import IGNORED, Document, documents_of
 from megatron.dynamic_cp.outside.lanes import Lanes, LaneStep
 from megatron.dynamic_cp.outside.step import StepResult, sum_of_losses, train_step
 
 __all__ = [
+    "IGNORED",
+    "Document",
     "LaneStep",
     "Lanes",
     "PlannedCollator",
     "StepResult",
+    "documents_of",
     "scaled_dot_product_attention",
     "sum_of_losses",
     "train_step",

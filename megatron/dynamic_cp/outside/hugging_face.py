@@ -28,7 +28,7 @@ from dynamic_cp.models.hugging_face import model_shape
 from dynamic_cp.types import PlanOptions, Problem, Topology
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.outside.attention import scaled_dot_product_attention
-from megatron.dynamic_cp.outside.collator import IGNORED
+from megatron.dynamic_cp.outside.documents import IGNORED
 from megatron.dynamic_cp.outside.lanes import Lanes
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
     layers = set(getattr(config, "layer_types", None) or ())
     if others := layers - {"full_attention"}:
         raise UnsupportedFeatureError(
-            f"the model has layers of type {', '.join(sorted(others))}, our attention does full_attention only: use "
-            "another model",
+            f"the model has layers of type {', '.join(sorted(others))}, our attention does full_attention only: "
+            "train it with Megatron's layers (dynamic-cp weights, pretrain_gpt.py --window-size), or use another model",
             layer_types=sorted(layers),
         )
     rope = getattr(config, "rope_parameters", None) or {}
@@ -134,7 +134,10 @@ def attention_forward(
         )
     for name in _OTHER_ATTENTION:
         if others.get(name) is not None:
-            raise UnsupportedFeatureError(f"attention with {name} is not supported for packed micro-batches: use None")
+            raise UnsupportedFeatureError(
+                f"attention with {name} is not supported for packed micro-batches: train a model that has it with "
+                "Megatron's layers, if these have it (docs/flags.md), or use another model"
+            )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     out = scaled_dot_product_attention(
         query,

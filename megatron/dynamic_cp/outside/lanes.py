@@ -158,11 +158,17 @@ def plan_for_lane(problem: Problem, samples: Sequence[Sample], lane: int) -> Lan
 
 
 def _check_masks(problem: Problem) -> None:
-    if problem.model.window is not None:
+    model = problem.model
+    if model.window is not None:
+        remedy = (
+            f'give every sample the mask parse_mask("{model.window}") and plan with a ModelShape without a window, or '
+            if model.num_windowed_layers == model.num_layers
+            else ""
+        )
         raise UnsupportedFeatureError(
-            f"{problem.model.windows_in_words}, loops outside Megatron have one mask for all layers, without a window: "
-            "give a ModelShape with window_tokens=0",
-            window_tokens=problem.model.window_tokens,
+            f"{model.windows_in_words}, loops outside Megatron have one mask for all layers, that of each sample: "
+            f"{remedy}train it with Megatron's layers (pretrain_gpt.py --window-size)",
+            window_tokens=model.window_tokens,
         )
 
 

@@ -14,10 +14,10 @@ from megatron.dynamic_cp.model.experts import routers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRouting:
-    """The router of one layer; losses are means over real tokens, without their coefficients.
+    """The router of one layer; losses are means over the tokens of all sequences, without their coefficients.
 
     Attributes:
-        aux_loss: load-balancing loss of the samples; 1.0 is even, where scores are a softmax.
+        aux_loss: load-balancing loss of the sequences; 1.0 is even, where scores are a softmax.
         z_loss: squared log-sum-exp of the logits.
         imbalance: tokens of the expert that got most, over their mean.
     """
@@ -45,25 +45,24 @@ class Routing:
         return sum(getattr(layer, name) for layer in self.layers.values()) / max(1, len(self.layers))
 
 
-def sum_over_routers(chunks: Sequence[torch.nn.Module], num_tokens: int, device: torch.device) -> Routing | None:
+def sum_over_routers(chunks: Sequence[torch.nn.Module], device: torch.device) -> Routing | None:
     """Return what routers counted since the last call; None for a dense model. One all-reduce over the job.
 
     Args:
         chunks: of this rank.
-        num_tokens: of the global batch, without padding.
     """
     config = chunks[0].config
     if config.num_moe_experts is None:
         return None
     num_layers = config.num_layers + (config.mtp_num_layers or 0)
-    sums = torch.zeros(num_layers, config.num_moe_experts + 2, dtype=torch.float64, device=device)
+    sums = torch.zeros(num_layers, config.num_moe_experts + 3, dtype=torch.float64, device=device)
     for router in routers(chunks):
         counted = router.take_sums()
         if counted is not None:
             sums[router.number_in_model - 1] += counted
     dist.all_reduce(sums)
     layers = {}
-    for number, (*tokens, aux, z) in enumerate(sums.tolist(), start=1):
+    for number, (*tokens, aux, z, num_tokens) in enumerate(sums.tolist(), start=1):
         routed = sum(tokens)
         if routed:
             layers[number] = LayerRouting(

@@ -12,5 +12,6 @@ Read in this order:
 - `interchange`: Megatron-LM's checkpoints, to and fro
 - `loading`: from a folder into a run
 - `writer_process`: the process of a rank that writes its files
+- `save_lock`: no other job saves into the same folder
 - `saving`: from a run into a folder
 """

@@ -107,6 +107,19 @@ def saved_calibration(load_dir: str) -> dict[str, Any] | None:
     return found
 
 
+def saved_data_identity(load_dir: str) -> dict[str, Any]:
+    """Return what the latest checkpoint below `load_dir` says of its data, {} where there is none; for rank 0.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    folder = checkpoint_files.latest(load_dir)
+    if folder is None or not (folder / manifest.NAME).exists():
+        return {}
+    found: dict[str, Any] = manifest.read_manifest(folder).run["identity"].get("data", {})
+    return found
+
+
 def _find(
     load_dir: str, required: bool, model: Mapping[str, Any], weights_only: bool
 ) -> tuple[str, dict[str, Any]] | None:

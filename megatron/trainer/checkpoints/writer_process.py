@@ -17,7 +17,8 @@ import pickle
 import queue
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -47,9 +48,9 @@ class WriteResults:
         else:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as this
 
-    def put(self, results: Any, files: dict[str, FileRecord]) -> None:
+    def put(self, results: Any, files: Mapping[str, FileRecord] = MappingProxyType({})) -> None:
         """Write the results, or the exception that took their place."""
-        pickle.dump((results, files), self._file)
+        pickle.dump((results, dict(files)), self._file)
         self._file.flush()
 
     def get_nowait(self) -> Any:
@@ -62,6 +63,12 @@ class WriteResults:
         return results
 
 
+def expect_results() -> WriteResults:
+    """Have the next request of megatron-core bring its results in what is returned."""
+    filesystem_async._results_queue = WriteResults()
+    return filesystem_async._results_queue
+
+
 class WriterProcess:
     """Writes at most one request at a time."""
 
@@ -72,7 +79,7 @@ class WriterProcess:
 
     def expect_results(self) -> None:
         """Have the next request of megatron-core bring its results here."""
-        self._results = filesystem_async._results_queue = WriteResults()
+        self._results = expect_results()
 
     def start(self, request: AsyncRequest) -> None:
         """Copy what is on a device and start to write; on all ranks."""

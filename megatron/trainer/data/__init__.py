@@ -11,7 +11,9 @@ Read in this order:
 - `hugging_face`, `tokenizer`: text to tokens; `token_scan` tokenizes for an index
 - `line_table`: the lines of JSONL
 - `questions`: which of them are prompts with several responses
-- `text_files`, `json_lines`: two sources; `chat` (messages to tokens and a loss mask), `chat_lines`: a third
+- `text_files`, `json_lines`: two sources
+- `chat_template` (messages to a text), `chat_records` (forms of chats to messages), `chat_format` (what of a text is
+  learned), `chat` (tokens and a loss mask), `chat_lines`: a third
 - `indexed` (.bin/.idx), `mock` (random tokens): two more
 - `data_path`: --data-path to entries with weights, and their files
 - `entries`: files to an index, and to a source

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from dynamic_cp.errors import DataError, InvalidInputError
@@ -17,7 +18,7 @@ from megatron.trainer.data.entries import IndexedEntry, index_entries, open_entr
 from megatron.trainer.data.mock import MockDocuments
 from megatron.trainer.data.pool import ShuffledPool
 from megatron.trainer.data.samples import SampleIndex
-from megatron.trainer.data.source import Source
+from megatron.trainer.data.source import LinedSource, Source
 from megatron.trainer.data.split import SPLIT_NAMES, document_ranges, parse_split
 from megatron.trainer.data.stream import SampleStream
 
@@ -59,7 +60,7 @@ def build_splits(config: DataConfig, entries: Sequence[IndexedEntry | None] | No
                 f"no documents found ({source.describe()}): check --data-path and --data-glob; "
                 "pre-tokenized data needs the prefix of its .bin and .idx files"
             )
-    ranges = [document_ranges(shares, len(source.lengths)) for source in sources]
+    ranges = [_ranges(source, shares) for source in sources]
     streams: dict[str, Any] = dict.fromkeys(SPLIT_NAMES)
     for split, name in enumerate(SPLIT_NAMES):
         if shares[split]:
@@ -73,6 +74,15 @@ def build_splits(config: DataConfig, entries: Sequence[IndexedEntry | None] | No
                 split=config.split,
             )
     return Splits(**streams)
+
+
+def _ranges(source: Source, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
+    """Return (first, last + 1) of each share's documents; those of one line stay together."""
+    ranges, num_documents = document_ranges(shares, len(source.lengths)), len(source.lengths)
+    if not isinstance(source, LinedSource):
+        return ranges
+    bounds = [source.first_of_line(stop) if stop < num_documents else stop for _, stop in ranges]
+    return tuple(pairwise([0, *bounds]))
 
 
 def _open_sources(

@@ -1,10 +1,11 @@
-"""JSONL files of chats as documents: the text of each by a template, learned where its assistant wrote it. A prompt
+"""JSONL files of chats as documents: the texts of each by a template, learned where its assistant wrote them. A prompt
 with responses is one document, too.
 """
 
 from __future__ import annotations
 
 import os
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from numpy.typing import NDArray
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import SharedQuestion
 from megatron.trainer.data import hugging_face, tokenizer
-from megatron.trainer.data.chat import TEMPLATES, ChatFormat, ChatReader, why_no_templates
+from megatron.trainer.data.chat import ChatReader
+from megatron.trainer.data.chat_format import ChatFormat
+from megatron.trainer.data.chat_template import TEMPLATES, why_no_template, why_no_templates
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.hugging_face import HuggingFaceTokenizer
 from megatron.trainer.data.json_text import LineError
@@ -22,6 +25,9 @@ from megatron.trainer.data.line_table import LineTable
 from megatron.trainer.data.questions import Questions
 from megatron.trainer.data.source import count
 from megatron.trainer.data.tokenizer import TextTokenizer, Tokenizer
+
+CHAT_DATE = "chat date"
+"""What a checkpoint calls the date that templates wrote, so that a run which goes on writes it again."""
 
 
 def build_chat_reader(config: DataConfig, tokenizer: Tokenizer) -> ChatReader | None:
@@ -40,50 +46,64 @@ def build_chat_reader(config: DataConfig, tokenizer: Tokenizer) -> ChatReader | 
     if reason is not None:
         raise InvalidInputError(f"--sft renders templates: {reason}: pip install 'megatron-dynamic-cp[tokenizers]'")
     folder = tokenizer.folder if isinstance(tokenizer, HuggingFaceTokenizer) else None
-    name, template = _template(config.chat_template, folder)
+    name, template, tool_template = _template(config.chat_template, folder)
     variables = tuple(sorted(hugging_face.special_tokens(folder).items())) if folder is not None else ()
-    chat_format = ChatFormat(name=name, template=template, variables=variables)
-    wrong = chat_format.check()
-    if wrong is not None:
-        raise InvalidInputError(f"{name} is not a Jinja template, {wrong}: fix it or name another with --chat-template")
+    for text in (template, tool_template or ""):
+        wrong = why_no_template(text)
+        if wrong is not None:
+            raise InvalidInputError(
+                f"{name} is not a Jinja template, {wrong}: fix it or name another with --chat-template"
+            )
+    chat_format = ChatFormat(
+        name=name,
+        template=template,
+        tool_template=tool_template,
+        variables=variables,
+        date=config.chat_date or date.today().isoformat(),
+    )
     return ChatReader(tokenizer=tokenizer, chat_format=chat_format)
 
 
-def _template(wanted: str | None, folder: str | None) -> tuple[str, str]:
-    """Return the name and the text of a template."""
+def _template(wanted: str | None, folder: str | None) -> tuple[str, str, str | None]:
+    """Return the name and the text of a template, and the text of another one for chats with tools."""
     names = ", ".join(TEMPLATES)
     if wanted is None:
         if folder is None:
-            return "the template chatml", TEMPLATES["chatml"]
-        own = hugging_face.chat_template(folder)
-        if own is None:
+            return "the template chatml", TEMPLATES["chatml"], None
+        own = hugging_face.chat_templates(folder)
+        if "default" not in own:
             raise InvalidInputError(
                 f"the tokenizer of {folder} has no chat template: name a file or {names} with --chat-template"
             )
-        return f"the chat template of {folder}", own
+        return f"the chat template of {folder}", own["default"], own.get("tool_use")
     if wanted in TEMPLATES:
-        return f"the template {wanted}", TEMPLATES[wanted]
+        return f"the template {wanted}", TEMPLATES[wanted], None
     if not os.path.isfile(wanted):
         raise InvalidInputError(f"--chat-template {wanted} is neither a file nor one of {names}: give one of them")
     try:
-        return f"the chat template {wanted}", Path(wanted).read_text(encoding="utf-8")
+        return f"the chat template {wanted}", Path(wanted).read_text(encoding="utf-8"), None
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"--chat-template {wanted} cannot be read: {error}") from error
 
 
 def chat_request(reader: ChatReader) -> dict[str, str]:
-    """Return what decides the lengths of chats besides their contents."""
-    return {"kind": "chat", "tokenizer": repr(reader.tokenizer), "template": reader.chat_format.digest}
+    """Return what decides the lengths of chats besides their contents: among it which rules make a chat's texts."""
+    return {"kind": "chat", "tokenizer": repr(reader.tokenizer), **_template_identity(reader.chat_format), "texts": "2"}
 
 
 def chat_identity(config: DataConfig) -> dict[str, str]:
     """Return what two runs on chats must share besides the tokenizer; nothing without --sft."""
     reader = build_chat_reader(config, tokenizer.build(config))
-    return {} if reader is None else {"chat template": reader.chat_format.digest}
+    return {} if reader is None else _template_identity(reader.chat_format)
+
+
+def _template_identity(chat_format: ChatFormat) -> dict[str, str]:
+    written = chat_format.written_date
+    return {"chat template": chat_format.digest} | ({} if written is None else {CHAT_DATE: written})
 
 
 class ChatLines:
-    """One document per line: the text of its chat, without an end of document of its own.
+    """The texts of chats, without an end of document of their own: one of each line, or several that stay together.
 
     Args:
         name: what to call all of them in messages.
@@ -108,8 +128,9 @@ class ChatLines:
     def read_targeted(self, document: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return tokens start .. stop - 1 of a chat, and which of them its assistant wrote."""
         try:
-            tokens, is_target, answers = self._reader.read(self._lines.read(document))
-        except LineError as error:
+            texts = self._reader.read(self._lines.read(document))
+            tokens, is_target, answers = texts[document - self._lines.first(document)]
+        except (LineError, IndexError) as error:
             raise self._lines.changed_line(document) from error
         if len(tokens) != self.lengths[document]:
             raise self._lines.changed_line(document, len(tokens), int(self.lengths[document]), "tokens")
@@ -129,9 +150,19 @@ class ChatLines:
         """Return the file and line number."""
         return self._lines.name(document)
 
+    def first_of_line(self, document: int) -> int:
+        """Return the first document of the line of `document`."""
+        return self._lines.first(document)
+
     def describe(self) -> str:
-        """Return the number of chats, of blank lines, and of tokens that are learned."""
-        words = f"{self._name}: {count(len(self.lengths), 'chat')} by {self._reader.chat_format.name}"
+        """Return the number of chats, of their texts, of blank lines, and of tokens that are learned."""
+        num_chats, num_texts, chat_format = self._lines.num_lines, len(self.lengths), self._reader.chat_format
+        words = f"{self._name}: {count(num_chats, 'chat')} by {chat_format.name}"
+        if num_texts > num_chats:
+            words += f" in {num_texts} texts, since it writes earlier answers otherwise once later messages follow"
+        if chat_format.unwritten:
+            words += f" without the {chat_format.unwritten!r} that ends its generation prompt"
+        words += "" if chat_format.written_date is None else f" with the date {chat_format.written_date}"
         words += f", loss on the {self._num_targets} of {int(self.lengths.sum())} tokens that assistants wrote"
         words += f", {count(self._num_blank, 'blank line')} skipped" if self._num_blank else ""
         return words + self._questions.describe()

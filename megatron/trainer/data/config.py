@@ -27,7 +27,8 @@ class DataConfig:
         json_key: field of a JSONL line that holds the text.
         tokenizer, tokenizer_model, vocab_size, eod_id: `tokenizer.build`.
         sft: JSONL lines are chats, and what their assistant wrote is learned; `chat.ChatReader`.
-        chat_template: a name in `chat.TEMPLATES` or a file; None: the tokenizer's own.
+        chat_template: a name in `chat_template.TEMPLATES` or a file; None: the tokenizer's own.
+        chat_date: "2026-11-25", what templates that write today's date write; None: today's.
     """
 
     seq_length: int
@@ -46,6 +47,7 @@ class DataConfig:
     eod_id: int | None = None
     sft: bool = False
     chat_template: str | None = None
+    chat_date: str | None = None
 
     def __post_init__(self) -> None:
         if self.seq_length < 1:

@@ -109,28 +109,32 @@ def folder_of(path: str) -> str:
 
 
 def special_tokens(folder: str) -> dict[str, str]:
-    """Return name -> text of the special tokens that the files of `folder` name."""
+    """Return name -> text of the special tokens that the files of `folder` name, those of the model alone, too."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        for key, value in _read_json(os.path.join(folder, name)).items():
+        values = _read_json(os.path.join(folder, name))
+        named = {key: values[key] for key in SPECIAL_TOKENS if key in values}
+        for key in ("model_specific_special_tokens", "extra_special_tokens"):
+            named |= values[key] if isinstance(values.get(key), dict) else {}
+        for key, value in named.items():
             text = value.get("content") if isinstance(value, dict) else value
-            if key in SPECIAL_TOKENS and isinstance(text, str):
+            if isinstance(text, str):
                 found[key] = text
     return found
 
 
-def chat_template(folder: str) -> str | None:
-    """Return the chat template of a tokenizer, None when it has none.
+def chat_templates(folder: str) -> dict[str, str]:
+    """Return name -> chat template of a tokenizer; transformers takes `default`, and `tool_use` for chats with tools.
 
-    That is chat_template.jinja, or `chat_template` in tokenizer_config.json; of several, the one named default.
+    They are chat_template.jinja and additional_chat_templates/NAME.jinja, or `chat_template` in tokenizer_config.json.
     """
-    path = os.path.join(folder, "chat_template.jinja")
-    if os.path.exists(path):
-        return _read(path).decode("utf-8", errors="replace")
     value = _read_json(os.path.join(folder, "tokenizer_config.json")).get("chat_template")
-    if isinstance(value, list):
-        value = {str(one.get("name")): one.get("template") for one in value}.get("default")
-    return value if isinstance(value, str) else None
+    named = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    found = {str(one.get("name")): one["template"] for one in named if isinstance(one.get("template"), str)}
+    files = {path.stem: path for path in sorted(Path(folder, "additional_chat_templates").glob("*.jinja"))}
+    default = Path(folder, "chat_template.jinja")
+    files |= {"default": default} if default.exists() else {}
+    return found | {name: _read(str(path)).decode("utf-8", errors="replace") for name, path in files.items()}
 
 
 @lru_cache(maxsize=4)

@@ -54,10 +54,11 @@ def index_json_lines(
 ) -> LengthIndex:
     """Return the index of JSONL files; the same for any number of processes.
 
-    Columns beside those of the table: `lengths`, and `offsets_bytes` of the lines that are not blank, int64 [D];
-    `file_documents`, which document is the first of each file, int64 [F + 1]; `blanks`, for each blank line which
-    document comes next, and `file_blanks`, which blank line is the first of each file: they give line numbers. Of chats
-    also `first_targets`, int64 [D]; where lines have prompts with responses also those of `questions`.
+    Columns beside those of the table: `lengths`, and `offsets_bytes` of their lines, int64 [D]; `file_documents`, which
+    document is the first of each file, int64 [F + 1]; `blanks`, for each blank line which document comes next, and
+    `file_blanks`, which blank line is the first of each file: they give line numbers. Of chats also `first_targets`,
+    int64 [D], and `continued`, the documents that are of the line of the document before, where there are any; where
+    lines have prompts with responses also the columns of `questions`.
 
     Args:
         reader: tokenizes the lines; None: their texts have as many tokens as bytes.
@@ -123,6 +124,9 @@ def index_json_lines(
     if request["kind"] == "chat":
         of_chats["first_targets"] = _joined([part.first_targets for part in ranges])
         counts["tokens of assistants"] = sum(part.num_targets for part in ranges)
+        continued = _joined([part.continued for part in ranges])
+        if len(continued):
+            of_chats["continued"] = continued + np.repeat(first_documents, [len(part.continued) for part in ranges])
     return LengthIndex.build(
         request,
         counts,

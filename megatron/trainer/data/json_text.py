@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-PROMPT, RESPONSES = "prompt", "responses"
+PROMPT, RESPONSES, COMPLETION = "prompt", "responses", "completion"
+_FIELDS_OF_CHATS = ("messages", "conversations", "instruction")
 
 
 class LineError(Exception):
@@ -32,7 +34,7 @@ def object_of_line(line: bytes, example: str) -> dict[str, Any]:
     if line.startswith(BYTE_ORDER_MARK):
         line = line[len(BYTE_ORDER_MARK) :]
     try:
-        value = json.loads(str(line, "utf-8"))
+        value = json.loads(str(line, "utf-8"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise LineError(
             f" is not JSON ({error}): every line must be one object such as {example}; repair or remove the line"
@@ -42,8 +44,29 @@ def object_of_line(line: bytes, example: str) -> dict[str, Any]:
     return value
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in value if keys.count(key) > 1)
+        raise LineError(f" has the key {twice!r} {keys.count(twice)} times in one object: keep one of them")
+    return value
+
+
+def refuse_preferences(value: Mapping[str, Any]) -> None:
+    """Raise LineError where a record holds a preference: its answers are not all to be learned."""
+    if "chosen" in value and "rejected" in value:
+        raise LineError(
+            " is a preference pair ('chosen', 'rejected'), which no loss here trains: give chats of the chosen"
+        )
+    if COMPLETION in value and isinstance(value.get("label"), bool):
+        raise LineError(
+            f" is a preference ({COMPLETION!r}, 'label'), which no loss here trains: give the good ones without 'label'"
+        )
+
+
 def content_of_line(line: bytes, json_key: str) -> str | Question:
-    """Return the text field of a line, or its prompt and responses, all of them texts.
+    """Return the text field of a line, or its prompt and responses, or its prompt and completion, all of them texts.
 
     Raises:
         LineError: no JSON object with a string under `json_key`, or with a prompt and responses; or with both.
@@ -58,9 +81,14 @@ def content_of_line(line: bytes, json_key: str) -> str | Question:
             )
         return question
     if json_key not in value:
+        refuse_preferences(value)
+        prompt, completion = value.get(PROMPT), value.get(COMPLETION)
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return Question(prompt, (completion,))
+        is_chat = any(field in value for field in _FIELDS_OF_CHATS) or isinstance(prompt, list)
         raise LineError(
             f" has no field {json_key!r} (it has {', '.join(map(repr, list(value)[:5])) or 'none'}): "
-            "name the text field with --json-key" + (", or read chats with --sft" if "messages" in value else "")
+            "name the text field with --json-key" + (", or read chats with --sft" if is_chat else "")
         )
     text = value[json_key]
     if not isinstance(text, str):
@@ -107,8 +135,19 @@ def check_prompt(num_tokens: int) -> None:
 
 
 def encode(text: str) -> bytes:
-    """Return the UTF-8 bytes of a text; JSON may hold half of a surrogate pair."""
-    return text.encode("utf-8", errors="surrogatepass")
+    """Return the UTF-8 bytes of a text.
+
+    Raises:
+        LineError: it has half of a surrogate pair, as JSON may: that is no character.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise LineError(
+            f": character {error.start + 1} of its text is {half}, half of a surrogate pair (near "
+            f"{text[max(0, error.start - 12) : error.start]!r}): write the whole character, or remove it"
+        ) from error
 
 
 def num_bytes(text: str) -> int:

@@ -46,6 +46,7 @@ class LengthIndex:
         columns: 1-D arrays.
         header: all about them as in the file; two indexes with the same header are the same.
         path: the file that the columns are mapped from; None: they are in this process's memory only.
+        signs: number, bytes and time of that file when it was loaded.
     """
 
     request: Mapping[str, str]
@@ -53,6 +54,7 @@ class LengthIndex:
     columns: Mapping[str, NDArray[Any]]
     header: bytes
     path: str | None = None
+    signs: tuple[int, int, int] | None = None
 
     @classmethod
     def build(
@@ -85,6 +87,28 @@ class LengthIndex:
     def size_bytes(self) -> int:
         """Bytes of the columns."""
         return sum(column.nbytes for column in self.columns.values())
+
+    def check_unchanged(self) -> None:
+        """Raise DataError when the file was written since it was loaded; to be asked before the columns are used.
+
+        What was written shows in them at once, and reading behind a new end kills the process. A file that was replaced
+        or removed stays as it was for those who have mapped it.
+        """
+        if self.path is None or self.signs is None:
+            return
+        with suppress(OSError):
+            number, size_bytes, _ = found = _signs(os.stat(self.path))
+            if number == self.signs[0] and found != self.signs:
+                how = (
+                    f"has {size_bytes} bytes and had {self.signs[1]}"
+                    if size_bytes != self.signs[1]
+                    else f"was written again (it has {size_bytes} bytes as before, and another time)"
+                )
+                raise DataError(
+                    f"{self.path}, the length index of the data, {how} when this run began: nothing may write it "
+                    "during a run; restart, and the data are indexed again",
+                    path=self.path,
+                )
 
     def save(self, path: str) -> LengthIndex:
         """Write to `path` in one step, so that it always holds an old, a new or no index; return the mapped one.
@@ -141,7 +165,8 @@ def load_index(path: str) -> LengthIndex:
         IndexFileError: no index, one of another version, or one that is truncated or corrupt.
     """
     with open(path, "rb") as file:
-        size_bytes = os.fstat(file.fileno()).st_size
+        signs = _signs(os.fstat(file.fileno()))
+        size_bytes = signs[1]
         prelude = file.read(PRELUDE.size).ljust(PRELUDE.size, b"\0")
         magic, position, header_bytes, crc32 = PRELUDE.unpack(prelude)
         if magic[:-1] != MAGIC[:-1]:
@@ -169,7 +194,11 @@ def load_index(path: str) -> LengthIndex:
                 f"column {column['name']} has checksum {zlib.crc32(raw):#x}, not {column['crc32']:#x}", path=path
             )
         columns[column["name"]] = raw[:num_bytes].view(dtype)
-    return replace(LengthIndex.from_header(header, columns), path=path)
+    return replace(LengthIndex.from_header(header, columns), path=path, signs=signs)
+
+
+def _signs(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _bytes_of(column: NDArray[Any]) -> NDArray[np.uint8]:

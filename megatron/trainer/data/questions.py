@@ -33,10 +33,11 @@ class Questions:
 
     def __init__(self, index: LengthIndex) -> None:
         none = np.zeros(0, np.int64)
-        self._lengths = index.columns["lengths"]
-        self._documents = index.columns.get("questions", none)
-        self._answers = index.columns.get("question_answers", none)
-        self._first_answers = index.columns.get("first_answers", np.zeros(1, np.int64))
+        # Copies: global batches have their masks from these, whatever becomes of the file of the index.
+        self._lengths = np.array(index.columns["lengths"])
+        self._documents = np.array(index.columns.get("questions", none))
+        self._answers = np.array(index.columns.get("question_answers", none))
+        self._first_answers = np.array(index.columns.get("first_answers", np.zeros(1, np.int64)))
 
     @property
     def has_masks(self) -> bool:

@@ -27,14 +27,15 @@ class JsonLinesRange(NamedTuple):
     """The lines that start in a range of a file.
 
     Attributes:
-        offsets_bytes: int64 [n], where each line that is not blank starts in the file.
+        offsets_bytes: int64 [n], where the line of each document starts in the file; no document is of a blank line.
         lengths: int64 [n], its tokens; a text with 1 for the end of document.
-        blanks: int64 [b], for each blank line how many lines that are not blank come before it in this range.
+        blanks: int64 [b], for each blank line how many documents come before it in this range.
+        continued: int64 [c], which of the n documents are of the line of the document before.
         error: the first line without text, counted from 0 in this range, and what is wrong with it; the lines after it
             are not looked at.
-        first_targets: int64, the first token that is learned of each line that does not learn all: of each chat.
+        first_targets: int64, the first token that is learned of each document that does not learn all: of each chat.
         num_targets: tokens of chats, and of lines with responses, that are learned.
-        questions: int64 [q], which of the n lines are prompts with responses.
+        questions: int64 [q], which of the n documents are prompts with responses.
         num_answers: int64 [q], how many responses each of them has.
         answers: int64 [sum(num_answers)], tokens of each response, those at the end of the line.
     """
@@ -42,6 +43,7 @@ class JsonLinesRange(NamedTuple):
     offsets_bytes: array[int]
     lengths: array[int]
     blanks: array[int]
+    continued: array[int]
     num_lines: int
     error: tuple[int, str] | None
     first_targets: array[int]
@@ -57,11 +59,11 @@ def scan_json_lines(path: str, start: int, stop: int, size_bytes: int, json_key:
     Args and errors: see `scan_lines`.
     """
 
-    def measure(line: bytes) -> tuple[int, ...]:
+    def measure(line: bytes) -> list[tuple[int, ...]]:
         content = content_of_line(line, json_key)
         if isinstance(content, str):
-            return (num_bytes(content) + 1,)
-        return measured(num_bytes(content.prompt), [num_bytes(response) + 1 for response in content.responses])
+            return [(num_bytes(content) + 1,)]
+        return [measured(num_bytes(content.prompt), [num_bytes(response) + 1 for response in content.responses])]
 
     return scan_lines(path, start, stop, size_bytes, measure)
 
@@ -81,20 +83,20 @@ def measured(num_prompt_tokens: int, answers: Sequence[int]) -> tuple[int, ...]:
 
 
 def scan_lines(
-    path: str, start: int, stop: int, size_bytes: int, measure: Callable[[bytes], tuple[int, ...]]
+    path: str, start: int, stop: int, size_bytes: int, measure: Callable[[bytes], Sequence[tuple[int, ...]]]
 ) -> JsonLinesRange:
     """Return the lines of `path` that start at bytes start .. stop - 1.
 
     Args:
         size_bytes: of the file when it was listed; what lies behind is not looked at.
-        measure: a line -> its tokens; of a chat also the first that is learned and how many are; of a prompt with
-            responses besides these the tokens of each response.
+        measure: a line -> for each document of it: its tokens; of a chat also the first that is learned and how many
+            are; of a prompt with responses besides these the tokens of each response.
 
     Raises:
         OSError: a file that cannot be read.
         ScanError: one that has become shorter.
     """
-    offsets_bytes, lengths, blanks, first_targets = array("q"), array("q"), array("q"), array("q")
+    offsets_bytes, lengths, blanks, continued, first_targets = (array("q") for _ in range(5))
     questions, num_answers, answers = array("q"), array("q"), array("q")
     num_lines = num_targets = 0
     error = None
@@ -116,25 +118,29 @@ def scan_lines(
                 blanks.append(len(lengths))
             else:
                 try:
-                    length, *targets = measure(line)
+                    documents = measure(line)
                 except LineError as caught:
                     error = (num_lines, str(caught))
                     break
-                if targets:
-                    first_targets.append(targets[0])
-                    num_targets += targets[1]
-                if len(targets) > 2:
-                    questions.append(len(lengths))
-                    num_answers.append(len(targets) - 2)
-                    answers.extend(targets[2:])
-                lengths.append(length)
-                offsets_bytes.append(offset_bytes)
+                for number, (length, *targets) in enumerate(documents):
+                    if number:
+                        continued.append(len(lengths))
+                    if targets:
+                        first_targets.append(targets[0])
+                        num_targets += targets[1]
+                    if len(targets) > 2:
+                        questions.append(len(lengths))
+                        num_answers.append(len(targets) - 2)
+                        answers.extend(targets[2:])
+                    lengths.append(length)
+                    offsets_bytes.append(offset_bytes)
             num_lines += 1
             offset_bytes += len(line)
     return JsonLinesRange(
         offsets_bytes,
         lengths,
         blanks,
+        continued,
         num_lines,
         error,
         first_targets,

@@ -69,6 +69,15 @@ class MaskedSource(TargetedSource, Protocol):
         ...
 
 
+@runtime_checkable
+class LinedSource(Source, Protocol):
+    """Documents of which several may be of one line: answers of a chat, which belong to one split."""
+
+    def first_of_line(self, document: int) -> int:
+        """Return the first document of the line of `document`."""
+        ...
+
+
 @contextmanager
 def reading(path: str) -> Iterator[None]:
     """Turn an OSError of the block into a DataError that names `path`."""

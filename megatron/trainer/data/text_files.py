@@ -181,6 +181,7 @@ class TextFiles:
     def __init__(self, name: str, root: str, index: LengthIndex, tokenizer: TextTokenizer) -> None:
         self._name = name
         self._tokenizer = tokenizer
+        self._index = index
         table = FileTable.from_columns(index.columns)
         names = table.list_names()
         self._files = index.columns["files"]
@@ -195,6 +196,7 @@ class TextFiles:
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return tokens start .. stop - 1 of a file; with ByteTokenizer only those bytes are read."""
+        self._index.check_unchanged()
         path, num_tokens = self._paths[document], int(self.lengths[document]) - 1
         by_bytes = isinstance(self._tokenizer, ByteTokenizer)
         with reading(path), open(path, "rb", buffering=0) as file:

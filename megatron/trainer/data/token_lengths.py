@@ -110,13 +110,13 @@ def _has_chats(file: LengthFile, json_key: str) -> bool:
 
 
 def _parquet_lengths(file: LengthFile, reader: LineReader) -> Iterator[int]:
-    """Yield the tokens of each row, read as the JSON line that it could be."""
+    """Yield the tokens of the documents of each row, read as the JSON line that it could be."""
     number = 0
     with reading(file.name), open_parquet(file) as table:
         for batch in table.iter_batches():
             for row in batch.to_pylist():
                 number += 1
                 try:
-                    yield reader.measure(json.dumps(row, default=str).encode())[0]
+                    yield from (length for length, *_ in reader.measure(json.dumps(row, default=str).encode()))
                 except LineError as error:
                     raise DataError(f"{file.name} row {number}{error}", path=file.path) from error

@@ -18,7 +18,7 @@ from megatron.trainer.data.tokenizer import TextTokenizer
 class LineReader(Protocol):
     """What reads the lines of a data set. Pickles."""
 
-    def measure(self, line: bytes) -> tuple[int, ...]:
+    def measure(self, line: bytes) -> list[tuple[int, ...]]:
         """Return what `scan.scan_lines` needs of a line; LineError where it is malformed."""
         ...
 
@@ -44,10 +44,10 @@ class TextReader:
             return [self._ended(content)]
         return [self.tokenizer.encode(encode(content.prompt)), *map(self._ended, content.responses)]
 
-    def measure(self, line: bytes) -> tuple[int, ...]:
+    def measure(self, line: bytes) -> list[tuple[int, ...]]:
         """Return what `scan.scan_lines` needs of a line."""
         first, *answers = map(len, self.parts(line))
-        return measured(first, answers) if answers else (first,)
+        return [measured(first, answers) if answers else (first,)]
 
     def _ended(self, text: str) -> NDArray[np.int64]:
         return np.append(self.tokenizer.encode(encode(text)), self.tokenizer.eod)

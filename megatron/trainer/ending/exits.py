@@ -8,13 +8,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Protocol, TypeVar
 
 from dynamic_cp.errors import DynamicCPError
 from megatron.dynamic_cp.agreement import phase
@@ -22,9 +26,15 @@ from megatron.trainer.ending import last_words
 
 # A launcher ends all ranks as soon as one has left with an error: the others give rank 0 this time to say why.
 SPEAK_FIRST_S = 2.0
+# Without a launcher rank 0 takes the job's store with it, where the others still look for its error.
+STAY_S = 1.0
 # A launcher signals the survivors of a rank that died and kills them 30 s later. If it was rank 0, they would wait for
 # its word until then. Rank 0 speaks every second, whatever it is busy with while others wait for it.
 GIVE_UP_S = 6.0
+# What a failing rank may take to close something: peers wait for it. Less once a launcher has asked it to end, which
+# `last_words` lets it outlive by some seconds only.
+CLOSE_S, CLOSE_ONCE_ASKED_S = 20.0, 3.0
+_LOOK_UP_S = 0.05
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -39,23 +49,117 @@ def exit_code_of(run: Callable[[], None]) -> int:
     last_words.listen()
     try:
         run()
-    except DynamicCPError as error:
-        last_words.fail()
-        last_words.hang_up()
-        # Errors are the same on all ranks. A rank that still lives after the wait was the only one to see its error.
-        if global_rank() != 0:
-            last_words.let_rank_zero_speak(SPEAK_FIRST_S)
-        if last_words.may_speak():
-            rank = "" if global_rank() == 0 else f" (rank {global_rank()})"
-            print(f"error{rank}: {error}", file=sys.stderr, flush=True)
-        return 2
-    except Exception:
-        last_words.fail()
-        last_words.hang_up()
-        said = f"rank {global_rank()} failed ({phase.current()}):\n{traceback.format_exc()}"
-        print(said, file=sys.stderr, flush=True)
-        return 1
+    except Exception as error:
+        return _report(error)
     return 0
+
+
+def _report(error: BaseException, then: str = "") -> int:
+    """Say why this rank fails, unless another one has, and return its exit code.
+
+    Args:
+        then: what happened since, behind the error.
+    """
+    last_words.fail()
+    last_words.hang_up()
+    if global_rank() != 0:
+        last_words.be_reachable(STAY_S)
+    code = _say(error, then)
+    if global_rank() == 0:
+        last_words.be_reachable(STAY_S)
+    return code
+
+
+def _say(error: BaseException, then: str) -> int:
+    if not isinstance(error, DynamicCPError):
+        told = "".join(traceback.format_exception(error))
+        _tell_launcher(f"rank {global_rank()} failed: {error!r}{then}")
+        print(f"rank {global_rank()} failed ({phase.current()}):\n{told}{then}", file=sys.stderr, flush=True)
+        return 1
+    # Errors are the same on all ranks. A rank that still lives after the wait was the only one to see its error.
+    if global_rank() != 0:
+        last_words.let_rank_zero_speak(SPEAK_FIRST_S)
+    rank = "" if global_rank() == 0 else f" (rank {global_rank()})"
+    told = f"error{rank}: {error}{then}"
+    _tell_launcher(told)
+    if last_words.may_speak():
+        print(told, file=sys.stderr, flush=True)
+    return 2
+
+
+def _tell_launcher(told: str) -> None:
+    """Have torchrun end what it prints of this job with `told`, behind a traceback of its own.
+
+    Source: the format of `torch.distributed.elastic.multiprocessing.errors.ProcessFailure`.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    message = {"message": told, "extraInfo": {"py_callstack": told, "timestamp": str(int(time.time()))}}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": message}, file)
+
+
+Explain = Callable[[BaseException], BaseException]
+
+
+def _as_it_is(error: BaseException) -> BaseException:
+    return error
+
+
+_explain: Explain = _as_it_is
+
+
+@contextlib.contextmanager
+def explaining(explain: Explain) -> Iterator[None]:
+    """Have the errors of the body told as `explain` returns them, also where something does not close."""
+    global _explain
+    before, _explain = _explain, explain
+    try:
+        yield
+    finally:
+        _explain = before
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closes)
+
+
+@contextlib.contextmanager
+def closing(thing: T) -> Iterator[T]:
+    """Close `thing` at the end. A failing rank that hangs in this says why it fails, and ends."""
+    try:
+        yield thing
+    except BaseException as error:
+        last_words.fail()  # from now on a signal means that there is little time
+        with _in_time(_explain(error), type(thing).__name__):
+            thing.close()
+        raise
+    thing.close()
+
+
+@contextlib.contextmanager
+def _in_time(error: BaseException, what: str) -> Iterator[None]:
+    """End the process where the body takes longer than a failing rank may close something."""
+    closed = threading.Event()
+
+    def watch() -> None:
+        limit_s, ends_s = CLOSE_S, time.monotonic() + CLOSE_S
+        while not closed.wait(_LOOK_UP_S):
+            if last_words.is_asked_to_end and limit_s == CLOSE_S:
+                limit_s = CLOSE_ONCE_ASKED_S
+                ends_s = min(ends_s, time.monotonic() + limit_s)
+            if time.monotonic() > ends_s:
+                leave(_report(error, f"; then {what} did not close within {limit_s:g} s"))
+
+    threading.Thread(target=watch, name="dynamic-cp-closing", daemon=True).start()
+    try:
+        yield
+    finally:
+        closed.set()
 
 
 def leave(code: int) -> None:
@@ -82,7 +186,7 @@ class ExitSignals:
         self._previous: dict[int, object] = {}
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
-        last_words.is_asked_to_end = True
+        last_words.ask_to_end()
         if self.received is None:
             self.received = signal.Signals(number).name
             self._on_first()

@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from dynamic_cp.errors import DynamicCPError
 from megatron.dynamic_cp.agreement import lost_peers, phase
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
+from megatron.trainer.ending import exits
 
 # Part of --distributed-timeout-minutes after which a rank that does not get on says so: before NCCL's watchdog, which
 # knows the group but not the iteration, ends the process.
@@ -46,20 +48,26 @@ def explained(timeout_minutes: float) -> Iterator[None]:
         OutOfDeviceMemoryError: instead of torch's, and of NCCL's where the device has no memory for its buffers.
         LostCollectiveError: instead of torch's, gloo's, and of a failed exchange in a CP group.
     """
-    with _reporting_stalls(60 * timeout_minutes):
+    in_words = partial(_in_words, timeout_minutes=timeout_minutes)
+    with _reporting_stalls(60 * timeout_minutes), exits.explaining(in_words):
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            raise out_of_memory(error, phase.token_limit()) from error
-        except RuntimeError as error:
-            if not (isinstance(error, ExchangeError) or lost_peers.is_lost_peer(error)):
+        except Exception as error:
+            told = in_words(error)
+            if told is error:
                 raise
-            if _NO_MEMORY in str(error):
-                raise out_of_memory(error, phase.token_limit()) from error
-            raise lost_collective(error, timeout_minutes) from error
+            raise told from error
 
 
-def out_of_memory(error: Exception, token_limit: int | None) -> OutOfDeviceMemoryError:
+def _in_words(error: BaseException, timeout_minutes: float) -> BaseException:
+    """Return an error of the device or the network as a DynamicCPError, any other as it is."""
+    is_of_network = isinstance(error, ExchangeError) or lost_peers.is_lost_peer(error)
+    if isinstance(error, torch.OutOfMemoryError) or (is_of_network and _NO_MEMORY in str(error)):
+        return out_of_memory(error, phase.token_limit())
+    return lost_collective(error, timeout_minutes) if is_of_network else error
+
+
+def out_of_memory(error: BaseException, token_limit: int | None) -> OutOfDeviceMemoryError:
     """Return the error of a rank whose device has no memory left, where `phase` says it is.
 
     Args:
@@ -85,7 +93,7 @@ def out_of_memory(error: Exception, token_limit: int | None) -> OutOfDeviceMemor
     )
 
 
-def lost_collective(error: Exception, timeout_minutes: float) -> LostCollectiveError:
+def lost_collective(error: BaseException, timeout_minutes: float) -> LostCollectiveError:
     """Return the error of a rank that could not exchange something. NCCL's and our exchanges name the group."""
     running = phase.micro_batch()
     where = phase.current() + ("" if running is None else f", at or after {running.label}")

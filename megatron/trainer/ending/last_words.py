@@ -2,6 +2,8 @@
 
     an error -> fail -> close everything -> hang up, so that no peer waits -> let rank 0 speak -> one line from who may
 
+What does not close in time is left as it is (`exits.closing`).
+
 A launcher ends the others (SIGTERM) as soon as it sees that a rank has died. Who is failing then still says why.
 
 Imports no torch: wrong flags are answered before that.
@@ -20,6 +22,7 @@ import time
 from typing import Any
 
 _SPOKEN = "dynamic_cp/last_words"
+_FAILING = "dynamic_cp/failing"
 _LOOK_UP_S = 0.02
 TIME_TO_SPEAK_S = 5
 """Seconds that a failing rank has after it was asked to end: a launcher kills it after 30."""
@@ -41,17 +44,23 @@ def fail() -> None:
     Before the ranks are connected all find the same error, and rank 0 is there to say it: a signal ends the others.
     """
     global _is_failing
-    _is_failing = _distributed() is not None
-    if _is_failing and is_asked_to_end:
-        signal.alarm(TIME_TO_SPEAK_S)
+    if not _is_failing:
+        _is_failing = _distributed() is not None
+        if is_asked_to_end:
+            ask_to_end()
 
 
-def _on_sigterm(number: int, _frame: object) -> None:
+def ask_to_end() -> None:
+    """Remember that a launcher, or somebody, wants this process to end."""
     global is_asked_to_end
     is_asked_to_end = True
     if _is_failing:
         signal.alarm(TIME_TO_SPEAK_S)  # ends the process unless it has ended by itself
-    else:
+
+
+def _on_sigterm(number: int, _frame: object) -> None:
+    ask_to_end()
+    if not _is_failing:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
@@ -80,6 +89,26 @@ def let_rank_zero_speak(seconds: float) -> None:
     deadline_s = time.monotonic() + seconds
     while time.monotonic() < deadline_s and not is_asked_to_end:
         time.sleep(_LOOK_UP_S)
+
+
+def be_reachable(seconds: float) -> None:
+    """Have rank 0 stay until the others know its error, for `seconds` at most; they say so here.
+
+    They read it in the job's store, which rank 0 takes with it unless a launcher has it.
+    """
+    distributed = _distributed()
+    if distributed is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with contextlib.suppress(RuntimeError):  # what a store raises that is gone
+        store = distributed.distributed_c10d._get_default_store()
+        if distributed.get_rank() != 0:
+            store.add(_FAILING, 1)
+            return
+        deadline_s = time.monotonic() + seconds
+        while store.add(_FAILING, 0) < distributed.get_world_size() - 1 and time.monotonic() < deadline_s:
+            if is_asked_to_end:
+                return
+            time.sleep(_LOOK_UP_S)
 
 
 def may_speak() -> bool:

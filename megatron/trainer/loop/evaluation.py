@@ -12,6 +12,7 @@ import torch
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.step.schedule import sum_over_job
 from megatron.trainer.data.build import SampleStream
+from megatron.trainer.ending.exits import closing
 from megatron.trainer.reporting.log import validation_line
 from megatron.trainer.setup.run import Run
 
@@ -55,7 +56,7 @@ class Evaluation:
         )
         with (
             _evaluating(run.model),
-            contextlib.closing(run.iterator_wrapper(stream, f"{self.split}@{iteration}")) as wrapper,
+            closing(run.iterator_wrapper(stream, f"{self.split}@{iteration}")) as wrapper,
         ):
             for _, _, data in wrapper.steps(batches):
                 logged = run.run_schedule(data, wrapper, forward_only=True)

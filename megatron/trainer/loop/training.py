@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -29,7 +28,7 @@ from megatron.trainer.checkpoints import loading
 from megatron.trainer.checkpoints.saving import Saver
 from megatron.trainer.checkpoints.state import Position
 from megatron.trainer.data.stream import SampleStream
-from megatron.trainer.ending.exits import ExitSignals, exit_signals
+from megatron.trainer.ending.exits import ExitSignals, closing, exit_signals
 from megatron.trainer.ending.stop_guard import StopGuard
 from megatron.trainer.flags.settings import Settings, TrainingSettings
 from megatron.trainer.loop.evaluation import Evaluation
@@ -55,7 +54,7 @@ def pretrain(settings: Settings, on_step: Callable[[int, StepRecord], None] | No
     Raises:
         DynamicCPError: the same on every rank.
     """
-    with contextlib.closing(StopGuard(settings.parallel.stopped_process_timeout)):
+    with closing(StopGuard(settings.parallel.stopped_process_timeout)):
         _pretrain(settings, on_step)
 
 
@@ -64,15 +63,13 @@ def _pretrain(settings: Settings, on_step: Callable[[int, StepRecord], None] | N
     run = set_up(settings)
     position = _first_position(run)
     validation = Evaluation.of(run, "validation")
-    with contextlib.closing(run):
+    with closing(run):
         refining = Refining(run.runtime, run.model, position)
         wrapper = run.iterator_wrapper(run.splits.train, "train", refining.hardware)
         with (
             exit_signals() as signals,
-            contextlib.closing(wrapper),
-            contextlib.closing(
-                Profiling(settings.profiling, settings.logging.tensorboard_dir, run.runtime.device)
-            ) as profiling,
+            closing(wrapper),
+            closing(Profiling(settings.profiling, settings.logging.tensorboard_dir, run.runtime.device)) as profiling,
         ):
             saver = Saver(run.trainable, settings.checkpoints.save, in_background=settings.checkpoints.async_save)
             loop = Loop(
@@ -217,7 +214,7 @@ class Loop:
             num_depths=runtime.model_shape.mtp_num_layers,
         )
         with span("sums over routers"):
-            routing = sum_over_routers(run.model, data.seqlen_sum, runtime.device)
+            routing = sum_over_routers(run.model, runtime.device)
         others = None if began is None else share_of_others(began, sums.process_s, runtime.topology)
         self.refining.end_step(iteration)
         _check_finite("loss", sums.loss, iteration)

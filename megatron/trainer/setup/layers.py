@@ -11,8 +11,14 @@ import torch
 
 from dynamic_cp.types import CpCommType
 from megatron.dynamic_cp.agreement.verify import agree
-from megatron.dynamic_cp.attention.te.kernels import Capability, flash_attention_installed
-from megatron.dynamic_cp.attention.te.support import LayerChoice, TransformerImpl, choose_layers, installed_version
+from megatron.dynamic_cp.attention.te.kernels import Capability, installed_flash_attn
+from megatron.dynamic_cp.attention.te.support import (
+    LayerChoice,
+    TransformerImpl,
+    choose_layers,
+    installed_version,
+    release_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +57,7 @@ def choose(
     latent_attention: bool,
     why_local: str | None,
     fp8_recipe: str | None = None,
+    gathered_hidden_size: int | None = None,
     device: torch.device,
 ) -> LayerChoice:
     """Return the layers of this run and set the environment up for them; collective.
@@ -58,17 +65,20 @@ def choose(
     Args: as `choose_layers`.
 
     Raises:
-        DynamicCPError: they cannot be used, or ranks have other versions of TransformerEngine; the same on every rank.
+        DynamicCPError: they cannot be used, or ranks have other versions of TransformerEngine or its kernels; the same
+            on every rank.
     """
 
     def on_this_rank() -> LayerChoice:
         version, why_missing = installed_version()
-        capability = compute_capability(device)
+        capability, flash_attn = compute_capability(device), None
+        if capability is not None and version is not None:
+            flash_attn = installed_flash_attn(capability, release_of(version))
         return choose_layers(
             requested,
             exchange,
             capability=capability,
-            flash_attn=capability is not None and version is not None and flash_attention_installed(capability),
+            flash_attn=flash_attn,
             backend=backend,
             bf16=bf16,
             head_dim=head_dim,
@@ -79,6 +89,7 @@ def choose(
             latent_attention=latent_attention,
             why_local=why_local,
             fp8_recipe=fp8_recipe,
+            gathered_hidden_size=gathered_hidden_size,
             version=version,
             why_missing=why_missing,
         )
@@ -86,7 +97,7 @@ def choose(
     choice = agree(
         on_this_rank,
         lambda chosen: hashlib.sha256(repr(chosen).encode()).hexdigest(),
-        what="the version of TransformerEngine",
+        what="the version of TransformerEngine, or its kernels",
         device=device,
     )
     if choice.impl == "transformer_engine":

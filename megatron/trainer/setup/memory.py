@@ -53,7 +53,9 @@ def max_tokens_per_rank(
         if limit is None:
             return memory.max_tokens_per_rank(settings.seq_length)
         sizes = allowed_cp_sizes(topology, options)
-        smallest = next(cp for cp in sizes if capacity_tokens(cp, topology, options) >= settings.seq_length)
+        # Larger than all of them is a sample whose attention is placed on all lanes.
+        holds = (cp for cp in sizes if capacity_tokens(cp, topology, options) >= settings.seq_length)
+        smallest = next(holds, sizes[-1])
         memory.check_limit_fits(limit, smallest)
     except MemoryLimitError as error:
         raise MemoryLimitError(

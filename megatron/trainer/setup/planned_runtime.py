@@ -1,6 +1,7 @@
 """How a run is planned, set up once for both training loops: this trainer's and that of a Megatron-LM checkout.
 
 runtime = PlannedRuntime.agree(settings, ...)  # before the model: token limit, dump and replay, CP groups
+runtime.check_attention(chunks)                # TransformerEngine's, before the first step
 runtime = runtime.measured(hardware)           # where CPU ranks have measured how fast they are
 runtime = runtime.start()                      # rank 0's planner
 runtime.warm_up()                              # no step waits for the planner's compiler
@@ -23,6 +24,7 @@ from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.flags.settings import PlanningSettings
+from megatron.dynamic_cp.groups.attention_check import check_attention
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.plans.plan_dump import WARM_UP, RecordedPlans, RunDump
 from megatron.dynamic_cp.plans.plan_source import PlanSource, warm_up
@@ -154,6 +156,18 @@ class PlannedRuntime:
     def used_options(self) -> PlanOptions:
         """`options` with the CP sizes that plans of this run have."""
         return self.settings.used(self.options)
+
+    def check_attention(self, model: Sequence[torch.nn.Module]) -> str:
+        """Compare TransformerEngine's attention with plain products; return a line for the log. Collective.
+
+        "" where the layers are local ones, whose kernels are checked when they are chosen.
+
+        Raises:
+            UnsupportedFeatureError: see `attention_check.check_attention`.
+        """
+        if self.layers.impl != "transformer_engine":
+            return ""
+        return check_attention(model, self.groups, self.options.cp_comm_types, self.device)
 
     def measured(self, hardware: Hardware) -> PlannedRuntime:
         """Return the same with the hardware that was found by measuring."""

@@ -21,13 +21,15 @@ from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.activation import why_local
-from megatron.dynamic_cp.flags.experts import WHY_NOT_PLACED, may_place
+from megatron.dynamic_cp.flags.experts import may_place
 from megatron.dynamic_cp.step.loss import forward_step
 from megatron.dynamic_cp.step.schedule import run_schedule
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.checkpoints.loading import saved_calibration
+from megatron.trainer.checkpoints.save_lock import SaveLock
 from megatron.trainer.checkpoints.state import Trainable
 from megatron.trainer.data.build import SampleStream, Splits
+from megatron.trainer.ending.exits import closing
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.settings import LoggingSettings, Settings
 from megatron.trainer.reporting.log import Scalars
@@ -52,6 +54,7 @@ class Run:
     needs: Sequence[ChunkNeeds]
     trainable: Trainable
     scalars: Scalars
+    save_lock: SaveLock | None
 
     @property
     def optimizer(self) -> MegatronOptimizer:
@@ -98,9 +101,11 @@ class Run:
         )
 
     def close(self) -> None:
-        """End the planner and flush what is logged."""
+        """End the planner, flush what is logged and let other jobs save where this one did."""
         self.runtime.close()
         self.scalars.close()
+        if self.save_lock is not None:
+            self.save_lock.close()
 
 
 def set_up(settings: Settings) -> Run:
@@ -112,14 +117,13 @@ def set_up(settings: Settings) -> Run:
     device = initialize(settings)
     set_up_logging()
     is_calibrated = start_calibration.is_wanted(settings.training.dynamic_cp_calibrate, settings.planning, device)
-    _probe_folders(settings)
+    save_lock = _take_folders(settings)
     layer_choice, fused = _layers(settings, device), _fusions(settings, device)
     hardware = first_hardware(settings.planning, device)
     data = load_data(settings, device)
     if data.splits.train.has_masks:
         layer_choice.check_masks("prompts with several responses")
         _check_masks(settings)
-        _check_experts(settings)
         _check_pool(settings)
     runtime = PlannedRuntime.agree(
         settings.planning,
@@ -131,6 +135,8 @@ def set_up(settings: Settings) -> Run:
         has_masks=data.splits.train.has_masks,
     )
     built = model.build(settings, runtime, fused)
+    if checked := runtime.check_attention(built.chunks):
+        logger.info("%s", checked)
     if device.type == "cuda":
         warm_up_device(runtime, built)
     calibration = None
@@ -147,13 +153,14 @@ def set_up(settings: Settings) -> Run:
         needs=built.needs,
         trainable=_trainable(settings, runtime, built, data, calibration),
         scalars=_scalars(settings.logging, runtime.arguments),
+        save_lock=save_lock,
     )
     _log_choices(run)
     try:
         logger.info("%s", run.runtime.warm_up(_masked_batch(run.splits.train, settings)))
     except BaseException:
-        run.close()
-        raise
+        with closing(run):
+            raise
     return run
 
 
@@ -167,22 +174,6 @@ def _check_masks(settings: Settings) -> None:
         raise UnsupportedFeatureError(
             f"--window-sink-tokens {sink}: a response sees itself, the end of its prompt and the sink, three ranges of "
             "keys, and two are supported: give each response a line with its prompt, or leave the sink out"
-        )
-
-
-def _check_experts(settings: Settings) -> None:
-    if not may_place(settings.model):
-        raise UnsupportedFeatureError(
-            f"--moe-aux-loss-coeff {settings.model.moe_aux_loss_coeff}: prompts with several responses have masks of "
-            f"their own, for which attention is placed, and {WHY_NOT_PLACED}: leave that loss out, or give each "
-            "response a line with its prompt"
-        )
-    lanes = settings.planning.topology.expert_lanes
-    if lanes > 1:
-        raise UnsupportedFeatureError(
-            f"--expert-model-parallel-size {settings.planning.topology.ep_size}: prompts with several responses have "
-            f"masks of their own, for which attention is placed, on any lanes, and {lanes} of them share experts: give "
-            "1, or give each response a line with its prompt"
         )
 
 
@@ -216,6 +207,7 @@ def _layers(settings: Settings, device: torch.device) -> LayerChoice:
         latent_attention=settings.model.multi_latent_attention,
         why_local=why_local(settings.model),
         fp8_recipe=settings.model.fp8_recipe,
+        gathered_hidden_size=settings.model.hidden_size if settings.planning.topology.sequence_shares > 1 else None,
         device=device,
     )
     logger.info("%s", choice.describe())
@@ -244,8 +236,8 @@ def _calibrated(
     return runtime.measured(hardware), calibration
 
 
-def _probe_folders(settings: Settings) -> None:
-    """Check that rank 0 can write where the run will; collective.
+def _take_folders(settings: Settings) -> SaveLock | None:
+    """Check that rank 0 can write where the run will, and return the lock of --save, if there is one; collective.
 
     Raises:
         DynamicCPError: the same on every rank.
@@ -258,6 +250,7 @@ def _probe_folders(settings: Settings) -> None:
     for flag, folder in (("--tensorboard-dir", tensorboard_dir), ("--profile-dir", profile_dir)):
         if folder is not None:
             run_on_rank_zero(partial(checkpoint_files.probe_writable, folder, flag, InvalidInputError))
+    return None if save is None else SaveLock(save)
 
 
 def _trainable(

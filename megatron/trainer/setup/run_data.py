@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from typing import Any
 
 import torch
 
 from dynamic_cp.errors import DataError
-from megatron.dynamic_cp.agreement.verify import check_same_digest, run_on_all_ranks
+from megatron.dynamic_cp.agreement.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
+from megatron.trainer.checkpoints.loading import saved_data_identity
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.build import Splits, build_splits
-from megatron.trainer.data.chat_lines import chat_identity
+from megatron.trainer.data.chat_lines import CHAT_DATE, chat_identity
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.index_once import index_once
 from megatron.trainer.flags import derive
@@ -63,6 +65,8 @@ def load_data(settings: Settings, device: torch.device) -> RunData:
             rank.
     """
     config = data_config(settings)
+    if config.sft:
+        config = replace(config, chat_date=run_on_rank_zero(lambda: _chat_date(settings)))
     entries = index_once(config, device)
     splits = run_on_all_ranks(lambda: build_splits(config, entries), device)
     fingerprint = run_on_all_ranks(splits.train.fingerprint, device)
@@ -79,6 +83,14 @@ def load_data(settings: Settings, device: torch.device) -> RunData:
         settings.planning.topology.tp_size,
     )
     return RunData(config=config, splits=splits, num_token_ids=num_token_ids, vocab_rows=vocab_rows)
+
+
+def _chat_date(settings: Settings) -> str:
+    """Return the date that templates write: of the run that goes on, or today's."""
+    checkpoints = settings.checkpoints
+    goes_on = checkpoints.load is not None and not checkpoints.finetune
+    saved = saved_data_identity(checkpoints.load) if goes_on else {}
+    return str(saved.get(CHAT_DATE, date.today().isoformat()))
 
 
 def data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from megatron.dynamic_cp.plans.plan_source import FixedPlan
 from megatron.dynamic_cp.step.bucket_times import BucketTimes
 from megatron.dynamic_cp.step.schedule import run_schedule, sum_over_job
 from megatron.trainer.checkpoints.state import rng_state, set_rng_state
+from megatron.trainer.ending.exits import closing
 from megatron.trainer.setup.model import Built
 from megatron.trainer.setup.planned_runtime import PlannedRuntime
 from megatron.trainer.user_cache import user_cache_folder
@@ -240,7 +241,7 @@ def _run_step(runtime: PlannedRuntime, built: Built, plan: Plan, times: BucketTi
         device=runtime.device,
         verify="off",
     )
-    with contextlib.closing(wrapper):
+    with closing(wrapper):
         data = wrapper.wrap(0, tuple(plan.samples))
         for chunk in built.wrapped:
             chunk.zero_grad_buffer()

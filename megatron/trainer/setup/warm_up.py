@@ -114,7 +114,8 @@ def run_chunks(
     Gradients are zero afterwards, random states as before.
     """
     tp_size = config.tensor_model_parallel_size
-    num_tokens -= num_tokens % (tp_size * token_alignment(config))  # as plans do with sequence parallelism
+    shares = tp_size if config.sequence_parallel else 1
+    num_tokens -= num_tokens % (shares * token_alignment(config))  # as plans do
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = (torch.get_rng_state(), torch.cuda.get_rng_state(), tracker.get_states())
     zeros = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
@@ -128,8 +129,7 @@ def run_chunks(
             stats=ExchangeStats(),
         )
         if not chunk.pre_process:
-            rows = num_tokens // (tp_size if config.sequence_parallel else 1)
-            hidden = torch.ones(rows, 1, config.hidden_size, dtype=config.params_dtype, device=device)
+            hidden = torch.ones(num_tokens // shares, 1, config.hidden_size, dtype=config.params_dtype, device=device)
             chunk.set_input_tensor(hidden.requires_grad_())
         gathers = parallel.ddp_config.overlap_param_gather
         if gathers:  # nothing has been sent yet that they could wait for

@@ -84,6 +84,12 @@ ANY_JOB = [
     (["--static-cp-size", "3"], "--static-cp-size 3 does not divide --lanes 4"),
     (["--cp-comm-type", "ring"], "Invalid value for '--cp-comm-type'"),
     (["--recompute", "some"], "Invalid value for '--recompute'"),
+    (["--mask", "shared_question:1000000x0.2"], "mask shared_question:1000000x0.2 fits no sample: the longest has "),
+    (["--mask", "shared_question:4x0.00001"], "tokens of the longest is empty: raise the share"),
+    (["--mask", "shared_question:3x1.5"], "the prompt has a share of 1.5 of the tokens"),
+    (["--mask", "shared_question:100,30"], "prompt and answers have 130 tokens, the sample "),
+    (["--mask", "windowed:3"], "mask 'windowed:3' is unknown: use causal"),
+    (["--mask", "lambda:4,0"], "window is 0, the smallest allowed value is 1"),
 ]
 SEVERAL = [
     (["--batches", "0"], "--batches is 0, 1 to 1000 can be compared"),

@@ -183,7 +183,7 @@ def test_processes_change_nothing_and_import_nothing_from_the_working_folder(tmp
 
 
 KILLED = """
-import os, signal
+import os, sys
 from multiprocessing import active_children
 from dynamic_cp.sweep import workers
 
@@ -191,19 +191,22 @@ if __name__ == "__main__":
     with workers.workers(None, 2) as run:
         def tell():
             print(*(one.pid for one in active_children()), flush=True)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), int(sys.argv[1]))
         run(print, [None, None], tell)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends processes with their parent")
-def test_processes_end_with_a_command_that_is_killed(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_processes_end_with_a_command_that_is_killed(tmp_path, number, code):
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    ended = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": ROOT}
-    )
-    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    words = [sys.executable, str(script), str(int(number))]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": ROOT})
+    assert ended.returncode == code, ended.stderr
+    assert number == signal.SIGKILL or not ended.stderr, "semaphores are left"
     pids = [int(word) for line in ended.stdout.splitlines() if line[:1].isdecimal() for word in line.split()]
     assert len(pids) == 2, ended.stdout
     deadline_s = time.monotonic() + 10
@@ -243,16 +246,16 @@ def test_static_policies_have_exchanges_where_only_placed_attention_is_allowed()
     """Nobody places for them; what dynamic plans are compared with is at its best all the same."""
     masked = tuple(tuple(replace(one, mask=Lambda(16, 512)) for one in batch) for batch in JOB.batches)
     space = replace(SPACE, tp_sizes=(1,), pp_sizes=(1,), exchanges=(("blocks",),))
-    for batches, exchange in ((JOB.batches, "p2p"), (masked, "a2a")):
-        for policy, wanted in (("static", exchange), ("dynamic", "blocks")):
+    for batches, exchanges in ((JOB.batches, ("p2p", "a2a")), (masked, ("a2a",))):
+        for policy, wanted in (("static", exchanges), ("dynamic", ("blocks",))):
             found = settings_of(Topology(num_lanes=8), "full", policy, space, replace(JOB, batches=batches))
-            assert {one.cp_comm_types for one in found} == {(wanted,)}
+            assert {one.cp_comm_types for one in found} == {wanted}
             if policy == "static":
                 assert {one.static_cp_size for one in found} >= {2, 4, 8}
     few = replace(space, tp_sizes=(2,), recompute=("full",))
     best = sweep(few, replace(JOB, batches=JOB.batches[:1]), policies=("dynamic", "balanced", "megatron-dev")).best
     assert {name: point.setting.cp_comm_types for name, point in best.items()} == {
-        "dynamic": ("blocks",), "balanced": ("p2p",), "megatron-dev": ("p2p",)
+        "dynamic": ("blocks",), "balanced": ("p2p", "a2a"), "megatron-dev": ("p2p", "a2a")
     }  # fmt: skip
 
 
@@ -721,3 +724,36 @@ def test_the_flags_hold_the_longest_sample_of_the_data_not_of_the_draw(capsys, t
     assert recommended(f"--lengths {lengths}")[1] == "1022"
     assert recommended(f"--lengths {lengths} --max-seqlen 400")[1] == "400"
     assert recommended(f"--lengths {lengths} --max-seqlen 1000 --overlong drop")[1] == "697"
+
+
+def test_a_pool_is_tuned_like_any_policy_and_its_line_has_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    """At layouts that have one, each limit and number of chunks tried; the dynamic policy tries its layout, too."""
+    space = Space(num_gpus=8, tp_sizes=(1, 2), pp_sizes=(1, 2), vp_sizes=(1, 2), recompute=("full",))
+    job = SweepJob(
+        batches=(samples_of([60000, *[2000] * 20]),), max_seqlen=60000, model=MODEL, hardware=HARDWARE
+    )  # fmt: skip
+    found = sweep(space, job, policies=("dynamic", "pool", "with-pool"))
+    dynamic, pool, either = (found.best[name] for name in ("dynamic", "pool", "with-pool"))
+    assert pool.setting.topology.pp_size == either.setting.topology.pp_size == 2
+    assert found.policies["pool"].num_planned >= 3
+    assert found.policies["pool"].refused["a pool has servers of at least 2 stages"] >= 2
+    assert dynamic.iteration_s <= evaluate(replace(pool.setting, policy="dynamic"), job).iteration_s
+    assert either.iteration_s <= 1.0001 * evaluate(replace(pool.setting, policy="with-pool"), job).iteration_s
+    for point, use in ((pool, "always"), (either, "auto")):
+        assert point.peak_bytes <= job.memory(point.setting).available_bytes
+        flags = launch_flags(
+            point.setting, model=MODEL, architecture=None, hardware_name="h100", max_seqlen=60000, global_batch_size=21
+        )
+        assert f"--dynamic-cp-pool {use}" in flags[1]
+    mixtral = settings_of(Topology(num_lanes=2, tp_size=2, pp_size=2, sequence_parallel=True), "full", "pool", space,
+                          replace(job, model=load_model("mixtral-8x7b")))  # fmt: skip
+    assert mixtral.reason == "attention of this model cannot be tasks of a pool"
+    unlike = settings_of(
+        Topology(num_lanes=2, tp_size=2, pp_size=3, sequence_parallel=True), "full", "pool", space, job
+    )
+    assert unlike.reason == "a pool has as many layers on each stage"
+    words = "sweep --lengths github --global-batch-size 16 --gpus 16 --tp 4,8 --pp 1,2 --recompute full --jobs 1"
+    assert cli.main([*words.split(), "--policy", "dynamic,balanced,pool,with-pool", "--batches", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"pool .*PP 2", printed)
+    assert "with-pool" in printed

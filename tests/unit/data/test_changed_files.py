@@ -15,6 +15,7 @@ from megatron.trainer.data import indexed
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.entries import index_entries
+from megatron.trainer.data.index_cache import HIDDEN_FOLDER
 from megatron.trainer.data.indexed import IndexedDocuments
 from megatron.trainer.data.stream import SampleStream
 from megatron.trainer.data.tokenizer import ByteTokenizer
@@ -26,6 +27,7 @@ CONTENTS = {
     "text": {f"{name}.txt": b"some text" for name in "abcdefghijkl"},
     "jsonl": {"a.jsonl": b'{"text": "one"}\n{"text": "three"}\n', "b.jsonl": b'{"text": "seven"}\n'},
     "chat": {"a.jsonl": CHAT, "b.jsonl": CHAT * 3},
+    "prompts": {"a.jsonl": b'{"prompt": "why?", "responses": ["so", "or so"]}\n' * 3},
 }
 AGAIN = "the data must not change during a run; restart to index it again"
 
@@ -70,6 +72,38 @@ def test_a_file_that_is_written_again_is_noticed(tmp_path, monkeypatch, kind, nu
     size_bytes = path.stat().st_size
     said = f"{path} was written again after it was indexed (it has {size_bytes} bytes as before, and another time): "
     assert str(raised.value) == said + AGAIN
+
+
+@pytest.mark.parametrize("kept_bytes", [64, None], ids=["cut", "zeros"])
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_an_index_that_is_written_under_way_is_named(tmp_path, kind, kept_bytes):
+    """It is mapped: zeros would be read as lengths and places, and reading behind a new end kills the process."""
+    data, _ = write(tmp_path, kind)
+    stream = build_splits(data).train
+    read_all(stream)
+    (path,) = (tmp_path / HIDDEN_FOLDER).iterdir()
+    size_bytes = path.stat().st_size
+    if kept_bytes is None:
+        path.write_bytes(bytes(size_bytes))
+        how = f"was written again (it has {size_bytes} bytes as before, and another time)"
+    else:
+        os.truncate(path, kept_bytes)
+        how = f"has {kept_bytes} bytes and had {size_bytes}"
+    with pytest.raises(DataError) as raised:
+        read_all(stream)
+    said = f"{path}, the length index of the data, {how} when this run began: nothing may write it during a run; "
+    assert str(raised.value) == said + "restart, and the data are indexed again"
+    read_all(build_splits(data).train)
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.with_suffix(".new").replace(path)])
+def test_an_index_that_is_replaced_or_removed_stays_for_those_who_have_it(tmp_path, change):
+    data, _ = write(tmp_path, "jsonl")
+    stream = build_splits(data).train
+    (path,) = (tmp_path / HIDDEN_FOLDER).iterdir()
+    path.with_suffix(".new").write_bytes(b"of another job")
+    change(path)
+    read_all(stream)
 
 
 @pytest.mark.parametrize("kind", CONTENTS)

@@ -43,6 +43,12 @@ def reader_of(one):
     return build_chat_reader(one, tokenizer.build(one))
 
 
+def tokens_of(reader, line):
+    """Return the tokens of a line that is one document, and which of them are learned."""
+    (one,) = reader.read(line)
+    return one.tokens, one.is_target
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("tokenizers")
@@ -68,11 +74,11 @@ def test_exactly_what_the_assistant_wrote_is_learned(folders, kind, chat):
     if kind == "named":
         one = hugging_face(folders["plain"], chat_template="chatml")
     reader = reader_of(one)
-    tokens, is_target = reader.tokens(line_of(chat))
+    tokens, is_target = tokens_of(reader, line_of(chat))
     pieces = [(tokenizer.build(one).encode(text.encode()), learned) for text, learned in expected_pieces(chat)]
     assert tokens.tolist() == np.concatenate([ids for ids, _ in pieces]).tolist()
     assert is_target.tolist() == [learned for ids, learned in pieces for _ in ids]
-    assert reader.measure(line_of(chat)) == (len(tokens), int(is_target.argmax()), int(is_target.sum()))
+    assert reader.measure(line_of(chat)) == [(len(tokens), int(is_target.argmax()), int(is_target.sum()))]
     assert 0 < is_target.sum() < len(tokens)
 
 
@@ -86,8 +92,8 @@ def test_answers_of_weight_0_are_not_learned(folders, kind):
         message["weight"] = weight
     messages[4]["weight"] = None
     reader = reader_of(one)
-    tokens, is_target = reader.tokens(json.dumps({"messages": messages}).encode())
-    as_without, all_answers = reader.tokens(line_of(chat))
+    tokens, is_target = tokens_of(reader, json.dumps({"messages": messages}).encode())
+    as_without, all_answers = tokens_of(reader, line_of(chat))
     assert tokens.tolist() == as_without.tolist()
     of_first = all_answers.copy()
     of_first[int(np.flatnonzero(all_answers)[0] + len(tokenizer.build(one).encode(b"Mill.<|im_end|>"))) :] = False
@@ -103,10 +109,10 @@ def test_a_template_that_marks_some_answers_cannot_have_weights(tmp_path):
     )
     messages = messages_of([("user", "x"), ("assistant", "y"), ("assistant", "z")])
     reader = reader_of(flags(chat_template=str(template)))
-    reader.tokens(json.dumps({"messages": messages}).encode())
+    tokens_of(reader, json.dumps({"messages": messages}).encode())
     messages[1]["weight"] = 0
     with pytest.raises(LineError, match=r"message 2 has weight 0, but .* marks 1 answers of 2"):
-        reader.tokens(json.dumps({"messages": messages}).encode())
+        tokens_of(reader, json.dumps({"messages": messages}).encode())
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
@@ -117,7 +123,7 @@ def test_tokens_and_mask_are_those_of_transformers(folders, kind):
         found = theirs.apply_chat_template(
             messages_of(chat), return_dict=True, return_assistant_tokens_mask=kind == "marked"
         )
-        tokens, is_target = reader_of(hugging_face(folders[kind])).tokens(line_of(chat))
+        tokens, is_target = tokens_of(reader_of(hugging_face(folders[kind])), line_of(chat))
         assert tokens.tolist() == list(found["input_ids"])
         if kind == "marked":
             assert is_target.astype(int).tolist() == found["assistant_masks"]
@@ -129,22 +135,35 @@ def test_turns_without_a_token_at_their_end_keep_their_newline(tmp_path):
         "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    tokens, is_target = reader_of(flags(chat_template=str(path))).tokens(line_of([("user", "a"), ("assistant", "b ")]))
+    reader = reader_of(flags(chat_template=str(path)))
+    tokens, is_target = tokens_of(reader, line_of([("user", "a"), ("assistant", "b ")]))
     assert bytes(tokens.astype(np.uint8)) == b"user: a\nassistant: b\n"
     assert bytes(tokens[is_target].astype(np.uint8)) == b" b\n"
 
 
-def test_templates_get_special_tokens_tools_and_no_clock(folders, tmp_path):
+def test_templates_get_special_tokens_tools_and_the_date_of_the_run(folders, tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text(
-        "{{ eos_token }}{{ tools | tojson }}{{ strftime_now is defined }}"
+        "{{ eos_token }}{{ tools | tojson }}{{ strftime_now('%d %b %Y, %H:%M') }};"
         "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
         "{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
     )
-    reader = reader_of(hugging_face(folders["plain"], chat_template=str(path)))
-    text, spans = reader.chat_format.spans(messages_of([("user", "<q>"), ("assistant", "a")]), [{"n": "<é>"}])
-    assert text == '<|endoftext|>[{"n": "<é>"}]False<q>;a;'
+    reader = reader_of(hugging_face(folders["plain"], chat_template=str(path), chat_date="2026-11-25"))
+    ((text, spans),) = reader.chat_format.texts(messages_of([("user", "<q>"), ("assistant", "a")]), [{"n": "<é>"}])
+    assert text == '<|endoftext|>[{"n": "<é>"}]25 Nov 2026, 00:00;<q>;a;'
     assert [text[span.start : span.stop] for span in spans] == ["<q>", "a"]
+
+
+def test_chats_with_tools_have_the_template_for_them(folders, tmp_path):
+    folder = write_tokenizer(tmp_path / "two", PLAIN_TEMPLATE)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0] }}:" + PLAIN_TEMPLATE)
+    reader = reader_of(hugging_face(folder))
+    plain, with_tools = reader.read(line_of(CHATS[0])), reader.read(line_of(CHATS[0], tools=["add"]))
+    added = tokenizer.build(hugging_face(folder)).encode(b"add:").tolist()
+    assert with_tools[0].tokens.tolist() == added + plain[0].tokens.tolist()
+    of_another = reader_of(hugging_face(write_tokenizer(tmp_path / "one", PLAIN_TEMPLATE))).chat_format.digest
+    assert reader.chat_format.digest != of_another
 
 
 BAD_LINES = [
@@ -156,8 +175,11 @@ BAD_LINES = [
     (line_of([("user", "x"), ("bot", "y")]), "message 2 has role 'bot': use one of system, developer, user"),
     (b'{"messages": [{"content": "x"}]}', "message 1 has role None"),
     (b'{"messages": [{"role": "user"}]}', "message 1 (user): its content is missing"),
-    (b'{"messages": [{"role": "assistant", "content": null}]}', "its content is a NoneType, not a string"),
-    (b'{"messages": [{"role": "user", "content": ["x"]}]}', "its content is a list, not a string"),
+    (b'{"messages": [{"role": "assistant", "content": null}]}', "its content is null and it has no tool_calls"),
+    (
+        b'{"messages": [{"role": "user", "content": ["x"]}]}',
+        'a part of its content is {"type": "text", "text": ...}, not \'x\'',
+    ),
     (line_of([("system", "x")]), "has no assistant message to learn, 1 of system"),
     (line_of([("user", "\ufdd0"), ("assistant", "y")]), "message 1 (user) has the noncharacter"),
     (
@@ -180,19 +202,154 @@ def test_bad_chats_name_file_and_line(tmp_path, line, said):
     assert said in str(caught.value)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
-    """As templates do that drop the reasoning of earlier answers: the prefix is not what the whole begins with."""
+REWRITING = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last or m.role == 'user' else 'cut' }};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def as_bytes(one):
+    """Return the text of a document, what is learned of it in brackets."""
+    marked = "".join(f"[{chr(token)}]" if learned else chr(token) for token, learned in zip(*one[:2], strict=True))
+    return marked.replace("][", "")
+
+
+def test_each_answer_is_learned_behind_its_own_prompt(tmp_path):
+    """Templates drop the reasoning of earlier answers: then a turn has a text of its own, as it is generated."""
+    path = tmp_path / "t.jinja"
+    path.write_text(REWRITING)
+    reader = reader_of(flags(chat_template=str(path)))
+    chat = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    assert [as_bytes(one) for one in reader.read(line_of(chat))] == [
+        "user:a;assistant:[b;]",
+        "user:a;assistant:cut;user:c;assistant:[d;]",
+    ]
+    assert [as_bytes(one) for one in reader.read(line_of([*chat, ("user", "e")]))] == [
+        "user:a;assistant:[b;]",
+        "user:a;assistant:cut;user:c;assistant:[d;]",
+    ]
+    unlearned = messages_of(chat)
+    unlearned[1]["weight"] = 0
+    (last,) = reader.read(json.dumps({"messages": unlearned}).encode())
+    assert as_bytes(last) == "user:a;assistant:cut;user:c;assistant:[d;]"
+
+
+def test_texts_of_a_chat_are_documents_of_one_line(tmp_path, monkeypatch):
+    """They have its name, are read apart, and lie in one split; the log says how many there are."""
+    monkeypatch.setattr(json_lines, "TOKENIZED_RANGE_BYTES", 150)
+    template = tmp_path / "t.jinja"
+    template.write_text(REWRITING)
+    chat = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    path = tmp_path / "a.jsonl"
+    lines = [line_of(chat), b"", line_of(chat[:2]), line_of(chat), line_of([*chat, ("user", "e"), ("assistant", "f")])]
+    path.write_bytes(b"\n".join(lines))
+    one = flags(path, chat_template=str(template), split="50,50,0")
+    (entry,) = index_entries(one)
+    source = entry.open(tokenizer.build(one), reader_of(one))
+    names = [source.document_name(document).rpartition(" ")[2] for document in range(8)]
+    assert names == ["1", "1", "3", "4", "4", "5", "5", "5"]
+    expected = [text for line in lines if line for text in map(as_bytes, reader_of(one).read(line))]
+    documents = [source.read_targeted(document, 0, int(source.lengths[document])) for document in range(8)]
+    assert [*map(as_bytes, documents)] == expected
+    splits = build_splits(one)
+    assert [splits.train.num_samples, splits.valid.num_samples] == [3, 5], "4 and 4 would part a chat"
+    assert "4 chats by the chat template" in splits.train.describe()
+    assert "in 8 texts, since it writes earlier answers otherwise once later messages follow" in splits.train.describe()
+    write_unseen(path, path.read_bytes().replace(b"assistant", b"user     ", 1))
+    with pytest.raises(DataError, match="line 1 is no longer the line that was indexed"):
+        source.read(1, 0, 5)
+
+
+def test_the_date_is_logged_and_what_a_checkpoint_remembers(tmp_path):
+    from megatron.trainer.setup.run_data import data_identity
+
+    path = write_chats(tmp_path / "a.jsonl", CHATS[:1])
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }};{% endfor %}")
+    identities = []
+    for day in ("2026-11-25", "2026-11-26"):
+        one = flags(path, chat_template=str(template), chat_date=day)
+        stream = build_splits(one)
+        assert f" with the date {day}, loss on" in stream.train.describe()
+        identities.append(data_identity(one, stream))
+    assert identities[0]["chat date"] == "2026-11-25"
+    assert {name for name in identities[0] if identities[0][name] != identities[1][name]} == {
+        "chat date",
+        "samples and their order (hash)",
+    }
+    dateless = flags(path, chat_template="chatml", chat_date="2026-11-25")
+    assert "chat date" not in data_identity(dateless, build_splits(dateless))
+
+
+def test_what_answers_do_not_stand_behind_is_logged(tmp_path):
+    """DeepSeek-R1's template opens <think> in the prompt, and writes answers without it."""
+    template = tmp_path / "t.jinja"
+    template.write_text(REWRITING.replace("%}assistant:{", "%}assistant:<think>{").replace("'cut'", "m.content"))
+    path = write_chats(tmp_path / "a.jsonl", [CHATS[0]])
+    described = build_splits(flags(path, chat_template=str(template))).train.describe()
+    assert "without the '<think>' that ends its generation prompt" in described
+
+
+def test_an_answer_that_begins_nowhere_is_refused(tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text(
-        "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last or m.role == 'user' else 'cut' }};{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}Answer:{% endif %}"
     )
     reader = reader_of(flags(chat_template=str(path)))
-    reader.tokens(line_of(CHATS[1][:2]))
-    with pytest.raises(
-        LineError, match=r"message 2 \(assistant\): the chat template .* writes earlier messages in ano"
-    ):
-        reader.tokens(line_of(CHATS[1][:4]))
+    chat = [("user", "a"), ("assistant", "b")]
+    assert as_bytes(reader.read(line_of(chat))[0]) == "user:a;[assistant:b;]", "nothing of that prompt is in the text"
+    path.write_text("{{ messages | length }}" + path.read_text())
+    with pytest.raises(LineError, match=r"message 2 \(assistant\): the chat template .* does not write its generation"):
+        reader_of(flags(chat_template=str(path))).read(line_of(chat))
+
+
+ENDLESS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_where_a_template_ends_no_turn_the_next_role_does(folders, tmp_path):
+    """As GLM-4's does; where its roles have no token either, the tokenizer's end of text ends a turn."""
+    path = tmp_path / "t.jinja"
+    path.write_text(ENDLESS)
+    chat = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    (one,) = reader_of(flags(chat_template=str(path))).read(line_of(chat))
+    assert as_bytes(one) == "<user>a<assistant>[b<user>]c<assistant>[d<user>]"
+    path.write_text(ENDLESS.replace("<", "\n").replace(">", "\n"))
+    with pytest.raises(LineError, match=r"message 4 \(assistant\): .* writes nothing behind an answer, so the model"):
+        reader_of(flags(chat_template=str(path))).read(line_of(chat))
+    made = hugging_face(folders["plain"], chat_template=str(path))
+    documents = reader_of(made).read(line_of(chat))
+    assert [one.tokens[-1] for one in documents] == [tokenizer.build(made).eod] * 2
+    assert all(one.is_target[-1] for one in documents)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("reads", ["text", "parts", "both"])
+def test_a_content_reaches_the_template_as_it_reads_it(tmp_path, reads, parts):
+    written = {
+        "text": "{{ m.content }}",
+        "parts": "{% for part in m.content %}{{ part.text }}{% endfor %}",
+        "both": "{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}",
+    }
+    path = tmp_path / "t.jinja"
+    path.write_text(
+        "{% for m in messages %}{{ m.role }}:" + written[reads] + ";{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    messages = messages_of([("user", "a"), ("assistant", "b c")])
+    if parts:
+        messages[1]["content"] = [{"type": "text", "text": "b "}, {"type": "text", "text": "c"}]
+    reader = reader_of(flags(chat_template=str(path)))
+    ((text, spans),) = reader.chat_format.texts(messages)
+    assert text == "user:a;assistant:b c;"
+    assert [text[span.start : span.stop] for span in spans] == ["b c;"]
+    messages[0]["content"] = [{"type": "image"}, {"type": "text", "text": "a"}]
+    with pytest.raises(LineError, match=r"message 1 \(user\): its content has parts of type image, text: texts alone"):
+        reader.chat_format.texts(messages)
 
 
 def test_a_token_across_the_beginning_of_an_answer_is_refused(tmp_path):
@@ -204,19 +361,20 @@ def test_a_token_across_the_beginning_of_an_answer_is_refused(tmp_path):
     made.save(str(tmp_path / "tokenizer.json"))
     path = tmp_path / "t.jinja"
     path.write_text(
-        "{% for m in messages %}{{ 'Q: ' + m.content + ' ' if m.role == 'user' else 'A:' + m.content }}{% endfor %}"
+        "{% for m in messages %}{{ 'Q: ' + m.content + ' ' if m.role == 'user' else 'A:' + m.content + '\n' }}"
+        "{% endfor %}"
         "{% if add_generation_prompt %}A:{% endif %}"
     )
     one = hugging_face(tmp_path, chat_template=str(path), eod_id=0)
     assert [made.id_to_token(i) for i in made.encode("A:yes").ids] == ["▁A:yes"]
     with pytest.raises(LineError, match=r"message 2 \(assistant\): a token lies across its beginning \(near .*A:yes"):
-        reader_of(one).tokens(line_of([("user", "is it"), ("assistant", "yes")]))
+        tokens_of(reader_of(one), line_of([("user", "is it"), ("assistant", "yes")]))
     # Pieces begin with a space that the whole does not have there, but beginnings of the whole agree.
     path.write_text(
         "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }} A:{% else %}"
         "{% generation %}{{ m.content }}{% endgeneration %}|{% endif %}{% endfor %}"
     )
-    tokens, is_target = reader_of(one).tokens(line_of([("user", "is it"), ("assistant", " mill")]))
+    tokens, is_target = tokens_of(reader_of(one), line_of([("user", "is it"), ("assistant", " mill")]))
     assert [made.id_to_token(i) for i in tokens[is_target]] == ["▁mill"]
     assert made.id_to_token(tokens[-1]) == "|"
     assert len(made.encode("|").ids) == 2
@@ -234,7 +392,7 @@ def test_samples_carry_the_mask_of_their_labels(folders, tmp_path, kind):
     stream = build_splits(one).train
     expected = {}
     for chat in CHATS:
-        tokens, is_target = reader_of(one).tokens(line_of(chat))
+        tokens, is_target = tokens_of(reader_of(one), line_of(chat))
         expected[tuple(tokens)] = is_target
     seen = set()
     for sample in stream.global_batch(0, stream.num_samples):
@@ -252,7 +410,7 @@ def test_samples_carry_the_mask_of_their_labels(folders, tmp_path, kind):
 
 def test_overlong_chats(tmp_path):
     path = write_chats(tmp_path / "a.jsonl", CHATS)
-    measures = [reader_of(flags()).measure(line_of(chat)) for chat in CHATS]
+    measures = [one for chat in CHATS for one in reader_of(flags()).measure(line_of(chat))]
     limit = min(first for _, first, _ in measures) + 3
     assert min(length for length, *_ in measures) - 1 > limit
     assert sum(first <= limit for _, first, _ in measures) == 1

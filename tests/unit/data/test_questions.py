@@ -225,7 +225,7 @@ BAD = [
             {"prompt": ["ab"], "responses": ["c"]},
             "field 'prompt' is a list, not a string: write it as one text, or read",
         ),
-        ({"prompt": "ab", "completion": "c"}, "has no field 'text' (it has 'prompt', 'completion')"),
+        ({"prompt": "ab", "answer": "c"}, "has no field 'text' (it has 'prompt', 'answer')"),
     ],
 )
 def test_a_malformed_line_is_named_with_the_remedy(tmp_path, line, message):

@@ -7,18 +7,24 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dynamic_cp.cli import main
 from dynamic_cp.comparison import compare_policies, to_dict
 from dynamic_cp.disaggregation.prices import TaskOptions
-from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.errors import InfeasibleSampleError, MemoryLimitError, UnsupportedFeatureError
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.plans.lane_tokens import lane_tokens_of
+from dynamic_cp.plans.pool import most_fetched
 from dynamic_cp.plans.serialize import plan_from_dict
+from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.choice import choose, plan_batch
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.setting import DEDICATED, POOL_POLICIES, TASK_POLICIES
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Problem, Sample, Topology, num_ticks
+from dynamic_cp.types.tasks import HOLDER, SERVER
 from tests.unit.disaggregation.test_task_plans import HARDWARE, MODEL, K
 
 OPTIONS = PlanOptions(max_tokens_per_rank=64 * K, recompute="full", cp_comm_types=CP_COMM_TYPES)
@@ -116,6 +122,69 @@ def test_a_run_has_the_pool_where_it_may_and_where_that_is_faster_as_it_runs() -
     assert plan_batch(static, ONE_GIANT).plan.pool is None
     with pytest.raises(UnsupportedFeatureError, match="policy with-pool is dynamic with PlanOptions"):
         plan_problem(replace(problem, policy="with-pool"), EVEN)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "tp_size", "vp_size", "limit", "longest"),
+    [
+        (2, 1, 1, 100, 200),  # two lanes, filled to the last token: what a run plans at start with --seq-length 200
+        (1, 2, 1, 64, 64),
+        (3, 2, 2, 250, 497),
+        (4, 1, 1, 24, 93),
+        (8, 2, 1, 1024, 8192),
+    ],
+)
+def test_a_pool_holds_every_batch_that_the_planner_holds(
+    lanes: int, tp_size: int, vp_size: int, limit: int, longest: int
+) -> None:
+    topology = Topology(num_lanes=lanes, tp_size=tp_size, pp_size=2, vp_size=vp_size, sequence_parallel=tp_size > 1)
+    problem = Problem(
+        topology=topology, model=MODEL, hardware=HARDWARE, options=PlanOptions(max_tokens_per_rank=limit, pool="always")
+    )
+    samples = [Sample(sample_id=number, seqlen=max(1, longest >> number % 8)) for number in range(16)]
+    plan_problem(replace(problem, options=replace(problem.options, pool="off")), samples)
+    plan = plan_batch(problem, samples).plan
+    assert plan.pool is not None
+    check_plan(plan, samples)
+    assert lane_tokens_of(plan).max() <= limit
+
+
+def test_a_sample_that_no_pool_holds_is_refused_with_what_helps() -> None:
+    problem = problem_of(2)
+    small = replace(problem, options=replace(OPTIONS, max_tokens_per_rank=1024, pool="always"))
+    too_long = [Sample(sample_id=0, seqlen=4097)]
+    with pytest.raises(InfeasibleSampleError, match="has 4097 tokens, a micro-batch of 4 lanes holds 4096: raise"):
+        plan_batch(small, too_long)
+    enough = replace(small, options=replace(small.options, max_tokens_per_rank=1032))
+    assert plan_batch(enough, too_long).plan.pool is not None
+
+
+def test_servers_that_would_fetch_too_much_compute_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(problem_of(4), options=replace(OPTIONS, pool="always"))
+    monkeypatch.setattr("dynamic_cp.plans.pool._MOST_QUERIES", 0)
+    plan = plan_batch(problem, ONE_GIANT).plan
+    assert plan.pool is not None
+    assert plan.policy == "pool"
+    for tasks in plan.pool.forward:
+        assert (tasks.rows[:, HOLDER] == tasks.rows[:, SERVER]).all()
+
+
+@pytest.mark.parametrize(("lanes", "tp_size", "pp_size"), [(2, 8, 2), (4, 8, 4), (64, 2, 2)])
+def test_the_limit_that_memory_sets_is_kept_by_every_legal_plan(lanes: int, tp_size: int, pp_size: int) -> None:
+    topology = Topology(num_lanes=lanes, tp_size=tp_size, pp_size=pp_size, sequence_parallel=True)
+    memory = MemoryModel(MODEL, HARDWARE, topology, replace(OPTIONS, pool="always"))
+    limit = memory.max_tokens_per_rank(64 * K)
+    held = np.full((5 * pp_size, lanes), limit, np.int64)
+    queries, keys = most_fetched(topology)
+    # `check_pool` refuses a server that fetches a token more; what there is of others' tokens in a tick bounds it, too.
+    assert keys == min(max(32, lanes), lanes * pp_size - 1)
+    most = np.array([[[queries * limit] * lanes, [keys * limit] * lanes]] * pp_size, np.int64)
+    peak = memory.peak_in_ticks(held, most, in_halves=True, has_relays=True)
+    assert max(stage.total_bytes for stage in peak) <= memory.available_bytes
+    # A limit that is given has to hold plans that fetch less.
+    memory.check_limit_fits(limit)
+    with pytest.raises(MemoryLimitError, match="tokens per rank in ticks needs"):
+        memory.check_limit_fits(20 * limit)
 
 
 def test_the_command_plans_judges_and_refuses_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

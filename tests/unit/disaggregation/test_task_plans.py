@@ -12,7 +12,6 @@ import pytest
 
 from dynamic_cp.disaggregation.homes import halved
 from dynamic_cp.disaggregation.prices import TaskOptions, TickPrices
-from dynamic_cp.disaggregation.profile import AttentionProfile
 from dynamic_cp.disaggregation.scheduler import Rules, schedule
 from dynamic_cp.disaggregation.search import PlannedTasks, plan_stage_tasks, plan_tasks
 from dynamic_cp.disaggregation.tasks import tasks_of
@@ -26,9 +25,11 @@ from dynamic_cp.errors import (
     UnsupportedFeatureError,
 )
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED
+from dynamic_cp.mechanisms.placed_seconds import kernel_seconds, task_seconds
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
+from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.plans import serialize
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
 from dynamic_cp.plans.lane_tokens import lane_tokens_of
@@ -142,8 +143,7 @@ def test_servers_with_nothing_else_to_do_get_more_attention() -> None:
     seconds, servers, held = planned.seconds[0], servers_of(cost_model.topology, 0), np.array([15 * K] * 4 + [0] * 4)
     homes = homes_in_tick(planned.plan, [(0, 0)])
     rows = halved(homes, 4, 128)
-    profile = prices.profiles[0]
-    rules = Rules(128, 0.02, *prices.task_bytes, profile.extra_tokens)
+    rules = Rules(128, 0.02, *prices.task_bytes, prices.extra_tokens(0))
     tasks = [rows[:0, :4].copy()]
     for half in range(2):
         of_half = rows[rows[:, 4] == half, :4].copy()
@@ -519,18 +519,24 @@ def test_ticks_take_as_long_as_an_event_simulation_says(seed: int) -> None:
     assert list(spans[-1].stage_ends_ns) == found
 
 
-def test_profiles_are_the_kernels_of_plans() -> None:
-    cost_model = cost_model_of(1)
-    alone = cost_model.stage.attention.alone()
-    for direction in range(2):
-        profile = AttentionProfile.of(cost_model.stage.attention, direction)
-        whole = alone[direction].linear
-        expected = whole.per_token * 3000 + whole.per_token2 * 3000.0**2
-        assert float(profile.seconds(np.array(3000), np.array(3000))) == pytest.approx(expected)
-        # A task takes what its pairs do, and a little for each query.
-        few, many = profile.seconds(np.array([128, 128]), np.array([4096, 65536]))
-        assert 14 < many / few < 17
-    assert (AttentionProfile.of(cost_model.stage.attention, 1).seconds(np.array(9), np.array(99))) > 0
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_the_same_tiles_cost_the_same_as_tasks_and_as_placed_attention(num_stages: int, pooled: PlannedTasks) -> None:
+    """Squares, rectangles, rows that are short, and a launch for each half of a server but its first."""
+    stage = cost_model_of(num_stages).stage.attention
+    plan = pooled.plan
+    for tick, tasks in plan.ticks():
+        placement, samples = tasks.placement(), plan.samples_of(tick)
+        placed = kernel_seconds(stage, placement, samples, Lanes(8, 0, 1))
+        of_halves = task_seconds(stage, tasks, 8)
+        assert of_halves.shape == (2, 2, 8)
+        assert of_halves.sum(axis=1) == pytest.approx(placed, rel=1e-12)
+    # One rectangle: 200 queries behind 1000 keys, and each of the two kernels pays for the 200.
+    one = Tasks(np.array([[0, 0, 1000, 0, 0, 0], [0, 1000, 1200, 0, 1, 0]], np.int32))
+    for direction, side in enumerate(stage.sides):
+        square = side.first.per_token2 * 200 * (201 + side.first.extra_tokens)  # 200 * 201 / 2 pairs
+        full = side.later.per_token2 * 200 * (2 * 1000 + side.later.extra_tokens)
+        assert task_seconds(stage, one, 2)[direction, 0, 1] == pytest.approx(square + full)
+        assert side.later.extra_tokens > 0
 
 
 def test_ping_pong_hides_transfers_and_recomputation_repeats_attention(pooled: PlannedTasks) -> None:

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from dynamic_cp.bounds.lower import lower_bound
-from dynamic_cp.errors import IllegalPlanError, InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.errors import (
+    IllegalPlanError,
+    InfeasibleSampleError,
+    InvalidInputError,
+    MemoryLimitError,
+    UnsupportedFeatureError,
+)
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED, why_too_much_fetched
+from dynamic_cp.mechanisms.masks import options_serving
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models import catalog
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
@@ -23,8 +30,9 @@ from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
+from dynamic_cp.search.placed import exchanges_of_policy
 from dynamic_cp.search.planner_process import static_fallback
-from dynamic_cp.search.search import plan_global_batch, plan_problem
+from dynamic_cp.search.search import check_feasible, plan_global_batch, plan_problem
 from dynamic_cp.types import (
     CP_COMM_TYPES,
     FULL,
@@ -363,6 +371,42 @@ def test_a_run_of_placed_plans_has_a_static_one_to_fall_back_to() -> None:
         plan = plan_problem(fallback, samples).plan
         check_plan(plan, samples)
         assert {bucket.cp_comm_type for bucket in plan.buckets if bucket.cp_size > 1} == {exchange}
+        allowed = exchanges_of_policy("static", ("blocks",), MODEL, samples)
+        assert allowed == options_serving(samples, MODEL, fallback.options).cp_comm_types, "as comparisons have it"
+
+
+@pytest.mark.parametrize("names", [("blocks",), ("p2p", "blocks"), (*CP_COMM_TYPES, "blocks")])
+@pytest.mark.parametrize(("lanes", "pp_size"), [(3, 1), (6, 1), (6, 2)])
+def test_a_sample_that_only_all_lanes_hold_is_placed(names: tuple, lanes: int, pp_size: int) -> None:
+    """No power of two of lanes does: 2 of 3, and 4 of 6."""
+    given = job(lanes, 128, cp_comm_types=names)
+    given["topology"] = replace(given["topology"], pp_size=pp_size)
+    for longest in (128 * lanes, 128 * given["topology"].max_cp_size + 1, 128 * lanes * 9 // 10):
+        samples = samples_of([longest, 100, 90, 17])
+        check_feasible(longest, given["topology"], given["options"])
+        for plan in (
+            plan_global_batch(samples, **given).plan,
+            plan_problem(static_fallback(Problem(**given), longest), samples).plan,
+        ):
+            check_plan(plan, samples)
+            (bucket,) = [one for one in plan.buckets if any(sample.seqlen == longest for sample in one.samples)]
+            assert (bucket.cp_comm_type, bucket.cp_size) == ("blocks", lanes)
+            assert plan.max_tokens_per_rank == 128
+    too_long = samples_of([128 * lanes + 1])
+    with pytest.raises(InfeasibleSampleError, match=f"the largest allowed group of {lanes} lanes holds {128 * lanes} "):
+        plan_global_batch(too_long, **given)
+    with pytest.raises(InfeasibleSampleError, match=f"has {128 * lanes} tokens, the largest allowed group of"):
+        plan_global_batch(samples_of([128 * lanes]), **given | {"options": replace(given["options"], max_cp_size=1)})
+
+
+def test_memory_that_holds_a_sample_on_all_lanes_only_has_a_limit() -> None:
+    given = job(6, 1, cp_comm_types=("blocks",))
+    hardware = replace(CURVED_HARDWARE, hbm_bytes=1e9)
+    memory = MemoryModel(MODEL, hardware, given["topology"], given["options"])
+    limit = memory.max_tokens_per_rank()
+    assert memory.max_tokens_per_rank(6 * limit) == limit
+    with pytest.raises(MemoryLimitError, match=f"needs {limit + 1} tokens per rank at CP size 6, memory holds {limit}"):
+        memory.max_tokens_per_rank(6 * limit + 1)
 
 
 def test_what_nothing_can_place_is_refused_by_name() -> None:

@@ -15,6 +15,7 @@ from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.sent import sent_by_plan
+from dynamic_cp.search.plan_arrays import plan_lengths
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import (
     AUTO,
@@ -164,6 +165,12 @@ def test_the_planner_takes_it_where_it_pays(nodes_apart):
     if nodes_apart:
         assert "latent" in found[ANY][1]
         assert found[ANY][0] < 0.95 * found[CP_COMM_TYPES][0]
+        arrays = plan_lengths(
+            [sample.seqlen for sample in samples], num_lanes=8, tp_size=8, sequence_parallel=True, ranks_per_node=8,
+            max_tokens_per_rank=16384, recompute="full", cp_comm_types=AUTO, model=DEEPSEEK_V3, hardware="h100",
+        )  # fmt: skip
+        assert arrays.predicted_s == found[ANY][0], "auto means the same to plans as arrays"
+        assert "latent" in arrays.cp_comm_type
 
 
 def test_a_model_without_latents_has_none_to_send():

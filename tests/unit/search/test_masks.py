@@ -156,6 +156,14 @@ def test_masks_that_nothing_serves_are_refused_before_planning() -> None:
         plan_lengths([9], masks="lambda:1,2", **(job | {"model": replace(TINY_MODEL, causal_attention=False)}))
     with pytest.raises(InvalidInputError, match="there are 1 masks for 2 samples"):
         plan_lengths([9, 8], masks=[None], **job)
+    for masks, message in (
+        ("shared_question:1000000x0.2", "fits no sample: the longest has 9 tokens, 8 of them for 1000000"),
+        (["full", "shared_question:4x0.2"], "sample 1: mask 'shared_question:4x0.2' is unknown: use causal, full"),
+        ([None, "shared_question:4,3"], "sample 1 cannot have the mask shared_question:4,3: prompt and answers have 7"),
+        ([None, 3], "sample 1 has the mask 3, a Mask, its text or None is needed"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            plan_lengths([9, 8], masks=masks, **job)
     with pytest.raises(UnsupportedFeatureError, match=r"holds 256: no other serves masks: raise max_tokens_per_rank"):
         plan_lengths([300], masks="full", cp_comm_types="auto", **(job | {"num_lanes": 8}))
     with pytest.raises(InvalidInputError, match=r"sample 3 cannot .*: prompt and answers have 9 tokens, the sample 8"):

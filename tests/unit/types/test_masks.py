@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import Sample
+from dynamic_cp.types import Sample, masks_by_rule, parse_mask_rule
 from dynamic_cp.types.masks import (
     CAUSAL,
     FULL,
@@ -17,7 +17,6 @@ from dynamic_cp.types.masks import (
     SharedQuestion,
     Windowed,
     parse_mask,
-    parse_mask_rule,
 )
 
 LENGTHS = (1, 2, 3, 7, 8, 9, 31, 64, 65, 200)
@@ -200,6 +199,29 @@ def test_rules_give_each_length_its_mask() -> None:
     shares = parse_mask_rule("shared_question:3x0.25")
     assert shares(41) == SharedQuestion(10, (10, 10, 11))
     assert shares(3) is None
-    for text in ("shared_question:0x0.2", "shared_question:3x1.5", "shared_question:ax0.2"):
-        with pytest.raises(InvalidInputError):
+    for text, message in (
+        ("shared_question:0x0.2", "num_answers is 0"),
+        ("shared_question:3x1.5", "share of 1.5"),
+        ("shared_question:ax0.2", "no answers x share"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
             parse_mask_rule(text)
+
+
+def test_samples_that_are_too_short_for_a_rule_are_counted_and_a_rule_that_fits_none_is_refused(caplog) -> None:
+    seqlens = [41, 3, 100, 2]
+    masks = masks_by_rule("shared_question:3x0.25", seqlens)
+    assert [mask is None for mask in masks] == [False, True, False, True]
+    assert "2 of 4 samples have no mask of their own, they are too short for it (3 tokens at most)" in caplog.text
+    caplog.clear()
+    for text in ("causal", "full", "lambda:2,3", "causal_blockwise:4,1", "shared_question:1x0.5"):
+        assert len(masks_by_rule(text, seqlens)) == 4
+    assert masks_by_rule("shared_question:3x0.25", []) == []
+    assert not caplog.text
+    for text, message in (
+        ("shared_question:1000000x0.2", "the longest has 100 tokens, 80 of them for 1000000 answers: ask for 80 answ"),
+        ("shared_question:2x0.001", "a prompt of 0.001 of the 100 tokens of the longest is empty: raise the share"),
+    ):
+        with pytest.raises(InvalidInputError, match=f"mask {text} fits no sample: {message}"):
+            masks_by_rule(text, seqlens)
+    assert masks_by_rule("shared_question:80x0.2", seqlens)[2] == SharedQuestion(20, (1,) * 80)

@@ -33,7 +33,8 @@ from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.types import CAUSAL, CpCommType
 from megatron.dynamic_cp.attention.mechanisms.heads import HeadExchange
 from megatron.dynamic_cp.attention.te.heads import GatherHeads, ScatterHeads
-from megatron.dynamic_cp.attention.te.support import LACKS_MASKS, way
+from megatron.dynamic_cp.attention.te.kernels import choose_kernel, installed_flash_attn
+from megatron.dynamic_cp.attention.te.support import LACKS_MASKS, release_of, way
 from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
@@ -72,6 +73,9 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
             TEDotProductAttention.cp_stream = torch.cuda.Stream()
         self._built_with = (layer_number, attn_mask_type, attention_type, kwargs)
         self._te_version = str(get_te_version())
+        capability = torch.cuda.get_device_capability()
+        flash_attn = installed_flash_attn(capability, release_of(self._te_version))
+        self._kernel, _ = choose_kernel(config.attention_backend.name, capability, flash_attn=flash_attn)
         # In a dict, so that they are no submodules: they hold no weights, and checkpoints do not know them.
         self._shares_of_heads: dict[tuple[int, int], TEDotProductAttention] = {}
 
@@ -89,7 +93,7 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
 
         Raises:
             UnsupportedFeatureError: full attention, or samples with masks of their own; an exchange that the installed
-                version lacks. Start-up finds them before.
+                version or its kernel lacks. Start-up finds them before.
         """
         params = packed_seq_params
         if not isinstance(params, DynamicPackedSeqParams):
@@ -107,7 +111,8 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
         if params.cp_group.size() == 1:
             return self._attend_over(query, key, value, params, None, [], "p2p")
         exchange, kv_heads = params.cp_comm_type, key.shape[1]
-        if way(exchange, self._te_version, kv_heads=kv_heads, inner_cp_size=params.inner_cp_size) == "wrapped":
+        who = way(exchange, self._te_version, self._kernel, kv_heads=kv_heads, inner_cp_size=params.inner_cp_size)
+        if who == "wrapped":
             return self._share_out_heads(query, key, value, params)
         group: Group = params.cp_group
         if params.heads_group is not None and params.ring_group is not None:
@@ -117,6 +122,11 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
         )
         _count(query, key, out, params, params.cp_group.size(), params.inner_cp_size)
         return out
+
+    @property
+    def implementation(self) -> str:
+        """What computes, for messages."""
+        return f"TransformerEngine {self._te_version} with {self._kernel}"
 
     def _share_out_heads(self, query: Tensor, key: Tensor, value: Tensor, params: DynamicPackedSeqParams) -> Tensor:
         """Exchange heads for rows ourselves; the outer lanes are a ring for TransformerEngine.

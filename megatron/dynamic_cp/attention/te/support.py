@@ -1,27 +1,29 @@
-"""What TransformerEngine can exchange for packed sequences (THD), by version: the only place that knows.
+"""What TransformerEngine can exchange for packed sequences (THD), by version and kernel: the only place that knows.
 
     choose_layers(...)           TransformerEngine's layers or local ones, and why; refuses what the version lacks
     way(exchange, version, ...)  who does an exchange: TransformerEngine ("native"), or we around it ("wrapped")
 
 Our wrapper shares out heads by all-to-all (`heads`), then calls TransformerEngine's attention with the local heads: in
-the ring of outer lanes for a2a+p2p, on whole sequences for a2a. It does so on versions that lack the exchange or are
-slow at it, and where the number of KV heads is not divisible by the lanes that share them, which TransformerEngine
-refuses.
+the ring of outer lanes for a2a+p2p, on whole sequences for a2a. It does so on versions and kernels that lack the
+exchange or are slow at it, and where the number of KV heads is not divisible by the lanes that share them, which
+TransformerEngine refuses.
 
-Source: the assertions of `context_parallel.py` in TransformerEngine 2.11 to 2.20.
+Source: the assertions of `context_parallel.py` in TransformerEngine 2.11 to 2.20; of flash-attn 2 the docstring of its
+`AttnFuncWithCPAndKVAllGather` (2.20) and the skips of its `test_attention_with_cp.py`, nothing that raises.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, PLACED, CpCommType
-from megatron.dynamic_cp.attention.te.kernels import Capability, why_no_kernel
-from megatron.dynamic_cp.flags.fp8 import why_no_device
+from megatron.dynamic_cp.attention.te.kernels import Capability, FlashAttn, Kernel, choose_kernel
+from megatron.dynamic_cp.flags.fp8 import why_no_device, why_not_gathered
 from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES
 
 if TYPE_CHECKING:
@@ -40,6 +42,13 @@ PERMITTED_SINCE: dict[CpCommType, Release] = {"p2p": OLDEST, "a2a": (2, 11), "al
 NATIVE_SINCE: dict[CpCommType, Release] = {**PERMITTED_SINCE, "a2a": (2, 18)}
 """First version that we let do it. Until 2.17 a2a puts rows in order by a Python loop over sequences and lanes, which
 reads each boundary from the device: the host waits thousands of times a step. From 2.18 it is one kernel."""
+
+NOT_SERVED: Mapping[Kernel | None, frozenset[CpCommType]] = MappingProxyType(
+    {"flash-attn 2": frozenset({"all_gather"}), "flash-attn 4": frozenset({"a2a+p2p"})}
+)
+"""Exchanges that TransformerEngine does not do with a kernel. all_gather has to say apart where the keys of a sequence
+begin and how many a query sees; flash-attn 2 takes one number for both, TransformerEngine calls it all the same, and
+what comes out is wrong. For a2a+p2p it never takes flash-attn 4."""
 
 HEAD_DIM_MULTIPLE = 8
 LARGEST_HEAD_DIM = 256
@@ -66,35 +75,43 @@ def shown(release: Release) -> str:
     return f"{release[0]}.{release[1]}"
 
 
-def way(exchange: CpCommType, version: str, *, kv_heads: int, inner_cp_size: int) -> Way:
+def way(exchange: CpCommType, version: str, kernel: Kernel | None, *, kv_heads: int, inner_cp_size: int) -> Way:
     """Return who does an exchange.
 
     Args:
         version: of TransformerEngine.
+        kernel: that it computes with, see `kernels.choose_kernel`.
         kv_heads: of a tensor-parallel rank.
         inner_cp_size: lanes that share out heads, as in `dynamic_cp.types.Bucket`.
 
     Raises:
         UnsupportedFeatureError: neither TransformerEngine nor the wrapper can do it.
     """
-    if release_of(version) >= NATIVE_SINCE[exchange] and kv_heads % inner_cp_size == 0:
+    is_old, is_served = release_of(version) < NATIVE_SINCE[exchange], exchange not in NOT_SERVED.get(kernel, ())
+    if not is_old and is_served and kv_heads % inner_cp_size == 0:
         return "native"
     if exchange in WRAPPED:
         return "wrapped"
     needed = shown(NATIVE_SINCE[exchange])
+    if is_old:
+        why, remedy = f"needs TransformerEngine {needed}, {version} is installed", "or upgrade TransformerEngine"
+    else:
+        why = f"needs cuDNN or flash-attn 3 below TransformerEngine, {kernel} would run here and compute something else"
+        remedy = "or on sm90 and sm100 --attention-backend auto"
     raise UnsupportedFeatureError(
-        f"--cp-comm-type {exchange} with packed sequences needs TransformerEngine {needed}, {version} is installed: "
-        "use --cp-comm-type p2p or auto, --transformer-impl local, or upgrade TransformerEngine",
+        f"--cp-comm-type {exchange} with packed sequences {why}: use --cp-comm-type p2p or auto, --transformer-impl "
+        f"local, {remedy}",
         exchange=exchange,
         installed=version,
         needed=needed,
+        kernel=kernel,
     )
 
 
-def missing_exchanges(exchanges: Sequence[CpCommType], version: str) -> tuple[CpCommType, ...]:
-    """Return those of `exchanges` that neither this version nor the wrapper does."""
-    release = release_of(version)
-    return tuple(one for one in exchanges if release < NATIVE_SINCE[one] and one not in WRAPPED)
+def missing_exchanges(exchanges: Sequence[CpCommType], version: str, kernel: Kernel | None) -> tuple[CpCommType, ...]:
+    """Return those of `exchanges` that neither this version with this kernel nor the wrapper does."""
+    release, not_served = release_of(version), NOT_SERVED.get(kernel, ())
+    return tuple(one for one in exchanges if one not in WRAPPED and (release < NATIVE_SINCE[one] or one in not_served))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,17 +121,20 @@ class LayerChoice:
     Attributes:
         impl: of the layers.
         reason: why.
-        left_out: exchanges that --cp-comm-type auto does not choose from, because this version lacks them.
+        left_out: exchanges that --cp-comm-type auto does not choose from: this version or its kernel lacks them.
+        kernel: that TransformerEngine computes attention with.
     """
 
     impl: TransformerImpl
     reason: str
     left_out: tuple[CpCommType, ...] = ()
+    kernel: Kernel | None = None
 
     def describe(self) -> str:
         """Return one line for the log."""
         without = f"; the planner does without {', '.join(self.left_out)}" if self.left_out else ""
-        return f"layers: {self.impl} ({self.reason}){without}"
+        kernel = f", attention by {self.kernel}" if self.kernel else ""
+        return f"layers: {self.impl} ({self.reason}{kernel}){without}"
 
     def check_masks(self, samples: str) -> None:
         """Refuse samples with masks of their own where TransformerEngine's attention would compute them.
@@ -142,7 +162,7 @@ def choose_layers(
     exchange: CpCommType | Literal["auto"],
     *,
     capability: Capability | None,
-    flash_attn: bool,
+    flash_attn: FlashAttn | None,
     backend: str,
     bf16: bool,
     head_dim: int,
@@ -153,6 +173,7 @@ def choose_layers(
     latent_attention: bool = False,
     why_local: str | None = None,
     fp8_recipe: str | None = None,
+    gathered_hidden_size: int | None = None,
     version: str | None,
     why_missing: str = "",
 ) -> LayerChoice:
@@ -162,7 +183,7 @@ def choose_layers(
         requested: --transformer-impl.
         exchange: --cp-comm-type.
         capability: compute capability of the CUDA device; None: this run trains on the CPU.
-        flash_attn: see `te_kernels.flash_attention_installed`.
+        flash_attn: see `kernels.installed_flash_attn`.
         backend: --attention-backend, which megatron-core hands on to TransformerEngine.
         bf16: whether it trains in bf16.
         head_dim: --kv-channels.
@@ -173,15 +194,17 @@ def choose_layers(
         latent_attention: --multi-latent-attention.
         why_local: what of its MLPs is checked with local layers only; None: nothing.
         fp8_recipe: --fp8-recipe, which local layers do not have; None: nothing is in FP8.
+        gathered_hidden_size: --hidden-size where sequence parallelism gathers it; None: it does not.
         version: of TransformerEngine; None: it cannot be imported, because of `why_missing`.
 
     Raises:
         UnsupportedFeatureError: TransformerEngine is asked for and cannot be used, or lacks the exchange that is asked
-            for; its layers recompute no norms; FP8 where they cannot be used, or on a device without it.
+            for; its layers recompute no norms; FP8 where they cannot be used, on a device without it, or in blocks that
+            it does not gather.
     """
     if requested == "local":
         return LayerChoice(impl="local", reason="--transformer-impl local")
-    obstacle = None
+    obstacle = kernel = None
     if capability is None:
         obstacle = "TransformerEngine needs CUDA devices, this run trains on the CPU"
     elif version is None:
@@ -208,7 +231,8 @@ def choose_layers(
     elif why_local is not None:
         obstacle = why_local
     else:
-        obstacle = why_no_kernel(backend, capability, flash_attn=flash_attn)
+        kernel, why_none = choose_kernel(backend, capability, flash_attn=flash_attn)
+        obstacle = None if kernel is not None else why_none
     if obstacle is not None and requested is None and fp8_recipe is not None:
         raise UnsupportedFeatureError(
             f"--fp8-format is for TransformerEngine's layers, and {obstacle}; change that "
@@ -226,8 +250,12 @@ def choose_layers(
         )
     assert version is not None
     assert capability is not None
-    if fp8_recipe is not None and (why := why_no_device(fp8_recipe, capability)) is not None:
-        raise UnsupportedFeatureError(why, flag="--fp8-recipe")
+    if fp8_recipe is not None:
+        why = why_no_device(fp8_recipe, capability)
+        if gathered_hidden_size is not None:
+            why = why or why_not_gathered(fp8_recipe, gathered_hidden_size, release_of(version))
+        if why is not None:
+            raise UnsupportedFeatureError(why, flag="--fp8-recipe")
     if recomputes_norms:
         raise UnsupportedFeatureError(
             "--recompute-modules layernorm: norms are parts of the matrices of TransformerEngine's layers, "
@@ -235,12 +263,12 @@ def choose_layers(
             flag="--recompute-modules",
         )
     if exchange == "auto":
-        left_out = missing_exchanges(CP_COMM_TYPES, version)
+        left_out = missing_exchanges(CP_COMM_TYPES, version, kernel)
     else:
         left_out = ()
-        way(exchange, version, kv_heads=1, inner_cp_size=1)
+        way(exchange, version, kernel, kv_heads=1, inner_cp_size=1)
     reason = f"TransformerEngine {version} is installed"
-    return LayerChoice(impl="transformer_engine", reason=reason, left_out=left_out)
+    return LayerChoice(impl="transformer_engine", reason=reason, left_out=left_out, kernel=kernel)
 
 
 def installed_version() -> tuple[str | None, str]:

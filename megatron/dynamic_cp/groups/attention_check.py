@@ -1,0 +1,149 @@
+"""Compares TransformerEngine's attention with plain products before the first step: each exchange, in the job's groups.
+
+TransformerEngine chooses its kernel and its exchange by versions, packages and variables of the environment, and not
+all that it accepts is right: all_gather with flash-attn 2 is off by its whole norm and raises nothing. `te.support`
+knows what is known; here the rest becomes an error at start-up, too, for some milliseconds in each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.types import OF_LATENTS, PLACED, Attention, CpCommType
+from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
+from megatron.dynamic_cp.groups.first_exchange import ways_of
+from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.layout.sharding import packed_shard_positions
+
+TOLERANCE = 0.02
+"""Of the norm. bfloat16 rounds output and gradients to 0.2 to 0.6 % of it."""
+LANES_WITHIN_TOLERANCE = 16
+"""Each step of a ring rounds the output and gradients again: errors grow as the root of its lanes."""
+CHUNK_TOKENS = (1, 2, 9)
+"""Of three sequences: tokens of each of the 2 * cp chunks."""
+
+NAMES = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
+
+
+def check_attention(
+    model: Sequence[torch.nn.Module], groups: DynamicCPGroups, exchanges: Sequence[CpCommType], device: torch.device
+) -> str:
+    """Compare TransformerEngine's attention, alone and with each exchange of each group; return a line for the log.
+
+    Collective over the job. "" where layers of this rank have another attention.
+
+    Args:
+        model: chunks of this rank.
+        exchanges: that plans of the run may have.
+
+    Raises:
+        UnsupportedFeatureError: something else is computed; the same on every rank.
+    """
+    named = (module for chunk in model for module in chunk.modules())
+    attention = next((module for module in named if type(module).__name__ == "TransformerEngineAttention"), None)
+    return run_on_all_ranks(lambda: "" if attention is None else _compare(attention, groups, exchanges, device), device)
+
+
+def _compare(
+    attention: torch.nn.Module, groups: DynamicCPGroups, exchanges: Sequence[CpCommType], device: torch.device
+) -> str:
+    config = attention.config
+    query_heads = config.num_attention_heads // config.tensor_model_parallel_size
+    exchanges = [name for name in exchanges if name not in PLACED and name not in OF_LATENTS]
+    compared, worst, wrong = 0, 0.0, dict[str, str]()
+    for first, size in sorted(groups.groups, key=lambda place: place[1]):
+        group = groups.group(first, size)
+        inputs, rows = _inputs(config, size, groups.lane - first, device)
+        expected = _plain_attention(inputs, rows, size, group)
+        allowed = TOLERANCE * max(1.0, size / LANES_WITHIN_TOLERANCE) ** 0.5
+        inner_sizes = sorted({inner for place, of, inner in groups.outer_groups if (place, of) == (first, size)})
+        for way in ways_of(exchanges, size, query_heads, inner_sizes) if size > 1 else [Attention()]:
+            params = DynamicPackedSeqParams.build(
+                _seqlens(size),
+                torch.zeros(len(rows), dtype=torch.int64, device=device),
+                group,
+                cp_comm_type=way.cp_comm_type,
+                levels=groups.levels(first, size, way.inner_cp_size),
+                label=f"start-up (check of attention, {way.cp_comm_type} over {size} lanes)",
+                stats=ExchangeStats(),
+            )
+            actual = _attend(attention, [x[rows] for x in inputs], params)
+            compared += 1
+            for name, one, other in zip(NAMES, actual, expected, strict=True):
+                error = float((one.double() - other).norm() / other.norm())
+                worst = max(worst, error)
+                if not error <= allowed:  # also when it is not a number
+                    exchange = way.cp_comm_type if size > 1 else ""
+                    where = f"with {exchange} over {size} lanes" if exchange else "on one lane alone"
+                    text = f"{where} the {name} is off by {error:.3g} of its norm, {allowed:.3g} is allowed"
+                    wrong.setdefault(exchange, text)
+    if wrong:
+        right = [name for name in exchanges if name not in wrong and "" not in wrong]
+        raise UnsupportedFeatureError(
+            f"{attention.implementation} computes something else than attention here: {'; '.join(wrong.values())}. "
+            f"Use {f'--cp-comm-type {right[0]}, ' if right else ''}--transformer-impl local or another version; "
+            "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1 shows what TransformerEngine chose",
+            exchanges=tuple(wrong),
+        )
+    return (
+        f"attention of {attention.implementation} checked: {compared} exchanges at most {worst:.2g} of the norm away "
+        "from plain products"
+    )
+
+
+def _seqlens(cp_size: int) -> tuple[int, ...]:
+    return tuple(2 * cp_size * tokens for tokens in CHUNK_TOKENS)
+
+
+def _inputs(
+    config: TransformerConfig, cp_size: int, rank: int, device: torch.device
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return (q, k, v and the gradient of the output of the whole pack, the same on all lanes; this lane's rows)."""
+    seqlens, tp_size = _seqlens(cp_size), config.tensor_model_parallel_size
+    generator = torch.Generator().manual_seed(cp_size)
+    heads, kv_heads = config.num_attention_heads // tp_size, max(1, config.num_query_groups // tp_size)
+    inputs = tuple(
+        torch.randn(sum(seqlens), number, config.kv_channels, generator=generator).to(device, config.params_dtype)
+        for number in (heads, kv_heads, kv_heads, heads)
+    )
+    starts = np.repeat((0, *accumulate(seqlens[:-1])), [seqlen // cp_size for seqlen in seqlens])
+    return inputs, torch.from_numpy(starts + packed_shard_positions(seqlens, cp_size, rank)).to(device)
+
+
+def _attend(attention: torch.nn.Module, inputs: Sequence[Tensor], params: DynamicPackedSeqParams) -> list[Tensor]:
+    """Return what `NAMES` says, of this lane's rows."""
+    *qkv, grad = (x.detach() for x in inputs)
+    qkv = [x.requires_grad_() for x in qkv]
+    out = attention(*qkv, None, packed_seq_params=params)
+    return [out.detach().view_as(grad), *torch.autograd.grad(out, qkv, grad.view_as(out))]
+
+
+def _plain_attention(inputs: tuple[Tensor, ...], rows: Tensor, cp_size: int, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return what `NAMES` says, of this lane's rows, in float64: causal attention, each sequence by itself.
+
+    A lane attends to whole sequences with its own queries, so that nothing but a sum of gradients is exchanged.
+    """
+    q, k, v, grad = (x.double() for x in inputs)
+    query, k, v = q[rows].requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    copies, local, start, outs = q.shape[1] // k.shape[1], 0, 0, []
+    for seqlen in _seqlens(cp_size):
+        mine = slice(local, local + seqlen // cp_size)
+        key, value = (x[start : start + seqlen].repeat_interleave(copies, 1) for x in (k, v))
+        scores = torch.einsum("thd,shd->hts", query[mine], key) * q.shape[-1] ** -0.5
+        later = torch.arange(start, start + seqlen, device=rows.device) > rows[mine, None]
+        outs.append(torch.einsum("hts,shd->thd", scores.masked_fill(later, float("-inf")).softmax(-1), value))
+        local, start = mine.stop, start + seqlen
+    out = torch.cat(outs)
+    grad_q, *grads_kv = torch.autograd.grad(out, (query, k, v), grad[rows])
+    for x in grads_kv:
+        dist.all_reduce(x, group=group)
+    return [out.detach(), grad_q, *(x[rows] for x in grads_kv)]

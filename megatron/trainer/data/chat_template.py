@@ -1,0 +1,162 @@
+"""Chat templates as transformers renders them: what Jinja they may use, and how a message reaches them.
+
+A message comes to the template with all its keys but those that are null, and its reasoning under each name that
+templates read it by. `strftime_now` is the date of the run at midnight: a text that changes with the clock would have
+another length tomorrow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from importlib import metadata
+from typing import Any, NoReturn
+
+from megatron.trainer.data.json_text import LineError
+
+# Characters that no text has (Unicode noncharacters): they mark spans while a template is rendered, and stand for
+# contents where a template is asked how it writes them.
+OPEN, CLOSE, PLACE, NEXT = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What data call the reasoning of a message. Templates read the first, gpt-oss and LFM2.5 the second."""
+
+TEMPLATES = {
+    "chatml": "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+}
+
+_SAFE_JINJA = (3, 1, 6)
+"""Templates come with tokenizers that others made. Before this version one could leave the sandbox (CVE-2025-27516)."""
+
+
+def why_no_templates() -> str | None:
+    """Return why no template of others can be rendered here, None when it can."""
+    needed = ".".join(map(str, _SAFE_JINJA))
+    try:
+        version = metadata.version("jinja2")
+    except metadata.PackageNotFoundError:
+        return f"jinja2 is not installed, {needed} or later is needed"
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:3]) >= _SAFE_JINJA:
+        return None
+    return f"jinja2 {version} is installed, {needed} or later keeps a template from running code"
+
+
+def as_templates_see_it(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without keys that are null, its reasoning under `reasoning_content` and `thinking`, too."""
+    given = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((given[key] for key in REASONING if key in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def uses_date(template: str) -> bool:
+    """Return whether a template may write the date."""
+    return "strftime_now" in template
+
+
+def why_no_template(template: str) -> str | None:
+    """Return what is wrong with a template, None when it compiles."""
+    import jinja2
+
+    try:
+        _compiled(template, "2000-01-01")
+    except jinja2.TemplateError as error:
+        return f"line {getattr(error, 'lineno', '?')}: {error}"
+    return None
+
+
+def render(
+    name: str,
+    template: str,
+    date: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    variables: Mapping[str, str],
+    add_generation_prompt: bool = False,
+) -> str:
+    """Return the text of messages, with OPEN and CLOSE around each generation block.
+
+    Args:
+        name: of the template, for messages.
+        date: what `strftime_now` formats, "2026-11-25".
+
+    Raises:
+        LineError: the template refuses the chat.
+    """
+    import jinja2
+
+    try:
+        text = _compiled(template, date).render(
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+    except (
+        *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
+        *(RecursionError, MemoryError),
+    ) as error:
+        said = str(error) or type(error).__name__
+        raise LineError(f": {name} refuses this chat ({said}): repair the chat or the template") from error
+    return str(text)
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str, date: str) -> Any:
+    """Return the template, with what transformers lets templates use."""
+    from jinja2 import nodes
+    from jinja2.exceptions import SecurityError, TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return OPEN + str(caller()) + CLOSE
+
+    class PublicNamespace(Namespace):
+        """A namespace whose names do not begin with an underscore."""
+
+        def __init__(self, /, *args: Any, **attributes: Any) -> None:
+            super().__init__()
+            for name, value in dict(*args, **attributes).items():
+                self[name] = value
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if str(name).startswith("_"):
+                raise SecurityError(f"a namespace cannot have {name!r}: names begin with a letter")
+            super().__setitem__(name, value)
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = datetime.fromisoformat(date).strftime
+    environment.globals["namespace"] = PublicNamespace
+    return environment.from_string(template)

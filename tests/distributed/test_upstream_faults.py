@@ -1,0 +1,247 @@
+"""Faults that stock megatron-core has without a word: the page says in which releases, and here none of them trains.
+
+`upstream_faults.py` rebuilds each in stock. Here the same situations are compared with a stock model in one process, or
+with plain arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import megatron.core as core
+import numpy as np
+import pytest
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import CrossAttention
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
+from megatron.dynamic_cp.data import micro_batches
+from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.layout.sharding import shard_positions
+from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
+from megatron.dynamic_cp.repairs import releases
+from tests.distributed import reference
+from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.parity import (
+    TOLERANCE,
+    Case,
+    Layout,
+    build_chunks,
+    compare_with_reference,
+    in_jobs_of_their_own,
+    mixed_plan,
+    samples_of,
+)
+from tests.distributed.test_parity import FULL_RECOMPUTE
+from tests.distributed.upstream_faults import (
+    ERRORS,
+    SIZED,
+    counted_by_norm,
+    errors_of_stock,
+    groups_of_one,
+    size_of_stock,
+)
+
+PAGE = (Path(__file__).parents[2] / "docs" / "upstream-faults.md").read_text(encoding="utf-8")
+UNKNOWN = {"7452.12", "7452.13"}
+"""What was not found to read."""
+
+
+def releases_with_faults() -> dict[str, set[str]]:
+    """Return report -> the releases that have it, as the page's table says."""
+    rows = re.findall(r"^\| \[?#(\d+)\]?(?:\([^)]*\))?(?: (\d+))? \|[^|]*\| ([^|]*) \|", PAGE, re.MULTILINE)
+    every = {release.version for release in releases.RELEASES}
+    return {
+        ".".join(filter(None, (number, finding))): every if where == "all" else set(re.findall(r"\d+\.\d+\.\d+", where))
+        for number, finding, where in rows
+    }
+
+
+def test_stock_is_wrong_in_the_releases_that_the_page_names() -> None:
+    told = releases_with_faults()
+    assert set(told) == set(ERRORS) | UNKNOWN
+    sizes = {report: run_ranks(1, size_of_stock, variant)[0] for report, variant in SIZED.items()}
+    ranks = run_ranks(2, errors_of_stock, sizes)
+    errors = {report: max(rank[report] for rank in ranks) for report in ERRORS}
+    version = core.__version__.partition("+")[0]
+    found = {report: error > 1e-3 for report, error in errors.items()}
+    assert found == {report: version in told[report] for report in ERRORS}, errors
+
+
+def lanes_without_targets() -> Case:
+    """The loss of the long sample is on the first lane alone; then the second has one token, and then nothing."""
+    layout, (one, short, other) = Layout(2, variant="mtp"), samples_of(1, 37, 20)
+    chat = Sample(sample_id=reference.FIRST_MASKED_ID, seqlen=64)
+
+    def alone(*held: tuple[Sample, ...]) -> MicroBatch:
+        return MicroBatch(buckets=tuple(Bucket(first_lane=lane, samples=samples) for lane, samples in enumerate(held)))
+
+    rows = (MicroBatch(buckets=(Bucket(first_lane=0, cp_size=2, samples=(chat,)),)), alone((short,), (one,)))
+    plan = Plan(
+        topology=layout.topology, max_tokens_per_rank=64, micro_batches=(*rows, alone((other,), ())), policy="test"
+    )
+    return Case(layout, (chat, one, short, other), plan, {})
+
+
+def of_lengths(layout: Layout, *seqlens: int) -> Case:
+    samples = samples_of(*seqlens)
+    return Case(layout, samples, mixed_plan(samples, layout), {})
+
+
+SITUATIONS = {
+    # Means of shards (7452, 9), weights of later tokens (3), a rank without targets (1764).
+    "no_targets": lanes_without_targets(),
+    # Gathered logits (2); without padding of the vocabulary and smoothing (1).
+    "gathered": of_lengths(Layout(1, tp=2, variant="gathered"), 33, 17, 9),
+    "mtp_gathered": of_lengths(Layout(1, tp=2, variant="mtp_gathered"), 33, 17, 9),
+    # Recomputed modules (4), padding and its counts over tensor-parallel ranks (5, 10).
+    "recomputed": of_lengths(Layout(1, tp=2, sp=True, variant="moe_mtp", config=FULL_RECOMPUTE), 21, 5, 3, 1),
+    # Losses of each sample of a pack, padding beside it (6108).
+    "packs": of_lengths(Layout(2, ep=2, variant="moe_sigmoid"), 30, 11, 5, 3, 1),
+}
+WITHOUT_GATHERING = {"gathered": "llama", "mtp_gathered": "mtp"}
+
+
+def test_training_in_these_situations_equals_a_stock_model_in_one_process() -> None:
+    cases = {}
+    for name, case in SITUATIONS.items():
+        variant = WITHOUT_GATHERING.get(name, case.layout.variant)
+        (expected,) = run_ranks(1, reference.reference_step, variant, case.samples, case.layout.num_layers)
+        cases[name] = case._replace(expected=expected)
+    for name, comparisons in compare_with_reference(cases).items():
+        layout, _, _, expected = cases[name]
+        assert max(found.loss_error for found in comparisons) <= TOLERANCE, name
+        errors = {key: error for found in comparisons for key, error in found.gradient_errors.items()}
+        assert set(errors) == set(expected["gradients"]) | set(expected["expert_biases"]), name
+        assert not {key: error for key, error in errors.items() if not error <= TOLERANCE}, name
+        seen = sum((found.tokens_seen for found in comparisons), Counter())
+        assert len(seen) == expected["num_tokens"], name
+        assert set(seen.values()) == {layout.tp}, name
+
+
+def test_the_second_lane_has_no_target_of_the_long_sample() -> None:
+    chat = SITUATIONS["no_targets"].samples[0]
+    mask = reference.read_sample(chat).loss_mask
+    assert [mask[shard_positions(chat.seqlen, 2, lane)].sum() for lane in range(2)] == [8, 0]
+
+
+# Learned sinks (7452, 8), biases of experts (5916), gates, latents, modules, and copies on another stage.
+NORMS_BY_DAY = {
+    "sinks": Layout(1, tp=2, variant="learned_offset"),
+    "experts": Layout(1, tp=2, sp=True, variant="gpt_oss"),
+    "experts_shared_out": Layout(1, tp=2, sp=True, ep=2, variant="gpt_oss"),
+    "distributed_optimizer": Layout(1, tp=2, sp=True, ep=2, variant="gpt_oss", distributed_optimizer=True),
+    "distributed_optimizer_of_experts": Layout(1, tp=2, sp=True, variant="moe_biased", distributed_optimizer=True),
+    "shared_expert": Layout(1, tp=2, sp=True, ep=2, variant="moe_top_1"),
+    "latents": Layout(1, tp=2, sp=True, ep=2, variant="deepseek"),
+    "stages": Layout(1, pp=2, variant="mtp_tied"),
+    "lanes": Layout(2, ep=2, variant="moe_biased"),
+    "lanes_with_distributed_optimizer": Layout(2, ep=2, variant="moe_biased", distributed_optimizer=True),
+}
+NORMS_BY_NIGHT = {name: Layout(1, tp=2, sp=True, variant=name) for name in reference.VARIANTS}
+
+
+def norms(layouts: dict[str, Layout]) -> dict[str, int]:
+    found = {}
+    for name, layout in in_jobs_of_their_own(layouts):
+        initialize_model_parallel(layout.tp, layout.pp, None, layout.ep)
+        _, chunks = build_chunks(layout, reference.VARIANTS[layout.variant])
+        found[name] = counted_by_norm(chunks, distributed_optimizer=layout.distributed_optimizer)
+    return found
+
+
+def sizes(layouts: dict[str, Layout]) -> dict[str, int]:
+    """Return the parameters of each model on one rank."""
+    initialize_model_parallel()
+    found = {}
+    for name, layout in layouts.items():
+        whole = Layout(1, variant=layout.variant, config={"num_layers": layout.num_layers})
+        _, (chunk,) = build_chunks(whole, reference.VARIANTS[layout.variant])
+        found[name] = sum(parameter.numel() for parameter in chunk.parameters())
+    return found
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [pytest.param(NORMS_BY_DAY, id="day"), pytest.param(NORMS_BY_NIGHT, id="night", marks=pytest.mark.nightly)],
+)
+def test_every_parameter_counts_once_in_the_norm_that_gradients_are_clipped_by(layouts: dict[str, Layout]) -> None:
+    """On all ranks alike: by norms of their own they would train models that drift apart."""
+    (expected,) = run_ranks(1, sizes, layouts)
+    assert run_ranks(2, norms, layouts, timeout_s=240) == [expected, expected]
+
+
+def said_of_groups(variant: str) -> str:
+    initialize_model_parallel(tp=2)
+    given = reference.VARIANTS[variant]
+    config = reference.transformer_config(given)
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        reference.gpt_model(config, given, gpt_block_spec(config), pg_collection=groups_of_one())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("variant", ["llama", "latent"])
+def test_a_model_in_groups_that_are_not_megatron_cores_own_is_refused(variant: str) -> None:
+    """7452, 4 to 7: a mask, a recomputation or cross-attention would be that of other ranks."""
+    for rank, said in enumerate(run_ranks(2, said_of_groups, variant)):
+        assert said.startswith(f"the model's pg_collection.tp has the ranks [{rank}], megatron-core's own group of ")
+        assert "[0, 1]: leave pg_collection out" in said
+
+
+def kinds_of_modules(variant: str) -> set[type]:
+    initialize_model_parallel()
+    _, (chunk,) = build_chunks(Layout(1, variant=variant), reference.VARIANTS[variant])
+    return {type(module) for module in chunk.modules()}
+
+
+def test_no_model_has_cross_attention_or_pictures() -> None:
+    for variant in ("gpt_oss", "deepseek"):
+        (kinds,) = run_ranks(1, kinds_of_modules, variant)
+        assert CrossAttention not in kinds
+        assert not [kind for kind in kinds if "multimodal" in kind.__module__]
+
+
+def test_no_field_asks_for_smoothed_labels() -> None:
+    assert not [name for name in TransformerConfig.__dataclass_fields__ if "smooth" in name]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("distribute_saved_activations", True, "distribute_saved_activations is True, only False is supported"),
+        ("calculate_per_token_loss", False, "calculate_per_token_loss is False, only True is supported"),
+        ("experimental_attention_variant", "gated_delta_net", r"--experimental-attention-variant .* is not supported"),
+    ],
+)
+def test_what_reaches_a_fault_is_refused(field: str, value: Any, said: str) -> None:
+    config = reference.transformer_config(reference.MTP)
+    check_supported(config)
+    setattr(config, field, value)  # not by the constructor: what is refused there depends on what is installed
+    with pytest.raises(UnsupportedFeatureError, match=said):
+        check_supported(config)
+
+
+@pytest.mark.parametrize("seqlen", [1, 5, 7, 8])
+def test_no_target_lies_behind_the_end_of_a_padded_sample(seqlen: int) -> None:
+    """7278: of 7 tokens in 8 places six have a later one and five the one behind that, wherever shards end."""
+    sample = Sample(sample_id=3, seqlen=seqlen)
+    values = reference.read_sample(sample)
+    bucket = Bucket(first_lane=0, cp_size=2, samples=(sample,))
+    found: dict[str, Any] = {}
+    for lane in range(2):
+        shard = shard_positions(8, 2, lane)
+        columns = micro_batches.read_shard(bucket, [shard], [shard], lambda _: values, 2)
+        for name, column in columns.items():
+            found.setdefault(name, np.zeros(8, column.dtype))[shard] = column
+    for depth in (1, 2):
+        later = max(0, seqlen - depth)
+        for name in ("labels", "tokens", "loss_mask"):
+            wanted = np.zeros(8)
+            wanted[:later] = getattr(values, name)[depth:]
+            assert found[f"{name} {depth}"].tolist() == wanted.tolist(), (name, depth)
+        assert math.isclose(found[f"loss_mask {depth}"].sum(), later)

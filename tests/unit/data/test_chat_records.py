@@ -1,0 +1,268 @@
+"""Chats as public data have them: every form trains what the same chat in OpenAI's words trains."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dynamic_cp.errors import DataError
+from megatron.trainer.data.build import build_splits
+from megatron.trainer.data.chat import parse_chats
+from megatron.trainer.data.json_text import LineError
+from tests.unit.data.helpers import config, open_documents
+from tests.unit.data.test_chat import flags, messages_of, reader_of
+
+QUESTION = [("system", "Be brief."), ("user", "What runs past the mill?"), ("assistant", "The river.")]
+AGAIN = [*QUESTION, ("user", "Is it far?"), ("assistant", "No.")]
+CALL = {"name": "add", "arguments": {"a": 2, "b": [3]}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+FORMS = {
+    "sharegpt": (
+        {
+            "id": 7,
+            "conversations": [
+                {"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": text} for role, text in AGAIN
+            ],
+        },
+        AGAIN,
+    ),
+    "sharegpt_with_system": (
+        {
+            "conversations": [{"from": "human", "value": AGAIN[1][1]}, {"from": "chatgpt", "value": AGAIN[2][1]}],
+            "system": "Be brief.",
+            "messages": None,
+        },
+        QUESTION,
+    ),
+    "conversations_in_openai's_words": ({"conversations": messages_of(AGAIN)}, AGAIN),
+    "prompt_and_completion": ({"prompt": "Is it far?", "completion": "No."}, AGAIN[3:]),
+    "messages_and_completion": (
+        {"prompt": messages_of(QUESTION[:2]), "completion": messages_of(QUESTION[2:]), "label": None},
+        QUESTION,
+    ),
+    "alpaca": ({"instruction": "Is it far?", "input": "", "output": "No."}, AGAIN[3:]),
+    "alpaca_with_input": (
+        {"instruction": "Answer.", "input": "Is it far?", "output": "No."},
+        [("user", "Answer.\nIs it far?"), ("assistant", "No.")],
+    ),
+    "alpaca_with_history": (
+        {
+            "system": "Be brief.",
+            "history": [[AGAIN[1][1], AGAIN[2][1]]],
+            "instruction": AGAIN[3][1],
+            "output": "No.",
+            "input": None,
+        },
+        AGAIN,
+    ),
+    "parts": (
+        {
+            "messages": [
+                {"role": role, "content": [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}]}
+                for role, text in AGAIN
+            ]
+        },
+        AGAIN,
+    ),
+}
+
+
+def read(record, **changes):
+    (one,) = reader_of(flags(**changes)).read(json.dumps(record).encode())
+    return one.tokens.tolist(), one.is_target.tolist()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_the_same_chat(form):
+    record, chat = FORMS[form]
+    tokens, is_target = read(record)
+    assert (tokens, is_target) == read({"messages": messages_of(chat)})
+    assert sum(is_target) == sum(len(text) + len("<|im_end|>") for role, text in chat if role == "assistant")
+
+
+def test_answers_within_a_prompt_are_not_learned():
+    tokens, is_target = read({"prompt": messages_of(AGAIN[:4]), "completion": messages_of(AGAIN[4:])})
+    assert tokens == read({"messages": messages_of(AGAIN)})[0]
+    assert bytes(token for token, learned in zip(tokens, is_target, strict=True) if learned) == b"No.<|im_end|>"
+
+
+def test_forms_are_documents_of_a_run(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record, _ in FORMS.values()))
+    train = build_splits(flags(path)).train
+    assert train is not None
+    assert train.num_samples == len(FORMS)
+    found = sorted(train.read(sample.sample_id).tokens.tolist() for sample in train.global_batch(0, len(FORMS)))
+    assert found == sorted(read(record)[0][:-1] for record, _ in FORMS.values())
+
+
+def test_texts_of_prompts_and_completions_need_no_template(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "What runs?", "completion": "The river."}\n{"prompt": "ab", "responses": ["c"]}\n')
+    documents = open_documents(path)
+    assert bytes(documents.read_targeted(0, 0, 20)[0][:20].tolist()) == b"What runs?The river."
+    assert documents.read_targeted(0, 0, 99)[1].tolist() == [False] * 10 + [True] * 11
+    path.write_text('{"prompt": "What runs?", "completion": "The river."}\n')
+    assert open_documents(path, json_key="prompt").lengths.tolist() == [11], "a field that is named is read"
+
+
+# The first writes arguments as JSON of whatever they are, as Llama's do; the second as the text that they are.
+CALLS_AS_JSON = "{{ c.function.name }}({{ c.function.arguments | tojson }})"
+CALLS_AS_TEXT = "{{ c.function.name }}({{ '' + c.function.arguments }})"
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content if m.content else '' }}"
+    "{% for c in m.tool_calls or [] %}CALL{% endfor %}<end>{% endgeneration %}"
+    "{% else %}{{ m.content }}<end>{% endif %}{% endfor %}"
+)
+
+
+def call_messages(arguments, content=None):
+    function = {"name": "add", "arguments": arguments}
+    return [
+        {"role": "user", "content": "2 plus 3?"},
+        {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "5"},
+        {"role": "assistant", "content": "5."},
+    ]
+
+
+@pytest.mark.parametrize("kind", ["text", "object", "sharegpt"])
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_tool_calls_go_through_the_template(tmp_path, kind, tools):
+    path = tmp_path / "t.jinja"
+    path.write_text(TEMPLATE.replace("CALL", CALLS_AS_JSON))
+    arguments = CALL["arguments"]
+    record = {"messages": call_messages(json.dumps(arguments) if kind == "text" else arguments), "tools": tools}
+    if kind == "sharegpt":
+        speakers = [("human", "2 plus 3?"), ("function_call", json.dumps(CALL)), ("observation", "5"), ("gpt", "5.")]
+        record = {"conversations": [{"from": role, "value": text} for role, text in speakers], "tools": tools}
+    tokens, is_target = read(record, chat_template=str(path))
+    expected = 'add({"a": 2, "b": [3]})<end>'
+    assert bytes(tokens).decode() == json.dumps(TOOLS) + (
+        f"<user>2 plus 3?<end><assistant>{expected}<tool>5<end><assistant>5.<end>"
+    )
+    learned = bytes(token for token, is_learned in zip(tokens, is_target, strict=True) if is_learned)
+    assert learned.decode() == f"{expected}5.<end>"
+
+
+def test_arguments_stay_text_where_a_template_wants_text(tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text(TEMPLATE.replace("CALL", CALLS_AS_TEXT))
+    tokens, _ = read({"messages": call_messages('{"b":[3],  "a":2}')}, chat_template=str(path))
+    assert 'add({"b":[3],  "a":2})<end>' in bytes(tokens).decode()
+
+
+BAD = {
+    "calls that the template drops": (
+        {"messages": call_messages("{}")},
+        "message 2 (assistant): the template chatml leaves out its call of 'add': use a template that",
+    ),
+    "arguments": (
+        {"messages": call_messages('{"a": ')},
+        "message 2 (assistant): the arguments of a tool call are not JSON",
+    ),
+    "a call": (
+        {"messages": [{"role": "assistant", "tool_calls": ["add"]}]},
+        'message 1 (assistant): a tool call is {"function": {"name": ...',
+    ),
+    "no text and no call": (
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
+        'message 1 (assistant): its content is null and it has no tool_calls: write its text ("" for none), or leave',
+    ),
+    "no text": (
+        {"messages": [{"role": "user", "content": None}]},
+        "message 1 (user): its content is null: write its text",
+    ),
+    "a part": ({"messages": [{"role": "user", "content": ["x"]}]}, "a part of its content is"),
+    "a picture": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+                {"role": "assistant", "content": "y"},
+            ]
+        },
+        "message 1 (user): its content has parts of type image_url: texts alone are learned",
+    ),
+    "tools": ({"messages": messages_of(QUESTION), "tools": "[{"}, "field 'tools' is not JSON"),
+    "speaker": ({"conversations": [{"from": "narrator", "value": "x"}]}, "message 1 has role 'narrator': use one of"),
+    "two forms": (
+        {"conversations": messages_of(QUESTION), "instruction": "x", "output": "y"},
+        "has 'conversations' and 'instruction' with 'output': leave one of them out",
+    ),
+    "two systems": (
+        {"conversations": messages_of(QUESTION), "system": "Be long."},
+        "field 'system' differs from the chat's own system message",
+    ),
+    "alpaca": ({"instruction": "x", "output": 3}, "field 'output' is a int, not a string"),
+    "history": ({"instruction": "x", "output": "y", "history": [["a"]]}, "entry 1 of 'history' is ['a']: pairs of"),
+    "preference": (
+        {"prompt": "x", "chosen": "y", "rejected": "z"},
+        "is a preference pair ('chosen', 'rejected'), which",
+    ),
+    "unpaired preference": (
+        {"prompt": "x", "completion": "y", "label": False},
+        "is a preference ('completion', 'label')",
+    ),
+    "none of these": (
+        {"question": "x", "answer": "y"},
+        "has no field 'messages' (it has 'question', 'answer'): --sft reads chats (messages, conversations, prompt "
+        "with completion or responses, or instruction with output)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_no_chat_names_its_line(tmp_path, case):
+    record, says = BAD[case]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": messages_of(QUESTION)}) + "\n" + json.dumps(record) + "\n")
+    with pytest.raises(DataError) as caught:
+        build_splits(flags(path))
+    assert f"{path} line 2" in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_texts_say_what_to_do_with_chats_and_preferences(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for record, says in (
+        ({"conversations": []}, "or read chats with --sft"),
+        ({"prompt": messages_of(QUESTION[:2]), "completion": messages_of(QUESTION[2:])}, "or read chats with --sft"),
+        ({"instruction": "x", "output": "y"}, "or read chats with --sft"),
+        ({"chosen": "x", "rejected": "y"}, "is a preference pair"),
+    ):
+        path.write_text(json.dumps(record) + "\n")
+        with pytest.raises(DataError, match=says):
+            build_splits(config(path))
+
+
+@pytest.mark.parametrize("sft", [True, False])
+def test_keys_that_come_twice_and_half_characters_name_their_line(tmp_path, sft):
+    good = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "text": "c"}\n'
+    path = tmp_path / "a.jsonl"
+    for line, says in (
+        (
+            good.replace('"text"', '"text": "x", "text"').replace("user", "user"),
+            "has the key 'text' 2 times in one object",
+        ),
+        (good.replace('"b"', r'"b\ud800"').replace('"c"', r'"c\ud800"'), r"is \ud800, half of a surrogate pair"),
+        (good.replace('"b"', r'"\ude00b"').replace('"c"', r'"\ude00c"'), r"is \ude00, half of a surrogate pair"),
+    ):
+        path.write_text(good + line)
+        with pytest.raises(DataError) as caught:
+            build_splits(flags(path) if sft else config(path))
+        assert f"{path} line 2" in str(caught.value)
+        assert says in str(caught.value)
+    path.write_text(good.replace('"b"', r'"b\ud83d\ude00"').replace('"c"', r'"c\ud83d\ude00"'))
+    assert build_splits(flags(path) if sft else config(path)).train is not None
+
+
+def test_a_key_that_comes_twice_in_a_message():
+    with pytest.raises(LineError, match="has the key 'role' 2 times in one object: keep one of them"):
+        parse_chats(b'{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}')
