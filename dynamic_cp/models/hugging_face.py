@@ -30,6 +30,18 @@ _SLIDING, _WHOLE = "sliding_attention", "full_attention"
 """Entries of layer_types."""
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_NOT_ATTENTION = {
+    **dict.fromkeys(
+        ("linear_num_key_heads", "linear_key_head_dim", "linear_attn_config", "attn_type_list"), "linear attention"
+    ),
+    **dict.fromkeys(("mamba_d_state", "mamba_n_heads", "ssm_state_size", "state_size"), "state spaces"),
+    "conv_L_cache": "short convolutions",
+    "lru_width": "recurrent layers",
+    "index_topk": "sparse attention",
+    "attention_chunk_size": "attention within chunks",
+    "is_encoder_decoder": "an encoder beside the decoder",
+}
+"""Key that says how tokens meet in another way than in attention to all before, or to a window -> what it is."""
 _NOT_PRICED = {
     **dict.fromkeys(_EXPERT_COUNTS, ("experts", 2)),
     "kv_lora_rank": ("multi-head latent attention", 1),
@@ -302,11 +314,17 @@ def _skip_freq(windowed: Sequence[bool]) -> int | tuple[int, ...]:
 
 
 def _refuse_what_has_no_price(where: str, data: Mapping[str, Any]) -> None:
+    """Refuse what the cost model has no formula for: how tokens meet is named first, alone where it is another way."""
     parts = [data, *(part for part in data.values() if isinstance(part, Mapping))]  # text_config, ffn_config
     found: dict[str, str] = {}
+    for part in parts:
+        for key, what in _NOT_ATTENTION.items():
+            if value := part.get(key):
+                number = f" {value}" if isinstance(value, int) else ""
+                found.setdefault(what, f"{what} ({key}{number})")
     model_type = data.get("model_type")
     priced = {*(_EXPERT_COUNTS if model_type in _MOES else ()), *(_OF_LATENTS if model_type in _LATENTS else ())}
-    for part in parts:
+    for part in () if found else parts:
         for key, (what, least) in _NOT_PRICED.items():
             value = None if key in priced and part is data else part.get(key)
             if isinstance(value, int) and value >= least:
