@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dynamic_cp.types import CpCommType, PlanOptions, PoolUse, Recompute, SearchEffort, Topology
+from dynamic_cp.types import CpCommType, PipelineLayers, PlanOptions, PoolUse, Recompute, SearchEffort, Topology
+from dynamic_cp.types.stage_layers import in_words
 
 STATIC_POLICIES = ("static", "balanced")
 """Policies with one CP size for all samples."""
@@ -38,6 +39,7 @@ class Setting:
         static_cp_size: CP size of a static policy; of another one that of the static plans it contains, None = the
             smallest that holds the longest sample.
         max_cp_size: largest CP size of the other policies; None = the largest of the topology.
+        pipeline_layers: layers of every model chunk of every stage, () where all have as many.
     """
 
     policy: str
@@ -47,6 +49,7 @@ class Setting:
     cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
     static_cp_size: int | None = None
     max_cp_size: int | None = None
+    pipeline_layers: PipelineLayers = ()
 
     @property
     def is_static(self) -> bool:
@@ -69,12 +72,20 @@ class Setting:
         return f"{self.policy} CP {self.static_cp_size}" if self.is_static and self.static_cp_size else self.policy
 
     @property
+    def split(self) -> list[str]:
+        """Sizes above 1 that split the model, as `TP 2`; with unlike stages their layers, as `PP 2 (31+30 layers)`."""
+        topology = self.topology
+        unlike = f" ({in_words(self.pipeline_layers)})" if self.pipeline_layers else ""
+        sizes = [("TP", topology.tp_size, ""), ("PP", topology.pp_size, unlike)]
+        sizes += [("VPP", topology.vp_size, ""), ("EP", topology.ep_size, "")]
+        return [f"{name} {size}{more}" for name, size, more in sizes if size > 1]
+
+    @property
     def layout(self) -> str:
         """Layout in words, such as `TP 2, PP 4, VPP 2, 8 lanes, full recomputation`."""
         topology = self.topology
-        words = [f"TP {topology.tp_size}", f"PP {topology.pp_size}"]
-        words += [f"VPP {topology.vp_size}"] * (topology.vp_size > 1)
-        words += [f"EP {topology.ep_size}"] * (topology.ep_size > 1)
+        words = ["TP 1"] * (topology.tp_size == 1) + self.split
+        words[1:1] = ["PP 1"] * (topology.pp_size == 1)
         words.append(f"{topology.num_lanes} lane{'' if topology.num_lanes == 1 else 's'}")
         words += [f"{self.recompute} recomputation"] * (self.recompute != "none")
         return ", ".join(words)

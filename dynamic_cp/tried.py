@@ -1,5 +1,7 @@
 """What a sweep tries by default; its search and its --help read it here."""
 
+import re
+
 from dynamic_cp.types import CP_COMM_TYPES, CpCommType
 
 MAX_VP_SIZE = 5
@@ -11,3 +13,8 @@ LIMIT_DIVISORS = (1, 2, 4)
 EXCHANGES: tuple[tuple[CpCommType, ...], ...] = (CP_COMM_TYPES, ("p2p",))
 """Sets of exchanges: all that `auto` has for a model without windows and latents, and the ring alone, whose fewer
 communicators leave memory for tokens."""
+
+
+def sizes_in(reason: str) -> list[str]:
+    """Return the options that a reason why a layout cannot run is about, such as `--pp` and `--vpp`."""
+    return [f"--{name.lower()}" for name in ("TP", "PP", "VPP", "EP") if re.search(rf"\b{name}\b", reason)]

@@ -71,8 +71,7 @@ def _show_inputs(comparison: Comparison, batch: BatchInput, out: Console) -> Non
 
     topology, options = comparison.topology, comparison.options
     cross = "×" if can_draw(out) else "x"
-    sizes = [("TP", topology.tp_size), ("PP", topology.pp_size), ("VPP", topology.vp_size), ("EP", topology.ep_size)]
-    split = "".join(f" {cross} {name} {size}" for name, size in sizes if size > 1)
+    split = "".join(f" {cross} {words}" for words in comparison.policies[0].setting.split)
     layout = f"= {topology.num_lanes} lanes{split}, recompute {options.recompute}"
     out.print(
         heading(f"{comparison.model_name} on {topology.world_size} {cross} {comparison.hardware_name}"),

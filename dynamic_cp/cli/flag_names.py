@@ -36,7 +36,8 @@ _ARGUMENTS = {
 
 def with_own_flags(message: str, options: Collection[str]) -> str:
     """Return `message` with the `options` of a command in place of arguments and of flags of the trainer."""
-    message = re.sub(r"\b[a-z_]+ \((--[a-z-]+)\)", r"\1", message)  # "argument (--flag)"
+    # "argument (--flag)"; a value, as in "p2p or auto (--cp-comm-type)", stays.
+    message = re.sub(r"\b(?:[a-z]+_[a-z_]+|seqlen) \((--[a-z-]+)\)", r"\1", message)
     for flag, same in _TRAINER_FLAGS.items():
         own = next((option for option in same if option in options), None)
         if own is not None:

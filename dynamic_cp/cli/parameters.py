@@ -18,6 +18,7 @@ from dynamic_cp.cli.flag_names import with_own_flags
 from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputError
 from dynamic_cp.lengths.streams import STDIN, is_pipe
 from dynamic_cp.models import catalog
+from dynamic_cp.tried import sizes_in
 from dynamic_cp.types import (
     AUTO,
     CAUSAL,
@@ -34,6 +35,7 @@ from dynamic_cp.types import (
     Sample,
     SearchEffort,
     Topology,
+    check_latents,
     exchanges_of,
     is_power_of_two,
     masks_by_rule,
@@ -588,8 +590,11 @@ class JobInput:
 
     @cached_property
     def model_shape(self) -> ModelShape:
-        """The model."""
-        return load_model(self.model, self.expert_imbalance)
+        """The model; with --lanes in stages that are unlike where they have to be."""
+        model = load_model(self.model, self.expert_imbalance)
+        if self.lanes is None or model.num_layers % (self.topology.pp_size * self.topology.vp_size) == 0:
+            return model
+        return model.in_stages(self.topology.pp_size, self.topology.vp_size)
 
     @cached_property
     def hardware_values(self) -> Hardware:
@@ -637,12 +642,14 @@ class JobInput:
         if size is not None and not is_power_of_two(size):
             raise InvalidInputError(f"--static-cp-size {size} is not a power of two: use 1, 2, 4, ...")
         is_sparse = self.mask != CAUSAL.name or self.model_shape.window is not None
+        exchanges = exchanges_of(
+            self.cp_comm_type or CP_COMM_TYPE, is_sparse=is_sparse, has_latents=self.model_shape.has_latents
+        )
+        check_latents(exchanges, self.model_shape.kv_lora_rank)
         return PlanOptions(
             max_tokens_per_rank=1 if self.limit_from_memory else cast(int, self.max_tokens_per_rank),
             static_cp_size=size,
-            cp_comm_types=exchanges_of(
-                self.cp_comm_type or CP_COMM_TYPE, is_sparse=is_sparse, has_latents=self.model_shape.has_latents
-            ),
+            cp_comm_types=exchanges,
             recompute=cast(Recompute, self.recompute or "none"),
             search=self.effort,
         )
@@ -672,11 +679,11 @@ class JobInput:
             ep_size=topology.ep_size,
         )
         if reason:
+            change = " or ".join(sizes_in(reason))
             ep = f" --ep {topology.ep_size}" if topology.ep_size > 1 else ""
             raise InvalidInputError(
                 f"--tp {topology.tp_size} --pp {topology.pp_size} --vpp {topology.vp_size}{ep}: {reason} "
                 f"(the model has {model.num_layers} layers, "
                 f"{model.num_attention_heads} heads, {model.num_query_groups} KV heads and an MLP of "
-                f"{model.ffn_hidden_size}, a node {self.ranks_per_node} GPUs): change "
-                f"{'--tp, --pp, --vpp or --ep' if ep else '--tp, --pp or --vpp'}"
+                f"{model.ffn_hidden_size}, a node {self.ranks_per_node} GPUs): change {change}"
             )

@@ -28,6 +28,7 @@ from dynamic_cp.cli.tuned import searched, shared_of, space_of, why_fastest
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, PlanOptions, PoolUse
+from dynamic_cp.types.stage_layers import in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -129,12 +130,13 @@ def _plan(
 
     (samples,) = batches = batch.draw()
     model, hardware = job.model_shape, job.hardware_values
-    why = ""
+    why = f"stages of {in_words(model.pipeline_layers)}" if model.pipeline_layers and job.pp else ""
     if job.gpus is None:
         topology, options, limit_from_memory = job.topology, job.options, job.limit_from_memory
     else:
         found = searched(space_of(job), shared_of(job, batch, batches), (policy,), steps)
         setting = found.best[policy].setting
+        model = replace(model, pipeline_layers=setting.pipeline_layers)
         topology, options, limit_from_memory = setting.topology, setting.options(job.effort), False
         why = f"{setting.layout}, exchange {setting.cp_comm_type}: {why_fastest(found.policies[policy])}"
     options = replace(options, **of_pool)

@@ -12,7 +12,16 @@ from dynamic_cp.cli.console import Progress
 from dynamic_cp.cli.parameters import BatchInput, JobInput
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.tried import EXCHANGES
-from dynamic_cp.types import AUTO, RECOMPUTE_MODES, CpCommType, Hardware, ModelShape, Sample, exchanges_of
+from dynamic_cp.types import (
+    AUTO,
+    RECOMPUTE_MODES,
+    CpCommType,
+    Hardware,
+    ModelShape,
+    Sample,
+    check_latents,
+    exchanges_of,
+)
 
 if TYPE_CHECKING:
     from dynamic_cp.comparison import Comparison
@@ -42,7 +51,9 @@ def exchanges_tried(cp_comm_type: str | None, model: ModelShape) -> tuple[tuple[
     """
     has = {"is_sparse": model.window is not None, "has_latents": model.has_latents}
     if cp_comm_type is not None:
-        return (exchanges_of(cp_comm_type, **has),)
+        exchanges = exchanges_of(cp_comm_type, **has)
+        check_latents(exchanges, model.kv_lora_rank)
+        return (exchanges,)
     return (exchanges_of(AUTO, **has), *EXCHANGES[1:])
 
 

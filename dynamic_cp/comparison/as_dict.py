@@ -77,6 +77,7 @@ def setting_to_dict(setting: Setting) -> dict[str, Any]:
     return {
         "tp": topology.tp_size,
         "pp": topology.pp_size,
+        "pipeline_layers": [list(chunks) for chunks in setting.pipeline_layers] or None,
         "vpp": topology.vp_size,
         "ep": topology.ep_size,
         "lanes": topology.num_lanes,

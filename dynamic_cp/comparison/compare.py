@@ -172,7 +172,7 @@ def compare_settings(
         job = Job(
             batches=tuple(tuple(batch) for batch in batches),
             topology=setting.topology,
-            model=model,
+            model=replace(model, pipeline_layers=setting.pipeline_layers),
             hardware=hardware,
             options=options,
             limit_from_memory=False,
@@ -190,7 +190,7 @@ def compare_settings(
         model_name=model_name,
         hardware_name=hardware_name or hardware.name,
         topology=main.topology,
-        model=model,
+        model=replace(model, pipeline_layers=main.pipeline_layers),
         hardware=hardware,
         options=main.options(search),
         batches=tuple(tuple(batch) for batch in batches),

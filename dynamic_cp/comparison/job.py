@@ -72,6 +72,7 @@ class Job(NamedTuple):
             cp_comm_types=options.cp_comm_types,
             static_cp_size=options.static_cp_size,
             max_cp_size=max_cp_size,
+            pipeline_layers=self.model.pipeline_layers,
         )
 
     def cost_model(self, options: PlanOptions) -> CostModel:

@@ -291,6 +291,6 @@ def refuse_model(model: ModelShape, pp_size: int) -> None:
     for what, numbers in (("stages", layers), ("model chunks", chunks)):
         if len(numbers) > 1:
             raise UnsupportedFeatureError(
-                f"{what} have {min(numbers):g} to {max(numbers):g} layers, ticks need as many on each: leave out "
-                "--decoder-first-pipeline-num-layers and its like"
+                f"{what} have {min(numbers):g} to {max(numbers):g} layers, ticks need as many on each: choose PP x VPP "
+                "that divides the layers, without --decoder-first-pipeline-num-layers and its like"
             )

@@ -9,6 +9,7 @@ from the actual micro-batches of a plan and the order of the schedule.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,8 @@ SAFETY_FRACTION = 0.92
 """Share of the memory left by hbm_reserved_bytes that planning uses; the rest is for fragmentation. An estimate."""
 _MOMENT_BYTES = 8
 _MASTER_BYTES = 4
+_MANY_GROUPS = 0.25
+"""Share of what is available from which communicators are worth a word."""
 
 
 class StageMemory(NamedTuple):
@@ -313,6 +316,10 @@ class MemoryModel:
         ranks = self._topology.num_lanes * self._topology.tp_size
         if experts is not None and ep_size < min(ranks, experts.num_experts):
             ways.append("use a larger ep_size (--expert-model-parallel-size)")
+        if parts.communicators_bytes > _MANY_GROUPS * self.available_bytes:
+            alone = replace(self._options, cp_comm_types=("p2p",))
+            ways += ["exchange by p2p alone (--cp-comm-type)"] * (self._num_groups(alone) < self._num_groups())
+            ways.append("lower max_cp_size (--max-dynamic-cp-size)")
         ways += ["use the distributed optimizer"] * (not self._distributed_optimizer and self._topology.num_lanes > 1)
         ways.append("use a larger tp_size (--tensor-model-parallel-size) or pp_size (--pipeline-model-parallel-size)")
         return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
@@ -376,13 +383,13 @@ class MemoryModel:
         chunks[-1] += modules
         return sum(chunks) / max(1.0, *chunks) or 1.0
 
-    def _num_groups(self) -> int:
+    def _num_groups(self, options: PlanOptions | None = None) -> int:
         """Return how many communicators a rank has: one per CP size above 1, TP, PP, all lanes, and mechanisms' own."""
-        topology = self._topology
-        largest = min(self._options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
+        topology, options = self._topology, options or self._options
+        largest = min(options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
         others = (topology.tp_size > 1) + (topology.pp_size > 1) + (topology.num_lanes > 1)
         others += 2 * (topology.ep_size > 1)  # of the block, and of the ranks with the same experts
         sizes = [1 << k for k in range(1, largest.bit_length())]
-        for name in self._options.cp_comm_types:
+        for name in options.cp_comm_types:
             others += sum(MECHANISMS[name].num_more_groups(cp_size, self._sharing) for cp_size in sizes)
         return len(sizes) + others

@@ -36,6 +36,7 @@ class Architecture:
         router_expert_bias: a bias of each expert, which no gradient trains, takes part in choosing.
         init_method_std: of the first weights.
         not_trained: what of it pretrain_gpt.py does not have, each with its value.
+        not_imported: what of its published weights is not read, each with its value; they can be trained anew.
     """
 
     normalization: Normalization
@@ -68,6 +69,7 @@ class Architecture:
     max_position_embeddings: int = 0
     init_method_std: float = 0.02
     not_trained: tuple[str, ...] = ()
+    not_imported: tuple[str, ...] = ()
 
     @classmethod
     def assumed(cls, *, gated: bool) -> Architecture:
@@ -88,7 +90,7 @@ class Architecture:
         Raises:
             InvalidInputError: an entry that is missing, unknown or of the wrong type.
         """
-        known = {field.name: field for field in fields(cls) if field.name != "not_trained"}
+        known = {field.name: field for field in fields(cls) if not field.name.startswith("not_")}
         missing = [name for name, field in known.items() if field.default is MISSING and name not in data]
         unknown = sorted(set(data) - set(known))
         if missing or unknown:

@@ -30,6 +30,18 @@ _SLIDING, _WHOLE = "sliding_attention", "full_attention"
 """Entries of layer_types."""
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_NOT_ATTENTION = {
+    **dict.fromkeys(
+        ("linear_num_key_heads", "linear_key_head_dim", "linear_attn_config", "attn_type_list"), "linear attention"
+    ),
+    **dict.fromkeys(("mamba_d_state", "mamba_n_heads", "ssm_state_size", "state_size"), "state spaces"),
+    "conv_L_cache": "short convolutions",
+    "lru_width": "recurrent layers",
+    "index_topk": "sparse attention",
+    "attention_chunk_size": "attention within chunks",
+    "is_encoder_decoder": "an encoder beside the decoder",
+}
+"""Key that says how tokens meet in another way than in attention to all before, or to a window -> what it is."""
 _NOT_PRICED = {
     **dict.fromkeys(_EXPERT_COUNTS, ("experts", 2)),
     "kv_lora_rank": ("multi-head latent attention", 1),
@@ -302,11 +314,17 @@ def _skip_freq(windowed: Sequence[bool]) -> int | tuple[int, ...]:
 
 
 def _refuse_what_has_no_price(where: str, data: Mapping[str, Any]) -> None:
+    """Refuse what the cost model has no formula for: how tokens meet is named first, alone where it is another way."""
     parts = [data, *(part for part in data.values() if isinstance(part, Mapping))]  # text_config, ffn_config
     found: dict[str, str] = {}
+    for part in parts:
+        for key, what in _NOT_ATTENTION.items():
+            if value := part.get(key):
+                number = f" {value}" if isinstance(value, int) else ""
+                found.setdefault(what, f"{what} ({key}{number})")
     model_type = data.get("model_type")
     priced = {*(_EXPERT_COUNTS if model_type in _MOES else ()), *(_OF_LATENTS if model_type in _LATENTS else ())}
-    for part in parts:
+    for part in () if found else parts:
         for key, (what, least) in _NOT_PRICED.items():
             value = None if key in priced and part is data else part.get(key)
             if isinstance(value, int) and value >= least:
@@ -323,7 +341,8 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
     """Return what `data`, of which `model_shape` has read the shape, says beyond it.
 
     What pretrain_gpt.py does not have is in `not_trained`, entries among them that are not known here and switch
-    something on: nothing that a config says is left out silently.
+    something on: nothing that a config says is left out silently. That weights are quantized changes nothing of a run
+    that starts without them: it is in `not_imported`.
 
     Args:
         where: what to call the file in errors.
@@ -337,9 +356,6 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
     routes, why_routed_otherwise = routing(where, data) if _has_experts(data) else ({}, [])
     attention_bias, mlp_bias = bool(data.get("attention_bias")), bool(data.get("mlp_bias"))
     not_trained += why_routed_otherwise
-    if data.get("quantization_config"):
-        quantized = data["quantization_config"]
-        not_trained.append(f"quantization_config {quantized!r}: weights are quantized, save the model in bfloat16")
     if model_type == "gpt_oss":
         # One entry is for all biases, those of experts and of their router among them.
         attention_bias = mlp_bias = bool(data.get("attention_bias", True))
@@ -385,6 +401,9 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         max_position_embeddings=int(number(where, data, "max_position_embeddings", 0)),
         init_method_std=number(where, data, "initializer_range", 0.02),
         not_trained=tuple(not_trained),
+        not_imported=(f"quantization_config {quantized!r}: weights are quantized, save the model in bfloat16",)
+        if (quantized := data.get("quantization_config"))
+        else (),
     )
 
 

@@ -29,7 +29,6 @@ from dynamic_cp.pricing.stage import StagePrices, make_table
 from dynamic_cp.pricing.table import best_option, duration_ns
 from dynamic_cp.pricing.terms import price
 from dynamic_cp.types import (
-    OF_LATENTS,
     Attention,
     Bucket,
     Causal,
@@ -42,6 +41,7 @@ from dynamic_cp.types import (
     PlanOptions,
     Problem,
     Topology,
+    check_latents,
 )
 
 
@@ -93,12 +93,7 @@ class CostModel:
     """
 
     def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> None:
-        if set(options.cp_comm_types) <= set(OF_LATENTS) and not model.has_latents:
-            raise UnsupportedFeatureError(
-                f"cp_comm_types {' '.join(options.cp_comm_types)} exchanges the latents of multi-latent attention, and "
-                f"kv_lora_rank of this model is {model.kv_lora_rank}: use p2p or auto (--cp-comm-type)",
-                cp_comm_types=options.cp_comm_types,
-            )
+        check_latents(options.cp_comm_types, model.kv_lora_rank)
         self.model = model
         self.topology = topology
         self.options = options

@@ -96,10 +96,7 @@ def _layout(comparison: Comparison) -> str:
     gpus = f"{topology.world_size} GPUs ({comparison.hardware_name})"
     if comparison.is_tuned:
         return f"{gpus}, every policy at its own fastest layout"
-    sizes = (
-        ("TP", topology.tp_size), ("PP", topology.pp_size), ("VPP", topology.vp_size), ("EP", topology.ep_size)
-    )  # fmt: skip
-    return f"{gpus}: {topology.num_lanes} lanes" + "".join(f" · {name} {size}" for name, size in sizes if size > 1)
+    return " · ".join([f"{gpus}: {topology.num_lanes} lanes", *comparison.policies[0].setting.split])
 
 
 class _Row(NamedTuple):

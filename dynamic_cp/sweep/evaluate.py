@@ -9,7 +9,7 @@ from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
 from dynamic_cp.search.choice import plan_batch
 from dynamic_cp.setting import Setting
 from dynamic_cp.sweep.job import SweepJob
-from dynamic_cp.sweep.space import Refused
+from dynamic_cp.sweep.space import MORE_ROOM, Refused
 from dynamic_cp.types import Problem
 
 _SLACK = 0.97
@@ -48,7 +48,7 @@ def evaluate_first(setting: Setting, job: SweepJob) -> Point | Refused:
 
 def evaluate(setting: Setting, job: SweepJob) -> Point | Refused:
     """Return what `setting` gives, or why it cannot run; a pure function."""
-    options = setting.options(job.search)
+    model, options = job.model_of(setting), setting.options(job.search)
     plans = []
     try:
         for batch in job.batches:
@@ -56,7 +56,7 @@ def evaluate(setting: Setting, job: SweepJob) -> Point | Refused:
                 plan_batch(
                     Problem(
                         topology=setting.topology,
-                        model=job.model,
+                        model=model,
                         hardware=job.hardware,
                         options=options,
                         policy="dynamic" if setting.has_pool else setting.policy,
@@ -66,13 +66,15 @@ def evaluate(setting: Setting, job: SweepJob) -> Point | Refused:
                 )
             )
     except InfeasibleSampleError:
-        return Refused("the longest sample fits no CP group")
+        return Refused("the longest sample fits no CP group", MORE_ROOM)
     except UnsupportedFeatureError:
-        return Refused("no allowed exchange serves the CP size that the longest sample needs")
+        return Refused(
+            "no allowed exchange serves the CP size that the longest sample needs", "give another --cp-comm-type"
+        )
     memory = job.memory(setting)
     peak_bytes = max(stage.total_bytes for planned in plans for stage in memory.peak(planned.plan))
     if peak_bytes > memory.available_bytes:
-        return Refused("a plan needs more memory than there is")
+        return Refused("a plan needs more memory than there is", MORE_ROOM)
     total_s = sum(planned.predicted_s for planned in plans)
     return Point(
         setting=setting,

@@ -9,6 +9,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.setting import POOL_POLICIES, Setting
 from dynamic_cp.types import Experts, ModelShape
+from dynamic_cp.types.stage_layers import flags_of
 
 _POLICY_FLAGS = {
     "dynamic": ("--dynamic-cp",),
@@ -24,6 +25,8 @@ def why_not_trained(model: ModelShape, architecture: Architecture | None) -> str
     """Return what of a model pretrain_gpt.py does not have, None where it trains it."""
     if not model.causal_attention:
         return "attention without a mask: this model is for planning"
+    if flags_of(model.pipeline_layers) is None:
+        return f"no flags give stages the layers {[list(one) for one in model.pipeline_layers]}"
     return None if architecture is None or not architecture.not_trained else "; ".join(architecture.not_trained)
 
 
@@ -88,6 +91,8 @@ def _parallelism(setting: Setting, distributed_optimizer: bool) -> tuple[str, ..
         f"--tensor-model-parallel-size {topology.tp_size}",
         f"--pipeline-model-parallel-size {topology.pp_size}",
     ]
+    if topology.pp_size > 1:
+        flags += flags_of(setting.pipeline_layers) or ()
     if topology.vp_size > 1:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {topology.vp_size}")
     if topology.ep_size > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pricing.cost_model import CostModel
@@ -27,10 +27,14 @@ class SweepJob:
     search: SearchEffort = "fast"
     distributed_optimizer: bool = True
 
+    def model_of(self, setting: Setting) -> ModelShape:
+        """Return the model in the stages of `setting`."""
+        return replace(self.model, pipeline_layers=setting.pipeline_layers)
+
     def memory(self, setting: Setting) -> MemoryModel:
         """Return the memory of `setting`."""
         return MemoryModel(
-            self.model,
+            self.model_of(setting),
             self.hardware,
             setting.topology,
             setting.options(self.search),
@@ -39,5 +43,6 @@ class SweepJob:
 
     def prices(self, setting: Setting) -> CostModel:
         """Return the prices of `setting`; UnsupportedFeatureError: no allowed exchange serves any of its CP sizes."""
-        options = options_of_prices(setting.options(self.search), self.model)
-        return CostModel(self.model, self.hardware, setting.topology, options)
+        model = self.model_of(setting)
+        options = options_of_prices(setting.options(self.search), model)
+        return CostModel(model, self.hardware, setting.topology, options)

@@ -15,7 +15,7 @@ missed; in 5 cases of 190 to 350 settings and 8 batches the fastest one was with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from dynamic_cp.errors import MemoryLimitError
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
 from dynamic_cp.sweep.evaluate import Point, evaluate, evaluate_first, least_s
 from dynamic_cp.sweep.job import SweepJob
-from dynamic_cp.sweep.space import Refused, Space, exchanges_tried, layouts_of, settings_of, variants
+from dynamic_cp.sweep.space import Refused, Space, exchanges_tried, layouts_of, settings_of, variants, what_helps
 from dynamic_cp.sweep.workers import Run, workers
 from dynamic_cp.types import Recompute, Topology
 
@@ -52,7 +52,7 @@ class Found:
     """What a sweep found for one policy.
 
     Attributes:
-        best: its fastest setting; None where it has none.
+        best: its fastest setting, of equally fast ones that which needs least memory; None where it has none.
         next_best: the fastest one with another layout, if any was planned.
         num_planned: settings that were planned, with one batch at least; bounds ruled out the others.
         refused: reason -> how many layouts or settings it ruled out, most frequent first.
@@ -71,7 +71,7 @@ class Sweep:
     Attributes:
         policies: policy -> its fastest setting, in the order in which they were asked for.
         recommended: the policy to train with: dynamic where it gains enough over the fastest static one, else that.
-        front: settings of the recommended policy that no other beats in both time and memory, the fastest first.
+        front: settings of the recommended policy that no other beats in both time and memory, its `best` first.
     """
 
     policies: Mapping[str, Found]
@@ -121,8 +121,8 @@ def sweep(
         if not best:
             reasons = ", ".join(f"{reason} ({number})" for reason, number in found[policies[0]].refused.items())
             raise MemoryLimitError(
-                f"none of the settings can run on {space.num_gpus} GPUs: {reasons or 'there are none'}; use more "
-                "GPUs, shorter samples or another model",
+                f"none of the settings can run on {space.num_gpus} GPU{'s' * (space.num_gpus > 1)}: {reasons}; "
+                f"{what_helps(race.refused(policies[0]), space)}",
                 num_gpus=space.num_gpus,
             )
     recommended = _recommended(best)
@@ -138,13 +138,18 @@ def speedup_over(best: Mapping[str, Point], baseline: str) -> Speedup:
     return speedup_of("dynamic", best["dynamic"].batches_s, baseline, best[baseline].batches_s)
 
 
-def pareto_front(points: Sequence[Point]) -> tuple[Point, ...]:
+def fastest_first(points: Iterable[Point]) -> list[Point]:
+    """Return the points by their seconds; of equally fast ones that which needs least memory comes first."""
+    return sorted(points, key=lambda one: (one.iteration_s, one.peak_bytes))  # stable: ties keep their order
+
+
+def pareto_front(points: Iterable[Point]) -> tuple[Point, ...]:
     """Return the points that no other equals or beats in both time and memory, the fastest first.
 
     A slower point is kept only if it saves memory that is worth a line.
     """
     front: list[Point] = []
-    for point in sorted(points, key=lambda one: (one.iteration_s, one.peak_bytes)):  # stable: ties keep their order
+    for point in fastest_first(points):
         if not front or point.peak_bytes < _WORTH_BYTES * front[-1].peak_bytes:
             front.append(point)
     return tuple(front)
@@ -167,15 +172,15 @@ def _recommended(best: Mapping[str, Point]) -> str:
 
 def _candidates(
     space: Space, job: SweepJob, policies: Sequence[str]
-) -> tuple[dict[str, list[Setting]], dict[str, Counter[str]]]:
+) -> tuple[dict[str, list[Setting]], dict[str, Counter[Refused]]]:
     """Return the settings of each policy, and what cannot run."""
     candidates: dict[str, list[Setting]] = {policy: [] for policy in policies}
-    refused: dict[str, Counter[str]] = {policy: Counter() for policy in policies}
+    refused: dict[str, Counter[Refused]] = {policy: Counter() for policy in policies}
     for layout in layouts_of(space, job.model):
         known: dict[tuple[str | bool, Any], tuple[Setting, ...] | Refused] = {}
         for policy in policies:
             if isinstance(layout, Refused):
-                refused[policy][layout.reason] += 1
+                refused[policy][layout] += 1
                 continue
             # What memory holds is the same for all static policies, and for all others without a pool.
             pool = POOL_POLICIES.get(policy)
@@ -184,7 +189,7 @@ def _candidates(
             if found is None:
                 found = known[kind] = settings_of(*layout, policy, space, job)
             if isinstance(found, Refused):
-                refused[policy][found.reason] += 1
+                refused[policy][found] += 1
             else:
                 candidates[policy] += [replace(setting, policy=policy) for setting in found]
     return candidates, refused
@@ -198,7 +203,7 @@ class _Race:
         space: Space,
         job: SweepJob,
         candidates: Mapping[str, list[Setting]],
-        refused: dict[str, Counter[str]],
+        refused: dict[str, Counter[Refused]],
         run: Run,
         progress: Progress,
     ) -> None:
@@ -229,14 +234,18 @@ class _Race:
 
     def found(self, policy: str) -> Found:
         """Return what is known of a policy."""
-        points = sorted(self._points[policy].values(), key=lambda one: one.iteration_s)
+        points = fastest_first(self._points[policy].values())
         others = [one for one in points if _layout(one.setting) != _layout(points[0].setting)]
         return Found(
             best=points[0] if points else None,
             next_best=others[0] if others else None,
             num_planned=sum(setting.policy == policy for setting in self._first),
-            refused=dict(self._refused[policy].most_common()),
+            refused={one.reason: number for one, number in self._refused[policy].most_common()},
         )
+
+    def refused(self, policy: str) -> Collection[Refused]:
+        """Return why layouts and settings of a policy cannot run."""
+        return self._refused[policy]
 
     def front(self, policy: str) -> tuple[Point, ...]:
         """Return the settings of `policy` that no other beats in time and memory."""
@@ -250,7 +259,7 @@ class _Race:
         for setting, result in zip(new, self._counted(evaluate_first, new, "first batch"), strict=True):
             self._first[setting] = result
             if isinstance(result, Refused):
-                self._refused[setting.policy][result.reason] += 1
+                self._refused[setting.policy][result] += 1
         results = {setting: self._first[setting] for setting in settings}
         return {setting: one.iteration_s for setting, one in results.items() if isinstance(one, Point)}
 
@@ -263,7 +272,7 @@ class _Race:
             results = self._counted(evaluate, runnable, policy)
         for setting, result in zip(runnable, results, strict=True):
             if isinstance(result, Refused):
-                self._refused[policy][result.reason] += 1
+                self._refused[policy][result] += 1
             else:
                 self._points[policy][setting] = result
 
@@ -283,21 +292,14 @@ class _Race:
     def _bounds_of_layouts(self) -> dict[_Bounded, float]:
         """Return layout -> seconds of the first batch that no setting of it stays below."""
         exchanges = tuple(dict.fromkeys(one for some in self._space.exchanges for one in some))
-        limits: dict[_Bounded, int] = {}
-        for settings in self._candidates.values():
-            for setting in settings:
-                limits[_bounded(setting)] = max(limits.get(_bounded(setting), 0), setting.max_tokens_per_rank)
-        loosest = [
-            Setting(
-                policy="pool" if has_pool else "dynamic",
-                topology=topology,
-                recompute=recompute,
-                max_tokens_per_rank=limit,
-                cp_comm_types=exchanges,
-            )
-            for (topology, recompute, has_pool), limit in limits.items()
-        ]
-        return dict(zip(limits, self._counted(least_s, loosest, "lower bounds"), strict=True))
+        loosest: dict[_Bounded, Setting] = {}
+        for setting in (one for settings in self._candidates.values() for one in settings):
+            before = loosest.get(_bounded(setting))
+            if before is None or before.max_tokens_per_rank < setting.max_tokens_per_rank:
+                policy = "pool" if setting.has_pool else "dynamic"
+                every = replace(setting, policy=policy, static_cp_size=None, max_cp_size=None)
+                loosest[_bounded(setting)] = replace(every, cp_comm_types=exchanges)
+        return dict(zip(loosest, self._counted(least_s, list(loosest.values()), "lower bounds"), strict=True))
 
     def _faster_variants(self, policy: str) -> list[Setting]:
         """Return variants of what is close to the fastest that are faster than that on the first batch."""

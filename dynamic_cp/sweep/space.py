@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import NamedTuple
@@ -13,16 +13,18 @@ from dynamic_cp.plans.padding import round_up
 from dynamic_cp.search.placed import exchanges_of_policy
 from dynamic_cp.setting import POOL_POLICIES, Setting
 from dynamic_cp.sweep.job import SweepJob
-from dynamic_cp.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE
+from dynamic_cp.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, sizes_in
 from dynamic_cp.types import RECOMPUTE_MODES, CpCommType, ModelShape, Recompute, Topology
+from dynamic_cp.types.stage_layers import is_level
 
+MORE_ROOM = "use more GPUs or shorter samples (--max-seqlen)"
 _LIMIT_STEP = 256
 """Limits are rounded down to a multiple of this, for flags that can be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The values to try; powers of two and numbers of whole layers where None.
+    """The values to try; powers of two and numbers of whole layers, in nearly even stages, where None.
 
     Attributes:
         num_gpus: ranks of the job, a multiple of ranks_per_node or below it.
@@ -70,16 +72,35 @@ class Space:
 
 
 class Refused(NamedTuple):
-    """A layout that cannot run, and why."""
+    """A layout or a setting that cannot run.
+
+    Attributes:
+        reason: why.
+        remedy: what helps; empty where `reason` is about sizes, of which others may be given.
+    """
 
     reason: str
+    remedy: str = ""
+
+
+def what_helps(refused: Collection[Refused], space: Space) -> str:
+    """Return what helps where all that was tried is `refused`.
+
+    Sizes that do not go together say nothing where others came further; else those that were given are wrong.
+    """
+    sizes = {"--tp": space.tp_sizes, "--pp": space.pp_sizes, "--vpp": space.vp_sizes, "--ep": space.ep_sizes}
+    given = [name for name, of_it in sizes.items() if of_it is not None]
+    if remedies := dict.fromkeys(one.remedy for one in refused if one.remedy):
+        return ", or ".join([*remedies, *([f"leave out {' and '.join(given)}"] if given else [])])
+    named = {name for one in refused for name in sizes_in(one.reason)}
+    return f"give other {' or '.join(name for name in given if name in named)}"
 
 
 def layouts_of(space: Space, model: ModelShape) -> Iterator[tuple[Topology, Recompute] | Refused]:
     """Yield the layouts in a fixed order, and for each that the model rules out the reason."""
     powers = [1 << k for k in range(space.num_gpus.bit_length())]
     tp_sizes = space.tp_sizes or tuple(size for size in powers if size <= min(space.ranks_per_node, space.num_gpus))
-    pp_sizes = space.pp_sizes or tuple(size for size in powers if size <= model.num_layers)
+    pp_sizes = space.pp_sizes or tuple(size for size in powers if is_level(model.num_layers, size, 1))
     for tp_size, pp_size in product(tp_sizes, pp_sizes):
         sizes = product(
             space.vp_sizes or _vp_sizes(model, pp_size), space.ep_sizes or _ep_sizes(model, space.num_gpus // pp_size)
@@ -100,7 +121,7 @@ def layouts_of(space: Space, model: ModelShape) -> Iterator[tuple[Topology, Reco
                     ep_size=ep_size,
                 )
             except InvalidInputError:  # what else it refuses is refused above
-                yield Refused("blocks that share experts do not divide the lanes")
+                yield Refused("blocks of EP lanes do not divide the lanes")
                 continue
             for recompute in space.recompute:
                 yield topology, recompute  # type: ignore[misc]
@@ -115,14 +136,20 @@ def settings_of(
     all sizes, or where these leave no memory as many of the smaller ones as do. Of the sets of exchanges it is the
     first that memory holds: `variants` has the others.
     """
-    reason = why_no_pool(job.model, topology) if policy in POOL_POLICIES else None
+    model = job.model.in_stages(topology.pp_size, topology.vp_size)
+    reason = why_no_pool(model, topology) if policy in POOL_POLICIES else None
     if reason is not None:
-        return Refused(reason)
+        return Refused(reason, "leave out policies with a pool (--policy)")
     found: list[Setting] = []
-    refused = Refused("no allowed CP size divides the lanes")
+    refused = Refused("no allowed CP size divides the lanes", "give another --static-cp-size")
     for exchanges in exchanges_tried(policy, space, job):
         base = Setting(
-            policy=policy, topology=topology, recompute=recompute, max_tokens_per_rank=1, cp_comm_types=exchanges
+            policy=policy,
+            topology=topology,
+            recompute=recompute,
+            max_tokens_per_rank=1,
+            cp_comm_types=exchanges,
+            pipeline_layers=model.pipeline_layers,
         )
         sizes = _static_sizes(topology, space) if base.is_static else _largest_sizes(topology)
         for cp_size in sizes:
@@ -143,6 +170,8 @@ def why_no_pool(model: ModelShape, topology: Topology) -> str | None:
     """Return why pretrain_gpt.py has no pool of servers of all stages in a layout; None where it has one."""
     if topology.pp_size == 1:
         return "a pool has servers of at least 2 stages"
+    if len({layers for stage in model.pipeline_layers for layers in stage}) > 1:
+        return "a pool has as many layers on each stage"
     try:
         refuse_model(model, topology.pp_size)
     except UnsupportedFeatureError:
@@ -193,11 +222,11 @@ def _with_limits(base: Setting, space: Space, job: SweepJob) -> tuple[Setting, .
     topology = base.topology
     memory = job.memory(base)
     if max(stage.total_bytes for stage in memory.peak_at(0)) > memory.available_bytes:
-        return Refused("weights and optimizer do not fit in memory")
+        return Refused("weights and optimizer do not fit in memory", "use more GPUs or a smaller model")
     try:
         most = memory.max_tokens_per_rank(job.max_seqlen)
     except MemoryLimitError:
-        return Refused("the longest sample does not fit in memory")
+        return Refused("the longest sample does not fit in memory", MORE_ROOM)
     step = round_up(_LIMIT_STEP, 2 * topology.rank_token_multiple)
     rounded = most // step * step if most >= 4 * step else most
     largest = base.static_cp_size if base.is_static else base.max_cp_size
@@ -209,7 +238,8 @@ def _with_limits(base: Setting, space: Space, job: SweepJob) -> tuple[Setting, .
         tried = [most]
     kept = [limit for limit in tried if round_up(least, 2 * topology.rank_token_multiple) <= limit <= most]
     if not kept:
-        return Refused("no token limit fits both memory and the longest sample")
+        remedy = MORE_ROOM if space.limits is None else "give another --max-tokens-per-rank"
+        return Refused("no token limit fits both memory and the longest sample", remedy)
     return tuple(replace(base, max_tokens_per_rank=limit) for limit in dict.fromkeys(kept))
 
 
@@ -219,11 +249,10 @@ def _static_sizes(topology: Topology, space: Space) -> list[int]:
 
 
 def _vp_sizes(model: ModelShape, pp_size: int) -> tuple[int, ...]:
-    """Return the numbers that cut a stage into chunks of whole layers."""
-    if pp_size == 1 or model.num_layers % pp_size:
+    """Return the numbers that cut the stages into chunks of whole layers."""
+    if pp_size == 1:
         return (1,)
-    layers = model.num_layers // pp_size
-    return tuple(size for size in range(1, MAX_VP_SIZE + 1) if layers % size == 0)
+    return (1, *(size for size in range(2, MAX_VP_SIZE + 1) if is_level(model.num_layers, pp_size, size)))
 
 
 def _ep_sizes(model: ModelShape, ranks_of_stage: int) -> tuple[int, ...]:

@@ -5,7 +5,8 @@
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
 this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `mask_rules`, `placement`, `ticks`,
-`tasks`, `plan`, then what a batch is planned for: `layers`, `experts`, `model`, `hardware`, `options`, `problem`.
+`tasks`, `plan`, then what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`,
+`problem`.
 """
 
 from dynamic_cp.types.attention import (
@@ -19,6 +20,7 @@ from dynamic_cp.types.attention import (
     PLACED,
     Attention,
     CpCommType,
+    check_latents,
     exchanges_of,
 )
 from dynamic_cp.types.counts import (
@@ -70,6 +72,7 @@ from dynamic_cp.types.plan import (
     Sample,
 )
 from dynamic_cp.types.problem import Problem
+from dynamic_cp.types.stage_layers import PipelineLayers
 from dynamic_cp.types.tasks import PoolTasks, Tasks, parse_tasks
 from dynamic_cp.types.ticks import KINDS, Kind, Tick, Unit, num_ticks, tick_order
 from dynamic_cp.types.topology import (
@@ -113,6 +116,7 @@ __all__ = [
     "MaskRule",
     "MicroBatch",
     "ModelShape",
+    "PipelineLayers",
     "Placement",
     "Plan",
     "PlanOptions",
@@ -131,6 +135,7 @@ __all__ = [
     "Tick",
     "Topology",
     "Unit",
+    "check_latents",
     "counted",
     "exchanges_of",
     "is_power_of_two",

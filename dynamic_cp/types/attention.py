@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple, cast, get_args
+
+from dynamic_cp.errors import UnsupportedFeatureError
 
 CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p", "blocks", "latent"]
 INNER_SIZES: Mapping[CpCommType, Literal["one", "all", "chosen", "any"]] = {
@@ -47,6 +49,20 @@ def exchanges_of(name: str, *, is_sparse: bool = False, has_latents: bool = Fals
     if name != AUTO:
         return (cast(CpCommType, name),)
     return (*CP_COMM_TYPES, *(OF_LATENTS if has_latents else ()), *(PLACED if is_sparse else ()))
+
+
+def check_latents(names: Collection[CpCommType], kv_lora_rank: int) -> None:
+    """Refuse exchanges that are of latents only, of a model without them.
+
+    Raises:
+        UnsupportedFeatureError: `kv_lora_rank` is 0.
+    """
+    if set(names) <= set(OF_LATENTS) and not kv_lora_rank:
+        raise UnsupportedFeatureError(
+            f"cp_comm_types {' '.join(names)} exchanges the latents of multi-latent attention, and kv_lora_rank of "
+            "this model is 0: use p2p or auto (--cp-comm-type)",
+            cp_comm_types=tuple(names),
+        )
 
 
 IN_NODE, ACROSS_NODES = 0, 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from dynamic_cp.types.counts import counted, require_at_least
 from dynamic_cp.types.experts import Experts
 from dynamic_cp.types.layers import Layer, Stage
 from dynamic_cp.types.masks import CAUSAL, FULL, Causal, Full, Lambda
+from dynamic_cp.types.stage_layers import PipelineLayers, best_split
 
 if TYPE_CHECKING:
     from dynamic_cp.types.plan import Sample
@@ -63,7 +64,7 @@ class ModelShape:
     window_tokens: int = 0
     window_attn_skip_freq: int | tuple[int, ...] = 0
     window_sink_tokens: int = 0
-    pipeline_layers: tuple[tuple[int, ...], ...] = ()
+    pipeline_layers: PipelineLayers = ()
     experts: Experts | None = None
     mtp_num_layers: int = 0
     q_lora_rank: int = 0
@@ -278,15 +279,18 @@ class ModelShape:
     def why_no_split(
         self, *, tp_size: int, pp_size: int, vp_size: int, ranks_per_node: int, ep_size: int = 1
     ) -> str | None:
-        """Return why TP, PP, VPP and EP cannot split the model evenly over ranks, None where they can."""
+        """Return why TP, PP, VPP and EP cannot split the model, None where they can. Stages may be unlike."""
         if tp_size > ranks_per_node:
             return "TP beyond a node"
         if any(size % tp_size for size in (self.num_attention_heads, self.num_query_groups, self.ffn_hidden_size)):
             return "TP does not divide heads, KV heads or the MLP"
-        if not self.pipeline_layers and self.num_layers % (pp_size * vp_size):
-            return "PP x VPP does not divide the layers"
         if vp_size > 1 and pp_size == 1:
             return "VPP without a pipeline"
+        if self.pipeline_layers:
+            if pp_size > 1 and (pp_size, {vp_size}) != (len(self.pipeline_layers), set(map(len, self.pipeline_layers))):
+                return "PP x VPP is not what the model's pipeline_layers are for"
+        elif best_split(self.num_layers, pp_size, vp_size) is None:
+            return "PP x VPP cannot share out the layers"
         return self.why_no_expert_split(ep_size=ep_size, tp_size=tp_size)
 
     def why_no_expert_split(self, *, ep_size: int, tp_size: int = 1) -> str | None:
@@ -424,6 +428,16 @@ class ModelShape:
     def num_heads(self) -> int:
         """Passes of the LM head, with its loss."""
         return 1 + self.mtp_num_layers
+
+    def in_stages(self, pp_size: int, vp_size: int) -> ModelShape:
+        """Return the model with the layers of each stage that keep the heaviest one lightest.
+
+        Itself where an even split does so, where it says them, or where there is no split.
+        """
+        split = best_split(self.num_layers, pp_size, vp_size, self.mtp_num_layers)
+        if self.pipeline_layers or split is None or not split.layers:
+            return self
+        return replace(self, pipeline_layers=split.layers)
 
     def stages(self, pp_size: int) -> tuple[Stage, ...]:
         """Return what each of `pp_size` pipeline stages computes; prices, memory and FLOPs are made of these.

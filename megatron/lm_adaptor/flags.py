@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import CP_COMM_TYPES, OF_LATENTS, ModelShape
+from dynamic_cp.types import CP_COMM_TYPES, OF_LATENTS, ModelShape, PipelineLayers
 from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.arguments import (
@@ -28,7 +28,6 @@ from megatron.dynamic_cp.flags.arguments import (
 )
 from megatron.dynamic_cp.flags.experts import check_experts
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, is_on, qk_width
-from megatron.dynamic_cp.flags.pipeline_layers import PipelineLayers
 from megatron.dynamic_cp.flags.positions import check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.trainer.data.config import OVERLONG_POLICIES

@@ -672,10 +672,6 @@ def test_what_latents_and_their_routers_do_not_have_is_named(name):
 
 
 LIKE_GPT_OSS = {
-    "quantized as published": (
-        {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}},
-        r"quantization_config .*mxfp4.*: weights are quantized, save the model in bfloat16",
-    ),
     "no biases": ({"attention_bias": False}, r"attention_bias false: linear layers of gpt_oss have biases"),
     "another gate": ({"swiglu_alpha": 1.0}, r"swiglu_alpha 1.0: gates have 1.702"),
     "windows somewhere": ({"layer_types": None}, r"layer_types: it is missing, and sliding_window is not for all"),

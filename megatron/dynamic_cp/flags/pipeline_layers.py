@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
-
-PipelineLayers = tuple[tuple[int, ...], ...]
-"""[stage][chunk] -> layers; () = the same number everywhere."""
+from dynamic_cp.types import PipelineLayers
 
 _OWN = {"--decoder-first-pipeline-num-layers": 0, "--decoder-last-pipeline-num-layers": -1}
 _COUNTED = {"--account-for-embedding-in-pipeline-split": 0, "--account-for-loss-in-pipeline-split": -1}

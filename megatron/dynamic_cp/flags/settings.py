@@ -13,6 +13,7 @@ from dynamic_cp.mechanisms.registry import serving_windows
 from dynamic_cp.types import (
     NOISE_MARGIN,
     CpCommType,
+    PipelineLayers,
     PlanOptions,
     PoolUse,
     Recompute,
@@ -21,7 +22,6 @@ from dynamic_cp.types import (
     Topology,
     exchanges_of,
 )
-from megatron.dynamic_cp.flags.pipeline_layers import PipelineLayers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

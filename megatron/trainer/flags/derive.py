@@ -6,11 +6,10 @@ from math import lcm
 from typing import Any
 
 from dynamic_cp.plans.padding import round_up
-from dynamic_cp.types import Experts, ModelShape
+from dynamic_cp.types import Experts, ModelShape, PipelineLayers
 from megatron.dynamic_cp.flags import activation, experts
 from megatron.dynamic_cp.flags.latent_attention import LATENT, latent_attention_of, shape_of
 from megatron.dynamic_cp.flags.multi_token import MODULES, modules_of
-from megatron.dynamic_cp.flags.pipeline_layers import PipelineLayers
 from megatron.dynamic_cp.flags.positions import CHOICES, choices
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.trainer.flags.settings import ModelSettings

@@ -42,7 +42,7 @@ _COPIED = (
     "generation_config.json",
 )
 """What a folder has beside its weights, and no training changes."""
-_NO_NUMBER = ("max_position_embeddings", "init_method_std", "not_trained")
+_NO_NUMBER = ("max_position_embeddings", "init_method_std", "not_trained", "not_imported")
 """Of an architecture: what may differ between a checkpoint and a config.json."""
 
 
@@ -183,10 +183,9 @@ def _target(where: str, model: Described, like: str | None, vocab_size: int | No
             raise CheckpointError(
                 f"{where} has {name} {value}, {at} has {theirs[name]}: name the folder of the same model", name=name
             )
-    if architecture.not_trained:
+    if reasons := [*architecture.not_trained, *architecture.not_imported]:
         raise CheckpointError(
-            f"{at} says what {where} was not trained with: {'; '.join(architecture.not_trained)}: "
-            "name the folder of the same model"
+            f"{at} says what {where} was not trained with: {'; '.join(reasons)}: name the folder of the same model"
         )
     return _Target(family=family, shape=shape, architecture=architecture, config=_without_types(config))
 

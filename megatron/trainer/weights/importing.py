@@ -116,7 +116,7 @@ def read_source(path: str, *, tp_size: int = 1, pp_size: int = 1, ep_size: int =
 
 
 def _check_trained(where: str, architecture: Architecture) -> None:
-    reasons = list(architecture.not_trained)
+    reasons = [*architecture.not_trained, *architecture.not_imported]
     if architecture.rotary_percent != 1:
         reasons.append(f"partial_rotary_factor {architecture.rotary_percent}: these families rotate whole heads")
     if not architecture.max_position_embeddings:

@@ -70,9 +70,9 @@ ANY_JOB = [
     (["--pp", "0"], "error: --pp is 0"),
     (["--vpp", "0"], "error: --vpp is 0"),
     (["--vpp", "2"], "error: --vpp is 2 but --pp is 1: interleaving needs --pp >= 2"),
-    (["--pp", "16"], "--tp 1 --pp 16 --vpp 1: PP x VPP does not divide the layers (the model has 8 layers, "),
-    (["--pp", "3"], "--tp 1 --pp 3 --vpp 1: PP x VPP does not divide the layers"),
-    (["--pp", "4", "--vpp", "3"], "--tp 1 --pp 4 --vpp 3: PP x VPP does not divide the layers"),
+    (["--pp", "16"], "--tp 1 --pp 16 --vpp 1: PP x VPP cannot share out the layers (the model has 8 layers, "),
+    (["--pp", "5", "--vpp", "3"], "--tp 1 --pp 5 --vpp 3: PP x VPP cannot share out the layers"),
+    (["--pp", "4", "--vpp", "3"], "--tp 1 --pp 4 --vpp 3: PP x VPP cannot share out the layers"),
     (["--tp", "3"], "--tp 3 --pp 1 --vpp 1: TP does not divide heads, KV heads or the MLP"),
     (["--tp", "16"], "--tp 16 --pp 1 --vpp 1: TP beyond a node"),
     (["--tp", "16", "--ranks-per-node", "16"], "TP does not divide heads, KV heads or the MLP (the model has 8 layers"),
@@ -155,7 +155,7 @@ CASES = {
         (["--tp", "1,x"], "'1,x' is not a list of whole numbers"),
         (["--pp", "0"], "error: --pp is 0, at least 1"),
         (["--max-tokens-per-rank", "0"], "error: --max-tokens-per-rank is 0, at least 1"),
-        (["--tp", "3"], "none of the settings can run on 4 GPUs: TP x PP does not divide the GPUs (6)"),
+        (["--tp", "3"], "none of the settings can run on 4 GPUs: TP x PP does not divide the GPUs (7)"),
         (["--recompute", "half"], "error: --recompute is half: use some of none, selective, full"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--max-tokens-per-rank", "10000000"], "no token limit fits both memory and the longest sample"),
@@ -235,6 +235,40 @@ def test_bad_input(command, folder, capsys):
     assert len(CASES[command]) >= 3
     lines = [(change, says, refused([*COMMANDS[command], *change], capsys, folder)) for change, says in CASES[command]]
     assert [(change, says, err) for change, says, err in lines if says not in err] == []
+
+
+REMEDIES = [
+    # command, what is wrong, what the message says, what to give instead
+    ("plan", ["--tp", "3"], "change --tp", ["--tp", "2"]),
+    ("plan", ["--tp", "6"], "change --tp", ["--tp", "4"]),
+    ("plan", ["--pp", "5", "--vpp", "3"], "change --pp or --vpp", ["--pp", "5"]),
+    ("plan", ["--ep", "2"], "change --ep", ["--ep", "1"]),
+    ("sweep", ["--tp", "3"], "; give other --tp", ["--tp", "2"]),
+    ("sweep", ["--tp", "6", "--gpus", "12", "--ranks-per-node", "12"], "; give other --tp", [
+        "--tp", "4", "--gpus", "12", "--ranks-per-node", "12"]),
+    ("sweep", ["--ep", "2"], "; give other --ep", ["--ep", "1"]),
+    ("sweep", ["--pp", "16", "--gpus", "16"], "; give other --pp", ["--pp", "8", "--gpus", "16"]),
+    ("plan", ["--cp-comm-type", "latent"], "use p2p or auto (--cp-comm-type)", ["--cp-comm-type", "p2p"]),
+    ("sweep", ["--cp-comm-type", "latent"], "use p2p or auto (--cp-comm-type)", ["--cp-comm-type", "auto"]),
+    ("simulate", ["--cp-comm-type", "latent"], "use p2p or auto (--cp-comm-type)", ["--cp-comm-type", "auto"]),
+    ("plan", ["--lanes", "1000000", "--set", "hbm=9GB"], "exchange by p2p alone (--cp-comm-type)", [
+        "--lanes", "1000000", "--set", "hbm=9GB", "--cp-comm-type", "p2p"]),
+    ("plan", ["--lanes", "1000000", "--set", "hbm=9.2GB"], "lower --lanes", ["--lanes", "64", "--set", "hbm=9.2GB"]),
+    ("sweep", ["--max-tokens-per-rank", "10000000"], ", or give another --max-tokens-per-rank", [
+        "--max-tokens-per-rank", "10000"]),
+    ("plan", ["--gpus", "4", "--static-cp-size", "5", "--policy", "static"], "; give another --static-cp-size", [
+        "--gpus", "4", "--static-cp-size", "4", "--policy", "static"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "wrong", "says", "right"), REMEDIES)
+def test_remedies_help(command, wrong, says, right, folder, capsys):
+    words = [*COMMANDS[command]]
+    if "--gpus" in wrong and "--lanes" in words:
+        at = words.index("--lanes")
+        del words[at : at + 2]
+    assert says in refused([*words, *wrong], capsys, folder)
+    assert cli.main([*words, *right]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -453,7 +453,8 @@ def test_no_verdict_without_a_comparison():
     [
         ((1.01, None, None), "no"),
         ((1.034, None, None), "no"),  # 1.03x is what is shown
-        ((1.036, None, None), "yes"),
+        ((1.036, None, None), "unclear"),  # one batch
+        ((1.5, None, None), "unclear"),
         ((1.02, 1.01, 1.03), "no"),
         ((1.034, 1.02, 1.05), "no"),
         ((1.10, 1.034, 1.2), "unclear"),

@@ -92,6 +92,22 @@ def test_nothing_close_beats_the_front(found, everything):
         assert faster.peak_bytes > slower.peak_bytes
 
 
+def test_of_equally_fast_settings_one_is_chosen_for_all_that_is_printed(monkeypatch):
+    """Verdict, list and launch line named two settings of equal seconds."""
+
+    def evaluated(setting, job):
+        return Point(
+            setting=setting, batches_s=(1.0,), peak_bytes=float(setting.max_tokens_per_rank), tokens_per_s_per_gpu=1.0,
+            num_microbatches=1.0, largest_cp_size=1,
+        )  # fmt: skip
+
+    monkeypatch.setattr("dynamic_cp.sweep.search.evaluate_first", evaluated)
+    few = replace(SPACE, tp_sizes=(4,), pp_sizes=(1,), vp_sizes=(1,))
+    found = sweep(few, replace(JOB, batches=JOB.batches[:1]), policies=("dynamic",))
+    assert found.num_planned > 2
+    assert found.front == (found.best["dynamic"],), "the one that needs least memory"
+
+
 def test_the_dynamic_policy_is_at_least_as_fast_as_the_others(found):
     for point in found.best.values():
         assert found.best["dynamic"].iteration_s <= point.iteration_s * (1 + 1e-9)
@@ -204,7 +220,7 @@ def test_refusals_are_counted_with_their_reasons():
     reasons = [layout.reason for layout in layouts_of(space, MODEL) if isinstance(layout, Refused)]
     assert set(reasons) == {
         "TP x PP does not divide the GPUs",
-        "PP x VPP does not divide the layers",
+        "PP x VPP cannot share out the layers",
         "VPP without a pipeline",
     }
     heads = list(layouts_of(Space(num_gpus=16, ranks_per_node=16, tp_sizes=(16,)), MODEL))
@@ -301,11 +317,15 @@ def test_it_ends_with_the_best_static_setting_the_dynamic_one_and_the_gain(swept
     gain = speedup_of("dynamic", best["dynamic"]["batches_s"], static, best[static]["batches_s"])
     says = re.fullmatch(
         rf"Best static ([\d.]+) s \({static} CP (\d+) at TP (\d), .*?\), dynamic ([\d.]+) s \(TP (\d), .*?\): "
-        r"(.*) ([\d.]+)x \(95% ([\d.]+)\.\.([\d.]+)\)(, too small to recommend it)?\.",
+        r"(.*) ([\d.]+)x \(95% ([\d.]+)\.\.([\d.]+)\)"
+        r", ([\d.]+)x over (static|balanced), ([\d.]+)x over megatron-dev(, too small to recommend it)?\.",
         text[text.index("Best static") :],
     )
     assert says, text[-400:]
-    theirs_s, cp_size, their_tp, ours_s, our_tp, judgement, *factors, small = says.groups()
+    theirs_s, cp_size, their_tp, ours_s, our_tp, judgement, *factors, over, other, over_greedy, small = says.groups()
+    for policy, shown in ((other, over), ("megatron-dev", over_greedy)):
+        ratio = speedup_of("dynamic", best["dynamic"]["batches_s"], policy, best[policy]["batches_s"]).ratio
+        assert (policy != static, float(shown)) == (True, round(ratio, 2))
     assert [float(theirs_s), int(cp_size), int(their_tp)] == [
         round(best[static]["iteration_s"], 3), best[static]["static_cp_size"], best[static]["tp"]
     ]  # fmt: skip
@@ -492,6 +512,7 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
         "add_bias_linear": not trained_model.disable_bias_linear,
         "layernorm_epsilon": trained_model.norm_epsilon,
         "not_trained": (),
+        "not_imported": (),
         "router_score_function": trained_model.moe_router_score_function,
         "router_pre_softmax": trained_model.moe_router_pre_softmax,
         "router_num_groups": trained_model.moe_router_num_groups or 0,
@@ -578,7 +599,6 @@ def test_what_the_configs_of_that_test_say(tmp_path):
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
         ({"logits_soft_cap": 30.0}, "logits_soft_cap 30.0: not known here"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}: weights are quantized"),
     ],
 )
 def test_a_model_that_the_trainer_does_not_have_gets_no_line_and_the_reason(changes, says, tmp_path, capsys):
@@ -604,6 +624,64 @@ def test_a_model_that_the_trainer_does_not_have_gets_no_line_and_the_reason(chan
     recommended = json.loads(capsys.readouterr().out)["recommended"]
     assert recommended["command"] is None
     assert says in recommended["no_command"]
+
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168,
+    "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "vocab_size": 129280, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "moe_layer_freq": 1, "num_nextn_predict_layers": 1,
+    "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "ep_size": 1, "hidden_act": "silu", "initializer_range": 0.02,
+    "max_position_embeddings": 163840, "rms_norm_eps": 1e-06, "rope_theta": 10000, "tie_word_embeddings": False,
+    "attention_bias": False, "attention_dropout": 0.0, "use_cache": True, "torch_dtype": "bfloat16",
+    "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                     "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                            "weight_block_size": [128, 128]},
+}  # fmt: skip
+"""As published."""
+
+
+def test_deepseek_v3_as_published_is_swept_in_pipelines_and_gets_a_line(tmp_path, monkeypatch):
+    """61 layers: no number of stages divides them. That weights are quantized is nothing of its shape."""
+    path = str(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    model, architecture = load_model(path), load_architecture(path)
+    assert architecture.not_trained == ()
+    assert "fp8" in architecture.not_imported[0]
+    space = Space(num_gpus=2048, tp_sizes=(1,), ep_sizes=(64,), recompute=("full",))
+    layouts = [one for one in layouts_of(space, model) if not isinstance(one, Refused)]
+    assert {one.pp_size for one, _ in layouts} == {1, 2, 4, 8, 16}
+    job = replace(JOB, model=model)
+    topology, recompute = next(layout for layout in layouts if layout[0].pp_size == 16)
+    setting = settings_of(topology, recompute, "dynamic", space, job)[0]
+    assert "PP 16 (15x4+1 layers)" in setting.layout
+    heaviest = max(stage.num_layers for stage in job.model_of(setting).stages(16))
+    assert heaviest == 4
+    settings = parsed(setting, model, architecture, monkeypatch, max_seqlen=3000)
+    assert settings.planning.pipeline_layers == setting.pipeline_layers == ((4,),) * 15 + ((1,),)
+    assert isinstance(evaluate(setting, job), Point)
+
+
+def test_a_sweep_with_unlike_stages_names_their_flags(tmp_path, capsys):
+    """Also where the config says that weights are quantized; a comment says what that means."""
+    path = tmp_path / "config.json"
+    quantized = {"quantization_config": {"quant_method": "mxfp4"}}
+    path.write_text(json.dumps(LLAMA_CONFIG | {"num_hidden_layers": 7} | quantized))
+    words = f"--lengths sft_short --global-batch-size 8 --model {path} --pp 2 --vpp 1 --tp 1"
+    sweep_words = f"sweep {words} --batches 1 --gpus 4 --jobs 1 --policy dynamic"
+    text = " ".join(ran(sweep_words, capsys).replace("\\", "").split())
+    assert "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 4 " in text
+    assert "PP 2 (4+3 layers)" in text
+    assert "this starts with new weights: quantization_config {'quant_method': 'mxfp4'}: weights are quantized" in text
+    data = json.loads(ran(f"{sweep_words} --json -", capsys))
+    assert data["recommended"]["pipeline_layers"] == [[4], [3]]
+    assert "stages of 4+3 layers" in " ".join(ran(f"plan {words} --lanes 2", capsys).split())
+    assert "PP 2 (4+3 layers)" in " ".join(ran(f"plan {words} --gpus 4", capsys).split())
+    simulated = ran(f"simulate {words} --batches 1 --lanes 2 --policy dynamic,balanced", capsys)
+    assert "PP 2 (4+3 layers)" in " ".join(simulated.split())
 
 
 def test_flags_of_policies(monkeypatch):
@@ -669,7 +747,11 @@ def test_a_pool_is_tuned_like_any_policy_and_its_line_has_its_flag(capsys: pytes
         assert f"--dynamic-cp-pool {use}" in flags[1]
     mixtral = settings_of(Topology(num_lanes=2, tp_size=2, pp_size=2, sequence_parallel=True), "full", "pool", space,
                           replace(job, model=load_model("mixtral-8x7b")))  # fmt: skip
-    assert mixtral == Refused("attention of this model cannot be tasks of a pool")
+    assert mixtral.reason == "attention of this model cannot be tasks of a pool"
+    unlike = settings_of(
+        Topology(num_lanes=2, tp_size=2, pp_size=3, sequence_parallel=True), "full", "pool", space, job
+    )
+    assert unlike.reason == "a pool has as many layers on each stage"
     words = "sweep --lengths github --global-batch-size 16 --gpus 16 --tp 4,8 --pp 1,2 --recompute full --jobs 1"
     assert cli.main([*words.split(), "--policy", "dynamic,balanced,pool,with-pool", "--batches", "1"]) == 0
     printed = capsys.readouterr().out

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 
 import pytest
 
-from dynamic_cp.errors import DynamicCPError, InvalidInputError
+from dynamic_cp.errors import DynamicCPError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import catalog, hugging_face, rotation, written
 from dynamic_cp.types import Experts, Hardware
 from tests.unit.support import CASES
@@ -554,3 +555,34 @@ def test_an_unreadable_file(tmp_path):
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidInputError, match="is not JSON"):
         catalog.load_model(tmp_path / "binary.json")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "says"),
+    [
+        ("qwen3_next", {"num_experts": 512, "linear_num_key_heads": 16}, "linear attention"),
+        ("qwen3_5", {"text_config": {"linear_num_key_heads": 16, "num_experts": 256}}, "linear attention"),
+        ("kimi_linear", {"linear_attn_config": {"kda_layers": [1, 2, 3]}, "kv_lora_rank": 512}, "linear attention"),
+        ("minimax_m1", {"attn_type_list": [0, 1], "num_local_experts": 32}, "linear attention"),
+        ("olmo_hybrid", {"linear_key_head_dim": 96}, "linear attention"),
+        ("mamba", {"state_size": 16}, "state spaces"),
+        ("jamba", {"mamba_d_state": 16, "num_experts": 16}, "state spaces"),
+        ("nemotron_h", {"ssm_state_size": 128, "n_routed_experts": 128}, "state spaces"),
+        ("granitemoehybrid", {"mamba_n_heads": 48, "num_local_experts": 62}, "state spaces"),
+        ("lfm2_moe", {"conv_L_cache": 3, "num_experts": 32}, "short convolutions"),
+        ("recurrent_gemma", {"lru_width": 2560}, "recurrent layers"),
+        ("deepseek_v32", {"index_topk": 2048, "kv_lora_rank": 512, "n_routed_experts": 256}, "sparse attention"),
+        ("deepseek_v3", {"index_topk": 2048, "kv_lora_rank": 512}, "sparse attention"),
+        ("llama4_text", {"attention_chunk_size": 8192, "num_local_experts": 16}, "attention within chunks"),
+        ("t5", {"is_encoder_decoder": True, "num_decoder_layers": 12}, "an encoder beside the decoder"),
+        ("dbrx", {"ffn_config": {"moe_num_experts": 16}}, "experts"),
+    ],
+)
+def test_a_refused_config_is_told_what_its_layers_are_first(tmp_path, model_type, changes, says):
+    """Experts and latents of others are priced; what makes it another model is how its tokens meet."""
+    path = config_file(tmp_path, model_type=model_type, **changes)
+    with pytest.raises(UnsupportedFeatureError) as raised:
+        catalog.load_model(path)
+    has = re.search(rf"model_type '{model_type}' has (.*), which cannot be priced yet", str(raised.value))
+    assert has is not None, raised.value
+    assert re.fullmatch(rf"{says} \([a-zA-Z_]+( [0-9]+| True)?\)", has[1]), has[1]
