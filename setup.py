@@ -24,7 +24,7 @@ TRAIN = [
 REPORT = ["jinja2>=3.1", "matplotlib>=3.8"]  # pictures and HTML pages; traces need neither
 # mkdocs 2 breaks themes and plugins; mkdocs-material 9 is the last major version.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings-python>=2,<3"]
-PARQUET = ["pyarrow>=14"]  # lengths out of parquet files; 45 MB
+PARQUET = ["pyarrow>=14"]  # lengths out of parquet files, records to train on; 45 MB
 # Local tokenizer.json files and chat templates; no torch. Before 3.1.6 a template could leave jinja2's sandbox.
 TOKENIZERS = ["tokenizers>=0.20", "jinja2>=3.1.6"]
 # Pinned: their attention and mesh interfaces change. 26 MB in all. From 5.21 on transformers needs Python 3.11.

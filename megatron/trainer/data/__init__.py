@@ -7,6 +7,7 @@ Read in this order:
 - `progress`, `workers`: a long scan, shown and spread over processes
 - `length_index`: the file of an index; `file_table` knows the files behind it and notices changes
 - `index_cache`: finds an index or makes it
+- `unpacked`: gzip, JSON arrays and parquet as lines
 - `json_text`, `scan`: reading files for an index, in processes without numpy
 - `hugging_face`, `tokenizer`: text to tokens; `token_scan` tokenizes for an index
 - `line_table`: the lines of JSONL

@@ -13,7 +13,7 @@ from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.chat_lines import build_chat_reader
 from megatron.trainer.data.config import DataConfig
-from megatron.trainer.data.data_path import parse_blend
+from megatron.trainer.data.data_path import find_files, parse_blend
 from megatron.trainer.data.entries import IndexedEntry, index_entries, open_entry
 from megatron.trainer.data.mock import MockDocuments
 from megatron.trainer.data.pool import ShuffledPool
@@ -93,6 +93,9 @@ def _open_sources(
         return [MockDocuments(config.varlen_mock_config, config.seq_length, config.seed, built)], None
     chat_reader = build_chat_reader(config, built)
     entries, weights = parse_blend(config.data_path)
+    for entry, index in zip(entries, indexed, strict=True):
+        if index is not None and index.has_copies:
+            find_files(entry, config, built)  # another host writes its own where it does not share a folder
     return [
         open_entry(entry, index, built, chat_reader) for entry, index in zip(entries, indexed, strict=True)
     ], weights

@@ -6,10 +6,11 @@ import glob
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from dynamic_cp.errors import DataError, InvalidInputError
+from megatron.trainer.data import unpacked
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.index_cache import DocumentFiles
 from megatron.trainer.data.text_files import list_files
@@ -17,7 +18,8 @@ from megatron.trainer.data.tokenizer import TextTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-JSON_SUFFIXES = (".jsonl", ".json")
+JSON_SUFFIXES = (".jsonl", ".json", *unpacked.SUFFIXES)
+FOLDER_SUFFIXES = (".jsonl", *unpacked.SUFFIXES)
 
 
 def parse_blend(data_path: Sequence[str]) -> tuple[list[str], list[Fraction] | None]:
@@ -53,17 +55,28 @@ def _number(word: str) -> float | None:
         return None
 
 
-def find_files(entry: str, config: DataConfig, tokenizer: Tokenizer) -> DocumentFiles | None:
+def find_files(
+    entry: str, config: DataConfig, tokenizer: Tokenizer, on_tick: Callable[[], None] | None = None
+) -> DocumentFiles | None:
     """Return the text or JSONL files of one entry of --data-path; None when it is .bin/.idx data.
 
-    A folder is text files by `config.data_glob`, JSONL when all of them end in .jsonl. A glob is JSONL when all files
-    end in .jsonl or .json, else text. A file goes by its suffix: .idx or .bin, .jsonl or .json, anything else is text.
-    What is neither file nor folder is the prefix of .bin/.idx files or a glob. With --sft all must be JSONL.
+    A folder is text files by `config.data_glob`, JSONL when all of them end in FOLDER_SUFFIXES. A glob is JSONL when
+    all files end in JSON_SUFFIXES, else text. A file goes by its suffix: .idx or .bin, JSON_SUFFIXES, else it is text.
+    What is neither file nor folder is the prefix of .bin/.idx files or a glob. With --sft all must be JSONL. Of files
+    that are not lines there are copies (`unpacked`), written now if they are not there.
+
+    Args:
+        on_tick: called now and then while copies are written.
 
     Raises:
-        DataError: nothing there.
+        DataError: nothing there, or files that are damaged.
         InvalidInputError: a tokenizer that cannot read text.
     """
+    files = _find_files(entry, config, tokenizer)
+    return files and unpacked.unpack(files, config.cache_path, on_tick)
+
+
+def _find_files(entry: str, config: DataConfig, tokenizer: Tokenizer) -> DocumentFiles | None:
     prefix, suffix = os.path.splitext(entry)
     if os.path.isdir(entry):
         paths = list_files(entry, config.data_glob)
@@ -71,7 +84,7 @@ def find_files(entry: str, config: DataConfig, tokenizer: Tokenizer) -> Document
             raise DataError(
                 f"{entry} has no file that matches {config.data_glob}: give another folder or --data-glob", path=entry
             )
-        return _files(entry, os.path.join(entry, ""), config.data_glob, paths, (".jsonl",), config, tokenizer)
+        return _files(entry, os.path.join(entry, ""), config.data_glob, paths, FOLDER_SUFFIXES, config, tokenizer)
     if suffix in (".idx", ".bin") and not glob.has_magic(entry):
         if not os.path.exists(entry) and not any(map(os.path.exists, (prefix + ".idx", prefix + ".bin"))):
             raise _missing(entry)
@@ -121,7 +134,10 @@ def _files(
     num_json = sum(path.endswith(json_suffixes) for path in paths)
     kind = "jsonl" if num_json == len(paths) else "text"
     if config.sft and kind == "text":
-        raise InvalidInputError(f"--sft reads chats from JSONL, {name} has {len(paths) - num_json} other files")
+        raise InvalidInputError(
+            f"--sft reads chats from JSONL, {name} has {len(paths) - num_json} other files: name those with chats, or "
+            "choose them with --data-glob"
+        )
     if num_json and kind == "text":
         logger.warning(
             "%s: %d of %d files are JSON and are read as plain text like the others; "

@@ -19,6 +19,7 @@ from megatron.trainer.data.source import Source
 from megatron.trainer.data.text_files import TextFiles, index_text_files, index_tokenized_files, text_request
 from megatron.trainer.data.token_scan import TextReader
 from megatron.trainer.data.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer
+from megatron.trainer.data.unpacked import is_copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,6 +34,12 @@ class IndexedEntry:
     name: str
     root: str
     index: LengthIndex
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether files are copies that this host may not have."""
+        names = FileTable.from_columns(self.index.columns).list_names() if self.index.request["kind"] != "text" else []
+        return any(map(is_copy, names))
 
     def open(self, tokenizer: TextTokenizer, chat_reader: ChatReader | None = None) -> Source:
         """Return the documents; reads no file, and compares size and time of a few with the index (`FileWatch`)."""
@@ -70,7 +77,7 @@ def _index_entry(
     chat_reader: ChatReader | None,
     on_tick: Callable[[], None] | None,
 ) -> IndexedEntry | None:
-    files = find_files(entry, config, built)
+    files = find_files(entry, config, built, on_tick)
     if files is None:
         return None
     assert isinstance(built, TextTokenizer)

@@ -27,6 +27,7 @@ from megatron.trainer.data.scan import JsonLinesRange, ScanError, scan_json_line
 from megatron.trainer.data.source import count, reading
 from megatron.trainer.data.token_scan import LineReader, TextReader, scan_read_lines
 from megatron.trainer.data.tokenizer import ByteTokenizer, TextTokenizer
+from megatron.trainer.data.unpacked import line_name
 from megatron.trainer.data.workers import MAX_PROCESSES, map_in_processes, num_usable_cpus
 
 logger = logging.getLogger(__name__)
@@ -99,10 +100,10 @@ def index_json_lines(
         Progress(f"indexing {files.name}", total_bytes, "bytes", on_tick) as progress,
         closing(map_in_processes(scan, tasks, num_processes, packages=reader is not None)) as results,
     ):
-        for file, (path, start, stop, *_), result in zip(owners, tasks, _as_data_errors(results), strict=True):
+        for file, (_, start, stop, *_), result in zip(owners, tasks, _as_data_errors(results), strict=True):
             if result.error is not None:
                 line, what = result.error
-                where = f"{path} line {num_lines[file] + line + 1}"
+                where = line_name(files.root, files.names[file], num_lines[file] + line + 1)
                 raise DataError(f"{where}{what}", where=where)
             num_lines[file] += result.num_lines
             ranges.append(result)

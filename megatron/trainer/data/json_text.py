@@ -65,6 +65,11 @@ def refuse_preferences(value: Mapping[str, Any]) -> None:
         )
 
 
+def is_chat(value: Mapping[str, Any]) -> bool:
+    """Return whether a record can be read as a chat only."""
+    return any(field in value for field in _FIELDS_OF_CHATS) or isinstance(value.get(PROMPT), list)
+
+
 def content_of_line(line: bytes, json_key: str) -> str | Question:
     """Return the text field of a line, or its prompt and responses, or its prompt and completion, all of them texts.
 
@@ -85,10 +90,9 @@ def content_of_line(line: bytes, json_key: str) -> str | Question:
         prompt, completion = value.get(PROMPT), value.get(COMPLETION)
         if isinstance(prompt, str) and isinstance(completion, str):
             return Question(prompt, (completion,))
-        is_chat = any(field in value for field in _FIELDS_OF_CHATS) or isinstance(prompt, list)
         raise LineError(
             f" has no field {json_key!r} (it has {', '.join(map(repr, list(value)[:5])) or 'none'}): "
-            "name the text field with --json-key" + (", or read chats with --sft" if is_chat else "")
+            "name the text field with --json-key" + (", or read chats with --sft" if is_chat(value) else "")
         )
     text = value[json_key]
     if not isinstance(text, str):

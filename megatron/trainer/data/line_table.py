@@ -10,6 +10,7 @@ from dynamic_cp.errors import DataError
 from megatron.trainer.data.file_table import FileTable, FileWatch
 from megatron.trainer.data.length_index import LengthIndex
 from megatron.trainer.data.source import reading
+from megatron.trainer.data.unpacked import line_name
 
 
 class LineTable:
@@ -26,7 +27,8 @@ class LineTable:
     def __init__(self, root: str, index: LengthIndex) -> None:
         self._index = index
         table = FileTable.from_columns(index.columns)
-        self._paths = [root + file for file in table.list_names()]
+        self._root, self._names = root, table.list_names()
+        self._paths = [root + file for file in self._names]
         self._watch = FileWatch(table, range(len(table)), self._paths)
         self._offsets_bytes = index.columns["offsets_bytes"]
         self._file_documents = index.columns["file_documents"]
@@ -90,4 +92,4 @@ class LineTable:
         blanks = self._blanks[self._file_blanks[file] : self._file_blanks[file + 1]]
         num_blank = int(np.searchsorted(blanks, document, side="right"))
         number = document - first - int(np.diff(num_continued)[0]) + num_blank + 1
-        return f"{self._paths[file]} line {number}"
+        return line_name(self._root, self._names[file], number)

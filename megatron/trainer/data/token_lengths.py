@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.lengths.file import LengthFile
-from dynamic_cp.lengths.parquet import open_parquet
+from dynamic_cp.errors import InvalidInputError
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.chat_lines import build_chat_reader, chat_request
 from megatron.trainer.data.config import DataConfig
@@ -22,13 +19,11 @@ from megatron.trainer.data.data_path import find_files
 from megatron.trainer.data.file_table import FileTable
 from megatron.trainer.data.index_cache import DocumentFiles
 from megatron.trainer.data.json_lines import index_json_lines, json_request
-from megatron.trainer.data.json_text import LineError
+from megatron.trainer.data.json_text import LineError, is_chat, object_of_line
 from megatron.trainer.data.source import reading
 from megatron.trainer.data.text_files import index_tokenized_files, text_request
 from megatron.trainer.data.token_scan import LineReader, TextReader
 from megatron.trainer.data.tokenizer import TextTokenizer
-
-_MESSAGES = "messages"
 
 
 def token_lengths(
@@ -37,7 +32,7 @@ def token_lengths(
     """Return the tokens that each sample of `path` predicts, int64 [samples], in file order; empty ones are left out.
 
     Args:
-        path: JSONL or parquet of texts or of chats (`messages`), text files, a folder or a glob.
+        path: JSONL, JSON arrays or parquet of texts or of chats, text files, a folder or a glob.
         tokenizer_folder: has tokenizer.json.
         json_key: field that holds a text.
         chat_template: a name or a file; None: the tokenizer's own.
@@ -47,8 +42,6 @@ def token_lengths(
         InvalidInputError: no such tokenizer, or no template for chats.
         UnsupportedFeatureError: a parquet file, and pyarrow is not installed.
     """
-    parquet = LengthFile(path=Path(path), name=path, content=None) if path.endswith(".parquet") else None
-    is_chat = _holds_chats(path, json_key) if parquet is None else _has_chats(parquet, json_key)
     config = DataConfig(
         seq_length=1,
         data_path=(path,),
@@ -57,23 +50,20 @@ def token_lengths(
         tokenizer="HuggingFaceTokenizer",
         tokenizer_model=tokenizer_folder,
         eod_id=0,  # which token ends a document does not change how many there are
-        sft=is_chat,
-        chat_template=chat_template if is_chat else None,
     )
     built = tokenizer.build(config)
     assert isinstance(built, TextTokenizer)
-    chat_reader = build_chat_reader(config, built)
-    reader: LineReader = chat_reader or TextReader(tokenizer=built, json_key=json_key)
-    if parquet is not None:
-        lengths = np.fromiter(_parquet_lengths(parquet, reader), np.int64)
-    else:
-        files = find_files(path, config, built)
+    with TemporaryDirectory() as folder:
+        files = find_files(path, replace(config, cache_path=folder), built)
         if files is None:
             raise InvalidInputError(f"{path} is .bin/.idx data, which are tokens already: leave --tokenizer out")
+        chat_reader = None
+        if _holds_chats(files, json_key):
+            chat_reader = build_chat_reader(replace(config, sft=True, chat_template=chat_template), built)
         request = text_request(built) if files.kind == "text" else json_request(json_key, built)
         if chat_reader is not None:
             request = chat_request(chat_reader)
-        lengths = _indexed(files, request, built, reader)
+        lengths = _indexed(files, request, built, chat_reader or TextReader(tokenizer=built, json_key=json_key))
     predicted: NDArray[np.int64] = lengths - 1
     return predicted[predicted >= 1]
 
@@ -90,33 +80,15 @@ def _indexed(
     return np.asarray(index.columns["lengths"], np.int64)
 
 
-def _holds_chats(path: str, json_key: str) -> bool:
+def _holds_chats(files: DocumentFiles, json_key: str) -> bool:
     """Return whether the first line that is not blank is a chat; what it is otherwise, its reader judges."""
-    if not path.endswith((".jsonl", ".json")):
+    if files.kind != "jsonl":
         return False
+    path = files.root + files.names[0]
     with reading(path), open(path, "rb") as file:
         first = next((line for line in file if line.strip()), b"")
     try:
-        value = json.loads(first)
-    except (ValueError, RecursionError):
+        value = object_of_line(first, "")
+    except LineError:
         return False
-    return isinstance(value, dict) and _MESSAGES in value and json_key not in value
-
-
-def _has_chats(file: LengthFile, json_key: str) -> bool:
-    with reading(file.name), open_parquet(file) as table:
-        names = table.schema_arrow.names
-    return _MESSAGES in names and json_key not in names
-
-
-def _parquet_lengths(file: LengthFile, reader: LineReader) -> Iterator[int]:
-    """Yield the tokens of the documents of each row, read as the JSON line that it could be."""
-    number = 0
-    with reading(file.name), open_parquet(file) as table:
-        for batch in table.iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                try:
-                    yield from (length for length, *_ in reader.measure(json.dumps(row, default=str).encode()))
-                except LineError as error:
-                    raise DataError(f"{file.name} row {number}{error}", path=file.path) from error
+    return json_key not in value and is_chat(value)
