@@ -42,6 +42,7 @@ from megatron.trainer.data.source import count, reading
 from megatron.trainer.data.text_files import chunks_of_files
 from megatron.trainer.data.tokenize_tasks import Task, Tokenized, tokenize_files, tokenize_lines
 from megatron.trainer.data.tokenizer import TextTokenizer
+from megatron.trainer.data.unpacked import line_name
 from megatron.trainer.data.workers import map_in_processes, num_usable_cpus
 
 logger = logging.getLogger("preprocess_data")
@@ -224,7 +225,8 @@ def _write(files: DocumentFiles, task: Task, outputs: Sequence[Output], num_proc
         for owner, part in zip(owners, _as_data_errors(results), strict=True):
             if part.error is not None:
                 line, what = part.error
-                raise DataError(f"{owner} line {num_lines[owner] + line + 1}{what}")
+                name = owner.removeprefix(files.root)
+                raise DataError(f"{line_name(files.root, name, num_lines[owner] + line + 1)}{what}")
             num_lines[owner] += part.num_lines
             num_empty, num_binary = num_empty + part.num_empty, num_binary + part.num_binary
             num_documents += len(part.lengths[0])

@@ -433,7 +433,10 @@ def _add_calibration_argument(group: Any) -> None:
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
     group.add_argument(
-        "--data-path", nargs="*", default=[], help="[WEIGHT] PATH ...: folders, JSONL files, .bin/.idx prefixes"
+        "--data-path",
+        nargs="*",
+        default=[],
+        help="[WEIGHT] PATH ...: folders, JSONL, JSON or parquet files, .bin/.idx prefixes",
     )
     group.add_argument(
         "--num-workers",
@@ -445,8 +448,8 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--data-cache-path",
         metavar="DIR",
-        help="where indexes of text and JSONL data are kept; default: beside the data, or else in the user's cache "
-        "folder",
+        help="where indexes of data, and lines of packed files, are kept; default: beside the data, or else in the "
+        "user's cache folder",
     )
     group.add_argument("--json-key", default="text", help="text field of a JSONL line")
     group.add_argument(
@@ -466,7 +469,7 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="token that ends a document of .bin/.idx data, if it has one; or instead of eos_token",
     )
     group.add_argument("--vocab-size", type=int, help="token ids of .bin/.idx data; text tokenizers know theirs")
-    _switch(group, "--sft", help="JSONL lines are chats with `messages`; loss only on what the assistant wrote")
+    _switch(group, "--sft", help="records are chats (docs/how-to/sft.md); loss only on what the assistant wrote")
     group.add_argument(
         "--chat-template", metavar="FILE|NAME", help="with --sft: Jinja, or chatml; default: the tokenizer's own"
     )

@@ -184,3 +184,19 @@ def test_lengths_are_counted_and_nothing_is_kept(tmp_path, monkeypatch):
         path = write(Path(f"b{kind}"), chats)
         assert token_lengths(str(path), folder).tolist() == expected
     assert {path.suffix for path in Path().iterdir()} <= {".jsonl", ".gz", ".json", ".parquet"}
+
+
+@pytest.mark.parametrize(("kind", "unit"), [(".jsonl.gz", "line"), (".parquet", "row")])
+def test_the_tool_that_tokenizes_reads_them(tmp_path, monkeypatch, capsys, kind, unit):
+    from tools import preprocess_data
+
+    monkeypatch.chdir(tmp_path)
+    words = ["--tokenizer-type", "ByteTokenizer", "--workers", "1", "--append-eod", "--force"]
+    packed = Path(f"b{kind}")
+    for name, path in (("lines", write(Path("a.jsonl"), RECORDS)), ("packed", write(packed, RECORDS))):
+        assert preprocess_data.main(["--input", str(path), "--output-prefix", name, *words]) == 0
+    for suffix in (".bin", ".idx"):
+        assert Path(f"packed_text_document{suffix}").read_bytes() == Path(f"lines_text_document{suffix}").read_bytes()
+    write(packed, [*RECORDS, {"text": None, "id": 1}])
+    assert preprocess_data.main(["--input", str(packed), "--output-prefix", "packed", *words]) == 2
+    assert f"error: {packed} {unit} {len(RECORDS) + 1}: field 'text' is" in capsys.readouterr().err
