@@ -114,7 +114,7 @@ def _compiled(template: str, date: str) -> Any:
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
+    from jinja2.utils import Namespace as JinjaNamespace
 
     class Generation(Extension):
         tags = {"generation"}  # noqa: RUF012
@@ -127,7 +127,7 @@ def _compiled(template: str, date: str) -> Any:
         def _mark(self, caller: Any) -> str:
             return OPEN + str(caller()) + CLOSE
 
-    class PublicNamespace(Namespace):
+    class PublicNamespace(JinjaNamespace):
         """A namespace whose names do not begin with an underscore."""
 
         def __init__(self, /, *args: Any, **attributes: Any) -> None:
