@@ -707,6 +707,7 @@ def test_a_folder_that_is_there_is_kept(folder_of, imported, tmp_path, capsys):
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_what_ends_halfway_has_no_name(error, folder_of, imported, tmp_path, monkeypatch):
     """Neither does what a killed process leaves: everything is written under another name."""
+    checkpoint = imported("llama")
     written: list[set[str]] = []
 
     def failing(self: Any, *_args: Any) -> Any:
@@ -715,7 +716,6 @@ def test_what_ends_halfway_has_no_name(error, folder_of, imported, tmp_path, mon
 
     monkeypatch.setattr("megatron.trainer.weights.importing.Source.make", failing)
     monkeypatch.setattr("megatron.trainer.weights.exporting._Parts.read", failing)
-    checkpoint = imported("llama")
     for convert in (
         lambda: import_weights(str(folder_of("llama")), str(tmp_path / "new")),
         lambda: export_weights(str(checkpoint), str(tmp_path / "new")),
