@@ -6,8 +6,11 @@ with plain arithmetic.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -47,7 +50,8 @@ from tests.distributed.upstream_faults import (
     size_of_stock,
 )
 
-PAGE = (Path(__file__).parents[2] / "docs" / "upstream-faults.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "upstream-faults.md").read_text(encoding="utf-8")
 UNKNOWN = {"7452.12", "7452.13"}
 """What was not found to read."""
 
@@ -62,12 +66,21 @@ def releases_with_faults() -> dict[str, set[str]]:
     }
 
 
-def test_stock_is_wrong_in_the_releases_that_the_page_names() -> None:
-    told = releases_with_faults()
-    assert set(told) == set(ERRORS) | UNKNOWN
+def largest_errors_of_stock() -> dict[str, float]:
     sizes = {report: run_ranks(1, size_of_stock, variant)[0] for report, variant in SIZED.items()}
     ranks = run_ranks(2, errors_of_stock, sizes)
-    errors = {report: max(rank[report] for rank in ranks) for report in ERRORS}
+    return {report: max(rank[report] for rank in ranks) for report in ERRORS}
+
+
+def test_stock_is_wrong_in_the_releases_that_the_page_names() -> None:
+    """In a process of its own: what other tests repair is no longer stock."""
+    told = releases_with_faults()
+    assert set(told) == set(ERRORS) | UNKNOWN
+    code = f"import json; from {__name__} import *; print(json.dumps(largest_errors_of_stock()))"
+    words = [sys.executable, "-W", "ignore", "-c", code]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    errors = json.loads(ended.stdout.splitlines()[-1])
     version = core.__version__.partition("+")[0]
     found = {report: error > 1e-3 for report, error in errors.items()}
     assert found == {report: version in told[report] for report in ERRORS}, errors
