@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
@@ -16,6 +19,15 @@ _WORDS = {
     bool: "true or false",
     type(None): "null",
 }
+
+
+def unique_entries(entries: Sequence[tuple[str, Any]], refused: Callable[[str, int], Exception]) -> dict[str, Any]:
+    """Return an object of JSON; raise `refused(name, times)` for the first name that it has several times."""
+    value = dict(entries)
+    if len(value) < len(entries):
+        counts = Counter(name for name, _ in entries)
+        raise refused(*next(item for item in counts.items() if item[1] > 1))
+    return value
 
 
 def parse_json(where: str, content: str | bytes, remedy: str) -> Any:
@@ -33,13 +45,8 @@ def parse_json(where: str, content: str | bytes, remedy: str) -> Any:
     def refused(why: str) -> InvalidInputError:
         return InvalidInputError(f"{where} is not JSON: {why}: {remedy}")
 
-    def unique(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(entries)
-        if len(found) < len(entries):
-            names = [name for name, _ in entries]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise InvalidInputError(f"{where} has {twice!r} twice in one object: keep one of them")
-        return found
+    def twice(name: str, _times: int) -> InvalidInputError:
+        return InvalidInputError(f"{where} has {name!r} twice in one object: keep one of them")
 
     if isinstance(content, bytes):
         if b"\0" in content:
@@ -52,7 +59,7 @@ def parse_json(where: str, content: str | bytes, remedy: str) -> Any:
     if not content.strip():
         raise refused("it is empty")
     try:
-        return json.loads(content, object_pairs_hook=unique)
+        return json.loads(content, object_pairs_hook=partial(unique_entries, refused=twice))
     except json.JSONDecodeError as error:
         what = error.msg[:1].lower() + error.msg[1:].removesuffix(" starting at")
         raise refused(f"{what} in line {error.lineno}, column {error.colno}") from error

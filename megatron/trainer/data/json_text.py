@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
+
+from dynamic_cp.json_text import unique_entries
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PROMPT, RESPONSES, COMPLETION = "prompt", "responses", "completion"
@@ -44,13 +47,11 @@ def object_of_line(line: bytes, example: str) -> dict[str, Any]:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in value if keys.count(key) > 1)
-        raise LineError(f" has the key {twice!r} {keys.count(twice)} times in one object: keep one of them")
-    return value
+def _several(name: str, times: int) -> LineError:
+    return LineError(f" has the key {name!r} {times} times in one object: keep one of them")
+
+
+_object = partial(unique_entries, refused=_several)
 
 
 def refuse_preferences(value: Mapping[str, Any]) -> None:
