@@ -94,6 +94,8 @@ def measured_candidates(mask: str, setting: Setting, num_batches: int) -> list[R
     """Return, for each number of candidates, the time over that with all of them, and what planning takes; means."""
     times, cpu_s = np.empty((2, num_batches, len(CANDIDATES)))
     for batch, samples in enumerate(_batches(mask, setting, num_batches)):
+        if batch == 0:
+            ours.chosen(samples, setting)  # who is first loads the compiled code
         for place, most in enumerate(CANDIDATES):
             started_s = time.process_time()
             bucket = ours.chosen(samples, setting, most)
