@@ -9,7 +9,6 @@ from dynamic_cp.cli.console import can_draw
 from dynamic_cp.cli.parameters import BatchInput
 from dynamic_cp.cli.tables import heading, make_table, tokens
 from dynamic_cp.comparison import PART_LABELS, Comparison, PolicyOutcome, Speedup, Verdict, verdict_of
-from dynamic_cp.setting import DEDICATED
 from dynamic_cp.types import CAUSAL
 
 if TYPE_CHECKING:
@@ -47,10 +46,6 @@ def show(comparison: Comparison, batch: BatchInput, out: Console) -> None:
     if comparison.is_tuned:
         out.print()
         out.print(_settings(comparison))
-    for one in comparison.policies:
-        if one.policy == DEDICATED:
-            out.print()
-            out.print(Text(f"{one.policy}, priced only: {one.batches[0].note}"))
     if all(one.parts is None for one in comparison.policies):
         return
     out.print()

@@ -51,7 +51,7 @@ Examples:
         default=DEFAULT_POLICIES,
         show_default=True,
         metavar="NAME,..",
-        help="Policies to compare, comma-separated; also flexsp (slow) and wlb.",
+        help="Policies to compare, comma-separated; also pool and with-pool.",
     ),
 )
 @planner_options

@@ -123,7 +123,6 @@ def compared_at_their_best(
     shared: SweepJob,
     names: tuple[str, str],
     steps: Progress,
-    peers: Sequence[str] = (),
     task_options: TaskOptions | None = None,
 ) -> Comparison:
     """Return the comparison of what a sweep found; names: of model and hardware."""
@@ -134,7 +133,6 @@ def compared_at_their_best(
         [one.setting for one in found.best.values()],
         model=shared.model,
         hardware=shared.hardware,
-        peers=peers,
         search=shared.search,
         distributed_optimizer=shared.distributed_optimizer,
         model_name=names[0],

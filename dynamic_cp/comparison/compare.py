@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from dynamic_cp.comparison.job import Job, batch_outcome
-from dynamic_cp.comparison.peer_policies import PEERS, load_peer, outcome_of_peer
 from dynamic_cp.comparison.task_policies import outcome_of_tasks
 from dynamic_cp.comparison.values import Comparison, PolicyOutcome
 from dynamic_cp.disaggregation.prices import TaskOptions
@@ -26,7 +25,7 @@ from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.search.choice import task_options_of
 from dynamic_cp.search.search import POLICIES, plan_global_batch
-from dynamic_cp.setting import STATIC_POLICIES, TASK_POLICIES, Setting
+from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, SearchEffort, Topology
 
 COMPARED_BY_DEFAULT = POLICIES
@@ -44,7 +43,7 @@ def compared_policies(names: Sequence[str]) -> tuple[str, ...]:
     Raises:
         InvalidInputError: an unknown policy, or none.
     """
-    known = (*POLICIES, *PEERS, *TASK_POLICIES)
+    known = (*POLICIES, *POOL_POLICIES)
     for name in names:
         if name not in known:
             raise InvalidInputError(
@@ -75,21 +74,20 @@ def compare_policies(
     Args:
         batches: global batches, at least one.
         topology, model, hardware, options: as for planning; options.static_cp_size binds the static policies.
-        policies: names of POLICIES, PEERS and TASK_POLICIES.
+        policies: names of POLICIES and POOL_POLICIES.
         limit_from_memory: take the largest limit of tokens that memory holds, not that of the options.
         distributed_optimizer: the optimizer state is sharded over the lanes.
         model_name, hardware_name: kept in the result.
-        task_options: of TASK_POLICIES.
+        task_options: of POOL_POLICIES.
         progress: called before every policy and after every batch.
 
     Raises:
         InvalidInputError: no batches, or an unknown policy.
         InfeasibleSampleError, MemoryLimitError: a sample, or a limit, that the job cannot hold.
-        UnsupportedFeatureError: a peer that is not installed, or that refuses this job; masks that nothing serves.
+        UnsupportedFeatureError: masks that nothing serves, a job that has no pool.
     """
     names = compared_policies(policies)
     _check_batches(batches)
-    peers = {name: load_peer(name) for name in names if name in PEERS}
     job = Job(
         batches=tuple(tuple(batch) for batch in batches),
         topology=topology,
@@ -104,10 +102,7 @@ def compare_policies(
     outcomes = []
     for name in names:
         report.start(name)
-        if name in peers:
-            outcomes.append(outcome_of_peer(name, peers[name], job, base, report.next))
-            continue
-        if name in TASK_POLICIES:
+        if name in POOL_POLICIES:
             outcomes.append(outcome_of_tasks(name, job, base, task_options or task_options_of(base), report.next))
             continue
         options = job.allowed_to(name, base)
@@ -138,7 +133,6 @@ def compare_settings(
     *,
     model: ModelShape,
     hardware: Hardware,
-    peers: Sequence[str] = (),
     search: SearchEffort = "fast",
     distributed_optimizer: bool = True,
     model_name: str = "",
@@ -152,21 +146,17 @@ def compare_settings(
         batches, model, hardware, distributed_optimizer, model_name, hardware_name, task_options, progress: as
             `compare_policies`.
         settings: at least one, of different policies of POLICIES and POOL_POLICIES, all on as many ranks.
-        peers: names of PEERS and TASK_POLICIES, which run at the setting of the dynamic policy (of the first, without
-            it).
         search: of all plans.
 
     Raises:
         DynamicCPError: as `compare_policies`.
     """
     _check_batches(batches)
-    names = (*(one.policy for one in settings), *peers)
-    others = compared_policies(peers) if peers else ()
-    loaded = {name: load_peer(name) for name in others if name in PEERS}
-    report = _Steps(progress, names, len(batches))
+    report = _Steps(progress, [setting.policy for setting in settings], len(batches))
     main = next((one for one in settings if one.policy == "dynamic"), settings[0])
     outcomes = []
-    for setting, name in zip((*settings, *(main for _ in peers)), names, strict=True):
+    for setting in settings:
+        name = setting.policy
         # Bounds and prices are those of all CP sizes at this limit; memory is that of the policy's own.
         options = replace(setting.options(search), min_cp_size=1, max_cp_size=setting.max_cp_size)
         job = Job(
@@ -179,9 +169,7 @@ def compare_settings(
             distributed_optimizer=distributed_optimizer,
         )
         report.start(name)
-        if name in loaded:
-            outcomes.append(outcome_of_peer(name, loaded[name], job, options, report.next))
-        elif name in TASK_POLICIES:
+        if name in POOL_POLICIES:
             outcomes.append(outcome_of_tasks(name, job, options, task_options or task_options_of(options), report.next))
         else:
             outcomes.append(_outcome(name, job, options, report.next))

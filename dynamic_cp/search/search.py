@@ -40,7 +40,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths, densities_of
 from dynamic_cp.pricing.terms import linear_parts
 from dynamic_cp.search.placed import guess_of, options_of_packing, placed_plans, without_placed
-from dynamic_cp.setting import POOL_POLICIES, why_not_run
+from dynamic_cp.setting import POOL_POLICIES
 from dynamic_cp.types import PLACED, Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
@@ -92,11 +92,9 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
         InvalidInputError: no samples, a sample_id twice, an unknown policy, CP sizes that contradict each other.
         InfeasibleSampleError: a sample that no allowed CP size can hold.
         UnsupportedFeatureError: a sample that needs a CP size which no allowed exchange can serve, or has a mask that
-            none of them serves; a policy that can only be compared.
+            none of them serves; a policy with a pool.
     """
     topology, policy = problem.topology, problem.policy
-    if (reason := why_not_run(policy)) is not None:
-        raise UnsupportedFeatureError(reason)
     if policy in POOL_POLICIES:
         raise UnsupportedFeatureError(
             f"policy {policy} is dynamic with PlanOptions.pool {POOL_POLICIES[policy]!r} (--dynamic-cp-pool), which "
