@@ -14,14 +14,13 @@ from dynamic_cp.arrays import Ints
 from dynamic_cp.pipeline.graph import places_of
 from dynamic_cp.pipeline.timeline import Timeline, durations_ns
 from dynamic_cp.report.drawing import (
-    FONT_PT,
     SMALL_PT,
     WIDE_IN,
     Rectangle,
     add_legend,
     add_rectangles,
     format_s,
-    new_figure,
+    stacked,
     time_unit,
 )
 from dynamic_cp.report.theme import Theme
@@ -70,10 +69,7 @@ def gantt(
     """
     windows = [_window(timeline) for _, timeline in timelines]
     heights = [_height_in(window) for window in windows]
-    figure = new_figure(width_in, sum(heights) + 0.42 * len(timelines) + 1.05 + (0.3 if title else 0.0))
-    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_PT + 2, fontweight="bold")
+    figure, panels = stacked(width_in, heights, each_in=0.42, rest_in=1.05, title=title, sharex=True)
     longest_s = max(timeline.makespan_s for _, timeline in timelines)
     factor, unit = time_unit(longest_s)
     sizes: set[int] = set()

@@ -6,7 +6,6 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamic_cp.comparison.parts import PART_LABELS, TimeParts
@@ -16,16 +15,13 @@ from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.plans.serialize import format_cp_sizes
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.report.cp_map import cp_map
+from dynamic_cp.report.curves import imbalance, knee, knee_points, length_histogram
 from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, format_bytes, format_count, format_s
-from dynamic_cp.report.files import write_whole
 from dynamic_cp.report.gantt import gantt
-from dynamic_cp.report.imbalance import imbalance
-from dynamic_cp.report.knee import knee, knee_points
-from dynamic_cp.report.lengths_picture import length_histogram
 from dynamic_cp.report.page import Picture, picture, render
-from dynamic_cp.report.placed_section import placed_section
+from dynamic_cp.report.placed import placed_section
 from dynamic_cp.search.placed import options_of_prices
-from dynamic_cp.types import ModelShape, Problem, Sample
+from dynamic_cp.types import ModelShape, Problem, Sample, counted
 
 LABELS = (
     "policy",
@@ -58,13 +54,13 @@ def render_report(comparison: Comparison, *, command: str, inputs: Mapping[str, 
     samples = sum(len(batch) for batch in comparison.batches) / len(comparison.batches)
     facts = [_layout(comparison), f"{samples:g} samples per global batch"]
     return render(
-        "comparison.html",
+        "comparison_page.html",
         title=f"Dynamic context parallelism for {model}",
         facts=" · ".join(facts),
         command=command,
         inputs=inputs,
         verdict=_spoken(verdict),
-        num_batches=_counted(len(comparison.batches), "global batch", "global batches"),
+        num_batches=counted(len(comparison.batches), "global batch"),
         labels=LABELS,
         rows=[_row(one, comparison) for one in comparison.policies],
         notes=_notes(comparison),
@@ -74,21 +70,9 @@ def render_report(comparison: Comparison, *, command: str, inputs: Mapping[str, 
         **_bounds(comparison),
         batch_labels=_BATCH_LABELS,
         batch_rows=[
-            _batch_row(one, number, batch)
-            for number in range(len(comparison.batches))
-            for one, batch in ((one, one.batches[number]) for one in comparison.policies)
+            _batch_row(one, number) for number in range(len(comparison.batches)) for one in comparison.policies
         ],
     )
-
-
-def write_report(path: str | Path, comparison: Comparison, *, command: str, inputs: Mapping[str, Any]) -> None:
-    """Write `render_report(...)` to `path`, whole or not at all.
-
-    Raises:
-        InvalidInputError: the place cannot be written.
-        UnsupportedFeatureError: matplotlib or jinja2 is not installed.
-    """
-    write_whole(path, render_report(comparison, command=command, inputs=inputs).encode())
 
 
 def _layout(comparison: Comparison) -> str:
@@ -357,7 +341,8 @@ def _bounds(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _batch_row(one: PolicyOutcome, number: int, batch: BatchOutcome) -> list[str]:
+def _batch_row(one: PolicyOutcome, number: int) -> list[str]:
+    batch = one.batches[number]
     plan = batch.planned.plan if batch.planned else None
     sizes = "" if plan is None else format_cp_sizes(plan.cp_histogram)
     return [
@@ -368,7 +353,3 @@ def _batch_row(one: PolicyOutcome, number: int, batch: BatchOutcome) -> list[str
         sizes,
         batch.planned.reason if batch.planned else batch.note,
     ]
-
-
-def _counted(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
