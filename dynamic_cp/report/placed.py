@@ -31,12 +31,13 @@ from dynamic_cp.report.drawing import (
 from dynamic_cp.report.page import picture
 from dynamic_cp.report.placed_tiles import MAX_SAMPLES, placed_tiles, samples_by_work
 from dynamic_cp.report.theme import Theme
-from dynamic_cp.types import Bucket, Mask, Placement, Plan, Problem, counted
+from dynamic_cp.types import Bucket, Causal, Full, Lambda, Mask, Placement, Plan, Problem, counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LayerMask = Causal | Full | Lambda
 _MAX_CELLS = 32
 """Lanes, or nodes, that a picture of bytes tells apart; of more, neighbours share a cell."""
 _MAX_BARS, _LEVELS = 64, 4
@@ -107,12 +108,12 @@ def _describe(panel: Axes, what: str, grid: Floats, per_cell: int, first: int) -
 
 def placed_shares(
     bucket: Bucket,
-    mask: Mask,
+    mask: LayerMask,
     sent: Sent,
     nodes: Ints,
     theme: Theme,
     *,
-    windowed: tuple[float, Mask] | None = None,
+    windowed: tuple[float, LayerMask] | None = None,
     width_in: float = MEDIUM_IN,
 ) -> Figure:
     """Return the picture of what each lane holds, computes and sends, with max / mean; of many lanes, largest ones.
@@ -149,10 +150,10 @@ def placed_shares(
 
 def lane_shares(
     bucket: Bucket,
-    mask: Mask,
+    mask: LayerMask,
     sent: Sent,
     nodes: Ints,
-    windowed: tuple[float, Mask] | None = None,
+    windowed: tuple[float, LayerMask] | None = None,
 ) -> dict[str, Floats]:
     """Return what -> [lane] how much of it: tokens, pairs that kernels compute in the mean of layers, bytes.
 
@@ -174,7 +175,7 @@ def lane_shares(
     }
 
 
-def _lane_pairs(placement: Placement, bucket: Bucket, mask: Mask) -> Floats:
+def _lane_pairs(placement: Placement, bucket: Bucket, mask: LayerMask) -> Floats:
     """Return [inner group] pairs that kernels of a layer compute."""
     pairs = work_of_tiles(placement, bucket.samples, mask).squared_tokens * mask.pairs_per_token2
     return np.bincount(placement.tiles[:, 2], pairs, bucket.num_inner_groups).astype(np.float64)
