@@ -12,8 +12,9 @@ Read in this order:
 - `hugging_face`, `tokenizer`: text to tokens; `line_reader`: a line to documents
 - `chat_template` (messages to a text), `chat_records` (forms of chats to messages), `chat_format` (what of a text is
   learned), `chat` (tokens and a loss mask), `chat_reader` (by which template): a line of chats to documents
+- `questions`: which documents are prompts with several responses
 - `scan`, `token_scan`: tasks of indexing, without numpy and with a tokenizer; `indexing`: all of them
-- `line_table`: where the lines of JSONL are; `questions`: which of them are prompts with several responses
+- `line_table`: where the lines of JSONL are
 - `text_files`, `json_lines`: two sources; `indexed` (.bin/.idx), `mock` (random tokens): two more
 - `data_path`: --data-path to entries with weights, and their files
 - `entries`: files to an index, and to a source
