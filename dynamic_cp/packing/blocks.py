@@ -27,7 +27,7 @@ from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.critical_path import simulate_blocks
 from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
 from dynamic_cp.packing.judge import grid_of_packing
-from dynamic_cp.packing.profile import SMALLEST_SHARE, Lanes, best_profiles
+from dynamic_cp.packing.profile import SMALLEST_SHARE, Lanes, Work, best_profiles
 from dynamic_cp.packing.rows import alone_ns, fill_least
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, pipeline_graph
@@ -294,7 +294,7 @@ class _BlockPacker:
             lanes = Lanes(*(np.concatenate(parts) for parts in zip(*(one.lanes for one in alike), strict=True)))
             makespans_ns, work_ns = best_profiles(
                 pipeline_graph(topology.pp_size, num_rows, topology.vp_size), lanes, first_classes, topology.vp_size,
-                self.total_ns, self.backward_over_forward, self.empty_ns[FORWARD], self.empty_ns[BACKWARD],
+                Work(self.total_ns, self.backward_over_forward, (self.empty_ns[FORWARD], self.empty_ns[BACKWARD])),
                 num_iterations,
             )  # fmt: skip
             works_ns = np.split(work_ns, first_classes[1:-1])
