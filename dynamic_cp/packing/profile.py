@@ -45,16 +45,18 @@ class Work(NamedTuple):
         total_ns: work of all lanes of a candidate together, without overheads of rows.
         backward_over_forward: ratio by which a row's work splits.
         empty_ns: (forward, backward) overhead that each row pays.
+        vp_size: model chunks of a stage, which share a row's work.
     """
 
     total_ns: float
     backward_over_forward: float
     empty_ns: tuple[float, float]
+    vp_size: int
 
 
 @compiled
 def best_profiles(
-    graph: Graph, lanes: Lanes, first_classes: Ints, vp_size: int, work: Work, num_iterations: int
+    graph: Graph, lanes: Lanes, first_classes: Ints, work: Work, num_iterations: int
 ) -> tuple[Floats, Floats]:
     """Return ([candidate] makespan, [class, row] work of the row without its overhead), in nanoseconds.
 
@@ -68,12 +70,12 @@ def best_profiles(
         graph: the operations of a lane and what each waits for.
         lanes: classes of lanes of all candidates; their long rows are lower bounds.
         first_classes: [candidate] -> its first class, and at the end the number of classes.
-        vp_size: model chunks of a stage.
         work: of each candidate.
         num_iterations: 40 rank candidates, 250 come within about 1 % of the best profile.
     """
     num_classes, num_rows = lanes.long_forward_ns.shape
     num_candidates = len(first_classes) - 1
+    long_ns = lanes.long_forward_ns + lanes.long_backward_ns
     middle, width = num_rows / 2, num_rows / 3
     row_ns = np.empty((num_classes, num_rows))
     for row in range(num_rows):
@@ -89,8 +91,8 @@ def best_profiles(
         smallest_ns[candidate] = SMALLEST_SHARE * work.total_ns / all_lanes / num_rows
     for iteration in range(num_iterations):
         for candidate in range(num_candidates):
-            first, end = first_classes[candidate], first_classes[candidate + 1]
-            _scale(lanes, first, end, work, share, vp_size, smallest_ns[candidate], row_ns, durations)
+            classes = (first_classes[candidate], first_classes[candidate + 1])
+            _scale(lanes, long_ns, classes, work, share, smallest_ns[candidate], row_ns, durations)
         _run(graph, durations, ends, makespan)
         rate = 0.1 / (1.0 + 3.0 * iteration / num_iterations)
         for candidate in range(num_candidates):
@@ -104,54 +106,53 @@ def best_profiles(
                 pull = min(1.0, 1.0005 - (worst - makespan[one]) / (0.01 * worst))
                 if pull > 0.0:
                     _cross(graph, ends, one, crossed)
-                    _learn(lanes, one, share, rate * pull, crossed, smallest_ns[candidate], row_ns)
+                    _learn(long_ns, one, share, rate * pull, crossed, smallest_ns[candidate], row_ns)
     return best, best_row_ns
 
 
 @inlined
-def _is_bound(lanes: Lanes, one: int, row: int, row_ns: Floats) -> bool:
+def _is_bound(long_ns: Floats, row_ns: Floats, one: int, row: int) -> bool:
     """Return whether the row of a class is as short as the long sample in it allows."""
-    long_ns = lanes.long_forward_ns[one, row] + lanes.long_backward_ns[one, row]
-    return long_ns > 0.0 and row_ns[one, row] <= 1.0001 * long_ns  # type: ignore[no-any-return]
+    return long_ns[one, row] > 0.0 and row_ns[one, row] <= 1.0001 * long_ns[one, row]  # type: ignore[no-any-return]
 
 
 @compiled
 def _scale(
-    lanes: Lanes, first: int, end: int, work: Work, share: float, vp_size: int, smallest_ns: float, row_ns: Floats,
-    durations: Floats,
+    lanes: Lanes, long_ns: Floats, classes: tuple[int, int], work: Work, share: float, smallest_ns: float,
+    row_ns: Floats, durations: Floats,
 ) -> None:  # fmt: skip
-    """Scale the rows of a candidate to all of its work, those of long samples apart; write their durations."""
+    """Scale the rows of a candidate, of `classes`, to all of its work, those of long samples apart; write durations."""
     num_lanes, long_forward_ns, long_backward_ns = lanes
-    num_rows = row_ns.shape[1]
+    (first, end), num_rows = classes, row_ns.shape[1]
     fixed = free = 0.0
     for one in range(first, end):
         for row in range(num_rows):
-            if _is_bound(lanes, one, row, row_ns):
-                row_ns[one, row] = long_forward_ns[one, row] + long_backward_ns[one, row]
+            if _is_bound(long_ns, row_ns, one, row):
+                row_ns[one, row] = long_ns[one, row]
                 fixed += num_lanes[one] * row_ns[one, row]
             else:
                 free += num_lanes[one] * row_ns[one, row]
     scale = max(0.0, work.total_ns - fixed) / max(free, 1e-9)
     for one in range(first, end):
         for row in range(num_rows):
-            if _is_bound(lanes, one, row, row_ns):
+            if _is_bound(long_ns, row_ns, one, row):
                 forward_ns, backward_ns = long_forward_ns[one, row], long_backward_ns[one, row]
             else:
                 row_ns[one, row] = max(smallest_ns, row_ns[one, row] * scale)
                 forward_ns, backward_ns = row_ns[one, row] * (1.0 - share), row_ns[one, row] * share
-            durations[FORWARD, row, one] = (work.empty_ns[FORWARD] + forward_ns) / vp_size
-            durations[BACKWARD, row, one] = (work.empty_ns[BACKWARD] + backward_ns) / vp_size
+            durations[FORWARD, row, one] = (work.empty_ns[FORWARD] + forward_ns) / work.vp_size
+            durations[BACKWARD, row, one] = (work.empty_ns[BACKWARD] + backward_ns) / work.vp_size
 
 
 @compiled
 def _learn(
-    lanes: Lanes, one: int, share: float, rate: float, crossed: Floats, smallest_ns: float, row_ns: Floats
+    long_ns: Floats, one: int, share: float, rate: float, crossed: Floats, smallest_ns: float, row_ns: Floats
 ) -> None:
     """Shrink each row of a class by how often its longest path crosses it, [FORWARD or BACKWARD, row]."""
     moved = counted = 0.0
     for row in range(row_ns.shape[1]):
         crossed[FORWARD, row] = (1.0 - share) * crossed[FORWARD, row] + share * crossed[BACKWARD, row]
-        if not _is_bound(lanes, one, row, row_ns):
+        if not _is_bound(long_ns, row_ns, one, row):
             moved += row_ns[one, row]
             counted += row_ns[one, row] * crossed[FORWARD, row]
     mean = max(counted, 1e-9) / max(moved, 1e-9)

@@ -55,8 +55,7 @@ def profiles(pp_size, num_rows, vp_size, candidates, total_ns, empty_ns=0.0, rat
         pipeline_graph(pp_size, num_rows, vp_size),
         Lanes(*(np.concatenate(parts) for parts in zip(*candidates, strict=True))),
         np.cumsum([0, *(len(one.num_lanes) for one in candidates)]),
-        vp_size,
-        Work(total_ns, ratio, (empty_ns, 2 * empty_ns)),
+        Work(total_ns, ratio, (empty_ns, 2 * empty_ns), vp_size),
         num_iterations,
     )
 
