@@ -14,14 +14,14 @@ from dynamic_cp.arrays import Ints
 from dynamic_cp.pipeline.graph import places_of
 from dynamic_cp.pipeline.timeline import Timeline, durations_ns
 from dynamic_cp.report.drawing import (
-    FONT_PT,
     SMALL_PT,
     WIDE_IN,
     Rectangle,
     add_legend,
     add_rectangles,
     format_s,
-    new_figure,
+    name_cells,
+    stacked,
     time_unit,
 )
 from dynamic_cp.report.theme import Theme
@@ -35,7 +35,7 @@ _MAX_ROWS = 64
 _MAX_BARS = 4000
 _MAX_NUMBERS = 240
 _NUMBER_PT, _ARROW_PT = 6.5, 44
-_DATA_SHARE = 0.87
+DATA_SHARE = 0.87
 """Of the width, for the axis of time."""
 
 
@@ -70,10 +70,7 @@ def gantt(
     """
     windows = [_window(timeline) for _, timeline in timelines]
     heights = [_height_in(window) for window in windows]
-    figure = new_figure(width_in, sum(heights) + 0.42 * len(timelines) + 1.05 + (0.3 if title else 0.0))
-    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_PT + 2, fontweight="bold")
+    figure, panels = stacked(width_in, heights, each_in=0.42, rest_in=1.05, title=title, sharex=True)
     longest_s = max(timeline.makespan_s for _, timeline in timelines)
     factor, unit = time_unit(longest_s)
     sizes: set[int] = set()
@@ -84,8 +81,7 @@ def gantt(
         has_empty |= 0 in drawn
         _describe(panel, name, timeline, window, theme, width_in)
         _mark_end(panel, timeline.makespan_s, longest_s, factor, window, theme, width_in)
-    panels[0].set_xlim(0, longest_s * factor * 1.004)
-    panels[-1].set_xlabel(f"time since the start of the iteration ({unit})")
+    name_time(panels, longest_s * factor, unit)
     entries = [*cp_legend(sizes, theme), *[("only padding", theme.empty)] * has_empty, ("idle", theme.band)]
     add_legend(figure, entries, width_in=width_in, title="CP size (forward muted, backward strong)")
     return figure
@@ -124,9 +120,9 @@ def _draw(
         add_rectangles(panel, [Rectangle(0, end, top, top + len(window.lanes))], theme.band, zorder=1)
     durations = durations_ns(timeline.grid, timeline.graph)
     bars: dict[tuple[int, bool], list[Rectangle]] = defaultdict(list)
-    numbers: list[tuple[Rectangle, int, str]] = []
+    numbers: list[Number] = []
     width_in, height_in, limit = inches
-    pt_per_time, pt_per_row = _DATA_SHARE * width_in * 72 / limit, height_in * 72 / window.num_rows
+    pt_per_time, pt_per_row = DATA_SHARE * width_in * 72 / limit, height_in * 72 / window.num_rows
     to_unit = factor / 1e9
     for index, (stage, operation) in enumerate(places_of(timeline.graph)):
         if stage not in window.stages:
@@ -146,19 +142,12 @@ def _draw(
                 bars[cp_size, forward].append(bar)
                 roomy = (stop - start) * pt_per_time > 5 + 4.2 * len(str(operation.micro_batch))
                 if roomy and len(lanes) * pt_per_row > _NUMBER_PT + 1 and cp_size:
-                    numbers.append((bar, operation.micro_batch, _ink_on(theme, cp_size, forward)))
-    for (cp_size, forward), rectangles in sorted(bars.items()):
-        color = theme.cp_color(cp_size, forward=forward) if cp_size else theme.empty
-        line = min(0.35, 0.12 * pt_per_row)
-        add_rectangles(panel, rectangles, color, edgecolor=theme.background, linewidth=line, zorder=2)
-    if len(numbers) <= _MAX_NUMBERS:
-        for bar, micro_batch, color in numbers:
-            where = (bar.x0 + bar.x1) / 2, (bar.y0 + bar.y1) / 2
-            number = panel.text(
-                *where, str(micro_batch), ha="center", va="center_baseline", fontsize=_NUMBER_PT, color=color,
-                clip_on=True, zorder=3,
-            )  # fmt: skip
-            number.set_in_layout(False)  # measuring hundreds would take most of the time
+                    numbers.append(Number(bar, str(operation.micro_batch), _ink_on(theme, cp_size, forward)))
+    shown = [
+        (theme.cp_color(cp_size, forward=forward) if cp_size else theme.empty, rectangles)
+        for (cp_size, forward), rectangles in sorted(bars.items())
+    ]
+    draw_bars(panel, shown, numbers, theme, linewidth=min(0.35, 0.12 * pt_per_row))
     return {cp_size for cp_size, _ in bars}
 
 
@@ -192,13 +181,51 @@ def _describe(panel: Axes, name: str, timeline: Timeline, window: _Window, theme
         named = ", ".join(f"{part} {value:.0%}" for part, value in parts if value >= 0.005)
         facts += f" ({named})" if named else ""
     facts = _left_out(window, timeline) + facts
-    panel.set_title(name, fontweight="bold", color=theme.ink, pad=5)
-    panel.set_title(facts, loc="right", fontsize=SMALL_PT, color=theme.muted, pad=5)
+    name_rows(panel, name, facts, theme)
     panel.set_ylim(window.num_rows, -0.3)
-    panel.spines[["left", "bottom"]].set_visible(False)
-    panel.tick_params(axis="y", length=0)
     panel.tick_params(axis="x", length=3)
     _label_rows(panel, window, timeline)
+
+
+def name_rows(panel: Axes, name: str, facts: str, theme: Theme) -> None:
+    """Write above the rows of a policy what it is called and what is known of it."""
+    panel.set_title(name, fontweight="bold", color=theme.ink, pad=5)
+    panel.set_title(facts, loc="right", fontsize=SMALL_PT, color=theme.muted, pad=5)
+    panel.spines[["left", "bottom"]].set_visible(False)
+    panel.tick_params(axis="y", length=0)
+
+
+def name_time(panels: Sequence[Axes], longest: float, unit: str) -> None:
+    """Give panels one axis of time, named below the last."""
+    panels[0].set_xlim(0, longest * 1.004)
+    panels[-1].set_xlabel(f"time since the start of the iteration ({unit})")
+
+
+class Number(NamedTuple):
+    """What is written into a bar, in which colour."""
+
+    bar: Rectangle
+    words: str
+    color: str
+
+
+def draw_bars(
+    panel: Axes,
+    bars: Sequence[tuple[str, Sequence[Rectangle]]],
+    numbers: Sequence[Number],
+    theme: Theme,
+    *,
+    linewidth: float,
+) -> None:
+    """Draw (colour, bars) pairs, and their numbers unless there are too many to be read."""
+    for color, rectangles in bars:
+        add_rectangles(panel, rectangles, color, edgecolor=theme.background, linewidth=linewidth, zorder=2)
+    for bar, words, color in numbers if len(numbers) <= _MAX_NUMBERS else ():
+        where = (bar.x0 + bar.x1) / 2, (bar.y0 + bar.y1) / 2
+        number = panel.text(
+            *where, words, ha="center", va="center_baseline", fontsize=_NUMBER_PT, color=color, clip_on=True, zorder=3
+        )
+        number.set_in_layout(False)  # measuring hundreds would take most of the time
 
 
 def _label_rows(panel: Axes, window: _Window, timeline: Timeline) -> None:
@@ -206,13 +233,11 @@ def _label_rows(panel: Axes, window: _Window, timeline: Timeline) -> None:
     lanes = window.lanes
     if timeline.plan.topology.pp_size > 1:
         stages = window.stages[:: -(-len(window.stages) // 8)]
-        panel.set_yticks([window.row(stage, lanes.start) + len(lanes) / 2 for stage in stages])
-        panel.set_yticklabels([str(stage) for stage in stages])
+        places = [window.row(stage, lanes.start) + len(lanes) / 2 for stage in stages]
+        panel.set_yticks(places, [str(stage) for stage in stages])
         panel.set_ylabel("stage")
     else:
-        shown = lanes[:: max(1, len(lanes) // 4)]
-        panel.set_yticks([lane - lanes.start + 0.5 for lane in shown])
-        panel.set_yticklabels([str(lane) for lane in shown])
+        name_cells(panel.yaxis, lanes, max(1, len(lanes) // 4))
         panel.set_ylabel("lane")
 
 
@@ -232,7 +257,7 @@ def _mark_end(
     panel: Axes, end_s: float, longest_s: float, factor: float, window: _Window, theme: Theme, width_in: float
 ) -> None:
     panel.axvline(end_s * factor, color=theme.ink, linewidth=1.0, zorder=4)
-    if (1 - end_s / longest_s) * _DATA_SHARE * width_in * 72 < _ARROW_PT:
+    if (1 - end_s / longest_s) * DATA_SHARE * width_in * 72 < _ARROW_PT:
         return
     middle = window.num_rows / 2
     arrow = {"arrowstyle": "<->", "color": theme.muted, "linewidth": 0.8, "shrinkA": 2, "shrinkB": 2}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.pipeline.schedule import Operation
-from dynamic_cp.report.trace_format import CATEGORIES, Event, in_time, mark, name_events
+from dynamic_cp.report.trace import Event, in_time, mark, name_events, slice_event
 from dynamic_cp.types import KINDS, Kind
 
 _CLOCK_STEP_NS = 1000
@@ -124,18 +124,9 @@ def measured_trace_events(
                 _check_overlap(span, group[index + 1], end_ns - starts_ns[index + 1])
                 end_ns = starts_ns[index + 1]
             ends_ns[span.iteration] = max(ends_ns[span.iteration], end_ns)
-            events.append(
-                {
-                    "name": f"{span.kind}{span.micro_batch}",
-                    "cat": CATEGORIES[span.kind],
-                    "ph": "X",
-                    "ts": starts_ns[index] / 1e3,
-                    "dur": (end_ns - starts_ns[index]) / 1e3,
-                    "pid": first_process + stage,
-                    "tid": lane,
-                    "args": {"iteration": span.iteration, "micro_batch": span.micro_batch, "chunk": span.chunk},
-                }
-            )
+            args = {"iteration": span.iteration, "micro_batch": span.micro_batch, "chunk": span.chunk}
+            name, times_ns = f"{span.kind}{span.micro_batch}", (starts_ns[index], end_ns)
+            events.append(slice_event(name, span.kind, times_ns, (first_process + stage, lane), args))
     events += [mark(f"end of iteration {number}", end_ns, first_process, {}) for number, end_ns in ends_ns.items()]
     return in_time(events)
 

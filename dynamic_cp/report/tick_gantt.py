@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 from dynamic_cp.disaggregation.search import PlannedTasks
 from dynamic_cp.report.drawing import (
-    FONT_PT,
-    SMALL_PT,
     WIDE_IN,
     Rectangle,
     add_legend,
     add_rectangles,
     format_s,
-    new_figure,
+    name_cells,
+    stacked,
     time_unit,
 )
+from dynamic_cp.report.gantt import DATA_SHARE, Number, draw_bars, name_rows, name_time
 from dynamic_cp.report.theme import Theme
 from dynamic_cp.types import KINDS
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_NUMBER_PT, _DATA_SHARE = 6.5, 0.87
-_MAX_NUMBERS = 240
 _GAP = 0.05
 """Between a bar and the next stage, in rows."""
 
@@ -41,27 +39,19 @@ def tick_gantt(
 ) -> Figure:
     """Return the picture of (policy, plan in ticks) pairs, one above the other."""
     heights = [min(2.5, max(0.9, 0.22 * pool.plan.topology.pp_size)) for _, pool in pools]
-    figure = new_figure(width_in, sum(heights) + 0.42 * len(pools) + 1.05 + (0.3 if title else 0.0))
-    panels = figure.subplots(len(pools), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_PT + 2, fontweight="bold")
+    figure, panels = stacked(width_in, heights, each_in=0.42, rest_in=1.05, title=title, sharex=True)
     longest_s = max(pool.makespan_s for _, pool in pools)
     factor, unit = time_unit(longest_s)
     for panel, (name, pool) in zip(panels, pools, strict=True):
         plan = pool.plan
-        _draw(panel, pool, theme, factor, _DATA_SHARE * width_in * 72 / (longest_s * factor))
-        panel.set_title(name, fontweight="bold", color=theme.ink, pad=5)
+        _draw(panel, pool, theme, factor, DATA_SHARE * width_in * 72 / (longest_s * factor))
         facts = f"{format_s(pool.makespan_s)} · {plan.num_microbatches} micro-batches · {len(pool.spans)} ticks"
-        panel.set_title(facts, loc="right", fontsize=SMALL_PT, color=theme.muted, pad=5)
+        name_rows(panel, name, facts, theme)
+        name_cells(panel.yaxis, range(plan.topology.pp_size), 1)
         panel.set_ylim(plan.topology.pp_size, -0.1)
-        panel.set_yticks([stage + 0.5 for stage in range(plan.topology.pp_size)])
-        panel.set_yticklabels([str(stage) for stage in range(plan.topology.pp_size)])
         panel.set_ylabel("stage")
-        panel.spines[["left", "bottom"]].set_visible(False)
-        panel.tick_params(axis="y", length=0)
         panel.axvline(pool.makespan_s * factor, color=theme.ink, linewidth=1.0, zorder=4)
-    panels[0].set_xlim(0, longest_s * factor * 1.004)
-    panels[-1].set_xlabel(f"time since the start of the iteration ({unit})")
+    name_time(panels, longest_s * factor, unit)
     entries = [("forward", theme.cp_color(1, forward=True)), ("backward", theme.cp_color(1))]
     add_legend(figure, [*entries, ("only serves", theme.empty), ("waits", theme.band)], width_in=width_in)
     return figure
@@ -71,26 +61,21 @@ def _draw(panel: Axes, pool: PlannedTasks, theme: Theme, factor: float, pt_per_t
     plan = pool.plan
     topology, to_unit = plan.topology, factor / 1e9
     bars: dict[str, list[Rectangle]] = defaultdict(list)
-    numbers: list[tuple[float, float, str, str]] = []
+    numbers: list[Number] = []
     for span in pool.spans:
         forward = span.tick.kind == KINDS[0]
         for stage in range(topology.pp_size):
             unit = span.tick.unit(stage, topology.pp_size, topology.vp_size, plan.num_microbatches)
             start, stop = span.start_ns * to_unit, span.stage_ends_ns[stage] * to_unit
             color = theme.empty if unit is None else theme.cp_color(1, forward=forward)
-            bars[color].append(Rectangle(start, stop, stage + _GAP, stage + 1 - _GAP))
+            bar = Rectangle(start, stop, stage + _GAP, stage + 1 - _GAP)
+            bars[color].append(bar)
             if unit is None:
                 continue
             words = f"{unit.chunk}.{unit.micro_batch}" if topology.vp_size > 1 else str(unit.micro_batch)
             if (stop - start) * pt_per_time > 3 + 4.2 * len(words):
                 ink = (theme.cp_inks_forward if forward else theme.cp_inks)[0]
-                numbers.append(((start + stop) / 2, stage + 0.5, words, ink))
+                numbers.append(Number(bar, words, ink))
     band = [Rectangle(0, pool.makespan_s * factor, stage + _GAP, stage + 1 - _GAP) for stage in range(topology.pp_size)]
     add_rectangles(panel, band, theme.band, zorder=1)
-    for color, rectangles in sorted(bars.items()):
-        add_rectangles(panel, rectangles, color, edgecolor=theme.background, linewidth=0.35, zorder=2)
-    for x, y, words, ink in numbers if len(numbers) <= _MAX_NUMBERS else ():
-        number = panel.text(
-            x, y, words, ha="center", va="center_baseline", fontsize=_NUMBER_PT, color=ink, clip_on=True, zorder=3
-        )
-        number.set_in_layout(False)  # measuring hundreds would take most of the time
+    draw_bars(panel, sorted(bars.items()), numbers, theme, linewidth=0.35)

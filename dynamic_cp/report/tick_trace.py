@@ -11,7 +11,7 @@ import numpy as np
 
 from dynamic_cp.disaggregation.search import PlannedTasks
 from dynamic_cp.pipeline.schedule import Operation
-from dynamic_cp.report.trace_format import CATEGORIES, Event, in_time, mark, name_events, shown_lanes
+from dynamic_cp.report.trace import Event, in_time, mark, name_events, shown_lanes, slice_event
 from dynamic_cp.types.tasks import HOLDER, SERVER
 
 
@@ -42,25 +42,17 @@ def tick_events(
             runs = {} if unit is None else unit._asdict()
             for lane in lanes:
                 server = stage * topology.num_lanes + lane
-                events.append(
-                    {
-                        "name": "serves" if unit is None else str(Operation(tick.kind, *unit)),
-                        "cat": CATEGORIES[tick.kind],
-                        "ph": "X",
-                        "ts": span.start_ns / 1e3,
-                        "dur": (span.stage_ends_ns[stage] - span.start_ns) / 1e3,
-                        "pid": first_process + stage,
-                        "tid": lane,
-                        "args": {
-                            "tick": str(tick),
-                            **runs,
-                            "tokens": held[server],
-                            "queries": computed[server],
-                            "queries_of_others": of_others[server],
-                            "exposed_s": seconds.exposed_s,
-                        },
-                    }
-                )
+                args = {
+                    "tick": str(tick),
+                    **runs,
+                    "tokens": held[server],
+                    "queries": computed[server],
+                    "queries_of_others": of_others[server],
+                    "exposed_s": seconds.exposed_s,
+                }
+                what = "serves" if unit is None else str(Operation(tick.kind, *unit))
+                times_ns = span.start_ns, span.stage_ends_ns[stage]
+                events.append(slice_event(what, tick.kind, times_ns, (first_process + stage, lane), args))
     args = {"makespan_s": planned.makespan_s, "policy": plan.policy}
     events.append(mark(f"end of {name}", max(planned.spans[-1].stage_ends_ns), first_process, args))
     return in_time(events)
