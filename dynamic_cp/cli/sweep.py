@@ -27,7 +27,7 @@ from dynamic_cp.cli.parameters import (
     taken,
 )
 from dynamic_cp.cli.simulate import policies_in, policy_option
-from dynamic_cp.cli.tuned import check_memory_is_known, compared_at_their_best, exchanges_tried, searched
+from dynamic_cp.cli.tuned import check_memory_is_known, exchanges_tried, searched
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models import catalog
 from dynamic_cp.tried import LIMIT_DIVISORS, MAX_VP_SIZE
@@ -140,11 +140,13 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
     check_memory_is_known(hardware)
     with progress("sweeping") as steps:
         steps(0, 1, "lengths")
+        from dynamic_cp.comparison import compare_settings
+
         space = _space(gpus, model, given)
         job = _job(batch, model, hardware, given)
         found = searched(space, job, policies, steps, jobs)
         names = given["model"], hardware.name if given["settings"] else given["hardware"]
-        comparison = compared_at_their_best(found, job, names, steps)
+        comparison = compare_settings(job, found.settings, names=names, progress=steps)
     refusal = _why_no_line(found, job, architecture)
     flags = [] if refusal else _flags(found.front[0], job, architecture, given)
     if json:

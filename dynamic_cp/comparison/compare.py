@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dynamic_cp.comparison.job import Job, batch_outcome
+from dynamic_cp.comparison.job import Job, SweepJob, batch_outcome
 from dynamic_cp.comparison.peer_policies import PEERS, load_peer, outcome_of_peer
 from dynamic_cp.comparison.task_policies import outcome_of_tasks
 from dynamic_cp.comparison.values import Comparison, PolicyOutcome
@@ -28,7 +28,7 @@ from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.search.choice import task_options_of
 from dynamic_cp.search.search import POLICIES, plan_global_batch
 from dynamic_cp.setting import STATIC_POLICIES, TASK_POLICIES, Setting
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, SearchEffort, Topology
+from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 
 COMPARED_BY_DEFAULT = POLICIES
 _STATIC_DIVISORS = (2, 4, 8)
@@ -110,57 +110,39 @@ def compare_policies(
 
 
 def compare_settings(
-    batches: Batches,
+    shared: SweepJob,
     settings: Sequence[Setting],
     *,
-    model: ModelShape,
-    hardware: Hardware,
     peers: Sequence[str] = (),
-    search: SearchEffort = "fast",
-    distributed_optimizer: bool = True,
-    model_name: str = "",
-    hardware_name: str = "",
+    names: tuple[str, str] = ("", ""),
     task_options: TaskOptions | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Return what each of `settings` makes of each of `batches`: policies, each at a layout of its own.
+    """Return what each of `settings` makes of each batch: policies, each at a layout of its own.
 
     Args:
-        batches, model, hardware, distributed_optimizer, model_name, hardware_name, task_options, progress: as
-            `compare_policies`.
+        shared: batches, model, hardware.
         settings: at least one, of different policies of POLICIES and POOL_POLICIES, all on as many ranks.
         peers: names of PEERS and TASK_POLICIES, which run at the setting of the dynamic policy (of the first, without
             it).
-        search: of all plans.
+        names: of model and hardware, kept in the result.
+        task_options, progress: as `compare_policies`.
 
     Raises:
         DynamicCPError: as `compare_policies`.
     """
-    _check_batches(batches)
+    _check_batches(shared.batches)
     if peers:
         compared_policies(peers)
-    names = (*(one.policy for one in settings), *peers)
-    run = _Policies(names, len(batches), task_options, progress)
+    policies = (*(one.policy for one in settings), *peers)
+    run = _Policies(policies, len(shared.batches), task_options, progress)
     main = next((one for one in settings if one.policy == "dynamic"), settings[0])
-    jobs = [
-        Job(
-            batches=tuple(tuple(batch) for batch in batches),
-            topology=setting.topology,
-            model=replace(model, pipeline_layers=setting.pipeline_layers),
-            hardware=hardware,
-            # Bounds and prices are those of all CP sizes at this limit; memory is that of the policy's own.
-            options=replace(setting.options(search), min_cp_size=1, max_cp_size=setting.max_cp_size),
-            limit_from_memory=False,
-            distributed_optimizer=distributed_optimizer,
-        )
-        for setting in (*settings, *(main for _ in peers))
-    ]
+    jobs = [Job.at(setting, shared) for setting in (*settings, *(main for _ in peers))]
     outcomes = tuple(
-        run.outcome(name, job, partial(getattr, job, "options")) for name, job in zip(names, jobs, strict=True)
+        run.outcome(policy, job, partial(getattr, job, "options")) for policy, job in zip(policies, jobs, strict=True)
     )
     run.start("done")
-    main_job = jobs[settings.index(main)]
-    return _comparison(main_job, main.options(search), outcomes, (model_name, hardware_name), is_tuned=True)
+    return _comparison(jobs[settings.index(main)], main.options(shared.search), outcomes, names, is_tuned=True)
 
 
 def _comparison(
