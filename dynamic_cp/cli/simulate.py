@@ -33,6 +33,11 @@ DEFAULT_BATCHES = 8
 DEFAULT_POLICIES = "dynamic,static,balanced,megatron-dev"
 
 
+def policy_option(help: str, default: str = DEFAULT_POLICIES) -> Any:
+    """Return --policy of several names."""
+    return one_option("--policy", default=default, show_default=True, metavar="NAME,..", help=help)
+
+
 @click.command(
     "simulate",
     cls=Command,
@@ -49,13 +54,9 @@ Examples:
 @job_options()
 @options_in(
     "Planner",
-    one_option(
-        "--policy",
-        default=DEFAULT_POLICIES,
-        show_default=True,
-        metavar="NAME,..",
-        help="Policies to compare, comma-separated; also megatron-0.16.1, flexsp (slow), wlb, wlb-exposed; and "
-        "attention as tasks of servers: stage-tasks, pool, pool-quota, pool-distca, pool-dedicated, with-pool.",
+    policy_option(
+        "Policies to compare, comma-separated; also megatron-0.16.1, flexsp (slow), wlb, wlb-exposed; and "
+        "attention as tasks of servers: stage-tasks, pool, pool-quota, pool-distca, pool-dedicated, with-pool."
     ),
     noise_margin_option(),
     ping_pong_option(),
