@@ -92,7 +92,7 @@ def main() -> None:
     layers = max(1, round(million * 1e6 / (12 * hidden * hidden)))
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", ".")) as name:
         words = (
-            "--dynamic-cp --dynamic-cp-calibrate off --mock-data --distributed-backend gloo "
+            "--dynamic-cp --mock-data --distributed-backend gloo "
             f"--num-layers {layers} --hidden-size {hidden} "
             "--num-attention-heads 8 --seq-length 32 --max-seqlen-per-dp-cp-rank 64 --global-batch-size 4 --lr 1e-4 "
             f"--train-iters 1 --eval-iters 0 --use-distributed-optimizer --num-workers 0 --save {name}"

@@ -48,7 +48,7 @@ DATA = {
 MODEL = (
     "--hidden-size 192 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu "
     "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --lr 1e-3 "
-    "--dynamic-cp-calibrate off"
+    ""
 )
 # Name -> flags; each rank of R has 8 / R of the experts.
 MODELS = {

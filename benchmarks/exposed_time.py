@@ -29,7 +29,7 @@ from benchmarks.dynamic_vs_static import lognormal, run_ranks
 MODEL = (
     "--num-attention-heads 4 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     "--lr 1e-3 --train-iters 1 --split 1,0,0 --dynamic-cp --max-seqlen-per-dp-cp-rank 4096 "
-    "--dynamic-cp-calibrate off"
+    ""
 )
 STEPS = {"short": "--num-layers 1 --hidden-size 32", "long": "--num-layers 4 --hidden-size 128"}
 

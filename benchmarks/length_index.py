@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.trainer.data import json_lines
+from megatron.trainer.data import indexing
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.entries import index_entries
 from megatron.trainer.data.workers import num_usable_cpus
@@ -88,7 +88,7 @@ def read(path: Path) -> None:
 
 def start(path: Path, *, anew: bool = True, num_processes: int = 32) -> None:
     """Do what a start does until all lengths are known."""
-    json_lines.MAX_PROCESSES = num_processes
+    indexing.MAX_PROCESSES = num_processes
     if anew:
         for index in path.parent.rglob("*.lengths"):
             index.unlink()

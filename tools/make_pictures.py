@@ -21,11 +21,9 @@ from dynamic_cp.lengths.workloads import draw_lengths, longest_length
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.report.cp_map import cp_map
+from dynamic_cp.report.curves import imbalance, knee, knee_points, length_histogram
 from dynamic_cp.report.drawing import NARROW_IN, save
 from dynamic_cp.report.gantt import gantt
-from dynamic_cp.report.imbalance import imbalance
-from dynamic_cp.report.knee import knee, knee_points
-from dynamic_cp.report.lengths_picture import length_histogram
 from dynamic_cp.report.theme import THEMES
 from dynamic_cp.sweep import Space, SweepJob, sweep
 from dynamic_cp.types import Sample
@@ -86,14 +84,7 @@ def compared() -> Comparison:
     )
     policies = ("dynamic", "static", "balanced")
     found = sweep(SPACE, job, policies=policies, num_processes=len(os.sched_getaffinity(0)))
-    return compare_settings(
-        batches,
-        [one.setting for one in found.best.values()],
-        model=job.model,
-        hardware=job.hardware,
-        model_name="llama-3-8b",
-        hardware_name="h100",
-    )
+    return compare_settings(job, found.settings, names=("llama-3-8b", "h100"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from types import FrameType
 from typing import Any, NoReturn
@@ -35,15 +35,18 @@ from megatron.trainer.data.config import TOKENIZERS, DataConfig
 from megatron.trainer.data.data_path import find_files
 from megatron.trainer.data.file_table import FileTable
 from megatron.trainer.data.index_cache import DocumentFiles
-from megatron.trainer.data.json_lines import TOKENIZED_RANGE_BYTES
+from megatron.trainer.data.indexing import (
+    TOKENIZED_RANGE_BYTES,
+    as_data_errors,
+    checked_lines,
+    chunks_of_files,
+    ranges_of_files,
+)
 from megatron.trainer.data.progress import Progress
-from megatron.trainer.data.scan import ScanError
 from megatron.trainer.data.source import count, reading
-from megatron.trainer.data.text_files import chunks_of_files
-from megatron.trainer.data.tokenize_tasks import Task, Tokenized, tokenize_files, tokenize_lines
 from megatron.trainer.data.tokenizer import TextTokenizer
-from megatron.trainer.data.unpacked import line_name
 from megatron.trainer.data.workers import map_in_processes, num_usable_cpus
+from tools.tokenize_tasks import Task, tokenize_files, tokenize_lines
 
 logger = logging.getLogger("preprocess_data")
 
@@ -214,53 +217,31 @@ def _write(files: DocumentFiles, task: Task, outputs: Sequence[Output], num_proc
         name = files.names[int(np.argmin(sizes_bytes))]
         raise DataError(f"{files.root}{name} is not a regular file: copy it to one")
     paths = [files.root + name for name in files.names]
-    function, tasks, owners = _tasks(files, paths, sizes_bytes, task)
+    ranges = [] if files.kind == "text" else ranges_of_files(paths, sizes_bytes, TOKENIZED_RANGE_BYTES)
+    tasks: list[Any] = [(*piece, task) for piece in ranges]
+    if files.kind == "text":
+        tasks = [(chunk, task) for chunk in chunks_of_files(paths, sizes_bytes)]
+    function = tokenize_files if files.kind == "text" else tokenize_lines
     total_bytes = int(sizes_bytes.sum())
-    num_lines, num_empty, num_binary, num_documents = dict.fromkeys(owners, 0), 0, 0, 0
+    num_empty = num_binary = num_documents = 0
     with (
         reading(files.root),
         Progress(f"tokenizing {files.name}", total_bytes, "bytes") as progress,
         closing(map_in_processes(function, tasks, min(num_processes, len(tasks)), packages=True)) as results,
     ):
-        for owner, part in zip(owners, _as_data_errors(results), strict=True):
-            if part.error is not None:
-                line, what = part.error
-                name = owner.removeprefix(files.root)
-                raise DataError(f"{line_name(files.root, name, num_lines[owner] + line + 1)}{what}")
-            num_lines[owner] += part.num_lines
+        for part in checked_lines(files, ranges, results, progress) if ranges else as_data_errors(results):
             num_empty, num_binary = num_empty + part.num_empty, num_binary + part.num_binary
             num_documents += len(part.lengths[0])
             for output, tokens, lengths in zip(outputs, part.tokens, part.lengths, strict=True):
                 output.add(tokens, lengths)
-            progress.advance(part.num_bytes)
+            if not ranges:
+                progress.advance(part.num_bytes)
     seconds = time.perf_counter() - started_s
     words = [count(num_documents, "document"), f"{num_empty} empty", f"{num_binary} binary files left out"]
     logger.info(
         "%s: %s; %.1f MB in %.1f s by %s", files.name, ", ".join(words), total_bytes / 1e6, seconds,
         count(min(num_processes, len(tasks)), "process", "processes"),
     )  # fmt: skip
-
-
-def _tasks(
-    files: DocumentFiles, paths: Sequence[str], sizes_bytes: NDArray[np.int64], task: Task
-) -> tuple[Any, list[tuple[Any, ...]], list[str]]:
-    """Return what the processes call, with which arguments, and the file of each JSONL range."""
-    if files.kind == "text":
-        chunks = list(chunks_of_files(paths, sizes_bytes))
-        return tokenize_files, [(chunk, task) for chunk in chunks], [chunk[0] for chunk in chunks]
-    tasks = [
-        (path, start, min(start + TOKENIZED_RANGE_BYTES, size), size, task)
-        for path, size in zip(paths, sizes_bytes.tolist(), strict=True)
-        for start in range(0, size, TOKENIZED_RANGE_BYTES)
-    ]
-    return tokenize_lines, tasks, [one[0] for one in tasks]
-
-
-def _as_data_errors(results: Iterator[Tokenized]) -> Iterator[Tokenized]:
-    try:
-        yield from results
-    except ScanError as error:
-        raise DataError(str(error)) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, pipeline_graph
+from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, Graph, pipeline_graph
 
 NUM_DIRECTIONS = 5
 """Directions (1 - t, t) of (forward, backward), t = 0, 1/4, .. 1, in which the work is bounded."""
@@ -72,9 +72,7 @@ def path_bound_s(
     """
     graph = pipeline_graph(pp_size, num_microbatches, vp_size)
     slot = _slots(pp_size, num_microbatches, vp_size)
-    proven_s = _play(
-        slot, graph.before, graph.sender, graph.last, *spread, num_microbatches, vp_size, position, steps, enough_s
-    )
+    proven_s = _play(slot, graph, spread, num_microbatches, vp_size, position, steps, enough_s)
     # Every operation and every edge is rounded to whole nanoseconds.
     return float(proven_s) - 1e-9 * len(slot)
 
@@ -87,132 +85,167 @@ def _slots(pp_size: int, num_microbatches: int, vp_size: int) -> Ints:
     return slots
 
 
+class _Paths(NamedTuple):
+    """What the path player knows of each class of lanes, and what it learns.
+
+    Attributes:
+        via_list: [class, operation] -> share of the paths that come from the operation before it on its stage, where
+            the rest come from the one that sends to it.
+        regrets: [class, operation, before | sender].
+        ends, end_regrets: [class, stage] -> share of the paths that end there, and its regrets.
+        classes, class_regrets: [class] -> share of the paths that are in the class, and its regrets.
+        class_values: [class] -> seconds of its mix of paths.
+        crossings: [class, row, forward | backward | seconds of edges] of the mix of all.
+    """
+
+    via_list: Floats
+    regrets: Floats
+    ends: Floats
+    end_regrets: Floats
+    classes: Floats
+    class_regrets: Floats
+    class_values: Floats
+    crossings: Floats
+
+
 @compiled
 def _play(
-    slot: Ints,
-    befores: Ints,
-    senders: Ints,
-    ends: Ints,
-    shares: Floats,
-    floors_s: Floats,
-    work_s: Floats,
-    least_ratio: float,
-    inverse_ratio: float,
-    longest_s: Floats,
-    token_s: Floats,
-    num_rows: int,
-    vp_size: int,
-    position: int,
-    steps: int,
-    enough_s: float,
+    slot: Ints, graph: Graph, spread: Spread, num_rows: int, vp_size: int, position: int, steps: int, enough_s: float
 ) -> float:
     """Return what the average of the path player proves.
 
+    A step of the game: the work lies as it was spread last, so every operation has a duration; the path player moves
+    towards the longest paths; the other one moves work to rows that these crossed less.
+
+    Two stages, two rows, one class, F lasts 1 s and B 2 s. Mixes begin even: half of what reaches B1 of the first stage
+    came by its own list, half from the second stage. The second half is longer, regret grows there, and soon nearly
+    all paths are F1, then F1 B1 F2 B2 of the second stage, then B2: 9 s. They cross row 1 for 4 s and row 2 for 5 s, so
+    some work moves from row 2 to row 1, until the cheapest spread against the average of the crossings is the best
+    proof that there is.
+
     Args:
         slot: of `_slots`.
-        befores, senders, ends: `before`, `sender` and `last` of the graph; hops take no time.
-        shares .. token_s: of `Spread`.
+        graph: of the pipeline; hops take no time.
         num_rows .. enough_s: as in `path_bound_s`.
     """
-    num_classes, num_operations, last = shares.shape[0], slot.shape[0], befores.shape[0] - 1
-    # Work of either kind (least and largest backward / forward) and tokens: how much, where it lies, what it paid.
-    forward_s, backward_s = work_s[0], 2.0 * work_s[NUM_DIRECTIONS // 2] - work_s[0]
-    second_s = max(0.0, (backward_s - least_ratio * forward_s) / (1.0 - least_ratio * inverse_ratio))
-    first_s = max(0.0, forward_s - inverse_ratio * second_s)
-    rest = max(0.0, 1.0 - longest_s.sum() * shares[0] / max(forward_s + backward_s, 1e-300))
+    shares, token_s = spread.shares, spread.token_s
+    num_classes, num_operations, num_stages = len(shares), len(slot), len(graph.last)
+    # Work of either kind (least and largest backward / forward) and tokens: where it lies, what it paid.
     kinds = 3 if token_s.sum() > 0.0 else 2
     parts, paid = np.empty((3, num_classes, num_rows)), np.zeros((3, num_classes, num_rows))
     for lanes in range(num_classes):
         parts[:, lanes, :] = shares[lanes] / num_rows
-    regrets, end_regrets, class_regrets = (
+    paths = _Paths(
+        np.full((num_classes, num_operations), 0.5),
         np.zeros((num_classes, num_operations, 2)),
-        np.zeros((num_classes, ends.shape[0])),
+        np.full((num_classes, num_stages), 1.0 / num_stages),
+        np.zeros((num_classes, num_stages)),
+        np.full(num_classes, 1.0 / num_classes),
         np.zeros(num_classes),
+        np.zeros(num_classes),
+        np.zeros((num_classes, num_rows, 3)),
     )
-    via_list = np.full((num_classes, num_operations), 0.5)
-    end_shares = np.full((num_classes, ends.shape[0]), 1.0 / ends.shape[0])
-    values, flow, crossed = np.zeros(num_operations), np.zeros(num_operations), np.zeros(num_rows * NUM_SLOTS)
-    durations = np.zeros(num_rows * NUM_SLOTS)
-    class_values, end_values = np.zeros(num_classes), np.zeros(ends.shape[0])
-    class_shares = np.full(num_classes, 1.0 / num_classes)
-    # [class, row, forward | backward | seconds of edges] crossings, of this step and on average.
-    crossings, average = np.zeros((num_classes, num_rows, 3)), np.zeros((num_classes, num_rows, 3))
+    durations, average = np.zeros(num_rows * NUM_SLOTS), np.zeros((num_classes, num_rows, 3))
+    values, end_values = np.zeros(num_operations), np.zeros(num_stages)
     best_s = -np.inf
     for step in range(steps):
         for lanes in range(num_classes):
-            for row in range(num_rows):
-                first = rest * first_s * parts[0, lanes, row] / shares[lanes]
-                second = rest * second_s * parts[1, lanes, row] / shares[lanes]
-                both = (
-                    floors_s[0] + first + inverse_ratio * second,
-                    floors_s[1] + least_ratio * first + second,
-                )
-                for kind in range(2):
-                    duration = both[kind]
-                    if lanes == 0 and row == position:
-                        duration += longest_s[kind]
-                    duration /= vp_size
-                    tokens = parts[2, lanes, row] / shares[lanes]
-                    at = NUM_SLOTS * row + kind
-                    durations[at] = duration
-                    durations[at + 2] = duration + token_s[kind] * tokens
-                    durations[at + 4] = duration + token_s[2 + kind] * tokens
-            for index in range(num_operations):
-                before, source = befores[index], senders[index]
-                value = 0.0
-                if before < 0:
-                    if source >= 0:
-                        value = values[source]
-                elif source < 0:
-                    value = values[before]
-                else:
-                    value = via_list[lanes, index] * values[before] + (1.0 - via_list[lanes, index]) * values[source]
-                    for_list = max(0.0, regrets[lanes, index, 0] + values[before] - value)
-                    for_data = max(0.0, regrets[lanes, index, 1] + values[source] - value)
-                    regrets[lanes, index, 0], regrets[lanes, index, 1] = for_list, for_data
-                    if for_list + for_data > 0.0:
-                        via_list[lanes, index] = for_list / (for_list + for_data)
-                values[index] = value + durations[slot[index]]
-            for stage in range(ends.shape[0]):
-                end_values[stage] = values[ends[stage]]
-            class_values[lanes] = _match(end_regrets[lanes], end_shares[lanes], end_values)
-        _match(class_regrets, class_shares, class_values)
+            _durations_of(lanes, spread, parts, vp_size, position, durations)
+            _learn_paths(lanes, slot, graph, durations, values, paths)
+            for stage in range(num_stages):
+                end_values[stage] = values[graph.last[stage]]
+            paths.class_values[lanes] = _match(paths.end_regrets[lanes], paths.ends[lanes], end_values)
+        _match(paths.class_regrets, paths.classes, paths.class_values)
         for lanes in range(num_classes):
-            crossings[lanes] = 0.0
-            if class_shares[lanes] <= 0.0:
-                continue
-            flow[:], crossed[:] = 0.0, 0.0
-            for stage in range(ends.shape[0]):
-                flow[ends[stage]] += class_shares[lanes] * end_shares[lanes, stage]
-            for index in range(last, -1, -1):
-                here = flow[index]
-                if here == 0.0:
-                    continue
-                crossed[slot[index]] += here
-                before, source = befores[index], senders[index]
-                if before < 0:
-                    if source >= 0:
-                        flow[source] += here
-                elif source < 0:
-                    flow[before] += here
-                else:
-                    flow[before] += here * via_list[lanes, index]
-                    flow[source] += here * (1.0 - via_list[lanes, index])
-            for row in range(num_rows):
-                at = NUM_SLOTS * row
-                for kind in range(2):
-                    inner, first_stage, last_stage = crossed[at + kind], crossed[at + 2 + kind], crossed[at + 4 + kind]
-                    crossings[lanes, row, kind] = (inner + first_stage + last_stage) / vp_size
-                    crossings[lanes, row, 2] += first_stage * token_s[kind] + last_stage * token_s[2 + kind]
-        average += 3.0 / (step + 3.0) * (crossings - average)
+            paths.crossings[lanes] = 0.0
+            if paths.classes[lanes] > 0.0:
+                _count_crossings(lanes, slot, graph, token_s, vp_size, paths)
+        average += 3.0 / (step + 3.0) * (paths.crossings - average)
         if step % _PROVE_EVERY == _PROVE_EVERY - 1 or step == steps - 1:
-            proven_s = _proven_s(average, shares, floors_s, work_s, least_ratio, inverse_ratio, longest_s, position)
-            best_s = max(best_s, proven_s)
+            best_s = max(best_s, _proven_s(average, spread, position))
             if best_s >= enough_s:
                 break
         for kind in range(kinds):
-            _spread_again(crossings, _weights(kind, least_ratio, inverse_ratio), shares, paid[kind], parts[kind])
+            weights = _weights(kind, spread.least_ratio, spread.inverse_ratio)
+            _spread_again(paths.crossings, weights, shares, paid[kind], parts[kind])
     return best_s
+
+
+@compiled
+def _durations_of(lanes: int, spread: Spread, parts: Floats, vp_size: int, position: int, durations: Floats) -> None:
+    """Write the seconds of every slot in a class of lanes, where the work lies as `parts` says."""
+    shares, floors_s, work_s, token_s = spread.shares, spread.floors_s, spread.work_s, spread.token_s
+    least_ratio, inverse_ratio, longest_s = spread.least_ratio, spread.inverse_ratio, spread.longest_s
+    forward_s, backward_s = work_s[0], 2.0 * work_s[NUM_DIRECTIONS // 2] - work_s[0]
+    second_s = max(0.0, (backward_s - least_ratio * forward_s) / (1.0 - least_ratio * inverse_ratio))
+    first_s = max(0.0, forward_s - inverse_ratio * second_s)
+    rest = max(0.0, 1.0 - longest_s.sum() * shares[0] / max(forward_s + backward_s, 1e-300))
+    for row in range(parts.shape[2]):
+        first = rest * first_s * parts[0, lanes, row] / shares[lanes]
+        second = rest * second_s * parts[1, lanes, row] / shares[lanes]
+        both = (floors_s[0] + first + inverse_ratio * second, floors_s[1] + least_ratio * first + second)
+        for kind in range(2):
+            duration = both[kind]
+            if lanes == 0 and row == position:
+                duration += longest_s[kind]
+            duration /= vp_size
+            tokens = parts[2, lanes, row] / shares[lanes]
+            at = NUM_SLOTS * row + kind
+            durations[at] = duration
+            durations[at + 2] = duration + token_s[kind] * tokens
+            durations[at + 4] = duration + token_s[2 + kind] * tokens
+
+
+@compiled
+def _learn_paths(lanes: int, slot: Ints, graph: Graph, durations: Floats, values: Floats, paths: _Paths) -> None:
+    """Write the seconds until the end of each operation by the mix of paths; then turn the mix to what was longer."""
+    befores, senders, regrets, via_list = graph.before, graph.sender, paths.regrets, paths.via_list
+    for index in range(len(slot)):
+        before, source = befores[index], senders[index]
+        value = 0.0
+        if before < 0:
+            if source >= 0:
+                value = values[source]
+        elif source < 0:
+            value = values[before]
+        else:
+            value = via_list[lanes, index] * values[before] + (1.0 - via_list[lanes, index]) * values[source]
+            for_list = max(0.0, regrets[lanes, index, 0] + values[before] - value)
+            for_data = max(0.0, regrets[lanes, index, 1] + values[source] - value)
+            regrets[lanes, index, 0], regrets[lanes, index, 1] = for_list, for_data
+            if for_list + for_data > 0.0:
+                via_list[lanes, index] = for_list / (for_list + for_data)
+        values[index] = value + durations[slot[index]]
+
+
+@compiled
+def _count_crossings(lanes: int, slot: Ints, graph: Graph, token_s: Floats, vp_size: int, paths: _Paths) -> None:
+    """Follow the mix of paths backwards and write how often it crosses each row of a class."""
+    befores, senders, via_list, crossings = graph.before, graph.sender, paths.via_list, paths.crossings
+    num_rows = crossings.shape[1]
+    flow, crossed = np.zeros(len(slot)), np.zeros(num_rows * NUM_SLOTS)
+    for stage in range(len(graph.last)):
+        flow[graph.last[stage]] += paths.classes[lanes] * paths.ends[lanes, stage]
+    for index in range(len(slot) - 1, -1, -1):
+        here = flow[index]
+        if here == 0.0:
+            continue
+        crossed[slot[index]] += here
+        before, source = befores[index], senders[index]
+        if before < 0:
+            if source >= 0:
+                flow[source] += here
+        elif source < 0:
+            flow[before] += here
+        else:
+            flow[before] += here * via_list[lanes, index]
+            flow[source] += here * (1.0 - via_list[lanes, index])
+    for row in range(num_rows):
+        at = NUM_SLOTS * row
+        for kind in range(2):
+            inner, first_stage, last_stage = crossed[at + kind], crossed[at + 2 + kind], crossed[at + 4 + kind]
+            crossings[lanes, row, kind] = (inner + first_stage + last_stage) / vp_size
+            crossings[lanes, row, 2] += first_stage * token_s[kind] + last_stage * token_s[2 + kind]
 
 
 @compiled
@@ -267,17 +300,10 @@ def _price(crossing: Floats, weights: tuple[float, float, float]) -> float:
 
 
 @compiled
-def _proven_s(
-    average: Floats,
-    shares: Floats,
-    floors_s: Floats,
-    work_s: Floats,
-    least_ratio: float,
-    inverse_ratio: float,
-    longest_s: Floats,
-    position: int,
-) -> float:
+def _proven_s(average: Floats, spread: Spread, position: int) -> float:
     """Return the least that any spread of the work costs against `average` crossings."""
+    shares, floors_s, work_s, longest_s = spread.shares, spread.floors_s, spread.work_s, spread.longest_s
+    least_ratio, inverse_ratio = spread.least_ratio, spread.inverse_ratio
     fixed_s = 0.0
     prices = np.full(3, np.inf)
     for lanes in range(average.shape[0]):

@@ -7,8 +7,6 @@ megatron/dynamic_cp/calibration measures. Read in this order:
 - `results`: what comes out: hardware, errors, points
 - `fit`: measurements -> coefficients, each with its source, and how well they fit
 - `picture`: measured against fitted
-- `ladder`: synthetic global batches for a run that calibrates itself before its first iteration
-- `step_fit`: what they took -> coefficients
 """
 
 from dynamic_cp.calibration.fit import calibrate

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from dynamic_cp.cli.console import can_draw
 from dynamic_cp.cli.parameters import BatchInput
-from dynamic_cp.cli.tables import heading, make_table, tokens
-from dynamic_cp.comparison import PART_LABELS, Comparison, PolicyOutcome, Speedup, Verdict, verdict_of
-from dynamic_cp.types import CAUSAL
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from dynamic_cp.cli.tables import Column, gb, heading, make_table, note, table_of, tokens
+from dynamic_cp.comparison import PART_LABELS, Comparison, PolicyOutcome, Verdict, verdict_of
+from dynamic_cp.types import CAUSAL, counted
 
 WIDE, WIDEST = 110, 140
 """Columns from which the table of figures has more of them, and all."""
@@ -38,18 +37,16 @@ _MARKS = {"yes": "green", "no": "yellow", "unclear": "yellow"}
 
 def show(comparison: Comparison, batch: BatchInput, out: Console) -> None:
     """Print all of `comparison`."""
-    from rich.text import Text
-
     _show_inputs(comparison, batch, out)
     out.print()
     out.print(_figures(comparison, out))
     if comparison.is_tuned:
         out.print()
-        out.print(_settings(comparison))
+        out.print(_settings(comparison, out))
     if all(one.parts is None for one in comparison.policies):
         return
     out.print()
-    out.print(heading("Where the time goes"), Text("(ms of the mean rank; a column adds up)", style="dim"))
+    out.print(heading("Where the time goes"), note("(ms of the mean rank; a column adds up)"))
     out.print()
     out.print(_parts(comparison, out))
     out.print()
@@ -57,13 +54,12 @@ def show(comparison: Comparison, batch: BatchInput, out: Console) -> None:
     verdict = verdict_of(comparison)
     if verdict is not None:
         out.print()
-        _show_verdict(verdict, out)
+        show_headline(verdict, out)
+        out.print(Text(verdict.reason))
     _show_notes(comparison, out)
 
 
 def _show_inputs(comparison: Comparison, batch: BatchInput, out: Console) -> None:
-    from rich.text import Text
-
     topology, options = comparison.topology, comparison.options
     cross = "×" if can_draw(out) else "x"
     split = "".join(f" {cross} {words}" for words in comparison.policies[0].setting.split)
@@ -81,88 +77,70 @@ def show_batches(comparison: Comparison, batch: BatchInput, out: Console) -> Non
     num_tokens = sum(sample.seqlen for one in comparison.batches for sample in one)
     each = f"{min(num_samples)}" if min(num_samples) == max(num_samples) else f"{min(num_samples)}-{max(num_samples)}"
     seed = "" if batch.global_batch_size is None else f", seed {batch.seed or 0}"
-    plural = "batch" if len(num_samples) == 1 else "batches"
-    counts = f"{len(num_samples)} global {plural} of {each} samples, {tokens(num_tokens)} tokens"
+    counts = f"{counted(len(num_samples), 'global batch')} of {each} samples, {tokens(num_tokens)} tokens"
     mask = "" if batch.mask == CAUSAL.name else f", mask {batch.mask}"
     out.print(f"{batch.lengths}{seed}: {counts}{mask}")
 
 
 def _figures(comparison: Comparison, out: Console) -> Table:
-    wide, widest, several = out.width >= WIDE, out.width >= WIDEST, len(comparison.batches) > 1
-    columns = ["policy", "s/batch"]
-    columns += ["± sd" if can_draw(out) else "sd"] * several + gain_columns(several)
-    columns += ["/bound", "tok/s/GPU"]
-    if wide:
-        columns += ["TFLOP/s/GPU", "micro-batches"]
-    columns += ["GB"]
-    if wide:
-        columns += ["limit", "plan ms"]
-    if widest:
-        columns += ["sent GB", "NIC GB"]
-    table = make_table(columns)
+    several = len(comparison.batches) > 1
+    columns: list[Column[PolicyOutcome]] = [
+        Column("policy", lambda one: one.name),
+        Column("s/batch", lambda one: f"{one.iteration_s:.3f}"),
+        *[Column[PolicyOutcome]("± sd" if can_draw(out) else "sd", lambda one: f"{one.stdev('iteration_s'):.3f}")]
+        * several,
+        *gain_columns(comparison),
+        Column("/bound", lambda one: f"{one.mean('time_over_bound'):.3f}"),
+        Column("tok/s/GPU", lambda one: f"{one.mean('tokens_per_s_per_gpu'):.0f}"),
+        Column("TFLOP/s/GPU", lambda one: f"{one.mean('tflops_per_gpu'):.0f}", WIDE),
+        Column("micro-batches", _num_microbatches, WIDE),
+        Column("GB", lambda one: f"{gb(one.peak_bytes)}{'' if one.fits_memory else '!'}"),
+        Column("limit", lambda one: str(one.max_tokens_per_rank), WIDE),
+        Column("plan ms", lambda one: f"{1e3 * (one.mean('plan_s') or 0):.1f}", WIDE),
+        Column("sent GB", _sent_gb, WIDEST),
+        Column("NIC GB", lambda one: gb(one.mean("sent_across_nodes_bytes")), WIDEST),
+    ]
+    return table_of(comparison.policies, columns, out, is_bold=is_ours)
+
+
+def gain_columns(comparison: Comparison) -> list[Column[PolicyOutcome]]:
+    """Return the columns of speed-ups: the factor, with several batches also its interval."""
     speedups = {one.baseline: one for one in comparison.speedups}
-    for one in comparison.policies:
-        deviation = one.stdev("iteration_s")
-        cells = [
-            one.name,
-            f"{one.iteration_s:.3f}",
-            *([] if deviation is None else [f"{deviation:.3f}"]),
-            *gain_cells(speedups.get(one.policy), several),
-            f"{one.mean('time_over_bound'):.3f}",
-            f"{one.mean('tokens_per_s_per_gpu'):.0f}",
-        ]
-        if wide:
-            cells += [f"{one.mean('tflops_per_gpu'):.0f}", _number(one.mean("num_microbatches"), ".1f")]
-        cells += [_memory(one)]
-        if wide:
-            cells += [str(one.max_tokens_per_rank), f"{1e3 * (one.mean('plan_s') or 0):.1f}"]
-        if widest:
-            cells += _sent_gb(one)
-        table.add_row(*cells, style="bold" if one.policy == "dynamic" else "")
-    return table
+
+    def ratio(one: PolicyOutcome) -> str:
+        return f"{speedups[one.policy].ratio:.2f}x" if one.policy in speedups else ""
+
+    def interval(one: PolicyOutcome) -> str:
+        speedup = speedups.get(one.policy)
+        return "" if speedup is None else f"{speedup.low:.2f}..{speedup.high:.2f}"
+
+    return [Column("gain", ratio), *[Column("95%", interval)] * (len(comparison.batches) > 1)]
 
 
-def _settings(comparison: Comparison) -> Table:
-    table = make_table(["policy", "fastest at"], left=2)
-    for one in comparison.policies:
-        table.add_row(one.name, one.setting.words, style="bold" if one.policy == "dynamic" else "")
-    return table
+def is_ours(one: PolicyOutcome) -> bool:
+    """Return whether a row is that of the dynamic policy."""
+    return one.policy == "dynamic"
 
 
-def gain_columns(several: bool) -> list[str]:
-    """Return the names of the columns of a speed-up; `several`: whether there are several batches."""
-    return ["gain", "95%"] if several else ["gain"]
+def _settings(comparison: Comparison, out: Console) -> Table:
+    columns: list[Column[PolicyOutcome]] = [
+        Column("policy", lambda one: one.name),
+        Column("fastest at", lambda one: one.setting.words),
+    ]
+    return table_of(comparison.policies, columns, out, left=2, is_bold=is_ours)
 
 
-def gain_cells(speedup: Speedup | None, several: bool) -> list[str]:
-    """Return the cells of a speed-up: the factor, with several batches also its interval."""
-    if speedup is None:
-        return ["", ""] if several else [""]
-    interval = [] if speedup.low is None else [f"{speedup.low:.2f}..{speedup.high:.2f}"]
-    return [f"{speedup.ratio:.2f}x", *interval]
+def _num_microbatches(one: PolicyOutcome) -> str:
+    number = one.mean("num_microbatches")
+    return "-" if number is None else f"{number:.1f}"
 
 
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
-
-
-def _sent_gb(outcome: PolicyOutcome) -> list[str]:
-    """Return what is sent for attention: all of it, and what leaves nodes."""
-    in_node, across = outcome.mean("sent_in_node_bytes"), outcome.mean("sent_across_nodes_bytes")
-    if in_node is None or across is None:
-        return ["-", "-"]
-    return [f"{(in_node + across) / 1e9:.1f}", f"{across / 1e9:.1f}"]
-
-
-def _memory(outcome: PolicyOutcome) -> str:
-    if outcome.peak_bytes is None:
-        return "-"
-    return f"{outcome.peak_bytes / 1e9:.1f}{'' if outcome.fits_memory else '!'}"
+def _sent_gb(one: PolicyOutcome) -> str:
+    in_node, across = one.mean("sent_in_node_bytes"), one.mean("sent_across_nodes_bytes")
+    return gb(None if in_node is None or across is None else in_node + across)
 
 
 def _parts(comparison: Comparison, out: Console) -> Table:
-    from rich.text import Text
-
     known = [one for one in comparison.policies if one.parts is not None]
     table = make_table(["", "", *(one.name for one in known)], left=2)
     glyphs = _glyphs(out)
@@ -181,8 +159,6 @@ def _glyphs(out: Console) -> dict[str, str]:
 
 
 def _show_bars(comparison: Comparison, out: Console) -> None:
-    from rich.text import Text
-
     known = [one for one in comparison.policies if one.parts is not None]
     label_width = max(len(one.name) for one in known)
     width = min(out.width, 120) - label_width - 2
@@ -200,25 +176,14 @@ def _show_bars(comparison: Comparison, out: Console) -> None:
         out.print(line, no_wrap=True, overflow="crop")
 
 
-def _show_verdict(verdict: Verdict, out: Console) -> None:
-    from rich.text import Text
-
-    show_headline(verdict, out)
-    out.print(Text(verdict.reason))
-
-
 def show_headline(verdict: Verdict, out: Console) -> None:
     """Print the judgement as a sentence."""
-    from rich.text import Text
-
     out.print(Text(verdict.headline[0].upper() + verdict.headline[1:] + ".", style=f"bold {_MARKS[verdict.pays]}"))
 
 
 def _show_notes(comparison: Comparison, out: Console) -> None:
-    from rich.text import Text
-
     notes = [
-        f"! {one.name} needs {(one.peak_bytes or 0) / 1e9:.1f} GB, {(one.available_bytes or 0) / 1e9:.1f} GB "
+        f"! {one.name} needs {gb(one.peak_bytes)} GB, {gb(one.available_bytes)} GB "
         "are available: lower --max-tokens-per-rank or recompute more"
         for one in comparison.policies
         if not one.fits_memory
@@ -234,5 +199,5 @@ def _show_notes(comparison: Comparison, out: Console) -> None:
     if out.width >= WIDEST:
         notes.append("sent: for attention by all ranks, forward and backward; NIC: what of it leaves nodes")
     out.print()
-    for note in notes:
-        out.print(Text(note, style="dim"))
+    for text in notes:
+        out.print(note(text))

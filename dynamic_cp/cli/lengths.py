@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dynamic_cp.cli.console import can_draw, console, progress
-from dynamic_cp.cli.output import STDOUT, check_apart, check_suffix, check_writable, write_bytes, write_json
+from dynamic_cp.cli.output import STDOUT, check_apart, check_suffix, check_writable, write_json
 from dynamic_cp.cli.parameters import (
     CUT_OPTIONS,
     KINDS,
@@ -28,6 +28,7 @@ from dynamic_cp.cli.parameters import (
 )
 from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.lengths.streams import is_pipe, name_of
+from dynamic_cp.report.files import write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -165,11 +166,11 @@ def _write(output: str, values: list[int]) -> None:
     import numpy as np
 
     if output.lower().endswith(".txt"):
-        write_bytes(output, "".join(f"{value}\n" for value in values).encode())
+        write_whole(output, "".join(f"{value}\n" for value in values).encode())
         return
     content = io.BytesIO()
     np.save(content, np.array(values, np.int64))
-    write_bytes(output, content.getvalue())
+    write_whole(output, content.getvalue())
 
 
 def _described(name: str, values: list[int], is_drawn: bool) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import click
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.report.files import is_device, partial_of, unwritable, write_whole
 
 STDOUT = "-"
 
@@ -45,18 +45,18 @@ def check_writable(path: str | None, *, only_files: bool = False) -> None:
         return
     if not path:
         raise InvalidInputError("cannot write to a file without a name: give one")
-    if path == STDOUT or _is_device(path):
+    if path == STDOUT or is_device(path):
         if only_files:
             raise InvalidInputError(f"cannot write {path}: it is not a file: give the name of one")
         return
     if Path(path).is_dir():
         raise InvalidInputError(f"cannot write {path}: it is a folder: give the name of a file in it")
-    partial = _partial(path)
+    partial = partial_of(path)
     try:
         partial.touch()
         partial.unlink()
     except (OSError, ValueError) as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
 
 
 def check_apart(**paths: str | None) -> None:
@@ -70,7 +70,7 @@ def check_apart(**paths: str | None) -> None:
     """
     options: dict[str, str] = {}
     for option, path in paths.items():
-        if path is None or (path != STDOUT and _is_device(path)):
+        if path is None or (path != STDOUT and is_device(path)):
             continue
         place = path if path == STDOUT else os.path.realpath(path)
         if place in options:
@@ -87,58 +87,9 @@ def write_text(path: str, text: str) -> None:
     if path == STDOUT:
         click.echo(text, nl=False)
     else:
-        write_bytes(path, text.encode())
-
-
-def write_bytes(path: str, content: bytes) -> None:
-    """Write `content` to `path`, which is not stdout, whole or not at all.
-
-    Raises:
-        InvalidInputError: it cannot be written.
-    """
-    partial = Path(path) if _is_device(path) else _partial(path)
-    try:
-        if partial.is_fifo():
-            _write_pipe(path, content)
-        else:
-            partial.write_bytes(content)
-        if partial != Path(path):
-            partial.replace(path)
-    except OSError as error:
-        if partial != Path(path):
-            partial.unlink(missing_ok=True)
-        raise _unwritable(path, error) from error
+        write_whole(path, text.encode())
 
 
 def write_json(path: str, data: Any) -> None:
     """Write `data` as indented JSON, numbers in full; '-' is stdout."""
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
-
-
-def _write_pipe(path: str, content: bytes) -> None:
-    """Write to a named pipe; one that nobody reads is refused: opening it would block forever."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno != errno.ENXIO:
-            raise
-        raise InvalidInputError(
-            f"cannot write {path}: it is a pipe that nobody reads: start its reader first"
-        ) from error
-    os.set_blocking(descriptor, True)
-    with os.fdopen(descriptor, "wb") as pipe:
-        pipe.write(content)
-
-
-def _is_device(path: str) -> bool:
-    """Return whether `path` is there and no file, such as /dev/null: nothing may take its place."""
-    return Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir()
-
-
-def _partial(path: str) -> Path:
-    return Path(f"{path}.partial-{os.getpid()}")
-
-
-def _unwritable(path: str, error: Exception) -> InvalidInputError:
-    reason = getattr(error, "strerror", None) or error
-    return InvalidInputError(f"cannot write {path}: {reason}: choose a writable place")

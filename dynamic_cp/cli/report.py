@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from dynamic_cp.cli.console import progress
-from dynamic_cp.cli.output import check_suffix, check_writable
+from dynamic_cp.cli.output import check_suffix, check_writable, write_text
 from dynamic_cp.cli.parameters import (
     Command,
     batch_options,
@@ -20,7 +20,7 @@ from dynamic_cp.cli.parameters import (
     planner_options,
 )
 from dynamic_cp.cli.run_options import check_only_run, require_batch
-from dynamic_cp.cli.simulate import DEFAULT_BATCHES, DEFAULT_POLICIES, compared
+from dynamic_cp.cli.simulate import DEFAULT_BATCHES, compared, policy_option
 from dynamic_cp.errors import UnsupportedFeatureError
 
 
@@ -46,13 +46,7 @@ Examples:
 @job_options()
 @options_in(
     "Planner",
-    one_option(
-        "--policy",
-        default=DEFAULT_POLICIES,
-        show_default=True,
-        metavar="NAME,..",
-        help="Policies to compare, comma-separated; also pool and with-pool.",
-    ),
+    policy_option("Policies to compare, comma-separated; also pool and with-pool."),
 )
 @planner_options
 @output_option(True, "HTML page to write.", "FILE.html")
@@ -73,18 +67,19 @@ def command(run: str | None, policy: str, output: str, **given: Any) -> None:
     if run is not None:
         check_only_run(ctx, ("run", "output"))
         from dynamic_cp.report.run import read_about, read_run
-        from dynamic_cp.report.run_html import write_run_report
+        from dynamic_cp.report.run_page import render_run_report
 
-        write_run_report(output, read_run(run), command=again, inputs={"run": run, **read_about(run)})
+        page = render_run_report(read_run(run), command=again, inputs={"run": run, **read_about(run)})
     else:
         require_batch(ctx, given)
         comparison, batch = compared(policy, given)
         given_inputs = {name: value for name, value in {**batch.as_dict(), **given}.items() if value not in (None, ())}
         with progress("drawing") as steps:
             steps(0, 1, "pictures")
-            from dynamic_cp.report.html import write_report
+            from dynamic_cp.report.comparison_page import render_report
 
-            write_report(output, comparison, command=again, inputs=given_inputs)
+            page = render_report(comparison, command=again, inputs=given_inputs)
+    write_text(output, page)
     click.echo(f"{output}: open it in a browser")
 
 

@@ -22,7 +22,7 @@ from dynamic_cp.cli.parameters import (
     planner_options,
     taken,
 )
-from dynamic_cp.cli.tuned import compared_at_their_best, searched, shared_of, space_of
+from dynamic_cp.cli.tuned import searched, shared_of, space_of
 from dynamic_cp.types import NOISE_MARGIN
 
 if TYPE_CHECKING:
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 DEFAULT_BATCHES = 8
 DEFAULT_POLICIES = "dynamic,static,balanced,megatron-dev"
+
+
+def policy_option(help: str, default: str = DEFAULT_POLICIES) -> Any:
+    """Return --policy of several names."""
+    return one_option("--policy", default=default, show_default=True, metavar="NAME,..", help=help)
 
 
 @click.command(
@@ -48,13 +53,9 @@ Examples:
 @job_options()
 @options_in(
     "Planner",
-    one_option(
-        "--policy",
-        default=DEFAULT_POLICIES,
-        show_default=True,
-        metavar="NAME,..",
-        help="Policies to compare, comma-separated; also, with attention as tasks of servers of all stages, pool and "
-        "with-pool.",
+    policy_option(
+        "Policies to compare, comma-separated; also, with attention as tasks of servers of all stages, pool and "
+        "with-pool."
     ),
     noise_margin_option(),
     ping_pong_option(),
@@ -102,7 +103,7 @@ def compared(
     ping_pong: bool = True,
 ) -> tuple[Comparison, BatchInput]:
     """Return the comparison that the options ask for, and the options of its batches; shows progress."""
-    from dynamic_cp.comparison import compare_policies
+    from dynamic_cp.comparison import compare_policies, compare_settings
     from dynamic_cp.disaggregation.prices import TaskOptions
 
     names = policies_in(policy)
@@ -115,7 +116,9 @@ def compared(
         if job.gpus is not None:
             shared = shared_of(job, batch, batches)
             found = searched(space_of(job), shared, names, steps)
-            return compared_at_their_best(found, shared, (job.model, job.hardware_name), steps, tasks), batch
+            called = (job.model, job.hardware_name)
+            comparison = compare_settings(shared, found.settings, names=called, task_options=tasks, progress=steps)
+            return comparison, batch
         comparison = compare_policies(
             batches,
             topology=job.topology,

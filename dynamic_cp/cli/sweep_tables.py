@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import click
+from rich.console import Console
+from rich.table import Table
 
-from dynamic_cp.cli.comparison_tables import gain_cells, gain_columns, show_batches, show_headline
+from dynamic_cp.cli.comparison_tables import gain_columns, is_ours, show_batches, show_headline
 from dynamic_cp.cli.console import can_draw
 from dynamic_cp.cli.parameters import BatchInput
-from dynamic_cp.cli.tables import heading, make_table, percent
-from dynamic_cp.comparison import Comparison, verdict_of
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from dynamic_cp.sweep import Point, Sweep
+from dynamic_cp.cli.tables import Column, gb, heading, note, percent, table_of
+from dynamic_cp.comparison import Comparison, PolicyOutcome, verdict_of
+from dynamic_cp.sweep import Point, Sweep
 
 WIDE = 100
 """Columns from which the table of settings has all of them."""
@@ -54,7 +51,7 @@ def show(
     out.print()
     out.print(f"{found.num_planned} settings planned; every policy at its own fastest:")
     out.print()
-    out.print(_policies(comparison))
+    out.print(_policies(comparison, out))
     out.print()
     out.print(f"Settings of policy {found.recommended} that no other beats in both time and memory:")
     out.print()
@@ -68,77 +65,65 @@ def show(
         show_headline(verdict, out)
 
 
-def _policies(comparison: Comparison) -> Table:
-    several = len(comparison.batches) > 1
-    table = make_table(["policy", "s/batch", *gain_columns(several), "GB", "at"])
+def _policies(comparison: Comparison, out: Console) -> Table:
+    columns: list[Column[PolicyOutcome]] = [
+        Column("policy", lambda one: one.name),
+        Column("s/batch", lambda one: f"{one.iteration_s:.3f}"),
+        *gain_columns(comparison),
+        Column("GB", lambda one: gb(one.peak_bytes or 0)),
+        Column("at", lambda one: one.setting.words),
+    ]
+    table = table_of(comparison.policies, columns, out, is_bold=is_ours)
     table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
-    speedups = {one.baseline: one for one in comparison.speedups}
-    for one in comparison.policies:
-        cells = [f"{one.iteration_s:.3f}", *gain_cells(speedups.get(one.policy), several)]
-        cells += [f"{(one.peak_bytes or 0) / 1e9:.1f}", one.setting.words]
-        table.add_row(one.name, *cells, style="bold" if one.policy == "dynamic" else "")
     return table
 
 
 def _front(front: Sequence[Point], out: Console) -> Table:
-    wide = out.width >= WIDE
     shares_experts = any(one.setting.topology.ep_size > 1 for one in front)
-    sizes = ["TP", "PP", "VPP", *["EP"] * shares_experts]
-    columns = ["s/batch", "GB", "tok/s/GPU", *sizes, "lanes", "limit", "recompute", "exchange", "CP"]
-    table = make_table([name for name in columns if wide or name != "lanes"], left=0)
-    for index, one in enumerate(front):
-        topology, setting = one.setting.topology, one.setting
-        cells = [
-            f"{one.iteration_s:.3f}",
-            f"{one.peak_bytes / 1e9:.1f}",
-            f"{one.tokens_per_s_per_gpu:.0f}",
-            str(topology.tp_size),
-            str(topology.pp_size),
-            str(topology.vp_size),
-            *([str(topology.ep_size)] * shares_experts),
-            *([str(topology.num_lanes)] if wide else []),
-            str(setting.max_tokens_per_rank),
-            setting.recompute,
-            setting.cp_comm_type,
-            str(one.largest_cp_size) if setting.is_static else f"1-{one.largest_cp_size}",
-        ]
-        table.add_row(*cells, style="bold" if index == 0 else "")
-    return table
+    columns: list[Column[Point]] = [
+        Column("s/batch", lambda one: f"{one.iteration_s:.3f}"),
+        Column("GB", lambda one: gb(one.peak_bytes)),
+        Column("tok/s/GPU", lambda one: f"{one.tokens_per_s_per_gpu:.0f}"),
+        Column("TP", lambda one: str(one.setting.topology.tp_size)),
+        Column("PP", lambda one: str(one.setting.topology.pp_size)),
+        Column("VPP", lambda one: str(one.setting.topology.vp_size)),
+        *[Column[Point]("EP", lambda one: str(one.setting.topology.ep_size))] * shares_experts,
+        Column("lanes", lambda one: str(one.setting.topology.num_lanes), WIDE),
+        Column("limit", lambda one: str(one.setting.max_tokens_per_rank)),
+        Column("recompute", lambda one: one.setting.recompute),
+        Column("exchange", lambda one: one.setting.cp_comm_type),
+        Column("CP", lambda one: f"{'' if one.setting.is_static else '1-'}{one.largest_cp_size}"),
+    ]
+    return table_of(front, columns, out, left=0, is_bold=lambda one: one is front[0])
 
 
 def _show_remarks(found: Sweep, out: Console) -> None:
-    from rich.text import Text
-
     out.print()
-    out.print(
-        Text("all modelled; limit: padded tokens per rank and micro-batch; CP: sizes that the plans use", style="dim")
-    )
+    out.print(note("all modelled; limit: padded tokens per rank and micro-batch; CP: sizes that the plans use"))
     refused = found.policies[found.recommended].refused
     if refused:
         out.print()
-        out.print(Text(f"{sum(refused.values())} more cannot run:", style="dim"))
+        out.print(note(f"{sum(refused.values())} more cannot run:"))
         for reason, number in refused.items():
-            out.print(Text(f"{number:5d}  {reason}", style="dim"))
+            out.print(note(f"{number:5d}  {reason}"))
     if len(found.front) > 1:
         fastest, least = found.front[0], found.front[-1]
         out.print()
         out.print(
-            f"The fastest needs {fastest.peak_bytes / 1e9:.1f} GB; the smallest {least.peak_bytes / 1e9:.1f} GB "
+            f"The fastest needs {gb(fastest.peak_bytes)} GB; the smallest {gb(least.peak_bytes)} GB "
             f"and {percent(least.iteration_s / fastest.iteration_s - 1)} more time."
         )
 
 
 def _show_line(line: LaunchLine, out: Console) -> None:
-    from rich.text import Text
-
     if line.refusal:
-        out.print(Text(f"no launch line, as {line.refusal}", style="dim"))
+        out.print(note(f"no launch line, as {line.refusal}"))
         return
     notes = list(line.notes)
     if any("$HEAD_NODE" in words for words in line.flags):
         notes.append("HEAD_NODE is the host of node 0, NODE_RANK the number of each node")
     out.print(heading("Recommended"))
-    out.print(Text(f"({'; '.join(notes)})", style="dim"))
+    out.print(note(f"({'; '.join(notes)})"))
     out.print()
     if line.before:
         click.echo(line.before)

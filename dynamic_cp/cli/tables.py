@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from dynamic_cp.cli.console import can_draw
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """A column: its head, its cell of what stands in a row, from which width of the terminal on it is shown."""
+
+    name: str
+    cell: Callable[[Row], str]
+    from_width: int = 0
+
+
+def table_of(
+    rows: Iterable[Row],
+    columns: Sequence[Column[Row]],
+    out: Console,
+    *,
+    left: int = 1,
+    is_bold: Callable[[Row], bool],
+) -> Table:
+    """Return the table of `rows` with the columns that `out` is wide enough for; others as in `make_table`."""
+    shown = [column for column in columns if out.width >= column.from_width]
+    table = make_table([column.name for column in shown], left=left)
+    for row in rows:
+        table.add_row(*(column.cell(row) for column in shown), style="bold" if is_bold(row) else "")
+    return table
 
 
 def make_table(columns: Sequence[str], *, left: int = 1) -> Table:
     """Return an empty table with a line under its head; the first `left` columns are words, the others numbers."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, header_style="bold")
     for index, name in enumerate(columns):
         is_number = index >= left
@@ -39,9 +63,12 @@ def bar(share: float, width: int, out: Console) -> str:
 
 def heading(text: str) -> Text:
     """Return a heading."""
-    from rich.text import Text
-
     return Text(text, style="bold")
+
+
+def note(text: str) -> Text:
+    """Return what may be missed."""
+    return Text(text, style="dim")
 
 
 def tokens(number: float) -> str:
@@ -58,6 +85,11 @@ def tokens(number: float) -> str:
 def grouped(number: float) -> str:
     """Return a number with thin groups of thousands: 1 234 567."""
     return f"{number:,.0f}".replace(",", " ")
+
+
+def gb(num_bytes: float | None) -> str:
+    """Return a number of bytes in GB, without the unit; a dash where it is unknown."""
+    return "-" if num_bytes is None else f"{num_bytes / 1e9:.1f}"
 
 
 def percent(share: float) -> str:

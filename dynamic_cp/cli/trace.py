@@ -17,7 +17,7 @@ from dynamic_cp.cli.parameters import (
     planner_options,
 )
 from dynamic_cp.cli.run_options import check_only_run, require_batch
-from dynamic_cp.cli.simulate import compared
+from dynamic_cp.cli.simulate import compared, policy_option
 from dynamic_cp.errors import InvalidInputError
 
 
@@ -41,13 +41,7 @@ Examples:
 @job_options()
 @options_in(
     "Planner",
-    one_option(
-        "--policy",
-        default="dynamic",
-        show_default=True,
-        metavar="NAME,..",
-        help="Policies to show, comma-separated, one below the other.",
-    ),
+    policy_option("Policies to show, comma-separated, one below the other.", default="dynamic"),
 )
 @planner_options
 @options_in(
@@ -77,8 +71,7 @@ def command(
     comparison, batch = compared(policy, given)
     if first_lanes is not None:
         _check_first_lanes(first_lanes, min(one.setting.topology.num_lanes for one in comparison.policies))
-    from dynamic_cp.report.tick_trace import tick_events
-    from dynamic_cp.report.trace import Event, trace_events, write_trace
+    from dynamic_cp.report.trace import Event, tick_events, trace_events, write_trace
 
     events: list[Event] = []
     first_process = 0

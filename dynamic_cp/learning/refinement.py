@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import log
 
 import numpy as np
@@ -112,31 +113,25 @@ def refine(
     if not 1 <= first <= last:
         raise InvalidInputError(f"iterations {first} to {last} are not a range: give 1 <= first <= last")
     present = present or Multipliers()
-
-    def cost_model(multipliers: Multipliers) -> CostModel:
-        return CostModel(model, multipliers.apply(base), topology, options)
-
+    cost_model = partial(_cost_model, base, model, topology, options)
     in_use, every = cost_model(present), list(observations)
     priced = PricedObservations(every, in_use)
     before = priced.error(in_use)
+    unchanged = RefinedHardware(
+        hardware=present.apply(base),
+        multipliers=present,
+        before=before,
+        after=before,
+        num_ignored=priced.num_ignored,
+        at_bound=(),
+    )
     # A last stage whose head has no price would pass for slow layers.
     last_stage = (topology.pp_size - 1, topology.vp_size - 1)
     whole = topology.pp_size == 1 or base.head_flops_per_s > 0
     fitting = PricedObservations((one for one in every if whole or (one.stage, one.chunk) != last_stage), in_use)
-
-    def unchanged(reason: str) -> RefinedHardware:
-        return RefinedHardware(
-            hardware=present.apply(base),
-            multipliers=present,
-            before=before,
-            after=before,
-            num_ignored=priced.num_ignored,
-            at_bound=(),
-            reason=reason,
-        )
-
     if len(fitting) < MIN_OBSERVATIONS:
-        return unchanged(f"{len(fitting)} can be fitted, at least {MIN_OBSERVATIONS} are needed")
+        reason = f"{len(fitting)} can be fitted, at least {MIN_OBSERVATIONS} are needed"
+        return replace(unchanged, reason=reason)
 
     def residuals(logarithms: Floats) -> Floats:
         predicted = fitting.predicted_s(cost_model(_multipliers(np.exp(logarithms))))
@@ -155,17 +150,21 @@ def refine(
     at_start, at_end = residuals(start), residuals(np.log(fitted.values))
     scale = _scale(at_start)
     if _huber_sum(at_end / scale) >= _huber_sum(at_start / scale):
-        return unchanged("no factors fit better than the present ones")
-    return RefinedHardware(
+        return replace(unchanged, reason="no factors fit better than the present ones")
+    at_bound = (name for name, x, *bounds in zip(TERMS, found, low, high, strict=True) if x in bounds)
+    return replace(
+        unchanged,
         hardware=fitted.apply(base),
         multipliers=fitted,
-        before=before,
         after=priced.error(cost_model(fitted)),
-        num_ignored=priced.num_ignored,
-        at_bound=tuple(
-            name for name, x, lowest, highest in zip(TERMS, found, low, high, strict=True) if x in (lowest, highest)
-        ),
+        at_bound=tuple(at_bound),
     )
+
+
+def _cost_model(
+    base: Hardware, model: ModelShape, topology: Topology, options: PlanOptions, multipliers: Multipliers
+) -> CostModel:
+    return CostModel(model, multipliers.apply(base), topology, options)
 
 
 def _multipliers(values: Floats) -> Multipliers:

@@ -103,16 +103,7 @@ def draw_lengths(
         cases. The frozen cases of real lists were drawn in the same way, but from the full lists, of which a part is
         bundled: they equal a draw from the file of a full list, not one by name.
     """
-    for what, value, minimum in (
-        ("num_samples", num_samples, 1),
-        ("seed", seed, 0),
-        ("min_seqlen", min_seqlen, 1),
-        ("max_seqlen", max_seqlen, 1),
-    ):
-        if value < minimum:
-            raise InvalidInputError(f"{what} is {value}, the smallest allowed value is {minimum}: give a larger {what}")
-    if overlong not in OVERLONG_POLICIES:
-        raise InvalidInputError(f"overlong is {overlong!r}: use one of {', '.join(OVERLONG_POLICIES)}")
+    _check_numbers(num_samples, seed, min_seqlen, max_seqlen, overlong)
     drawer = _drawer(source, max_seqlen)
     draw = drawer.draw
     min_seqlen = min_seqlen if drawer.min_tokens is None else drawer.min_tokens
@@ -134,6 +125,19 @@ def draw_lengths(
     if overlong == "split":
         lengths = generator.permutation(_pieces(lengths, max_seqlen))[:num_samples]
     return np.clip(lengths, min_seqlen, max_seqlen)
+
+
+def _check_numbers(num_samples: int, seed: int, min_seqlen: int, max_seqlen: int, overlong: str) -> None:
+    for what, value, minimum in (
+        ("num_samples", num_samples, 1),
+        ("seed", seed, 0),
+        ("min_seqlen", min_seqlen, 1),
+        ("max_seqlen", max_seqlen, 1),
+    ):
+        if value < minimum:
+            raise InvalidInputError(f"{what} is {value}, the smallest allowed value is {minimum}: give a larger {what}")
+    if overlong not in OVERLONG_POLICIES:
+        raise InvalidInputError(f"overlong is {overlong!r}: use one of {', '.join(OVERLONG_POLICIES)}")
 
 
 def longest_length(

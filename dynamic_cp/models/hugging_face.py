@@ -149,6 +149,30 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
             "write the numbers into a file like the bundled models",
             key="model_type",
         )
+    _check_layer_types(where, data)
+    latents = _latents(where, data)
+    values = _completed(where, data, latents)
+    sizes: dict[str, Any] = {name: whole_number(where, values, key, SIZES) for key, name in SIZES.items()}
+    tied = values.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise InvalidInputError(
+            f"{where}: tie_word_embeddings is {tied!r}, it must be true or false", key="tie_word_embeddings"
+        )
+    return ModelShape(
+        **sizes,
+        gated_linear_unit=_ENCODERS.get(model_type, True),
+        causal_attention=model_type not in _ENCODERS or bool(data.get("is_decoder")),
+        share_embeddings_and_output_weights=tied,
+        **_windows(where, data, sizes["num_layers"]),
+        experts=_experts(where, data, sizes["num_layers"]) if _has_experts(data) else None,
+        **latents,
+        source=f"{where} (Hugging Face config, model_type {model_type})",
+    )
+
+
+def _check_layer_types(where: str, data: Mapping[str, Any]) -> None:
+    """Refuse layers whose attention has no price."""
+    model_type = data.get("model_type")
     layer_types = data.get("layer_types") or []
     if not isinstance(layer_types, list):
         raise InvalidInputError(f"{where}: layer_types is {layer_types!r}, it must be a list", key="layer_types")
@@ -166,8 +190,12 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
             f"model_type {model_type}",
             key="layer_types",
         )
+
+
+def _completed(where: str, data: Mapping[str, Any], latents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `data` with the sizes that a model type leaves to its code."""
+    model_type = data.get("model_type")
     values = dict(data)
-    latents = _latents(where, data)
     if latents:
         # transformers has other numbers in head_dim of some of these; each query head has keys of its own.
         values["head_dim"] = latents["qk_head_dim"] + latents["qk_pos_emb_head_dim"]
@@ -180,22 +208,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         values["num_key_value_heads"] = values.get("num_attention_heads")
     if model_type not in ("qwen3", "qwen3_moe", "gpt_oss") and values.get("head_dim") is None:
         values["head_dim"] = _divided(where, values)
-    sizes: dict[str, Any] = {name: whole_number(where, values, key, SIZES) for key, name in SIZES.items()}
-    tied = values.get("tie_word_embeddings", False)
-    if not isinstance(tied, bool):
-        raise InvalidInputError(
-            f"{where}: tie_word_embeddings is {tied!r}, it must be true or false", key="tie_word_embeddings"
-        )
-    return ModelShape(
-        **sizes,
-        gated_linear_unit=_ENCODERS.get(model_type, True),
-        causal_attention=model_type not in _ENCODERS or bool(data.get("is_decoder")),
-        share_embeddings_and_output_weights=tied,
-        **_windows(where, data, sizes["num_layers"]),
-        experts=_experts(where, data, sizes["num_layers"]) if _has_experts(data) else None,
-        **latents,
-        source=f"{where} (Hugging Face config, model_type {model_type})",
-    )
+    return values
 
 
 def _latents(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -360,35 +373,7 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         # One entry is for all biases, those of experts and of their router among them.
         attention_bias = mlp_bias = bool(data.get("attention_bias", True))
         not_trained += _why_gpt_oss_differs(data)
-    if attention_bias != mlp_bias:
-        on, off = ("attention_bias", "mlp_bias") if attention_bias else ("mlp_bias", "attention_bias")
-        not_trained.append(
-            f"{on} without {off}: linear layers have biases everywhere, in the QKV projection or nowhere"
-        )
-    if model_type in _ENCODERS:
-        not_trained.append(f"model_type {model_type}: an encoder")
-    if model_type in _GEMMAS:
-        not_trained.append(f"model_type {model_type}: norms, activation and embeddings of its own kind")
-    if model_type in _LATENTS:
-        not_trained += _why_latents_differ(where, data)
-        if not rotates.get("yarn_correction_range_round_to_int", True):
-            not_trained.append("truncate false of YaRN: latent attention rounds where stretching begins and ends")
-    if model_type == "qwen3_moe" and data.get("use_sliding_window") and data.get("sliding_window"):
-        not_trained.append(
-            "use_sliding_window true of qwen3_moe: releases of transformers disagree which layers have one"
-        )
-    if data.get("attention_dropout"):
-        not_trained.append(f"attention_dropout {data['attention_dropout']}: attention has none")
-    if data.get("hidden_act", "silu") not in ("silu", "swish"):
-        not_trained.append(f"hidden_act {data['hidden_act']}: a gated MLP has SiLU")
-    known = _PRICED | _ARCHITECTURE | _NOT_THE_MODEL
-    if model_type in _LATENTS:
-        known |= _OF_EXPERTS
-    if model_type == "qwen2_moe":
-        known |= {"qkv_bias"}
-    if model_type == "gpt_oss":
-        known |= _OF_GPT_OSS
-    not_trained += [f"{key} {value!r}: not known here" for key, value in data.items() if key not in known and value]
+    not_trained += _why_trained_otherwise(where, data, rotates, attention_bias, mlp_bias)
     return Architecture(
         normalization="RMSNorm",
         norm_epsilon=number(where, data, "rms_norm_eps", 1e-6),
@@ -405,6 +390,39 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         if (quantized := data.get("quantization_config"))
         else (),
     )
+
+
+def _why_trained_otherwise(
+    where: str, data: Mapping[str, Any], rotates: Mapping[str, Any], attention_bias: bool, mlp_bias: bool
+) -> list[str]:
+    """Return what a config says that no run of ours does."""
+    model_type, reasons = data.get("model_type"), []
+    if attention_bias != mlp_bias:
+        on, off = ("attention_bias", "mlp_bias") if attention_bias else ("mlp_bias", "attention_bias")
+        reasons.append(f"{on} without {off}: linear layers have biases everywhere, in the QKV projection or nowhere")
+    if model_type in _ENCODERS:
+        reasons.append(f"model_type {model_type}: an encoder")
+    if model_type in _GEMMAS:
+        reasons.append(f"model_type {model_type}: norms, activation and embeddings of its own kind")
+    if model_type in _LATENTS:
+        reasons += _why_latents_differ(where, data)
+        if not rotates.get("yarn_correction_range_round_to_int", True):
+            reasons.append("truncate false of YaRN: latent attention rounds where stretching begins and ends")
+    if model_type == "qwen3_moe" and data.get("use_sliding_window") and data.get("sliding_window"):
+        reasons.append("use_sliding_window true of qwen3_moe: releases of transformers disagree which layers have one")
+    if data.get("attention_dropout"):
+        reasons.append(f"attention_dropout {data['attention_dropout']}: attention has none")
+    if data.get("hidden_act", "silu") not in ("silu", "swish"):
+        reasons.append(f"hidden_act {data['hidden_act']}: a gated MLP has SiLU")
+    known = _PRICED | _ARCHITECTURE | _NOT_THE_MODEL
+    if model_type in _LATENTS:
+        known |= _OF_EXPERTS
+    if model_type == "qwen2_moe":
+        known |= {"qkv_bias"}
+    if model_type == "gpt_oss":
+        known |= _OF_GPT_OSS
+    reasons += [f"{key} {value!r}: not known here" for key, value in data.items() if key not in known and value]
+    return reasons
 
 
 def _activation(where: str, data: Mapping[str, Any]) -> dict[str, Any]:

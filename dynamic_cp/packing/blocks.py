@@ -27,7 +27,7 @@ from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.critical_path import simulate_blocks
 from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
 from dynamic_cp.packing.judge import grid_of_packing
-from dynamic_cp.packing.profile import SMALLEST_SHARE, Lanes, best_profiles
+from dynamic_cp.packing.profile import SMALLEST_SHARE, Lanes, Work, best_profiles
 from dynamic_cp.packing.rows import alone_ns, fill_least
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, pipeline_graph
@@ -225,6 +225,8 @@ class _BlockPacker:
         # Blocks that share experts are wider than the longest sample may be: several share a row.
         is_wide = cost_model.topology.expert_lanes > 1
         self.long_in_a_row = max(1, (1 << k) >> int(np.argmin(self.alone[:, 0]))) if is_wide else 1
+        empty_ns = self.empty_ns[FORWARD], self.empty_ns[BACKWARD]
+        self.work = Work(self.total_ns, self.backward_over_forward, empty_ns, cost_model.topology.vp_size)
         self._alone_parts_ns: list[list[float]] = []
 
     def candidates(self, fewest_rows: int) -> list[_Candidate]:
@@ -292,11 +294,8 @@ class _BlockPacker:
             alike = [one for one in candidates if one.num_rows == num_rows]
             first_classes = np.cumsum([0, *(len(one.lanes.num_lanes) for one in alike)])
             lanes = Lanes(*(np.concatenate(parts) for parts in zip(*(one.lanes for one in alike), strict=True)))
-            makespans_ns, work_ns = best_profiles(
-                pipeline_graph(topology.pp_size, num_rows, topology.vp_size), lanes, first_classes, topology.vp_size,
-                self.total_ns, self.backward_over_forward, self.empty_ns[FORWARD], self.empty_ns[BACKWARD],
-                num_iterations,
-            )  # fmt: skip
+            graph = pipeline_graph(topology.pp_size, num_rows, topology.vp_size)
+            makespans_ns, work_ns = best_profiles(graph, lanes, first_classes, self.work, num_iterations)
             works_ns = np.split(work_ns, first_classes[1:-1])
             found += [
                 one._replace(makespan_ns=makespan_ns, work_ns=own_ns)

@@ -22,10 +22,11 @@ Without padding it reproduces the original's step times, as shipped and tuned, i
 from __future__ import annotations
 
 from math import ceil, sqrt
+from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp._jit import compiled
+from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InfeasibleSampleError
 from dynamic_cp.packing.fit import first_unused, next_unused, skip
@@ -72,50 +73,81 @@ def pack_megatron_dev(
     limit = max(max_tokens_per_rank, ceil(padding.padded_seqlen(longest, int(table.multiples[k])) / (1 << k)))
     capacities = np.minimum(capacities, limit * sizes) // table.multiples * table.multiples
 
-    num_groups, group_of_sample, rows, log2_sizes, previous, last = _place(
-        seqlens, capacities, table.multiples, num_lanes, float(limit)
-    )
-    rows, log2_sizes = rows[:num_groups], log2_sizes[:num_groups]
-    first_lanes = np.zeros(num_groups, np.int64)
-    _fill_lanes(rows, log2_sizes, first_lanes, seqlens, previous, last, capacities, table.multiples, num_lanes)
+    group_of_sample, groups = _place(seqlens, capacities, table.multiples, num_lanes, float(limit))
+    rows, log2_sizes = groups.rows, groups.log2_sizes
+    first_lanes = np.zeros(len(rows), np.int64)
+    _fill_lanes(groups, first_lanes, seqlens, capacities, table.multiples, num_lanes)
     num_rows = int(rows[-1]) + 1
     while num_rows % rows_multiple:
         before = num_rows
         num_rows = _split_rows(rows, log2_sizes, num_rows, -num_rows % rows_multiple)
         if num_rows == before:
             break
-        _fill_lanes(rows, log2_sizes, first_lanes, seqlens, previous, last, capacities, table.multiples, num_lanes)
+        _fill_lanes(groups, first_lanes, seqlens, capacities, table.multiples, num_lanes)
     return Packing(num_rows, group_of_sample, rows, first_lanes, log2_sizes)
 
 
+class _Groups(NamedTuple):
+    """All groups, row by row, and the samples of each as a chain.
+
+    Attributes:
+        rows, log2_sizes: [group] -> row, log2 of CP size.
+        last: [group] -> its last sample; previous: [sample] -> the sample before it in its group, -1: none.
+    """
+
+    rows: Ints
+    log2_sizes: Ints
+    last: Ints
+    previous: Ints
+
+
+class _Row(NamedTuple):
+    """The groups of the row that is being filled, by their position in it.
+
+    Attributes:
+        capacities: [log2 of CP size] tokens.
+        room: [group] tokens left.
+        work: [group] sum of S^2 / cp.
+        reach: [group] the longest sample that the group may take.
+        block_reach, block_work: [block of groups] the largest reach and the least work of its members.
+        first, end: [log2 of CP size] the groups of that size that may take a sample yet are first .. end - 1.
+    """
+
+    capacities: Ints
+    room: Ints
+    work: Floats
+    reach: Ints
+    block_reach: Ints
+    block_work: Floats
+    first: Ints
+    end: Ints
+
+
 @compiled
-def _place(
-    seqlens: Ints, capacities: Ints, multiples: Ints, num_lanes: int, limit: float
-) -> tuple[int, Ints, Ints, Ints, Ints, Ints]:
-    """Put every sample into a group (steps 1 and 2).
+def _place(seqlens: Ints, capacities: Ints, multiples: Ints, num_lanes: int, limit: float) -> tuple[Ints, _Groups]:
+    """Return the group of each sample, and the groups (steps 1 and 2).
 
     A new group is never larger than the one before it, as that size would suit its sample too. So the groups of a row
     and CP size are neighbours, and laid out in order they are aligned.
 
-    Returns:
-        (number of groups, group of each sample, row and log2 of CP size of each group, and the chain of its samples:
-        previous sample or -1 of each sample, last sample of each group.)
+    Two lanes of 10 tokens and samples of 8, 5, 4 and 1: 8 opens group 0, worth 64 of at most 1.05 * 8 * 10 = 84. For 5
+    there is no room in group 0 but a free lane: group 1, worth 25. 4 fits group 1, which is worth 41 then. 1 raises the
+    largest work in group 0, to 65, and not in group 1: it goes there. Both groups are in row 0.
     """
-    num_samples, num_sizes = len(seqlens), len(capacities)
-    group_of_sample = np.zeros(num_samples, np.int64)
-    previous = np.full(num_samples, -1, np.int64)
-    rows = np.zeros(num_samples, np.int64)
-    log2_sizes = np.zeros(num_samples, np.int64)
+    num_samples, num_sizes, num_blocks = len(seqlens), len(capacities), (num_lanes >> _BLOCK_BITS) + 1
+    group_of_sample, previous = np.zeros(num_samples, np.int64), np.full(num_samples, -1, np.int64)
+    rows, log2_sizes = np.zeros(num_samples, np.int64), np.zeros(num_samples, np.int64)
     last = np.zeros(num_samples, np.int64)
-    # Of the current row, by position of the group in it
-    room = np.zeros(num_lanes, np.int64)
-    work = np.zeros(num_lanes, np.float64)
-    reach = np.zeros(num_lanes, np.int64)  # the longest sample that the group may take
-    num_blocks = (num_lanes >> _BLOCK_BITS) + 1
-    block_reach = np.zeros(num_blocks, np.int64)
-    block_work = np.zeros(num_blocks, np.float64)
-    first = np.zeros(num_sizes, np.int64)  # groups of each size: first to end
-    end = np.zeros(num_sizes, np.int64)
+    groups = _Row(
+        capacities,
+        np.zeros(num_lanes, np.int64),
+        np.zeros(num_lanes, np.float64),
+        np.zeros(num_lanes, np.int64),
+        np.zeros(num_blocks, np.int64),
+        np.zeros(num_blocks, np.float64),
+        np.zeros(num_sizes, np.int64),
+        np.zeros(num_sizes, np.int64),
+    )
     waiting = next_unused(num_samples, 0)
     shortest_waiting = num_samples - 1
     is_placed = np.zeros(num_samples + 1, np.bool_)
@@ -124,87 +156,105 @@ def _place(
     while sample < num_samples:
         opened, free, most_work = 0, num_lanes, 0.0
         most_allowed = seqlens[sample] * limit * _WORK_LIMIT_FACTOR
-        first[:] = 0
-        end[:] = 0
+        groups.first[:], groups.end[:] = 0, 0
         smallest = num_sizes - 1
         while capacities[smallest] == 0:
             smallest -= 1
         while sample < num_samples:
             seqlen = seqlens[sample]
-            squared = float(seqlen) * float(seqlen)
             while smallest > 0 and seqlen <= capacities[smallest - 1]:
                 smallest -= 1
-            k, place = _best_place(
-                seqlen, squared, smallest, first, end, free, opened, capacities,
-                reach, work, block_reach, block_work, most_work, most_allowed,
-            )  # fmt: skip
+            k, place = _best_place(groups, seqlen, smallest, free, opened, most_work, most_allowed)
             if k < 0:
-                # No room, until a sample is short enough for some group or for the free lanes.
-                longest_taken = 0
-                for block in range((opened + (1 << _BLOCK_BITS) - 1) >> _BLOCK_BITS):
-                    longest_taken = max(longest_taken, block_reach[block])
-                for size in range(num_sizes):
-                    if 1 << size <= free:
-                        longest_taken = max(longest_taken, _largest(capacities[size], most_allowed * (1 << size)))
-                low, high = sample + 1, num_samples
-                while low < high:
-                    middle = (low + high) >> 1
-                    if seqlens[middle] <= longest_taken:
-                        high = middle
-                    else:
-                        low = middle + 1
-                sample = first_unused(waiting, low)
+                sample = first_unused(waiting, _first_that_fits(groups, seqlens, sample, free, opened, most_allowed))
                 continue
-            if place == opened:
-                if end[k] == 0:
-                    first[k] = opened
-                opened += 1
-                end[k] = opened
-                free -= 1 << k
-                room[place] = capacities[k]
-                work[place] = 0.0
-                rows[num_groups + place] = row
-                log2_sizes[num_groups + place] = k
-                last[num_groups + place] = -1
             group = num_groups + place
+            if place == opened:
+                _open(groups, k, place)
+                opened += 1
+                free -= 1 << k
+                rows[group], log2_sizes[group], last[group] = row, k, -1
             group_of_sample[sample] = group
             previous[sample] = last[group]
             last[group] = sample
-            room[place] -= padded_seqlen(seqlen, multiples[k])
-            work[place] += squared / (1 << k)
-            most_work = max(most_work, work[place])
-            reach[place] = _largest(room[place], (most_allowed - work[place]) * (1 << k))
             skip(waiting, sample)
             is_placed[sample] = True
             while shortest_waiting >= 0 and is_placed[shortest_waiting]:
                 shortest_waiting -= 1
-            shortest = seqlens[max(shortest_waiting, 0)]
-            while first[k] < end[k] and reach[first[k]] < shortest:
-                first[k] += 1
-            block = place >> _BLOCK_BITS
-            block_reach[block] = 0
-            block_work[block] = np.inf
-            for member in range(block << _BLOCK_BITS, min(opened, (block + 1) << _BLOCK_BITS)):
-                block_reach[block] = max(block_reach[block], reach[member])
-                block_work[block] = min(block_work[block], work[member])
+            _take(groups, k, place, seqlen, multiples[k], most_allowed)
+            most_work = max(most_work, groups.work[place])
+            _update(groups, k, place, opened, seqlens[max(shortest_waiting, 0)])
             sample = first_unused(waiting, sample)
         num_groups += opened
         row += 1
         sample = first_unused(waiting, 0)
-    return num_groups, group_of_sample, rows, log2_sizes, previous, last
+    return group_of_sample, _Groups(rows[:num_groups], log2_sizes[:num_groups], last[:num_groups], previous)
+
+
+@inlined
+def _open(groups: _Row, k: int, place: int) -> None:
+    """Open a group of CP size 2^k at a position."""
+    if groups.end[k] == 0:
+        groups.first[k] = place
+    groups.end[k] = place + 1
+    groups.room[place] = groups.capacities[k]
+    groups.work[place] = 0.0
+
+
+@inlined
+def _take(groups: _Row, k: int, place: int, seqlen: int, multiple: int, most_allowed: float) -> None:
+    """Put a sample into a group."""
+    groups.room[place] -= padded_seqlen(seqlen, multiple)
+    groups.work[place] += float(seqlen) * float(seqlen) / (1 << k)
+    groups.reach[place] = _largest(groups.room[place], (most_allowed - groups.work[place]) * (1 << k))
+
+
+@compiled
+def _update(groups: _Row, k: int, place: int, opened: int, shortest: int) -> None:
+    """Bring what is known of all groups up to date after one has taken a sample; `shortest` of those that wait."""
+    reach, work, first, end = groups.reach, groups.work, groups.first, groups.end
+    while first[k] < end[k] and reach[first[k]] < shortest:
+        first[k] += 1
+    block = place >> _BLOCK_BITS
+    groups.block_reach[block] = 0
+    groups.block_work[block] = np.inf
+    for member in range(block << _BLOCK_BITS, min(opened, (block + 1) << _BLOCK_BITS)):
+        groups.block_reach[block] = max(groups.block_reach[block], reach[member])
+        groups.block_work[block] = min(groups.block_work[block], work[member])
+
+
+@compiled
+def _first_that_fits(groups: _Row, seqlens: Ints, sample: int, free: int, opened: int, most_allowed: float) -> int:
+    """Return the first sample after `sample` that is short enough for some group or for the free lanes."""
+    longest_taken = 0
+    for block in range((opened + (1 << _BLOCK_BITS) - 1) >> _BLOCK_BITS):
+        longest_taken = max(longest_taken, groups.block_reach[block])
+    for size in range(len(groups.capacities)):
+        if 1 << size <= free:
+            longest_taken = max(longest_taken, _largest(groups.capacities[size], most_allowed * (1 << size)))
+    low, high = sample + 1, len(seqlens)
+    while low < high:
+        middle = (low + high) >> 1
+        if seqlens[middle] <= longest_taken:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 @compiled
 def _best_place(
-    seqlen: int, squared: float, smallest: int, first: Ints, end: Ints, free: int, opened: int, capacities: Ints,
-    reach: Ints, work: Floats, block_reach: Ints, block_work: Floats, most_work: float, most_allowed: float,
-) -> tuple[int, int]:  # fmt: skip
+    groups: _Row, seqlen: int, smallest: int, free: int, opened: int, most_work: float, most_allowed: float
+) -> tuple[int, int]:
     """Return (log2 of the CP size, position of the group) that raises the largest work of a lane least; (-1, -1): none.
 
     Position `opened` is a new group. First of equals: sizes ascending from `smallest`, groups by age, new group.
     """
     if opened == 0:
         return smallest, 0
+    capacities, reach, work, first, end = groups.capacities, groups.reach, groups.work, groups.first, groups.end
+    block_reach, block_work = groups.block_reach, groups.block_work
+    squared = float(seqlen) * float(seqlen)
     for k in range(smallest, len(capacities)):
         if capacities[k] == 0:
             break
@@ -243,10 +293,10 @@ def _largest(tokens: int, squared: float) -> int:
 
 @compiled
 def _fill_lanes(
-    rows: Ints, log2_sizes: Ints, first_lanes: Ints, seqlens: Ints, previous: Ints, last: Ints,
-    capacities: Ints, multiples: Ints, num_lanes: int,
-) -> None:  # fmt: skip
+    groups: _Groups, first_lanes: Ints, seqlens: Ints, capacities: Ints, multiples: Ints, num_lanes: int
+) -> None:
     """Double the smallest groups of each row while lanes are free (step 3), then lay all out, the largest first."""
+    rows, log2_sizes = groups.rows, groups.log2_sizes
     start = 0
     while start < len(rows):
         stop = start
@@ -261,10 +311,10 @@ def _fill_lanes(
                 if log2_sizes[group] != k:
                     continue
                 tokens = 0  # twice the lanes may mean more padding
-                sample = last[group]
+                sample = groups.last[group]
                 while sample >= 0:
                     tokens += padded_seqlen(seqlens[sample], multiples[k + 1])
-                    sample = previous[sample]
+                    sample = groups.previous[sample]
                 if tokens <= capacities[k + 1]:
                     log2_sizes[group] += 1
                     free -= 1 << k

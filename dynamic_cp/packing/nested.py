@@ -20,6 +20,7 @@ the frozen cases (docs/planner.md).
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
@@ -127,33 +128,77 @@ def _pack(
     return num_missing, end_ns, num_buckets, bucket_of_sample, rows, first_lanes, sizes
 
 
+class _Large(NamedTuple):
+    """Buckets of large samples while they are gathered.
+
+    Attributes:
+        tokens, squares: [sample] sums of the bucket that the sample opened; squares by density.
+        log2_sizes: [sample] log2 of the CP size of that bucket.
+        bucket_of_sample: [sample] -> the sample that opened its bucket.
+    """
+
+    tokens: Floats
+    squares: Floats
+    log2_sizes: Ints
+    bucket_of_sample: Ints
+
+
 @compiled
 def _gather(
     lengths: Lengths, durations: Durations, log2_cp_sizes: Ints, base: int, most: int, bucket_of_sample: Ints
 ) -> tuple[int, Ints, Floats, Floats]:
     """Put the large samples into buckets, each into its own where memory allows; fill `bucket_of_sample` for them.
 
+    Four lanes, two rows (`most` is 8), a limit of 16 tokens. Samples of 56 and 24 tokens get CP 4 and CP 2: they take 6
+    places and leave room for 8 tokens each. The other 2 places hold 32 tokens, nine short samples of 4 need 36. Large
+    buckets have room for what is missing, so no large samples need to share one; the bucket of CP 2 takes short samples
+    until the others fit.
+
     Returns:
         (number of buckets, -1 where they need more than `most` places; log2 CP size, tokens, tokens squared of each,
         the largest CP sizes first.)
     """
     seqlens, densities = lengths
-    num_samples = len(seqlens)
     num_large = 0
-    while num_large < num_samples and log2_cp_sizes[num_large] > base:
+    while num_large < len(seqlens) and log2_cp_sizes[num_large] > base:
         num_large += 1
-    tokens, squares = np.zeros(num_large), np.zeros(num_large)
+    large = _Large(np.zeros(num_large), np.zeros(num_large), log2_cp_sizes, bucket_of_sample)
     capacity = durations.capacities[base] * _FILL_SHARE
     places, spare = 0, 0.0
     for sample in range(num_large):
         k = log2_cp_sizes[sample]
-        tokens[sample] = float(padded_seqlen(seqlens[sample], durations.multiples[k]))
-        squares[sample] = density_of(densities, sample) * tokens[sample] ** 2
+        large.tokens[sample] = float(padded_seqlen(seqlens[sample], durations.multiples[k]))
+        large.squares[sample] = density_of(densities, sample) * large.tokens[sample] ** 2
         bucket_of_sample[sample] = sample
         places += 1 << (k - base)
-        spare += durations.capacities[k] - tokens[sample]
+        spare += durations.capacities[k] - large.tokens[sample]
     small_tokens = float(seqlens[num_large:].sum())
-    # Large samples share buckets only where there is no other way: a larger CP size than needed costs exchange.
+    places = _share_buckets(lengths, durations, base, most, (places, spare, small_tokens), large)
+    if places > most:
+        return -1, log2_cp_sizes[:0], large.tokens, large.squares
+    hosts = _number_buckets(large)
+    sizes, tokens, squares = log2_cp_sizes[hosts], large.tokens[hosts], large.squares[hosts]
+    _top_up(lengths, durations, num_large, small_tokens - (most - places) * capacity, bucket_of_sample, sizes, tokens,
+            squares)  # fmt: skip
+    return len(hosts), sizes, tokens, squares
+
+
+@compiled
+def _share_buckets(
+    lengths: Lengths, durations: Durations, base: int, most: int, wanted: tuple[int, float, float], large: _Large
+) -> int:
+    """Let large samples share buckets while there is no other way: a larger CP size than needed costs exchange.
+
+    Args:
+        wanted: (places that the buckets take, tokens of room that they have, tokens of short samples).
+
+    Returns:
+        Places that the buckets take then.
+    """
+    places, spare, small_tokens = wanted
+    tokens, squares, log2_sizes, bucket_of_sample = large
+    num_large, num_samples = len(tokens), len(lengths.seqlens)
+    capacity = durations.capacities[base] * _FILL_SHARE
     has_taken = np.zeros(num_large, np.bool_)
     for only_hidden in (True, False):
         unused = next_unused(num_samples, 0)
@@ -165,27 +210,31 @@ def _gather(
             if bucket_of_sample[host] != host:
                 continue
             skip(unused, host)
-            k, sample = log2_cp_sizes[host], host + 1
+            k, sample = log2_sizes[host], host + 1
             while places > most or small_tokens - (most - places) * capacity > _TOP_UP_SHARE * spare:
                 sample = longest_that_fits(lengths, durations, unused, sample, k, tokens[host], squares[host], np.inf)
                 if sample >= num_large:
                     break
                 if only_hidden and not _is_hidden(durations, k, tokens[host], squares[host], lengths, sample):
                     break
-                own = log2_cp_sizes[sample]
+                own = log2_sizes[sample]
                 places -= 1 << (own - base)
                 spare -= durations.capacities[own] - tokens[sample]
-                padded = float(padded_seqlen(seqlens[sample], durations.multiples[k]))
+                padded = float(padded_seqlen(lengths.seqlens[sample], durations.multiples[k]))
                 spare -= padded
                 tokens[host] += padded
-                squares[host] += density_of(densities, sample) * padded * padded
+                squares[host] += density_of(lengths.densities, sample) * padded * padded
                 bucket_of_sample[sample] = host
                 has_taken[host] = True
                 skip(unused, sample)
-    if places > most:
-        return -1, log2_cp_sizes[:0], tokens, squares
+    return places
 
-    # Number the buckets that are left by descending CP size.
+
+@compiled
+def _number_buckets(large: _Large) -> Ints:
+    """Number the buckets by descending CP size, in `bucket_of_sample`, too; return the sample that opened each."""
+    bucket_of_sample = large.bucket_of_sample
+    num_large = len(large.tokens)
     hosts = np.zeros(num_large, np.int64)
     num_hosts = 0
     for sample in range(num_large):
@@ -193,16 +242,13 @@ def _gather(
             hosts[num_hosts] = sample
             num_hosts += 1
     hosts = hosts[:num_hosts]
-    hosts = hosts[np.argsort(-log2_cp_sizes[hosts], kind="mergesort")]
+    hosts = hosts[np.argsort(-large.log2_sizes[hosts], kind="mergesort")]
     number = np.zeros(num_large, np.int64)
     for bucket in range(num_hosts):
         number[hosts[bucket]] = bucket
     for sample in range(num_large):
         bucket_of_sample[sample] = number[bucket_of_sample[sample]]
-    sizes, tokens, squares = log2_cp_sizes[hosts], tokens[hosts], squares[hosts]
-    _top_up(lengths, durations, num_large, small_tokens - (most - places) * capacity, bucket_of_sample, sizes, tokens,
-            squares)  # fmt: skip
-    return num_hosts, sizes, tokens, squares
+    return hosts
 
 
 @compiled

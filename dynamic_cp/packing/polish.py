@@ -24,6 +24,8 @@ from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.pricing.table import PriceTable, best_options
 from dynamic_cp.xorshift import draw, next_state, share
 
+_Slots = tuple[Ints, Ints, Ints, Ints]
+"""[sample] -> bucket; [bucket] -> row, first lane, log2 of CP size. A slot without samples is no bucket."""
 _SMALL = 1000
 _HOTTEST, _COLDEST = 0.02, 0.0003
 """Temperatures as shares of the makespan: a step that is worse by this share is taken with probability 1 / e. Every
@@ -45,10 +47,16 @@ def polish(
     topology = cost_model.topology
     rows = num_microbatches_of(packing, cost_model)
     graph = pipeline_graph(topology.pp_size, rows, topology.vp_size)
-    makespan_ns, bucket_of_sample, row_of, first_of, size_of = _anneal(
-        lengths, cost_model.table, graph, topology.vp_size, rows, topology.num_lanes, num_steps, seed,
-        *_one_slot_a_sample(packing, len(lengths.seqlens)),
-    )  # fmt: skip
+    makespan_ns, (bucket_of_sample, row_of, first_of, size_of) = _anneal(
+        lengths,
+        cost_model.table,
+        graph,
+        topology.vp_size,
+        (rows, topology.num_lanes),
+        num_steps,
+        seed,
+        _one_slot_a_sample(packing, len(lengths.seqlens)),
+    )
     used, bucket_of_sample = np.unique(bucket_of_sample, return_inverse=True)
     found = Packing(rows, bucket_of_sample, row_of[used], first_of[used], size_of[used])
     shorter = without_empty_rows(found)
@@ -64,7 +72,7 @@ def is_small(seqlens: Ints, packing: Packing, cost_model: CostModel) -> bool:
     return operations * topology.num_lanes + 8 * len(seqlens) <= _SMALL
 
 
-def _one_slot_a_sample(packing: Packing, num_samples: int) -> tuple[Ints, Ints, Ints, Ints]:
+def _one_slot_a_sample(packing: Packing, num_samples: int) -> _Slots:
     """Return the buckets that hold samples, in as many slots as there could be buckets."""
     used, bucket_of_sample = np.unique(packing.bucket_of_sample, return_inverse=True)
     slots = np.zeros((3, num_samples), np.int64)
@@ -75,11 +83,11 @@ def _one_slot_a_sample(packing: Packing, num_samples: int) -> tuple[Ints, Ints, 
 
 @compiled
 def _anneal(
-    lengths: Lengths, table: PriceTable, graph: Graph, vp_size: int, num_rows: int, num_lanes: int, num_steps: int,
-    seed: int, bucket_of_sample: Ints, row_of: Ints, first_of: Ints, size_of: Ints,
-) -> tuple[int, Ints, Ints, Ints, Ints]:  # fmt: skip
-    """Return (makespan, bucket of each sample, row, first lane, log2 CP size of each slot) of the best state."""
-    shape = (num_rows, num_lanes)
+    lengths: Lengths, table: PriceTable, graph: Graph, vp_size: int, shape: tuple[int, int], num_steps: int, seed: int,
+    start: _Slots,
+) -> tuple[int, _Slots]:  # fmt: skip
+    """Return (makespan, state) of the best state on the way from `start`; `shape` is (rows, lanes)."""
+    num_rows, num_lanes = shape
     grid = Grid(
         np.ones(shape, np.int64),
         np.empty((2, num_rows, num_lanes), np.int64),
@@ -89,7 +97,7 @@ def _anneal(
     ends = np.empty((len(graph.kind), num_lanes), np.int64)
     hottest = _HOTTEST * (1.0 + 2.0 * (seed % 2))
     state = np.uint64(88172645463325252 + seed * 7919000021)
-    current = (bucket_of_sample.copy(), row_of.copy(), first_of.copy(), size_of.copy())
+    current = (start[0].copy(), start[1].copy(), start[2].copy(), start[3].copy())
     now = _makespan(lengths, table, graph, vp_size, grid, ends, current)
     best, best_ns = (current[0].copy(), current[1].copy(), current[2].copy(), current[3].copy()), now
     trial = (current[0].copy(), current[1].copy(), current[2].copy(), current[3].copy())
@@ -110,85 +118,112 @@ def _anneal(
                 best_ns = now
                 for part in range(4):
                     best[part][:] = current[part]
-    return best_ns, best[0], best[1], best[2], best[3]
+    return best_ns, best
 
 
 @compiled
 def _move(
-    state: int, seqlens: Ints, table: PriceTable, num_rows: int, num_lanes: int, trial: tuple[Ints, Ints, Ints, Ints]
+    state: int, seqlens: Ints, table: PriceTable, num_rows: int, num_lanes: int, trial: _Slots
 ) -> tuple[int, bool]:
-    """Change `trial` in place; return (state of the generator, whether something changed). May be illegal."""
-    bucket_of_sample, row_of, first_of, size_of = trial
-    num_samples = len(seqlens)
+    """Change `trial` in place; return (state of the generator, whether something changed). May be illegal.
+
+    Of 14 draws 4 put a sample into another bucket, 2 exchange two samples, 1 opens a bucket for a sample, 2 place a
+    bucket anew, 2 split one, 2 merge two, 1 exchanges two rows. With samples 0, 1, 2 in buckets 0, 0, 1, a draw of 5
+    and the samples 1 and 2 give the buckets 0, 1, 0.
+    """
+    bucket_of_sample = trial[0]
     state = next_state(state)
     kind = draw(state, 14)
     state = next_state(state)
-    sample = draw(state, num_samples)
+    sample = draw(state, len(seqlens))
     state = next_state(state)
-    other = draw(state, num_samples)
-    bucket = bucket_of_sample[sample]
-    if kind < 4:  # into another bucket
-        if bucket_of_sample[other] == bucket:
-            return state, False
-        bucket_of_sample[sample] = bucket_of_sample[other]
-    elif kind < 6:  # exchange two samples
-        if bucket_of_sample[other] == bucket:
-            return state, False
-        bucket_of_sample[sample], bucket_of_sample[other] = bucket_of_sample[other], bucket
-    elif kind < 9:  # a sample into a new bucket, or a whole bucket to another place
-        num_sizes = len(table.capacities)
-        state = next_state(state)
-        k = draw(state, num_sizes)
-        if table.capacities[k] == 0 or 1 << k > num_lanes:
-            return state, False
-        if kind == 6:
-            slot = _free_slot(bucket_of_sample)
-            if slot == num_samples:
-                return state, False
-            bucket_of_sample[sample] = slot
-            bucket = slot
-        state = next_state(state)
-        row_of[bucket] = draw(state, num_rows)
-        state = next_state(state)
-        first_of[bucket] = draw(state, num_lanes >> k) << k
-        size_of[bucket] = k
-    elif kind < 11:  # split a bucket
-        slot = _free_slot(bucket_of_sample)
-        k = size_of[bucket] - 1
-        if slot == num_samples or k < 0 or table.capacities[k] == 0:
-            return state, False
-        row_of[slot], first_of[slot], size_of[slot] = row_of[bucket], first_of[bucket] + (1 << k), k
-        size_of[bucket] = k
-        for member in range(num_samples):
-            if bucket_of_sample[member] == bucket:
-                state = next_state(state)
-                if member != sample and share(state) < 0.5:
-                    bucket_of_sample[member] = slot
-    elif kind < 13:  # merge two buckets into one of twice the size
-        other_bucket = bucket_of_sample[other]
-        k = size_of[bucket] + 1
-        if other_bucket == bucket or 1 << k > num_lanes or table.capacities[k] == 0:
-            return state, False
-        first = first_of[bucket] >> k << k
-        if first + (1 << k) > num_lanes:
-            return state, False
-        first_of[bucket], size_of[bucket] = first, k
-        for member in range(num_samples):
-            if bucket_of_sample[member] == other_bucket:
-                bucket_of_sample[member] = bucket
-    else:  # exchange two rows
-        state = next_state(state)
-        one = draw(state, num_rows)
-        state = next_state(state)
-        two = draw(state, num_rows)
-        if one == two:
-            return state, False
-        for slot in range(num_samples):
-            if row_of[slot] == one:
-                row_of[slot] = two
-            elif row_of[slot] == two:
-                row_of[slot] = one
+    other = draw(state, len(seqlens))
+    bucket, other_bucket = bucket_of_sample[sample], bucket_of_sample[other]
+    if kind < 6:
+        bucket_of_sample[sample] = other_bucket
+        if kind >= 4:
+            bucket_of_sample[other] = bucket
+        return state, other_bucket != bucket
+    if kind < 9:
+        return _place_anew(state, table, num_rows, num_lanes, sample, kind == 6, trial)
+    if kind < 11:
+        return _split(state, table, sample, trial)
+    if kind < 13:
+        return state, _merge(table, num_lanes, bucket, other_bucket, trial)
+    return _exchange_rows(state, num_rows, trial)
+
+
+@compiled
+def _place_anew(
+    state: int, table: PriceTable, num_rows: int, num_lanes: int, sample: int, is_new: bool, trial: _Slots
+) -> tuple[int, bool]:
+    """Draw row, lanes and CP size for the bucket of a sample, or for a new one with this sample."""
+    bucket_of_sample, row_of, first_of, size_of = trial
+    state = next_state(state)
+    k = draw(state, len(table.capacities))
+    if table.capacities[k] == 0 or 1 << k > num_lanes:
+        return state, False
+    bucket = _free_slot(bucket_of_sample) if is_new else bucket_of_sample[sample]
+    if bucket == len(bucket_of_sample):
+        return state, False
+    bucket_of_sample[sample] = bucket
+    state = next_state(state)
+    row_of[bucket] = draw(state, num_rows)
+    state = next_state(state)
+    first_of[bucket] = draw(state, num_lanes >> k) << k
+    size_of[bucket] = k
     return state, True
+
+
+@compiled
+def _split(state: int, table: PriceTable, sample: int, trial: _Slots) -> tuple[int, bool]:
+    """Split the bucket of a sample into two of half the CP size; the sample stays, others draw."""
+    bucket_of_sample, row_of, first_of, size_of = trial
+    num_samples, bucket = len(bucket_of_sample), bucket_of_sample[sample]
+    slot = _free_slot(bucket_of_sample)
+    k = size_of[bucket] - 1
+    if slot == num_samples or k < 0 or table.capacities[k] == 0:
+        return state, False
+    row_of[slot], first_of[slot], size_of[slot] = row_of[bucket], first_of[bucket] + (1 << k), k
+    size_of[bucket] = k
+    for member in range(num_samples):
+        if bucket_of_sample[member] == bucket:
+            state = next_state(state)
+            if member != sample and share(state) < 0.5:
+                bucket_of_sample[member] = slot
+    return state, True
+
+
+@compiled
+def _merge(table: PriceTable, num_lanes: int, bucket: int, other_bucket: int, trial: _Slots) -> bool:
+    """Merge two buckets into one of twice the CP size of the first, around its lanes."""
+    bucket_of_sample, _, first_of, size_of = trial
+    k = size_of[bucket] + 1
+    if other_bucket == bucket or 1 << k > num_lanes or table.capacities[k] == 0:
+        return False
+    first = first_of[bucket] >> k << k
+    if first + (1 << k) > num_lanes:
+        return False
+    first_of[bucket], size_of[bucket] = first, k
+    for member in range(len(bucket_of_sample)):
+        if bucket_of_sample[member] == other_bucket:
+            bucket_of_sample[member] = bucket
+    return True
+
+
+@compiled
+def _exchange_rows(state: int, num_rows: int, trial: _Slots) -> tuple[int, bool]:
+    row_of = trial[1]
+    state = next_state(state)
+    one = draw(state, num_rows)
+    state = next_state(state)
+    two = draw(state, num_rows)
+    for slot in range(len(row_of)):
+        if row_of[slot] == one:
+            row_of[slot] = two
+        elif row_of[slot] == two:
+            row_of[slot] = one
+    return state, one != two
 
 
 @compiled
@@ -205,9 +240,7 @@ def _free_slot(bucket_of_sample: Ints) -> int:
 
 
 @compiled
-def _is_legal(
-    seqlens: Ints, table: PriceTable, num_rows: int, num_lanes: int, trial: tuple[Ints, Ints, Ints, Ints]
-) -> bool:
+def _is_legal(seqlens: Ints, table: PriceTable, num_rows: int, num_lanes: int, trial: _Slots) -> bool:
     """Return whether no bucket holds too much and no two buckets overlap."""
     bucket_of_sample, row_of, first_of, size_of = trial
     num_samples = len(seqlens)
@@ -231,7 +264,7 @@ def _is_legal(
 @inlined
 def _makespan(
     lengths: Lengths, table: PriceTable, graph: Graph, vp_size: int, grid: Grid, ends: Ints,
-    trial: tuple[Ints, Ints, Ints, Ints],
+    trial: _Slots,
 ) -> int:  # fmt: skip
     bucket_of_sample, row_of, first_of, size_of = trial
     tokens, squares = sums_of_buckets(lengths, bucket_of_sample, size_of, table.multiples, table.rank_token_multiple)

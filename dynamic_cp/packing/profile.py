@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp._jit import compiled
+from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, Graph
 
@@ -38,104 +38,139 @@ class Lanes(NamedTuple):
     long_backward_ns: Floats
 
 
+class Work(NamedTuple):
+    """What candidates have to do.
+
+    Attributes:
+        total_ns: work of all lanes of a candidate together, without overheads of rows.
+        backward_over_forward: ratio by which a row's work splits.
+        empty_ns: (forward, backward) overhead that each row pays.
+        vp_size: model chunks of a stage, which share a row's work.
+    """
+
+    total_ns: float
+    backward_over_forward: float
+    empty_ns: tuple[float, float]
+    vp_size: int
+
+
 @compiled
 def best_profiles(
-    graph: Graph, lanes: Lanes, first_classes: Ints, vp_size: int, total_ns: float, backward_over_forward: float,
-    empty_forward_ns: float, empty_backward_ns: float, num_iterations: int,
-) -> tuple[Floats, Floats]:  # fmt: skip
+    graph: Graph, lanes: Lanes, first_classes: Ints, work: Work, num_iterations: int
+) -> tuple[Floats, Floats]:
     """Return ([candidate] makespan, [class, row] work of the row without its overhead), in nanoseconds.
 
     Candidates do not influence each other; together they are faster than one after the other.
+
+    Two stages, three rows, one class with 12 ns, all of it forward. Say that rows last 3, 6 and 3 ns. The longest path
+    is rows 1 and 2 on the first stage, then rows 2 and 3 on the second: 18 ns. It crosses row 2 twice, so row 2 shrinks
+    most, and all are scaled to 12 ns again. Rows of 4 ns each end after 16 ns.
 
     Args:
         graph: the operations of a lane and what each waits for.
         lanes: classes of lanes of all candidates; their long rows are lower bounds.
         first_classes: [candidate] -> its first class, and at the end the number of classes.
-        vp_size: model chunks of a stage.
-        total_ns: work of all lanes of a candidate together, without overheads of rows.
-        backward_over_forward: ratio by which a row's work splits.
-        empty_forward_ns, empty_backward_ns: overhead that each row pays.
+        work: of each candidate.
         num_iterations: 40 rank candidates, 250 come within about 1 % of the best profile.
     """
-    num_lanes, long_forward_ns, long_backward_ns = lanes
-    micro_batch, kind, before, sender, last = graph.micro_batch, graph.kind, graph.before, graph.sender, graph.last
-    num_classes, num_rows = long_forward_ns.shape
+    num_classes, num_rows = lanes.long_forward_ns.shape
     num_candidates = len(first_classes) - 1
-    long_ns = long_forward_ns + long_backward_ns
+    long_ns = lanes.long_forward_ns + lanes.long_backward_ns
     middle, width = num_rows / 2, num_rows / 3
-    work = np.empty((num_classes, num_rows))
+    row_ns = np.empty((num_classes, num_rows))
     for row in range(num_rows):
-        work[:, row] = np.exp(-(((row - middle) / width) ** 2))
+        row_ns[:, row] = np.exp(-(((row - middle) / width) ** 2))
     durations = np.empty((2, num_rows, num_classes))
-    ends = np.zeros((len(kind) + 1, num_classes))
-    makespan = np.zeros(num_classes)
+    ends, makespan = np.zeros((len(graph.kind) + 1, num_classes)), np.zeros(num_classes)
     crossed = np.zeros((2, num_rows))
-    share = backward_over_forward / (1.0 + backward_over_forward)
-    best, best_work = np.full(num_candidates, np.inf), work.copy()
+    share = work.backward_over_forward / (1.0 + work.backward_over_forward)
+    best, best_row_ns = np.full(num_candidates, np.inf), row_ns.copy()
     smallest_ns = np.empty(num_candidates)
     for candidate in range(num_candidates):
-        all_lanes = num_lanes[first_classes[candidate] : first_classes[candidate + 1]].sum()
-        smallest_ns[candidate] = SMALLEST_SHARE * total_ns / all_lanes / num_rows
+        all_lanes = lanes.num_lanes[first_classes[candidate] : first_classes[candidate + 1]].sum()
+        smallest_ns[candidate] = SMALLEST_SHARE * work.total_ns / all_lanes / num_rows
     for iteration in range(num_iterations):
         for candidate in range(num_candidates):
-            first, end = first_classes[candidate], first_classes[candidate + 1]
-            fixed = free = 0.0
-            for one in range(first, end):
-                for row in range(num_rows):
-                    if long_ns[one, row] > 0.0 and work[one, row] <= 1.0001 * long_ns[one, row]:
-                        work[one, row] = long_ns[one, row]
-                        fixed += num_lanes[one] * work[one, row]
-                    else:
-                        free += num_lanes[one] * work[one, row]
-            scale = max(0.0, total_ns - fixed) / max(free, 1e-9)
-            for one in range(first, end):
-                for row in range(num_rows):
-                    if long_ns[one, row] > 0.0 and work[one, row] <= 1.0001 * long_ns[one, row]:
-                        forward_ns, backward_ns = long_forward_ns[one, row], long_backward_ns[one, row]
-                    else:
-                        work[one, row] = max(smallest_ns[candidate], work[one, row] * scale)
-                        forward_ns, backward_ns = work[one, row] * (1.0 - share), work[one, row] * share
-                    durations[FORWARD, row, one] = (empty_forward_ns + forward_ns) / vp_size
-                    durations[BACKWARD, row, one] = (empty_backward_ns + backward_ns) / vp_size
-        _run(micro_batch, kind, before, sender, last, durations, ends, makespan)
+            classes = (first_classes[candidate], first_classes[candidate + 1])
+            _scale(lanes, long_ns, classes, work, share, smallest_ns[candidate], row_ns, durations)
+        _run(graph, durations, ends, makespan)
         rate = 0.1 / (1.0 + 3.0 * iteration / num_iterations)
         for candidate in range(num_candidates):
             first, end = first_classes[candidate], first_classes[candidate + 1]
             worst = makespan[first:end].max()
             if worst < best[candidate]:
                 best[candidate] = worst
-                best_work[first:end] = work[first:end]
+                best_row_ns[first:end] = row_ns[first:end]
             for one in range(first, end):
                 # Classes within 1 % of the slowest learn, the slowest most.
                 pull = min(1.0, 1.0005 - (worst - makespan[one]) / (0.01 * worst))
-                if pull <= 0.0:
-                    continue
-                _cross(micro_batch, kind, before, sender, last, ends, one, crossed)
-                moved = counted = 0.0
-                for row in range(num_rows):
-                    crossed[FORWARD, row] = (1.0 - share) * crossed[FORWARD, row] + share * crossed[BACKWARD, row]
-                    if not (long_ns[one, row] > 0.0 and work[one, row] <= 1.0001 * long_ns[one, row]):
-                        moved += work[one, row]
-                        counted += work[one, row] * crossed[FORWARD, row]
-                mean = max(counted, 1e-9) / max(moved, 1e-9)
-                for row in range(num_rows):
-                    learned = work[one, row] * np.exp(-rate * pull * crossed[FORWARD, row] / mean)
-                    work[one, row] = max(smallest_ns[candidate], learned)
-    return best, best_work
+                if pull > 0.0:
+                    _cross(graph, ends, one, crossed)
+                    _learn(long_ns, one, share, rate * pull, crossed, smallest_ns[candidate], row_ns)
+    return best, best_row_ns
+
+
+@inlined
+def _is_bound(long_ns: Floats, row_ns: Floats, one: int, row: int) -> bool:
+    """Return whether the row of a class is as short as the long sample in it allows."""
+    return long_ns[one, row] > 0.0 and row_ns[one, row] <= 1.0001 * long_ns[one, row]  # type: ignore[no-any-return]
 
 
 @compiled
-def _run(
-    micro_batch: Ints, kind: Ints, before: Ints, sender: Ints, last: Ints, durations: Floats, ends: Floats,
-    makespan: Floats,
+def _scale(
+    lanes: Lanes, long_ns: Floats, classes: tuple[int, int], work: Work, share: float, smallest_ns: float,
+    row_ns: Floats, durations: Floats,
 ) -> None:  # fmt: skip
+    """Scale the rows of a candidate, of `classes`, to all of its work, those of long samples apart; write durations."""
+    num_lanes, long_forward_ns, long_backward_ns = lanes
+    (first, end), num_rows = classes, row_ns.shape[1]
+    fixed = free = 0.0
+    for one in range(first, end):
+        for row in range(num_rows):
+            if _is_bound(long_ns, row_ns, one, row):
+                row_ns[one, row] = long_ns[one, row]
+                fixed += num_lanes[one] * row_ns[one, row]
+            else:
+                free += num_lanes[one] * row_ns[one, row]
+    scale = max(0.0, work.total_ns - fixed) / max(free, 1e-9)
+    for one in range(first, end):
+        for row in range(num_rows):
+            if _is_bound(long_ns, row_ns, one, row):
+                forward_ns, backward_ns = long_forward_ns[one, row], long_backward_ns[one, row]
+            else:
+                row_ns[one, row] = max(smallest_ns, row_ns[one, row] * scale)
+                forward_ns, backward_ns = row_ns[one, row] * (1.0 - share), row_ns[one, row] * share
+            durations[FORWARD, row, one] = (work.empty_ns[FORWARD] + forward_ns) / work.vp_size
+            durations[BACKWARD, row, one] = (work.empty_ns[BACKWARD] + backward_ns) / work.vp_size
+
+
+@compiled
+def _learn(
+    long_ns: Floats, one: int, share: float, rate: float, crossed: Floats, smallest_ns: float, row_ns: Floats
+) -> None:
+    """Shrink each row of a class by how often its longest path crosses it, [FORWARD or BACKWARD, row]."""
+    moved = counted = 0.0
+    for row in range(row_ns.shape[1]):
+        crossed[FORWARD, row] = (1.0 - share) * crossed[FORWARD, row] + share * crossed[BACKWARD, row]
+        if not _is_bound(long_ns, row_ns, one, row):
+            moved += row_ns[one, row]
+            counted += row_ns[one, row] * crossed[FORWARD, row]
+    mean = max(counted, 1e-9) / max(moved, 1e-9)
+    for row in range(row_ns.shape[1]):
+        learned = row_ns[one, row] * np.exp(-rate * crossed[FORWARD, row] / mean)
+        row_ns[one, row] = max(smallest_ns, learned)
+
+
+@compiled
+def _run(graph: Graph, durations: Floats, ends: Floats, makespan: Floats) -> None:
     """Write when each operation ends, [operation, class], and the makespan of each class of lanes.
 
     Args:
-        micro_batch, kind, before, sender, last: the attributes of `Graph`; hops take no time.
+        graph: hops take no time.
         durations: [FORWARD or BACKWARD, row, class] nanoseconds of a chunk.
         ends: one row longer; the last one, of what comes before the first operation, is 0.
     """
+    micro_batch, kind, before, sender = graph.micro_batch, graph.kind, graph.before, graph.sender
     num_classes = ends.shape[1]
     for index in range(len(kind)):
         at, needed, way, row = before[index], sender[index], kind[index], micro_batch[index]
@@ -146,18 +181,17 @@ def _run(
         for one in range(num_classes):
             ends[index, one] = max(ends[at, one], ends[needed, one]) + durations[way, row, one]
     makespan[:] = 0.0
-    for index in last:
+    for index in graph.last:
         for one in range(num_classes):
             makespan[one] = max(makespan[one], ends[index, one])
 
 
 @compiled
-def _cross(
-    micro_batch: Ints, kind: Ints, before: Ints, sender: Ints, last: Ints, ends: Floats, one: int, crossed: Floats
-) -> None:
+def _cross(graph: Graph, ends: Floats, one: int, crossed: Floats) -> None:
     """Count how often the longest path of a class crosses each row, [FORWARD or BACKWARD, row]."""
-    at = last[0]
-    for end in last:
+    micro_batch, kind, before, sender = graph.micro_batch, graph.kind, graph.before, graph.sender
+    at = graph.last[0]
+    for end in graph.last:
         if ends[end, one] > ends[at, one]:
             at = end
     crossed[:] = 0.0

@@ -79,16 +79,23 @@ def resolve(
 
     stuck = {place: operation for place in operations if (operation := next_operation(place)) is not None}
     if stuck:
-        lines = [
-            f"  stage {stage} lane {lane} at {operation} waits for {obstacle(stage, lane, operation)}"
-            for (stage, lane), operation in sorted(stuck.items())
-        ]
-        raise IllegalPlanError(
-            f"the operations deadlock: {len(stuck)} of {len(operations)} (stage, lane) places are stuck; "
-            "run shared groups in one order on all their lanes\n" + "\n".join(lines),
-            stuck=stuck,
-        )
+        raise _deadlock({place: (stuck[place], obstacle(*place, stuck[place])) for place in sorted(stuck)}, operations)
     return tuple(steps)
+
+
+def _deadlock(
+    stuck: Mapping[tuple[int, int], tuple[Operation, str | None]], operations: LaneOperations
+) -> IllegalPlanError:
+    """Return the error for (stage, lane) -> the operation that cannot start there, and what keeps it from starting."""
+    lines = [
+        f"  stage {stage} lane {lane} at {operation} waits for {obstacle}"
+        for (stage, lane), (operation, obstacle) in stuck.items()
+    ]
+    return IllegalPlanError(
+        f"the operations deadlock: {len(stuck)} of {len(operations)} (stage, lane) places are stuck; "
+        "run shared groups in one order on all their lanes\n" + "\n".join(lines),
+        stuck={place: operation for place, (operation, _) in stuck.items()},
+    )
 
 
 def _check_complete(operations: LaneOperations, groups: Sequence[Sequence[range]], pp_size: int, vp_size: int) -> None:

@@ -248,13 +248,7 @@ def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[
                     attentions.append(attention)
             end[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
     capacities = [token_capacity(1 << k, topology, options) if end[k, 0] > first[k, 0] else 0 for k in range(num_sizes)]
-    # On fewer lanes a placed bucket takes at least as long, and holds less.
-    floors += [
-        _Floor(topology.num_lanes, True, stage.floor(*place), stage.terms(*place, is_level=True))
-        for name in options.cp_comm_types
-        if name in PLACED and may_span_all(topology, options)
-        for place in ((Attention(name), topology.num_lanes, ACROSS_NODES),)
-    ]
+    floors += _floors_of_placed(problem, stage)
     edges = np.array(edges_s_per_token(problem))
     embedding_s, head_s = float(edges[0] + edges[1]), float(edges[2] + edges[3])
     # Only sequence parallelism splits the activations that pipeline stages exchange over the TP ranks.
@@ -281,3 +275,14 @@ def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[
         level_floors=np.array([floor.level_terms for floor in floors]),
     )
     return table, tuple(attentions)
+
+
+def _floors_of_placed(problem: Problem, stage: StagePrices) -> list[_Floor]:
+    """Return the floors of placed buckets of all lanes: on fewer lanes one takes at least as long, and holds less."""
+    topology, options = problem.topology, problem.options
+    return [
+        _Floor(topology.num_lanes, True, stage.floor(*place), stage.terms(*place, is_level=True))
+        for name in options.cp_comm_types
+        if name in PLACED and may_span_all(topology, options)
+        for place in ((Attention(name), topology.num_lanes, ACROSS_NODES),)
+    ]

@@ -10,12 +10,13 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.report.drawing import (
-    FONT_PT,
     MEDIUM_IN,
     Rectangle,
     add_legend,
     add_rectangles,
-    new_figure,
+    frame_map,
+    name_cells,
+    stacked,
 )
 from dynamic_cp.report.gantt import cp_legend
 from dynamic_cp.report.theme import Theme
@@ -38,10 +39,7 @@ def cp_map(plans: Sequence[tuple[str, Plan]], theme: Theme, *, width_in: float =
     used = [np.flatnonzero(one.any(axis=0)) for one in sizes_of]
     grids = [_reduced(one[:, columns]) for one, columns in zip(sizes_of, used, strict=True)]
     heights = [min(1.9, max(0.5, 0.07 * len(grid))) for grid in grids]
-    figure = new_figure(width_in, sum(heights) + 0.62 * len(plans) + 0.75 + (0.3 if title else 0.0))
-    panels = figure.subplots(len(plans), 1, squeeze=False, height_ratios=heights)[:, 0]
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_PT + 2, fontweight="bold")
+    figure, panels = stacked(width_in, heights, each_in=0.62, rest_in=0.75, title=title)
     sizes: set[int] = set()
     for panel, grid, columns, (name, plan) in zip(panels, grids, used, plans, strict=True):
         _draw(panel, grid, -(-plan.topology.num_lanes // _MAX_LANES), theme)
@@ -84,10 +82,7 @@ def _draw(panel: Axes, grid: Ints, lanes_per_row: int, theme: Theme) -> None:
     for size, rectangles in sorted(tiles.items()):
         color = theme.cp_color(size) if size else theme.empty
         add_rectangles(panel, rectangles, color, edgecolor=theme.background, linewidth=0.5)
-    panel.set_xlim(0, grid.shape[1])
-    panel.set_ylim(len(grid), 0)
-    panel.spines[["left", "bottom"]].set_visible(False)
-    panel.tick_params(length=2)
+    frame_map(panel, last_x=grid.shape[1], last_y=len(grid))
 
 
 def _describe(panel: Axes, name: str, plan: Plan, grid: Ints, used: Sequence[int]) -> None:
@@ -103,6 +98,4 @@ def _describe(panel: Axes, name: str, plan: Plan, grid: Ints, used: Sequence[int
     named = (list(used[::columns]), list(range(0, num_lanes, lanes)))
     for axis, names in zip((panel.xaxis, panel.yaxis), named, strict=True):
         step = max(1, -(-len(names) // (12 if axis is panel.xaxis else 4)))
-        step = 1 << (step - 1).bit_length()
-        places = range(0, len(names), step)
-        axis.set_ticks([place + 0.5 for place in places], [str(names[place]) for place in places])
+        name_cells(axis, names, 1 << (step - 1).bit_length())

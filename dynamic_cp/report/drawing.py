@@ -19,11 +19,14 @@ from dynamic_cp.report.theme import CSS, Theme, with_variables
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 WIDE_IN, MEDIUM_IN, NARROW_IN = 8.4, 5.0, 4.0
 """Widths of a picture across a page, in half of it, and on a phone; the text is equally large in all."""
 FONT_PT, SMALL_PT = 9.0, 8.0
+DASHED = (0, (4, 3))
+"""Style of lines that mark a mean, or where two figures are equal."""
 _DPI = 160
 _FORMATS = (".png", ".svg")
 
@@ -100,6 +103,37 @@ def new_figure(width_in: float, height_in: float) -> Figure:
     figure = Figure(figsize=(width_in, height_in), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def stacked(
+    width_in: float, heights_in: Sequence[float], *, each_in: float, rest_in: float, title: str = "", **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """Return an empty figure with panels one above the other; call it inside `look`.
+
+    Args:
+        heights_in: of the panels. each_in: height of what each has around it. rest_in: of labels and legend.
+        title: of all.
+        options: more of matplotlib's `subplots`.
+    """
+    figure = new_figure(width_in, sum(heights_in) + each_in * len(heights_in) + rest_in + (0.3 if title else 0.0))
+    panels = figure.subplots(len(heights_in), 1, squeeze=False, height_ratios=heights_in, **options)[:, 0]
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_PT + 2, fontweight="bold")
+    return figure, list(panels)
+
+
+def name_cells(axis: Axis, names: Sequence[int], step: int) -> None:
+    """Name every `step`-th cell of a map at its middle."""
+    places = range(0, len(names), step)
+    axis.set_ticks([place + 0.5 for place in places], [str(names[place]) for place in places])
+
+
+def frame_map(panel: Axes, *, first: float = 0.0, last_x: float, last_y: float) -> None:
+    """Have a map begin in its upper left corner, without lines around it."""
+    panel.set_xlim(first, last_x)
+    panel.set_ylim(last_y, first)
+    panel.spines[["left", "bottom"]].set_visible(False)
+    panel.tick_params(length=2)
 
 
 def save(path: str | Path, draw: Callable[[Theme], Figure], theme: Theme, *, transparent: bool = False) -> None:

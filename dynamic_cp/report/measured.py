@@ -10,7 +10,8 @@ from pathlib import Path
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.pipeline.schedule import Operation
-from dynamic_cp.report.trace_format import CATEGORIES, Event, in_time, mark, name_events
+from dynamic_cp.report.run import lines_of
+from dynamic_cp.report.trace import Event, in_time, mark, name_events, slice_event
 from dynamic_cp.types import KINDS, Kind
 
 _CLOCK_STEP_NS = 1000
@@ -66,12 +67,7 @@ def read_spans(directory: str | Path, iterations: range | None = None) -> tuple[
     spans: list[MeasuredSpan] = []
     for path in paths:
         of_iteration: dict[int, list[MeasuredSpan]] = {}
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DataError(f"cannot read {path}: {reason}: is it whole, and may you read it?") from error
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(lines_of(path, "is it whole, and may you read it?"), 1):
             try:
                 iteration, read = _spans_of_line(line)
             except (ValueError, TypeError, KeyError) as error:
@@ -124,18 +120,9 @@ def measured_trace_events(
                 _check_overlap(span, group[index + 1], end_ns - starts_ns[index + 1])
                 end_ns = starts_ns[index + 1]
             ends_ns[span.iteration] = max(ends_ns[span.iteration], end_ns)
-            events.append(
-                {
-                    "name": f"{span.kind}{span.micro_batch}",
-                    "cat": CATEGORIES[span.kind],
-                    "ph": "X",
-                    "ts": starts_ns[index] / 1e3,
-                    "dur": (end_ns - starts_ns[index]) / 1e3,
-                    "pid": first_process + stage,
-                    "tid": lane,
-                    "args": {"iteration": span.iteration, "micro_batch": span.micro_batch, "chunk": span.chunk},
-                }
-            )
+            args = {"iteration": span.iteration, "micro_batch": span.micro_batch, "chunk": span.chunk}
+            name, times_ns = f"{span.kind}{span.micro_batch}", (starts_ns[index], end_ns)
+            events.append(slice_event(name, span.kind, times_ns, (first_process + stage, lane), args))
     events += [mark(f"end of iteration {number}", end_ns, first_process, {}) for number, end_ns in ends_ns.items()]
     return in_time(events)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.report.drawing import NARROW_IN, inline_svg
+from dynamic_cp.report.drawing import NARROW_IN, format_s, inline_svg
 from dynamic_cp.report.theme import DARK, LIGHT, Theme, css_variables
 
 if TYPE_CHECKING:
@@ -72,6 +72,11 @@ def render(template: str, *, title: str, facts: str, command: str, inputs: Mappi
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+    )
+    environment.filters.update(
+        seconds=format_s,
+        gb=lambda num_bytes: f"{num_bytes / 1e9:.1f} GB",
+        percent=lambda share, digits: f"{100 * share:.{digits}f}%",
     )
     return environment.get_template(template).render(
         title=title,

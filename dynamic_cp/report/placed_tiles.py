@@ -21,6 +21,7 @@ from dynamic_cp.report.drawing import (
     add_legend,
     add_rectangles,
     format_tokens,
+    frame_map,
     new_figure,
 )
 from dynamic_cp.report.theme import Theme
@@ -187,11 +188,8 @@ def _describe(
     elif is_first:
         panel.set_title(f"by division: first pale, last ({num_divisions - 1}) strong", fontsize=SMALL_PT)
     far = -(_GAP + _STRIP) * sample.seqlen
-    panel.set_xlim(far, sample.seqlen)
-    panel.set_ylim(sample.seqlen, far)
+    frame_map(panel, first=far, last_x=sample.seqlen, last_y=sample.seqlen)
     panel.set_aspect("equal")
-    panel.spines[["left", "bottom"]].set_visible(False)
-    panel.tick_params(length=2)
     ticks = [0, sample.seqlen]
     panel.set_xticks(ticks, [format_tokens(tick) for tick in ticks])
     panel.set_yticks(ticks, [format_tokens(tick) for tick in ticks])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from math import lcm
+from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
@@ -85,159 +86,158 @@ def launcher(setting: Setting) -> str:
     return f"torchrun{nodes} --nproc-per-node {per_node}"
 
 
-def _parallelism(setting: Setting, distributed_optimizer: bool) -> tuple[str, ...]:
+Flags = tuple[str, ...]
+
+
+def _given(*flags: tuple[str, Any]) -> Flags:
+    """Return the flags with their values, without those whose value is None or False; True: a flag without a value."""
+    return tuple(
+        name if value is True else f"{name} {value}"
+        for name, value in flags
+        if value is not None and value is not False
+    )
+
+
+def _parallelism(setting: Setting, distributed_optimizer: bool) -> Flags:
     topology = setting.topology
-    flags = [
+    return (
         f"--tensor-model-parallel-size {topology.tp_size}",
         f"--pipeline-model-parallel-size {topology.pp_size}",
-    ]
-    if topology.pp_size > 1:
-        flags += flags_of(setting.pipeline_layers) or ()
-    if topology.vp_size > 1:
-        flags.append(f"--num-virtual-stages-per-pipeline-rank {topology.vp_size}")
-    if topology.ep_size > 1:
-        flags.append(f"--expert-model-parallel-size {topology.ep_size}")
-    if topology.sequence_parallel:
-        flags.append("--sequence-parallel")
-    return (*flags, "--use-distributed-optimizer") if distributed_optimizer else tuple(flags)
+        *((flags_of(setting.pipeline_layers) or ()) if topology.pp_size > 1 else ()),
+        *_given(
+            ("--num-virtual-stages-per-pipeline-rank", topology.vp_size > 1 and topology.vp_size),
+            ("--expert-model-parallel-size", topology.ep_size > 1 and topology.ep_size),
+            ("--sequence-parallel", topology.sequence_parallel),
+            ("--use-distributed-optimizer", distributed_optimizer),
+        ),
+    )
 
 
-def _planning(setting: Setting, hardware_name: str, search: str) -> tuple[str, ...]:
-    flags = list(_POLICY_FLAGS[setting.policy])
-    if setting.static_cp_size is not None:
-        flags.append(f"--context-parallel-size {setting.static_cp_size}")
-    if setting.max_cp_size is not None:
-        flags.append(f"--max-dynamic-cp-size {setting.max_cp_size}")
-    flags += [
-        f"--max-seqlen-per-dp-cp-rank {setting.max_tokens_per_rank}",
-        f"--cp-comm-type {setting.cp_comm_type}",
-        f"--dynamic-cp-hardware {shlex.quote(hardware_name)}",
-    ]
-    return (*flags, f"--dynamic-cp-search {search}") if search != "fast" else tuple(flags)
+def _planning(setting: Setting, hardware_name: str, search: str) -> Flags:
+    return _POLICY_FLAGS[setting.policy] + _given(
+        ("--context-parallel-size", setting.static_cp_size),
+        ("--max-dynamic-cp-size", setting.max_cp_size),
+        ("--max-seqlen-per-dp-cp-rank", setting.max_tokens_per_rank),
+        ("--cp-comm-type", setting.cp_comm_type),
+        ("--dynamic-cp-hardware", shlex.quote(hardware_name)),
+        ("--dynamic-cp-search", search != "fast" and search),
+    )
 
 
-def _lengths(max_seqlen: int, global_batch_size: int) -> tuple[str, ...]:
+def _lengths(max_seqlen: int, global_batch_size: int) -> Flags:
     return f"--seq-length {max_seqlen}", f"--global-batch-size {global_batch_size}", "--bf16"
 
 
-def _recompute(setting: Setting) -> tuple[str, ...]:
+def _recompute(setting: Setting) -> Flags:
     if setting.recompute == "full":
         return "--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"
     return ("--recompute-granularity selective",) if setting.recompute == "selective" else ()
 
 
-def _shape(model: ModelShape, architecture: Architecture, tp_size: int) -> tuple[str, ...]:
-    flags = [
-        f"--num-layers {model.num_layers}",
-        f"--hidden-size {model.hidden_size}",
-        f"--ffn-hidden-size {model.ffn_hidden_size}",
-        f"--num-attention-heads {model.num_attention_heads}",
-    ]
-    if model.num_query_groups != model.num_attention_heads:
-        flags += ["--group-query-attention", f"--num-query-groups {model.num_query_groups}"]
-    if model.kv_lora_rank:
-        flags += ["--multi-latent-attention", f"--kv-lora-rank {model.kv_lora_rank}"]
-        flags += [f"--q-lora-rank {model.q_lora_rank}"] * (model.q_lora_rank > 0)
-        flags += [f"--qk-head-dim {model.qk_head_dim}", f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}"]
-        flags.append(f"--v-head-dim {model.v_head_dim}")
-    else:
-        flags.append(f"--kv-channels {model.kv_channels}")
-    if architecture.quick_geglu:
-        flags += ["--quick-geglu", f"--glu-linear-offset {architecture.glu_linear_offset}"]
-        clamp = architecture.activation_func_clamp_value
-        flags += [f"--activation-func-clamp-value {clamp}"] * (clamp > 0)
-    elif model.gated_linear_unit:
-        flags.append("--swiglu")
-    if model.attention_output_gate:
-        flags.append("--attention-output-gate")
-    if model.window is not None:
-        flags.append(f"--window-size {model.window_tokens - 1},0")
-        skip = model.window_attn_skip_freq
-        if skip:
-            text = str(list(skip)).replace(" ", "") if isinstance(skip, tuple) else str(skip)
-            flags.append(f"--window-attn-skip-freq {shlex.quote(text)}")
-        if model.window_sink_tokens:
-            flags.append(f"--window-sink-tokens {model.window_sink_tokens}")
-    flags += _experts(model.experts) if model.experts is not None else ()
-    if model.mtp_num_layers:
-        flags.append(f"--mtp-num-layers {model.mtp_num_layers}")
-    if not model.share_embeddings_and_output_weights:
-        flags.append("--untie-embeddings-and-output-weights")
-    flags.append(f"--vocab-size {model.vocab_size}")
-    if model.vocab_size % lcm(_VOCAB_MULTIPLE, tp_size):
-        flags.append("--make-vocab-size-divisible-by 1")
-    return tuple(flags)
-
-
-def _experts(experts: Experts) -> tuple[str, ...]:
-    flags = [
-        f"--num-experts {experts.num_experts}",
-        f"--moe-router-topk {experts.topk}",
-        f"--moe-ffn-hidden-size {experts.ffn_hidden_size}",
-    ]
-    if experts.shared_ffn_hidden_size:
-        flags.append(f"--moe-shared-expert-intermediate-size {experts.shared_ffn_hidden_size}")
-        flags += ["--moe-shared-expert-gate"] * experts.shared_gate
-    if experts.layer_freq != 1:
-        freq = experts.layer_freq
-        text = str(list(freq)).replace(" ", "") if isinstance(freq, tuple) else str(freq)
-        flags.append(f"--moe-layer-freq {shlex.quote(text)}")
-    return tuple(flags)
-
-
-def _architecture(model: ModelShape, architecture: Architecture, max_seqlen: int) -> tuple[str, ...]:
-    return (
-        f"--normalization {architecture.normalization}",
-        f"--norm-epsilon {architecture.norm_epsilon}",
-        *_positions(architecture, max_seqlen, latent=model.kv_lora_rank > 0),
-        *["--disable-bias-linear"] * (not architecture.add_bias_linear),
-        *["--add-qkv-bias"] * architecture.add_qkv_bias,
-        *["--qk-layernorm"] * architecture.qk_layernorm,
-        *[f"--softmax-type {architecture.softmax_type}"] * (architecture.softmax_type != "vanilla"),
-        *(_routing(architecture) if model.experts is not None else ()),
-        f"--init-method-std {architecture.init_method_std}",
+def _shape(model: ModelShape, architecture: Architecture, tp_size: int) -> Flags:
+    is_grouped, is_latent = model.num_query_groups != model.num_attention_heads, model.kv_lora_rank > 0
+    is_clamped = architecture.quick_geglu and architecture.activation_func_clamp_value > 0
+    return _given(
+        ("--num-layers", model.num_layers),
+        ("--hidden-size", model.hidden_size),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--group-query-attention", is_grouped),
+        ("--num-query-groups", is_grouped and model.num_query_groups),
+        ("--multi-latent-attention", is_latent),
+        ("--kv-lora-rank", is_latent and model.kv_lora_rank),
+        ("--q-lora-rank", is_latent and model.q_lora_rank > 0 and model.q_lora_rank),
+        ("--qk-head-dim", is_latent and model.qk_head_dim),
+        ("--qk-pos-emb-head-dim", is_latent and model.qk_pos_emb_head_dim),
+        ("--v-head-dim", is_latent and model.v_head_dim),
+        ("--kv-channels", not is_latent and model.kv_channels),
+        ("--quick-geglu", architecture.quick_geglu),
+        ("--glu-linear-offset", architecture.quick_geglu and architecture.glu_linear_offset),
+        ("--activation-func-clamp-value", is_clamped and architecture.activation_func_clamp_value),
+        ("--swiglu", model.gated_linear_unit and not architecture.quick_geglu),
+        ("--attention-output-gate", model.attention_output_gate),
+        *(_windows(model) if model.window is not None else ()),
+        *(_experts(model.experts) if model.experts is not None else ()),
+        ("--mtp-num-layers", model.mtp_num_layers or None),
+        ("--untie-embeddings-and-output-weights", not model.share_embeddings_and_output_weights),
+        ("--vocab-size", model.vocab_size),
+        ("--make-vocab-size-divisible-by", model.vocab_size % lcm(_VOCAB_MULTIPLE, tp_size) > 0 and 1),
     )
 
 
-def _positions(architecture: Architecture, max_seqlen: int, *, latent: bool) -> tuple[str, ...]:
+def _windows(model: ModelShape) -> tuple[tuple[str, Any], ...]:
+    skip = model.window_attn_skip_freq
+    return (
+        ("--window-size", f"{model.window_tokens - 1},0"),
+        ("--window-attn-skip-freq", _by_layer(skip) if skip else None),
+        ("--window-sink-tokens", model.window_sink_tokens or None),
+    )
+
+
+def _experts(experts: Experts) -> tuple[tuple[str, Any], ...]:
+    shared = experts.shared_ffn_hidden_size or None
+    return (
+        ("--num-experts", experts.num_experts),
+        ("--moe-router-topk", experts.topk),
+        ("--moe-ffn-hidden-size", experts.ffn_hidden_size),
+        ("--moe-shared-expert-intermediate-size", shared),
+        ("--moe-shared-expert-gate", shared is not None and experts.shared_gate),
+        ("--moe-layer-freq", experts.layer_freq != 1 and _by_layer(experts.layer_freq)),
+    )
+
+
+def _by_layer(which: int | tuple[int, ...]) -> str:
+    """Return a frequency, or a list with an entry for each layer, as an argument of a shell."""
+    return shlex.quote(str(list(which)).replace(" ", "") if isinstance(which, tuple) else str(which))
+
+
+def _architecture(model: ModelShape, architecture: Architecture, max_seqlen: int) -> Flags:
+    return _given(
+        ("--normalization", architecture.normalization),
+        ("--norm-epsilon", architecture.norm_epsilon),
+        *_positions(architecture, max_seqlen, latent=model.kv_lora_rank > 0),
+        ("--disable-bias-linear", not architecture.add_bias_linear),
+        ("--add-qkv-bias", architecture.add_qkv_bias),
+        ("--qk-layernorm", architecture.qk_layernorm),
+        ("--softmax-type", architecture.softmax_type != "vanilla" and architecture.softmax_type),
+        *(_routing(architecture) if model.experts is not None else ()),
+        ("--init-method-std", architecture.init_method_std),
+    )
+
+
+def _positions(architecture: Architecture, max_seqlen: int, *, latent: bool) -> tuple[tuple[str, Any], ...]:
     kind = architecture.position_embedding_type
     is_yarn = kind == "yarn"
-    flags = [
+    yarn = (
+        ("--rotary-scaling-factor", architecture.rotary_scaling_factor),
+        ("--yarn-original-max-position-embeddings", architecture.yarn_original_max_position_embeddings),
+        ("--yarn-beta-fast", architecture.yarn_beta_fast),
+        ("--yarn-beta-slow", architecture.yarn_beta_slow),
+        ("--mscale", architecture.mscale),
+        ("--mscale-all-dim", architecture.mscale_all_dim),
+        ("--no-yarn-correction-range-round-to-int", not architecture.yarn_correction_range_round_to_int),
+    )
+    return (
         # Latent attention has RoPE and YaRN of its own, which follow from the flags of YaRN.
-        f"--position-embedding-type {'rope' if is_yarn and latent else kind}",
+        ("--position-embedding-type", "rope" if is_yarn and latent else kind),
         # What the weights were made for is no limit of RoPE, so a run may have longer samples.
-        f"--max-position-embeddings {max(architecture.max_position_embeddings, max_seqlen)}",
-    ]
-    if kind in ("rope", "yarn"):
-        flags.append(f"--rotary-base {architecture.rotary_base}")
-    if kind == "rope" and architecture.rotary_percent != 1:
-        flags.append(f"--rotary-percent {architecture.rotary_percent}")
-    if architecture.use_rope_scaling:
-        flags += ["--use-rope-scaling", f"--rope-scaling-factor {architecture.rope_scaling_factor}"]
-    if is_yarn:
-        flags += [
-            f"--rotary-scaling-factor {architecture.rotary_scaling_factor}",
-            f"--yarn-original-max-position-embeddings {architecture.yarn_original_max_position_embeddings}",
-            f"--yarn-beta-fast {architecture.yarn_beta_fast}",
-            f"--yarn-beta-slow {architecture.yarn_beta_slow}",
-            f"--mscale {architecture.mscale}",
-            f"--mscale-all-dim {architecture.mscale_all_dim}",
-        ]
-        flags += ["--no-yarn-correction-range-round-to-int"] * (not architecture.yarn_correction_range_round_to_int)
-    return tuple(flags)
+        ("--max-position-embeddings", max(architecture.max_position_embeddings, max_seqlen)),
+        ("--rotary-base", kind in ("rope", "yarn") and architecture.rotary_base),
+        ("--rotary-percent", kind == "rope" and architecture.rotary_percent != 1 and architecture.rotary_percent),
+        ("--use-rope-scaling", architecture.use_rope_scaling),
+        ("--rope-scaling-factor", architecture.use_rope_scaling and architecture.rope_scaling_factor),
+        *(yarn if is_yarn else ()),
+    )
 
 
-def _routing(architecture: Architecture) -> tuple[str, ...]:
-    flags = []
-    if architecture.router_score_function != "softmax":
-        flags.append(f"--moe-router-score-function {architecture.router_score_function}")
-    flags += ["--moe-router-pre-softmax"] * architecture.router_pre_softmax
-    if architecture.router_num_groups:
-        flags += [
-            f"--moe-router-num-groups {architecture.router_num_groups}",
-            f"--moe-router-group-topk {architecture.router_group_topk}",
-        ]
-    if architecture.router_scaling_factor != 1:
-        flags.append(f"--moe-router-topk-scaling-factor {architecture.router_scaling_factor}")
-    flags += ["--moe-router-enable-expert-bias"] * architecture.router_expert_bias
-    return tuple(flags)
+def _routing(architecture: Architecture) -> tuple[tuple[str, Any], ...]:
+    function, factor = architecture.router_score_function, architecture.router_scaling_factor
+    groups = architecture.router_num_groups or None
+    return (
+        ("--moe-router-score-function", function != "softmax" and function),
+        ("--moe-router-pre-softmax", architecture.router_pre_softmax),
+        ("--moe-router-num-groups", groups),
+        ("--moe-router-group-topk", groups and architecture.router_group_topk),
+        ("--moe-router-topk-scaling-factor", factor != 1 and factor),
+        ("--moe-router-enable-expert-bias", architecture.router_expert_bias),
+    )

@@ -8,7 +8,7 @@ MODEL = (
     "--make-vocab-size-divisible-by 8 --seq-length 128"
 )
 # What plans are made of is the same in every run and on every machine.
-FIXED = "--distributed-backend gloo --dynamic-cp-calibrate off"
+FIXED = "--distributed-backend gloo"
 TRAINING = "--global-batch-size 12 --train-iters 8 --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --seed 7"
 
 SMALL = "--num-layers 2 --num-workers 0"

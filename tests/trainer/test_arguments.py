@@ -38,8 +38,6 @@ WRONG_PAIRS = [
     ("--dynamic-cp --max-dynamic-cp-size 8", 4, ("8", "up to 4")),
     ("--dynamic-cp --min-dynamic-cp-size 3", 4, ("3", "power of two")),
     ("--dynamic-cp --min-dynamic-cp-size 4 --max-dynamic-cp-size 2", 4, ("4", "2")),
-    ("--dynamic-cp-calibrate anew --dynamic-cp-hardware cpu", 4, ("anew", "--dynamic-cp-hardware", "leave one")),
-    ("--dynamic-cp-calibrate anew --dynamic-cp-replay there", 4, ("anew", "--dynamic-cp-replay", "leave one")),
     ("--micro-batch-size 2", 4, ("2", "must be 1")),
     ("--global-batch-size 0", 4, ("--global-batch-size", "0")),
     ("--lr -1", 4, ("--lr", "-1")),

@@ -31,7 +31,7 @@ NUM_SAMPLES = 16
 FLAGS = (
     "--distributed-backend gloo --sft --split 1,0,0 --seq-length 2048 --num-layers 2 --hidden-size 32 "
     "--ffn-hidden-size 32 --num-attention-heads 4 --position-embedding-type rope --lr 1e-3 --train-iters 1 "
-    f"--global-batch-size {NUM_SAMPLES} --num-workers 0 --dynamic-cp-calibrate off --data-path"
+    f"--global-batch-size {NUM_SAMPLES} --num-workers 0 --data-path"
 )
 # The order of float32 sums differs between layouts; the mutants below miss by more than a hundred times this.
 TOLERANCE = 1e-6

@@ -919,7 +919,7 @@ def test_the_example_fine_tunes_and_goes_back(example, monkeypatch, capfd):
         if program == "torchrun":
             flags = " ".join(words[3:]).replace("FLAGS OF THE MODEL", flags_of(run_dir / "imported"))
             shorter = "--train-iters 6 --lr-warmup-iters 0 --lr-decay-iters 30 --num-workers 1 --eval-iters 0"
-            found = train(int(words[1]), flags, shorter, "--dynamic-cp-calibrate off")
+            found = train(int(words[1]), flags, shorter, "")
             assert {size for record in found.values() for size in record.cp_histogram} == {1, 2, 4}
         elif words[0] == "-m":
             assert words[1] == "dynamic_cp.cli"

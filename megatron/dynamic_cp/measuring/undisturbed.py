@@ -11,11 +11,8 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from dynamic_cp.types import Topology
-from megatron.dynamic_cp.agreement.verify import collective_device
 
 _IDLE = (3, 4)
 """Columns of /proc/stat in which a core has nothing to do: idle, and waiting for a disk (proc(5))."""
@@ -46,41 +43,6 @@ class Moment:
         return cls(wall_s=time.perf_counter(), process_s=time.process_time(), busy_s=busy_s, idle_s=idle_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Took:
-    """Seconds of something that all ranks did together, on the rank for which it took longest.
-
-    Attributes:
-        elapsed_s: as it was; alone_s: if no other program had been there.
-    """
-
-    elapsed_s: float
-    alone_s: float
-
-
-def took_since(started: Moment, topology: Topology) -> Took:
-    """Return how long it is since `started`; collective over the job.
-
-    Limits: a container with a quota of CPU time on a machine that is full sees the others' share as taken from it.
-    """
-    now = Moment.now()
-    elapsed_s, process_s = now.wall_s - started.wall_s, now.process_s - started.process_s
-    of_ranks = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=collective_device())
-    of_ranks[dist.get_rank()] = process_s
-    dist.all_reduce(of_ranks)
-    on_node = ranks_on_node(topology)
-    first = dist.get_rank() // on_node * on_node
-    own_s = float(of_ranks[first : first + on_node].sum())
-    found = torch.tensor(
-        [elapsed_s, alone_s(elapsed_s, own_s, now.busy_s - started.busy_s, now.idle_s - started.idle_s)],
-        dtype=torch.float64,
-        device=collective_device(),
-    )
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    elapsed_s, without_others_s = found.tolist()
-    return Took(elapsed_s=elapsed_s, alone_s=without_others_s)
-
-
 def alone_s(elapsed_s: float, own_s: float, busy_s: float, idle_s: float) -> float:
     """Return the seconds of `elapsed_s` that are left without what other programs took from the ranks of a machine.
 
@@ -108,11 +70,6 @@ def share_of_others(started: Moment, own_s: float, topology: Topology) -> float 
     if topology.world_size > topology.ranks_per_node or busy_s + idle_s <= 0:
         return None
     return 1 - alone_s(elapsed_s, own_s, busy_s, idle_s) / elapsed_s
-
-
-def ranks_on_node(topology: Topology) -> int:
-    """Return how many ranks share a machine."""
-    return min(topology.world_size, topology.ranks_per_node)
 
 
 def _cores_s() -> tuple[float, float]:

@@ -86,7 +86,6 @@ class BucketTimes:
         shape: of the model, whose windows count in the squared tokens.
         forward_step: runs one micro-batch.
         keep_steps: the number of latest steps that `gather` sees.
-        now: the clock on CPU; time.process_time leaves out what other programs take, and waiting.
     """
 
     def __init__(
@@ -99,9 +98,7 @@ class BucketTimes:
         shape: ModelShape,
         forward_step: ForwardStep = loss.forward_step,
         keep_steps: int = 4,
-        now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._now = now
         self._chunk_of = {id(chunk): index for index, chunk in enumerate(model)}
         self._stage, self._lane = stage, lane
         self._on_gpu = device.type == "cuda"
@@ -204,7 +201,7 @@ class BucketTimes:
 
     def _mark(self) -> Mark:
         if not self._on_gpu:
-            return self._now()
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

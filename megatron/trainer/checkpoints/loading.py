@@ -94,19 +94,6 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     return position
 
 
-def saved_calibration(load_dir: str) -> dict[str, Any] | None:
-    """Return the `calibration` of the latest checkpoint below `load_dir`, None where there is none; for rank 0.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-    """
-    folder = checkpoint_files.latest(load_dir)
-    if folder is None or not (folder / manifest.NAME).exists():
-        return None
-    found: dict[str, Any] | None = manifest.read_manifest(folder).run.get("calibration")
-    return found
-
-
 def saved_data_identity(load_dir: str) -> dict[str, Any]:
     """Return what the latest checkpoint below `load_dir` says of its data, {} where there is none; for rank 0.
 

@@ -184,7 +184,6 @@ def _run_values(trainable: Trainable, position: Position) -> dict[str, Any]:
         "iteration": position.iteration,
         "consumed_samples": position.consumed_samples,
         "coefficients": position.coefficients,
-        "calibration": trainable.calibration,
         "scheduler": trainable.scheduler.state_dict(),
         "optimizer_kind": optimizer_state.kind(trainable.optimizer),
         "identity": dict(trainable.identity),

@@ -41,7 +41,6 @@ class Trainable:
         layout: JSON values that decide whether random states fit: TP, PP, lanes.
         has_dropout: whether random states matter.
         gathers_params: weights are gathered by the next forward pass and stale until then.
-        calibration: JSON values of what was measured before the first iteration; None where nothing was.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -53,7 +52,6 @@ class Trainable:
     layout: Mapping[str, int]
     has_dropout: bool
     gathers_params: bool
-    calibration: Mapping[str, Any] | None = None
 
 
 def sharded_model(trainable: Trainable) -> dict[str, Any]:

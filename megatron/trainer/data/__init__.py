@@ -8,14 +8,14 @@ Read in this order:
 - `length_index`: the file of an index; `file_table` knows the files behind it and notices changes
 - `index_cache`: finds an index or makes it
 - `unpacked`: gzip, JSON arrays and parquet as lines
-- `json_text`, `scan`: reading files for an index, in processes without numpy
-- `hugging_face`, `tokenizer`: text to tokens; `token_scan` tokenizes for an index
-- `line_table`: the lines of JSONL
-- `questions`: which of them are prompts with several responses
-- `text_files`, `json_lines`: two sources
+- `json_text`: the text of a line, or its prompt and responses
+- `hugging_face`, `tokenizer`: text to tokens; `line_reader`: a line to documents
 - `chat_template` (messages to a text), `chat_records` (forms of chats to messages), `chat_format` (what of a text is
-  learned), `chat` (tokens and a loss mask), `chat_lines`: a third
-- `indexed` (.bin/.idx), `mock` (random tokens): two more
+  learned), `chat` (tokens and a loss mask), `chat_reader` (by which template): a line of chats to documents
+- `questions`: which documents are prompts with several responses
+- `scan`, `token_scan`: tasks of indexing, without numpy and with a tokenizer; `indexing`: all of them
+- `line_table`: where the lines of JSONL are
+- `text_files`, `json_lines`: two sources; `indexed` (.bin/.idx), `mock` (random tokens): two more
 - `data_path`: --data-path to entries with weights, and their files
 - `entries`: files to an index, and to a source
 - `split`: ranges of documents for training, validation and test
@@ -25,5 +25,5 @@ Read in this order:
 - `stream`: position to sample, `SampleStream.global_batch` (lengths) and `.read` (tokens)
 - `build`: all of it
 - `index_once`: one scan in the whole job
-- `token_lengths`, `tokenize_tasks`: for the commands that count and tokenize without training
+- `token_lengths`: for the command that counts without training
 """

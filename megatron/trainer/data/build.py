@@ -11,14 +11,14 @@ from typing import Any
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data import tokenizer
-from megatron.trainer.data.chat_lines import build_chat_reader
+from megatron.trainer.data.chat_reader import build_chat_reader
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.data_path import find_files, parse_blend
 from megatron.trainer.data.entries import IndexedEntry, index_entries, open_entry
 from megatron.trainer.data.mock import MockDocuments
 from megatron.trainer.data.pool import ShuffledPool
 from megatron.trainer.data.samples import SampleIndex
-from megatron.trainer.data.source import LinedSource, Source
+from megatron.trainer.data.source import Source
 from megatron.trainer.data.split import SPLIT_NAMES, document_ranges, parse_split
 from megatron.trainer.data.stream import SampleStream
 
@@ -79,8 +79,6 @@ def build_splits(config: DataConfig, entries: Sequence[IndexedEntry | None] | No
 def _ranges(source: Source, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
     """Return (first, last + 1) of each share's documents; those of one line stay together."""
     ranges, num_documents = document_ranges(shares, len(source.lengths)), len(source.lengths)
-    if not isinstance(source, LinedSource):
-        return ranges
     bounds = [source.first_of_line(stop) if stop < num_documents else stop for _, stop in ranges]
     return tuple(pairwise([0, *bounds]))
 

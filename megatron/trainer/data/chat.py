@@ -39,6 +39,7 @@ from megatron.trainer.data.json_text import (
     object_of_line,
     question_of,
 )
+from megatron.trainer.data.line_reader import Document
 from megatron.trainer.data.tokenizer import TextTokenizer
 
 
@@ -82,20 +83,6 @@ def parse_chats(line: bytes) -> Chats:
     return Chats([messages], tools, False)
 
 
-class ReadChat(NamedTuple):
-    """A chat as tokens, or a prompt and its responses one after the other.
-
-    Attributes:
-        tokens: int64 [n].
-        is_target: which of them the assistant wrote, bool [n].
-        answers: tokens of each response; none for a chat.
-    """
-
-    tokens: NDArray[np.int64]
-    is_target: NDArray[np.bool_]
-    answers: tuple[int, ...] = ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReader:
     """Reads chat lines as tokens."""
@@ -103,14 +90,7 @@ class ChatReader:
     tokenizer: TextTokenizer
     chat_format: ChatFormat
 
-    def measure(self, line: bytes) -> list[tuple[int, ...]]:
-        """Return what `scan.scan_lines` needs of a line: the first learned token is one after the beginning."""
-        return [
-            (len(one.tokens), 1 + int(one.is_target[1:].argmax()), int(one.is_target[1:].sum()), *one.answers)
-            for one in self.read(line)
-        ]
-
-    def read(self, line: bytes) -> list[ReadChat]:
+    def read(self, line: bytes) -> list[Document]:
         """Return a line as tokens: as many documents as its template needs.
 
         Raises:
@@ -133,7 +113,7 @@ class ChatReader:
                     )
         return texts
 
-    def tokens(self, one: ChatText) -> ReadChat:
+    def tokens(self, one: ChatText) -> Document:
         """Return the tokens of a text; LineError where one is part prompt and part answer."""
         text, spans = one
         whole = self.tokenizer.encode(encode(text))
@@ -144,11 +124,12 @@ class ChatReader:
             is_target[first:end] = True
         if not is_target[1:].any():
             raise LineError(f": {self.chat_format.name} gives no assistant's token of its {len(whole)}")
-        return ReadChat(whole, is_target)
+        return Document(whole, is_target)
 
-    def _joined(self, chats: Sequence[ReadChat]) -> ReadChat:
+    def _joined(self, chats: Sequence[Document]) -> Document:
         """Return chats that have their prompt in common as one; what follows a response is of no use to it."""
-        firsts = [int(chat.is_target.argmax()) for chat in chats]
+        learned = [np.asarray(chat.is_target, np.bool_) for chat in chats]
+        firsts = [int(is_target.argmax()) for is_target in learned]
         prompt = chats[0].tokens[: firsts[0]]
         check_prompt(len(prompt))
         for number, (chat, first) in enumerate(zip(chats, firsts, strict=True), 1):
@@ -157,15 +138,14 @@ class ChatReader:
                     f": {self.chat_format.name} writes the prompt of response {number} in another way than that of "
                     "response 1, so they cannot share it: give them lines of their own"
                 )
-        ends = [len(chat.is_target) - int(chat.is_target[::-1].argmax()) for chat in chats]
-        parts = [
-            (chat.tokens[first:end], chat.is_target[first:end])
-            for chat, first, end in zip(chats, firsts, ends, strict=True)
-        ]
-        return ReadChat(
-            np.concatenate([prompt, *(tokens for tokens, _ in parts)]),
-            np.concatenate([np.zeros(len(prompt), np.bool_), *(is_target for _, is_target in parts)]),
-            tuple(len(tokens) for tokens, _ in parts),
+        stops = [len(is_target) - int(is_target[::-1].argmax()) for is_target in learned]
+        responses = [slice(first, stop) for first, stop in zip(firsts, stops, strict=True)]
+        return Document(
+            np.concatenate([prompt, *(chat.tokens[part] for chat, part in zip(chats, responses, strict=True))]),
+            np.concatenate(
+                [np.zeros(len(prompt), np.bool_), *(own[part] for own, part in zip(learned, responses, strict=True))]
+            ),
+            tuple(part.stop - part.start for part in responses),
         )
 
     def _token_ends(

@@ -7,19 +7,21 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from fractions import Fraction
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data import unpacked
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.index_cache import DocumentFiles
-from megatron.trainer.data.text_files import list_files
+from megatron.trainer.data.source import reading
 from megatron.trainer.data.tokenizer import TextTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
 
 JSON_SUFFIXES = (".jsonl", ".json", *unpacked.SUFFIXES)
 FOLDER_SUFFIXES = (".jsonl", *unpacked.SUFFIXES)
+SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 
 
 def parse_blend(data_path: Sequence[str]) -> tuple[list[str], list[Fraction] | None]:
@@ -149,3 +151,40 @@ def _files(
     assert all(path.startswith(root) for path in paths)
     names = tuple(path[len(root) :] for path in paths)
     return DocumentFiles(name=name, kind=kind, root=root, pattern=pattern, names=names)
+
+
+def list_files(folder: str, pattern: str) -> list[str]:
+    """Return the paths of the files below `folder` that match `pattern`, sorted.
+
+    Hidden folders and SKIPPED_FOLDERS are not entered, links to folders neither.
+
+    Args:
+        pattern: relative to `folder`; `**` stands for any number of folders, and as in a shell a wildcard does not
+            match a leading dot.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error  # os.walk would leave out a folder that it may not list
+
+    wanted = pattern.split("/")
+    anywhere = wanted[:-1] == ["**"] and wanted[-1] != "**"  # the usual form: only the last part of a path decides
+    if anywhere:
+        wanted = wanted[1:]
+    found = []
+    with reading(folder):
+        for parent, folders, files in os.walk(folder, onerror=refuse):
+            folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS]
+            relative = os.path.relpath(parent, folder)
+            parts = [] if anywhere or relative == os.curdir else relative.split(os.sep)
+            found += [os.path.join(parent, name) for name in files if _matches([*parts, name], wanted)]
+    return sorted(found)
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_matches(parts[skipped:], pattern[1:]) for skipped in range(len(parts) + 1))
+    if not parts or (parts[0].startswith(".") and not pattern[0].startswith(".")):
+        return False
+    return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.chat import ChatReader
-from megatron.trainer.data.chat_lines import ChatLines, build_chat_reader, chat_request
+from megatron.trainer.data.chat_reader import build_chat_reader, chat_request
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.data_path import find_files, parse_blend
 from megatron.trainer.data.file_table import FileTable
 from megatron.trainer.data.index_cache import check_cache_path, find_index
 from megatron.trainer.data.indexed import IndexedDocuments
-from megatron.trainer.data.json_lines import JsonLines, QuestionLines, index_json_lines, json_request
+from megatron.trainer.data.indexing import index_json_lines, index_text_files
+from megatron.trainer.data.json_lines import JsonLines
 from megatron.trainer.data.length_index import LengthIndex
+from megatron.trainer.data.line_reader import TextReader
 from megatron.trainer.data.source import Source
-from megatron.trainer.data.text_files import TextFiles, index_text_files, index_tokenized_files, text_request
-from megatron.trainer.data.token_scan import TextReader
+from megatron.trainer.data.text_files import TextFiles
 from megatron.trainer.data.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer
 from megatron.trainer.data.unpacked import is_copy
 
@@ -43,12 +44,10 @@ class IndexedEntry:
 
     def open(self, tokenizer: TextTokenizer, chat_reader: ChatReader | None = None) -> Source:
         """Return the documents; reads no file, and compares size and time of a few with the index (`FileWatch`)."""
-        if chat_reader is not None:
-            return ChatLines(self.name, self.root, self.index, chat_reader)
-        kind: type[TextFiles | JsonLines] = TextFiles
-        if self.index.request["kind"] == "jsonl":
-            kind = QuestionLines if "questions" in self.index.columns else JsonLines
-        return kind(self.name, self.root, self.index, tokenizer)
+        if self.index.request["kind"] == "text":
+            return TextFiles(self.name, self.root, self.index, tokenizer)
+        reader = chat_reader or TextReader(tokenizer=tokenizer, json_key=self.index.request["json_key"])
+        return JsonLines(self.name, self.root, self.index, reader)
 
 
 def index_entries(config: DataConfig, on_tick: Callable[[], None] | None = None) -> tuple[IndexedEntry | None, ...]:
@@ -81,22 +80,18 @@ def _index_entry(
     if files is None:
         return None
     assert isinstance(built, TextTokenizer)
-    by_bytes = isinstance(built, ByteTokenizer)
-    request: dict[str, str]
-    if files.kind == "text":
-        request = text_request(built)
-    elif chat_reader is not None:
+    request = {"kind": files.kind, "tokenizer": repr(built)}
+    if chat_reader is not None:
         request = chat_request(chat_reader)
-    else:
-        request = json_request(config.json_key, built)
+    elif files.kind == "jsonl":
+        request["json_key"] = config.json_key
 
     def build(table: FileTable) -> LengthIndex:
-        if files.kind == "text" and by_bytes:
-            return index_text_files(files, table, request, on_tick=on_tick)
         if files.kind == "text":
-            return index_tokenized_files(files, table, request, built, on_tick=on_tick)
-        text_reader = None if by_bytes else TextReader(tokenizer=built, json_key=config.json_key)
-        return index_json_lines(files, table, request, reader=chat_reader or text_reader, on_tick=on_tick)
+            return index_text_files(files, table, request, built, on_tick=on_tick)
+        reader = chat_reader or TextReader(tokenizer=built, json_key=config.json_key)
+        counts_bytes = chat_reader is None and isinstance(built, ByteTokenizer)
+        return index_json_lines(files, table, request, reader=None if counts_bytes else reader, on_tick=on_tick)
 
     index = find_index(files, request, build, cache_path=config.cache_path, on_tick=on_tick)
     return IndexedEntry(name=entry, root=files.root, index=index)

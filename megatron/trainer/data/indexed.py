@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dynamic_cp.errors import DataError
 from dynamic_cp.lengths.megatron_index import MegatronIndex, read_megatron_index
 from megatron.trainer.data.file_table import changed_file
-from megatron.trainer.data.source import count, reading
+from megatron.trainer.data.source import Source, count, reading
 from megatron.trainer.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def path_prefix(path: str) -> str:
     return root if suffix in (".idx", ".bin") else path
 
 
-class IndexedDocuments:
+class IndexedDocuments(Source):
     """One document per document of the index (it may hold several sequences), with the end of document.
 
     A document that does not end with the EOD id gets one. Up to 1024 evenly spaced documents are probed: only when some

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from megatron.trainer.data.source import count, reading
+from megatron.trainer.data.source import Source, count, reading
 from megatron.trainer.data.tokenizer import Tokenizer
 
 NUM_DOCUMENTS = 1_000_000
@@ -50,7 +50,7 @@ class Lognormal:
         return np.clip(drawn, self.min_seq_len, self.max_seq_len).astype(np.int64)
 
 
-class MockDocuments:
+class MockDocuments(Source):
     """Random documents. Small ids are more frequent than large ones, so that a training loss has something to learn.
 
     Args:

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.trainer.data.samples import SampleIndex
-from megatron.trainer.data.source import MaskedSource
 
 
 def shuffled(num_samples: int, seed: tuple[int, ...]) -> NDArray[np.int64]:
@@ -44,7 +43,7 @@ class ShuffledPool:
         self.seed = seed
         self._first_samples = np.cumsum([0, *(part.num_samples for part in self.parts)])
         self._orders: dict[int, NDArray[np.int64]] = {}
-        self.has_masks = any(isinstance(part.source, MaskedSource) and part.source.has_masks for part in self.parts)
+        self.has_masks = any(part.source.has_masks for part in self.parts)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_orders": {}}

@@ -53,8 +53,10 @@ class Questions:
         answers: list[int] = self._answers[first:end].tolist()
         return answers
 
-    def first_targets(self) -> NDArray[np.int64]:
-        """Return the first token after the beginning that is learned of each document; 1 where it is no question."""
+    def first_targets(self) -> NDArray[np.int64] | None:
+        """Return the first token that is learned of each document, 1 where it is no question; None: there is none."""
+        if not len(self._documents):
+            return None
         first_targets = np.ones_like(self._lengths)
         num_learned = np.add.reduceat(self._answers, self._first_answers[:-1])
         first_targets[self._documents] = self._lengths[self._documents] - num_learned

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
 from dynamic_cp.types import SharedQuestion
-from megatron.trainer.data.source import MaskedSource, Source, TargetedSource
+from megatron.trainer.data.source import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,16 +51,19 @@ class SampleIndex:
             DataError: an overlong document under overlong = "error", or one under "split" that begins with a prompt.
         """
         num_predicted = source.lengths[first_document:last_document] - 1
+        first_targets = np.ones_like(num_predicted)
+        if source.first_targets is not None:
+            first_targets = source.first_targets[first_document:last_document]
         too_long = num_predicted > seq_length
         num_overlong = int(too_long.sum())
         refused = np.zeros_like(too_long)
         if overlong == "error":
             refused = too_long
-        elif overlong == "split" and isinstance(source, TargetedSource):
-            refused = too_long & (source.first_targets[first_document:last_document] > 1)
+        elif overlong == "split":
+            refused = too_long & (first_targets > 1)
         if refused.any():
             document = first_document + int(np.argmax(refused))
-            others = "truncate or drop" if isinstance(source, TargetedSource) else "split, truncate or drop"
+            others = "split, truncate or drop" if source.first_targets is None else "truncate or drop"
             why = ", and --overlong split would part its responses from their prompt" if overlong == "split" else ""
             raise DataError(
                 f"{source.document_name(document)} predicts {source.lengths[document] - 1} tokens, --seq-length is "
@@ -75,8 +78,8 @@ class SampleIndex:
         if overlong == "drop":
             kept &= ~too_long
         untargeted = np.zeros_like(kept)
-        if overlong == "truncate" and isinstance(source, TargetedSource):
-            untargeted = kept & (source.first_targets[first_document:last_document] > seq_length)
+        if overlong == "truncate":
+            untargeted = kept & (first_targets > seq_length)
             kept &= ~untargeted
         documents = np.flatnonzero(kept)
         num_predicted = num_predicted[documents]
@@ -119,14 +122,10 @@ class SampleIndex:
 
     def read_targeted(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
         """Return what `read` does, and which of these tokens are learned; None: all."""
-        if isinstance(self.source, TargetedSource):
-            return self.source.read_targeted(*self._piece(number))
-        return self.source.read(*self._piece(number)), None
+        return self.source.read_targeted(*self._piece(number))
 
     def masks(self, numbers: NDArray[np.int64]) -> list[SharedQuestion | None]:
         """Return the masks of samples 0 <= numbers < num_samples; None where one is causal."""
-        if not isinstance(self.source, MaskedSource):
-            return [None] * len(numbers)
         rows, _ = self._locate(numbers)  # a document that has a mask is one sample
         documents, num_predicted = self.documents[rows].tolist(), self.num_predicted[rows].tolist()
         return [self.source.mask(*piece) for piece in zip(documents, num_predicted, strict=True)]

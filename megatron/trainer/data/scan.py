@@ -10,7 +10,7 @@ import pickle
 import signal
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.trainer.data.json_text import LineError, check_prompt, content_of_line, num_bytes
@@ -23,34 +23,34 @@ class ScanError(Exception):
     """A file that is no longer what it was when it was listed."""
 
 
+COLUMNS = (
+    *("offsets_bytes", "lengths", "blanks", "continued"),
+    *("first_targets", "questions", "num_answers", "answers"),
+)
+
+
 class JsonLinesRange(NamedTuple):
     """The lines that start in a range of a file.
 
     Attributes:
-        offsets_bytes: int64 [n], where the line of each document starts in the file; no document is of a blank line.
-        lengths: int64 [n], its tokens; a text with 1 for the end of document.
-        blanks: int64 [b], for each blank line how many documents come before it in this range.
-        continued: int64 [c], which of the n documents are of the line of the document before.
+        columns: COLUMNS -> int64:
+            offsets_bytes: [n], where the line of each document starts in the file; no document is of a blank line.
+            lengths: [n], its tokens; a text with 1 for the end of document.
+            blanks: [b], for each blank line how many documents come before it in this range.
+            continued: [c], which of the n documents are of the line of the document before.
+            first_targets: the first token that is learned of each document that does not learn all: of each chat.
+            questions: [q], which of the n documents are prompts with responses.
+            num_answers: [q], how many responses each of them has.
+            answers: [sum(num_answers)], tokens of each response, those at the end of the line.
+        num_targets: tokens of chats, and of lines with responses, that are learned.
         error: the first line without text, counted from 0 in this range, and what is wrong with it; the lines after it
             are not looked at.
-        first_targets: int64, the first token that is learned of each document that does not learn all: of each chat.
-        num_targets: tokens of chats, and of lines with responses, that are learned.
-        questions: int64 [q], which of the n documents are prompts with responses.
-        num_answers: int64 [q], how many responses each of them has.
-        answers: int64 [sum(num_answers)], tokens of each response, those at the end of the line.
     """
 
-    offsets_bytes: array[int]
-    lengths: array[int]
-    blanks: array[int]
-    continued: array[int]
+    columns: dict[str, array[int]]
     num_lines: int
-    error: tuple[int, str] | None
-    first_targets: array[int]
     num_targets: int
-    questions: array[int]
-    num_answers: array[int]
-    answers: array[int]
+    error: tuple[int, str] | None
 
 
 def scan_json_lines(path: str, start: int, stop: int, size_bytes: int, json_key: str) -> JsonLinesRange:
@@ -63,23 +63,11 @@ def scan_json_lines(path: str, start: int, stop: int, size_bytes: int, json_key:
         content = content_of_line(line, json_key)
         if isinstance(content, str):
             return [(num_bytes(content) + 1,)]
-        return [measured(num_bytes(content.prompt), [num_bytes(response) + 1 for response in content.responses])]
+        num_prompt_tokens, answers = num_bytes(content.prompt), [num_bytes(text) + 1 for text in content.responses]
+        check_prompt(num_prompt_tokens)
+        return [(num_prompt_tokens + sum(answers), num_prompt_tokens, sum(answers), *answers)]
 
     return scan_lines(path, start, stop, size_bytes, measure)
-
-
-def measured(num_prompt_tokens: int, answers: Sequence[int]) -> tuple[int, ...]:
-    """Return what `scan_lines` needs of a prompt with responses.
-
-    Args:
-        answers: tokens of each response.
-
-    Raises:
-        LineError: a prompt that is too short.
-    """
-    check_prompt(num_prompt_tokens)
-    num_targets = sum(answers)
-    return num_prompt_tokens + num_targets, num_prompt_tokens, num_targets, *answers
 
 
 def scan_lines(
@@ -96,10 +84,26 @@ def scan_lines(
         OSError: a file that cannot be read.
         ScanError: one that has become shorter.
     """
-    offsets_bytes, lengths, blanks, continued, first_targets = (array("q") for _ in range(5))
-    questions, num_answers, answers = array("q"), array("q"), array("q")
+    columns = {name: array("q") for name in COLUMNS}
     num_lines = num_targets = 0
     error = None
+    for offset_bytes, line in _lines(path, start, stop, size_bytes):
+        if line.isspace():
+            columns["blanks"].append(len(columns["lengths"]))
+        else:
+            try:
+                documents = measure(line)
+            except LineError as caught:
+                error = (num_lines, str(caught))
+                break
+            for number, document in enumerate(documents):
+                num_targets += _append(columns, offset_bytes, document, is_continued=number > 0)
+        num_lines += 1
+    return JsonLinesRange(columns, num_lines, num_targets, error)
+
+
+def _lines(path: str, start: int, stop: int, size_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that start at bytes start .. stop - 1, and where they start."""
     offset_bytes = start
     with open(path, "rb", buffering=BUFFER_BYTES) as file:
         if start:  # a line starts where the byte before it ends another
@@ -114,41 +118,27 @@ def scan_lines(
                 )
             if offset_bytes + len(line) > size_bytes:
                 line = line[: size_bytes - offset_bytes]
-            if line.isspace():
-                blanks.append(len(lengths))
-            else:
-                try:
-                    documents = measure(line)
-                except LineError as caught:
-                    error = (num_lines, str(caught))
-                    break
-                for number, (length, *targets) in enumerate(documents):
-                    if number:
-                        continued.append(len(lengths))
-                    if targets:
-                        first_targets.append(targets[0])
-                        num_targets += targets[1]
-                    if len(targets) > 2:
-                        questions.append(len(lengths))
-                        num_answers.append(len(targets) - 2)
-                        answers.extend(targets[2:])
-                    lengths.append(length)
-                    offsets_bytes.append(offset_bytes)
-            num_lines += 1
+            yield offset_bytes, line
             offset_bytes += len(line)
-    return JsonLinesRange(
-        offsets_bytes,
-        lengths,
-        blanks,
-        continued,
-        num_lines,
-        error,
-        first_targets,
-        num_targets,
-        questions,
-        num_answers,
-        answers,
-    )
+
+
+def _append(columns: dict[str, array[int]], offset_bytes: int, measures: Sequence[int], *, is_continued: bool) -> int:
+    """Append what `measure` says of a document of the line at `offset_bytes`; return how many tokens are learned."""
+    length, *targets = measures
+    document = len(columns["lengths"])
+    if is_continued:
+        columns["continued"].append(document)
+    columns["lengths"].append(length)
+    columns["offsets_bytes"].append(offset_bytes)
+    if not targets:
+        return 0
+    first_target, num_targets, *answers = targets
+    columns["first_targets"].append(first_target)
+    if answers:
+        columns["questions"].append(document)
+        columns["num_answers"].append(len(answers))
+        columns["answers"].extend(answers)
+    return num_targets
 
 
 def sniff_text_files(paths: Sequence[str]) -> bytes:

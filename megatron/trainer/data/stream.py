@@ -13,7 +13,7 @@ from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.shared_question import sample_of
 from megatron.trainer.data.blend import Blend
 from megatron.trainer.data.pool import ShuffledPool
-from megatron.trainer.data.source import MaskedSource, count
+from megatron.trainer.data.source import count
 
 NUM_PROBED_SAMPLES = 8
 
@@ -91,8 +91,7 @@ class SampleStream:
                     digest.update(tokens.astype(np.int64).tobytes())
                     if is_target is not None:
                         digest.update(is_target.tobytes())
-                if isinstance(part.source, MaskedSource):
-                    digest.update(part.source.identity())
+                digest.update(part.source.identity())
                 last_document = int(part.documents[-1])
                 length = int(part.source.lengths[last_document])
                 digest.update(part.source.read(last_document, length - 1, length).astype(np.int64).tobytes())

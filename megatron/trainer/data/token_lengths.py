@@ -13,17 +13,12 @@ from numpy.typing import NDArray
 
 from dynamic_cp.errors import InvalidInputError
 from megatron.trainer.data import tokenizer
-from megatron.trainer.data.chat_lines import build_chat_reader, chat_request
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.data_path import find_files
-from megatron.trainer.data.file_table import FileTable
+from megatron.trainer.data.entries import index_entries
 from megatron.trainer.data.index_cache import DocumentFiles
-from megatron.trainer.data.json_lines import index_json_lines, json_request
 from megatron.trainer.data.json_text import LineError, is_chat, object_of_line
 from megatron.trainer.data.source import reading
-from megatron.trainer.data.text_files import index_tokenized_files, text_request
-from megatron.trainer.data.token_scan import LineReader, TextReader
-from megatron.trainer.data.tokenizer import TextTokenizer
 
 
 def token_lengths(
@@ -51,33 +46,17 @@ def token_lengths(
         tokenizer_model=tokenizer_folder,
         eod_id=0,  # which token ends a document does not change how many there are
     )
-    built = tokenizer.build(config)
-    assert isinstance(built, TextTokenizer)
     with TemporaryDirectory() as folder:
-        files = find_files(path, replace(config, cache_path=folder), built)
+        config = replace(config, cache_path=folder)
+        files = find_files(path, config, tokenizer.build(config))
         if files is None:
             raise InvalidInputError(f"{path} is .bin/.idx data, which are tokens already: leave --tokenizer out")
-        chat_reader = None
         if _holds_chats(files, json_key):
-            chat_reader = build_chat_reader(replace(config, sft=True, chat_template=chat_template), built)
-        request = text_request(built) if files.kind == "text" else json_request(json_key, built)
-        if chat_reader is not None:
-            request = chat_request(chat_reader)
-        lengths = _indexed(files, request, built, chat_reader or TextReader(tokenizer=built, json_key=json_key))
-    predicted: NDArray[np.int64] = lengths - 1
+            config = replace(config, sft=True, chat_template=chat_template)
+        (entry,) = index_entries(config)
+        assert entry is not None
+        predicted: NDArray[np.int64] = np.asarray(entry.index.columns["lengths"], np.int64) - 1
     return predicted[predicted >= 1]
-
-
-def _indexed(
-    files: DocumentFiles, request: dict[str, str], built: TextTokenizer, reader: LineReader
-) -> NDArray[np.int64]:
-    """Return tokens of documents, as the index of a training run has them, without saving one."""
-    table = FileTable.of(files.root, files.names, None)
-    if files.kind == "text":
-        index = index_tokenized_files(files, table, request, built)
-    else:
-        index = index_json_lines(files, table, request, reader=reader)
-    return np.asarray(index.columns["lengths"], np.int64)
 
 
 def _holds_chats(files: DocumentFiles, json_key: str) -> bool:

@@ -28,8 +28,6 @@ from megatron.trainer.flags.launcher import environment_number
 from megatron.trainer.flags.settings import Settings
 from megatron.trainer.flags.validation import checked_settings
 
-CALIBRATION_MODES = ("auto", "anew", "off")
-
 # Megatron-LM switches that are already so here: accepted, because scripts carry them, and without effect.
 ALREADY_SO = (
     "--use-mcore-models",
@@ -77,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_checkpoint_arguments(parser)
     _add_logging_arguments(parser)
     _add_profiling_arguments(parser)
-    _add_calibration_argument(add_dynamic_cp_arguments(parser))
+    add_dynamic_cp_arguments(parser)
     return parser
 
 
@@ -416,17 +414,6 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
         default=5.0,
         metavar="S",
         help="seconds after which a stopped process of a rank (SIGSTOP) is killed; 0: never",
-    )
-
-
-def _add_calibration_argument(group: Any) -> None:
-    group.add_argument(
-        "--dynamic-cp-calibrate",
-        choices=CALIBRATION_MODES,
-        default="auto",
-        help="on CPU ranks without --dynamic-cp-hardware, correct the cost model by some seconds of synthetic steps at "
-        "start; auto: once for this machine, number of ranks and model, then from the user's cache folder or the "
-        "checkpoint; anew: measure again now; off: use hardware cpu as it is",
     )
 
 

@@ -138,7 +138,6 @@ class TrainingSettings:
 
     Attributes:
         train_samples: whole global batches; train_samples_left_out: what was asked for beyond them.
-        dynamic_cp_calibrate: whether CPU ranks measure how fast they are at start.
     """
 
     global_batch_size: int
@@ -151,7 +150,6 @@ class TrainingSettings:
     exit_duration_in_mins: float | None
     eval_interval: int | None
     eval_iters: int
-    dynamic_cp_calibrate: str
 
     @property
     def batch_sizes(self) -> BatchSizes:

@@ -57,7 +57,6 @@ def checked_settings(args: argparse.Namespace) -> Settings:
         "stopped_process_timeout mtp_num_layers",
     )
     check_planning_values(args)
-    _check_calibration(args)
     _fraction(args, "hidden_dropout adam_beta1 adam_beta2")
     if args.micro_batch_size != 1:
         raise InvalidInputError(
@@ -90,12 +89,6 @@ def check_planning_values(args: argparse.Namespace) -> None:
     """
     _positive(args, "min_dynamic_cp_size max_dynamic_cp_size dynamic_cp_plan_timeout")
     _not_negative(args, "dynamic_cp_lookahead dynamic_cp_refine dynamic_cp_noise_margin")
-
-
-def _check_calibration(args: argparse.Namespace) -> None:
-    for flag in ("--dynamic-cp-hardware", "--dynamic-cp-replay"):
-        if args.dynamic_cp_calibrate == "anew" and getattr(args, flag.removeprefix("--").replace("-", "_")) is not None:
-            raise InvalidInputError(f"--dynamic-cp-calibrate anew has nothing to do with {flag}: leave one of them out")
 
 
 def _positive(args: argparse.Namespace, names: str) -> None:

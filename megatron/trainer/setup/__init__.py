@@ -9,7 +9,6 @@ Read in this order:
 - `planned_runtime`: how the run is planned: CP groups, planner, dump and replay
 - `model`: model chunks, optimizer, schedule of the learning rate
 - `attention_warm_up`, `warm_up`: on a GPU, what would else be done first in a step
-- `start_calibration`: on CPU ranks, how fast they are
 - `run_data`: its samples
 - `run`: all of it, in order
 """

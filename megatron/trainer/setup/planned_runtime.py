@@ -2,7 +2,6 @@
 
 runtime = PlannedRuntime.agree(settings, ...)  # before the model: token limit, dump and replay, CP groups
 runtime.check_attention(chunks)                # TransformerEngine's, before the first step
-runtime = runtime.measured(hardware)           # where CPU ranks have measured how fast they are
 runtime = runtime.start()                      # rank 0's planner
 runtime.warm_up()                              # no step waits for the planner's compiler
 """
@@ -152,11 +151,6 @@ class PlannedRuntime:
         """The arrangement of the job's ranks."""
         return self.settings.topology
 
-    @property
-    def used_options(self) -> PlanOptions:
-        """`options` with the CP sizes that plans of this run have."""
-        return self.settings.used(self.options)
-
     def check_attention(self, model: Sequence[torch.nn.Module]) -> str:
         """Compare TransformerEngine's attention with plain products; return a line for the log. Collective.
 
@@ -168,10 +162,6 @@ class PlannedRuntime:
         if self.layers.impl != "transformer_engine":
             return ""
         return check_attention(model, self.groups, self.options.cp_comm_types, self.device)
-
-    def measured(self, hardware: Hardware) -> PlannedRuntime:
-        """Return the same with the hardware that was found by measuring."""
-        return replace(self, hardware=hardware, hardware_name=hardware.name)
 
     def start(self) -> PlannedRuntime:
         """Return the same with rank 0's planner, which the caller closes; collective, because it may fail there.

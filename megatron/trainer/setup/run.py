@@ -25,7 +25,6 @@ from megatron.dynamic_cp.flags.experts import may_place
 from megatron.dynamic_cp.step.loss import forward_step
 from megatron.dynamic_cp.step.schedule import run_schedule
 from megatron.trainer.checkpoints import checkpoint_files
-from megatron.trainer.checkpoints.loading import saved_calibration
 from megatron.trainer.checkpoints.save_lock import SaveLock
 from megatron.trainer.checkpoints.state import Trainable
 from megatron.trainer.data.build import SampleStream, Splits
@@ -33,7 +32,7 @@ from megatron.trainer.ending.exits import closing
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.settings import LoggingSettings, Settings
 from megatron.trainer.reporting.log import Scalars
-from megatron.trainer.setup import fusions, layers, model, start_calibration
+from megatron.trainer.setup import fusions, layers, model
 from megatron.trainer.setup.initialize import initialize, seed, set_up_logging
 from megatron.trainer.setup.planned_runtime import PlannedRuntime, first_hardware
 from megatron.trainer.setup.run_data import RunData, data_identity, load_data
@@ -116,7 +115,6 @@ def set_up(settings: Settings) -> Run:
     """
     device = initialize(settings)
     set_up_logging()
-    is_calibrated = start_calibration.is_wanted(settings.training.dynamic_cp_calibrate, settings.planning, device)
     save_lock = _take_folders(settings)
     layer_choice, fused = _layers(settings, device), _fusions(settings, device)
     hardware = first_hardware(settings.planning, device)
@@ -139,9 +137,6 @@ def set_up(settings: Settings) -> Run:
         logger.info("%s", checked)
     if device.type == "cuda":
         warm_up_device(runtime, built)
-    calibration = None
-    if is_calibrated:
-        runtime, calibration = _calibrated(settings, runtime, built)
     if settings.model.hidden_dropout > 0:
         seed(settings.training.seed, runtime.groups.lane)
     run = Run(
@@ -151,7 +146,7 @@ def set_up(settings: Settings) -> Run:
         config=built.config,
         model=built.wrapped,
         needs=built.needs,
-        trainable=_trainable(settings, runtime, built, data, calibration),
+        trainable=_trainable(settings, runtime, built, data),
         scalars=_scalars(settings.logging, runtime.arguments),
         save_lock=save_lock,
     )
@@ -220,22 +215,6 @@ def _fusions(settings: Settings, device: torch.device) -> fusions.Fusions:
     return choice
 
 
-def _calibrated(
-    settings: Settings, runtime: PlannedRuntime, built: model.Built
-) -> tuple[PlannedRuntime, dict[str, Any]]:
-    """Return `runtime` with the hardware that was measured, and what checkpoints keep of it; collective."""
-    checkpoints = settings.checkpoints
-
-    def load_saved() -> dict[str, Any] | None:
-        """Return what the checkpoint that the run goes on from has kept; a new run that takes only weights has none."""
-        return None if checkpoints.load is None or checkpoints.finetune else saved_calibration(checkpoints.load)
-
-    hardware, calibration = start_calibration.calibrate(
-        runtime, built, load_saved, anew=settings.training.dynamic_cp_calibrate == "anew"
-    )
-    return runtime.measured(hardware), calibration
-
-
 def _take_folders(settings: Settings) -> SaveLock | None:
     """Check that rank 0 can write where the run will, and return the lock of --save, if there is one; collective.
 
@@ -258,7 +237,6 @@ def _trainable(
     runtime: PlannedRuntime,
     built: model.Built,
     data: RunData,
-    calibration: Mapping[str, Any] | None,
 ) -> Trainable:
     topology, vocab_rows = runtime.topology, runtime.model_shape.vocab_size
     return Trainable(
@@ -278,7 +256,6 @@ def _trainable(
         layout={"tp": topology.tp_size, "pp": topology.pp_size, "vp": topology.vp_size, "lanes": topology.num_lanes},
         has_dropout=settings.model.hidden_dropout > 0,
         gathers_params=settings.parallel.overlap_param_gather,
-        calibration=calibration,
     )
 
 

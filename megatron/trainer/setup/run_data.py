@@ -13,7 +13,7 @@ from megatron.dynamic_cp.agreement.verify import check_same_digest, run_on_all_r
 from megatron.trainer.checkpoints.loading import saved_data_identity
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.build import Splits, build_splits
-from megatron.trainer.data.chat_lines import CHAT_DATE, chat_identity
+from megatron.trainer.data.chat_reader import CHAT_DATE, chat_identity
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.index_once import index_once
 from megatron.trainer.flags import derive

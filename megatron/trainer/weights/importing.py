@@ -247,7 +247,6 @@ def _run_values(source: Source) -> dict[str, Any]:
         "iteration": 0,
         "consumed_samples": 0,
         "coefficients": None,
-        "calibration": None,
         "scheduler": None,
         "optimizer_kind": None,
         "identity": {"model": derive.model_identity(source.settings.model, source.shape.vocab_size)},

@@ -18,7 +18,7 @@ from megatron.trainer.data.tokenizer import ByteTokenizer
 EOD = 256
 
 
-class ArrayDocuments:
+class ArrayDocuments(Source):
     """Documents held in memory; token i of document d is 1000 * d + i, so that each token names its place."""
 
     def __init__(self, lengths: Sequence[int]) -> None:

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from megatron.trainer.data import json_lines, tokenizer
+from megatron.trainer.data import indexing, tokenizer
 from megatron.trainer.data.build import build_splits
-from megatron.trainer.data.chat_lines import build_chat_reader
+from megatron.trainer.data.chat_reader import build_chat_reader
 from megatron.trainer.data.entries import index_entries
 from megatron.trainer.data.json_text import LineError
 from tests.unit.data.helpers import config, write_unseen
@@ -78,7 +78,9 @@ def test_exactly_what_the_assistant_wrote_is_learned(folders, kind, chat):
     pieces = [(tokenizer.build(one).encode(text.encode()), learned) for text, learned in expected_pieces(chat)]
     assert tokens.tolist() == np.concatenate([ids for ids, _ in pieces]).tolist()
     assert is_target.tolist() == [learned for ids, learned in pieces for _ in ids]
-    assert reader.measure(line_of(chat)) == [(len(tokens), int(is_target.argmax()), int(is_target.sum()))]
+    assert [document.measures() for document in reader.read(line_of(chat))] == [
+        (len(tokens), int(is_target.argmax()), int(is_target.sum()))
+    ]
     assert 0 < is_target.sum() < len(tokens)
 
 
@@ -236,7 +238,7 @@ def test_each_answer_is_learned_behind_its_own_prompt(tmp_path):
 
 def test_texts_of_a_chat_are_documents_of_one_line(tmp_path, monkeypatch):
     """They have its name, are read apart, and lie in one split; the log says how many there are."""
-    monkeypatch.setattr(json_lines, "TOKENIZED_RANGE_BYTES", 150)
+    monkeypatch.setattr(indexing, "TOKENIZED_RANGE_BYTES", 150)
     template = tmp_path / "t.jinja"
     template.write_text(REWRITING)
     chat = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
@@ -410,7 +412,7 @@ def test_samples_carry_the_mask_of_their_labels(folders, tmp_path, kind):
 
 def test_overlong_chats(tmp_path):
     path = write_chats(tmp_path / "a.jsonl", CHATS)
-    measures = [one for chat in CHATS for one in reader_of(flags()).measure(line_of(chat))]
+    measures = [document.measures() for chat in CHATS for document in reader_of(flags()).read(line_of(chat))]
     limit = min(first for _, first, _ in measures) + 3
     assert min(length for length, *_ in measures) - 1 > limit
     assert sum(first <= limit for _, first, _ in measures) == 1
@@ -432,12 +434,12 @@ def test_overlong_chats(tmp_path):
 
 def test_index_is_cached_by_template_and_the_same_for_any_processes(tmp_path, monkeypatch):
     path = write_chats(tmp_path / "a.jsonl", CHATS * 4)
-    monkeypatch.setattr(json_lines, "TOKENIZED_RANGE_BYTES", 300)
-    real, asked = json_lines.map_in_processes, []
+    monkeypatch.setattr(indexing, "TOKENIZED_RANGE_BYTES", 300)
+    real, asked = indexing.map_in_processes, []
     found = []
     for k in (1, 2):
         monkeypatch.setattr(
-            json_lines, "map_in_processes", lambda f, t, n, *, k=k, **o: asked.append(len(t)) or real(f, t, k, **o)
+            indexing, "map_in_processes", lambda f, t, n, *, k=k, **o: asked.append(len(t)) or real(f, t, k, **o)
         )
         found.append(index_entries(flags(path, cache_path=str(tmp_path / str(k))))[0].index)
     assert found[0].header == found[1].header

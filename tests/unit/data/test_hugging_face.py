@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from megatron.trainer.data import hugging_face, json_lines, text_files, tokenizer
+from megatron.trainer.data import hugging_face, indexing, tokenizer
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.entries import index_entries, open_entry
 from megatron.trainer.data.hugging_face import HuggingFaceTokenizer
@@ -142,8 +142,7 @@ def test_another_tokenizer_has_another_index_and_stream(folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_processes_make_the_same_index(folder, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(json_lines, "TOKENIZED_RANGE_BYTES", 200)
-    monkeypatch.setattr(text_files, "TOKENIZED_TASK_BYTES", 20)
+    monkeypatch.setattr(indexing, "TOKENIZED_RANGE_BYTES", 20 if kind == "text" else 200)
     monkeypatch.setenv("PYTHONPATH", "")
     if kind == "text":
         data = write_files(tmp_path / "data", {f"{i}.txt": text.encode() for i, text in enumerate(TEXTS)})
@@ -151,11 +150,10 @@ def test_processes_make_the_same_index(folder, tmp_path, monkeypatch, kind):
         data = tmp_path / "a.jsonl"
         data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     headers, asked = [], []
-    module = text_files if kind == "text" else json_lines
-    real = module.map_in_processes
+    real = indexing.map_in_processes
     for num_processes in (1, 2):
         monkeypatch.setattr(
-            module,
+            indexing,
             "map_in_processes",
             lambda f, t, n, *, k=num_processes, **o: asked.append(len(t)) or real(f, t, k, **o),
         )

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from megatron.trainer.data import entries, file_table, json_lines, length_index, text_files
+from megatron.trainer.data import entries, file_table, indexing, length_index
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.index_cache import HIDDEN_FOLDER
 from megatron.trainer.data.length_index import load_index
@@ -363,17 +363,17 @@ def test_processes_that_index_at_the_same_time_all_end_well(data):
 KILLED = """
 import os, signal, sys
 sys.path[:0] = [os.getcwd()]
-from megatron.trainer.data import json_lines, scan, workers
+from megatron.trainer.data import indexing, scan, workers
 from tests.unit.data.helpers import open_documents
-json_lines.RANGE_BYTES = 1 << 16
-real = json_lines.Progress.advance
+indexing.RANGE_BYTES = 1 << 16
+real = indexing.Progress.advance
 def advance(self, amount):
     real(self, amount)
     if self._done > 1 << 20:
         os.kill(os.getpid(), signal.SIGKILL)
-json_lines.Progress.advance = advance
-json_lines.BYTES_PER_PROCESS = 1 << 20
-json_lines.num_usable_cpus = lambda: 2
+indexing.Progress.advance = advance
+indexing.BYTES_PER_PROCESS = 1 << 20
+indexing.num_usable_cpus = lambda: 2
 open_documents(sys.argv[1])
 """
 
@@ -389,7 +389,7 @@ def test_an_indexer_that_is_killed_does_not_block_the_next(tmp_path, scans):
 
 def test_many_files_are_looked_at_in_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(file_table, "FILES_PER_TASK", 7)
-    monkeypatch.setattr(text_files, "FILES_PER_TASK", 7)
+    monkeypatch.setattr(indexing, "FILES_PER_TASK", 7)
     folder = write_files(tmp_path, {f"{i:03}.txt": b"x" * i + b"\0" * (i % 3 == 0) for i in range(100)})
     assert lengths_of(folder) == [i + 1 for i in range(100) if i % 3]
 
@@ -415,7 +415,7 @@ def test_long_scans_tell_how_far_they_are(tmp_path, messages, monkeypatch):
     from megatron.trainer.data import progress
 
     folder = write_files(tmp_path / "d", {"a.jsonl": b'{"text": "one"}\n' * 10})
-    monkeypatch.setattr(json_lines, "RANGE_BYTES", 16)
+    monkeypatch.setattr(indexing, "RANGE_BYTES", 16)
     monkeypatch.setattr(progress, "TICK_EVERY_S", 0.0)
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     ticks = []

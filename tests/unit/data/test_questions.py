@@ -9,10 +9,9 @@ import pytest
 
 from dynamic_cp.errors import DataError
 from megatron.dynamic_cp.data.shared_question import shared_question
-from megatron.trainer.data import json_lines
+from megatron.trainer.data import indexing
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.entries import index_entries
-from megatron.trainer.data.json_lines import JsonLines, QuestionLines
 from tests.unit.data.helpers import EOD, config, open_documents, write_unseen
 from tests.unit.data.made_tokenizers import MARKED_TEMPLATE, PLAIN_TEMPLATE, write_tokenizer
 
@@ -123,8 +122,8 @@ def test_with_sft_a_response_is_learned_as_in_its_chat(tmp_path, folders, kind):
 
 def test_lengths_masks_and_words_come_from_the_index(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", LINES)
-    monkeypatch.setattr(json_lines, "RANGE_BYTES", 100)  # rows are numbered through the ranges
-    assert isinstance(open_documents(path), QuestionLines)
+    monkeypatch.setattr(indexing, "RANGE_BYTES", 100)  # rows are numbered through the ranges
+    assert open_documents(path).first_targets is not None
     stream = build_splits(config(path)).train
     batch = stream.global_batch(0, 4)
     masks = {(sample.seqlen, str(sample.mask)) for sample in batch}
@@ -146,7 +145,7 @@ def test_data_without_responses_are_what_they_were(tmp_path):
         *("file_names", "file_sizes_bytes", "file_mtimes_ns"),
         *("lengths", "offsets_bytes", "file_documents", "blanks", "file_blanks"),
     }
-    assert type(open_documents(path)) is JsonLines
+    assert open_documents(path).first_targets is None
     stream = build_splits(config(path)).train
     assert stream.global_batch(0, 2).masks is None
     assert not stream.has_masks

@@ -113,7 +113,7 @@ def folder_of(tmp_path, tokenizer_json, name):
 
 
 def reader_of(folder):
-    from megatron.trainer.data.chat_lines import build_chat_reader
+    from megatron.trainer.data.chat_reader import build_chat_reader
 
     flags = config(
         "x",

@@ -15,15 +15,18 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import DataError
-from megatron.trainer.data import json_lines, scan, workers
+from megatron.trainer.data import indexing, scan, workers
 from megatron.trainer.data.data_path import find_files
 from megatron.trainer.data.file_table import FileTable
-from megatron.trainer.data.json_lines import JsonLines, index_json_lines, json_request
+from megatron.trainer.data.indexing import index_json_lines
+from megatron.trainer.data.json_lines import JsonLines
+from megatron.trainer.data.line_reader import TextReader
 from megatron.trainer.data.scan import ScanError, scan_json_lines
 from megatron.trainer.data.tokenizer import ByteTokenizer
 from tests.unit.data.helpers import EOD, config, write_files
 
 TOKENIZER = ByteTokenizer()
+REQUEST = {"kind": "jsonl", "json_key": "text"}
 
 CORPORA = {
     "plain": b'{"text": "one"}\n{"text": "two"}\n',
@@ -56,16 +59,16 @@ def expected(content: bytes) -> tuple[list[int], list[int], list[int]]:
 def index(folder, **options):
     files = find_files(str(folder), config(folder), TOKENIZER)
     table = FileTable.of(files.root, files.names)
-    return files, index_json_lines(files, table, json_request("text", TOKENIZER), **options)
+    return files, index_json_lines(files, table, REQUEST, **options)
 
 
 @pytest.mark.parametrize("range_bytes", [1, 2, 7, 16, 100, 1 << 20])
 def test_ranges_of_any_size_find_the_same_lines(tmp_path, monkeypatch, range_bytes):
     """All corpora in one data set: files that end in any way follow each other."""
-    monkeypatch.setattr(json_lines, "RANGE_BYTES", range_bytes)
+    monkeypatch.setattr(indexing, "RANGE_BYTES", range_bytes)
     write_files(tmp_path, {f"{name}.jsonl": content for name, content in CORPORA.items()})
     files, made = index(tmp_path)
-    source = JsonLines("all", files.root, made, TOKENIZER)
+    source = JsonLines("all", files.root, made, TextReader(tokenizer=TOKENIZER, json_key="text"))
     document = 0
     for name in sorted(CORPORA):
         for offset, length, line_number in zip(*expected(CORPORA[name]), strict=True):
@@ -81,7 +84,7 @@ def test_ranges_of_any_size_find_the_same_lines(tmp_path, monkeypatch, range_byt
 
 
 def test_processes_and_one_process_make_the_same_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "RANGE_BYTES", 300)
+    monkeypatch.setattr(indexing, "RANGE_BYTES", 300)
     write_files(tmp_path, {f"{name}.jsonl": content for name, content in CORPORA.items()})
     (_, alone), (_, together) = index(tmp_path, num_processes=1), index(tmp_path, num_processes=3)
     assert together.header == alone.header
@@ -91,10 +94,10 @@ def test_processes_and_one_process_make_the_same_index(tmp_path, monkeypatch):
 
 def test_the_number_of_processes_follows_the_size(tmp_path, monkeypatch):
     asked = []
-    real = json_lines.map_in_processes
-    monkeypatch.setattr(json_lines, "map_in_processes", lambda f, t, n, **_: asked.append(n) or real(f, t, 1))
-    monkeypatch.setattr(json_lines, "num_usable_cpus", lambda: 3)
-    monkeypatch.setattr(json_lines, "BYTES_PER_PROCESS", 10)
+    real = indexing.map_in_processes
+    monkeypatch.setattr(indexing, "map_in_processes", lambda f, t, n, **_: asked.append(n) or real(f, t, 1))
+    monkeypatch.setattr(indexing, "num_usable_cpus", lambda: 3)
+    monkeypatch.setattr(indexing, "BYTES_PER_PROCESS", 10)
     for size in (1, 2, 100):
         write_files(tmp_path, {"a.jsonl": b"{}\n".replace(b"{}", b'{"text":""}') * size})
         index(tmp_path)
@@ -103,7 +106,7 @@ def test_the_number_of_processes_follows_the_size(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_first_bad_line_is_named_by_its_place_in_the_file(tmp_path, monkeypatch, num_processes):
-    monkeypatch.setattr(json_lines, "RANGE_BYTES", 64)
+    monkeypatch.setattr(indexing, "RANGE_BYTES", 64)
     good = b'{"text": "fine"}\n\n' * 40
     write_files(tmp_path, {"a.jsonl": good, "b.jsonl": good + b'{"txt": 1}\n' + good + b"nonsense\n"})
     before = children()
@@ -132,7 +135,7 @@ def test_what_is_appended_while_it_is_scanned_is_not_looked_at(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "x"}\n{"text": "y"}\nnot yet whole')
     found = scan_json_lines(str(path), 0, 28, 28, "text")
-    assert (found.lengths.tolist(), found.error) == ([2, 2], None)
+    assert (found.columns["lengths"].tolist(), found.error) == ([2, 2], None)
     cut = scan_json_lines(str(path), 0, 20, 20, "text")
     assert cut.error is not None, "a line that was half written when the file was listed"
 
@@ -144,7 +147,7 @@ def test_a_line_of_any_size_is_looked_at_once(tmp_path, monkeypatch):
     size = path.stat().st_size
     started = time.process_time()
     found = [scan_json_lines(str(path), start, min(start + 1000, size), size, "text") for start in range(0, size, 1000)]
-    assert sum(len(part.lengths) for part in found) == 2
+    assert sum(len(part.columns["lengths"]) for part in found) == 2
     assert time.process_time() - started < 2
 
 
@@ -175,7 +178,7 @@ def test_no_process_is_left_after_an_error():
 
 def test_errors_of_worker_processes_name_the_file(tmp_path, monkeypatch):
     """A file that vanishes, and one that shrinks, between listing and scanning."""
-    monkeypatch.setattr(json_lines, "RANGE_BYTES", 16)
+    monkeypatch.setattr(indexing, "RANGE_BYTES", 16)
     for change, said in (
         (Path.unlink, "cannot read {}: No such file"),
         (lambda p: os.truncate(p, 3), "{} has 3 bytes"),
@@ -187,7 +190,7 @@ def test_errors_of_worker_processes_name_the_file(tmp_path, monkeypatch):
         change(path)
         for num_processes in (1, 2):
             with pytest.raises(DataError, match=re.escape(said.format(path))):
-                index_json_lines(files, table, json_request("text", TOKENIZER), num_processes=num_processes)
+                index_json_lines(files, table, REQUEST, num_processes=num_processes)
 
 
 def test_without_processes_the_work_is_done_here(monkeypatch, caplog):

@@ -10,8 +10,8 @@ import pytest
 
 from dynamic_cp.errors import DataError
 from megatron.trainer.data.build import build_splits
+from megatron.trainer.data.data_path import list_files
 from megatron.trainer.data.index_cache import HIDDEN_FOLDER
-from megatron.trainer.data.text_files import list_files
 from tests.unit.data.helpers import EOD, config, epoch_tokens, open_documents, write_files
 
 

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from dynamic_cp.packing.profile import Lanes, _cross, _run, best_profiles
+from dynamic_cp.packing.profile import Lanes, Work, _cross, _run, best_profiles
 from dynamic_cp.pipeline.graph import pipeline_graph
 from dynamic_cp.pipeline.longest_path import Grid, longest_path_ns
 
@@ -26,9 +26,8 @@ def path(graph, forward, backward):
     """Return (makespan, crossings forward, crossings backward)."""
     durations = np.array([forward, backward], float)[:, :, None]
     ends, makespan, crossed = np.zeros((len(graph.kind) + 1, 1)), np.zeros(1), np.zeros((2, len(forward)))
-    arrays = graph.micro_batch, graph.kind, graph.before, graph.sender, graph.last
-    _run(*arrays, durations, ends, makespan)
-    _cross(*arrays, ends, 0, crossed)
+    _run(graph, durations, ends, makespan)
+    _cross(graph, ends, 0, crossed)
     return makespan[0], *crossed
 
 
@@ -56,11 +55,7 @@ def profiles(pp_size, num_rows, vp_size, candidates, total_ns, empty_ns=0.0, rat
         pipeline_graph(pp_size, num_rows, vp_size),
         Lanes(*(np.concatenate(parts) for parts in zip(*candidates, strict=True))),
         np.cumsum([0, *(len(one.num_lanes) for one in candidates)]),
-        vp_size,
-        total_ns,
-        ratio,
-        empty_ns,
-        2 * empty_ns,
+        Work(total_ns, ratio, (empty_ns, 2 * empty_ns), vp_size),
         num_iterations,
     )
 

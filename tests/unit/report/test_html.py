@@ -15,9 +15,9 @@ import pytest
 
 from dynamic_cp.comparison import verdict_of
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.report.comparison_page import _typeset, render_report
 from dynamic_cp.report.drawing import format_s
-from dynamic_cp.report.html import _typeset, render_report, write_report
-from dynamic_cp.report.run_html import render_run_report, write_run_report
+from dynamic_cp.report.run_page import render_run_report
 from dynamic_cp.report.theme import DARK, LIGHT
 from tests.unit.report.support import comparison
 from tests.unit.report.test_pictures import RECORDS
@@ -313,17 +313,6 @@ def test_a_long_run_shows_some_of_its_iterations():
 def test_a_run_without_records_is_refused():
     with pytest.raises(InvalidInputError, match="0 iterations are given"):
         render_run_report([])
-
-
-@pytest.mark.nightly
-def test_pages_are_written_whole_or_not_at_all(tmp_path):
-    write_report(tmp_path / "report.html", comparison(), command="c", inputs={})
-    assert (tmp_path / "report.html").read_text() == plain_page()
-    write_run_report(tmp_path / "run.html", RECORDS[:1])
-    assert (tmp_path / "run.html").read_text() == pages()["one iteration"]
-    with pytest.raises(InvalidInputError, match="choose a writable place"):
-        write_run_report(tmp_path / "no" / "run.html", RECORDS[:1])
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["report.html", "run.html"]
 
 
 def test_a_missing_jinja2_is_named_with_its_remedy(monkeypatch):

@@ -17,15 +17,13 @@ from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.narrow import narrowed
 from dynamic_cp.report import drawing
 from dynamic_cp.report.cp_map import cp_map
+from dynamic_cp.report.curves import imbalance, knee, knee_points, length_histogram, length_shares
 from dynamic_cp.report.drawing import MEDIUM_IN, NARROW_IN, WIDE_IN, inline_svg, look, png_bytes, save, svg_text
 from dynamic_cp.report.gantt import gantt
-from dynamic_cp.report.imbalance import imbalance
-from dynamic_cp.report.knee import knee, knee_points
-from dynamic_cp.report.lengths_picture import length_histogram, length_shares
-from dynamic_cp.report.placed_links import lane_shares, placed_links, placed_shares
+from dynamic_cp.report.placed import lane_shares, placed_links, placed_shares
 from dynamic_cp.report.placed_tiles import lanes_of_color, placed_tiles
 from dynamic_cp.report.run import RunRecord
-from dynamic_cp.report.run_pictures import agreement, cp_sizes, losses, times
+from dynamic_cp.report.run_page import agreement, cp_sizes, losses, times
 from dynamic_cp.report.theme import CSS, DARK, LIGHT
 from dynamic_cp.types import CAUSAL, Lambda, Topology
 from tests.unit.report.support import CASES, LENGTHS, placed, timelines

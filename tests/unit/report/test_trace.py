@@ -13,8 +13,8 @@ import pytest
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.report.measured import read_spans
-from dynamic_cp.report.trace import MeasuredSpan, measured_trace_events, trace_events, write_trace
+from dynamic_cp.report.measured import MeasuredSpan, measured_trace_events, read_spans
+from dynamic_cp.report.trace import trace_events, write_trace
 from tests.unit.report.support import comparison, timelines
 from tests.unit.report.trace_format_check import check_events
 

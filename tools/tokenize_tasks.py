@@ -1,4 +1,4 @@
-"""Tasks of tools/preprocess_data.py: a range of a JSONL file, or a chunk of text files, as tokens."""
+"""Tasks of preprocess_data.py: a range of a JSONL file, or a chunk of text files, as tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.errors import DynamicCPError
 from megatron.trainer.data.json_text import LineError, encode, object_of_line
-from megatron.trainer.data.scan import SNIFFED_BYTES, ScanError, scan_lines
+from megatron.trainer.data.scan import scan_lines
+from megatron.trainer.data.token_scan import texts_of, tokenizing
 from megatron.trainer.data.tokenizer import TextTokenizer
 
 
@@ -71,10 +71,8 @@ def tokenize_lines(path: str, start: int, stop: int, size_bytes: int, task: Task
             column.append(document)
         return [(0,)]
 
-    try:
+    with tokenizing():
         scanned = scan_lines(path, start, stop, size_bytes, take)
-    except DynamicCPError as error:
-        raise ScanError(str(error)) from error
     return _joined(found, task, scanned.num_lines, stop - start, 0, scanned.error)
 
 
@@ -82,17 +80,13 @@ def tokenize_files(paths: Sequence[str], task: Task) -> Tokenized:
     """Return one document for each text file; files with a NUL in their first 8 KiB are left out."""
     found: list[NDArray[Any]] = []
     num_bytes = num_binary = 0
-    for path in paths:
-        with open(path, "rb") as file:
-            text = file.read()
+    for text, is_binary in texts_of(paths):
         num_bytes += len(text)
-        if b"\0" in text[:SNIFFED_BYTES]:
+        if is_binary:
             num_binary += 1
             continue
-        try:
+        with tokenizing():
             found.append(task.tokens(text))
-        except DynamicCPError as error:
-            raise ScanError(str(error)) from error
     return _joined([found], task, len(paths), num_bytes, num_binary, None)
 
 

@@ -1,6 +1,4 @@
-"""JSONL files of chats as documents: the texts of each by a template, learned where its assistant wrote them. A prompt
-with responses is one document, too.
-"""
+"""Which template reads the chats of a run, and what two runs on chats must share."""
 
 from __future__ import annotations
 
@@ -8,22 +6,13 @@ import os
 from datetime import date
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import SharedQuestion
 from megatron.trainer.data import hugging_face, tokenizer
 from megatron.trainer.data.chat import ChatReader
 from megatron.trainer.data.chat_format import ChatFormat
 from megatron.trainer.data.chat_template import TEMPLATES, why_no_template, why_no_templates
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.hugging_face import HuggingFaceTokenizer
-from megatron.trainer.data.json_text import LineError
-from megatron.trainer.data.length_index import LengthIndex
-from megatron.trainer.data.line_table import LineTable
-from megatron.trainer.data.questions import Questions
-from megatron.trainer.data.source import count
 from megatron.trainer.data.tokenizer import TextTokenizer, Tokenizer
 
 CHAT_DATE = "chat date"
@@ -100,69 +89,3 @@ def chat_identity(config: DataConfig) -> dict[str, str]:
 def _template_identity(chat_format: ChatFormat) -> dict[str, str]:
     written = chat_format.written_date
     return {"chat template": chat_format.digest} | ({} if written is None else {CHAT_DATE: written})
-
-
-class ChatLines:
-    """The texts of chats, without an end of document of their own: one of each line, or several that stay together.
-
-    Args:
-        name: what to call all of them in messages.
-        root: what precedes the names of the files.
-        index: made by `json_lines.index_json_lines`.
-    """
-
-    def __init__(self, name: str, root: str, index: LengthIndex, reader: ChatReader) -> None:
-        self._name = name
-        self._lines = LineTable(root, index)
-        self._reader = reader
-        self._num_blank, self._num_targets = index.counts["blank lines"], index.counts["tokens of assistants"]
-        self._questions = Questions(index)
-        self.has_masks = self._questions.has_masks
-        self.lengths = index.columns["lengths"]
-        self.first_targets = index.columns["first_targets"]
-
-    def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return tokens start .. stop - 1 of a chat."""
-        return self.read_targeted(document, start, stop)[0]
-
-    def read_targeted(self, document: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return tokens start .. stop - 1 of a chat, and which of them its assistant wrote."""
-        try:
-            texts = self._reader.read(self._lines.read(document))
-            tokens, is_target, answers = texts[document - self._lines.first(document)]
-        except (LineError, IndexError) as error:
-            raise self._lines.changed_line(document) from error
-        if len(tokens) != self.lengths[document]:
-            raise self._lines.changed_line(document, len(tokens), int(self.lengths[document]), "tokens")
-        if list(answers) != self._questions.answers(document):
-            raise self._lines.changed_line(document)
-        return tokens[start:stop], is_target[start:stop]
-
-    def mask(self, document: int, num_predicted: int) -> SharedQuestion | None:
-        """Return the mask of the first tokens of a line."""
-        return self._questions.mask(document, num_predicted)
-
-    def identity(self) -> bytes:
-        """Return what decides the masks besides the lengths of lines."""
-        return self._questions.identity()
-
-    def document_name(self, document: int) -> str:
-        """Return the file and line number."""
-        return self._lines.name(document)
-
-    def first_of_line(self, document: int) -> int:
-        """Return the first document of the line of `document`."""
-        return self._lines.first(document)
-
-    def describe(self) -> str:
-        """Return the number of chats, of their texts, of blank lines, and of tokens that are learned."""
-        num_chats, num_texts, chat_format = self._lines.num_lines, len(self.lengths), self._reader.chat_format
-        words = f"{self._name}: {count(num_chats, 'chat')} by {chat_format.name}"
-        if num_texts > num_chats:
-            words += f" in {num_texts} texts, since it writes earlier answers otherwise once later messages follow"
-        if chat_format.unwritten:
-            words += f" without the {chat_format.unwritten!r} that ends its generation prompt"
-        words += "" if chat_format.written_date is None else f" with the date {chat_format.written_date}"
-        words += f", loss on the {self._num_targets} of {int(self.lengths.sum())} tokens that assistants wrote"
-        words += f", {count(self._num_blank, 'blank line')} skipped" if self._num_blank else ""
-        return words + self._questions.describe()

@@ -6,26 +6,23 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from dynamic_cp.comparison.parts import PART_LABELS, TimeParts
+from dynamic_cp.comparison.parts import PART_LABELS
+from dynamic_cp.comparison.speedup import Speedup
 from dynamic_cp.comparison.values import BatchOutcome, Comparison, PolicyOutcome
 from dynamic_cp.comparison.verdict import Verdict, verdict_of
 from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.plans.serialize import format_cp_sizes
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.report.cp_map import cp_map
+from dynamic_cp.report.curves import imbalance, knee, knee_points, length_histogram
 from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, format_bytes, format_count, format_s
-from dynamic_cp.report.files import write_whole
-from dynamic_cp.report.gantt import gantt
-from dynamic_cp.report.imbalance import imbalance
-from dynamic_cp.report.knee import knee, knee_points
-from dynamic_cp.report.lengths_picture import length_histogram
+from dynamic_cp.report.gantt import gantt, tick_gantt
 from dynamic_cp.report.page import Picture, picture, render
-from dynamic_cp.report.placed_section import placed_section
+from dynamic_cp.report.placed import placed_section
 from dynamic_cp.search.placed import options_of_prices
-from dynamic_cp.types import ModelShape, Problem, Sample
+from dynamic_cp.types import ModelShape, Problem, Sample, counted
 
 LABELS = (
     "policy",
@@ -54,41 +51,30 @@ def render_report(comparison: Comparison, *, command: str, inputs: Mapping[str, 
         UnsupportedFeatureError: matplotlib or jinja2 is not installed.
     """
     verdict = verdict_of(comparison)
-    model = comparison.model_name or "a model"
     samples = sum(len(batch) for batch in comparison.batches) / len(comparison.batches)
-    facts = [_layout(comparison), f"{samples:g} samples per global batch"]
+    parts = [dict(one.parts) for one in comparison.policies if one.parts is not None]
     return render(
-        "comparison.html",
-        title=f"Dynamic context parallelism for {model}",
-        facts=" · ".join(facts),
+        "comparison_page.html",
+        title=f"Dynamic context parallelism for {comparison.model_name or 'a model'}",
+        facts=f"{_layout(comparison)} · {samples:g} samples per global batch",
         command=command,
         inputs=inputs,
-        verdict=_spoken(verdict),
-        num_batches=_counted(len(comparison.batches), "global batch", "global batches"),
+        comparison=comparison,
+        verdict=verdict,
+        typeset=_typeset,
+        num_batches=counted(len(comparison.batches), "global batch"),
         labels=LABELS,
-        rows=[_row(one, comparison) for one in comparison.policies],
+        cells_of=partial(_cells, speedups={one.baseline: one for one in comparison.speedups}),
         notes=_notes(comparison),
-        **_time(comparison),
+        parts=[name for name in PART_LABELS if any(of_policy[name] > 0 for of_policy in parts)],
+        part_labels=PART_LABELS,
+        part_color=lambda name: f"var(--parts-{list(PART_LABELS).index(name)})",
         **_pictures(comparison, verdict),
-        **_memory(comparison),
-        **_bounds(comparison),
+        bound=_bound(comparison),
+        over_bound={one.name: (one.mean("time_over_bound") or 1.0) - 1 for one in comparison.policies},
         batch_labels=_BATCH_LABELS,
-        batch_rows=[
-            _batch_row(one, number, batch)
-            for number in range(len(comparison.batches))
-            for one, batch in ((one, one.batches[number]) for one in comparison.policies)
-        ],
+        cp_sizes=format_cp_sizes,
     )
-
-
-def write_report(path: str | Path, comparison: Comparison, *, command: str, inputs: Mapping[str, Any]) -> None:
-    """Write `render_report(...)` to `path`, whole or not at all.
-
-    Raises:
-        InvalidInputError: the place cannot be written.
-        UnsupportedFeatureError: matplotlib or jinja2 is not installed.
-    """
-    write_whole(path, render_report(comparison, command=command, inputs=inputs).encode())
 
 
 def _layout(comparison: Comparison) -> str:
@@ -99,55 +85,28 @@ def _layout(comparison: Comparison) -> str:
     return " · ".join([f"{gpus}: {topology.num_lanes} lanes", *comparison.policies[0].setting.split])
 
 
-class _Row(NamedTuple):
-    name: str
-    is_ours: bool
-    cells: list[tuple[str, str]]
-
-
-class _Bar(NamedTuple):
-    name: str
-    width: str
-    text: str
-    fits: bool = True
-
-
-def _spoken(verdict: Verdict | None) -> dict[str, str] | None:
-    if verdict is None:
-        return None
-    return {
-        "state": verdict.pays,
-        "headline": _typeset(verdict.headline[0].upper() + verdict.headline[1:]),
-        "reason": _typeset(verdict.reason),
-    }
-
-
 def _typeset(text: str) -> str:
     """Return the text of a terminal with the signs of a page: 1.3× for 1.3x, – for .. between numbers, → for ->."""
     text = re.sub(r"(?<=\d)x\b", "×", text)
     return re.sub(r"(?<=\d)\.\.(?=\d)", "–", text).replace(" -> ", " → ")
 
 
-def _row(one: PolicyOutcome, comparison: Comparison) -> _Row:
-    spread = one.stdev("iteration_s")
-    speedup = next((speedup for speedup in comparison.speedups if speedup.baseline == one.policy), None)
+def _cells(one: PolicyOutcome, speedups: Mapping[str, Speedup]) -> list[tuple[str, str]]:
+    """Return the row of a policy: texts, and what stands smaller below them."""
+    spread, speedup = one.stdev("iteration_s"), speedups.get(one.policy)
     interval = f"{speedup.low:.2f}–{speedup.high:.2f}" if speedup and speedup.low and speedup.high else ""
     parts, padding, rows = one.parts, one.mean("padding_fraction"), one.mean("num_microbatches")
-    return _Row(
-        one.name,
-        one.policy == "dynamic",
-        [
-            (format_s(one.iteration_s), f"± {format_s(spread)}" if spread else ""),
-            (f"{speedup.ratio:.2f}×" if speedup else "", interval),
-            (format_count(one.mean("tokens_per_s_per_gpu") or 0.0), ""),
-            (format_count(one.mean("tflops_per_gpu") or 0.0), ""),
-            ("" if rows is None else f"{rows:.3g}", ""),
-            ("" if parts is None else f"{parts.bubble_s / parts.iteration_s:.1%}", ""),
-            ("" if padding is None else f"{padding:.1%}", ""),
-            (format_s(one.mean("plan_s") or 0.0), ""),
-            _sent(one),
-        ],
-    )
+    return [
+        (format_s(one.iteration_s), f"± {format_s(spread)}" if spread else ""),
+        (f"{speedup.ratio:.2f}×" if speedup else "", interval),
+        (format_count(one.mean("tokens_per_s_per_gpu") or 0.0), ""),
+        (format_count(one.mean("tflops_per_gpu") or 0.0), ""),
+        ("" if rows is None else f"{rows:.3g}", ""),
+        ("" if parts is None else f"{parts.bubble_s / parts.iteration_s:.1%}", ""),
+        ("" if padding is None else f"{padding:.1%}", ""),
+        (format_s(one.mean("plan_s") or 0.0), ""),
+        _sent(one),
+    ]
 
 
 def _sent(one: PolicyOutcome) -> tuple[str, str]:
@@ -184,45 +143,6 @@ def _notes(comparison: Comparison) -> list[str]:
         if note
     ]
     return notes
-
-
-def _time(comparison: Comparison) -> dict[str, Any]:
-    """Return stacked bars of the parts of an iteration, and the same as rows of a table."""
-    split = [(one.name, parts) for one in comparison.policies if (parts := one.parts) is not None]
-    if not split:
-        return {"bars": [], "parts": []}
-    longest_s = max(parts.iteration_s for _, parts in split)
-    colors = {name: index for index, name in enumerate(PART_LABELS)}
-
-    def bar(name: str, parts: TimeParts) -> dict[str, Any]:
-        shown = [
-            {
-                "label": PART_LABELS[part],
-                "share": f"{seconds / parts.iteration_s:.5f}",
-                "text": format_s(seconds),
-                "color": colors[part],
-            }
-            for part, seconds in parts
-            if seconds > 0
-        ]
-        return {
-            "name": name,
-            "width": f"{100 * parts.iteration_s / longest_s:.2f}",
-            "total": format_s(parts.iteration_s),
-            "parts": shown,
-            "spoken": ", ".join(f"{part['label']} {part['text']}" for part in shown),
-        }
-
-    named = [part for part in PART_LABELS if any(dict(parts)[part] > 0 for _, parts in split)]
-    table = [
-        {
-            "label": PART_LABELS[part],
-            "color": colors[part],
-            "seconds": [format_s(dict(parts)[part]) for _, parts in split],
-        }
-        for part in named
-    ]
-    return {"bars": [bar(name, parts) for name, parts in split], "parts": table}
 
 
 def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]:
@@ -290,8 +210,6 @@ def _tick_pictures(comparison: Comparison, number: int) -> list[Picture]:
     pools = [(name, pool) for name, pool in batches if pool is not None]
     if not pools:
         return []
-    from dynamic_cp.report.tick_gantt import tick_gantt  # compiled: most comparisons have no pool
-
     return [
         picture(
             partial(tick_gantt, pools), name="ticks", title="What stages run in each tick of a pool", width_in=WIDE_IN,
@@ -331,44 +249,9 @@ def _tail(samples: Sequence[Sample], model: ModelShape) -> str:
     return f"The longest {share} Attention work grows with the square of the length."
 
 
-def _memory(comparison: Comparison) -> dict[str, Any]:
-    known = [(one, one.peak_bytes) for one in comparison.policies if one.peak_bytes is not None]
-    available = next((one.available_bytes for one, _ in known if one.available_bytes is not None), None)
-    full = max([available or 0.0, *(peak for _, peak in known)], default=1.0)
-    bars = [_Bar(one.name, f"{100 * peak / full:.2f}", _gb(peak), one.fits_memory) for one, peak in known]
-    limit_at = f"{100 * available / full:.2f}" if available else "0"
-    return {"memory": bars, "available": _gb(available) if available else "", "limit_at": limit_at}
-
-
-def _gb(value_bytes: float) -> str:
-    return f"{value_bytes / 1e9:.1f} GB"
-
-
-def _bounds(comparison: Comparison) -> dict[str, Any]:
-    over = [(one.name, one.mean("time_over_bound") or 1.0) for one in comparison.policies]
-    largest = max(*(ratio - 1 for _, ratio in over), 1e-9)
+def _bound(comparison: Comparison) -> str:
     # A bound holds for plans with the same limit, so policies with limits of their own have bounds of their own.
     bounds = {one.max_tokens_per_rank: one.mean("lower_bound_s") or 0.0 for one in reversed(comparison.policies)}
-    return {
-        "bound": " and ".join(
-            f"{format_s(seconds)} with {limit} tokens per rank" for limit, seconds in reversed(bounds.items())
-        ),
-        "bounds": [_Bar(name, f"{100 * (ratio - 1) / largest:.2f}", f"+{ratio - 1:.1%}") for name, ratio in over],
-    }
-
-
-def _batch_row(one: PolicyOutcome, number: int, batch: BatchOutcome) -> list[str]:
-    plan = batch.planned.plan if batch.planned else None
-    sizes = "" if plan is None else format_cp_sizes(plan.cp_histogram)
-    return [
-        f"{one.name}, {number + 1}",
-        format_s(batch.iteration_s),
-        f"+{batch.time_over_bound - 1:.1%}",
-        "" if batch.num_microbatches is None else str(batch.num_microbatches),
-        sizes,
-        batch.planned.reason if batch.planned else batch.note,
-    ]
-
-
-def _counted(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
+    return " and ".join(
+        f"{format_s(seconds)} with {limit} tokens per rank" for limit, seconds in reversed(bounds.items())
+    )

@@ -1,9 +1,10 @@
-"""What the lanes of a placed bucket hold, compute and send, and how many bytes go over which link."""
+"""The part of a comparison's page that shows placed attention: tiles, bytes by link, and what each lane has of it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,24 +13,32 @@ from dynamic_cp.mechanisms.placed_seconds import work_of_tiles
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.narrow import placement_under
 from dynamic_cp.placement.sent import Sent
+from dynamic_cp.pricing.sent import nodes_of, sent_by_bucket
 from dynamic_cp.report.drawing import (
+    DASHED,
     MEDIUM_IN,
     SMALL_PT,
+    WIDE_IN,
     Rectangle,
     add_legend,
     add_rectangles,
     format_bytes,
     format_count,
+    frame_map,
+    name_cells,
     new_figure,
 )
+from dynamic_cp.report.page import picture
+from dynamic_cp.report.placed_tiles import MAX_SAMPLES, placed_tiles, samples_by_work
 from dynamic_cp.report.theme import Theme
-from dynamic_cp.types import Bucket, Causal, Full, Lambda, Placement
+from dynamic_cp.types import Bucket, Causal, Full, Lambda, Mask, Placement, Plan, Problem, counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_CELLS = 32
+LayerMask = Causal | Full | Lambda
+_MAX_CELLS = 32
 """Lanes, or nodes, that a picture of bytes tells apart; of more, neighbours share a cell."""
 _MAX_BARS, _LEVELS = 64, 4
 _NUMBER_PT = 36
@@ -45,10 +54,10 @@ def placed_links(sent: Sent, nodes: Ints, theme: Theme, *, first_lane: int = 0, 
         first_lane: of the bucket.
     """
     num_lanes, num_nodes = len(nodes), int(nodes.max()) + 1
-    per_cell = -(-num_lanes // MAX_CELLS)
+    per_cell = -(-num_lanes // _MAX_CELLS)
     panels = [("lane", sent.between(np.arange(num_lanes) // per_cell), per_cell)]
     if num_nodes > 1:
-        nodes_per_cell = -(-num_nodes // MAX_CELLS)
+        nodes_per_cell = -(-num_nodes // _MAX_CELLS)
         between = sent.between(nodes // nodes_per_cell)
         np.fill_diagonal(between, 0.0)
         panels.append(("node", between, nodes_per_cell))
@@ -88,15 +97,10 @@ def _draw(panel: Axes, grid: Floats, theme: Theme, *, has_numbers: bool) -> None
 def _describe(panel: Axes, what: str, grid: Floats, per_cell: int, first: int) -> None:
     size = len(grid)
     panel.set_title(f"from {what} to {what}: largest {format_bytes(float(grid.max()))}", fontsize=SMALL_PT)
-    panel.set_xlim(0, size)
-    panel.set_ylim(size, 0)
+    frame_map(panel, last_x=size, last_y=size)
     panel.set_aspect("equal")
-    panel.spines[["left", "bottom"]].set_visible(False)
-    panel.tick_params(length=2)
-    step = -(-size // 8)
-    shown = range(0, size, step)
     for axis in (panel.xaxis, panel.yaxis):
-        axis.set_ticks([cell + 0.5 for cell in shown], [str(first + cell * per_cell) for cell in shown])
+        name_cells(axis, range(first, first + size * per_cell, per_cell), -(-size // 8))
     of = f" (cells of {per_cell})" if per_cell > 1 else ""
     panel.set_xlabel(f"to {what}{of}")
     panel.set_ylabel(f"from {what}")
@@ -104,12 +108,12 @@ def _describe(panel: Axes, what: str, grid: Floats, per_cell: int, first: int) -
 
 def placed_shares(
     bucket: Bucket,
-    mask: Causal | Full | Lambda,
+    mask: LayerMask,
     sent: Sent,
     nodes: Ints,
     theme: Theme,
     *,
-    windowed: tuple[float, Causal | Full | Lambda] | None = None,
+    windowed: tuple[float, LayerMask] | None = None,
     width_in: float = MEDIUM_IN,
 ) -> Figure:
     """Return the picture of what each lane holds, computes and sends, with max / mean; of many lanes, largest ones.
@@ -132,26 +136,24 @@ def placed_shares(
         ]
         add_rectangles(panel, rectangles, theme.series_color(index), edgecolor=theme.background, linewidth=0.5)
         mean = float(values.mean())
-        panel.axhline(mean, color=theme.ink, linewidth=1, linestyle=(0, (4, 3)))
+        panel.axhline(mean, color=theme.ink, linewidth=1, linestyle=DASHED)
         ratio = f"{values.max() / mean:.2f}" if mean else "–"
         panel.set_title(f"{name}: mean {format_count(mean)}, max/mean {ratio}", fontsize=SMALL_PT)
         panel.set_ylim(0, 1.08 * float(values.max()) or 1)
         panel.set_xlim(0, bucket.cp_size)
         panel.set_yticks([0, float(values.max())], ["0", format_count(float(values.max()))])
         panel.tick_params(length=2)
-    step = -(-bucket.cp_size // 8)
-    shown = range(0, bucket.cp_size, step)
-    panels[-1].set_xticks([lane + 0.5 for lane in shown], [str(bucket.first_lane + lane) for lane in shown])
+    name_cells(panels[-1].xaxis, bucket.lanes, -(-bucket.cp_size // 8))
     panels[-1].set_xlabel("lane" if per_bar == 1 else f"lane (bars of {per_bar}, the largest)")
     return figure
 
 
 def lane_shares(
     bucket: Bucket,
-    mask: Causal | Full | Lambda,
+    mask: LayerMask,
     sent: Sent,
     nodes: Ints,
-    windowed: tuple[float, Causal | Full | Lambda] | None = None,
+    windowed: tuple[float, LayerMask] | None = None,
 ) -> dict[str, Floats]:
     """Return what -> [lane] how much of it: tokens, pairs that kernels compute in the mean of layers, bytes.
 
@@ -173,7 +175,77 @@ def lane_shares(
     }
 
 
-def _lane_pairs(placement: Placement, bucket: Bucket, mask: Causal | Full | Lambda) -> Floats:
+def _lane_pairs(placement: Placement, bucket: Bucket, mask: LayerMask) -> Floats:
     """Return [inner group] pairs that kernels of a layer compute."""
     pairs = work_of_tiles(placement, bucket.samples, mask).squared_tokens * mask.pairs_per_token2
     return np.bincount(placement.tiles[:, 2], pairs, bucket.num_inner_groups).astype(np.float64)
+
+
+def placed_section(name: str, plan: Plan, problem: Problem) -> dict[str, Any]:
+    """Return the pictures of the placed bucket with most work, and a note; none where no bucket is placed.
+
+    Args:
+        name: of the plan.
+        plan: any; problem: whose model and options it was made for.
+    """
+    rows = [
+        (sum(sample.squared_tokens for sample in bucket.samples), -index, bucket)
+        for index, micro_batch in enumerate(plan.micro_batches)
+        for bucket in micro_batch.buckets
+        if bucket.placement is not None
+    ]
+    if not rows:
+        return {"placed": [], "placed_note": ""}
+    _, index, bucket = max(rows, key=lambda row: row[:2])
+    sent, nodes = sent_by_bucket(bucket, problem), nodes_of(plan.topology)[bucket.first_lane : bucket.lanes.stop]
+    nodes -= nodes[0]
+    model = problem.model
+    mask, *windows = model.layer_masks
+    windowed = (model.num_windowed_layers / model.num_layers, windows[0]) if windows else None
+    pictures = [
+        picture(
+            partial(placed_tiles, bucket, mask), name="tiles", title="Who computes which tile", width_in=WIDE_IN,
+            caption=_of_tiles(bucket, mask, windowed),
+        ),
+        picture(
+            partial(placed_links, sent, nodes, first_lane=bucket.first_lane), name="links",
+            title="Bytes from lane to lane", width_in=MEDIUM_IN, caption=_of_links(sent, nodes, problem),
+        ),
+        picture(
+            partial(placed_shares, bucket, mask, sent, nodes, windowed=windowed), name="shares",
+            title="What each lane has of it", width_in=MEDIUM_IN,
+            caption="Even tokens make linear layers even, even pairs attention. Dashed: the mean of the lanes.",
+        ),
+    ]  # fmt: skip
+    which = f"micro-batch {-index} of {name}" + (", of all placed ones that with most work" if len(rows) > 1 else "")
+    return {"placed": pictures, "placed_note": f"{which[0].upper()}{which[1:]}: {_counts(bucket)}."}
+
+
+def _counts(bucket: Bucket) -> str:
+    placement = bucket.placement
+    assert placement is not None
+    shared = f" that share out heads by {bucket.inner_cp_size}" if bucket.inner_cp_size > 1 else ""
+    return f"{counted(len(bucket.samples), 'sample')} on {bucket.cp_size} lanes{shared}, {placement.describe()}"
+
+
+def _of_tiles(bucket: Bucket, mask: Mask, windowed: tuple[float, Mask] | None) -> str:
+    shares = samples_by_work(bucket)
+    shown = sum(share for _, share in shares[:MAX_SAMPLES])
+    text = (
+        "A square is a sample, its rows are queries and its columns keys, as far as the mask allows. The strips are "
+        "its homes: who holds these tokens."
+    )
+    if windowed is not None:
+        text += f" Shown is the mask of the layers without a window ({mask}); the others compute where queries are."
+    if len(shares) > MAX_SAMPLES:
+        text += f" The {MAX_SAMPLES} samples with most work, of {len(shares)}, are {shown:.0%} of it"
+        text += ", narrow pages show the first."
+    return text
+
+
+def _of_links(sent: Sent, nodes: Ints, problem: Problem) -> str:
+    in_node, across = sent.of_lanes(nodes).sum(axis=(0, 2)).tolist()
+    ranks = "" if problem.topology.tp_size == 1 else f" of one of {problem.topology.tp_size} TP ranks"
+    lines = " (lines part them)" if len(nodes) <= _MAX_CELLS else ""
+    between = f", {format_bytes(across)} to other nodes{lines}" if nodes[-1] else ""
+    return f"Forward and backward, all layers{ranks}: {format_bytes(in_node)} inside nodes{between}."
