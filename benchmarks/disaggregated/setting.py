@@ -13,7 +13,7 @@ from dynamic_cp.lengths.workloads import draw_lengths
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import CP_COMM_TYPES, PLACED, Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types import BY_PLACEMENT, CP_COMM_TYPES, Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
 
 K = 1024
 _LONG = 64 * K
@@ -92,7 +92,7 @@ class Case(NamedTuple):
         topology = Topology(
             num_lanes=self.gpus // 8 // self.pp, tp_size=8, pp_size=self.pp, vp_size=vp_size, sequence_parallel=True
         )
-        exchanges = (*CP_COMM_TYPES, *PLACED) if placed else CP_COMM_TYPES
+        exchanges = (*CP_COMM_TYPES, BY_PLACEMENT) if placed else CP_COMM_TYPES
         options = PlanOptions(max_tokens_per_rank=self.limit, recompute="full", cp_comm_types=exchanges)
         return Problem(topology=topology, model=model_of(self.model), hardware=self.hardware, options=options)
 

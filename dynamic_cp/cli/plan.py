@@ -125,7 +125,7 @@ def _plan(
     # Imported here: the planner's compiled code takes longer to import than all the rest.
     from dynamic_cp.plans.serialize import digest
     from dynamic_cp.pricing.cost_model import CostModel
-    from dynamic_cp.search.placed import options_of_prices
+    from dynamic_cp.pricing.resolution import options_of_prices
     from dynamic_cp.search.plan_in_memory import plan_in_memory
 
     (samples,) = batches = batch.draw()

@@ -24,10 +24,10 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.resolution import options_of_prices
 from dynamic_cp.search.choice import choose
-from dynamic_cp.search.placed import options_of_prices
 from dynamic_cp.setting import DEDICATED
-from dynamic_cp.types import PLACED, PlannedBatch, PlanOptions, Problem, Sample
+from dynamic_cp.types import BY_PLACEMENT, PlannedBatch, PlanOptions, Problem, Sample
 
 _METHODS = {"pool": "pool", "pool-quota": "quota", "pool-distca": "paper"}
 
@@ -40,7 +40,7 @@ def outcome_of_tasks(
     Raises:
         UnsupportedFeatureError, InfeasibleSampleError: as `plan_tasks`; "with-pool" then has the dynamic plan.
     """
-    placed = replace(options, cp_comm_types=tuple(dict.fromkeys((*options.cp_comm_types, *PLACED))))
+    placed = replace(options, cp_comm_types=tuple(dict.fromkeys((*options.cp_comm_types, BY_PLACEMENT))))
     memory = job.memory(options, None)
     known = memory if job.hardware.hbm_bytes else None
     prices = job.prices(placed if name == "stage-tasks" else options)

@@ -40,8 +40,8 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
 from dynamic_cp.types import (
+    BY_PLACEMENT,
     KINDS,
-    PLACED,
     Bucket,
     MicroBatch,
     Placement,
@@ -338,7 +338,7 @@ def plan_of(
                 first_lane=0,
                 cp_size=topology.num_lanes,
                 samples=row.samples,
-                cp_comm_type=PLACED[0],
+                cp_comm_type=BY_PLACEMENT,
                 placement=placement,
             )
         micro_batches.append(MicroBatch(buckets=(bucket,)))

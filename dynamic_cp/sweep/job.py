@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.search.placed import options_of_prices
+from dynamic_cp.pricing.resolution import options_of_prices
 from dynamic_cp.setting import Setting
 from dynamic_cp.types import Hardware, ModelShape, Sample, SearchEffort
 
