@@ -84,14 +84,7 @@ def compared() -> Comparison:
     )
     policies = ("dynamic", "static", "balanced")
     found = sweep(SPACE, job, policies=policies, num_processes=len(os.sched_getaffinity(0)))
-    return compare_settings(
-        batches,
-        [one.setting for one in found.best.values()],
-        model=job.model,
-        hardware=job.hardware,
-        model_name="llama-3-8b",
-        hardware_name="h100",
-    )
+    return compare_settings(job, found.settings, names=("llama-3-8b", "h100"))
 
 
 if __name__ == "__main__":

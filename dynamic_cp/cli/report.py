@@ -20,7 +20,7 @@ from dynamic_cp.cli.parameters import (
     planner_options,
 )
 from dynamic_cp.cli.run_options import check_only_run, require_batch
-from dynamic_cp.cli.simulate import DEFAULT_BATCHES, DEFAULT_POLICIES, compared
+from dynamic_cp.cli.simulate import DEFAULT_BATCHES, compared, policy_option
 from dynamic_cp.errors import UnsupportedFeatureError
 
 
@@ -46,13 +46,7 @@ Examples:
 @job_options()
 @options_in(
     "Planner",
-    one_option(
-        "--policy",
-        default=DEFAULT_POLICIES,
-        show_default=True,
-        metavar="NAME,..",
-        help="Policies to compare, comma-separated; also flexsp (slow) and wlb.",
-    ),
+    policy_option("Policies to compare, comma-separated; also flexsp (slow) and wlb."),
 )
 @planner_options
 @output_option(True, "HTML page to write.", "FILE.html")

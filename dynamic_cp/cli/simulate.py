@@ -22,7 +22,7 @@ from dynamic_cp.cli.parameters import (
     planner_options,
     taken,
 )
-from dynamic_cp.cli.tuned import compared_at_their_best, searched, shared_of, space_of
+from dynamic_cp.cli.tuned import searched, shared_of, space_of
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import NOISE_MARGIN
 
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 DEFAULT_BATCHES = 8
 DEFAULT_POLICIES = "dynamic,static,balanced,megatron-dev"
+
+
+def policy_option(help: str, default: str = DEFAULT_POLICIES) -> Any:
+    """Return --policy of several names."""
+    return one_option("--policy", default=default, show_default=True, metavar="NAME,..", help=help)
 
 
 @click.command(
@@ -49,13 +54,9 @@ Examples:
 @job_options()
 @options_in(
     "Planner",
-    one_option(
-        "--policy",
-        default=DEFAULT_POLICIES,
-        show_default=True,
-        metavar="NAME,..",
-        help="Policies to compare, comma-separated; also megatron-0.16.1, flexsp (slow), wlb, wlb-exposed; and "
-        "attention as tasks of servers: stage-tasks, pool, pool-quota, pool-distca, pool-dedicated, with-pool.",
+    policy_option(
+        "Policies to compare, comma-separated; also megatron-0.16.1, flexsp (slow), wlb, wlb-exposed; and "
+        "attention as tasks of servers: stage-tasks, pool, pool-quota, pool-distca, pool-dedicated, with-pool."
     ),
     noise_margin_option(),
     ping_pong_option(),
@@ -119,7 +120,7 @@ def compared(
     attention_servers: int | None = None,
 ) -> tuple[Comparison, BatchInput]:
     """Return the comparison that the options ask for, and the options of its batches; shows progress."""
-    from dynamic_cp.comparison import PEERS, compare_policies
+    from dynamic_cp.comparison import PEERS, compare_policies, compare_settings
     from dynamic_cp.disaggregation.prices import TaskOptions
     from dynamic_cp.setting import DEDICATED, POOL_POLICIES, TASK_POLICIES
 
@@ -150,7 +151,11 @@ def compared(
             shared = shared_of(job, batch, batches)
             found = searched(space_of(job), shared, planned, steps)
             peers = [name for name in names if name in others]
-            return compared_at_their_best(found, shared, (job.model, job.hardware_name), steps, peers, tasks), batch
+            called = (job.model, job.hardware_name)
+            comparison = compare_settings(
+                shared, found.settings, peers=peers, names=called, task_options=tasks, progress=steps
+            )
+            return comparison, batch
         comparison = compare_policies(
             batches,
             topology=job.topology,

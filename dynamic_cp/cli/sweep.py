@@ -26,17 +26,17 @@ from dynamic_cp.cli.parameters import (
     options_in,
     taken,
 )
-from dynamic_cp.cli.simulate import DEFAULT_POLICIES, policies_in
-from dynamic_cp.cli.tuned import check_memory_is_known, compared_at_their_best, exchanges_tried, searched
+from dynamic_cp.cli.simulate import policies_in, policy_option
+from dynamic_cp.cli.tuned import check_memory_is_known, exchanges_tried, searched
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models import catalog
 from dynamic_cp.tried import LIMIT_DIVISORS, MAX_VP_SIZE
-from dynamic_cp.types import RECOMPUTE_MODES
+from dynamic_cp.types import RECOMPUTE_MODES, Hardware, ModelShape
 
 if TYPE_CHECKING:
     from dynamic_cp.comparison import Comparison
     from dynamic_cp.models.architecture import Architecture
-    from dynamic_cp.sweep import Point, Sweep, SweepJob
+    from dynamic_cp.sweep import Point, Space, Sweep, SweepJob
 
 SCHEMA_VERSION = 2
 DEFAULT_BATCHES = 4
@@ -117,13 +117,7 @@ Examples:
         help=f"Token limits to try. [default: what memory holds, {_PARTS} of it]",
     ),
     exchange_option("auto or p2p, whichever is faster"),
-    one_option(
-        "--policy",
-        default=DEFAULT_POLICIES,
-        show_default=True,
-        metavar="NAME,..",
-        help="Policies to compare, comma-separated, each at its own fastest setting.",
-    ),
+    policy_option("Policies to compare, comma-separated, each at its own fastest setting."),
     SEARCH,
     one_option("--jobs", type=int, metavar="N", help="Number of processes. [default: one per CPU]"),
 )
@@ -146,62 +140,69 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
     check_memory_is_known(hardware)
     with progress("sweeping") as steps:
         steps(0, 1, "lengths")
-        from dynamic_cp.sweep import Space, SweepJob
+        from dynamic_cp.comparison import compare_settings
 
-        space = Space(
-            num_gpus=gpus,
-            ranks_per_node=given["ranks_per_node"],
-            tp_sizes=given["tp"],
-            pp_sizes=given["pp"],
-            vp_sizes=given["vpp"],
-            ep_sizes=given["ep"],
-            limits=given["max_tokens_per_rank"],
-            recompute=tuple(word.strip() for word in given["recompute"].split(",")),
-            exchanges=exchanges_tried(given["cp_comm_type"], model),
-        )
-        batches = batch.draw(DEFAULT_BATCHES)
-        job = SweepJob(
-            batches=batches,
-            max_seqlen=batch.longest_tokens(batches),
-            model=model,
-            hardware=hardware,
-            search=given["search"],
-            distributed_optimizer=not given["no_distributed_optimizer"],
-        )
+        space = _space(gpus, model, given)
+        job = _job(batch, model, hardware, given)
         found = searched(space, job, policies, steps, jobs)
         names = given["model"], hardware.name if given["settings"] else given["hardware"]
-        comparison = compared_at_their_best(found, job, names, steps)
+        comparison = compare_settings(job, found.settings, names=names, progress=steps)
     refusal = _why_no_line(found, job, architecture)
     flags = [] if refusal else _flags(found.front[0], job, architecture, given)
     if json:
-        inputs = {
-            **batch.as_dict(),
-            "batches": len(batches),
-            "gpus": gpus,
-            "ranks_per_node": space.ranks_per_node,
-            "distributed_optimizer": job.distributed_optimizer,
-            "search": job.search,
-            "recompute": space.recompute,
-            **{
-                name: given[name]
-                for name in ("tp", "pp", "vpp", "ep", "expert_imbalance", "max_tokens_per_rank", "cp_comm_type")
-            },
-            "model": given["model"],
-            "hardware": given["hardware"],
-            "set": given["settings"],
-            "policies": policies,
-        }
+        inputs = _inputs(batch, space, job, given) | {"policies": policies}
         write_json(json, _as_dict(found, comparison, inputs, flags, refusal))
     if json != STDOUT:
         from dynamic_cp.cli.sweep_tables import LaunchLine, show
 
-        line = LaunchLine(
-            flags=flags,
-            refusal=refusal,
-            notes=_notes(given["model"], job, architecture),
-            before=_hardware_command(given),
-        )
+        notes = _notes(given["model"], job, architecture)
+        line = LaunchLine(flags=flags, refusal=refusal, notes=notes, before=_hardware_command(given))
         show(found, comparison, batch, line, console())
+
+
+def _space(gpus: int, model: ModelShape, given: dict[str, Any]) -> Space:
+    from dynamic_cp.sweep import Space
+
+    return Space(
+        num_gpus=gpus,
+        ranks_per_node=given["ranks_per_node"],
+        tp_sizes=given["tp"],
+        pp_sizes=given["pp"],
+        vp_sizes=given["vpp"],
+        ep_sizes=given["ep"],
+        limits=given["max_tokens_per_rank"],
+        recompute=tuple(word.strip() for word in given["recompute"].split(",")),
+        exchanges=exchanges_tried(given["cp_comm_type"], model),
+    )
+
+
+def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[str, Any]) -> SweepJob:
+    from dynamic_cp.sweep import SweepJob
+
+    batches = batch.draw(DEFAULT_BATCHES)
+    return SweepJob(
+        batches=batches,
+        max_seqlen=batch.longest_tokens(batches),
+        model=model,
+        hardware=hardware,
+        search=given["search"],
+        distributed_optimizer=not given["no_distributed_optimizer"],
+    )
+
+
+def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any]) -> dict[str, Any]:
+    as_given = ("tp", "pp", "vpp", "ep", "expert_imbalance", "max_tokens_per_rank", "cp_comm_type", "model", "hardware")
+    return {
+        **batch.as_dict(),
+        "batches": len(job.batches),
+        "gpus": space.num_gpus,
+        "ranks_per_node": space.ranks_per_node,
+        "distributed_optimizer": job.distributed_optimizer,
+        "search": job.search,
+        "recompute": space.recompute,
+        **{name: given[name] for name in as_given},
+        "set": given["settings"],
+    }
 
 
 def _why_no_line(found: Sweep, job: SweepJob, architecture: Architecture | None) -> str:

@@ -17,7 +17,7 @@ from dynamic_cp.cli.parameters import (
     planner_options,
 )
 from dynamic_cp.cli.run_options import check_only_run, require_batch
-from dynamic_cp.cli.simulate import compared
+from dynamic_cp.cli.simulate import compared, policy_option
 from dynamic_cp.errors import InvalidInputError
 
 
@@ -41,13 +41,7 @@ Examples:
 @job_options()
 @options_in(
     "Planner",
-    one_option(
-        "--policy",
-        default="dynamic",
-        show_default=True,
-        metavar="NAME,..",
-        help="Policies to show, comma-separated, one below the other.",
-    ),
+    policy_option("Policies to show, comma-separated, one below the other.", default="dynamic"),
 )
 @planner_options
 @options_in(

@@ -23,8 +23,6 @@ from dynamic_cp.types import (
 )
 
 if TYPE_CHECKING:
-    from dynamic_cp.comparison import Comparison
-    from dynamic_cp.disaggregation.prices import TaskOptions
     from dynamic_cp.sweep import Found, Space, Sweep, SweepJob
 
 Batches = tuple[tuple[Sample, ...], ...]
@@ -111,32 +109,6 @@ def searched(
             reasons = ", ".join(f"{reason} ({number})" for reason, number in one.refused.items())
             click.echo(f"dynamic-cp: warning: no setting of policy {policy} can run: {reasons}", err=True)
     return found
-
-
-def compared_at_their_best(
-    found: Sweep,
-    shared: SweepJob,
-    names: tuple[str, str],
-    steps: Progress,
-    peers: Sequence[str] = (),
-    task_options: TaskOptions | None = None,
-) -> Comparison:
-    """Return the comparison of what a sweep found; names: of model and hardware."""
-    from dynamic_cp.comparison import compare_settings
-
-    return compare_settings(
-        shared.batches,
-        [one.setting for one in found.best.values()],
-        model=shared.model,
-        hardware=shared.hardware,
-        peers=peers,
-        search=shared.search,
-        distributed_optimizer=shared.distributed_optimizer,
-        model_name=names[0],
-        hardware_name=names[1],
-        task_options=task_options,
-        progress=steps,
-    )
 
 
 def why_fastest(found: Found) -> str:

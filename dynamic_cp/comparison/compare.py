@@ -14,8 +14,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
-from dynamic_cp.comparison.job import Job, batch_outcome
+from dynamic_cp.comparison.job import Job, SweepJob, batch_outcome
 from dynamic_cp.comparison.peer_policies import PEERS, load_peer, outcome_of_peer
 from dynamic_cp.comparison.task_policies import outcome_of_tasks
 from dynamic_cp.comparison.values import Comparison, PolicyOutcome
@@ -27,7 +28,7 @@ from dynamic_cp.pricing.resolution import options_serving
 from dynamic_cp.search.choice import task_options_of
 from dynamic_cp.search.search import POLICIES, plan_global_batch
 from dynamic_cp.setting import STATIC_POLICIES, TASK_POLICIES, Setting
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, SearchEffort, Topology
+from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 
 COMPARED_BY_DEFAULT = POLICIES
 _STATIC_DIVISORS = (2, 4, 8)
@@ -89,7 +90,7 @@ def compare_policies(
     """
     names = compared_policies(policies)
     _check_batches(batches)
-    peers = {name: load_peer(name) for name in names if name in PEERS}
+    run = _Policies(names, len(batches), task_options, progress)
     job = Job(
         batches=tuple(tuple(batch) for batch in batches),
         topology=topology,
@@ -100,102 +101,64 @@ def compare_policies(
         distributed_optimizer=distributed_optimizer,
     )
     base = job.options_of("dynamic", None)
-    report = _Steps(progress, names, len(batches))
-    outcomes = []
-    for name in names:
-        report.start(name)
-        if name in peers:
-            outcomes.append(outcome_of_peer(name, peers[name], job, base, report.next))
-            continue
-        if name in TASK_POLICIES:
-            outcomes.append(outcome_of_tasks(name, job, base, task_options or task_options_of(base), report.next))
-            continue
-        options = job.allowed_to(name, base)
-        if name in STATIC_POLICIES:
-            options = _fastest_static(name, job)
-        elif name == "dynamic":
-            options = _fastest_dynamic(job, base)
-        outcomes.append(_outcome(name, job, options, report.next))
-    report.start("done")
+    outcomes = tuple(run.outcome(name, job, partial(_options_of, name, job, base)) for name in names)
     ours = next((one for one in outcomes if one.policy == "dynamic"), None)
     if ours is not None:
         base = replace(base, max_tokens_per_rank=ours.max_tokens_per_rank, max_cp_size=ours.setting.max_cp_size)
-    return Comparison(
-        model_name=model_name,
-        hardware_name=hardware_name or hardware.name,
-        topology=topology,
-        model=model,
-        hardware=hardware,
-        options=base,
-        batches=job.batches,
-        policies=tuple(outcomes),
-    )
+    run.start("done")
+    return _comparison(job, base, outcomes, (model_name, hardware_name), is_tuned=False)
 
 
 def compare_settings(
-    batches: Batches,
+    shared: SweepJob,
     settings: Sequence[Setting],
     *,
-    model: ModelShape,
-    hardware: Hardware,
     peers: Sequence[str] = (),
-    search: SearchEffort = "fast",
-    distributed_optimizer: bool = True,
-    model_name: str = "",
-    hardware_name: str = "",
+    names: tuple[str, str] = ("", ""),
     task_options: TaskOptions | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Return what each of `settings` makes of each of `batches`: policies, each at a layout of its own.
+    """Return what each of `settings` makes of each batch: policies, each at a layout of its own.
 
     Args:
-        batches, model, hardware, distributed_optimizer, model_name, hardware_name, task_options, progress: as
-            `compare_policies`.
+        shared: batches, model, hardware.
         settings: at least one, of different policies of POLICIES and POOL_POLICIES, all on as many ranks.
         peers: names of PEERS and TASK_POLICIES, which run at the setting of the dynamic policy (of the first, without
             it).
-        search: of all plans.
+        names: of model and hardware, kept in the result.
+        task_options, progress: as `compare_policies`.
 
     Raises:
         DynamicCPError: as `compare_policies`.
     """
-    _check_batches(batches)
-    names = (*(one.policy for one in settings), *peers)
-    others = compared_policies(peers) if peers else ()
-    loaded = {name: load_peer(name) for name in others if name in PEERS}
-    report = _Steps(progress, names, len(batches))
+    _check_batches(shared.batches)
+    if peers:
+        compared_policies(peers)
+    policies = (*(one.policy for one in settings), *peers)
+    run = _Policies(policies, len(shared.batches), task_options, progress)
     main = next((one for one in settings if one.policy == "dynamic"), settings[0])
-    outcomes = []
-    for setting, name in zip((*settings, *(main for _ in peers)), names, strict=True):
-        # Bounds and prices are those of all CP sizes at this limit; memory is that of the policy's own.
-        options = replace(setting.options(search), min_cp_size=1, max_cp_size=setting.max_cp_size)
-        job = Job(
-            batches=tuple(tuple(batch) for batch in batches),
-            topology=setting.topology,
-            model=replace(model, pipeline_layers=setting.pipeline_layers),
-            hardware=hardware,
-            options=options,
-            limit_from_memory=False,
-            distributed_optimizer=distributed_optimizer,
-        )
-        report.start(name)
-        if name in loaded:
-            outcomes.append(outcome_of_peer(name, loaded[name], job, options, report.next))
-        elif name in TASK_POLICIES:
-            outcomes.append(outcome_of_tasks(name, job, options, task_options or task_options_of(options), report.next))
-        else:
-            outcomes.append(_outcome(name, job, options, report.next))
-    report.start("done")
+    jobs = [Job.at(setting, shared) for setting in (*settings, *(main for _ in peers))]
+    outcomes = tuple(
+        run.outcome(policy, job, partial(getattr, job, "options")) for policy, job in zip(policies, jobs, strict=True)
+    )
+    run.start("done")
+    return _comparison(jobs[settings.index(main)], main.options(shared.search), outcomes, names, is_tuned=True)
+
+
+def _comparison(
+    job: Job, options: PlanOptions, policies: tuple[PolicyOutcome, ...], names: tuple[str, str], *, is_tuned: bool
+) -> Comparison:
+    """Return the outcomes of policies with the job that stands for all of them; names: of model and hardware."""
     return Comparison(
-        model_name=model_name,
-        hardware_name=hardware_name or hardware.name,
-        topology=main.topology,
-        model=replace(model, pipeline_layers=main.pipeline_layers),
-        hardware=hardware,
-        options=main.options(search),
-        batches=tuple(tuple(batch) for batch in batches),
-        policies=tuple(outcomes),
-        is_tuned=True,
+        model_name=names[0],
+        hardware_name=names[1] or job.hardware.name,
+        topology=job.topology,
+        model=job.model,
+        hardware=job.hardware,
+        options=options,
+        batches=job.batches,
+        policies=policies,
+        is_tuned=is_tuned,
     )
 
 
@@ -204,12 +167,26 @@ def _check_batches(batches: Batches) -> None:
         raise InvalidInputError(f"{len(batches)} global batches are given, each needs at least 1 sample: give lengths")
 
 
-class _Steps:
-    """Counts the steps of a comparison for whoever draws a bar."""
+class _Policies:
+    """Runs one policy after the other, and says how far it is to whoever draws a bar."""
 
-    def __init__(self, progress: Progress | None, names: Sequence[str], num_batches: int) -> None:
-        self._progress, self._total, self._done = progress, len(names) * num_batches, 0
-        self._what = ""
+    def __init__(
+        self, names: Sequence[str], num_batches: int, task_options: TaskOptions | None, progress: Progress | None
+    ) -> None:
+        self._peers = {name: load_peer(name) for name in names if name in PEERS}
+        self._task_options, self._progress = task_options, progress
+        self._total, self._done, self._what = len(names) * num_batches, 0, ""
+
+    def outcome(self, name: str, job: Job, options_of: Callable[[], PlanOptions]) -> PolicyOutcome:
+        """Return what a policy makes of all batches of a job, with options that are found when it starts."""
+        self.start(name)
+        options = options_of()
+        if name in self._peers:
+            return outcome_of_peer(name, self._peers[name], job, options, self._next)
+        if name in TASK_POLICIES:
+            task_options = self._task_options or task_options_of(options)
+            return outcome_of_tasks(name, job, options, task_options, self._next)
+        return _outcome(name, job, options, self._next)
 
     def start(self, what: str) -> None:
         """Say what comes next."""
@@ -217,11 +194,20 @@ class _Steps:
         if self._progress is not None:
             self._progress(self._done, self._total, what)
 
-    def next(self) -> None:
+    def _next(self) -> None:
         """Count a batch of it."""
         self._done += 1
         if self._done < self._total:
             self.start(self._what)
+
+
+def _options_of(policy: str, job: Job, base: PlanOptions) -> PlanOptions:
+    """Return the options of a policy: of our own those with which it is fastest."""
+    if policy in STATIC_POLICIES:
+        return _fastest_static(policy, job)
+    if policy == "dynamic":
+        return _fastest_dynamic(job, base)
+    return job.allowed_to(policy, base) if policy in POLICIES else base
 
 
 def _fastest_dynamic(job: Job, base: PlanOptions) -> PlanOptions:

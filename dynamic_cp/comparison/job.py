@@ -1,9 +1,9 @@
-"""One comparison: its batches, job and limits, and the outcome of one plan in it."""
+"""What settings and policies share, in a sweep and in a comparison, and the outcome of one plan in it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,7 +18,55 @@ from dynamic_cp.pricing.flops import batch_flops, length_sums, tflops_per_rank
 from dynamic_cp.pricing.resolution import exchanges_of_policy, options_of_prices
 from dynamic_cp.pricing.sent import sent_by_plan
 from dynamic_cp.setting import Setting
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, SearchEffort, Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepJob:
+    """Data, model and hardware.
+
+    Attributes:
+        batches: global batches, each of which every setting plans.
+        max_seqlen: longest sample that the run must hold (tokens), at least that of the batches.
+    """
+
+    batches: tuple[tuple[Sample, ...], ...]
+    max_seqlen: int
+    model: ModelShape
+    hardware: Hardware
+    search: SearchEffort = "fast"
+    distributed_optimizer: bool = True
+
+    def model_of(self, setting: Setting) -> ModelShape:
+        """Return the model in the stages of `setting`."""
+        return replace(self.model, pipeline_layers=setting.pipeline_layers)
+
+    def problem(self, setting: Setting) -> Problem:
+        """Return all that plans of `setting` depend on besides the samples."""
+        return Problem(
+            topology=setting.topology,
+            model=self.model_of(setting),
+            hardware=self.hardware,
+            options=setting.options(self.search),
+            policy="dynamic" if setting.has_pool else setting.policy,
+            distributed_optimizer=self.distributed_optimizer,
+        )
+
+    def memory(self, setting: Setting) -> MemoryModel:
+        """Return the memory of `setting`."""
+        return MemoryModel(
+            self.model_of(setting),
+            self.hardware,
+            setting.topology,
+            setting.options(self.search),
+            distributed_optimizer=self.distributed_optimizer,
+        )
+
+    def prices(self, setting: Setting) -> CostModel:
+        """Return the prices of `setting`; UnsupportedFeatureError: no allowed exchange serves any of its CP sizes."""
+        model = self.model_of(setting)
+        options = options_of_prices(setting.options(self.search), model)
+        return CostModel(model, self.hardware, setting.topology, options)
 
 
 class Job(NamedTuple):
@@ -31,6 +79,21 @@ class Job(NamedTuple):
     options: PlanOptions
     limit_from_memory: bool
     distributed_optimizer: bool
+
+    @classmethod
+    def at(cls, setting: Setting, shared: SweepJob) -> Job:
+        """Return the job of a setting; its limit of tokens is given."""
+        # Bounds and prices are those of all CP sizes at this limit; memory is that of the policy's own.
+        options = replace(setting.options(shared.search), min_cp_size=1, max_cp_size=setting.max_cp_size)
+        return cls(
+            batches=shared.batches,
+            topology=setting.topology,
+            model=shared.model_of(setting),
+            hardware=shared.hardware,
+            options=options,
+            limit_from_memory=False,
+            distributed_optimizer=shared.distributed_optimizer,
+        )
 
     @property
     def max_seqlen(self) -> int:

@@ -85,7 +85,7 @@ def blocks_of(
     num_own = int(starts[num_long]) - num_long
     num_own_tiles = int(np.searchsorted(tiles.rows, num_own, side="left"))
     bins = _fill_bins(runs.seqlens[num_long:], block_size) if share_bins else np.arange(len(samples) - num_long)
-    graph = _graph_of(starts, cuts, tiles, num_long, num_own, num_own_tiles, bins, row_bytes, column_bytes)
+    graph = _graph_of(starts, cuts, tiles, num_long, (num_own, num_own_tiles), bins, (row_bytes, column_bytes))
     return Blocks(np.array(order, np.int64), runs, starts, cuts, tiles, num_own, num_own_tiles, bins + num_own, graph)
 
 
@@ -122,9 +122,11 @@ def _fill_bins(seqlens: Ints, block_size: int) -> Ints:
 
 @compiled
 def _graph_of(
-    starts: Ints, cuts: Ints, tiles: Tiles, num_long: int, num_own: int, num_own_tiles: int, bins: Ints, row_bytes: int,
-    column_bytes: int,
+    starts: Ints, cuts: Ints, tiles: Tiles, num_long: int, own: tuple[int, int], bins: Ints,
+    token_bytes: tuple[int, int],
 ) -> Graph:  # fmt: skip
+    """Return the graph; `own` counts vertices and tiles of long samples, `token_bytes` are of rows and columns."""
+    num_own, num_own_tiles = own
     num_bins = 0
     for one in bins:
         num_bins = max(num_bins, one + 1)
@@ -148,7 +150,7 @@ def _graph_of(
         work[num_own_tiles + bins[short]] += tiles.touched[num_own_tiles + short]
     net_bytes = np.empty((2, num_vertices), np.int64)
     for vertex in range(num_vertices):
-        net_bytes[0, vertex], net_bytes[1, vertex] = tokens[vertex] * row_bytes, tokens[vertex] * column_bytes
+        net_bytes[0, vertex], net_bytes[1, vertex] = tokens[vertex] * token_bytes[0], tokens[vertex] * token_bytes[1]
     return graph_of(tokens, documents, net_bytes, ends, work)
 
 

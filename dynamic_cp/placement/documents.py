@@ -26,6 +26,17 @@ class Caps(NamedTuple):
     work: Floats
 
 
+class Held(NamedTuple):
+    """What parts hold so far.
+
+    Attributes:
+        tokens, work: [part].
+    """
+
+    tokens: Floats
+    work: Floats
+
+
 @compiled
 def place_documents(graph: Graph, vertex_work: Floats, caps: Caps, is_spread: bool) -> Ints:
     """Return [vertex] -> part.
@@ -39,7 +50,7 @@ def place_documents(graph: Graph, vertex_work: Floats, caps: Caps, is_spread: bo
     """
     num_vertices, num_parts = len(graph.tokens), len(caps.tokens)
     parts = np.empty(num_vertices, np.int64)
-    tokens, work = np.zeros(num_parts), np.zeros(num_parts)
+    held = Held(np.zeros(num_parts), np.zeros(num_parts))
     firsts = _first_vertices(graph.documents)
     sizes, shares = np.zeros((2, len(firsts) - 1)), np.empty(len(firsts) - 1)
     all_tokens, all_work = 0.0, 0.0
@@ -53,19 +64,19 @@ def place_documents(graph: Graph, vertex_work: Floats, caps: Caps, is_spread: bo
         shares[document] = -max(sizes[0, document] / all_tokens, sizes[1, document] / all_work)
     for document in ascending(shares):
         first, stop = firsts[document], firsts[document + 1]
-        part, fits = emptiest(sizes[0, document], sizes[1, document], tokens, work, caps)
+        part, fits = emptiest(sizes[0, document], sizes[1, document], held, caps)
         if fits or stop - first == 1:
             parts[first:stop] = part
-            tokens[part] += sizes[0, document]
-            work[part] += sizes[1, document]
+            held.tokens[part] += sizes[0, document]
+            held.work[part] += sizes[1, document]
             continue
-        chosen = _fewest_parts(sizes[0, document], sizes[1, document], tokens, work, caps)
+        chosen = _fewest_parts(sizes[0, document], sizes[1, document], held, caps)
         if is_spread:
             by_work = ascending(-vertex_work[first:stop])
             by_work += first
-            _fill_emptiest(by_work, chosen, graph.tokens, vertex_work, tokens, work, caps, parts)
+            _fill_emptiest(by_work, chosen, graph.tokens, vertex_work, held, caps, parts)
         else:
-            _fill_in_order(first, stop, chosen, graph.tokens, vertex_work, tokens, work, caps, parts)
+            _fill_in_order(first, stop, chosen, graph.tokens, vertex_work, held, caps, parts)
     return parts
 
 
@@ -83,8 +94,9 @@ def _first_vertices(documents: Ints) -> Ints:
 
 
 @compiled
-def emptiest(more_tokens: float, more_work: float, tokens: Floats, work: Floats, caps: Caps) -> tuple[int, bool]:
+def emptiest(more_tokens: float, more_work: float, held: Held, caps: Caps) -> tuple[int, bool]:
     """Return (the part that is least full with so much more, whether it then keeps its caps)."""
+    tokens, work = held
     best, least = 0, np.inf
     for part in range(len(tokens)):
         fill = max((tokens[part] + more_tokens) / caps.tokens[part], (work[part] + more_work) / caps.work[part])
@@ -94,8 +106,9 @@ def emptiest(more_tokens: float, more_work: float, tokens: Floats, work: Floats,
 
 
 @compiled
-def _fewest_parts(more_tokens: float, more_work: float, tokens: Floats, work: Floats, caps: Caps) -> Ints:
+def _fewest_parts(more_tokens: float, more_work: float, held: Held, caps: Caps) -> Ints:
     """Return those parts with the most room, as few as hold so much more, at least two of several."""
+    tokens, work = held
     fill = np.empty(len(tokens))
     for part in range(len(tokens)):
         fill[part] = max(tokens[part] / caps.tokens[part], work[part] / caps.work[part])
@@ -111,10 +124,10 @@ def _fewest_parts(more_tokens: float, more_work: float, tokens: Floats, work: Fl
 
 @compiled
 def _fill_emptiest(
-    vertices: Ints, chosen: Ints, vertex_tokens: Ints, vertex_work: Floats, tokens: Floats, work: Floats, caps: Caps,
-    parts: Ints,
-) -> None:  # fmt: skip
+    vertices: Ints, chosen: Ints, vertex_tokens: Ints, vertex_work: Floats, held: Held, caps: Caps, parts: Ints
+) -> None:
     """Put one vertex after the other into the emptiest of the chosen parts."""
+    tokens, work = held
     for vertex in vertices:
         best, least = chosen[0], np.inf
         for part in chosen:
@@ -131,10 +144,10 @@ def _fill_emptiest(
 
 @compiled
 def _fill_in_order(
-    first: int, stop: int, chosen: Ints, vertex_tokens: Ints, vertex_work: Floats, tokens: Floats, work: Floats,
-    caps: Caps, parts: Ints,
-) -> None:  # fmt: skip
+    first: int, stop: int, chosen: Ints, vertex_tokens: Ints, vertex_work: Floats, held: Held, caps: Caps, parts: Ints
+) -> None:
     """Fill one of the chosen parts after the other; what no longer fits goes to the emptiest."""
+    tokens, work = held
     place = 0
     for vertex in range(first, stop):
         while place < len(chosen):
@@ -147,7 +160,7 @@ def _fill_in_order(
             place += 1
         if place == len(chosen):
             rest = np.arange(vertex, stop)
-            _fill_emptiest(rest, chosen, vertex_tokens, vertex_work, tokens, work, caps, parts)
+            _fill_emptiest(rest, chosen, vertex_tokens, vertex_work, held, caps, parts)
             return
         parts[vertex] = part
         tokens[part] += vertex_tokens[vertex]

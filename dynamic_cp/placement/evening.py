@@ -72,7 +72,7 @@ def even_out(
                 if room <= 0:
                     break
                 free_work = most_work - lane_work[there]
-                block = _short_to_move(own, lane, lanes, left, sizes, short_work, excess, room, free_work)
+                block = _short_to_move(own, lane, lanes, left, sizes, short_work, (excess, room, free_work))
                 if block >= 0:
                     size = sizes[block]
                     lanes[block] = there
@@ -95,10 +95,14 @@ def even_out(
 
 @compiled
 def _short_to_move(
-    own: Ints, lane: int, lanes: Ints, left: Ints, sizes: Ints, short_work: Floats, excess: int, room: int,
-    free_work: float,
-) -> int:  # fmt: skip
-    """Return the short sample on a lane that is nearest to what it has too much, among those that fit; -1: none."""
+    own: Ints, lane: int, lanes: Ints, left: Ints, sizes: Ints, short_work: Floats, limits: tuple[int, int, float]
+) -> int:
+    """Return the short sample on a lane that is nearest to what it has too much, among those that fit; -1: none.
+
+    Args:
+        limits: (tokens that the lane has too much, tokens and touched pairs for which there is room elsewhere).
+    """
+    excess, room, free_work = limits
     best, least = -1, 0
     for block in own:
         is_whole = lanes[block] == lane and left[block] == sizes[block]

@@ -12,7 +12,7 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.placement.blocks import Blocks, blocks_of
-from dynamic_cp.placement.documents import Caps, emptiest
+from dynamic_cp.placement.documents import Caps, Held, emptiest
 from dynamic_cp.placement.levels import Effort, place_graph
 from dynamic_cp.placement.placed import Placed, placed_of
 from dynamic_cp.placement.problem import PlacementProblem
@@ -134,11 +134,11 @@ def _placed(blocks: Blocks, problem: PlacementProblem, effort: Effort) -> Placed
 def _least_full(sample_tokens: Ints, sample_work: Floats, num_lanes: int) -> Ints:
     """Return [sample] -> lane; samples are descending by length."""
     lanes = np.empty(len(sample_tokens), np.int64)
-    tokens, work = np.zeros(num_lanes), np.zeros(num_lanes)
+    held = Held(np.zeros(num_lanes), np.zeros(num_lanes))
     caps = Caps(np.full(num_lanes, float(sample_tokens.sum())), np.full(num_lanes, sample_work.sum()))
     for sample in range(len(lanes)):
-        lane, _ = emptiest(float(sample_tokens[sample]), sample_work[sample], tokens, work, caps)
+        lane, _ = emptiest(float(sample_tokens[sample]), sample_work[sample], held, caps)
         lanes[sample] = lane
-        tokens[lane] += sample_tokens[sample]
-        work[lane] += sample_work[sample]
+        held.tokens[lane] += sample_tokens[sample]
+        held.work[lane] += sample_work[sample]
     return lanes

@@ -13,7 +13,7 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.placement.blocks import Graph
-from dynamic_cp.placement.documents import Caps
+from dynamic_cp.placement.documents import Caps, Held
 from dynamic_cp.placement.order import total_of
 from dynamic_cp.xorshift import draw, next_state
 
@@ -65,10 +65,10 @@ def improve_rows(
     """Change `parts` [vertex] where that saves bytes, until nothing does or for `num_sweeps` sweeps."""
     num_vertices, num_parts = len(parts), len(caps.tokens)
     users = _users_of_keys(graph, pushed, parts, num_parts)
-    tokens, work = np.zeros(num_parts), np.zeros(num_parts)
+    held = Held(np.zeros(num_parts), np.zeros(num_parts))
     for vertex in range(num_vertices):
-        tokens[parts[vertex]] += graph.tokens[vertex]
-        work[parts[vertex]] += vertex_work[vertex]
+        held.tokens[parts[vertex]] += graph.tokens[vertex]
+        held.work[parts[vertex]] += vertex_work[vertex]
     state = next_state(np.uint64(88172645463325252 + seed * 7919000021))
     saved = np.empty(num_parts)
     for sweep in range(num_sweeps):
@@ -84,13 +84,13 @@ def improve_rows(
             for part in range(num_parts):
                 if part == here:
                     continue
-                relief = _relief(here, part, graph.tokens[vertex], vertex_work[vertex], tokens, work, caps, prices)
+                relief = _relief(here, part, graph.tokens[vertex], vertex_work[vertex], held, caps, prices)
                 if saved[part] + relief > most:
                     best, most = part, saved[part] + relief
                 if saved[part] > wanted_most:
                     wanted, wanted_most = part, saved[part]
             if best != here:
-                _move(graph, vertex_work, pushed[vertex], vertex, best, parts, users, tokens, work)
+                _move(graph, vertex_work, pushed[vertex], vertex, best, parts, users, held)
                 num_changes += 1
                 continue
             if wanted == here:
@@ -102,17 +102,17 @@ def improve_rows(
                     continue
                 relief = _relief(
                     here, wanted, graph.tokens[vertex] - graph.tokens[other], vertex_work[vertex] - vertex_work[other],
-                    tokens, work, caps, prices,
+                    held, caps, prices,
                 )  # fmt: skip
                 if wanted_most + relief <= 0.5:
                     continue
-                _move(graph, vertex_work, pushed[vertex], vertex, wanted, parts, users, tokens, work)
+                _move(graph, vertex_work, pushed[vertex], vertex, wanted, parts, users, held)
                 _saved_by_moving(graph, pushed[other], other, wanted, users, saved)
                 if wanted_most + saved[here] + relief > 0.5:
-                    _move(graph, vertex_work, pushed[other], other, here, parts, users, tokens, work)
+                    _move(graph, vertex_work, pushed[other], other, here, parts, users, held)
                     num_changes += 1
                     break
-                _move(graph, vertex_work, pushed[vertex], vertex, here, parts, users, tokens, work)
+                _move(graph, vertex_work, pushed[vertex], vertex, here, parts, users, held)
         if num_changes == 0 and sweep > 1:
             break
 
@@ -158,10 +158,10 @@ def _saved_by_moving(graph: Graph, is_pushed: int, vertex: int, here: int, users
 
 @compiled
 def _relief(
-    here: int, there: int, more_tokens: float, more_work: float, tokens: Floats, work: Floats, caps: Caps,
-    prices: Prices,
-) -> float:  # fmt: skip
+    here: int, there: int, more_tokens: float, more_work: float, held: Held, caps: Caps, prices: Prices
+) -> float:
     """Return what is saved above the caps, in bytes, by moving so much from one part to another."""
+    tokens, work = held
     before = max(0.0, tokens[here] - caps.tokens[here]) + max(0.0, tokens[there] - caps.tokens[there])
     after = max(0.0, tokens[here] - more_tokens - caps.tokens[here]) + max(
         0.0, tokens[there] + more_tokens - caps.tokens[there]
@@ -175,9 +175,8 @@ def _relief(
 
 @compiled
 def _move(
-    graph: Graph, vertex_work: Floats, is_pushed: int, vertex: int, there: int, parts: Ints, users: Ints,
-    tokens: Floats, work: Floats,
-) -> None:  # fmt: skip
+    graph: Graph, vertex_work: Floats, is_pushed: int, vertex: int, there: int, parts: Ints, users: Ints, held: Held
+) -> None:
     here = parts[vertex]
     users[vertex, here] -= 1
     users[vertex, there] += 1
@@ -186,8 +185,8 @@ def _move(
             key = graph.ends[1, graph.members[0, place]]
             users[key, here] -= 1
             users[key, there] += 1
-    tokens[here] -= graph.tokens[vertex]
-    tokens[there] += graph.tokens[vertex]
-    work[here] -= vertex_work[vertex]
-    work[there] += vertex_work[vertex]
+    held.tokens[here] -= graph.tokens[vertex]
+    held.tokens[there] += graph.tokens[vertex]
+    held.work[here] -= vertex_work[vertex]
+    held.work[there] += vertex_work[vertex]
     parts[vertex] = there

@@ -62,6 +62,19 @@ class Line(NamedTuple):
     glad_work: Floats
 
 
+class Limits(NamedTuple):
+    """Which tiles of a line move, and how many.
+
+    Attributes:
+        least_bytes: that each must save.
+        enough_work, most_work: touched pairs after which no more moves, and that may not be passed.
+    """
+
+    least_bytes: float
+    enough_work: float
+    most_work: float
+
+
 @compiled
 def state_of(graph: Graph, homes: Ints, lanes: Ints, num_parts: int) -> State:
     """Return the state in which vertices and tiles are there."""
@@ -155,18 +168,9 @@ def _weigh_line(graph: Graph, state: State, side: int, vertex: int, here: int, l
 
 
 @compiled
-def _move_line(
-    graph: Graph, state: State, side: int, vertex: int, here: int, there: int, least: float, excess: float, room: float
-) -> float:
-    """Move those tiles of a line that save at least `least` bytes each.
-
-    Args:
-        excess: touched pairs that are enough.
-        room: touched pairs that are the most.
-
-    Returns:
-        touched pairs that moved.
-    """
+def _move_line(graph: Graph, state: State, side: int, vertex: int, here: int, there: int, limits: Limits) -> float:
+    """Move tiles of a line within `limits`; return the touched pairs that moved."""
+    least, excess, room = limits
     moved = 0.0
     for place in range(graph.starts[side, vertex], graph.starts[side, vertex + 1]):
         tile = graph.members[side, place]
@@ -208,7 +212,7 @@ def _improve_line(graph: Graph, state: State, caps: Caps, side: int, vertex: int
             if line.glad_bytes[part] > most and line.glad_work[part] <= room:
                 best, most, least = part, line.glad_bytes[part], _LEAST
         if best != here:
-            _move_line(graph, state, side, vertex, here, best, least, np.inf, np.inf)
+            _move_line(graph, state, side, vertex, here, best, Limits(least, np.inf, np.inf))
             num_moves += 1
     return num_moves
 
@@ -233,7 +237,7 @@ def _relieve(graph: Graph, state: State, caps: Caps, here: int, line: Line, rati
             continue  # what made it cheap has moved
         room = caps.work[there] - state.work[there]
         side, vertex = lines[place] // num_vertices, lines[place] % num_vertices
-        if _move_line(graph, state, side, vertex, here, there, least, excess, room) > 0.0:
+        if _move_line(graph, state, side, vertex, here, there, Limits(least, excess, room)) > 0.0:
             num_moves += 1
     return num_moves
 

@@ -7,13 +7,28 @@ other nodes and links inside the node work at the same time, each sends and rece
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.arrays import Floats
 from dynamic_cp.placement.transport import Messages
 
 _ACROSS, _INSIDE, _COLLECT, _DELIVER = 0, 1, 2, 3
+
+
+class Link(NamedTuple):
+    """Links of one kind.
+
+    Attributes:
+        free_s: [lane] when its link is free.
+        latency_s: of a round; bytes_per_s: of a link.
+    """
+
+    free_s: Floats
+    latency_s: float
+    bytes_per_s: float
 
 
 @compiled
@@ -27,20 +42,17 @@ def lane_ends_s(messages: Messages, attention_s: Floats, latency_s: float, insid
         inside, across: bytes per second of a lane's links in its node, and to other nodes.
     """
     num_divisions, num_lanes = attention_s.shape
-    divisions, rounds, senders, receivers = messages.division, messages.round, messages.sender, messages.receiver
-    num_bytes = messages.num_bytes
+    divisions, rounds = messages.division, messages.round
     ends = np.zeros((num_divisions * 4 + 1,), np.int64)
     for index in range(len(divisions)):
         ends[divisions[index] * 4 + rounds[index] + 1] = index + 1
     for slot in range(1, len(ends)):
         ends[slot] = max(ends[slot], ends[slot - 1])
-    free = np.zeros((2, num_lanes))
+    across_nodes = Link(np.zeros(num_lanes), latency_s, across)
+    in_node = Link(np.zeros(num_lanes), latency_s, inside)
     arrived = np.zeros((2, num_divisions + 2, num_lanes))
     begun, now, returned = np.zeros(num_lanes), np.zeros(num_lanes), np.zeros(num_lanes)
-    _exchange(
-        senders, receivers, num_bytes, 0, ends[_ACROSS + 1], begun, free[_ACROSS], latency_s, across,
-        arrived[_ACROSS, 0],
-    )  # fmt: skip
+    _exchange(messages, 0, ends[_ACROSS + 1], begun, across_nodes, arrived[_ACROSS, 0])
     # A link serves rounds in the order in which lanes begin them: what later divisions fetch goes before what this one
     # gives back.
     for division in range(-1, num_divisions):
@@ -50,43 +62,31 @@ def lane_ends_s(messages: Messages, attention_s: Floats, latency_s: float, insid
                 now[lane] = begun[lane] + attention_s[division, lane]
         if division + 1 < num_divisions:
             slot = 4 * (division + 1) + _INSIDE
-            _exchange(
-                senders, receivers, num_bytes, ends[slot], ends[slot + 1],
-                np.maximum(begun, arrived[_ACROSS, division + 1]), free[_INSIDE], latency_s, inside,
-                arrived[_INSIDE, division + 1],
-            )  # fmt: skip
+            posted = np.maximum(begun, arrived[_ACROSS, division + 1])
+            _exchange(messages, ends[slot], ends[slot + 1], posted, in_node, arrived[_INSIDE, division + 1])
         if division + 2 < num_divisions:
             slot = 4 * (division + 2) + _ACROSS
-            _exchange(
-                senders, receivers, num_bytes, ends[slot], ends[slot + 1], begun, free[_ACROSS], latency_s, across,
-                arrived[_ACROSS, division + 2],
-            )  # fmt: skip
+            _exchange(messages, ends[slot], ends[slot + 1], begun, across_nodes, arrived[_ACROSS, division + 2])
         if division < 0:
             continue
         collected = now.copy()
         slot = 4 * division + _COLLECT
-        _exchange(
-            senders, receivers, num_bytes, ends[slot], ends[slot + 1], now, free[_INSIDE], latency_s, inside, collected
-        )
+        _exchange(messages, ends[slot], ends[slot + 1], now, in_node, collected)
         delivered = collected.copy()
         slot = 4 * division + _DELIVER
-        _exchange(
-            senders, receivers, num_bytes, ends[slot], ends[slot + 1], collected, free[_ACROSS], latency_s, across,
-            delivered,
-        )  # fmt: skip
+        _exchange(messages, ends[slot], ends[slot + 1], collected, across_nodes, delivered)
         for lane in range(num_lanes):
             returned[lane] = max(returned[lane], delivered[lane])
     return np.maximum(now, returned)
 
 
 @compiled
-def _exchange(
-    senders: Ints, receivers: Ints, num_bytes: Floats, first: int, end: int, posted: Floats, free: Floats,
-    latency_s: float, bytes_per_s: float, done: Floats,
-) -> None:  # fmt: skip
-    """Let the messages first .. end - 1 travel; set `done` and `free` of the lanes that take part."""
+def _exchange(messages: Messages, first: int, end: int, posted: Floats, link: Link, done: Floats) -> None:
+    """Let the messages first .. end - 1 travel; set `done`, and when the link is free, of the lanes that take part."""
     if first == end:
         return
+    senders, receivers, num_bytes = messages.sender, messages.receiver, messages.num_bytes
+    free, latency_s, bytes_per_s = link
     num_lanes = len(posted)
     sent, received, start = np.zeros(num_lanes), np.zeros(num_lanes), np.zeros(num_lanes)
     for index in range(first, end):

@@ -2,7 +2,6 @@
 
 Read in this order:
 
-- `job`: what all settings share
 - `space`: layouts that fit, and the settings that fit in memory in each
 - `evaluate`: time and memory of a setting, or a bound on its time
 - `workers`: several processes that do so
@@ -10,10 +9,10 @@ Read in this order:
 - `flags`: those of pretrain_gpt.py for a setting
 """
 
+from dynamic_cp.comparison.job import SweepJob
 from dynamic_cp.setting import Setting
 from dynamic_cp.sweep.evaluate import Point, evaluate
 from dynamic_cp.sweep.flags import launch_flags
-from dynamic_cp.sweep.job import SweepJob
 from dynamic_cp.sweep.search import TRAINED_POLICIES, Found, Sweep, pareto_front, speedup_over, sweep
 from dynamic_cp.sweep.space import Space, layouts_of, settings_of
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dynamic_cp.bounds import lower_bound
+from dynamic_cp.comparison.job import SweepJob
 from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
 from dynamic_cp.search.choice import plan_batch
 from dynamic_cp.setting import Setting
-from dynamic_cp.sweep.job import SweepJob
 from dynamic_cp.sweep.space import MORE_ROOM, Refused
-from dynamic_cp.types import Problem
 
 _SLACK = 0.97
 """The bound of a pipeline is the least over the numbers of micro-batches that were tried: not all are."""
@@ -48,23 +47,9 @@ def evaluate_first(setting: Setting, job: SweepJob) -> Point | Refused:
 
 def evaluate(setting: Setting, job: SweepJob) -> Point | Refused:
     """Return what `setting` gives, or why it cannot run; a pure function."""
-    model, options = job.model_of(setting), setting.options(job.search)
-    plans = []
     try:
-        for batch in job.batches:
-            plans.append(
-                plan_batch(
-                    Problem(
-                        topology=setting.topology,
-                        model=model,
-                        hardware=job.hardware,
-                        options=options,
-                        policy="dynamic" if setting.has_pool else setting.policy,
-                        distributed_optimizer=job.distributed_optimizer,
-                    ),
-                    batch,
-                )
-            )
+        problem = job.problem(setting)
+        plans = [plan_batch(problem, batch) for batch in job.batches]
     except InfeasibleSampleError:
         return Refused("the longest sample fits no CP group", MORE_ROOM)
     except UnsupportedFeatureError:

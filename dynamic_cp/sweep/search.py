@@ -19,12 +19,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from dynamic_cp.comparison.job import SweepJob
 from dynamic_cp.comparison.speedup import Speedup, speedup_of
 from dynamic_cp.comparison.verdict import judged
 from dynamic_cp.errors import MemoryLimitError
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
 from dynamic_cp.sweep.evaluate import Point, evaluate, evaluate_first, least_s
-from dynamic_cp.sweep.job import SweepJob
 from dynamic_cp.sweep.space import Refused, Space, exchanges_tried, layouts_of, settings_of, variants, what_helps
 from dynamic_cp.sweep.workers import Run, workers
 from dynamic_cp.types import Recompute, Topology
@@ -82,6 +82,11 @@ class Sweep:
     def num_planned(self) -> int:
         """Settings that were planned."""
         return sum(one.num_planned for one in self.policies.values())
+
+    @property
+    def settings(self) -> list[Setting]:
+        """The fastest setting of each policy that has one."""
+        return [point.setting for point in self.best.values()]
 
     @property
     def best(self) -> Mapping[str, Point]:

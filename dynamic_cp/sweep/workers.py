@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
+from dynamic_cp.comparison.job import SweepJob
 from dynamic_cp.search.planner_process import die_with_parent
 from dynamic_cp.setting import Setting
-from dynamic_cp.sweep.job import SweepJob
 
 _Result = TypeVar("_Result")
 _Function = Callable[[Setting, SweepJob], _Result]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from dynamic_cp.catalog import load_model
 
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.pricing.resolution import allowed_exchanges, exchanges_of
 from dynamic_cp.search.plan_arrays import _exchanges
 from dynamic_cp.types import AUTO, CHOICES, RING_ALONE, TRAITS, UNPLACED, is_placed
+from tests.unit.mechanisms.test_latent_ring import DEEPSEEK_V3
+from tests.unit.support import TINY_MODEL
 
 ROOT = Path(__file__).parents[2]
 COMPARE = {"dynamic_cp/pricing/resolution.py": "decides"}
@@ -21,6 +23,7 @@ LIST = {
     "dynamic_cp/types/attention.py": "the table of their traits",
     "megatron/dynamic_cp/attention/thd.py": "the table of executors",
     "megatron/dynamic_cp/attention/te/support.py": "since which release TransformerEngine has each",
+    "dynamic_cp/comparison/peer_policies.py": "what a peer is compared with",
 }
 HOMONYMS = {
     "dynamic_cp/report/trace.py": "sends between pipeline stages are p2p, too",
@@ -83,10 +86,10 @@ def test_a_comparison_would_be_seen(source: str) -> None:
 
 
 def test_auto_is_the_same_by_flags_and_by_model() -> None:
-    models = {name: load_model(name) for name in ("llama-3-8b", "deepseek-v3", "gemma-2-27b", "gpt-oss-20b")}
-    assert any(model.window is not None for model in models.values())
-    assert any(model.has_latents for model in models.values())
-    for model in models.values():
+    windowed = replace(TINY_MODEL, window_tokens=48)
+    assert windowed.window is not None
+    assert DEEPSEEK_V3.has_latents
+    for model in (TINY_MODEL, windowed, DEEPSEEK_V3):
         has = {"has_windows": model.window is not None, "has_latents": model.has_latents}
         for has_masks in (False, True):
             names = exchanges_of(AUTO, has_masks=has_masks, **has)
