@@ -164,7 +164,7 @@ def resolve(problem: Problem, samples: Sequence[Sample]) -> Resolved:
     if is_guess and options.min_cp_size == 1 and longest <= capacity_tokens(1, topology, options):
         packed, is_guess = replace(packed, max_cp_size=1), False
     priced = packed
-    if places and longest > _held_tokens(packed, problem):
+    if places and 0 < _held_tokens(packed, problem) < longest:
         priced = replace(options, cp_comm_types=packed_exchanges((), model))
         packed = replace(priced, max_tokens_per_rank=limit_that_holds(longest, topology, priced))
         is_guess = True
@@ -186,7 +186,7 @@ def _unplaced(options: PlanOptions) -> PlanOptions:
 
 
 def _held_tokens(options: PlanOptions, problem: Problem) -> int:
-    """Return the tokens that the largest bucket holds which a closed form of `options` serves."""
+    """Return the tokens that the largest bucket holds which a closed form of `options` serves; 0: none is served."""
     topology, sharing = problem.topology, Sharing.of(problem.model, problem.topology, options.inner_cp_sizes)
 
     def is_served(cp_size: int) -> bool:
