@@ -296,8 +296,8 @@ FAULTS = {
         QUESTIONS,
     ),
     "a prompt is learned": Fault(
-        "is_target = np.arange(len(tokens)) >= (len(parts[0]) if answers else 0)",
-        "is_target = np.arange(len(tokens)) >= 0",
+        "np.arange(len(tokens)) >= len(prompt)",
+        "np.arange(len(tokens)) >= 0",
         QUESTIONS,
     ),
     "masks of a mixed batch go to other samples": Fault(

@@ -27,7 +27,7 @@ from dynamic_cp.cli.parameters import (
 from dynamic_cp.cli.tuned import searched, shared_of, space_of, why_fastest
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.nearest import did_you_mean
-from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, PlanOptions, PoolUse
+from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, PlanOptions, PoolUse, counted
 from dynamic_cp.types.stage_layers import in_words
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ def _plan(
     batch: BatchInput, job: JobInput, policy: str, of_pool: dict[str, Any], bound: bool, steps: Progress
 ) -> tuple[PlannedBatch, dict[str, Any]]:
     # Imported here: the planner's compiled code takes longer to import than all the rest.
+    from dynamic_cp.plans.padding import padding_fraction
     from dynamic_cp.plans.serialize import digest
     from dynamic_cp.pricing.cost_model import CostModel
     from dynamic_cp.pricing.resolution import options_of_prices
@@ -153,16 +154,17 @@ def _plan(
     )
     options = replace(options, max_tokens_per_rank=planned.plan.max_tokens_per_rank)
     steps(2, 3, "lower bound" if bound else "figures")
+    prices = options_of_prices(options, model)
     figures = {
         "policy": planned.plan.policy,
         **({"layout": why} if why else {}),
         "predicted_s": planned.predicted_s,
-        **(
-            _bound_figures(planned.plan, CostModel(model, hardware, topology, options_of_prices(options, model)))
-            if bound
-            else {}
-        ),
-        **_plan_figures(planned),
+        **(_bound_figures(planned.plan, CostModel(model, hardware, topology, prices)) if bound else {}),
+        "num_microbatches": planned.plan.num_microbatches,
+        "max_tokens_per_rank": planned.plan.max_tokens_per_rank,
+        "cp_histogram": {str(cp): count for cp, count in planned.plan.cp_histogram.items()},
+        "imbalance": planned.imbalance,
+        "padding_fraction": padding_fraction(planned.plan),
         **_memory_figures(planned.plan, memory, hardware),
         **_flops_figures(planned, model, hardware, options),
         "reason": planned.reason,
@@ -187,14 +189,13 @@ def _show(plan: Plan, figures: dict[str, Any], out: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from dynamic_cp.cli.tables import heading
+    from dynamic_cp.cli.tables import heading, note
     from dynamic_cp.plans.serialize import format_plan
 
     more = "…" if can_draw(out) else "..."
     _, *lines = format_plan(plan, placements=False).splitlines()
     lines = lines[: plan.num_microbatches]
-    plural = "" if len(lines) == 1 else "es"
-    out.print(heading(f"{len(lines)} micro-batch{plural}"), Text("(sample:tokens; - is an empty place)", style="dim"))
+    out.print(heading(counted(len(lines), "micro-batch")), note("(sample:tokens; - is an empty place)"))
     out.print()
     is_cut = len(lines) > _SHOWN_LINES or plan.num_placed > 0
     for line in lines[:_SHOWN_LINES]:
@@ -203,8 +204,8 @@ def _show(plan: Plan, figures: dict[str, Any], out: Console) -> None:
         out.print(Text(shown), no_wrap=True, overflow="ignore", crop=False)
     if is_cut:
         count = len(lines) - _SHOWN_LINES
-        rest = f"{count} more micro-batch{'' if count == 1 else 'es'}; " if count > 0 else ""
-        out.print(Text(f"{more} {rest}--output FILE.json or --json - has all of it", style="dim"))
+        rest = f"{counted(count, 'more micro-batch')}; " if count > 0 else ""
+        out.print(note(f"{more} {rest}--output FILE.json or --json - has all of it"))
     out.print()
     table = Table.grid(padding=(0, 2))
     for name, value in _rows(plan, figures):
@@ -262,19 +263,6 @@ def _bound_figures(plan: Plan, cost_model: Any) -> dict[str, Any]:
         "lower_bound_s": bound.seconds,
         "time_over_bound": makespan_s / bound.seconds,
         "bound_is_proven": bound.is_proven,
-    }
-
-
-def _plan_figures(planned: PlannedBatch) -> dict[str, Any]:
-    from dynamic_cp.plans.padding import padding_fraction
-
-    plan = planned.plan
-    return {
-        "num_microbatches": plan.num_microbatches,
-        "max_tokens_per_rank": plan.max_tokens_per_rank,
-        "cp_histogram": {str(cp): count for cp, count in plan.cp_histogram.items()},
-        "imbalance": planned.imbalance,
-        "padding_fraction": padding_fraction(plan),
     }
 
 

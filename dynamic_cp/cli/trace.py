@@ -71,8 +71,7 @@ def command(
     comparison, batch = compared(policy, given)
     if first_lanes is not None:
         _check_first_lanes(first_lanes, min(one.setting.topology.num_lanes for one in comparison.policies))
-    from dynamic_cp.report.tick_trace import tick_events
-    from dynamic_cp.report.trace import Event, trace_events, write_trace
+    from dynamic_cp.report.trace import Event, tick_events, trace_events, write_trace
 
     events: list[Event] = []
     first_process = 0

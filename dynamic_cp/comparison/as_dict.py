@@ -15,13 +15,20 @@ from dataclasses import asdict
 from typing import Any
 
 from dynamic_cp.comparison.speedup import CONFIDENCE
-from dynamic_cp.comparison.values import DENOMINATORS, BatchOutcome, Comparison, PolicyOutcome, mean_of
+from dynamic_cp.comparison.values import BatchOutcome, Comparison, PolicyOutcome, mean_of
 from dynamic_cp.comparison.verdict import verdict_of
 from dynamic_cp.plans.serialize import digest
 from dynamic_cp.setting import Setting
 
 SCHEMA_VERSION = 1
 
+_RATES = (
+    *("iteration_s", "makespan_s", "lower_bound_s", "time_over_bound", "num_microbatches", "num_tokens"),
+    *("tokens_per_s_per_gpu", "tflops_per_gpu"),
+)
+_SHARES = ("busy", "exchange", "bubble", "pipeline_bubble", "cp_wait", "dp_wait")
+"""Sums of parts of an iteration that are given as shares of it."""
+_COSTS = ("peak_bytes", "sent_in_node_bytes", "sent_across_nodes_bytes", "plan_s")
 _SPREAD = ("iteration_s", "makespan_s", "time_over_bound", "tokens_per_s_per_gpu", "tflops_per_gpu")
 
 
@@ -105,37 +112,19 @@ def _policy(outcome: PolicyOutcome) -> dict[str, Any]:
 
 
 def _batch(outcome: BatchOutcome) -> dict[str, Any]:
-    parts = outcome.parts
-    plan = outcome.planned.plan if outcome.planned else None
-
-    def fraction(name: str) -> float | None:
-        return None if parts is None else getattr(parts, f"{name}_s") / outcome.iteration_s
-
+    parts, planned = outcome.parts, outcome.planned
+    plan = planned.plan if planned else None
+    shares = {name: None if parts is None else getattr(parts, f"{name}_s") / outcome.iteration_s for name in _SHARES}
     return {
-        "iteration_s": outcome.iteration_s,
-        "makespan_s": outcome.makespan_s,
-        "lower_bound_s": outcome.lower_bound_s,
-        "time_over_bound": outcome.time_over_bound,
-        "num_microbatches": outcome.num_microbatches,
-        "num_tokens": outcome.num_tokens,
-        "tokens_per_s_per_gpu": outcome.tokens_per_s_per_gpu,
-        "tflops_per_gpu": outcome.tflops_per_gpu,
-        "busy_fraction": fraction("busy"),
-        "exchange_fraction": fraction("exchange"),
-        "bubble_fraction": fraction("bubble"),
-        "pipeline_bubble_fraction": fraction("pipeline_bubble"),
-        "cp_wait_fraction": fraction("cp_wait"),
-        "dp_wait_fraction": fraction("dp_wait"),
+        **{name: getattr(outcome, name) for name in _RATES},
+        **{f"{name}_fraction": share for name, share in shares.items()},
         "padding_fraction": outcome.padding_fraction,
         "parts_s": None if parts is None else dict(parts),
-        "imbalance": outcome.planned.imbalance if outcome.planned else None,
+        "imbalance": planned.imbalance if planned else None,
         "cp_histogram": None if plan is None else {str(cp): count for cp, count in plan.cp_histogram.items()},
-        "peak_bytes": outcome.peak_bytes,
-        "sent_in_node_bytes": outcome.sent_in_node_bytes,
-        "sent_across_nodes_bytes": outcome.sent_across_nodes_bytes,
-        "plan_s": outcome.plan_s,
+        **{name: getattr(outcome, name) for name in _COSTS},
         "digest": None if plan is None else digest(plan),
-        "reason": outcome.planned.reason if outcome.planned else outcome.note,
+        "reason": planned.reason if planned else outcome.note,
     }
 
 
@@ -148,10 +137,5 @@ def _mean(outcome: PolicyOutcome, batches: list[dict[str, Any]]) -> dict[str, An
             unknown = any(value is None for value in values)
             means[name] = None if unknown else {key: mean_of([value[key] for value in values], None) for key in first}
         elif name not in ("cp_histogram", "digest", "reason"):
-            means[name] = mean_of(values, _denominators(name, outcome))
+            means[name] = mean_of(values, outcome.weights(name))
     return means
-
-
-def _denominators(name: str, outcome: PolicyOutcome) -> list[float] | None:
-    by = DENOMINATORS.get(name) or ("iteration_s" if name.endswith("_fraction") else None)
-    return None if by is None else [getattr(one, by) for one in outcome.batches]

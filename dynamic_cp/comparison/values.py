@@ -127,15 +127,16 @@ class PolicyOutcome:
 
     def mean(self, name: str) -> float | None:
         """Return the mean over the batches of a figure of `BatchOutcome`, as `mean_of`; None where it is unknown."""
-        return mean_of([getattr(one, name) for one in self.batches], self._weights(name))
+        return mean_of([getattr(one, name) for one in self.batches], self.weights(name))
 
     def stdev(self, name: str) -> float | None:
         """Return the standard deviation over the batches of a figure; None where it is unknown or of one batch."""
         values = [getattr(one, name) for one in self.batches]
         return None if None in values or len(values) == 1 else statistics.stdev(values)
 
-    def _weights(self, name: str) -> list[float] | None:
-        denominator = DENOMINATORS.get(name)
+    def weights(self, name: str) -> list[float] | None:
+        """Return the denominators of a figure that is a ratio; None of another one."""
+        denominator = DENOMINATORS.get(name) or ("iteration_s" if name.endswith("_fraction") else None)
         return None if denominator is None else [getattr(one, denominator) for one in self.batches]
 
     @property

@@ -207,7 +207,7 @@ def _why_it_does_not(
         f"{name[0].upper()}{name[1:]} spends {fixed_s / iteration_s:.0%} of its {iteration_s:.3f} s in computing, "
         "TP collectives and gradients"
         + ("; the rest is mostly " if avoidable else "")
-        + _joined([f"{label(name)} {seconds / iteration_s:.1%}" for name, seconds in avoidable])
+        + _joined([f"{PART_LABELS[name]} {seconds / iteration_s:.1%}" for name, seconds in avoidable])
         + (
             "; with dynamic CP " + _joined([_change(name, ours, baseline) for name in changes[:2]]) + "."
             if changes
@@ -261,18 +261,13 @@ def _moved_tokens(ours: PolicyOutcome, baseline: PolicyOutcome) -> str:
     )
 
 
-def label(name: str) -> str:
-    """Return what to call a part."""
-    return PART_LABELS[name]
-
-
 def _change(name: str, ours: PolicyOutcome, theirs: PolicyOutcome) -> str:
     assert ours.parts is not None
     assert theirs.parts is not None
     before_s, after_s = dict(theirs.parts)[name], dict(ours.parts)[name]
     if max(before_s, after_s) < 1:
-        return f"{label(name)} {1e3 * before_s:.1f} -> {1e3 * after_s:.1f} ms"
-    return f"{label(name)} {before_s:.3f} -> {after_s:.3f} s"
+        return f"{PART_LABELS[name]} {1e3 * before_s:.1f} -> {1e3 * after_s:.1f} ms"
+    return f"{PART_LABELS[name]} {before_s:.3f} -> {after_s:.3f} s"
 
 
 def _joined(words: list[str]) -> str:

@@ -19,7 +19,7 @@ from dynamic_cp.pricing.resolution import options_of_prices
 from dynamic_cp.report.cp_map import cp_map
 from dynamic_cp.report.curves import imbalance, knee, knee_points, length_histogram
 from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, format_bytes, format_count, format_s
-from dynamic_cp.report.gantt import gantt
+from dynamic_cp.report.gantt import gantt, tick_gantt
 from dynamic_cp.report.page import Picture, picture, render
 from dynamic_cp.report.placed import placed_section
 from dynamic_cp.types import ModelShape, Problem, Sample, counted
@@ -210,8 +210,6 @@ def _tick_pictures(comparison: Comparison, number: int) -> list[Picture]:
     pools = [(name, pool) for name, pool in batches if pool is not None]
     if not pools:
         return []
-    from dynamic_cp.report.tick_gantt import tick_gantt  # compiled: most comparisons have no pool
-
     return [
         picture(
             partial(tick_gantt, pools), name="ticks", title="What stages run in each tick of a pool", width_in=WIDE_IN,

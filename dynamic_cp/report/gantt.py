@@ -25,17 +25,21 @@ from dynamic_cp.report.drawing import (
     time_unit,
 )
 from dynamic_cp.report.theme import Theme
-from dynamic_cp.types import largest_power_of_two
+from dynamic_cp.types import KINDS, largest_power_of_two
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from dynamic_cp.disaggregation.search import PlannedTasks  # compiled: most pictures have no pool
+
 _MAX_ROWS = 64
 _MAX_BARS = 4000
 _MAX_NUMBERS = 240
 _NUMBER_PT, _ARROW_PT = 6.5, 44
-DATA_SHARE = 0.87
+_TICK_GAP = 0.05
+"""Between the bar of a tick and the next stage, in rows."""
+_DATA_SHARE = 0.87
 """Of the width, for the axis of time."""
 
 
@@ -81,7 +85,7 @@ def gantt(
         has_empty |= 0 in drawn
         _describe(panel, name, timeline, window, theme, width_in)
         _mark_end(panel, timeline.makespan_s, longest_s, factor, window, theme, width_in)
-    name_time(panels, longest_s * factor, unit)
+    _name_time(panels, longest_s * factor, unit)
     entries = [*cp_legend(sizes, theme), *[("only padding", theme.empty)] * has_empty, ("idle", theme.band)]
     add_legend(figure, entries, width_in=width_in, title="CP size (forward muted, backward strong)")
     return figure
@@ -120,9 +124,9 @@ def _draw(
         add_rectangles(panel, [Rectangle(0, end, top, top + len(window.lanes))], theme.band, zorder=1)
     durations = durations_ns(timeline.grid, timeline.graph)
     bars: dict[tuple[int, bool], list[Rectangle]] = defaultdict(list)
-    numbers: list[Number] = []
+    numbers: list[_Number] = []
     width_in, height_in, limit = inches
-    pt_per_time, pt_per_row = DATA_SHARE * width_in * 72 / limit, height_in * 72 / window.num_rows
+    pt_per_time, pt_per_row = _DATA_SHARE * width_in * 72 / limit, height_in * 72 / window.num_rows
     to_unit = factor / 1e9
     for index, (stage, operation) in enumerate(places_of(timeline.graph)):
         if stage not in window.stages:
@@ -142,12 +146,12 @@ def _draw(
                 bars[cp_size, forward].append(bar)
                 roomy = (stop - start) * pt_per_time > 5 + 4.2 * len(str(operation.micro_batch))
                 if roomy and len(lanes) * pt_per_row > _NUMBER_PT + 1 and cp_size:
-                    numbers.append(Number(bar, str(operation.micro_batch), _ink_on(theme, cp_size, forward)))
+                    numbers.append(_Number(bar, str(operation.micro_batch), _ink_on(theme, cp_size, forward)))
     shown = [
         (theme.cp_color(cp_size, forward=forward) if cp_size else theme.empty, rectangles)
         for (cp_size, forward), rectangles in sorted(bars.items())
     ]
-    draw_bars(panel, shown, numbers, theme, linewidth=min(0.35, 0.12 * pt_per_row))
+    _draw_bars(panel, shown, numbers, theme, linewidth=min(0.35, 0.12 * pt_per_row))
     return {cp_size for cp_size, _ in bars}
 
 
@@ -181,13 +185,13 @@ def _describe(panel: Axes, name: str, timeline: Timeline, window: _Window, theme
         named = ", ".join(f"{part} {value:.0%}" for part, value in parts if value >= 0.005)
         facts += f" ({named})" if named else ""
     facts = _left_out(window, timeline) + facts
-    name_rows(panel, name, facts, theme)
+    _name_rows(panel, name, facts, theme)
     panel.set_ylim(window.num_rows, -0.3)
     panel.tick_params(axis="x", length=3)
     _label_rows(panel, window, timeline)
 
 
-def name_rows(panel: Axes, name: str, facts: str, theme: Theme) -> None:
+def _name_rows(panel: Axes, name: str, facts: str, theme: Theme) -> None:
     """Write above the rows of a policy what it is called and what is known of it."""
     panel.set_title(name, fontweight="bold", color=theme.ink, pad=5)
     panel.set_title(facts, loc="right", fontsize=SMALL_PT, color=theme.muted, pad=5)
@@ -195,13 +199,13 @@ def name_rows(panel: Axes, name: str, facts: str, theme: Theme) -> None:
     panel.tick_params(axis="y", length=0)
 
 
-def name_time(panels: Sequence[Axes], longest: float, unit: str) -> None:
+def _name_time(panels: Sequence[Axes], longest: float, unit: str) -> None:
     """Give panels one axis of time, named below the last."""
     panels[0].set_xlim(0, longest * 1.004)
     panels[-1].set_xlabel(f"time since the start of the iteration ({unit})")
 
 
-class Number(NamedTuple):
+class _Number(NamedTuple):
     """What is written into a bar, in which colour."""
 
     bar: Rectangle
@@ -209,10 +213,10 @@ class Number(NamedTuple):
     color: str
 
 
-def draw_bars(
+def _draw_bars(
     panel: Axes,
     bars: Sequence[tuple[str, Sequence[Rectangle]]],
-    numbers: Sequence[Number],
+    numbers: Sequence[_Number],
     theme: Theme,
     *,
     linewidth: float,
@@ -257,7 +261,7 @@ def _mark_end(
     panel: Axes, end_s: float, longest_s: float, factor: float, window: _Window, theme: Theme, width_in: float
 ) -> None:
     panel.axvline(end_s * factor, color=theme.ink, linewidth=1.0, zorder=4)
-    if (1 - end_s / longest_s) * DATA_SHARE * width_in * 72 < _ARROW_PT:
+    if (1 - end_s / longest_s) * _DATA_SHARE * width_in * 72 < _ARROW_PT:
         return
     middle = window.num_rows / 2
     arrow = {"arrowstyle": "<->", "color": theme.muted, "linewidth": 0.8, "shrinkA": 2, "shrinkB": 2}
@@ -280,3 +284,58 @@ def cp_legend(sizes: set[int], theme: Theme) -> list[tuple[str, str]]:
         or_more = " or more" if size == largest and max(sizes) > largest else ""
         labels[theme.cp_color(size)].append(f"{size}{or_more}")
     return [(", ".join(of_color), color) for color, of_color in labels.items()]
+
+
+def tick_gantt(
+    pools: Sequence[tuple[str, PlannedTasks]], theme: Theme, *, width_in: float = WIDE_IN, title: str = ""
+) -> Figure:
+    """Return the picture of (policy, plan of a pool) pairs, one above the other: what each stage runs in each tick.
+
+    A bar is a tick on a stage, from its first layer, at which all stages meet, to the end of what the stage does behind
+    the last one. Forward is muted, backward strong; a stage without a micro-batch, which serves others, is grey.
+    Numbers are micro-batches, with chunks as in 1.3: chunk 1 of 3.
+    """
+    heights = [min(2.5, max(0.9, 0.22 * pool.plan.topology.pp_size)) for _, pool in pools]
+    figure, panels = stacked(width_in, heights, each_in=0.42, rest_in=1.05, title=title, sharex=True)
+    longest_s = max(pool.makespan_s for _, pool in pools)
+    factor, unit = time_unit(longest_s)
+    for panel, (name, pool) in zip(panels, pools, strict=True):
+        plan = pool.plan
+        _draw_ticks(panel, pool, theme, factor, _DATA_SHARE * width_in * 72 / (longest_s * factor))
+        facts = f"{format_s(pool.makespan_s)} · {plan.num_microbatches} micro-batches · {len(pool.spans)} ticks"
+        _name_rows(panel, name, facts, theme)
+        name_cells(panel.yaxis, range(plan.topology.pp_size), 1)
+        panel.set_ylim(plan.topology.pp_size, -0.1)
+        panel.set_ylabel("stage")
+        panel.axvline(pool.makespan_s * factor, color=theme.ink, linewidth=1.0, zorder=4)
+    _name_time(panels, longest_s * factor, unit)
+    entries = [("forward", theme.cp_color(1, forward=True)), ("backward", theme.cp_color(1))]
+    add_legend(figure, [*entries, ("only serves", theme.empty), ("waits", theme.band)], width_in=width_in)
+    return figure
+
+
+def _draw_ticks(panel: Axes, pool: PlannedTasks, theme: Theme, factor: float, pt_per_time: float) -> None:
+    plan = pool.plan
+    topology, to_unit = plan.topology, factor / 1e9
+    bars: dict[str, list[Rectangle]] = defaultdict(list)
+    numbers: list[_Number] = []
+    for span in pool.spans:
+        forward = span.tick.kind == KINDS[0]
+        for stage in range(topology.pp_size):
+            unit = span.tick.unit(stage, topology.pp_size, topology.vp_size, plan.num_microbatches)
+            start, stop = span.start_ns * to_unit, span.stage_ends_ns[stage] * to_unit
+            color = theme.empty if unit is None else theme.cp_color(1, forward=forward)
+            bar = Rectangle(start, stop, stage + _TICK_GAP, stage + 1 - _TICK_GAP)
+            bars[color].append(bar)
+            if unit is None:
+                continue
+            words = f"{unit.chunk}.{unit.micro_batch}" if topology.vp_size > 1 else str(unit.micro_batch)
+            if (stop - start) * pt_per_time > 3 + 4.2 * len(words):
+                ink = (theme.cp_inks_forward if forward else theme.cp_inks)[0]
+                numbers.append(_Number(bar, words, ink))
+    band = [
+        Rectangle(0, pool.makespan_s * factor, stage + _TICK_GAP, stage + 1 - _TICK_GAP)
+        for stage in range(topology.pp_size)
+    ]
+    add_rectangles(panel, band, theme.band, zorder=1)
+    _draw_bars(panel, sorted(bars.items()), numbers, theme, linewidth=0.35)

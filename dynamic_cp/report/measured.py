@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.pipeline.schedule import Operation
+from dynamic_cp.report.run import lines_of
 from dynamic_cp.report.trace import Event, in_time, mark, name_events, slice_event
 from dynamic_cp.types import KINDS, Kind
 
@@ -66,12 +67,7 @@ def read_spans(directory: str | Path, iterations: range | None = None) -> tuple[
     spans: list[MeasuredSpan] = []
     for path in paths:
         of_iteration: dict[int, list[MeasuredSpan]] = {}
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DataError(f"cannot read {path}: {reason}: is it whole, and may you read it?") from error
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(lines_of(path, "is it whole, and may you read it?"), 1):
             try:
                 iteration, read = _spans_of_line(line)
             except (ValueError, TypeError, KeyError) as error:

@@ -67,11 +67,7 @@ def read_run(directory: str | Path) -> tuple[RunRecord, ...]:
         DataError: no such file, no iterations, or a line that is no record; the message has its number.
     """
     path = Path(directory) / FILE_NAME
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot read {path}: {reason}: was the run started with --dynamic-cp-dump?") from error
+    lines = lines_of(path, "was the run started with --dynamic-cp-dump?")
     records: dict[int, RunRecord] = {}
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -80,6 +76,14 @@ def read_run(directory: str | Path) -> tuple[RunRecord, ...]:
     if not records:
         raise DataError(f"{path} holds 0 iterations, at least 1 is needed: did the run get that far?")
     return tuple(records[iteration] for iteration in sorted(records))
+
+
+def lines_of(path: Path, remedy: str) -> list[str]:
+    """Return the lines of a file that a run wrote; DataError: it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}: {remedy}") from error
 
 
 def read_about(directory: str | Path) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 A process is a pipeline stage, a thread a lane. Each operation is a slice; arrows lead from a stage to the next (P2P)
 and through the lanes of a CP group; a counter per stage follows the tokens in flight, and a mark stands at the end.
-Others: `measured` (what ranks wrote down), `tick_trace` (iterations of a pool).
+`measured` makes those of what ranks wrote down.
 
 Source: "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
 """
@@ -14,16 +14,21 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.pipeline.graph import FORWARD
+from dynamic_cp.pipeline.schedule import Operation
 from dynamic_cp.pipeline.timeline import Span, Timeline, durations_ns
 from dynamic_cp.plans.lane_tokens import lane_tokens_of
 from dynamic_cp.report.files import write_whole
+from dynamic_cp.types.tasks import HOLDER, SERVER
+
+if TYPE_CHECKING:
+    from dynamic_cp.disaggregation.search import PlannedTasks  # compiled: most traces have no pool
 
 Event = dict[str, Any]
 """One event of the format; times are microseconds."""
@@ -184,6 +189,52 @@ def _end(timeline: Timeline, label: str, lanes: range, first_process: int) -> li
             for lane in lanes
         )  # fmt: skip
     return events
+
+
+def tick_events(
+    planned: PlannedTasks, *, label: str = "", first_process: int = 0, lanes: range | None = None
+) -> list[Event]:
+    """Return the events of an iteration of a pool, whose stages are all in one phase; arguments as of `trace_events`.
+
+    A slice is a tick on a lane, from its first layer, at which all stages meet, to the end of what the stage does
+    behind the last one. It is named after what the stage runs, a model chunk of a micro-batch as in "0F3", or "serves".
+
+    Raises:
+        InvalidInputError: lanes that are not there.
+    """
+    plan = planned.plan
+    topology, name = plan.topology, label or plan.policy
+    lanes = shown_lanes(lanes, topology.num_lanes)
+    events = name_events(label, first_process, {stage: list(lanes) for stage in range(topology.pp_size)})
+    for (tick, tasks), span, seconds in zip(plan.ticks(), planned.spans, planned.seconds, strict=True):
+        of_servers = (
+            np.bincount(tasks.rows[rows, column], tasks.tokens[rows], plan.num_servers)
+            for rows, column in (
+                (slice(None), HOLDER),
+                (slice(None), SERVER),
+                (tasks.rows[:, HOLDER] != tasks.rows[:, SERVER], SERVER),
+            )
+        )
+        held, computed, of_others = (one.astype(np.int64).tolist() for one in of_servers)
+        for stage in range(topology.pp_size):
+            unit = tick.unit(stage, topology.pp_size, topology.vp_size, plan.num_microbatches)
+            runs = {} if unit is None else unit._asdict()
+            for lane in lanes:
+                server = stage * topology.num_lanes + lane
+                args = {
+                    "tick": str(tick),
+                    **runs,
+                    "tokens": held[server],
+                    "queries": computed[server],
+                    "queries_of_others": of_others[server],
+                    "exposed_s": seconds.exposed_s,
+                }
+                what = "serves" if unit is None else str(Operation(tick.kind, *unit))
+                times_ns = span.start_ns, span.stage_ends_ns[stage]
+                events.append(slice_event(what, tick.kind, times_ns, (first_process + stage, lane), args))
+    args = {"makespan_s": planned.makespan_s, "policy": plan.policy}
+    events.append(mark(f"end of {name}", max(planned.spans[-1].stage_ends_ns), first_process, args))
+    return in_time(events)
 
 
 def write_trace(path: str | Path, events: Sequence[Event], *, about: Mapping[str, Any] | None = None) -> None:
