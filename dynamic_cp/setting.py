@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dynamic_cp.types import CpCommType, PipelineLayers, PlanOptions, PoolUse, Recompute, SearchEffort, Topology
+from dynamic_cp.types import (
+    RING_ALONE,
+    CpCommType,
+    PipelineLayers,
+    PlanOptions,
+    PoolUse,
+    Recompute,
+    SearchEffort,
+    Topology,
+)
 from dynamic_cp.types.stage_layers import in_words
 
 STATIC_POLICIES = ("static", "balanced")
@@ -32,7 +41,7 @@ class Setting:
     topology: Topology
     recompute: Recompute
     max_tokens_per_rank: int
-    cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
+    cp_comm_types: tuple[CpCommType, ...] = RING_ALONE
     static_cp_size: int | None = None
     max_cp_size: int | None = None
     pipeline_layers: PipelineLayers = ()

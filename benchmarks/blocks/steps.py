@@ -16,8 +16,8 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import (
+    BY_PLACEMENT,
     CP_COMM_TYPES,
-    PLACED,
     PlanOptions,
     Problem,
     Sample,
@@ -107,8 +107,8 @@ def measure_case(layout: Layout, data: str, mask: str, seed: int = 0) -> Row:
     samples = [Sample(sample_id=number, seqlen=size, mask=mask_of(size)) for number, size in enumerate(lengths)]
     seconds = {
         "without_s": _step_s(without, samples, CP_COMM_TYPES),
-        "with_s": _step_s(without, samples, (*CP_COMM_TYPES, *PLACED)),
-        "alone_s": _step_s(without, samples, PLACED),
+        "with_s": _step_s(without, samples, (*CP_COMM_TYPES, BY_PLACEMENT)),
+        "alone_s": _step_s(without, samples, (BY_PLACEMENT,)),
     }
     pieces = separate(samples)
     seconds["separate_s"] = _step_s(without, pieces, CP_COMM_TYPES) if len(pieces) > len(samples) else None
@@ -131,7 +131,7 @@ def measure_windows(windows: Windows, data: str, layout: Layout = LAYOUTS[0]) ->
         "windows": windows,
         "data": data,
         "without_s": _step_s(problem, samples, CP_COMM_TYPES),
-        "with_s": _step_s(problem, samples, (*CP_COMM_TYPES, *PLACED)),
+        "with_s": _step_s(problem, samples, (*CP_COMM_TYPES, BY_PLACEMENT)),
     }
 
 

@@ -124,7 +124,7 @@ def _plan(
     from dynamic_cp.plans.padding import padding_fraction
     from dynamic_cp.plans.serialize import digest
     from dynamic_cp.pricing.cost_model import CostModel
-    from dynamic_cp.search.placed import options_of_prices
+    from dynamic_cp.pricing.resolution import options_of_prices
     from dynamic_cp.search.plan_in_memory import plan_in_memory
 
     (samples,) = batches = batch.draw()

@@ -15,8 +15,8 @@ from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops, length_sums, tflops_per_rank
+from dynamic_cp.pricing.resolution import exchanges_of_policy, options_of_prices
 from dynamic_cp.pricing.sent import sent_by_plan
-from dynamic_cp.search.placed import exchanges_of_policy, options_of_prices
 from dynamic_cp.setting import Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, SearchEffort, Topology
 

@@ -30,8 +30,8 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
 from dynamic_cp.types import (
+    BY_PLACEMENT,
     KINDS,
-    PLACED,
     Bucket,
     MicroBatch,
     Placement,
@@ -269,7 +269,7 @@ def _plan_of(rows: Sequence[TaskRow], topology: Topology, limit: int, pool: Pool
                 first_lane=0,
                 cp_size=topology.num_lanes,
                 samples=row.samples,
-                cp_comm_type=PLACED[0],
+                cp_comm_type=BY_PLACEMENT,
                 placement=Placement(row.homes.astype(np.int32), np.zeros((0, 4), np.int32)),
             )
         micro_batches.append(MicroBatch(buckets=(bucket,)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -40,6 +41,7 @@ from dynamic_cp.types import (
     ModelShape,
     PlanOptions,
     Problem,
+    SearchEffort,
     Topology,
     check_latents,
 )
@@ -218,8 +220,12 @@ class CostModel:
         """Return the fastest exchange of the options and its inner size; `Attention()` for cp_size 1."""
         return self.attentions[self._best_row(cp_size, first_lane, tokens, tokens_squared)]
 
-    def with_only(self, cp_comm_type: CpCommType) -> CostModel:
-        """Return this model for buckets that use `cp_comm_type` wherever the options have it for their CP size."""
+    def with_only(self, cp_comm_type: CpCommType, search: SearchEffort | None = None) -> CostModel:
+        """Return this model for buckets that use `cp_comm_type` wherever the options have it for their CP size.
+
+        Args:
+            search: another effort than that of the options.
+        """
         first, end = self.table.first_option.copy(), self.table.end_option.copy()
         for place in np.ndindex(first.shape):
             rows = [row for row in range(first[place], end[place]) if self.attentions[row].cp_comm_type == cp_comm_type]
@@ -227,6 +233,7 @@ class CostModel:
                 first[place], end[place] = rows[0], rows[-1] + 1
         other = copy(self)
         other.table = self.table._replace(first_option=first, end_option=end)
+        other.options = replace(self.options, search=search or self.options.search)
         return other
 
     def row_of(self, cp_size: int, first_lane: int, cp_comm_type: str, inner_cp_size: int | None = None) -> int | None:

@@ -15,13 +15,13 @@ from dynamic_cp.comparison.verdict import Verdict, verdict_of
 from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.plans.serialize import format_cp_sizes
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.resolution import options_of_prices
 from dynamic_cp.report.cp_map import cp_map
 from dynamic_cp.report.curves import imbalance, knee, knee_points, length_histogram
 from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, format_bytes, format_count, format_s
 from dynamic_cp.report.gantt import gantt, tick_gantt
 from dynamic_cp.report.page import Picture, picture, render
 from dynamic_cp.report.placed import placed_section
-from dynamic_cp.search.placed import options_of_prices
 from dynamic_cp.types import ModelShape, Problem, Sample, counted
 
 LABELS = (

@@ -13,7 +13,7 @@ from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.search.placed import options_of_prices
+from dynamic_cp.pricing.resolution import options_of_prices
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import PlannedBatch, PlanOptions, Problem, Sample
 

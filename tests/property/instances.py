@@ -27,7 +27,6 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import POLICIES, plan_global_batch
 from dynamic_cp.types import (
     CP_COMM_TYPES,
-    PLACED,
     Bucket,
     Experts,
     Hardware,
@@ -37,6 +36,7 @@ from dynamic_cp.types import (
     PlanOptions,
     Sample,
     Topology,
+    is_placed,
     parse_mask,
     parse_mask_rule,
 )
@@ -326,7 +326,7 @@ def check_masked_case(case: Case, seed: int) -> Counter[str]:
     """Assert what a plan with masks and placed attention promises; return what was covered."""
     samples, cost_model = case.samples, case.cost_model
     shuffled = tuple(samples[index] for index in np.random.default_rng(seed).permutation(len(samples)))
-    closed_forms = tuple(name for name in case.options.cp_comm_types if name not in PLACED)
+    closed_forms = tuple(name for name in case.options.cp_comm_types if not is_placed(name))
     without = replace(case, options=replace(case.options, cp_comm_types=closed_forms or ("p2p",)))
     planned, again = _outcome_of(case.plan), _outcome_of(partial(case.plan, samples=shuffled))
     if isinstance(planned, DynamicCPError):

@@ -14,11 +14,8 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import (
-    AUTO,
-    CP_COMM_TYPES,
+    CHOICES,
     NOISE_MARGIN,
-    OF_LATENTS,
-    PLACED,
     POOL_USES,
     RECOMPUTE_MODULES,
     SEARCH_EFFORTS,
@@ -140,7 +137,7 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
     )
     group.add_argument(
         "--cp-comm-type",
-        choices=(AUTO, *CP_COMM_TYPES, *OF_LATENTS, *PLACED),
+        choices=CHOICES,
         default="auto",
         help="exchange inside a CP group: p2p is a ring; a2a an all-to-all of heads; all_gather one all-gather of keys "
         "and values; a2a+p2p an all-to-all inside a node and a ring across nodes; latent: a ring of the latents of "

@@ -533,8 +533,8 @@ def test_windows_are_swept_and_trained_with_sinks_and_blocks(monkeypatch):
     plain = load_model("llama-3-8b")
     model = replace(plain, window_tokens=512, window_attn_skip_freq=2, window_sink_tokens=4)
     assert exchanges_tried(None, plain) == EXCHANGES
-    assert exchanges_tried(None, model) == ((*CP_COMM_TYPES, "blocks"), ("p2p",))
-    assert exchanges_tried("auto", model) == ((*CP_COMM_TYPES, "blocks"),)
+    assert exchanges_tried(None, model) == (("a2a", "all_gather", "blocks"), ("p2p",))
+    assert exchanges_tried("auto", model) == (("a2a", "all_gather", "blocks"),)
     setting = Setting(
         policy="dynamic",
         topology=Topology(num_lanes=8),

@@ -39,9 +39,9 @@ from dynamic_cp.plans.server_ticks import decode_ticks
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import (
+    BY_PLACEMENT,
     CP_COMM_TYPES,
     KINDS,
-    PLACED,
     Bucket,
     Lambda,
     MicroBatch,
@@ -65,7 +65,7 @@ MODEL, HARDWARE = load_model("llama-3-8b"), load_hardware("h100")
 
 def cost_model_of(pp_size: int, limit: int = 16 * K, recompute: Recompute = "full", **sizes: int) -> CostModel:
     topology = Topology(num_lanes=4, tp_size=8, pp_size=pp_size, sequence_parallel=True, **sizes)
-    options = PlanOptions(max_tokens_per_rank=limit, recompute=recompute, cp_comm_types=(*CP_COMM_TYPES, *PLACED))
+    options = PlanOptions(max_tokens_per_rank=limit, recompute=recompute, cp_comm_types=(*CP_COMM_TYPES, BY_PLACEMENT))
     return CostModel(MODEL, HARDWARE, topology, options)
 
 

@@ -17,7 +17,6 @@ from dynamic_cp.errors import (
     UnsupportedFeatureError,
 )
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED, why_too_much_fetched
-from dynamic_cp.mechanisms.masks import options_serving
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models import catalog
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
@@ -30,7 +29,7 @@ from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
-from dynamic_cp.search.placed import exchanges_of_policy
+from dynamic_cp.pricing.resolution import exchanges_of_policy, options_serving
 from dynamic_cp.search.planner_process import static_fallback
 from dynamic_cp.search.search import check_feasible, plan_global_batch, plan_problem
 from dynamic_cp.types import (

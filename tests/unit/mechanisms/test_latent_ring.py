@@ -14,6 +14,7 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.resolution import exchanges_of
 from dynamic_cp.pricing.sent import sent_by_plan
 from dynamic_cp.search.plan_arrays import plan_lengths
 from dynamic_cp.search.search import plan_global_batch
@@ -26,7 +27,6 @@ from dynamic_cp.types import (
     PlanOptions,
     Problem,
     Topology,
-    exchanges_of,
 )
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of
 

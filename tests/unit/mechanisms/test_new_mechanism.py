@@ -20,7 +20,7 @@ from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import INNER_SIZES, Bucket, MicroBatch, Plan, PlannedBatch, PlanOptions, Topology
+from dynamic_cp.types import TRAITS, Bucket, MicroBatch, Plan, PlannedBatch, PlanOptions, Topology, Traits
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
 NAME = "lopsided"
@@ -55,7 +55,7 @@ class Lopsided(Mechanism):
 @pytest.fixture(autouse=True)
 def lopsided(monkeypatch):
     """What adding it takes: its name, that it implies an inner size of one, and the class."""
-    monkeypatch.setitem(INNER_SIZES, NAME, "one")
+    monkeypatch.setitem(TRAITS, NAME, Traits("one"))
     monkeypatch.setitem(MECHANISMS, NAME, Lopsided())
 
 

@@ -20,6 +20,7 @@ from dynamic_cp.plans.serialize import dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops, length_sums, plan_flops
+from dynamic_cp.pricing.resolution import exchanges_of
 from dynamic_cp.pricing.sent import sent_by_bucket
 from dynamic_cp.search.planner_process import Request, answer, static_fallback
 from dynamic_cp.search.search import plan_global_batch, plan_problem
@@ -36,7 +37,6 @@ from dynamic_cp.types import (
     Sample,
     SharedQuestion,
     Topology,
-    exchanges_of,
 )
 from tests.unit.placement.instances import dense
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
@@ -247,7 +247,7 @@ def test_blocks_are_chosen_where_they_pay_and_can_be_forced():
     topology = Topology(num_lanes=4, ranks_per_node=2)
     for model in (EVERY_SECOND, replace(EVERY_SECOND, window_sink_tokens=4)):
         seconds = {}
-        for names in (exchanges_of("auto", is_sparse=True), exchanges_of("auto"), exchanges_of("blocks")):
+        for names in (exchanges_of("auto", has_windows=True), exchanges_of("auto"), exchanges_of("blocks")):
             options = PlanOptions(max_tokens_per_rank=1024, cp_comm_types=names)
             job = {"topology": topology, "model": model, "hardware": CURVED_HARDWARE, "options": options}
             planned = plan_global_batch(samples, **job)
