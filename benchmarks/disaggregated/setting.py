@@ -102,8 +102,8 @@ class Case(NamedTuple):
 
 
 def cost_model_of(problem: Problem) -> CostModel:
-    return CostModel(problem.model, problem.hardware, problem.topology, problem.options)
+    return CostModel(problem)
 
 
 def memory_of(problem: Problem) -> MemoryModel:
-    return MemoryModel(problem.model, problem.hardware, problem.topology, problem.options)
+    return MemoryModel(problem)

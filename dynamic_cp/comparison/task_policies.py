@@ -24,7 +24,7 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.resolution import options_of_prices
+from dynamic_cp.pricing.resolution import problem_of_prices
 from dynamic_cp.search.choice import choose
 from dynamic_cp.setting import DEDICATED
 from dynamic_cp.types import BY_PLACEMENT, PlannedBatch, PlanOptions, Problem, Sample
@@ -44,13 +44,7 @@ def outcome_of_tasks(
     memory = job.memory(options, None)
     known = memory if job.hardware.hbm_bytes else None
     prices = job.prices(placed if name == "stage-tasks" else options)
-    problem = Problem(
-        topology=job.topology,
-        model=job.model,
-        hardware=job.hardware,
-        options=options,
-        distributed_optimizer=job.distributed_optimizer,
-    )
+    problem = job.problem_of(options)
     batches = []
     for batch in job.batches:
         start_s = time.perf_counter()
@@ -85,12 +79,8 @@ def _with_dedicated(
 ) -> PlannedTasks:
     """Return the fastest way with dedicated servers, of the lanes that are left."""
     left = problem_without(problem, task_options.attention_servers)
-    cost_model = CostModel(left.model, left.hardware, left.topology, options_of_prices(left.options, left.model))
-    memory = None
-    if knows_memory:
-        memory = MemoryModel(
-            left.model, left.hardware, left.topology, left.options, distributed_optimizer=left.distributed_optimizer
-        )
+    cost_model = CostModel(problem_of_prices(left))
+    memory = MemoryModel(left) if knows_memory else None
     return plan_dedicated(batch, cost_model, task_options, memory=memory)
 
 

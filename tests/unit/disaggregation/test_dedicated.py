@@ -23,9 +23,8 @@ ONE_GIANT = [Sample(sample_id=number, seqlen=120 * K if number == 0 else 8 * K) 
 
 def planned(samples: list[Sample], problem: Problem, number: int, *, knows_memory: bool = False) -> PlannedTasks:
     left = problem_without(problem, number)
-    job = left.model, left.hardware, left.topology, left.options
-    memory = MemoryModel(*job) if knows_memory else None
-    return plan_dedicated(samples, CostModel(*job), replace(IDEAL, attention_servers=number), memory=memory)
+    memory = MemoryModel(left) if knows_memory else None
+    return plan_dedicated(samples, CostModel(left), replace(IDEAL, attention_servers=number), memory=memory)
 
 
 def seconds_of(found: PlannedTasks, part: str) -> float:

@@ -12,7 +12,7 @@ from dynamic_cp.peers import flexsp, wlb
 from dynamic_cp.peers.peer import PeerBucket, plan_of_rows
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.types import PlanOptions, Problem, Topology
 from megatron.dynamic_cp import hybrid_peer
 from tests.unit.support import (
     CASES,
@@ -38,10 +38,12 @@ def test_0161_as_in_the_frozen_bench():
     pytest.importorskip("megatron.core.pipeline_parallel.hybrid_cp_schedule", reason="needs megatron-core 0.16")
     parameters = frozen_parameters()
     model = UnpaddedCostModel(
-        frozen_model(parameters),
-        frozen_hardware(parameters),
-        frozen_topology(num_lanes=64),
-        PlanOptions(max_tokens_per_rank=16384, recompute="full"),
+        Problem(
+            topology=frozen_topology(num_lanes=64),
+            model=frozen_model(parameters),
+            hardware=frozen_hardware(parameters),
+            options=PlanOptions(max_tokens_per_rank=16384, recompute="full"),
+        )
     )
     samples = samples_of(np.load(CASES / "lengths" / "github_pp1_n64_128k.seed0.npy"))
     result = hybrid_peer.peer(samples, model)
