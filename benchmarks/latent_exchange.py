@@ -82,7 +82,7 @@ def _layer_rows(model: types.ModelShape, hardware: types.Hardware) -> list[list[
         topology = Topology(num_lanes=cp_size, tp_size=8, ranks_per_node=64 if link == IN_NODE else 8)
         problem = types.Problem(topology=topology, model=model, hardware=hardware, options=options)
         stage = StageAttention(types.Stage(((1.0, model.layer),)), problem, lanes_in_one_node(topology))
-        sharing = CostModel(model, hardware, topology, options).sharing
+        sharing = CostModel(problem).sharing
         found = []
         for way in attentions_of(options.cp_comm_types, cp_size, sharing):
             mechanism, inner = MECHANISMS[way.cp_comm_type], way.inner_cp_size

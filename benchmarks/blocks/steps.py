@@ -95,8 +95,9 @@ def problem_of(layout: Layout) -> Problem:
     topology = Topology(num_lanes=NUM_LANES, tp_size=layout.tp, pp_size=layout.pp, sequence_parallel=layout.tp > 1)
     options = PlanOptions(max_tokens_per_rank=layout.limit, recompute="full", cp_comm_types=CP_COMM_TYPES)
     model, hardware = load_model(layout.model), load_hardware("h100")
-    MemoryModel(model, hardware, topology, options).check_limit_fits(layout.limit, NUM_LANES)
-    return Problem(topology=topology, model=model, hardware=hardware, options=options)
+    problem = Problem(topology=topology, model=model, hardware=hardware, options=options)
+    MemoryModel(problem).check_limit_fits(layout.limit, NUM_LANES)
+    return problem
 
 
 def measure_case(layout: Layout, data: str, mask: str, seed: int = 0) -> Row:

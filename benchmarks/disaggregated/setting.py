@@ -101,7 +101,7 @@ class Case(NamedTuple):
 
 
 def cost_model_of(problem: Problem) -> CostModel:
-    return CostModel(problem.model, problem.hardware, problem.topology, problem.options)
+    return CostModel(problem)
 
 
 def gathering(problem: Problem) -> Problem:
@@ -110,4 +110,4 @@ def gathering(problem: Problem) -> Problem:
 
 
 def memory_of(problem: Problem) -> MemoryModel:
-    return MemoryModel(problem.model, problem.hardware, problem.topology, problem.options)
+    return MemoryModel(problem)

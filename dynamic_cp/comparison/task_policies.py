@@ -17,7 +17,7 @@ from dynamic_cp.disaggregation.search import PlannedTasks, plan_tasks
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.search.choice import choose
 from dynamic_cp.setting import POOL_POLICIES
-from dynamic_cp.types import PlanOptions, Problem, Sample
+from dynamic_cp.types import PlanOptions, Sample
 
 
 def outcome_of_tasks(
@@ -31,13 +31,7 @@ def outcome_of_tasks(
     memory = job.memory(options, None)
     known = memory if job.hardware.hbm_bytes else None
     prices = job.prices(options)
-    problem = Problem(
-        topology=job.topology,
-        model=job.model,
-        hardware=job.hardware,
-        options=options,
-        distributed_optimizer=job.distributed_optimizer,
-    )
+    problem = job.problem_of(options)
     batches = []
     for batch in job.batches:
         start_s = time.perf_counter()

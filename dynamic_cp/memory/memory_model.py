@@ -32,7 +32,7 @@ from dynamic_cp.plans.lane_tokens import lane_tokens, lane_tokens_of
 from dynamic_cp.plans.pool import fetched_in_ticks, most_fetched, servers_of
 from dynamic_cp.pricing.edges import GRADIENT_BYTES
 from dynamic_cp.pricing.resolution import may_place
-from dynamic_cp.types import Attention, Hardware, ModelShape, Plan, PlanOptions, Topology
+from dynamic_cp.types import Attention, Plan, PlanOptions, Problem
 
 SAFETY_FRACTION = 0.92
 """Share of the memory left by hbm_reserved_bytes that planning uses; the rest is for fragmentation. An estimate."""
@@ -64,27 +64,17 @@ class MemoryModel:
     """Memory of one model on one kind of device.
 
     Args:
-        model, hardware, topology, options: as for the cost model.
-        distributed_optimizer: the optimizer state is sharded over the lanes.
+        problem: whose plans have to fit.
 
     Limits: no biases; the working set of a layer is that of its MLP; memory of
     the input pipeline and fragmentation only through SAFETY_FRACTION.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        hardware: Hardware,
-        topology: Topology,
-        options: PlanOptions,
-        *,
-        distributed_optimizer: bool = True,
-    ) -> None:
-        self._model = model
-        self._hardware = hardware
-        self._topology = topology
-        self._options = options
-        self._distributed_optimizer = distributed_optimizer
+    def __init__(self, problem: Problem) -> None:
+        model, topology, options = problem.model, problem.topology, problem.options
+        self._model, self._topology, self._options = model, topology, options
+        self._hardware = problem.hardware
+        self._distributed_optimizer = problem.distributed_optimizer
         self._stages = model.stages(topology.pp_size)
         kinds = {layer for stage in self._stages for _, layer in stage.layers}
         self._bytes = {layer: activation_bytes(model, topology, options, layer) for layer in kinds}

@@ -279,7 +279,7 @@ def _bucket_from_dict(data: object, where: str) -> Bucket:
     given = data if isinstance(data, dict) else {}
     # The others imply it, but may say it, too.
     has_inner = given.get("cp_comm_type") in _NAMES_INNER_SIZE or "inner_cp_size" in given
-    has_placement = is_placed(given.get("cp_comm_type", ""))
+    has_placement = given.get("cp_comm_type") in [name for name in TRAITS if is_placed(name)]
     names += ("inner_cp_size",) * has_inner + ("placement",) * has_placement
     bucket = Fields(data, where, names)
     return Bucket(

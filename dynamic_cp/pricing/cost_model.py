@@ -35,14 +35,10 @@ from dynamic_cp.types import (
     Causal,
     CpCommType,
     Full,
-    Hardware,
     Lambda,
     MicroBatch,
-    ModelShape,
-    PlanOptions,
     Problem,
     SearchEffort,
-    Topology,
     check_latents,
 )
 
@@ -83,10 +79,8 @@ class CostModel:
             overlap); it does not depend on the plan.
 
     Args:
-        model: shape of the transformer.
-        hardware: coefficients, each with its source in `dynamic_cp/data/hardware/`.
-        topology: tensor, pipeline and lane layout.
-        options: exchanges, recomputation, bytes of an element, limits.
+        problem: its model, hardware (each coefficient has its source in `dynamic_cp/data/hardware/`), topology, and of
+            its options exchanges, recomputation, bytes of an element and limits.
 
     Raises:
         UnsupportedFeatureError: no exchange that any allowed CP size can use, or latents of a model that has none.
@@ -94,20 +88,17 @@ class CostModel:
     Limits: the optimizer step is not priced; all stages are priced as the one with most weights; no link contention.
     """
 
-    def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> None:
-        check_latents(options.cp_comm_types, model.kv_lora_rank)
-        self.model = model
-        self.topology = topology
-        self.options = options
-        problem = Problem(topology=topology, model=model, hardware=hardware, options=options)
+    def __init__(self, problem: Problem) -> None:
+        self.model, self.topology, self.options = problem.model, problem.topology, problem.options
+        check_latents(self.options.cp_comm_types, self.model.kv_lora_rank)
         self._stage = StagePrices(problem)
         self.sharing = self._stage.sharing
         self.gradient_reduction_s = gradient_reduction_s(problem)
         self.table, self.attentions = make_table(problem, self._stage)
         if not self.table.capacities.any():
             for cp_size in (1 << k for k in range(len(self.table.capacities))):
-                if token_capacity(cp_size, topology, options):
-                    self._check_possible(options.cp_comm_types, cp_size)
+                if token_capacity(cp_size, self.topology, self.options):
+                    self._check_possible(self.options.cp_comm_types, cp_size)
         # Rows of the table one by one: indexing an array for every call would cost more than the price itself.
         self._edges = tuple(self.table.edges_s_per_token.tolist())
 

@@ -3,7 +3,7 @@
     allowed_exchanges("auto", model)            what a value of --cp-comm-type allows: `PlanOptions.cp_comm_types`
     exchanges_of_policy(policy, allowed, ...)   what plans of a policy take of it: only dynamic ones are placed
     resolve(problem, samples)                   what of it serves a batch, and what packers compare
-    options_of_prices(options, model)           what prices of all these plans need
+    problem_of_prices(problem)                  what prices of all these plans need
 
 Nothing else filters mechanisms or compares their names: everybody else asks `types.TRAITS`, or the mechanism.
 """
@@ -111,10 +111,11 @@ def packed_exchanges(allowed: tuple[CpCommType, ...], model: ModelShape) -> tupl
     return known or (serves_any_size(has_windows=model.window is not None),)
 
 
-def options_of_prices(options: PlanOptions, model: ModelShape) -> PlanOptions:
+def problem_of_prices(problem: Problem) -> Problem:
     """Return what a cost model needs that prices all plans: packers guess, and static ones stay, by what they know."""
-    packed = packed_exchanges(options.cp_comm_types, model)
-    return replace(options, cp_comm_types=tuple(dict.fromkeys((*packed, *options.cp_comm_types))))
+    allowed = problem.options.cp_comm_types
+    names = tuple(dict.fromkeys((*packed_exchanges(allowed, problem.model), *allowed)))
+    return replace(problem, options=replace(problem.options, cp_comm_types=names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

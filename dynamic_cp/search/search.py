@@ -9,6 +9,7 @@ candidates, so equal input gives an equal plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
@@ -128,7 +129,7 @@ def _prices(problem: Problem, batch: Batch, resolved: Resolved) -> CostModel:
             "--max-dynamic-cp-size)",
             cp_comm_types=options.cp_comm_types,
         )
-    prices = CostModel(problem.model, problem.hardware, topology, resolved.priced)
+    prices = CostModel(replace(problem, options=resolved.priced))
     if not has_size and not resolved.places:
         _check_exchanges(batch.samples, prices)
     return prices
@@ -138,7 +139,7 @@ def _pack(problem: Problem, batch: Batch, resolved: Resolved, prices: CostModel)
     """Return the fastest packing by mechanisms that have closed forms."""
     packers = prices
     if resolved.packed != resolved.priced:
-        packers = CostModel(problem.model, problem.hardware, problem.topology, resolved.packed)
+        packers = CostModel(replace(problem, options=resolved.packed))
     search = Search(batch, packers)
     ranking = search.ranking(problem.policy)
     if resolved.tries_ring_alone:

@@ -34,6 +34,7 @@ from dynamic_cp.types import (
     Plan,
     PlannedBatch,
     PlanOptions,
+    Problem,
     Sample,
     Topology,
     is_placed,
@@ -135,7 +136,14 @@ class Case:
 
     @property
     def cost_model(self) -> CostModel:
-        return CostModel(_ALL_MODELS[self.model], HARDWARE[self.hardware], self.topology, self.options)
+        return CostModel(
+            Problem(
+                topology=self.topology,
+                model=_ALL_MODELS[self.model],
+                hardware=HARDWARE[self.hardware],
+                options=self.options,
+            )
+        )
 
     def plan(self, policy: str = "dynamic", samples: tuple[Sample, ...] | None = None) -> PlannedBatch:
         return plan_global_batch(

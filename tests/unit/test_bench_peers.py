@@ -12,7 +12,7 @@ from benchmarks.peers import flexsp, hybrid, wlb
 from benchmarks.peers.peer import PeerBucket, plan_of_rows
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.types import PlanOptions, Problem, Topology
 from tests.unit.support import (
     CASES,
     UnpaddedCostModel,
@@ -37,10 +37,12 @@ def test_0161_as_in_the_frozen_bench():
     pytest.importorskip("megatron.core.pipeline_parallel.hybrid_cp_schedule", reason="needs megatron-core 0.16")
     parameters = frozen_parameters()
     model = UnpaddedCostModel(
-        frozen_model(parameters),
-        frozen_hardware(parameters),
-        frozen_topology(num_lanes=64),
-        PlanOptions(max_tokens_per_rank=16384, recompute="full"),
+        Problem(
+            topology=frozen_topology(num_lanes=64),
+            model=frozen_model(parameters),
+            hardware=frozen_hardware(parameters),
+            options=PlanOptions(max_tokens_per_rank=16384, recompute="full"),
+        )
     )
     samples = samples_of(np.load(CASES / "lengths" / "github_pp1_n64_128k.seed0.npy"))
     result = hybrid.peer(samples, model)

@@ -97,7 +97,7 @@ def parts_of(topology, hardware, seqlens, cp_size, **options):
     planned = plan_global_batch(
         samples_of(seqlens), topology=topology, model=TINY_MODEL, hardware=hardware, options=options, policy="static"
     )
-    prices = prices_by_part(TINY_MODEL, hardware, topology, options)
+    prices = prices_by_part(Problem(topology=topology, model=TINY_MODEL, hardware=hardware, options=options))
     return time_parts(simulate(planned.plan, prices.all), prices)
 
 

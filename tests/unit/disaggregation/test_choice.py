@@ -35,7 +35,7 @@ def problem_of(pp_size: int, vp_size: int = 1) -> Problem:
 
 
 def prices(problem: Problem) -> CostModel:
-    return CostModel(MODEL, HARDWARE, problem.topology, OPTIONS)
+    return CostModel(Problem(topology=problem.topology, model=MODEL, hardware=HARDWARE, options=OPTIONS))
 
 
 ONE_GIANT = [Sample(sample_id=number, seqlen=200 * K if number == 0 else 8 * K) for number in range(90)]
@@ -160,7 +160,9 @@ def test_servers_that_would_fetch_too_much_compute_what_they_hold(monkeypatch: p
 @pytest.mark.parametrize(("lanes", "tp_size", "pp_size"), [(2, 8, 2), (4, 8, 4), (64, 2, 2)])
 def test_the_limit_that_memory_sets_is_kept_by_every_legal_plan(lanes: int, tp_size: int, pp_size: int) -> None:
     topology = Topology(num_lanes=lanes, tp_size=tp_size, pp_size=pp_size, sequence_parallel=True)
-    memory = MemoryModel(MODEL, HARDWARE, topology, replace(OPTIONS, pool="always"))
+    memory = MemoryModel(
+        Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=replace(OPTIONS, pool="always"))
+    )
     limit = memory.max_tokens_per_rank(64 * K)
     held = np.full((5 * pp_size, lanes), limit, np.int64)
     queries, keys = most_fetched(topology)

@@ -49,6 +49,7 @@ from dynamic_cp.types import (
     Plan,
     PlanOptions,
     PoolTasks,
+    Problem,
     Recompute,
     Sample,
     Tasks,
@@ -66,7 +67,7 @@ MODEL, HARDWARE = load_model("llama-3-8b"), load_hardware("h100")
 def cost_model_of(pp_size: int, limit: int = 16 * K, recompute: Recompute = "full", **sizes: int) -> CostModel:
     topology = Topology(num_lanes=4, tp_size=8, pp_size=pp_size, sequence_parallel=True, **sizes)
     options = PlanOptions(max_tokens_per_rank=limit, recompute=recompute, cp_comm_types=(*CP_COMM_TYPES, BY_PLACEMENT))
-    return CostModel(MODEL, HARDWARE, topology, options)
+    return CostModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=options))
 
 
 def batch_of(seed: int = 0, num_tokens: int = 150 * K) -> list[Sample]:
@@ -428,7 +429,11 @@ def test_one_lane_has_a_pool_of_its_stages() -> None:
     topology = Topology(num_lanes=1, tp_size=8, pp_size=2, sequence_parallel=True)
     options = PlanOptions(max_tokens_per_rank=64 * K, recompute="full")
     samples = batch_of()
-    plan = plan_tasks(samples, CostModel(MODEL, HARDWARE, topology, options), num_microbatches=[6]).plan
+    plan = plan_tasks(
+        samples,
+        CostModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=options)),
+        num_microbatches=[6],
+    ).plan
     check_plan(plan, samples)
     assert serialize.loads(serialize.dumps(plan)) == plan == serialize.parse_plan(serialize.format_plan(plan))
     assert plan.num_servers == 2
@@ -582,7 +587,7 @@ def test_the_pool_is_faster_than_its_homes_alone() -> None:
 def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
     cost_model, samples = cost_model_of(4), batch_of()
     topology, options = cost_model.topology, cost_model.options
-    memory = MemoryModel(MODEL, HARDWARE, topology, options)
+    memory = MemoryModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=options))
     held = np.full((12, 4), 1000, np.int64)
     none = np.zeros((4, 2, 4), np.int64)
     kinds = {"in_halves": True, "has_relays": False}
@@ -591,7 +596,9 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
         assert ticks[stage].activations_bytes / stock[stage].activations_bytes == pytest.approx(
             (2 * 4 - 1 - 2 * stage) / (4 - stage)
         )
-    in_chunks = MemoryModel(MODEL, HARDWARE, replace(topology, vp_size=2), options)
+    in_chunks = MemoryModel(
+        Problem(topology=replace(topology, vp_size=2), model=MODEL, hardware=HARDWARE, options=options)
+    )
     chunked = in_chunks.peak_in_ticks(held, none, **kinds)
     for stage in range(4):
         kept = chunked[stage].activations_bytes / stock[stage].activations_bytes
@@ -612,11 +619,20 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
     assert 0 < planned.peak_bytes <= memory.available_bytes
     assert max(stage.total_bytes for stage in memory.peak(planned.plan)) == planned.peak_bytes
     limits = [
-        MemoryModel(MODEL, HARDWARE, topology, replace(options, pool=pool)).max_tokens_per_rank(8 * K)
+        MemoryModel(
+            Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=replace(options, pool=pool))
+        ).max_tokens_per_rank(8 * K)
         for pool in ("off", "auto", "always")
     ]
     assert limits[0] == limits[1] > limits[2] > 1000
-    little = MemoryModel(MODEL, replace(HARDWARE, hbm_bytes=planned.peak_bytes, name="little"), topology, options)
+    little = MemoryModel(
+        Problem(
+            topology=topology,
+            model=MODEL,
+            hardware=replace(HARDWARE, hbm_bytes=planned.peak_bytes, name="little"),
+            options=options,
+        )
+    )
     with pytest.raises(InfeasibleSampleError, match="the first stage keeping 7 of them"):
         plan_tasks(samples, cost_model, memory=little, num_microbatches=[8])
 
@@ -633,7 +649,10 @@ def test_what_has_no_tasks_is_refused() -> None:
         (load_model("mixtral-8x7b"), "have 8 experts"),
     ):
         with pytest.raises(UnsupportedFeatureError, match=words):
-            TickPrices(CostModel(model, HARDWARE, good.topology, good.options), TaskOptions())
+            TickPrices(
+                CostModel(Problem(topology=good.topology, model=model, hardware=HARDWARE, options=good.options)),
+                TaskOptions(),
+            )
 
 
 @pytest.mark.parametrize(

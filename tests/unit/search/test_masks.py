@@ -92,7 +92,7 @@ def test_plans_are_legal_exact_and_above_their_bound(layout: tuple[int, int, int
         planned = plan_global_batch(samples, **job)
         plan = planned.plan
         check_plan(plan, samples)
-        prices = CostModel(**job)
+        prices = CostModel(Problem(**job))
         timeline = simulate(plan, prices)
         assert timeline.iteration_s == pytest.approx(planned.predicted_s, abs=2e-9 * plan.num_microbatches)
         assert lower_bound(samples, prices).proven_s <= timeline.makespan_s * (1 + 1e-9)

@@ -103,7 +103,7 @@ def test_windows_of_all_layers_plan_as_samples_with_that_mask():
     assert PlanFacts.of(of_model, WINDOWED).seqlen_squared_sum == PlanFacts.of(of_samples).seqlen_squared_sum
     assert plan_flops(WINDOWED, of_model.plan) == plan_flops(DEEP, of_samples.plan)
     bounds = [
-        lower_bound(samples, CostModel(model=model, **job)).seconds
+        lower_bound(samples, CostModel(Problem(model=model, **job))).seconds
         for samples, model in ((samples_of(*lengths), WINDOWED), (masked, DEEP))
     ]
     assert bounds[0] == bounds[1]
@@ -131,7 +131,7 @@ def test_windows_cut_the_masks_that_samples_bring(model, names):
     planned = plan_global_batch(samples, **job)
     check_plan(planned.plan, samples)
     assert loads(dumps(planned.plan)) == planned.plan
-    assert lower_bound(samples, CostModel(**job)).seconds <= planned.predicted_s
+    assert lower_bound(samples, CostModel(Problem(**job))).seconds <= planned.predicted_s
     used = {bucket.cp_comm_type for bucket in planned.plan.buckets if bucket.cp_size > 1}
     assert used <= set(names)
     assert used
@@ -158,7 +158,9 @@ def test_a_layer_without_a_window_costs_what_it_did(cp_size, exchange):
     bucket = Bucket(first_lane=0, cp_size=cp_size, samples=tuple(samples_of(800, 64, 8)), cp_comm_type=exchange)
     options = PlanOptions(max_tokens_per_rank=1024, cp_comm_types=CP_COMM_TYPES)
     costs = [
-        CostModel(model, CURVED_HARDWARE, Topology(num_lanes=4), options).bucket_cost(bucket)
+        CostModel(
+            Problem(topology=Topology(num_lanes=4), model=model, hardware=CURVED_HARDWARE, options=options)
+        ).bucket_cost(bucket)
         for model in (DEEP, EVERY_SECOND, WINDOWED)
     ]
     for whole, half, all_windowed in zip(*costs, strict=True):
@@ -191,7 +193,7 @@ def test_plans_are_legal_exact_and_above_their_bound(layout):
         job = {"topology": topology, "model": model, "hardware": CURVED_HARDWARE, "options": options}
         planned = plan_global_batch(samples, **job)
         check_plan(planned.plan, samples)
-        prices = CostModel(**job)
+        prices = CostModel(Problem(**job))
         timeline = simulate(planned.plan, prices)
         assert timeline.iteration_s == pytest.approx(planned.predicted_s, abs=2e-9 * planned.plan.num_microbatches)
         assert lower_bound(samples, prices).proven_s <= timeline.makespan_s * (1 + 1e-9)
