@@ -23,7 +23,7 @@ from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.models.hugging_face import model_shape
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.sent import sent_by_plan
-from dynamic_cp.types import ACROSS_NODES, CP_COMM_TYPES, IN_NODE, OF_LATENTS, PlanOptions, Topology
+from dynamic_cp.types import ACROSS_NODES, CP_COMM_TYPES, IN_NODE, UNPLACED, PlanOptions, Topology, needs_latents
 
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
@@ -77,12 +77,12 @@ def main() -> None:
 def _layer_rows(model: types.ModelShape, hardware: types.Hardware) -> list[list[object]]:
     """Return rows of one layer's attention; lanes of a node are 8 where the group is inside one, else 1."""
     rows = []
-    options = PlanOptions(max_tokens_per_rank=1, cp_comm_types=(*CP_COMM_TYPES, *OF_LATENTS))
+    options = PlanOptions(max_tokens_per_rank=1, cp_comm_types=UNPLACED)
     for cp_size, link, tokens in LAYERS:
         topology = Topology(num_lanes=cp_size, tp_size=8, ranks_per_node=64 if link == IN_NODE else 8)
         problem = types.Problem(topology=topology, model=model, hardware=hardware, options=options)
         stage = StageAttention(types.Stage(((1.0, model.layer),)), problem, lanes_in_one_node(topology))
-        sharing = CostModel(model, hardware, topology, options).sharing
+        sharing = CostModel(problem).sharing
         found = []
         for way in attentions_of(options.cp_comm_types, cp_size, sharing):
             mechanism, inner = MECHANISMS[way.cp_comm_type], way.inner_cp_size
@@ -96,7 +96,7 @@ def _layer_rows(model: types.ModelShape, hardware: types.Hardware) -> list[list[
                 seconds += _at(side.linear, tokens)
                 seconds += sum(kink.weight * max(0.0, _at(kink.inner, tokens)) for kink in side.kinks)
             found.append((str(way), (sent.forward + sent.backward) * tokens / cp_size, seconds))
-        latent_s = next(seconds for name, _, seconds in found if name in OF_LATENTS)
+        latent_s = next(seconds for name, _, seconds in found if needs_latents(name))
         for name, sent_bytes, seconds in found:
             where = "in a node" if link == IN_NODE else "over nodes"
             shown = [f"{sent_bytes / 1e6:.1f}", f"{1e3 * seconds:.2f}", f"{seconds / latent_s:.2f}"]
@@ -114,7 +114,7 @@ def _batch_row(setting: Setting, model: types.ModelShape, hardware: types.Hardwa
         num_lanes=setting.lanes, tp_size=setting.tp, pp_size=setting.pp, sequence_parallel=True, ep_size=setting.ep
     )
     seconds, sent, share = [], [], 0.0
-    for exchanges in (CP_COMM_TYPES, (*CP_COMM_TYPES, *OF_LATENTS)):
+    for exchanges in (CP_COMM_TYPES, UNPLACED):
         options = PlanOptions(max_tokens_per_rank=setting.limit, recompute="full", cp_comm_types=exchanges)
         problem = Problem(
             name=setting.workload,
@@ -131,7 +131,7 @@ def _batch_row(setting: Setting, model: types.ModelShape, hardware: types.Hardwa
         tokens: Counter[str] = Counter()
         for bucket in plan.buckets:
             tokens["one lane" if bucket.cp_size == 1 else bucket.cp_comm_type] += bucket.num_tokens
-        share = sum(tokens[name] for name in OF_LATENTS) / plan.num_tokens
+        share = sum(tokens[name] for name in filter(needs_latents, UNPLACED)) / plan.num_tokens
     return [
         setting.workload, setting.tp, setting.pp, setting.lanes, setting.ep,
         *(f"{one:.2f}" for one in seconds), f"{seconds[1] / seconds[0]:.3f}",

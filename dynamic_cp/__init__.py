@@ -17,6 +17,7 @@ from dynamic_cp.types import (
     Plan,
     PlannedBatch,
     PlanOptions,
+    Problem,
     Sample,
     Topology,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "PlanArrays",
     "PlanOptions",
     "PlannedBatch",
+    "Problem",
     "Sample",
     "Topology",
     "check_plan",

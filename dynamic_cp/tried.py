@@ -2,7 +2,7 @@
 
 import re
 
-from dynamic_cp.types import CP_COMM_TYPES, CpCommType
+from dynamic_cp.types import CP_COMM_TYPES, RING_ALONE, CpCommType
 
 MAX_VP_SIZE = 5
 """Model chunks per pipeline stage: 1 to this where they are whole layers; more gain little and take longer to plan."""
@@ -10,7 +10,7 @@ MAX_VP_SIZE = 5
 LIMIT_DIVISORS = (1, 2, 4)
 """Limits of tokens per rank: as much as memory holds, and these parts of it, which leave memory free."""
 
-EXCHANGES: tuple[tuple[CpCommType, ...], ...] = (CP_COMM_TYPES, ("p2p",))
+EXCHANGES: tuple[tuple[CpCommType, ...], ...] = (CP_COMM_TYPES, RING_ALONE)
 """Sets of exchanges: all that `auto` has for a model without windows and latents, and the ring alone, whose fewer
 communicators leave memory for tokens."""
 

@@ -23,6 +23,7 @@ from dynamic_cp import (
 from dynamic_cp.report.drawing import save
 from dynamic_cp.report.gantt import gantt
 from dynamic_cp.report.theme import LIGHT
+from dynamic_cp.types import Problem
 
 LENGTHS = (30_000, 12_000, 9_000, 8_000, 7_500, 7_000, 6_800, 6_500, 5_000, 4_000, 3_000, 2_500, 2_000, 1_500, 900, 400)
 
@@ -35,7 +36,7 @@ def main() -> None:
     topology = Topology(num_lanes=4, pp_size=2)
     model, hardware = load_model("llama-3-8b"), load_hardware("h100")
     options = PlanOptions(max_tokens_per_rank=8192, recompute="full")
-    cost_model = CostModel(model, hardware, topology, options)
+    cost_model = CostModel(Problem(topology=topology, model=model, hardware=hardware, options=options))
     timelines = []
     for policy in ("balanced", "dynamic"):
         planned = plan_global_batch(

@@ -7,7 +7,7 @@ faster for the sample and wastes more of the GPUs, most of all for a short one; 
 larger group is the only way. Predicted by the cost model.
 """
 
-from dynamic_cp import CostModel, PlanOptions, Topology, load_hardware, load_model
+from dynamic_cp import CostModel, PlanOptions, Problem, Topology, load_hardware, load_model
 from dynamic_cp.report.curves import knee_points
 
 SEQLENS = (1024, 4096, 16384, 65536, 131072)
@@ -18,7 +18,8 @@ def main() -> None:
     """Print a table lengths x CP sizes."""
     model, hardware = load_model("llama-3-8b"), load_hardware("h100")
     topology = Topology(num_lanes=16)  # 16 GPUs in nodes of 8: CP 16 crosses the network
-    cost_model = CostModel(model, hardware, topology, PlanOptions(max_tokens_per_rank=16384, recompute="full"))
+    options = PlanOptions(max_tokens_per_rank=16384, recompute="full")
+    cost_model = CostModel(Problem(topology=topology, model=model, hardware=hardware, options=options))
     points = {(one.seqlen, one.cp_size): one for one in knee_points(model, hardware, cost_model, SEQLENS)}
     print("ms and share of peak FLOP/s (model FLOPs) of one sample alone, Llama-3-8B, full recomputation, H100")
     print("   tokens " + "".join(f"{f'CP {cp_size}':>15}" for cp_size in CP_SIZES))

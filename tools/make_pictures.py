@@ -26,7 +26,7 @@ from dynamic_cp.report.drawing import NARROW_IN, save
 from dynamic_cp.report.gantt import gantt
 from dynamic_cp.report.theme import THEMES
 from dynamic_cp.sweep import Space, SweepJob, sweep
-from dynamic_cp.types import Sample
+from dynamic_cp.types import Problem, Sample
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 NUM_BATCHES, NUM_SAMPLES, MAX_SEQLEN = 8, 256, 131072
@@ -50,7 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         timeline = one.batches[number].timeline
         assert timeline is not None
         timelines.append((one.name, timeline))
-    cost_model = CostModel(comparison.model, comparison.hardware, comparison.topology, comparison.options)
+    cost_model = CostModel(
+        Problem(
+            topology=comparison.topology,
+            model=comparison.model,
+            hardware=comparison.hardware,
+            options=comparison.options,
+        )
+    )
     pictures = {
         "overview": partial(gantt, timelines),
         "overview-narrow": partial(gantt, timelines, width_in=NARROW_IN),

@@ -22,7 +22,7 @@ from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.plans.serialize import format_plan, parse_plan
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import Bucket, CpCommType, Experts, Hardware, ModelShape, PlanOptions, Sample, Topology
+from dynamic_cp.types import Bucket, CpCommType, Experts, Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
 
 FOLDER = Path(__file__).parents[1] / "tests" / "golden"
 TIMELINES = FOLDER / "timelines"
@@ -84,7 +84,9 @@ def render(name: str) -> str:
     samples = [Sample(sample_id=index, seqlen=seqlen) for index, seqlen in enumerate(seqlens)]
     model = MODEL if topology.ep_size == 1 else replace(MODEL, experts=EXPERTS)
     planned = plan_global_batch(samples, topology=topology, model=model, hardware=HARDWARE, options=options)
-    timeline = simulate(planned.plan, CostModel(model, HARDWARE, topology, options))
+    timeline = simulate(
+        planned.plan, CostModel(Problem(topology=topology, model=model, hardware=HARDWARE, options=options))
+    )
     return f"{format_plan(planned.plan)}\n{planned.reason}\n\n{_timeline_text(timeline)}"
 
 

@@ -70,7 +70,7 @@ class Setting:
     @cached_property
     def cost_model(self) -> CostModel:
         problem = self.problem
-        return CostModel(problem.model, problem.hardware, problem.topology, problem.options)
+        return CostModel(problem)
 
     @cached_property
     def stage(self) -> StageAttention:

@@ -16,8 +16,8 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import (
+    BY_PLACEMENT,
     CP_COMM_TYPES,
-    PLACED,
     PlanOptions,
     Problem,
     Sample,
@@ -95,8 +95,9 @@ def problem_of(layout: Layout) -> Problem:
     topology = Topology(num_lanes=NUM_LANES, tp_size=layout.tp, pp_size=layout.pp, sequence_parallel=layout.tp > 1)
     options = PlanOptions(max_tokens_per_rank=layout.limit, recompute="full", cp_comm_types=CP_COMM_TYPES)
     model, hardware = load_model(layout.model), load_hardware("h100")
-    MemoryModel(model, hardware, topology, options).check_limit_fits(layout.limit, NUM_LANES)
-    return Problem(topology=topology, model=model, hardware=hardware, options=options)
+    problem = Problem(topology=topology, model=model, hardware=hardware, options=options)
+    MemoryModel(problem).check_limit_fits(layout.limit, NUM_LANES)
+    return problem
 
 
 def measure_case(layout: Layout, data: str, mask: str, seed: int = 0) -> Row:
@@ -107,8 +108,8 @@ def measure_case(layout: Layout, data: str, mask: str, seed: int = 0) -> Row:
     samples = [Sample(sample_id=number, seqlen=size, mask=mask_of(size)) for number, size in enumerate(lengths)]
     seconds = {
         "without_s": _step_s(without, samples, CP_COMM_TYPES),
-        "with_s": _step_s(without, samples, (*CP_COMM_TYPES, *PLACED)),
-        "alone_s": _step_s(without, samples, PLACED),
+        "with_s": _step_s(without, samples, (*CP_COMM_TYPES, BY_PLACEMENT)),
+        "alone_s": _step_s(without, samples, (BY_PLACEMENT,)),
     }
     pieces = separate(samples)
     seconds["separate_s"] = _step_s(without, pieces, CP_COMM_TYPES) if len(pieces) > len(samples) else None
@@ -131,7 +132,7 @@ def measure_windows(windows: Windows, data: str, layout: Layout = LAYOUTS[0]) ->
         "windows": windows,
         "data": data,
         "without_s": _step_s(problem, samples, CP_COMM_TYPES),
-        "with_s": _step_s(problem, samples, (*CP_COMM_TYPES, *PLACED)),
+        "with_s": _step_s(problem, samples, (*CP_COMM_TYPES, BY_PLACEMENT)),
     }
 
 

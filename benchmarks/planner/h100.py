@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from benchmarks.planner.problem import Problem, best_static, cold_ms, num_empty_places, timed
 from benchmarks.planner.report import Row, percent, table
+from dynamic_cp import types
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.lengths.workloads import draw_lengths
 from dynamic_cp.memory.memory_model import MemoryModel
@@ -102,7 +103,8 @@ def problem_of(setting: Setting) -> Problem:
     options = PlanOptions(max_tokens_per_rank=setting.limit, recompute="full", cp_comm_types=setting.exchanges)
     model, hardware = load_model(setting.model), load_hardware("h100")
     longest_group = 1 << (-(-setting.max_seqlen // setting.limit) - 1).bit_length()
-    MemoryModel(model, hardware, topology, options).check_limit_fits(setting.limit, longest_group)
+    job = types.Problem(topology=topology, model=model, hardware=hardware, options=options)
+    MemoryModel(job).check_limit_fits(setting.limit, longest_group)
     return Problem(
         name=setting.name,
         seqlens=draw_lengths(setting.workload, setting.samples, 0, setting.max_seqlen),

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from dynamic_cp import types
 from dynamic_cp.arrays import Ints
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
@@ -48,7 +49,8 @@ class Problem:
     @cached_property
     def cost_model(self) -> CostModel:
         """What prices the finished plan."""
-        return self.cost_model_type(self.model, self.hardware, self.topology, self.options)
+        problem = types.Problem(topology=self.topology, model=self.model, hardware=self.hardware, options=self.options)
+        return self.cost_model_type(problem)
 
     def planned(self, policy: str = "dynamic", search: SearchEffort = "fast") -> PlannedBatch:
         """Return the plan of `policy`."""

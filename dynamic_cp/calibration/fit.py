@@ -26,7 +26,7 @@ from dynamic_cp.calibration.results import Calibration, FitError, Point
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.edges import LOSS_BACKWARD_BYTES_PER_LOGIT, LOSS_FORWARD_BYTES_PER_LOGIT
-from dynamic_cp.types import Hardware, PlanOptions, Topology
+from dynamic_cp.types import Hardware, PlanOptions, Problem, Topology
 
 BUCKET_LAYERS = 2
 """Layers of the model that runs micro-batches."""
@@ -367,10 +367,12 @@ def _check_seconds(measurements: Measurements) -> None:
 def buckets_s(hardware: Hardware, setup: Setup, rows: Sequence[Measurement]) -> Floats:
     """Return the seconds that the cost model expects of rows of `buckets` or `held_out`, both passes together."""
     cost_model = CostModel(
-        replace(setup.shard, num_layers=BUCKET_LAYERS),
-        hardware,
-        Topology(num_lanes=setup.num_ranks, ranks_per_node=setup.ranks_per_node),
-        PlanOptions(max_tokens_per_rank=setup.max_tokens, bytes_per_element=setup.element_bytes),
+        Problem(
+            topology=Topology(num_lanes=setup.num_ranks, ranks_per_node=setup.ranks_per_node),
+            model=replace(setup.shard, num_layers=BUCKET_LAYERS),
+            hardware=hardware,
+            options=PlanOptions(max_tokens_per_rank=setup.max_tokens, bytes_per_element=setup.element_bytes),
+        )
     )
     return np.array([sum(cost_model.cost(one.cp_size, 0, one.tokens, one.tokens_squared, "p2p")) for one in rows])
 

@@ -18,14 +18,13 @@ from dynamic_cp.cli.flag_names import with_own_flags
 from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputError
 from dynamic_cp.lengths.streams import STDIN, is_pipe
 from dynamic_cp.models import catalog
+from dynamic_cp.pricing.resolution import allowed_exchanges
 from dynamic_cp.tried import sizes_in
 from dynamic_cp.types import (
     AUTO,
     CAUSAL,
-    CP_COMM_TYPES,
+    CHOICES,
     NOISE_MARGIN,
-    OF_LATENTS,
-    PLACED,
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
     Hardware,
@@ -35,8 +34,6 @@ from dynamic_cp.types import (
     Sample,
     SearchEffort,
     Topology,
-    check_latents,
-    exchanges_of,
     is_power_of_two,
     masks_by_rule,
 )
@@ -361,7 +358,7 @@ def exchange_option(default: str) -> Any:
     """Return --cp-comm-type; `default`: what its help says."""
     return _option(
         "--cp-comm-type",
-        type=click.Choice((AUTO, *CP_COMM_TYPES, *OF_LATENTS, *PLACED)),
+        type=click.Choice(CHOICES),
         help="Exchange inside a CP group; latent: of multi-latent attention only, a ring of latents; blocks: each tile "
         "of attention on a lane of its own; auto: the fastest for every bucket, blocks only under a --mask or where "
         f"layers have windows. [default: {default}]",
@@ -641,11 +638,8 @@ class JobInput:
             )
         if size is not None and not is_power_of_two(size):
             raise InvalidInputError(f"--static-cp-size {size} is not a power of two: use 1, 2, 4, ...")
-        is_sparse = self.mask != CAUSAL.name or self.model_shape.window is not None
-        exchanges = exchanges_of(
-            self.cp_comm_type or CP_COMM_TYPE, is_sparse=is_sparse, has_latents=self.model_shape.has_latents
-        )
-        check_latents(exchanges, self.model_shape.kv_lora_rank)
+        has_masks = self.mask != CAUSAL.name
+        exchanges = allowed_exchanges(self.cp_comm_type or CP_COMM_TYPE, self.model_shape, has_masks=has_masks)
         return PlanOptions(
             max_tokens_per_rank=1 if self.limit_from_memory else cast(int, self.max_tokens_per_rank),
             static_cp_size=size,

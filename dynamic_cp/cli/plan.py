@@ -27,7 +27,7 @@ from dynamic_cp.cli.parameters import (
 from dynamic_cp.cli.tuned import searched, shared_of, space_of, why_fastest
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.nearest import did_you_mean
-from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, PlanOptions, PoolUse, counted
+from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, PlanOptions, PoolUse, Problem, counted
 from dynamic_cp.types.stage_layers import in_words
 
 if TYPE_CHECKING:
@@ -90,10 +90,8 @@ def command(
     with progress("planning") as steps:
         steps(0, 3, "lengths")
         from dynamic_cp.search.search import POLICIES
-        from dynamic_cp.setting import POOL_POLICIES, why_not_run
+        from dynamic_cp.setting import POOL_POLICIES
 
-        if (reason := why_not_run(policy)) is not None:
-            raise UnsupportedFeatureError(reason)
         known = (*POLICIES, *POOL_POLICIES)
         if policy not in known:
             near = did_you_mean(policy, known)
@@ -126,7 +124,7 @@ def _plan(
     from dynamic_cp.plans.padding import padding_fraction
     from dynamic_cp.plans.serialize import digest
     from dynamic_cp.pricing.cost_model import CostModel
-    from dynamic_cp.search.placed import options_of_prices
+    from dynamic_cp.pricing.resolution import problem_of_prices
     from dynamic_cp.search.plan_in_memory import plan_in_memory
 
     (samples,) = batches = batch.draw()
@@ -154,12 +152,12 @@ def _plan(
     )
     options = replace(options, max_tokens_per_rank=planned.plan.max_tokens_per_rank)
     steps(2, 3, "lower bound" if bound else "figures")
-    prices = options_of_prices(options, model)
+    priced = Problem(topology=topology, model=model, hardware=hardware, options=options)
     figures = {
         "policy": planned.plan.policy,
         **({"layout": why} if why else {}),
         "predicted_s": planned.predicted_s,
-        **(_bound_figures(planned.plan, CostModel(model, hardware, topology, prices)) if bound else {}),
+        **(_bound_figures(planned.plan, CostModel(problem_of_prices(priced))) if bound else {}),
         "num_microbatches": planned.plan.num_microbatches,
         "max_tokens_per_rank": planned.plan.max_tokens_per_rank,
         "cp_histogram": {str(cp): count for cp, count in planned.plan.cp_histogram.items()},

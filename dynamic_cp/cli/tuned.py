@@ -11,6 +11,7 @@ import click
 from dynamic_cp.cli.console import Progress
 from dynamic_cp.cli.parameters import BatchInput, JobInput
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.pricing.resolution import allowed_exchanges
 from dynamic_cp.tried import EXCHANGES
 from dynamic_cp.types import (
     AUTO,
@@ -19,8 +20,6 @@ from dynamic_cp.types import (
     Hardware,
     ModelShape,
     Sample,
-    check_latents,
-    exchanges_of,
 )
 
 if TYPE_CHECKING:
@@ -47,12 +46,8 @@ def exchanges_tried(cp_comm_type: str | None, model: ModelShape) -> tuple[tuple[
 
     `auto` is what it is in a run of `model`, whose memory has to hold what any of them keeps.
     """
-    has = {"is_sparse": model.window is not None, "has_latents": model.has_latents}
-    if cp_comm_type is not None:
-        exchanges = exchanges_of(cp_comm_type, **has)
-        check_latents(exchanges, model.kv_lora_rank)
-        return (exchanges,)
-    return (exchanges_of(AUTO, **has), *EXCHANGES[1:])
+    allowed = allowed_exchanges(cp_comm_type or AUTO, model)
+    return (allowed, *EXCHANGES[1:]) if cp_comm_type is None else (allowed,)
 
 
 def space_of(job: JobInput) -> Space:

@@ -15,8 +15,8 @@ from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops, length_sums, tflops_per_rank
+from dynamic_cp.pricing.resolution import exchanges_of_policy, problem_of_prices
 from dynamic_cp.pricing.sent import sent_by_plan
-from dynamic_cp.search.placed import exchanges_of_policy, options_of_prices
 from dynamic_cp.setting import Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, SearchEffort, Topology
 
@@ -54,19 +54,11 @@ class SweepJob:
 
     def memory(self, setting: Setting) -> MemoryModel:
         """Return the memory of `setting`."""
-        return MemoryModel(
-            self.model_of(setting),
-            self.hardware,
-            setting.topology,
-            setting.options(self.search),
-            distributed_optimizer=self.distributed_optimizer,
-        )
+        return MemoryModel(self.problem(setting))
 
     def prices(self, setting: Setting) -> CostModel:
         """Return the prices of `setting`; UnsupportedFeatureError: no allowed exchange serves any of its CP sizes."""
-        model = self.model_of(setting)
-        options = options_of_prices(setting.options(self.search), model)
-        return CostModel(model, self.hardware, setting.topology, options)
+        return CostModel(problem_of_prices(self.problem(setting)))
 
 
 class Job(NamedTuple):
@@ -112,6 +104,16 @@ class Job(NamedTuple):
             options = replace(options, max_tokens_per_rank=limit)
         return options
 
+    def problem_of(self, options: PlanOptions) -> Problem:
+        """Return all that plans with `options` depend on besides the samples."""
+        return Problem(
+            topology=self.topology,
+            model=self.model,
+            hardware=self.hardware,
+            options=options,
+            distributed_optimizer=self.distributed_optimizer,
+        )
+
     def allowed_to(self, policy: str, options: PlanOptions) -> PlanOptions:
         """Return `options` with the exchanges that plans of `policy` have."""
         exchanges = exchanges_of_policy(policy, options.cp_comm_types, self.model, chain.from_iterable(self.batches))
@@ -121,9 +123,7 @@ class Job(NamedTuple):
         """Return the memory model of the CP sizes that are used."""
         if static_cp_size is not None:
             options = replace(options, min_cp_size=static_cp_size, max_cp_size=static_cp_size)
-        return MemoryModel(
-            self.model, self.hardware, self.topology, options, distributed_optimizer=self.distributed_optimizer
-        )
+        return MemoryModel(self.problem_of(options))
 
     def setting_of(self, policy: str, options: PlanOptions, max_cp_size: int | None = None) -> Setting:
         """Return what `policy` runs with `options`; max_cp_size: its own, where it has one."""
@@ -140,11 +140,11 @@ class Job(NamedTuple):
 
     def cost_model(self, options: PlanOptions) -> CostModel:
         """Return the prices of all plans that `options` allow, static ones among them."""
-        return CostModel(self.model, self.hardware, self.topology, options_of_prices(options, self.model))
+        return CostModel(problem_of_prices(self.problem_of(options)))
 
     def prices(self, options: PlanOptions) -> PricesByPart:
         """Return the cost models that tell the parts of an iteration apart."""
-        return prices_by_part(self.model, self.hardware, self.topology, options_of_prices(options, self.model))
+        return prices_by_part(problem_of_prices(self.problem_of(options)))
 
 
 def batch_outcome(

@@ -27,7 +27,7 @@ from dynamic_cp.pricing.cost_model import BucketCost, CostModel, is_priced_lane_
 from dynamic_cp.pricing.flops import length_sums
 from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.pricing.table import seconds_of_rows
-from dynamic_cp.types import Bucket, Hardware, ModelShape, Plan, PlanOptions, Topology
+from dynamic_cp.types import Bucket, Plan, Problem, Topology
 
 _FREE_BYTES_PER_S = 1e30
 
@@ -117,17 +117,19 @@ class PricesByPart(NamedTuple):
     without_communication: CostModel
 
 
-def prices_by_part(model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> PricesByPart:
+def prices_by_part(problem: Problem) -> PricesByPart:
     """Return the cost models that `time_parts` subtracts from each other."""
     no_exchange = replace(
-        hardware,
+        problem.hardware,
         bandwidth_in_node_bytes_per_s=_FREE_BYTES_PER_S,
         bandwidth_across_nodes_bytes_per_s=_FREE_BYTES_PER_S,
         exchange_latency_s_per_layer=0.0,
         ring_step_overhead_s_per_layer=0.0,
     )
     nothing = replace(no_exchange, collective_bandwidth_in_node_bytes_per_s=0.0)  # 0: not priced
-    return PricesByPart(*(CostModel(model, one, topology, options) for one in (hardware, no_exchange, nothing)))
+    return PricesByPart(
+        *(CostModel(replace(problem, hardware=hardware)) for hardware in (problem.hardware, no_exchange, nothing))
+    )
 
 
 def time_parts(timeline: Timeline, prices: PricesByPart) -> TimeParts:

@@ -25,7 +25,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.learning.multipliers import MOST, TERMS, Multipliers
 from dynamic_cp.learning.observations import Observation, PredictionError, PricedObservations
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Topology
+from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Problem, Topology
 
 Floats = npt.NDArray[np.float64]
 
@@ -164,7 +164,7 @@ def refine(
 def _cost_model(
     base: Hardware, model: ModelShape, topology: Topology, options: PlanOptions, multipliers: Multipliers
 ) -> CostModel:
-    return CostModel(model, multipliers.apply(base), topology, options)
+    return CostModel(Problem(topology=topology, model=model, hardware=multipliers.apply(base), options=options))
 
 
 def _multipliers(values: Floats) -> Multipliers:

@@ -13,5 +13,4 @@ mechanism of that name. Read in this order:
 - `placed_seconds`: what placed attention takes, lane by lane
 - `blocks`: attention cut into tiles, each on a lane of its own choice
 - `registry`: all mechanisms by name; a new one is added there and to `types.CpCommType`
-- `masks`: which of them plans may use where samples bring masks of their own
 """

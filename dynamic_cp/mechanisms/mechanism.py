@@ -14,10 +14,11 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.convex import Convex
-from dynamic_cp.mechanisms.heads import kv_heads_of
+from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
+from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.sent_bytes import SentBytes, sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.types import CAUSAL, Bucket, CpCommType, Mask, MicroBatch, Topology
+from dynamic_cp.types import CAUSAL, Bucket, CpCommType, Mask, MicroBatch, ModelShape, Topology
 
 if TYPE_CHECKING:
     from dynamic_cp.placement.sent import Sent, TokenBytes
@@ -39,6 +40,12 @@ class Sharing(NamedTuple):
     allowed: tuple[int, ...] | None = None
     has_windows: bool = False
     has_latents: bool = False
+
+    @classmethod
+    def of(cls, model: ModelShape, topology: Topology, inner_cp_sizes: tuple[int, ...] | None) -> Sharing:
+        """Return the limits of a job; inner_cp_sizes: as in `PlanOptions`."""
+        heads, node_lanes = heads_of_rank(model, topology.tp_size), lanes_in_one_node(topology)
+        return cls(heads, node_lanes, inner_cp_sizes, model.window is not None, model.has_latents)
 
     def is_even(self, inner_cp_size: int) -> bool:
         """Return whether this number of lanes can share out the query heads evenly."""
@@ -76,7 +83,12 @@ class Sharing(NamedTuple):
     @property
     def serves_always(self) -> CpCommType:
         """A mechanism that serves all sizes."""
-        return "all_gather" if self.has_windows else "p2p"
+        return serves_any_size(has_windows=self.has_windows)
+
+
+def serves_any_size(*, has_windows: bool) -> CpCommType:
+    """Return a mechanism that serves groups of all sizes."""
+    return "all_gather" if has_windows else "p2p"
 
 
 class Mechanism:

@@ -23,8 +23,6 @@ from dynamic_cp.mechanisms.blocks import (
     FETCHED_KEYS,
     FETCHED_QUERIES,
 )
-from dynamic_cp.mechanisms.heads import heads_of_rank
-from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.memory.activations import activation_bytes
@@ -32,9 +30,9 @@ from dynamic_cp.pipeline.schedule import most_alive_tokens, peak_in_flight_token
 from dynamic_cp.pipeline.ticks import stage_ticks
 from dynamic_cp.plans.lane_tokens import lane_tokens, lane_tokens_of
 from dynamic_cp.plans.pool import fetched_in_ticks, most_fetched, servers_of
-from dynamic_cp.pricing.capacity import may_place
 from dynamic_cp.pricing.edges import GRADIENT_BYTES
-from dynamic_cp.types import Attention, Hardware, ModelShape, Plan, PlanOptions, Topology
+from dynamic_cp.pricing.resolution import may_place
+from dynamic_cp.types import Attention, Plan, PlanOptions, Problem
 
 SAFETY_FRACTION = 0.92
 """Share of the memory left by hbm_reserved_bytes that planning uses; the rest is for fragmentation. An estimate."""
@@ -66,32 +64,21 @@ class MemoryModel:
     """Memory of one model on one kind of device.
 
     Args:
-        model, hardware, topology, options: as for the cost model.
-        distributed_optimizer: the optimizer state is sharded over the lanes.
+        problem: whose plans have to fit.
 
     Limits: no biases; the working set of a layer is that of its MLP; memory of
     the input pipeline and fragmentation only through SAFETY_FRACTION.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        hardware: Hardware,
-        topology: Topology,
-        options: PlanOptions,
-        *,
-        distributed_optimizer: bool = True,
-    ) -> None:
-        self._model = model
-        self._hardware = hardware
-        self._topology = topology
-        self._options = options
-        self._distributed_optimizer = distributed_optimizer
+    def __init__(self, problem: Problem) -> None:
+        model, topology, options = problem.model, problem.topology, problem.options
+        self._model, self._topology, self._options = model, topology, options
+        self._hardware = problem.hardware
+        self._distributed_optimizer = problem.distributed_optimizer
         self._stages = model.stages(topology.pp_size)
         kinds = {layer for stage in self._stages for _, layer in stage.layers}
         self._bytes = {layer: activation_bytes(model, topology, options, layer) for layer in kinds}
-        heads, node_lanes = heads_of_rank(model, topology.tp_size), lanes_in_one_node(topology)
-        self._sharing = Sharing(heads, node_lanes, options.inner_cp_sizes, model.window is not None, model.has_latents)
+        self._sharing = Sharing.of(model, topology, options.inner_cp_sizes)
 
     @property
     def available_bytes(self) -> float:
@@ -317,8 +304,9 @@ class MemoryModel:
         if experts is not None and ep_size < min(ranks, experts.num_experts):
             ways.append("use a larger ep_size (--expert-model-parallel-size)")
         if parts.communicators_bytes > _MANY_GROUPS * self.available_bytes:
-            alone = replace(self._options, cp_comm_types=("p2p",))
-            ways += ["exchange by p2p alone (--cp-comm-type)"] * (self._num_groups(alone) < self._num_groups())
+            always = self._sharing.serves_always
+            alone = replace(self._options, cp_comm_types=(always,))
+            ways += [f"exchange by {always} alone (--cp-comm-type)"] * (self._num_groups(alone) < self._num_groups())
             ways.append("lower max_cp_size (--max-dynamic-cp-size)")
         ways += ["use the distributed optimizer"] * (not self._distributed_optimizer and self._topology.num_lanes > 1)
         ways.append("use a larger tp_size (--tensor-model-parallel-size) or pp_size (--pipeline-model-parallel-size)")

@@ -14,7 +14,7 @@ from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.placement.legal import why_not_tiled
 from dynamic_cp.placement.traffic import Servers, fetched_tokens
-from dynamic_cp.types import PLACED, Bucket, MicroBatch, Plan, PoolTasks, Tasks, Topology, num_ticks
+from dynamic_cp.types import BY_PLACEMENT, Bucket, MicroBatch, Plan, PoolTasks, Tasks, Topology, num_ticks
 from dynamic_cp.types.tasks import HALF, HOLDER, SAMPLE, SERVER, START, STOP, TASKS_PER_DOCUMENT, runs_of
 
 _AGAIN = "plan these samples again"
@@ -117,8 +117,8 @@ def why_not_homed(bucket: Bucket, num_lanes: int) -> str | None:
         return f"{masked.mask_in_words}, tasks have all keys up to their queries"
     if num_lanes == 1:
         return None
-    if bucket.cp_comm_type not in PLACED or bucket.placement is None or bucket.inner_cp_size > 1:
-        return f"its lanes have {bucket.attention}, in a plan with a pool they have homes ({PLACED[0]})"
+    if bucket.placement is None or bucket.inner_cp_size > 1:
+        return f"its lanes have {bucket.attention}, in a plan with a pool they have homes ({BY_PLACEMENT})"
     if len(bucket.placement.tiles) or bucket.placement.layer_masks:
         return (
             f"its placement has {len(bucket.placement.tiles)} tiles and {len(bucket.placement.layer_masks)} masks of "

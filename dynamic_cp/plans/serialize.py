@@ -17,8 +17,7 @@ from typing import Any, cast
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
 from dynamic_cp.types import (
-    INNER_SIZES,
-    PLACED,
+    TRAITS,
     Attention,
     Bucket,
     CpCommType,
@@ -28,6 +27,7 @@ from dynamic_cp.types import (
     Sample,
     Tasks,
     Topology,
+    is_placed,
     parse_mask,
     parse_placement,
     parse_tasks,
@@ -271,7 +271,7 @@ def _bucket_to_dict(bucket: Bucket) -> dict[str, Any]:
     return data
 
 
-_NAMES_INNER_SIZE = [name for name, inner in INNER_SIZES.items() if inner == "chosen"]
+_NAMES_INNER_SIZE = [name for name, traits in TRAITS.items() if traits.inner == "chosen"]
 
 
 def _bucket_from_dict(data: object, where: str) -> Bucket:
@@ -279,15 +279,15 @@ def _bucket_from_dict(data: object, where: str) -> Bucket:
     given = data if isinstance(data, dict) else {}
     # The others imply it, but may say it, too.
     has_inner = given.get("cp_comm_type") in _NAMES_INNER_SIZE or "inner_cp_size" in given
-    is_placed = given.get("cp_comm_type") in PLACED
-    names += ("inner_cp_size",) * has_inner + ("placement",) * is_placed
+    has_placement = given.get("cp_comm_type") in [name for name in TRAITS if is_placed(name)]
+    names += ("inner_cp_size",) * has_inner + ("placement",) * has_placement
     bucket = Fields(data, where, names)
     return Bucket(
         first_lane=bucket.get("first_lane", int),
         cp_size=bucket.get("cp_size", int),
         cp_comm_type=cast(CpCommType, bucket.get("cp_comm_type", str)),
         inner_cp_size=bucket.get("inner_cp_size", int) if has_inner else 1,
-        placement=parse_placement(bucket.get("placement", str)) if is_placed else None,
+        placement=parse_placement(bucket.get("placement", str)) if has_placement else None,
         samples=tuple(
             sample_from_list(one, f"{where}.samples[{index}]") for index, one in enumerate(bucket.get("samples", list))
         ),

@@ -6,6 +6,7 @@ Read in this order:
 - `terms`: the numbers of one price; the only file that knows what stands where
 - `table`: all prices as arrays, and the two questions that compiled loops ask of them
 - `capacity`: which CP sizes a bucket may have and how many tokens it may hold
+- `resolution`: which mechanisms a job may use; decided once, asked by everything
 - `edges`: what a step pays besides its layers: embedding, head and loss, TP collectives, gradients
 - `experts`: routed experts, and how they couple lanes
 - `stage`: the formulas of one stage's layers, and the table of all prices made of them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.padding import padded_seqlens, rank_multiple
-from dynamic_cp.types import PLACED, PlanOptions, Topology
+from dynamic_cp.types import PlanOptions, Topology
 
 
 def allowed_cp_sizes(topology: Topology, options: PlanOptions) -> tuple[int, ...]:
@@ -40,12 +40,6 @@ def may_span_all(topology: Topology, options: PlanOptions) -> bool:
     """Return whether a bucket may span all lanes, of which there may be any number but one."""
     largest = options.max_cp_size or topology.max_cp_size
     return topology.num_lanes > 1 and largest >= topology.max_cp_size
-
-
-def may_place(topology: Topology, options: PlanOptions) -> bool:
-    """Return whether plans may have placed micro-batches; not where they would cut blocks that share experts."""
-    is_allowed = not set(PLACED).isdisjoint(options.cp_comm_types)
-    return is_allowed and topology.expert_lanes == 1 and may_span_all(topology, options)
 
 
 def widest_bucket(topology: Topology, options: PlanOptions, *, places: bool) -> tuple[int, int]:

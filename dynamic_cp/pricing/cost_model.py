@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -34,13 +35,10 @@ from dynamic_cp.types import (
     Causal,
     CpCommType,
     Full,
-    Hardware,
     Lambda,
     MicroBatch,
-    ModelShape,
-    PlanOptions,
     Problem,
-    Topology,
+    SearchEffort,
     check_latents,
 )
 
@@ -81,10 +79,8 @@ class CostModel:
             overlap); it does not depend on the plan.
 
     Args:
-        model: shape of the transformer.
-        hardware: coefficients, each with its source in `dynamic_cp/data/hardware/`.
-        topology: tensor, pipeline and lane layout.
-        options: exchanges, recomputation, bytes of an element, limits.
+        problem: its model, hardware (each coefficient has its source in `dynamic_cp/data/hardware/`), topology, and of
+            its options exchanges, recomputation, bytes of an element and limits.
 
     Raises:
         UnsupportedFeatureError: no exchange that any allowed CP size can use, or latents of a model that has none.
@@ -92,20 +88,17 @@ class CostModel:
     Limits: the optimizer step is not priced; all stages are priced as the one with most weights; no link contention.
     """
 
-    def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology, options: PlanOptions) -> None:
-        check_latents(options.cp_comm_types, model.kv_lora_rank)
-        self.model = model
-        self.topology = topology
-        self.options = options
-        problem = Problem(topology=topology, model=model, hardware=hardware, options=options)
+    def __init__(self, problem: Problem) -> None:
+        self.model, self.topology, self.options = problem.model, problem.topology, problem.options
+        check_latents(self.options.cp_comm_types, self.model.kv_lora_rank)
         self._stage = StagePrices(problem)
         self.sharing = self._stage.sharing
         self.gradient_reduction_s = gradient_reduction_s(problem)
         self.table, self.attentions = make_table(problem, self._stage)
         if not self.table.capacities.any():
             for cp_size in (1 << k for k in range(len(self.table.capacities))):
-                if token_capacity(cp_size, topology, options):
-                    self._check_possible(options.cp_comm_types, cp_size)
+                if token_capacity(cp_size, self.topology, self.options):
+                    self._check_possible(self.options.cp_comm_types, cp_size)
         # Rows of the table one by one: indexing an array for every call would cost more than the price itself.
         self._edges = tuple(self.table.edges_s_per_token.tolist())
 
@@ -218,8 +211,12 @@ class CostModel:
         """Return the fastest exchange of the options and its inner size; `Attention()` for cp_size 1."""
         return self.attentions[self._best_row(cp_size, first_lane, tokens, tokens_squared)]
 
-    def with_only(self, cp_comm_type: CpCommType) -> CostModel:
-        """Return this model for buckets that use `cp_comm_type` wherever the options have it for their CP size."""
+    def with_only(self, cp_comm_type: CpCommType, search: SearchEffort | None = None) -> CostModel:
+        """Return this model for buckets that use `cp_comm_type` wherever the options have it for their CP size.
+
+        Args:
+            search: another effort than that of the options.
+        """
         first, end = self.table.first_option.copy(), self.table.end_option.copy()
         for place in np.ndindex(first.shape):
             rows = [row for row in range(first[place], end[place]) if self.attentions[row].cp_comm_type == cp_comm_type]
@@ -227,6 +224,7 @@ class CostModel:
                 first[place], end[place] = rows[0], rows[-1] + 1
         other = copy(self)
         other.table = self.table._replace(first_option=first, end_option=end)
+        other.options = replace(self.options, search=search or self.options.search)
         return other
 
     def row_of(self, cp_size: int, first_lane: int, cp_comm_type: str, inner_cp_size: int | None = None) -> int | None:

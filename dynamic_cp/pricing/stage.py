@@ -21,7 +21,6 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Convex, Linear, merged
-from dynamic_cp.mechanisms.heads import heads_of_rank
 from dynamic_cp.mechanisms.links import lanes_in_one_node, links_of
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
@@ -34,7 +33,6 @@ from dynamic_cp.pricing.table import PriceTable
 from dynamic_cp.pricing.terms import terms_of
 from dynamic_cp.types import (
     ACROSS_NODES,
-    PLACED,
     Attention,
     Bucket,
     Causal,
@@ -42,6 +40,7 @@ from dynamic_cp.types import (
     Lambda,
     MicroBatch,
     Problem,
+    is_placed,
 )
 
 _Terms = tuple[list[float], list[float]]
@@ -78,8 +77,7 @@ class StagePrices:
     def __init__(self, problem: Problem) -> None:
         model, hardware, topology = problem.model, problem.hardware, problem.topology
         node_lanes = lanes_in_one_node(topology)
-        heads, inner_sizes = heads_of_rank(model, topology.tp_size), problem.options.inner_cp_sizes
-        self.sharing = Sharing(heads, node_lanes, inner_sizes, model.window is not None, model.has_latents)
+        self.sharing = Sharing.of(model, topology, problem.options.inner_cp_sizes)
         stage = max(model.stages(topology.pp_size), key=lambda stage: stage.sum(lambda layer: layer.linear_weights))
         self._attention = StageAttention(stage, problem, node_lanes)
         self._hardware = hardware
@@ -225,7 +223,7 @@ def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[
     can serve has no rows and capacity 0.
     """
     topology, options = problem.topology, problem.options
-    grouped = [name for name in options.cp_comm_types if name not in PLACED]
+    grouped = [name for name in options.cp_comm_types if not is_placed(name)]
     num_sizes = topology.num_lanes.bit_length()
     first, end = np.zeros((num_sizes, 2), np.int64), np.zeros((num_sizes, 2), np.int64)
     links = links_of(topology)
@@ -283,6 +281,6 @@ def _floors_of_placed(problem: Problem, stage: StagePrices) -> list[_Floor]:
     return [
         _Floor(topology.num_lanes, True, stage.floor(*place), stage.terms(*place, is_level=True))
         for name in options.cp_comm_types
-        if name in PLACED and may_span_all(topology, options)
+        if is_placed(name) and may_span_all(topology, options)
         for place in ((Attention(name), topology.num_lanes, ACROSS_NODES),)
     ]

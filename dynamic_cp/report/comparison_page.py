@@ -15,13 +15,13 @@ from dynamic_cp.comparison.verdict import Verdict, verdict_of
 from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.plans.serialize import format_cp_sizes
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.resolution import problem_of_prices
 from dynamic_cp.report.cp_map import cp_map
 from dynamic_cp.report.curves import imbalance, knee, knee_points, length_histogram
 from dynamic_cp.report.drawing import MEDIUM_IN, WIDE_IN, format_bytes, format_count, format_s
 from dynamic_cp.report.gantt import gantt, tick_gantt
 from dynamic_cp.report.page import Picture, picture, render
 from dynamic_cp.report.placed import placed_section
-from dynamic_cp.search.placed import options_of_prices
 from dynamic_cp.types import ModelShape, Problem, Sample, counted
 
 LABELS = (
@@ -157,8 +157,13 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
     timelines = [(one.name, _timeline(one.batches[number])) for one in shown]
     names = " and ".join(name for name, _ in timelines)
     samples = comparison.batches[number]
-    options = options_of_prices(comparison.options, comparison.model)
-    cost_model = CostModel(comparison.model, comparison.hardware, comparison.topology, options)
+    problem = Problem(
+        topology=comparison.topology,
+        model=comparison.model,
+        hardware=comparison.hardware,
+        options=comparison.options,
+    )
+    cost_model = CostModel(problem_of_prices(problem))
     points = knee_points(comparison.model, comparison.hardware, cost_model)
     end = " and ".join(f"{name} ends at {format_s(timeline.makespan_s)}" for name, timeline in timelines)
     pictures: list[Picture] = [

@@ -13,7 +13,7 @@ from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.search.placed import options_of_prices
+from dynamic_cp.pricing.resolution import problem_of_prices
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import PlannedBatch, PlanOptions, Problem, Sample
 
@@ -90,16 +90,8 @@ def plan_batch(problem: Problem, samples: Sequence[Sample]) -> PlannedBatch:
     options = problem.options
     if options.pool == "off" or problem.policy != "dynamic":
         return plan_problem(problem, samples)
-    cost_model = CostModel(problem.model, problem.hardware, problem.topology, options_of_prices(options, problem.model))
-    memory = None
-    if problem.hardware.hbm_bytes:
-        memory = MemoryModel(
-            problem.model,
-            problem.hardware,
-            problem.topology,
-            options,
-            distributed_optimizer=problem.distributed_optimizer,
-        )
+    cost_model = CostModel(problem_of_prices(problem))
+    memory = MemoryModel(problem) if problem.hardware.hbm_bytes else None
     tasks = task_options_of(options)
     if options.pool == "always":
         return plan_tasks(samples, cost_model, tasks, memory=memory).planned_batch(cost_model)

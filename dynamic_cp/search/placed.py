@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat, zip_longest
 from math import ceil
@@ -11,13 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp.mechanisms.all_gather import AllGather
-from dynamic_cp.mechanisms.all_to_all import AllToAll
 from dynamic_cp.mechanisms.blocks import why_too_much_fetched
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.placed_seconds import link_rates
-from dynamic_cp.mechanisms.registry import MECHANISMS, serving_masks
-from dynamic_cp.mechanisms.ring import Ring
+from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.placement import Maker, PlacementProblem, candidates
 from dynamic_cp.placement.cuts import Cut, spread, trimmed
@@ -28,14 +25,11 @@ from dynamic_cp.placement.programme import buffer_tokens_of
 from dynamic_cp.plans.padding import placed_tokens, round_up
 from dynamic_cp.pricing.cost_model import CostModel, is_priced_lane_by_lane, lane_costs
 from dynamic_cp.types import (
-    PLACED,
+    BY_PLACEMENT,
     Bucket,
-    CpCommType,
     MicroBatch,
-    ModelShape,
     Placement,
     Plan,
-    PlanOptions,
     Sample,
 )
 from dynamic_cp.types.counts import MAX_COUNT
@@ -75,79 +69,46 @@ _HOPELESS = 1.15
 """A plan is not placed where its longest row would take this many times as long, as far as a few placements show."""
 
 
-def exchanges_of_policy(
-    policy: str, allowed: tuple[CpCommType, ...], model: ModelShape, samples: Iterable[Sample] = ()
-) -> tuple[CpCommType, ...]:
-    """Return what plans of a policy take of the allowed mechanisms: only dynamic ones are placed.
-
-    Where only placed attention is allowed, others take the ring and a2a, or a2a and an all-gather where layers have
-    windows, as far as these serve the masks of `samples`: none needs communicators besides those of the CP sizes.
-    """
-    if policy == "dynamic" or not set(allowed) <= set(PLACED):
-        return allowed
-    others = (Ring.name, AllToAll.name) if model.window is None else (AllToAll.name, AllGather.name)
-    return serving_masks(others) if any(sample.mask is not None for sample in samples) else others
-
-
-def without_placed(options: PlanOptions) -> PlanOptions:
-    """Return options of plans that may have none, where they allow anything else."""
-    others = tuple(name for name in options.cp_comm_types if name not in PLACED)
-    return replace(options, cp_comm_types=others) if others else options
-
-
-def guess_of(model: ModelShape) -> CpCommType:
-    """Return the mechanism by which packers guess where they know none that is allowed; it serves groups of any size.
-
-    The ring, or an all-gather where layers have windows.
-    """
-    return Ring.name if model.window is None else AllGather.name
-
-
-def options_of_packing(options: PlanOptions, model: ModelShape) -> PlanOptions:
-    """Return what packers choose from, who know closed forms only; where none is allowed they guess."""
-    is_placed = set(options.cp_comm_types) <= set(PLACED)
-    return replace(options, cp_comm_types=(guess_of(model),)) if is_placed else without_placed(options)
-
-
-def options_of_prices(options: PlanOptions, model: ModelShape) -> PlanOptions:
-    """Return what a cost model needs that prices all plans: packers guess, and static ones stay, by what they know."""
-    packed = options_of_packing(options, model).cp_comm_types
-    return replace(options, cp_comm_types=tuple(dict.fromkeys((*packed, *options.cp_comm_types))))
-
-
-class PlacedPlan(NamedTuple):
-    """A plan, its makespan in nanoseconds and its name for the user."""
+class PlacedRows(NamedTuple):
+    """Micro-batches, their makespan in nanoseconds and their name for the user."""
 
     makespan_ns: int
     name: str
-    plan: Plan
+    micro_batches: tuple[MicroBatch, ...]
 
 
-def placed_plans(
-    plan: Plan, samples: Sequence[Sample], cost_model: CostModel, *, is_guess: bool = False
-) -> Iterator[PlacedPlan]:
-    """Yield plans of the same samples whose micro-batches are placed, where their tokens fit and that may be faster.
+def placed_rows(
+    packed: Sequence[MicroBatch],
+    samples: Sequence[Sample],
+    cost_model: CostModel,
+    *,
+    step_s: float,
+    is_guess: bool = False,
+) -> Iterator[PlacedRows]:
+    """Yield micro-batches of the same samples that are placed, where their tokens fit and that may be faster.
 
-    One has the rows of `plan`, each placed or as it is there, whichever is faster; the others have rows of even work.
+    Some are those of `packed`, each placed or as it is there, whichever is faster; the others have even work.
 
     Args:
-        plan: legal, or a guess.
+        packed: micro-batches of a legal plan, or a guess.
         samples: descending by seqlen, ties by ascending sample_id.
         cost_model: its topology, limits and prices of attention.
-        is_guess: no mechanism may be used that `plan` uses on several lanes.
+        step_s: that they take; placing them may take about as long.
+        is_guess: no mechanism may be used that `packed` uses on several lanes.
     """
     topology = cost_model.topology
-    rows = [row for row in plan.micro_batches if any(bucket.samples for bucket in row.buckets)]
+    rows = [row for row in packed if any(bucket.samples for bucket in row.buckets)]
     of_rows = [[sample for bucket in row.buckets for sample in bucket.samples] for row in rows]
     fixed = [not is_guess or all(bucket.cp_size == 1 for bucket in row.buckets) for row in rows]
     is_sparse = cost_model.model.window is not None or any(sample.mask is not None for sample in samples)
     if all(fixed) and not is_sparse and _is_hopeless(rows, of_rows, cost_model):
         return
-    fewest = ceil(plan.num_tokens / (_ROW_FILL * cost_model.options.max_tokens_per_rank * topology.num_lanes))
+    num_tokens = sum(sample.seqlen for sample in samples)
+    fewest = ceil(num_tokens / (_ROW_FILL * cost_model.options.max_tokens_per_rank * topology.num_lanes))
     # More rows than needed fill a pipeline better.
     more = [ceil(times * fewest) for times in _MORE_ROWS] if topology.pp_size > 1 else []
     most_rows = max(fewest + topology.pp_size, len(rows))
-    search, step_s = cost_model.options.search, max(_SHORTEST_STEP_S, makespan_ns(plan, cost_model) / 1e9)
+    search, step_s = cost_model.options.search, max(_SHORTEST_STEP_S, step_s)
     num_candidates = min(_MOST_CANDIDATES[search], int(_CANDIDATES_PER_S[search] * step_s / topology.num_lanes))
     levels: list[list[list[Sample]]] = []
     num_rows = len(rows)
@@ -171,25 +132,30 @@ def placed_plans(
         _faster(row if may_stay else None, place(of_row), cost_model)
         for row, of_row, may_stay in zip(rows, of_rows, fixed, strict=True)
     ]
-    yield from _plan_of("", chosen, plan, cost_model)
+    yield from _in_full("", chosen, cost_model)
     for level in levels:
-        yield from _plan_of("level ", [place(row) for row in level], plan, cost_model)
+        yield from _in_full("level ", [place(row) for row in level], cost_model)
 
 
 def _names_of(row: Sequence[Sample]) -> tuple[int, ...]:
     return tuple(sample.sample_id for sample in row)
 
 
-def _plan_of(name: str, rows: Sequence[MicroBatch | None], plan: Plan, cost_model: CostModel) -> Iterator[PlacedPlan]:
-    """Yield the plan of `rows` and as many empty ones as the schedule needs; nothing if one of them is not there."""
+def _in_full(name: str, rows: Sequence[MicroBatch | None], cost_model: CostModel) -> Iterator[PlacedRows]:
+    """Yield `rows` and as many empty ones as the schedule needs; nothing if one of them is not there."""
     topology = cost_model.topology
     found = [row for row in rows if row is not None]
     if len(found) == len(rows):
         num_placed = sum(row.buckets[0].placement is not None for row in found)
         empty = MicroBatch(buckets=tuple(Bucket(first_lane=lane) for lane in range(topology.num_lanes)))
         found += [empty] * (round_up(len(found), topology.num_microbatches_multiple) - len(found))
-        one = replace(plan, micro_batches=tuple(found))
-        yield PlacedPlan(makespan_ns(one, cost_model), f"{name}m={len(found)}, {num_placed} of them placed", one)
+        plan = Plan(
+            topology=topology,
+            max_tokens_per_rank=cost_model.options.max_tokens_per_rank,
+            micro_batches=tuple(found),
+        )
+        name = f"{name}m={len(found)}, {num_placed} of them placed"
+        yield PlacedRows(makespan_ns(plan, cost_model), name, plan.micro_batches)
 
 
 def _is_hopeless(rows: Sequence[MicroBatch], of_rows: Sequence[Sequence[Sample]], cost_model: CostModel) -> bool:
@@ -374,7 +340,7 @@ class _Tried:
         bucket = Bucket(
             first_lane=0,
             cp_size=self._cost_model.topology.num_lanes,
-            cp_comm_type=PLACED[0],
+            cp_comm_type=BY_PLACEMENT,
             inner_cp_size=way.inner_cp_size,
             samples=tuple(self._samples),
             placement=cut.placement,
@@ -398,7 +364,7 @@ def _digest_of(placement: Placement) -> bytes:
 
 def _inner_sizes(cost_model: CostModel) -> list[int]:
     """Return the inner sizes to try, in the order of `_INNER_SIZES`, larger ones behind them."""
-    sizes = MECHANISMS[PLACED[0]].inner_sizes(cost_model.topology.num_lanes, cost_model.sharing)
+    sizes = MECHANISMS[BY_PLACEMENT].inner_sizes(cost_model.topology.num_lanes, cost_model.sharing)
     return sorted(sizes, key=lambda size: (_INNER_SIZES.index(size) if size in _INNER_SIZES else size, size))
 
 

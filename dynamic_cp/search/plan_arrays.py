@@ -26,14 +26,13 @@ from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.padding import padded_of, padded_seqlens
 from dynamic_cp.plans.serialize import digest
+from dynamic_cp.pricing.resolution import allowed_exchanges
 from dynamic_cp.search.plan_in_memory import plan_in_memory
 from dynamic_cp.types import (
     AUTO,
-    CP_COMM_TYPES,
-    INNER_SIZES,
     MAX_COUNT,
-    OF_LATENTS,
-    PLACED,
+    TRAITS,
+    UNPLACED,
     CpCommType,
     Hardware,
     Mask,
@@ -43,7 +42,7 @@ from dynamic_cp.types import (
     Recompute,
     SearchEffort,
     Topology,
-    exchanges_of,
+    is_placed,
     masks_by_rule,
     parse_mask,
 )
@@ -265,7 +264,7 @@ def plan_arrays(planned: PlannedBatch) -> PlanArrays:
     topology, num_samples = plan.topology, sum(1 for _ in plan.samples)
     of_sample = np.zeros((4, num_samples), np.int64)
     of_lane = np.zeros((6, plan.num_microbatches, topology.num_lanes), np.int64)
-    exchanges = np.full(of_lane.shape[1:], "", f"<U{max(map(len, INNER_SIZES))}")
+    exchanges = np.full(of_lane.shape[1:], "", f"<U{max(map(len, TRAITS))}")
     order: list[int] = []
     for index, micro_batch in enumerate(plan.micro_batches):
         for bucket in micro_batch.buckets:
@@ -365,12 +364,12 @@ def _model(model: str | Path | Mapping[str, Any] | ModelShape) -> ModelShape:
 
 def _exchanges(names: str | Sequence[str], model: ModelShape) -> tuple[CpCommType, ...]:
     if names == AUTO:
-        return exchanges_of(AUTO, has_latents=model.has_latents)
-    known = f"give {AUTO!r}, or some of {', '.join((*CP_COMM_TYPES, *OF_LATENTS))}"
+        return allowed_exchanges(AUTO, model, may_be_placed=False)
+    known = f"give {AUTO!r}, or some of {', '.join(UNPLACED)}"
     if not isinstance(names, str | Sequence):
         raise InvalidInputError(f"cp_comm_types is {names!r}: {known}")
     given = (names,) if isinstance(names, str) else tuple(names)
-    if not set(PLACED).isdisjoint(given):
+    if any(map(is_placed, given)):
         raise InvalidInputError(f"cp_comm_types is {names!r}, but arrays cannot say where attention is placed: {known}")
     return cast("tuple[CpCommType, ...]", given)
 

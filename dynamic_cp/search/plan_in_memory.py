@@ -41,16 +41,6 @@ def plan_in_memory(
         DynamicCPError: as `choice.plan_batch`.
     """
 
-    def memory_of(options: PlanOptions) -> MemoryModel:
-        """Return the memory model of the CP sizes that the policy may use."""
-        size = options.static_cp_size
-        if policy in STATIC_POLICIES and size is not None:
-            options = replace(options, min_cp_size=size, max_cp_size=size)
-        return MemoryModel(model, hardware, topology, options, distributed_optimizer=distributed_optimizer)
-
-    if limit_from_memory and len(samples):  # without any, planning says so
-        limit = memory_of(options).max_tokens_per_rank(max(sample.seqlen for sample in samples))
-        options = replace(options, max_tokens_per_rank=limit)
     problem = Problem(
         topology=topology,
         model=model,
@@ -59,8 +49,19 @@ def plan_in_memory(
         policy=policy,
         distributed_optimizer=distributed_optimizer,
     )
+    if limit_from_memory and len(samples):  # without any, planning says so
+        limit = _memory_of(problem).max_tokens_per_rank(max(sample.seqlen for sample in samples))
+        problem = replace(problem, options=replace(options, max_tokens_per_rank=limit))
     planned = plan_batch(problem, samples)
-    memory = memory_of(options)
+    memory = _memory_of(problem)
     if check_memory and hardware.hbm_bytes:
         memory.check_plan_fits(planned.plan)
     return planned, memory
+
+
+def _memory_of(problem: Problem) -> MemoryModel:
+    """Return the memory model of the CP sizes that the policy may use."""
+    options, size = problem.options, problem.options.static_cp_size
+    if problem.policy in STATIC_POLICIES and size is not None:
+        options = replace(options, min_cp_size=size, max_cp_size=size)
+    return MemoryModel(replace(problem, options=options))

@@ -34,10 +34,10 @@ from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
 from dynamic_cp.plans.serialize import dumps
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, widest_bucket
+from dynamic_cp.pricing.resolution import exchanges_of_policy
 from dynamic_cp.search.choice import plan_batch
-from dynamic_cp.search.placed import exchanges_of_policy
 from dynamic_cp.search.search import check_feasible
-from dynamic_cp.types import PLACED, Hardware, Mask, Problem, Sample
+from dynamic_cp.types import BY_PLACEMENT, Hardware, Mask, Problem, Sample
 
 CHECK_PARENT_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
@@ -59,7 +59,7 @@ def static_fallback(problem: Problem, max_seqlen: int) -> Problem:
     topology, options = problem.topology, problem.options
     check_feasible(max_seqlen, topology, options)
     if max_seqlen > widest_bucket(topology, options, places=False)[0]:
-        options = replace(options, search="fast", pool="off", cp_comm_types=PLACED)
+        options = replace(options, search="fast", pool="off", cp_comm_types=(BY_PLACEMENT,))
         return replace(problem, policy="dynamic", options=options)
     longest = Sample(sample_id=0, seqlen=max_seqlen)
     sizes = allowed_cp_sizes(topology, options)

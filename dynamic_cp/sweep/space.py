@@ -11,7 +11,7 @@ from dynamic_cp.comparison.job import SweepJob
 from dynamic_cp.disaggregation.prices import refuse_model
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.plans.padding import round_up
-from dynamic_cp.search.placed import exchanges_of_policy
+from dynamic_cp.pricing.resolution import exchanges_of_policy
 from dynamic_cp.setting import POOL_POLICIES, Setting
 from dynamic_cp.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, sizes_in
 from dynamic_cp.types import RECOMPUTE_MODES, CpCommType, ModelShape, Recompute, Topology

@@ -8,47 +8,68 @@ from typing import Literal, NamedTuple, cast, get_args
 from dynamic_cp.errors import UnsupportedFeatureError
 
 CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p", "blocks", "latent"]
-INNER_SIZES: Mapping[CpCommType, Literal["one", "all", "chosen", "any"]] = {
-    "p2p": "one",
-    "a2a": "all",
-    "all_gather": "one",
-    "a2a+p2p": "chosen",
-    "blocks": "any",
-    "latent": "one",
+
+
+class Traits(NamedTuple):
+    """What values and flags have to know of a mechanism; `dynamic_cp.mechanisms` has a model of each.
+
+    Attributes:
+        inner: how many lanes of a group exchange heads: none with another ("one"), "all", as many as the planner
+            chooses ("chosen": more than one, fewer than all), or "any" number of them that it chooses, none among them.
+        is_placed: its buckets say which lane holds what (`Bucket.placement`); they may span any neighbouring lanes.
+        needs_latents: only multi-latent attention has it; packers compare it by its closed form, too.
+    """
+
+    inner: Literal["one", "all", "chosen", "any"]
+    is_placed: bool = False
+    needs_latents: bool = False
+
+
+TRAITS: Mapping[CpCommType, Traits] = {
+    "p2p": Traits("one"),
+    "a2a": Traits("all"),
+    "all_gather": Traits("one"),
+    "a2a+p2p": Traits("chosen"),
+    "blocks": Traits("any", is_placed=True),
+    "latent": Traits("one", needs_latents=True),
 }
-"""Mechanism -> how many lanes of a group exchange heads: none with another, all, as many as the planner chooses (more
-than one, fewer than all), or any number of them that it chooses, none among them."""
-CHOOSES_INNER_SIZE = tuple(name for name, inner in INNER_SIZES.items() if inner in ("chosen", "any"))
+"""Mechanism -> what it is; the one table of their names."""
+
+RING_ALONE: tuple[CpCommType, ...] = ("p2p",)
+"""What is allowed where nothing is said."""
+
+BY_PLACEMENT: CpCommType = "blocks"
+"""The mechanism of a bucket that is made with a placement."""
+
+
+def is_placed(name: str) -> bool:
+    """Return whether a value of --cp-comm-type is a mechanism whose buckets have a placement."""
+    traits = TRAITS.get(cast(CpCommType, name))
+    return traits is not None and traits.is_placed
+
+
+def needs_latents(name: str) -> bool:
+    """Return whether a value of --cp-comm-type is a mechanism that only multi-latent attention has."""
+    traits = TRAITS.get(cast(CpCommType, name))
+    return traits is not None and traits.needs_latents
+
+
+CHOOSES_INNER_SIZE = tuple(name for name, traits in TRAITS.items() if traits.inner in ("chosen", "any"))
 """Mechanisms that do not imply `Bucket.inner_cp_size`."""
 
-PLACED: tuple[CpCommType, ...] = ("blocks",)
-"""Mechanisms whose buckets say which lane holds what (`Bucket.placement`); they may span any neighbouring lanes."""
-
-OF_LATENTS: tuple[CpCommType, ...] = ("latent",)
-"""Mechanisms that only multi-latent attention has; packers compare them by their closed forms, too."""
-
 CP_COMM_TYPES: tuple[CpCommType, ...] = tuple(
-    name for name in get_args(CpCommType) if name not in (*PLACED, *OF_LATENTS)
+    name for name in get_args(CpCommType) if not is_placed(name) and not needs_latents(name)
 )
 """Mechanisms that packers compare by their closed forms, of every model."""
+
+UNPLACED: tuple[CpCommType, ...] = (*CP_COMM_TYPES, *filter(needs_latents, TRAITS))
+"""Mechanisms whose buckets are CP groups that share out tokens evenly."""
 
 AUTO = "auto"
 """Instead of a mechanism: the planner chooses."""
 
-
-def exchanges_of(name: str, *, is_sparse: bool = False, has_latents: bool = False) -> tuple[CpCommType, ...]:
-    """Return the mechanisms that a value of --cp-comm-type allows.
-
-    Args:
-        name: the value, AUTO or a mechanism.
-        is_sparse: whether samples bring masks of their own, or layers have windows. Otherwise `auto` leaves out placed
-            attention: on causal data steps gained 0.5 % at most (docs/blocks.md), and room for what it fetches would be
-            taken from tokens.
-        has_latents: whether the model has multi-latent attention.
-    """
-    if name != AUTO:
-        return (cast(CpCommType, name),)
-    return (*CP_COMM_TYPES, *(OF_LATENTS if has_latents else ()), *(PLACED if is_sparse else ()))
+CHOICES: tuple[str, ...] = (AUTO, *UNPLACED, *filter(is_placed, TRAITS))
+"""Values of --cp-comm-type."""
 
 
 def check_latents(names: Collection[CpCommType], kv_lora_rank: int) -> None:
@@ -57,7 +78,7 @@ def check_latents(names: Collection[CpCommType], kv_lora_rank: int) -> None:
     Raises:
         UnsupportedFeatureError: `kv_lora_rank` is 0.
     """
-    if set(names) <= set(OF_LATENTS) and not kv_lora_rank:
+    if all(map(needs_latents, names)) and not kv_lora_rank:
         raise UnsupportedFeatureError(
             f"cp_comm_types {' '.join(names)} exchanges the latents of multi-latent attention, and kv_lora_rank of "
             "this model is 0: use p2p or auto (--cp-comm-type)",
@@ -83,7 +104,8 @@ class Attention(NamedTuple):
     @property
     def chooses_inner_size(self) -> bool:
         """Whether the mechanism and the CP size leave the inner size open; where any is possible, 1 goes unsaid."""
-        kind = INNER_SIZES.get(self.cp_comm_type)
+        traits = TRAITS.get(self.cp_comm_type)
+        kind = None if traits is None else traits.inner
         return kind == "chosen" or (kind == "any" and self.inner_cp_size > 1)
 
     def __str__(self) -> str:

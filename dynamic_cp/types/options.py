@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types.attention import INNER_SIZES, CpCommType
+from dynamic_cp.types.attention import RING_ALONE, TRAITS, CpCommType
 from dynamic_cp.types.counts import is_power_of_two, require_at_least
 
 Recompute = Literal["none", "selective", "full"]
@@ -68,7 +68,7 @@ class PlanOptions:
     min_cp_size: int = 1
     max_cp_size: int | None = None
     static_cp_size: int | None = None
-    cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
+    cp_comm_types: tuple[CpCommType, ...] = RING_ALONE
     inner_cp_sizes: tuple[int, ...] | None = None
     recompute: Recompute = "none"
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
@@ -109,13 +109,13 @@ class PlanOptions:
         if not isinstance(self.cp_comm_types, tuple) or not self.cp_comm_types:
             raise InvalidInputError(
                 f"cp_comm_types is {self.cp_comm_types!r}, a tuple with at least 1 exchange is needed: "
-                f"use some of {', '.join(INNER_SIZES)}"
+                f"use some of {', '.join(TRAITS)}"
             )
         for index, exchange in enumerate(self.cp_comm_types):
-            if exchange not in INNER_SIZES or exchange in self.cp_comm_types[:index]:
-                what = "unknown" if exchange not in INNER_SIZES else "there twice"
+            if exchange not in TRAITS or exchange in self.cp_comm_types[:index]:
+                what = "unknown" if exchange not in TRAITS else "there twice"
                 raise InvalidInputError(
-                    f"cp_comm_types: {exchange!r} is {what}: use some of {', '.join(INNER_SIZES)}, each once",
+                    f"cp_comm_types: {exchange!r} is {what}: use some of {', '.join(TRAITS)}, each once",
                     cp_comm_type=exchange,
                 )
 

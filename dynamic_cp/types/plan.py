@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types.attention import CHOOSES_INNER_SIZE, INNER_SIZES, PLACED, Attention, CpCommType
+from dynamic_cp.types.attention import BY_PLACEMENT, CHOOSES_INNER_SIZE, TRAITS, Attention, CpCommType, is_placed
 from dynamic_cp.types.counts import MAX_COUNT, counted, is_power_of_two, require_at_least
 from dynamic_cp.types.masks import CAUSAL, Lambda, Mask, Windowed
 from dynamic_cp.types.placement import Placement
@@ -87,8 +87,8 @@ class Bucket:
             cp_size / inner_cp_size members. Implied by p2p and all_gather (1) and by a2a (cp_size: leave it at 1);
             a2a+p2p chooses a power of two, 1 < inner_cp_size < cp_size; blocks any one below cp_size that divides it,
             and the lanes of its placement then are the inner groups.
-        placement: which lane holds and computes what, where the mechanism places it (`PLACED`); such a bucket may have
-            any cp_size above 1. A lane that got only its own part of a plan knows none.
+        placement: which lane holds and computes what, where the mechanism places it (`is_placed`); such a bucket may
+            have any cp_size above 1. A lane that got only its own part of a plan knows none.
     """
 
     first_lane: int
@@ -101,12 +101,12 @@ class Bucket:
     def __post_init__(self) -> None:
         if self.first_lane < 0:  # thousands of buckets are made for a plan: the call would cost more than the check
             require_at_least(0, first_lane=self.first_lane)
-        if self.cp_comm_type in PLACED:
+        if self.is_placed:
             require_at_least(2, cp_size=self.cp_size)
         elif self.placement is not None:
             raise InvalidInputError(
                 f"the bucket at lane {self.first_lane} has a placement of {len(self.placement.homes)} homes, which "
-                f"{self.cp_comm_type} does not have: leave it out, or use {' '.join(PLACED)}",
+                f"{self.cp_comm_type} does not have: leave it out, or use {BY_PLACEMENT}",
                 cp_comm_type=self.cp_comm_type,
             )
         elif not is_power_of_two(self.cp_size):
@@ -116,19 +116,19 @@ class Bucket:
                 cp_size=self.cp_size,
                 first_lane=self.first_lane,
             )
-        if self.cp_comm_type not in INNER_SIZES:
+        if self.cp_comm_type not in TRAITS:
             raise InvalidInputError(
-                f"cp_comm_type {self.cp_comm_type!r} is unknown: use one of {', '.join(INNER_SIZES)}",
+                f"cp_comm_type {self.cp_comm_type!r} is unknown: use one of {', '.join(TRAITS)}",
                 cp_comm_type=self.cp_comm_type,
             )
-        if INNER_SIZES[self.cp_comm_type] != "one" or self.inner_cp_size != 1:
+        if TRAITS[self.cp_comm_type].inner != "one" or self.inner_cp_size != 1:
             self._set_inner_cp_size()
 
     def _set_inner_cp_size(self) -> None:
         """Refuse an inner size that the exchange does not have; fill in the one that a2a implies."""
         inner, where = self.inner_cp_size, f"the bucket at lane {self.first_lane}"
         if self.cp_comm_type in CHOOSES_INNER_SIZE:
-            is_chosen = INNER_SIZES[self.cp_comm_type] == "chosen"
+            is_chosen = TRAITS[self.cp_comm_type].inner == "chosen"
             is_size = isinstance(inner, Integral) and is_power_of_two(inner) and inner >= 1 + is_chosen
             if not is_size or inner >= self.cp_size or self.cp_size % inner:
                 rule = f"between 1 and {self.cp_size}" if is_chosen else f"below {self.cp_size} that divides it"
@@ -142,7 +142,7 @@ class Bucket:
                     first_lane=self.first_lane,
                 )
             return
-        implied = self.cp_size if INNER_SIZES[self.cp_comm_type] == "all" else 1
+        implied = self.cp_size if TRAITS[self.cp_comm_type].inner == "all" else 1
         if inner not in (1, implied):
             raise InvalidInputError(
                 f"inner_cp_size {inner} of {where} is not {implied}, which {self.cp_comm_type} with cp_size "
@@ -157,6 +157,11 @@ class Bucket:
     def attention(self) -> Attention:
         """How its lanes compute attention."""
         return Attention(self.cp_comm_type, self.inner_cp_size)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether its mechanism has a placement."""
+        return is_placed(self.cp_comm_type)
 
     @property
     def num_inner_groups(self) -> int:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import CP_COMM_TYPES, OF_LATENTS, ModelShape, PipelineLayers
+from dynamic_cp.types import AUTO, RING_ALONE, UNPLACED, ModelShape, PipelineLayers
 from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.arguments import (
@@ -126,7 +126,7 @@ FORCED: tuple[Setting, ...] = (
     Setting(
         name="cp_comm_type",
         flag="--cp-comm-type",
-        value=["p2p"],
+        value=[*RING_ALONE],
         reason="each bucket of the plan has its own",
         is_planned=True,
     ),
@@ -231,9 +231,8 @@ def refuse(args: argparse.Namespace) -> None:
             cp_comm_type=args.cp_comm_type,
         )
     exchange = exchange_of(args)
-    exchanges = (*CP_COMM_TYPES, *OF_LATENTS)
-    if exchange not in ("auto", *exchanges):
-        raise InvalidInputError(f"--cp-comm-type {exchange} is unknown: use auto, {', '.join(exchanges)}")
+    if exchange not in (AUTO, *UNPLACED):
+        raise InvalidInputError(f"--cp-comm-type {exchange} is unknown: use auto, {', '.join(UNPLACED)}")
     check_planning_values(args)
     if args.use_varlen_dataset and (args.sft or args.fim_data):
         raise InvalidInputError("--use-varlen-dataset excludes --sft and --fim-data: leave one of them out")

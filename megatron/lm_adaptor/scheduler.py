@@ -107,7 +107,7 @@ def scheduler_class(base: type, *, hardware: str = "h100", search: str = "fast")
             multiple = self.microbatch_group_size_per_vp_stage or 1
             limits = {"multiple": multiple, "max_samples": self.max_num_seqs}
             # Both as they will run: filling empty places can make a plan slower than what it was chosen against.
-            cost_model = CostModel(problem.model, problem.hardware, problem.topology, problem.options)
+            cost_model = CostModel(problem)
             candidates = {planned.reason: groups_of(planned.plan, **limits)}
             with contextlib.suppress(InvalidInputError):  # its rows may not come to a multiple where ours do
                 candidates["Megatron-LM's greedy"] = groups_of_greedy(seqlens, cost_model, problem.options, **limits)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.types import OF_LATENTS
+from dynamic_cp.types import needs_latents
 from megatron.dynamic_cp.attention import torch_thd
 from megatron.dynamic_cp.attention.mechanisms.latents import LatentRing, LatentWidths, UpProjection
 from megatron.dynamic_cp.attention.thd import attention_from_latents
@@ -70,7 +70,7 @@ def test_latent_attention_equals_single_process(layouts: dict[str, Layout], refe
     for name, layout in layouts.items():
         plan = (mixed_plan if layout.exchange == "p2p" else plan_of_exchanges)(samples, layout)
         assert max(plan.cp_histogram) == min(layout.lanes, 4)
-        assert layout.exchange not in OF_LATENTS or {name for name, _ in exchanges_of(plan)} == set(OF_LATENTS)
+        assert not needs_latents(layout.exchange) or {name for name, _ in exchanges_of(plan)} == {layout.exchange}
         cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
     assert_all_equal_to_reference(cases, bytes_too=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.types import CP_COMM_TYPES, OF_LATENTS, Plan, Sample
+from dynamic_cp.types import CP_COMM_TYPES, UNPLACED, Plan, Sample
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import (
     BATCHES,
@@ -137,7 +137,7 @@ def test_batch_shapes_equal_single_process(batch: str, reference_of) -> None:
 
 def plan_of_exchanges(samples: tuple[Sample, ...], layout: Layout) -> Plan:
     """Return the first random plan that has the layout's exchange, or all of them where it mixes them."""
-    all_of_them = {*CP_COMM_TYPES, *(OF_LATENTS if layout.model.has_latents else ())}
+    all_of_them = set(UNPLACED if layout.model.has_latents else CP_COMM_TYPES)
     wanted = all_of_them if layout.exchange == "mixed" else {layout.exchange}
     plans = (mixed_plan(samples, layout, seed, num_rows=6) for seed in range(50))
     plan = next(plan for plan in plans if wanted <= {exchange for exchange, _ in exchanges_of(plan)})

@@ -32,7 +32,7 @@ from dynamic_cp.plans.padding import placed_share
 from dynamic_cp.plans.server_ticks import ServerTicks
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, PlanOptions, Sample, Tick, tick_order
+from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, PlanOptions, Problem, Sample, Tick, tick_order
 from megatron.dynamic_cp.attention.mechanisms.halves import Turns
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
@@ -229,7 +229,9 @@ def planned_step(
 ) -> Plan:
     """Return what the planner makes of them, with relays of its own choice or, if not 0, these."""
     options = PlanOptions(max_tokens_per_rank=2048 // layout.lanes, bytes_per_element=4)
-    prices = CostModel(layout.model, catalog.load_hardware("h100"), layout.topology, options)
+    prices = CostModel(
+        Problem(topology=layout.topology, model=layout.model, hardware=catalog.load_hardware("h100"), options=options)
+    )
     options_of_tasks = TaskOptions(tile_tokens=16, ping_pong=ping_pong)
     plan = plan_tasks(samples, prices, options_of_tasks, num_microbatches=(4,)).plan
     assert plan.pool is not None

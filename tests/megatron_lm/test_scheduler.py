@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from dynamic_cp import load_hardware, load_model
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.types import PlanOptions, Problem, Topology
 from megatron.lm_adaptor import scheduler
 from megatron.lm_adaptor.groups import check_groups, groups_ns, groups_of_greedy
 from tests.megatron_lm.scheduler_ranks import LIMIT, NUM_LANES, SAMPLES_PER_LANE, seqlens
@@ -138,7 +138,7 @@ def test_never_slower_than_the_greedy_that_it_replaces(
     vp_size = 1 if vp_group is None else 7
     topology = Topology(num_lanes=lanes, tp_size=2, pp_size=pp_size, vp_size=vp_size, sequence_parallel=True)
     options = PlanOptions(max_tokens_per_rank=limit)
-    cost_model = CostModel(model, hardware, topology, options)
+    cost_model = CostModel(Problem(topology=topology, model=model, hardware=hardware, options=options))
     for seed in range(6):
         seqlens = rollouts(seed, num_samples, longest)
         made = scheduler.scheduler_class(Base)(limit, 1, lanes, vp_group, max_sequences)

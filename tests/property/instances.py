@@ -13,9 +13,9 @@ from functools import partial
 
 import numpy as np
 
+from benchmarks.peers import wlb
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
-from dynamic_cp.peers import wlb
 from dynamic_cp.pipeline.schedule import stage_operations
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
@@ -27,7 +27,6 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import POLICIES, plan_global_batch
 from dynamic_cp.types import (
     CP_COMM_TYPES,
-    PLACED,
     Bucket,
     Experts,
     Hardware,
@@ -35,8 +34,10 @@ from dynamic_cp.types import (
     Plan,
     PlannedBatch,
     PlanOptions,
+    Problem,
     Sample,
     Topology,
+    is_placed,
     parse_mask,
     parse_mask_rule,
 )
@@ -135,7 +136,14 @@ class Case:
 
     @property
     def cost_model(self) -> CostModel:
-        return CostModel(_ALL_MODELS[self.model], HARDWARE[self.hardware], self.topology, self.options)
+        return CostModel(
+            Problem(
+                topology=self.topology,
+                model=_ALL_MODELS[self.model],
+                hardware=HARDWARE[self.hardware],
+                options=self.options,
+            )
+        )
 
     def plan(self, policy: str = "dynamic", samples: tuple[Sample, ...] | None = None) -> PlannedBatch:
         return plan_global_batch(
@@ -326,7 +334,7 @@ def check_masked_case(case: Case, seed: int) -> Counter[str]:
     """Assert what a plan with masks and placed attention promises; return what was covered."""
     samples, cost_model = case.samples, case.cost_model
     shuffled = tuple(samples[index] for index in np.random.default_rng(seed).permutation(len(samples)))
-    closed_forms = tuple(name for name in case.options.cp_comm_types if name not in PLACED)
+    closed_forms = tuple(name for name in case.options.cp_comm_types if not is_placed(name))
     without = replace(case, options=replace(case.options, cp_comm_types=closed_forms or ("p2p",)))
     planned, again = _outcome_of(case.plan), _outcome_of(partial(case.plan, samples=shuffled))
     if isinstance(planned, DynamicCPError):

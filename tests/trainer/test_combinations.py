@@ -11,7 +11,7 @@ import torch
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models import catalog
-from dynamic_cp.types import PlanOptions
+from dynamic_cp.types import PlanOptions, Problem
 from megatron.dynamic_cp.model.activation import quick_gelu
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.flags import derive
@@ -55,7 +55,14 @@ def test_the_planner_knows_the_weights_that_are_built(layout: str) -> None:
     settings = parsed(flags, world_size)
     topology = settings.planning.topology
     shape = derive.model_shape(settings.model, VOCAB_SIZE)
-    memory = MemoryModel(shape, catalog.load_hardware("h100"), topology, PlanOptions(max_tokens_per_rank=64))
+    memory = MemoryModel(
+        Problem(
+            topology=topology,
+            model=shape,
+            hardware=catalog.load_hardware("h100"),
+            options=PlanOptions(max_tokens_per_rank=64),
+        )
+    )
     stages = range(topology.pp_size)
     planned = [memory.num_weights(stage) for stage in stages], [memory.num_expert_weights(stage) for stage in stages]
     built = run_ranks(world_size, count_weights, flags, world_size)

@@ -9,7 +9,7 @@ import pytest
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import CP_COMM_TYPES
+from dynamic_cp.types import CP_COMM_TYPES, Problem
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from tests.trainer.commandline import command_line
@@ -95,7 +95,12 @@ def test_the_planner_keeps_to_the_sizes_that_are_built(monkeypatch):
         options = settings.planning.options()
         assert options.inner_cp_sizes == sizes
         cost_model = CostModel(
-            derive.model_shape(settings.model, 256), load_hardware("h100"), settings.planning.topology, options
+            Problem(
+                topology=settings.planning.topology,
+                model=derive.model_shape(settings.model, 256),
+                hardware=load_hardware("h100"),
+                options=options,
+            )
         )
         assert {one.inner_cp_size for one in cost_model.attentions} - {1} == set(sizes)
 

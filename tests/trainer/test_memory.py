@@ -12,6 +12,7 @@ import dynamic_cp
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
+from dynamic_cp.types import Problem
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import memory
@@ -31,11 +32,13 @@ def needed_bytes(extra, tokens, cp_size, distributed_optimizer=False):
     settings = parse_args(command_line(extra), 4)
     planning = settings.planning
     model = MemoryModel(
-        derive.model_shape(settings.model, 264),
-        CPU,
-        planning.topology,
-        planning.used(planning.options(tokens)),
-        distributed_optimizer=distributed_optimizer,
+        Problem(
+            topology=planning.topology,
+            model=derive.model_shape(settings.model, 264),
+            hardware=CPU,
+            options=planning.used(planning.options(tokens)),
+            distributed_optimizer=distributed_optimizer,
+        )
     )
     return max(stage.total_bytes for stage in model.peak_at(tokens, cp_size))
 

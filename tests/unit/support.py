@@ -17,7 +17,7 @@ from benchmarks.planner.frozen import (
 )
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
 from dynamic_cp.pricing.lengths import Lengths
-from dynamic_cp.types import Bucket, Hardware, MicroBatch, ModelShape, Plan, PlanOptions, Sample, Topology
+from dynamic_cp.types import Bucket, Hardware, MicroBatch, ModelShape, Plan, PlanOptions, Problem, Sample, Topology
 
 __all__ = [
     "CASES",
@@ -114,7 +114,9 @@ def plan_of(grid: list[list[tuple[int, int]]], topology: Topology) -> Plan:
 
 def tiny_cost_model(topology: Topology, **options: object) -> CostModel:
     settings = {"max_tokens_per_rank": 256, "bytes_per_element": 4, **options}
-    return CostModel(TINY_MODEL, TINY_HARDWARE, topology, PlanOptions(**settings))
+    return CostModel(
+        Problem(topology=topology, model=TINY_MODEL, hardware=TINY_HARDWARE, options=PlanOptions(**settings))
+    )
 
 
 def causal(seqlens: Iterable[int]) -> Lengths:

@@ -8,7 +8,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS
-from dynamic_cp.types import CP_COMM_TYPES, OF_LATENTS, PLACED
+from dynamic_cp.types import CHOICES
 from megatron.dynamic_cp.attention import thd
 from megatron.dynamic_cp.flags.arguments import ALLOWED, check_supported
 from megatron.dynamic_cp.repairs import releases
@@ -124,4 +124,4 @@ def test_allowed_fields_exist():
 
 
 def test_the_exchanges_are_those_of_the_attention_and_have_a_price():
-    assert set(thd.EXECUTORS) == {*CP_COMM_TYPES, *OF_LATENTS, *PLACED} == set(MECHANISMS)
+    assert set(thd.EXECUTORS) == set(CHOICES[1:]) == set(MECHANISMS)

@@ -16,16 +16,17 @@ ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 from dynamic_cp import CostModel, MemoryModel, PlanArrays, check_plan, format_plan, load_hardware, load_model
-from dynamic_cp import PlanOptions, Sample, Topology, lower_bound, plan_global_batch, plan_lengths, simulate
+from dynamic_cp import PlanOptions, Problem, Sample, Topology, lower_bound, plan_global_batch, plan_lengths, simulate
 
 samples = [Sample(sample_id=0, seqlen=3000)]
 topology, options = Topology(num_lanes=2), PlanOptions(max_tokens_per_rank=4096)
 model, hardware = load_model("llama-3-8b"), load_hardware("h100")
 planned = plan_global_batch(samples, topology=topology, model=model, hardware=hardware, options=options)
 check_plan(planned.plan, samples)
-cost_model = CostModel(model, hardware, topology, options)
+problem = Problem(topology=topology, model=model, hardware=hardware, options=options)
+cost_model = CostModel(problem)
 seconds: float = simulate(planned.plan, cost_model).makespan_s + lower_bound(samples, cost_model).seconds
-available: float = MemoryModel(model, hardware, topology, options).available_bytes
+available: float = MemoryModel(problem).available_bytes
 arrays: PlanArrays = plan_lengths([9, 5], num_lanes=2, max_tokens_per_rank="auto", model=model, hardware="h100")
 text: str = format_plan(arrays.planned.plan)
 """

@@ -21,7 +21,7 @@ import torch
 from dynamic_cp.errors import DisagreementError, IllegalPlanError
 from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.lane_plan import LanePlan
-from dynamic_cp.types import PLACED, Sample
+from dynamic_cp.types import Sample
 from megatron.dynamic_cp.agreement.verify import agree, collective_device
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, PackedStep, ReadSample, for_chunk, micro_batches
 from megatron.dynamic_cp.data.pool import Pool
@@ -222,7 +222,7 @@ class DataIteratorWrapper:
         if self._verify == "full":
             check_whole(step, self._source.whole(step), plan, samples)
         for index, bucket in enumerate(plan.buckets if not self._may_place else ()):
-            if bucket.cp_comm_type in PLACED:
+            if bucket.is_placed:
                 raise IllegalPlanError(
                     f"the plan of step {step} has {bucket.cp_comm_type} on {bucket.cp_size} lanes in micro-batch "
                     f"{index}: no lane of it counts the tokens of a sample, as routers to experts do; plan without it",

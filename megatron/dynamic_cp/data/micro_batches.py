@@ -22,7 +22,7 @@ from dynamic_cp.errors import DataError, UnsupportedFeatureError
 from dynamic_cp.placement.programme import Programme
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.plans.padding import padded_of, placed_share
-from dynamic_cp.types import CAUSAL, PLACED, Bucket, Causal, CpCommType, Full, Sample
+from dynamic_cp.types import CAUSAL, Bucket, Causal, CpCommType, Full, Sample, is_placed
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.pool import LaneTicks, lane_ticks, pool_group
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
@@ -365,7 +365,7 @@ def groups_of(bucket: PackedBucket | Bucket, groups: DynamicCPGroups) -> tuple[P
         InvalidInputError: one of them was not built.
     """
     place = bucket.first_lane, bucket.cp_size
-    if bucket.cp_comm_type in PLACED:
+    if is_placed(bucket.cp_comm_type):
         group = groups.around(*place)[1]
         return group, groups.placed_levels(group, bucket.inner_cp_size)
     return groups.group(*place), groups.levels(*place, bucket.inner_cp_size)

@@ -14,11 +14,8 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import (
-    AUTO,
-    CP_COMM_TYPES,
+    CHOICES,
     NOISE_MARGIN,
-    OF_LATENTS,
-    PLACED,
     POOL_USES,
     RECOMPUTE_MODULES,
     SEARCH_EFFORTS,
@@ -140,7 +137,7 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
     )
     group.add_argument(
         "--cp-comm-type",
-        choices=(AUTO, *CP_COMM_TYPES, *OF_LATENTS, *PLACED),
+        choices=CHOICES,
         default="auto",
         help="exchange inside a CP group: p2p is a ring; a2a an all-to-all of heads; all_gather one all-gather of keys "
         "and values; a2a+p2p an all-to-all inside a node and a ring across nodes; latent: a ring of the latents of "
@@ -185,14 +182,6 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
         default=True,
         help="in ticks of a pool layers run in two halves of a rank's tokens: one computes while what attention needs "
         "of the other travels; without it every layer waits for its exchange",
-    )
-    group.add_argument(
-        "--dynamic-cp-attention-servers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="refused unless 0: ranks without weights, which only compute attention, are slower than a pool of all "
-        "ranks; dynamic-cp simulate --attention-servers N prices them",
     )
     group.add_argument(
         "--distributed-backend",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of, chosen_inner_sizes, serving_windows
-from dynamic_cp.types import CHOOSES_INNER_SIZE, PLACED, is_power_of_two
+from dynamic_cp.types import CHOOSES_INNER_SIZE, is_placed, is_power_of_two
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 
 
@@ -79,7 +79,7 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
 def _check_serves_windows(settings: PlanningSettings, largest: int) -> None:
     most = largest if settings.policy == "dynamic" else settings.static_cp_size
     if settings.has_windows and most > 1 and not serving_windows(settings.exchanges):
-        others = [name for name in serving_windows() if settings.auto_places or name not in PLACED] + ["auto"]
+        others = [name for name in serving_windows() if settings.auto_places or not is_placed(name)] + ["auto"]
         raise UnsupportedFeatureError(
             f"--cp-comm-type {settings.cp_comm_type} does not serve layers with a window (--window-size), and CP sizes "
             f"up to {most} are allowed: use --cp-comm-type {' or '.join(others)}, or "

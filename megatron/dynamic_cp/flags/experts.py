@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.types import PLACED, is_power_of_two, layers_with_experts
+from dynamic_cp.types import is_placed, is_power_of_two, layers_with_experts
 from megatron.dynamic_cp.flags.layer_pattern import layer_pattern
 
 DEFAULTS: dict[str, Any] = {
@@ -129,7 +129,7 @@ def check_experts(flags: Any) -> None:
     _check_losses(flags)
     _check_sizes(flags, number, ep_size)
     _check_parts(flags)
-    if getattr(flags, "cp_comm_type", None) in PLACED and not may_place(flags):
+    if is_placed(getattr(flags, "cp_comm_type", "")) and not may_place(flags):
         raise UnsupportedFeatureError(
             f"--cp-comm-type {flags.cp_comm_type} with --moe-aux-loss-coeff {flags.moe_aux_loss_coeff} is not "
             f"supported: {WHY_NOT_PLACED}: take another exchange, or leave that loss out (experts are evenly loaded "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from dynamic_cp.mechanisms.registry import serving_windows
+from dynamic_cp.pricing.resolution import exchanges_of
 from dynamic_cp.types import (
     NOISE_MARGIN,
     CpCommType,
@@ -20,7 +20,6 @@ from dynamic_cp.types import (
     RecomputeModule,
     SearchEffort,
     Topology,
-    exchanges_of,
 )
 
 
@@ -100,10 +99,15 @@ class PlanningSettings:
         """Whether --recompute-modules has layernorm."""
         return self.recompute == "selective" and "layernorm" in self.recompute_modules
 
-    def _allowed(self, *, has_masks: bool) -> tuple[CpCommType, ...]:
-        is_sparse = self.auto_places and (has_masks or self.has_windows)
-        exchanges = exchanges_of(self.cp_comm_type, is_sparse=is_sparse, has_latents=self.has_latents)
-        return serving_windows(exchanges) if self.has_windows and self.cp_comm_type == "auto" else exchanges
+    def _allowed(self, *, has_masks: bool, left_out: tuple[CpCommType, ...] = ()) -> tuple[CpCommType, ...]:
+        return exchanges_of(
+            self.cp_comm_type,
+            has_windows=self.has_windows,
+            has_masks=has_masks,
+            has_latents=self.has_latents,
+            may_be_placed=self.auto_places,
+            left_out=left_out,
+        )
 
     def options(
         self,
@@ -121,15 +125,12 @@ class PlanningSettings:
         """
         limit = self.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
         assert limit is not None, "found once memory is known"
-        if self.cp_comm_type != "auto":
-            left_out = ()
-        allowed = self._allowed(has_masks=has_masks)
         return PlanOptions(
             max_tokens_per_rank=limit,
             min_cp_size=self.min_cp_size,
             max_cp_size=self.max_cp_size,
             static_cp_size=self.static_cp_size,
-            cp_comm_types=tuple(one for one in allowed if one not in left_out),
+            cp_comm_types=self._allowed(has_masks=has_masks, left_out=left_out),
             inner_cp_sizes=self.inner_cp_sizes,
             recompute=self.recompute,
             recompute_modules=self.recompute_modules,

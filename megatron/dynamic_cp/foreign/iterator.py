@@ -21,7 +21,7 @@ from megatron.core.utils import unwrap_model
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
 from dynamic_cp.plans.lane_plan import LanePlan
-from dynamic_cp.types import PLACED, Plan, Sample
+from dynamic_cp.types import Plan, Sample
 from megatron.dynamic_cp.agreement.verify import agree, collective_device, run_on_all_ranks
 from megatron.dynamic_cp.attention.te.support import why_no_masks
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
@@ -192,7 +192,7 @@ class ForeignIteratorWrapper:
 
         def take() -> LanePlan:
             plan = self._plan_source.take(batch.step)
-            placed = {bucket.cp_comm_type for bucket in plan.buckets} & set(PLACED)
+            placed = {bucket.cp_comm_type for bucket in plan.buckets if bucket.is_placed}
             if plan.ticks:
                 raise UnsupportedFeatureError(
                     f"the plan of step {batch.step} has {plan.facts.num_servers} servers of all stages, 0 are possible "

@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import OF_LATENTS, PLACED, Attention, CpCommType
+from dynamic_cp.types import Attention, CpCommType, is_placed, needs_latents
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.groups.first_exchange import ways_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
@@ -58,7 +58,7 @@ def _compare(
 ) -> str:
     config = attention.config
     query_heads = config.num_attention_heads // config.tensor_model_parallel_size
-    exchanges = [name for name in exchanges if name not in PLACED and name not in OF_LATENTS]
+    exchanges = [name for name in exchanges if not is_placed(name) and not needs_latents(name)]
     compared, worst, wrong = 0, 0.0, dict[str, str]()
     for first, size in sorted(groups.groups, key=lambda place: place[1]):
         group = groups.group(first, size)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import CHOOSES_INNER_SIZE, PLACED, Attention, CpCommType, Topology
+from dynamic_cp.types import BY_PLACEMENT, RING_ALONE, TRAITS, Attention, CpCommType, Topology, is_placed
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.attention.mechanisms.transfers import Transfer
 from megatron.dynamic_cp.groups.first_exchange import warm_up, ways_of
@@ -91,7 +91,7 @@ class DynamicCPGroups:
         timeout_s: float,
         min_cp_size: int = 1,
         max_cp_size: int | None = None,
-        exchanges: Sequence[CpCommType] = ("p2p",),
+        exchanges: Sequence[CpCommType] = RING_ALONE,
         inner_sizes: Sequence[int] = (),
         query_heads: int | None = None,
         device: torch.device | None = None,
@@ -129,18 +129,18 @@ class DynamicCPGroups:
                 group_desc=f"dynamic_cp_lanes_{lanes[0]}_to_{lanes[-1]}{step}",
             )
 
-        may_place = not set(PLACED).isdisjoint(exchanges)
-        has_rings = not set(CHOOSES_INNER_SIZE).difference(PLACED).isdisjoint(exchanges)
+        placed = [name for name in exchanges if is_placed(name)]
+        has_rings = any(TRAITS[name].inner == "chosen" for name in exchanges)
         blocks = lane_blocks(lane, topology.num_lanes, min_cp_size, max_cp_size)
         two_levels = two_level_blocks(lane, blocks, inner_sizes if has_rings else ())
-        inner = {size for _, _, size in two_levels} | (set(inner_sizes) if may_place else set())
+        inner = {size for _, _, size in two_levels} | (set(inner_sizes) if placed else set())
         # All ranks create theirs in one order, that of (kind, size, inner size): each waits for its members only.
         with _members_only():
             stage, tp_rank = divmod(dist.get_rank() - lane * topology.tp_size, topology.num_lanes * topology.tp_size)
             pool = _pool(topology, tp_rank, timeout_s) if has_pool else None
             groups = {}
             # Placed buckets span any lanes. torch names a group by how many a rank has: that of all lanes comes first.
-            if may_place and (0, topology.num_lanes) not in blocks:
+            if placed and (0, topology.num_lanes) not in blocks:
                 groups[0, topology.num_lanes] = new_group(range(topology.num_lanes))
             groups |= {(first, size): new_group(range(first, first + size)) for first, size in blocks}
             groups = dict(sorted(groups.items(), key=lambda built: built[0][1]))
@@ -164,14 +164,16 @@ class DynamicCPGroups:
         # Blocks ascend in size, so all members of a group warm it after the same others.
         stats, done = ExchangeStats(), set[tuple[Transfer, dist.ProcessGroup]]()
         for (first, size), group in groups.items():
-            used = exchanges if (first, size) in blocks else [one for one in exchanges if one in PLACED]
+            used = exchanges if (first, size) in blocks else placed
             for way in ways_of(used, size, query_heads, tuple(inner_groups)) if size > 1 else ():
-                is_placed = way.cp_comm_type in PLACED
                 inner_size = way.inner_cp_size
-                levels = cold.placed_levels(group, inner_size) if is_placed else cold.levels(first, size, inner_size)
+                if way.cp_comm_type in placed:
+                    levels = cold.placed_levels(group, inner_size)
+                else:
+                    levels = cold.levels(first, size, inner_size)
                 warm_up(way, group, levels, done, stats, device or collective_device())
         if pool is not None:  # all of its members have warmed all others by now
-            warm_up(Attention(PLACED[0]), pool, (None, pool), done, stats, device or collective_device())
+            warm_up(Attention(BY_PLACEMENT), pool, (None, pool), done, stats, device or collective_device())
         return replace(cold, warm_up_s=time.perf_counter() - built, warm_up_bytes=stats.bytes_sent)
 
     def group(self, first_lane: int, cp_size: int) -> dist.ProcessGroup:

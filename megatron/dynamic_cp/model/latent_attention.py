@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from dynamic_cp.types import OF_LATENTS
+from dynamic_cp.types import needs_latents
 from megatron.dynamic_cp.attention.mechanisms.latents import LatentWidths
 from megatron.dynamic_cp.groups.model_groups import check_groups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
@@ -54,7 +54,7 @@ class DynamicCPLatentAttention(MLASelfAttention):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
         query, latent, rotated = self._projected_down(hidden_states, packed_seq_params)
         checkpoints = self.checkpoint_core_attention and self.training
-        if packed_seq_params.cp_comm_type in OF_LATENTS and packed_seq_params.cp_group.size() > 1:
+        if needs_latents(packed_seq_params.cp_comm_type) and packed_seq_params.cp_group.size() > 1:
             context = self._over_latents(query, latent, rotated, packed_seq_params, checkpoints=checkpoints)
         else:
             key, value = self._projected_up(latent, rotated)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import chosen_inner_sizes
 from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, lane_plan
@@ -81,7 +80,7 @@ class Lanes:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         topology, options, heads = problem.topology, problem.options, problem.model.num_attention_heads
-        sharing = Sharing((heads, 1), lanes_in_one_node(topology), options.inner_cp_sizes)
+        sharing = Sharing.of(problem.model, topology, options.inner_cp_sizes)
         groups = DynamicCPGroups.build(
             topology,
             timeout_s=timeout_s,

@@ -33,7 +33,7 @@ from torch.autograd import Variable
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.learning.observations import Observation
 from dynamic_cp.pricing.lengths import squared_tokens
-from dynamic_cp.types import INNER_SIZES, ModelShape, Sample
+from dynamic_cp.types import TRAITS, ModelShape, Sample
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.step import loss
 
@@ -55,7 +55,7 @@ _COLUMNS = (
     "forward_s",
     "backward_s",
 )
-_EXCHANGES = tuple(INNER_SIZES)
+_EXCHANGES = tuple(TRAITS)
 """A mechanism is a number in a row of figures."""
 _NUM_KEYS = 10
 """All columns but the seconds: the same on all ranks that share a bucket on a chunk."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dynamic_cp.disaggregation.layer_steps import Repeats
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
-from dynamic_cp.types import KINDS, Tick, Unit, num_ticks, tick_order
+from dynamic_cp.types import BY_PLACEMENT, KINDS, Tick, Unit, num_ticks, tick_order
 from megatron.dynamic_cp.attention.halves import Halves
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.serving import serve, serve_halves
@@ -261,7 +261,7 @@ class _Server:
             cp_group=pool.group,
             local_cp_size=pool.group.size(),
             positions=torch.empty(0, dtype=torch.int64, device=next(model[0].parameters()).device),
-            cp_comm_type="blocks",
+            cp_comm_type=BY_PLACEMENT,
             stats=pool.stats,
             label="a stage without a micro-batch",
         )
@@ -284,7 +284,7 @@ class _Server:
 def _in_pool(params: DynamicPackedSeqParams, pool: Pool, lane: PlacedLane) -> DynamicPackedSeqParams:
     """Return the parameters of a micro-batch in one chunk, whose attention the pool computes."""
     placed = replace(
-        params, cp_group=pool.group, cp_comm_type="blocks", heads_group=None, ring_group=None, packs={}, of_masks={}
+        params, cp_group=pool.group, cp_comm_type=BY_PLACEMENT, heads_group=None, ring_group=None, packs={}, of_masks={}
     )
     move_to(lane, placed)
     return placed

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from dynamic_cp.types import OF_LATENTS, PLACED, Attention, CpCommType
+from dynamic_cp.types import RING_ALONE, Attention, CpCommType, is_placed, needs_latents
 from megatron.dynamic_cp.attention.thd import EXECUTORS
 from megatron.dynamic_cp.data.micro_batches import PackedBucket, groups_of
 from megatron.dynamic_cp.groups.first_exchange import ways_of
@@ -61,9 +61,9 @@ def warm_up_packs(
     """
     inner_sizes = {inner for _, _, inner in two_levels}
     # What a lane does of a placement is the plan's; its kernels are those of the others.
-    exchanges = [name for name in exchanges if name not in PLACED]
+    exchanges = [name for name in exchanges if not is_placed(name)]
     # Of latents as well: kernels see what a ring of keys and values has.
-    exchanges = list(dict.fromkeys("p2p" if name in OF_LATENTS else name for name in exchanges))
+    exchanges = list(dict.fromkeys(RING_ALONE[0] if needs_latents(name) else name for name in exchanges))
     places: dict[tuple[Attention, int], tuple[int, int]] = {}
     for first, size in sorted(blocks, key=lambda block: block[1]):
         for way in ways_of(exchanges, size, query_heads, sorted(inner_sizes)) if size > 1 else [Attention()]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
-from dynamic_cp.types import CpCommType, Hardware, ModelShape
+from dynamic_cp.types import CpCommType, Hardware, ModelShape, Problem
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 
 
@@ -48,7 +48,15 @@ def max_tokens_per_rank(
     if limit is not None and not hardware.hbm_bytes:
         return limit
     options = settings.used(settings.options(limit or 1, left_out, has_masks=has_masks))
-    memory = MemoryModel(model, hardware, topology, options, distributed_optimizer=settings.distributed_optimizer)
+    memory = MemoryModel(
+        Problem(
+            topology=topology,
+            model=model,
+            hardware=hardware,
+            options=options,
+            distributed_optimizer=settings.distributed_optimizer,
+        )
+    )
     try:
         if limit is None:
             return memory.max_tokens_per_rank(settings.seq_length)

@@ -12,7 +12,7 @@ from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
-from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Sample, Topology
+from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Problem, Sample, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
 
@@ -155,5 +155,5 @@ def tiny_case(seed: int, most_assignments: int, tp_sizes: tuple[int, ...] = (1,)
         slots = topology.num_lanes * counts[-1]
         exchanges = len(options.cp_comm_types) ** counts[-1]
         if slots ** len(samples) * exchanges <= most_assignments:
-            model = CostModel(TINY_MODEL, TINY_HARDWARE, topology, options)
+            model = CostModel(Problem(topology=topology, model=TINY_MODEL, hardware=TINY_HARDWARE, options=options))
             return Tiny(samples, model, counts)

@@ -16,7 +16,7 @@ from dynamic_cp.bounds.work import least_work
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import CP_COMM_TYPES, Bucket, MicroBatch, Plan, PlanOptions, Topology
+from dynamic_cp.types import CP_COMM_TYPES, Bucket, MicroBatch, Plan, PlanOptions, Problem, Topology
 from tests.unit.bounds.brute_force import best_plan, exchanges_of, tiny_case
 from tests.unit.packing.packings import DEEP_MODEL, deep_cost_model
 from tests.unit.support import (
@@ -104,7 +104,11 @@ def test_bound_of_frozen_case(case, effort):
     parameters = frozen_parameters()
     topology = frozen_topology(num_lanes=num_lanes, pp_size=pp_size, vp_size=vp_size)
     options = PlanOptions(max_tokens_per_rank=limit, recompute="full")
-    model = UnpaddedCostModel(frozen_model(parameters), frozen_hardware(parameters), topology, options)
+    model = UnpaddedCostModel(
+        Problem(
+            topology=topology, model=frozen_model(parameters), hardware=frozen_hardware(parameters), options=options
+        )
+    )
     samples = samples_of(np.load(CASES / "lengths" / f"{name}.seed0.npy"))
     bound = lower_bound(samples, model, effort)
     assert bound.proven_s <= bound.seconds <= known_s
@@ -121,7 +125,11 @@ def test_frozen_plans_are_not_below_their_bounds():
         lengths = case["lengths"] if "lengths" in case else np.load(CASES / case["lengths_file"]).tolist()
         topology = frozen_topology(num_lanes=case["lanes"], tp_size=case["tp"], pp_size=case["pp"], vp_size=case["vpp"])
         options = PlanOptions(max_tokens_per_rank=case["max_tokens_per_rank"], recompute="full")
-        model = UnpaddedCostModel(frozen_model(parameters), frozen_hardware(parameters), topology, options)
+        model = UnpaddedCostModel(
+            Problem(
+                topology=topology, model=frozen_model(parameters), hardware=frozen_hardware(parameters), options=options
+            )
+        )
         bound = lower_bound(samples_of(lengths), model, "quick")
         assert bound.seconds <= case["makespan_s"], path.stem
         above.append(bound.seconds / case["makespan_s"])

@@ -16,7 +16,7 @@ from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import CP_COMM_TYPES, Experts, PlanOptions, Topology
+from dynamic_cp.types import CP_COMM_TYPES, Experts, PlanOptions, Problem, Topology
 from tests.unit.bounds.brute_force import best_plan, tiny_case
 from tests.unit.support import (
     TINY_HARDWARE,
@@ -82,7 +82,10 @@ def test_exact_is_what_brute_force_finds_where_lanes_share_experts(num_lanes, ep
     options = PlanOptions(max_tokens_per_rank=64, bytes_per_element=4)
     shape = replace(TINY_MODEL, experts=Experts(num_experts=8, topk=2, ffn_hidden_size=128))
     hardware = replace(TINY_HARDWARE, memory_bandwidth_bytes_per_s=1e9, expert_extra_tokens=2)
-    model, samples = CostModel(shape, hardware, topology, options), samples_of(lengths)
+    model, samples = (
+        CostModel(Problem(topology=topology, model=shape, hardware=hardware, options=options)),
+        samples_of(lengths),
+    )
     best = best_plan(samples, model, range(1, 3))
     exact = exact_plan(samples, model, min_microbatches=1, max_microbatches=2)
     check_plan(exact.plan, samples)
@@ -104,7 +107,7 @@ def test_a_hierarchy_is_found_where_it_pays(lengths, pp_size):
     topology = Topology(num_lanes=4, ranks_per_node=2, pp_size=pp_size)
     options = PlanOptions(max_tokens_per_rank=32, bytes_per_element=4, cp_comm_types=CP_COMM_TYPES)
     hardware = replace(TINY_HARDWARE, attention_flops_per_s=1e12)
-    model = CostModel(TINY_MODEL, hardware, topology, options)
+    model = CostModel(Problem(topology=topology, model=TINY_MODEL, hardware=hardware, options=options))
     samples, counts = samples_of(lengths), range(1, 3)
     best = best_plan(samples, model, counts)
     exact = exact_plan(samples, model, min_microbatches=counts[0], max_microbatches=counts[-1])
@@ -146,7 +149,11 @@ def test_exact_reproduces_the_frozen_optimum(pp_size, num_lanes, limit, lengths,
     parameters = frozen_parameters()
     topology = frozen_topology(num_lanes=num_lanes, pp_size=pp_size)
     options = PlanOptions(max_tokens_per_rank=limit, recompute="full")
-    model = UnpaddedCostModel(frozen_model(parameters), frozen_hardware(parameters), topology, options)
+    model = UnpaddedCostModel(
+        Problem(
+            topology=topology, model=frozen_model(parameters), hardware=frozen_hardware(parameters), options=options
+        )
+    )
     exact = exact_plan(samples_of(lengths), model, allow_empty=False, padded=False)
     assert exact.status == "optimal"
     assert exact.makespan_s == pytest.approx(optimum_s, rel=2e-4)

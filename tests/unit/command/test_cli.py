@@ -19,7 +19,7 @@ from dynamic_cp.plans.serialize import digest, format_plan, loads, plan_from_dic
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import POLICIES
-from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Topology
+from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Problem, Topology
 
 LENGTHS = [900, 12, 40, 7, 300, 64, 64, 1, 33, 250]
 
@@ -158,10 +158,12 @@ def test_auto_is_what_memory_holds(capsys):
     report = report_of(capsys, *GITHUB, "--max-tokens-per-rank", "auto", "--cp-comm-type", "auto")
     topology = Topology(num_lanes=16, tp_size=2, sequence_parallel=True)
     memory = MemoryModel(
-        load_model("llama-3-8b"),
-        load_hardware("h100"),
-        topology,
-        PlanOptions(max_tokens_per_rank=1, recompute="full", cp_comm_types=CP_COMM_TYPES),
+        Problem(
+            topology=topology,
+            model=load_model("llama-3-8b"),
+            hardware=load_hardware("h100"),
+            options=PlanOptions(max_tokens_per_rank=1, recompute="full", cp_comm_types=CP_COMM_TYPES),
+        )
     )
     plan = plan_from_dict(report["plan"])
     assert report["max_tokens_per_rank"] == plan.max_tokens_per_rank
@@ -204,10 +206,12 @@ def test_bound(capsys):
     report = report_of(capsys, *words, "--bound")
     plan = plan_from_dict(report["plan"])
     cost_model = CostModel(
-        load_model("llama-3-8b"),
-        load_hardware("h100"),
-        plan.topology,
-        PlanOptions(max_tokens_per_rank=8192, recompute="full", cp_comm_types=CP_COMM_TYPES),
+        Problem(
+            topology=plan.topology,
+            model=load_model("llama-3-8b"),
+            hardware=load_hardware("h100"),
+            options=PlanOptions(max_tokens_per_rank=8192, recompute="full", cp_comm_types=CP_COMM_TYPES),
+        )
     )
     assert report["makespan_s"] == simulate(plan, cost_model).makespan_s
     assert report["makespan_s"] + cost_model.gradient_reduction_s == pytest.approx(report["predicted_s"])

@@ -12,8 +12,9 @@ import pytest
 
 from dynamic_cp.disaggregation.homes import halved
 from dynamic_cp.disaggregation.prices import TaskOptions, TickPrices
+from dynamic_cp.disaggregation.rows import longest_first
 from dynamic_cp.disaggregation.scheduler import Rules, schedule
-from dynamic_cp.disaggregation.search import PlannedTasks, plan_stage_tasks, plan_tasks
+from dynamic_cp.disaggregation.search import PlannedTasks, TaskSearch, _planned, plan_tasks
 from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.disaggregation.timeline import TickTime, tick_timeline
 from dynamic_cp.errors import (
@@ -28,7 +29,7 @@ from dynamic_cp.mechanisms.blocks import MOST_FETCHED
 from dynamic_cp.mechanisms.placed_seconds import kernel_seconds, task_seconds
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.pipeline.simulator import makespan_ns, simulate
+from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.plans import serialize
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
@@ -38,9 +39,9 @@ from dynamic_cp.plans.server_ticks import decode_ticks
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import (
+    BY_PLACEMENT,
     CP_COMM_TYPES,
     KINDS,
-    PLACED,
     Bucket,
     Lambda,
     MicroBatch,
@@ -48,6 +49,7 @@ from dynamic_cp.types import (
     Plan,
     PlanOptions,
     PoolTasks,
+    Problem,
     Recompute,
     Sample,
     Tasks,
@@ -64,8 +66,8 @@ MODEL, HARDWARE = load_model("llama-3-8b"), load_hardware("h100")
 
 def cost_model_of(pp_size: int, limit: int = 16 * K, recompute: Recompute = "full", **sizes: int) -> CostModel:
     topology = Topology(num_lanes=4, tp_size=8, pp_size=pp_size, sequence_parallel=True, **sizes)
-    options = PlanOptions(max_tokens_per_rank=limit, recompute=recompute, cp_comm_types=(*CP_COMM_TYPES, *PLACED))
-    return CostModel(MODEL, HARDWARE, topology, options)
+    options = PlanOptions(max_tokens_per_rank=limit, recompute=recompute, cp_comm_types=(*CP_COMM_TYPES, BY_PLACEMENT))
+    return CostModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=options))
 
 
 def batch_of(seed: int = 0, num_tokens: int = 150 * K) -> list[Sample]:
@@ -113,7 +115,6 @@ def test_relays_are_taken_where_they_pay_and_said() -> None:
     planned = plan_tasks(samples, cost_model_of(4), num_microbatches=[8])
     assert pool_of(planned.plan).relay_servers == 4
     assert planned.reason.endswith("relays of 4 servers")
-    assert len(pool_of(plan_tasks(samples, cost_model_of(4), method="paper").plan).forward) > 8
     assert pool_of(plan_tasks(samples, cost_model_of(1), num_microbatches=[8]).plan).relay_servers == 0
     plan = planned.plan
     assert serialize.loads(serialize.dumps(plan)) == plan == serialize.parse_plan(serialize.format_plan(plan))
@@ -378,16 +379,6 @@ def test_what_servers_fetch_is_limited() -> None:
     assert "fetches 1100 tokens' keys, the limit is 8 times 120" in reason
 
 
-@pytest.mark.parametrize("sizes", [{}, {"vp_size": 2}])
-def test_tasks_of_one_stage_run_as_placed_attention_on_any_schedule(sizes: dict[str, int]) -> None:
-    cost_model = cost_model_of(2, **sizes)
-    seconds, plan = plan_stage_tasks(batch_of(), cost_model, num_microbatches=[6])
-    check_plan(plan, batch_of())
-    assert plan.pool is None
-    assert plan.num_placed == plan.num_microbatches == 6
-    assert seconds == makespan_ns(plan, cost_model) / 1e9
-
-
 @pytest.mark.parametrize("which", ["pooled", "in_chunks"])
 def test_every_server_gets_what_its_tasks_are_and_no_more(which: str, request: pytest.FixtureRequest) -> None:
     """Programmes as they arrive: tasks are computed where the plan says, by programmes that know their tokens."""
@@ -438,7 +429,11 @@ def test_one_lane_has_a_pool_of_its_stages() -> None:
     topology = Topology(num_lanes=1, tp_size=8, pp_size=2, sequence_parallel=True)
     options = PlanOptions(max_tokens_per_rank=64 * K, recompute="full")
     samples = batch_of()
-    plan = plan_tasks(samples, CostModel(MODEL, HARDWARE, topology, options), num_microbatches=[6]).plan
+    plan = plan_tasks(
+        samples,
+        CostModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=options)),
+        num_microbatches=[6],
+    ).plan
     check_plan(plan, samples)
     assert serialize.loads(serialize.dumps(plan)) == plan == serialize.parse_plan(serialize.format_plan(plan))
     assert plan.num_servers == 2
@@ -578,14 +573,12 @@ def test_a_margin_stretches_layers_only_and_all_figures_agree(pooled: PlannedTas
 
 def test_the_pool_is_faster_than_its_homes_alone() -> None:
     cost_model, samples = cost_model_of(4), batch_of()
-    ours, quota, paper = (plan_tasks(samples, cost_model, method=method) for method in ("pool", "quota", "paper"))
-    assert ours.makespan_s < 0.9 * quota.makespan_s
-    rows = [paper.plan.num_microbatches]
-    as_even = plan_tasks(samples, cost_model, TaskOptions(tolerances=(0.1,)), num_microbatches=rows)
-    ours_s, paper_s = (sum(one.exchange_s for one in planned.seconds) for planned in (as_even, paper))
-    assert ours_s < paper_s
-    assert ours.makespan_s < 1.05 * paper.makespan_s
-    homes = pool_of(quota.plan).forward[3].rows
+    ours = plan_tasks(samples, cost_model)
+    search = TaskSearch(TickPrices(cost_model, TaskOptions()), servers_of(cost_model.topology, 0), None)
+    at_home = _planned(search._replace(is_at_home=True), longest_first(samples), ours.plan.num_microbatches)
+    assert isinstance(at_home, PlannedTasks)
+    assert ours.makespan_s < 0.9 * at_home.makespan_s
+    homes = pool_of(at_home.plan).forward[3].rows
     assert (homes[:, HOLDER] == homes[:, SERVER]).all()
     fixed = plan_tasks(samples, cost_model, TaskOptions(tolerances=(0.8,)))
     assert ours.makespan_s <= fixed.makespan_s
@@ -594,7 +587,7 @@ def test_the_pool_is_faster_than_its_homes_alone() -> None:
 def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
     cost_model, samples = cost_model_of(4), batch_of()
     topology, options = cost_model.topology, cost_model.options
-    memory = MemoryModel(MODEL, HARDWARE, topology, options)
+    memory = MemoryModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=options))
     held = np.full((12, 4), 1000, np.int64)
     none = np.zeros((4, 2, 4), np.int64)
     kinds = {"in_halves": True, "has_relays": False}
@@ -603,7 +596,9 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
         assert ticks[stage].activations_bytes / stock[stage].activations_bytes == pytest.approx(
             (2 * 4 - 1 - 2 * stage) / (4 - stage)
         )
-    in_chunks = MemoryModel(MODEL, HARDWARE, replace(topology, vp_size=2), options)
+    in_chunks = MemoryModel(
+        Problem(topology=replace(topology, vp_size=2), model=MODEL, hardware=HARDWARE, options=options)
+    )
     chunked = in_chunks.peak_in_ticks(held, none, **kinds)
     for stage in range(4):
         kept = chunked[stage].activations_bytes / stock[stage].activations_bytes
@@ -624,11 +619,20 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
     assert 0 < planned.peak_bytes <= memory.available_bytes
     assert max(stage.total_bytes for stage in memory.peak(planned.plan)) == planned.peak_bytes
     limits = [
-        MemoryModel(MODEL, HARDWARE, topology, replace(options, pool=pool)).max_tokens_per_rank(8 * K)
+        MemoryModel(
+            Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=replace(options, pool=pool))
+        ).max_tokens_per_rank(8 * K)
         for pool in ("off", "auto", "always")
     ]
     assert limits[0] == limits[1] > limits[2] > 1000
-    little = MemoryModel(MODEL, replace(HARDWARE, hbm_bytes=planned.peak_bytes, name="little"), topology, options)
+    little = MemoryModel(
+        Problem(
+            topology=topology,
+            model=MODEL,
+            hardware=replace(HARDWARE, hbm_bytes=planned.peak_bytes, name="little"),
+            options=options,
+        )
+    )
     with pytest.raises(InfeasibleSampleError, match="the first stage keeping 7 of them"):
         plan_tasks(samples, cost_model, memory=little, num_microbatches=[8])
 
@@ -645,7 +649,10 @@ def test_what_has_no_tasks_is_refused() -> None:
         (load_model("mixtral-8x7b"), "have 8 experts"),
     ):
         with pytest.raises(UnsupportedFeatureError, match=words):
-            TickPrices(CostModel(model, HARDWARE, good.topology, good.options), TaskOptions())
+            TickPrices(
+                CostModel(Problem(topology=good.topology, model=model, hardware=HARDWARE, options=good.options)),
+                TaskOptions(),
+            )
 
 
 @pytest.mark.parametrize(

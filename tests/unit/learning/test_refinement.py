@@ -18,7 +18,7 @@ from dynamic_cp.plans.padding import round_up
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import Hardware, PlanOptions, Topology
+from dynamic_cp.types import Hardware, PlanOptions, Problem, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of
 
 TOPOLOGY = Topology(num_lanes=8, ranks_per_node=8)
@@ -48,7 +48,9 @@ def observe(
 ) -> list[Observation]:
     """Return measurements of a machine on which `truth` holds: log-normal noise, outliers 2 to 10 times too long."""
     rng = random.Random(seed)
-    cost_model = CostModel(TINY_MODEL, truth.apply(hardware), topology, options)
+    cost_model = CostModel(
+        Problem(topology=topology, model=TINY_MODEL, hardware=truth.apply(hardware), options=options)
+    )
     observations = []
     for _ in range(num):
         cp_size = rng.choice(cp_sizes)
@@ -120,7 +122,7 @@ def test_terms_that_look_alike_share_a_change() -> None:
     """All buckets alike: only the sum is known, and no term runs away to explain it."""
     one = observe(PLANTED, num=1, cp_sizes=(1,))[0]
     rng = random.Random(1)
-    cost_model = CostModel(TINY_MODEL, HARDWARE, TOPOLOGY, OPTIONS)
+    cost_model = CostModel(Problem(topology=TOPOLOGY, model=TINY_MODEL, hardware=HARDWARE, options=OPTIONS))
     predicted = PricedObservations([one], cost_model).predicted_s(cost_model)[0]
     same = [
         replace(one, forward_s=1.3 * predicted[0] * noise, backward_s=1.3 * predicted[1] * noise)
@@ -218,7 +220,10 @@ def test_factors_scale_the_terms_they_name(recompute: str) -> None:
     options = replace(OPTIONS, recompute=recompute)
     half = Multipliers(linear=2.0, attention=2.0, exchange=2.0, overhead=2.0)
     base = replace(CURVED_HARDWARE, memory_bandwidth_bytes_per_s=0.0, collective_bandwidth_in_node_bytes_per_s=0.0)
-    slow, fast = (CostModel(TINY_MODEL, h, TOPOLOGY, options) for h in (half.apply(base), base))
+    slow, fast = (
+        CostModel(Problem(topology=TOPOLOGY, model=TINY_MODEL, hardware=h, options=options))
+        for h in (half.apply(base), base)
+    )
     for cp_size in (1, 4):
         slower, faster = slow.cost(cp_size, 0, 4096, 4096**2), fast.cost(cp_size, 0, 4096, 4096**2)
         for name in ("forward_s", "backward_s", "head_forward_s", "head_backward_s"):
@@ -229,7 +234,7 @@ def test_predictions_are_the_cost_models() -> None:
     rng = random.Random(0)
     topology = Topology(num_lanes=12, pp_size=2, vp_size=2, ranks_per_node=6)
     options = PlanOptions(max_tokens_per_rank=512, cp_comm_types=("p2p", "all_gather", "a2a"), recompute="selective")
-    cost_model = CostModel(TINY_MODEL, CURVED_HARDWARE, topology, options)
+    cost_model = CostModel(Problem(topology=topology, model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options))
     seen = set()
     for _ in range(200):
         cp_size = rng.choice((1, 2, 4, 8))
@@ -287,7 +292,7 @@ def test_plans_with_refined_hardware_are_legal_and_avoid_what_became_dear() -> N
 
 
 def test_error_figures_by_hand() -> None:
-    cost_model = CostModel(TINY_MODEL, HARDWARE, TOPOLOGY, OPTIONS)
+    cost_model = CostModel(Problem(topology=TOPOLOGY, model=TINY_MODEL, hardware=HARDWARE, options=OPTIONS))
     one = observe(Multipliers(), num=1, noise=0.0)[0]
     slow = [replace(one, forward_s=f * one.forward_s, backward_s=f * one.backward_s) for f in (1.0, 1.25, 2.0)]
     error = PricedObservations(slow, cost_model).error(cost_model)

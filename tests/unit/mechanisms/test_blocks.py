@@ -17,7 +17,6 @@ from dynamic_cp.errors import (
     UnsupportedFeatureError,
 )
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED, why_too_much_fetched
-from dynamic_cp.mechanisms.masks import options_serving
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models import catalog
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
@@ -30,7 +29,7 @@ from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
-from dynamic_cp.search.placed import exchanges_of_policy
+from dynamic_cp.pricing.resolution import exchanges_of_policy, options_serving
 from dynamic_cp.search.planner_process import static_fallback
 from dynamic_cp.search.search import check_feasible, plan_global_batch, plan_problem
 from dynamic_cp.types import (
@@ -90,7 +89,7 @@ def test_plans_are_legal_exact_and_above_their_bound(layout: tuple[int, ...]) ->
             recompute=rng.choice(("none", "selective", "full")),
         )  # fmt: skip
         planned = plan_global_batch(samples, **given)
-        plan, prices = planned.plan, CostModel(**given)
+        plan, prices = planned.plan, CostModel(Problem(**given))
         check_plan(plan, samples)
         num_placed += sum(bucket.placement is not None for bucket in plan.buckets)
         assert all(bucket.cp_size == 1 or bucket.cp_comm_type in names for bucket in plan.buckets)
@@ -216,9 +215,16 @@ def test_buffers_keep_the_stated_limit_and_memory_knows_it() -> None:
     most = np.max(np.concatenate(buffers), axis=0)
     assert (most > 0).all()
     assert (most <= np.multiply(MOST_FETCHED, limit)).all()
-    memory = MemoryModel(given["model"], given["hardware"], given["topology"], given["options"])
+    memory = MemoryModel(
+        Problem(topology=given["topology"], model=given["model"], hardware=given["hardware"], options=given["options"])
+    )
     ring = MemoryModel(
-        given["model"], given["hardware"], given["topology"], replace(given["options"], cp_comm_types=("p2p",))
+        Problem(
+            topology=given["topology"],
+            model=given["model"],
+            hardware=given["hardware"],
+            options=replace(given["options"], cp_comm_types=("p2p",)),
+        )
     )
     assert max(stage.exchange_bytes for stage in memory.peak(plan)) > 0
     assert memory.peak_at(limit, 8)[0].exchange_bytes > ring.peak_at(limit, 8)[0].exchange_bytes
@@ -304,7 +310,7 @@ def test_whole_samples_in_inner_groups_cost_as_much_as_a_bucket_of_a2a() -> None
         Bucket(first_lane=2 * index, cp_size=2, cp_comm_type="a2a", samples=(sample,))
         for index, sample in enumerate(samples)
     )
-    prices = CostModel(**job(4, 512, cp_comm_types=CHOICES[1]))
+    prices = CostModel(Problem(**job(4, 512, cp_comm_types=CHOICES[1])))
     found = [cost for _, cost in lane_costs(MicroBatch(buckets=(placed,)), prices)]
     expected = [prices.bucket_cost(bucket) for bucket in apart for _ in range(2)]
     for one, other in zip(found, expected, strict=True):
@@ -402,7 +408,7 @@ def test_a_sample_that_only_all_lanes_hold_is_placed(names: tuple, lanes: int, p
 def test_memory_that_holds_a_sample_on_all_lanes_only_has_a_limit() -> None:
     given = job(6, 1, cp_comm_types=("blocks",))
     hardware = replace(CURVED_HARDWARE, hbm_bytes=1e9)
-    memory = MemoryModel(MODEL, hardware, given["topology"], given["options"])
+    memory = MemoryModel(Problem(topology=given["topology"], model=MODEL, hardware=hardware, options=given["options"]))
     limit = memory.max_tokens_per_rank()
     assert memory.max_tokens_per_rank(6 * limit) == limit
     with pytest.raises(MemoryLimitError, match=f"needs {limit + 1} tokens per rank at CP size 6, memory holds {limit}"):
@@ -422,7 +428,7 @@ def test_models_with_full_attention_get_full_tiles() -> None:
         given["model"] = replace(given["model"], causal_attention=False)
         planned = plan_global_batch(samples, **given)
         check_plan(planned.plan, samples)
-        assert lower_bound(samples, CostModel(**given)).proven_s <= planned.predicted_s * (1 + 1e-9)
+        assert lower_bound(samples, CostModel(Problem(**given))).proven_s <= planned.predicted_s * (1 + 1e-9)
         assert planned.predicted_s > causal.predicted_s
         for bucket in planned.plan.buckets if names == ("blocks",) else ():
             assert bucket.placement is not None

@@ -14,6 +14,7 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.resolution import exchanges_of
 from dynamic_cp.pricing.sent import sent_by_plan
 from dynamic_cp.search.plan_arrays import plan_lengths
 from dynamic_cp.search.search import plan_global_batch
@@ -26,7 +27,6 @@ from dynamic_cp.types import (
     PlanOptions,
     Problem,
     Topology,
-    exchanges_of,
 )
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of
 
@@ -120,12 +120,10 @@ def test_memory_is_that_of_two_lanes_in_a_group_of_any_size():
     assert kept == [2 * 98304 + 4 * 1152] * 3
     hardware = load_hardware("h100")
     topology = Topology(num_lanes=64, tp_size=8, sequence_parallel=True)
-    exchanged = [
-        MemoryModel(
-            DEEPSEEK_V3, hardware, topology, PlanOptions(max_tokens_per_rank=64, cp_comm_types=names)
-        ).peak_at(4096, 16)[0].exchange_bytes
-        for names in (LATENT, ("p2p",))
-    ]  # fmt: skip
+    job = {"topology": topology, "model": DEEPSEEK_V3, "hardware": hardware}
+    options = (PlanOptions(max_tokens_per_rank=64, cp_comm_types=names) for names in (LATENT, ("p2p",)))
+    memory = (MemoryModel(Problem(**job, options=one)) for one in options)
+    exchanged = [one.peak_at(4096, 16)[0].exchange_bytes for one in memory]
     assert exchanged == [4096 * (2 * 98304 / 8 + 4 * 1152), 4096 * 16 * 98304 / 8]
 
 
@@ -176,8 +174,13 @@ def test_the_planner_takes_it_where_it_pays(nodes_apart):
 def test_a_model_without_latents_has_none_to_send():
     options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=LATENT)
     with pytest.raises(UnsupportedFeatureError, match="kv_lora_rank of this model is 0: use p2p or auto"):
-        CostModel(TINY_MODEL, CURVED_HARDWARE, Topology(num_lanes=4), options)
+        CostModel(Problem(topology=Topology(num_lanes=4), model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options))
     any_of = PlanOptions(max_tokens_per_rank=64, cp_comm_types=ANY)
     plain = PlanOptions(max_tokens_per_rank=64, cp_comm_types=CP_COMM_TYPES)
-    tables = [CostModel(TINY_MODEL, CURVED_HARDWARE, Topology(num_lanes=4), one).table.terms for one in (any_of, plain)]
+    tables = [
+        CostModel(
+            Problem(topology=Topology(num_lanes=4), model=TINY_MODEL, hardware=CURVED_HARDWARE, options=one)
+        ).table.terms
+        for one in (any_of, plain)
+    ]
     assert (tables[0] == tables[1]).all()

@@ -8,14 +8,14 @@ from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.types import CP_COMM_TYPES, OF_LATENTS, PLACED, Attention, Bucket, PlanOptions, Problem, Topology
+from dynamic_cp.types import CHOICES, CP_COMM_TYPES, Attention, Bucket, PlanOptions, Problem, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
 
 HEADS = Sharing(heads=(8, 2), node_lanes=4)
 
 
 def test_every_name_has_a_mechanism():
-    names = (*CP_COMM_TYPES, *OF_LATENTS, *PLACED)
+    names = CHOICES[1:]
     assert {name: one.name for name, one in MECHANISMS.items()} == {name: name for name in names}
 
 

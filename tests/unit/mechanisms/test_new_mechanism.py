@@ -20,7 +20,7 @@ from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import INNER_SIZES, Bucket, MicroBatch, Plan, PlannedBatch, PlanOptions, Topology
+from dynamic_cp.types import TRAITS, Bucket, MicroBatch, Plan, PlannedBatch, PlanOptions, Problem, Topology, Traits
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
 NAME = "lopsided"
@@ -55,7 +55,7 @@ class Lopsided(Mechanism):
 @pytest.fixture(autouse=True)
 def lopsided(monkeypatch):
     """What adding it takes: its name, that it implies an inner size of one, and the class."""
-    monkeypatch.setitem(INNER_SIZES, NAME, "one")
+    monkeypatch.setitem(TRAITS, NAME, Traits("one"))
     monkeypatch.setitem(MECHANISMS, NAME, Lopsided())
 
 
@@ -63,7 +63,14 @@ TOPOLOGY = Topology(num_lanes=4, pp_size=2)
 
 
 def cost_model(*names: str) -> CostModel:
-    return CostModel(TINY_MODEL, TINY_HARDWARE, TOPOLOGY, PlanOptions(max_tokens_per_rank=64, cp_comm_types=names))
+    return CostModel(
+        Problem(
+            topology=TOPOLOGY,
+            model=TINY_MODEL,
+            hardware=TINY_HARDWARE,
+            options=PlanOptions(max_tokens_per_rank=64, cp_comm_types=names),
+        )
+    )
 
 
 def plan_with(max_tokens_per_rank: int = 64) -> Plan:
@@ -142,7 +149,7 @@ def test_the_simulator_lets_lanes_of_a_group_end_apart():
 def test_memory_is_that_of_its_fullest_lane():
     def activations(one: Plan) -> int:
         options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p", NAME))
-        memory = MemoryModel(TINY_MODEL, TINY_HARDWARE, TOPOLOGY, options)
+        memory = MemoryModel(Problem(topology=TOPOLOGY, model=TINY_MODEL, hardware=TINY_HARDWARE, options=options))
         return max(stage.activations_bytes for stage in memory.peak(one))
 
     even = loads(dumps(plan_with()).replace(NAME, "p2p"))

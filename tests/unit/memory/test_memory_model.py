@@ -11,7 +11,7 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.memory.memory_model import SAFETY_FRACTION, MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.types import Bucket, MicroBatch, ModelShape, Plan, PlanOptions, Topology
+from dynamic_cp.types import Bucket, MicroBatch, ModelShape, Plan, PlanOptions, Problem, Topology
 from tests.unit.support import TINY_HARDWARE, samples_of
 
 # 4 layers of 192 + 256 weights and two norms of 8, two tables of 80, a last norm: 2024 in all.
@@ -30,7 +30,13 @@ HARDWARE = replace(TINY_HARDWARE, hbm_bytes=1e6, hbm_reserved_bytes=1e5, communi
 
 def memory(topology, model=MODEL, hardware=HARDWARE, distributed_optimizer=True, **options):
     return MemoryModel(
-        model, hardware, topology, replace(OPTIONS, **options), distributed_optimizer=distributed_optimizer
+        Problem(
+            topology=topology,
+            model=model,
+            hardware=hardware,
+            options=replace(OPTIONS, **options),
+            distributed_optimizer=distributed_optimizer,
+        )
     )
 
 
@@ -327,13 +333,24 @@ def test_a_13b_model_on_80_gb_is_plausible():
     """On 8 stages with full recomputation 16k tokens a rank fit with room; on one rank not even the state does."""
     model, hardware = load_model("llama-2-13b"), load_hardware("h100")
     options = PlanOptions(max_tokens_per_rank=16384, recompute="full")
-    staged = MemoryModel(model, hardware, Topology(num_lanes=32, pp_size=8), options)
+    staged = MemoryModel(
+        Problem(topology=Topology(num_lanes=32, pp_size=8), model=model, hardware=hardware, options=options)
+    )
     staged.check_limit_fits(16384, 8)
     assert 20e9 < staged.peak_at(16384, 8)[0].total_bytes < 40e9
     assert 32768 < staged.max_tokens_per_rank(max_seqlen=131072) < 131072
     with pytest.raises(MemoryLimitError, match="most goes to gradients"):
-        MemoryModel(model, hardware, Topology(num_lanes=64), options).check_limit_fits(2)
+        MemoryModel(
+            Problem(topology=Topology(num_lanes=64), model=model, hardware=hardware, options=options)
+        ).check_limit_fits(2)
     # NVIDIA trains 13B with TP 8 on one node of A100-80GB with selective recomputation and 2048-token sequences.
     node = Topology(num_lanes=1, tp_size=8, sequence_parallel=True)
-    a100 = MemoryModel(model, load_hardware("a100-80gb"), node, replace(options, recompute="selective"))
+    a100 = MemoryModel(
+        Problem(
+            topology=node,
+            model=model,
+            hardware=load_hardware("a100-80gb"),
+            options=replace(options, recompute="selective"),
+        )
+    )
     assert 10_000 < a100.max_tokens_per_rank() < 60_000

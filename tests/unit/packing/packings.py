@@ -10,7 +10,7 @@ import numpy as np
 from dynamic_cp.packing.durations import Durations
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.types import PlanOptions, Problem, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL
 
 DEEP_MODEL = replace(TINY_MODEL, num_layers=24)
@@ -19,7 +19,9 @@ DEEP_MODEL = replace(TINY_MODEL, num_layers=24)
 
 def deep_cost_model(topology: Topology, **options: object) -> CostModel:
     settings = {"max_tokens_per_rank": 256, "bytes_per_element": 4, **options}
-    return CostModel(DEEP_MODEL, TINY_HARDWARE, topology, PlanOptions(**settings))
+    return CostModel(
+        Problem(topology=topology, model=DEEP_MODEL, hardware=TINY_HARDWARE, options=PlanOptions(**settings))
+    )
 
 
 def descending(seqlens: Iterable[int]) -> np.ndarray:

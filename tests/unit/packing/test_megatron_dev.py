@@ -15,7 +15,7 @@ from dynamic_cp.plans.padding import round_up
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.table import PriceTable
-from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Sample, Topology
+from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Problem, Sample, Topology
 from tests.unit.support import (
     CASES,
     UnpaddedCostModel,
@@ -92,10 +92,12 @@ def test_step_times_of_the_original(case):
     parameters = frozen_parameters()
     topology = frozen_topology(num_lanes=num_lanes, pp_size=pp_size, vp_size=vp_size)
     model = UnpaddedCostModel(
-        frozen_model(parameters),
-        frozen_hardware(parameters),
-        topology,
-        PlanOptions(max_tokens_per_rank=limit, recompute="full"),
+        Problem(
+            topology=topology,
+            model=frozen_model(parameters),
+            hardware=frozen_hardware(parameters),
+            options=PlanOptions(max_tokens_per_rank=limit, recompute="full"),
+        )
     )
     samples = samples_of(np.load(CASES / "lengths" / f"{case}.seed0.npy"))
 

@@ -16,7 +16,7 @@ from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.table import duration_ns
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.types import PlanOptions, Problem, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, tiny_cost_model
 
 
@@ -63,7 +63,12 @@ def test_durations_are_the_price_of_a_group_across_nodes_where_there_is_one(exch
     rng = random.Random(5)
     topology = Topology(num_lanes=8, ranks_per_node=2, pp_size=pp_size)
     model = CostModel(
-        TINY_MODEL, CURVED_HARDWARE, topology, PlanOptions(max_tokens_per_rank=256, cp_comm_types=exchanges)
+        Problem(
+            topology=topology,
+            model=TINY_MODEL,
+            hardware=CURVED_HARDWARE,
+            options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=exchanges),
+        )
     )
     assert model.table.slowest_s_per_token > 0
     durations = durations_of(model.table, 8)

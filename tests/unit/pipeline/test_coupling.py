@@ -16,7 +16,7 @@ from dynamic_cp.pipeline.simulator import grid_of, makespan_ns, simulate
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.experts import ranks_of_block_in_node
-from dynamic_cp.types import Bucket, Experts, MicroBatch, Plan, PlanOptions, Sample, Topology
+from dynamic_cp.types import Bucket, Experts, MicroBatch, Plan, PlanOptions, Problem, Sample, Topology
 from tests.unit.pipeline.event_simulator import play
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
 
@@ -87,7 +87,9 @@ def test_the_price_and_an_independent_event_driven_simulation():
         shape = replace(MODEL, experts=replace(EXPERTS, imbalance=imbalance))
         if topology.expert_lanes == 1:
             continue
-        model = CostModel(shape, HARDWARE, topology, replace(OPTIONS, recompute=recompute))
+        model = CostModel(
+            Problem(topology=topology, model=shape, hardware=HARDWARE, options=replace(OPTIONS, recompute=recompute))
+        )
         plan = random_plan(rng, topology)
         costs = {bucket.samples[0].sample_id: model.bucket_cost(bucket) for bucket in plan.buckets}
         longer: Counter[tuple[str, int, int]] = Counter()
@@ -151,8 +153,10 @@ def megatron_lists(plan: Plan) -> dict[tuple[int, int], list]:
 def test_experts_of_one_lane_are_part_of_its_price():
     """EP 1, and EP among the TP ranks of a lane: no lane waits for another, and all sums agree."""
     for topology in (Topology(num_lanes=2), Topology(num_lanes=2, tp_size=2, ep_size=2)):
-        model = CostModel(MODEL, HARDWARE, topology, OPTIONS)
-        dense = CostModel(TINY_MODEL, HARDWARE, replace(topology, ep_size=1), OPTIONS)
+        model = CostModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=OPTIONS))
+        dense = CostModel(
+            Problem(topology=replace(topology, ep_size=1), model=TINY_MODEL, hardware=HARDWARE, options=OPTIONS)
+        )
         assert model.table.expert_lanes == 1
         one = model.cost(1, 0, 40, 0).forward_s - model.cost(1, 0, 20, 0).forward_s
         more, nothing = (
@@ -184,7 +188,7 @@ def test_another_order_on_one_lane_of_a_block_deadlocks():
         topology = Topology(num_lanes=2, ep_size=ep_size)
         plan = Plan(topology=topology, max_tokens_per_rank=64, micro_batches=rows)
         lists = megatron_lists(plan)
-        model = CostModel(MODEL, HARDWARE, topology, OPTIONS)
+        model = CostModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=OPTIONS))
         simulate(plan, model, lists)
         first, last = lists[0, 1][:2], lists[0, 1][2:]
         lists[0, 1] = [*last, *first]

@@ -18,7 +18,7 @@ from dynamic_cp.plans.serialize import digest, dumps, loads, topology_from_dict,
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import Bucket, PlanOptions, Topology
+from dynamic_cp.types import Bucket, PlanOptions, Problem, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of
 
 SEQLENS = [1, 1, 5, 17, 33, 64, 65, 129, 300, 511, 700]
@@ -41,7 +41,7 @@ def test_plans_hold_whole_multiples(tp_size, alignment, pp_size, policy):
     held = [tokens for bucket in plan.buckets for tokens in lane_tokens(bucket, topology.rank_token_multiple)]
     assert all(tokens % (tp_size * alignment) == 0 for tokens in held)
     assert 0 < min(held) <= max(held) <= 256
-    model = CostModel(TINY_MODEL, CURVED_HARDWARE, topology, options)
+    model = CostModel(Problem(topology=topology, model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options))
     assert lower_bound(samples, model).seconds <= makespan_ns(plan, model) / 1e9 * (1 + 1e-9)
     with pytest.raises(IllegalPlanError, match="the limit is"):
         check_plan(replace(plan, max_tokens_per_rank=max(held) - 1), samples)
@@ -52,7 +52,10 @@ def test_a_place_without_samples_is_priced_with_what_it_computes():
         PlanOptions(max_tokens_per_rank=64),
         (Topology(num_lanes=2, token_alignment=k) for k in (1, 32)),
     )
-    plain, aligned = (CostModel(TINY_MODEL, CURVED_HARDWARE, one, options) for one in topologies)
+    plain, aligned = (
+        CostModel(Problem(topology=one, model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options))
+        for one in topologies
+    )
     empty, full = Bucket(first_lane=0), Bucket(first_lane=0, samples=samples_of([32]))
     assert aligned.bucket_cost(empty) == plain.bucket_cost(full) == aligned.bucket_cost(full)
     assert plain.bucket_cost(empty).forward_s < plain.bucket_cost(full).forward_s
@@ -63,9 +66,16 @@ def test_only_sequence_parallelism_shares_activations_out():
     split = Topology(num_lanes=2, tp_size=2, pp_size=2, sequence_parallel=True)
     aligned = replace(split, token_alignment=16)
     assert activation_bytes(TINY_MODEL, aligned, options) == activation_bytes(TINY_MODEL, split, options)
-    hops = [CostModel(TINY_MODEL, CURVED_HARDWARE, one, options).table.hop_s_per_token for one in (split, aligned)]
+    hops = [
+        CostModel(
+            Problem(topology=one, model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options)
+        ).table.hop_s_per_token
+        for one in (split, aligned)
+    ]
     assert hops[0] == hops[1] > 0
-    found = MemoryModel(TINY_MODEL, load_hardware("h100"), aligned, options).max_tokens_per_rank()
+    found = MemoryModel(
+        Problem(topology=aligned, model=TINY_MODEL, hardware=load_hardware("h100"), options=options)
+    ).max_tokens_per_rank()
     assert found % 32 == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import Bucket, Hardware, ModelShape, PlanOptions, Topology
+from dynamic_cp.types import Bucket, Hardware, ModelShape, PlanOptions, Problem, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
 
 
@@ -114,7 +114,10 @@ def test_structure_follows_the_model():
         for layers in (4, 8)
     ]
     prices = [
-        CostModel(shape, TINY_HARDWARE, Topology(num_lanes=2), options).cost(2, 0, 100, 5000).forward_s - 1e-5
+        CostModel(Problem(topology=Topology(num_lanes=2), model=shape, hardware=TINY_HARDWARE, options=options))
+        .cost(2, 0, 100, 5000)
+        .forward_s
+        - 1e-5
         for shape in shapes
     ]
     assert prices[1] == pytest.approx(2 * prices[0])
@@ -155,7 +158,11 @@ FOUR_LANES = Topology(num_lanes=4)
 
 
 def unit_cost(model=UNIT_MODEL, hardware=UNIT_HARDWARE, topology=FOUR_LANES, tokens=16, **options):
-    priced = CostModel(model, hardware, topology, PlanOptions(max_tokens_per_rank=256, **options))
+    priced = CostModel(
+        Problem(
+            topology=topology, model=model, hardware=hardware, options=PlanOptions(max_tokens_per_rank=256, **options)
+        )
+    )
     return priced.cost(4, 0, tokens, tokens**2)
 
 
@@ -217,7 +224,12 @@ def test_attention_without_a_mask_has_twice_the_flops_and_only_full_tiles():
     cost = unit_cost(model=replace(UNIT_MODEL, causal_attention=False))
     assert cost.forward_s == pytest.approx(4 + 4 * 16 + 3 * 16.5)
     alone = CostModel(
-        replace(UNIT_MODEL, causal_attention=False), UNIT_HARDWARE, FOUR_LANES, PlanOptions(max_tokens_per_rank=256)
+        Problem(
+            topology=FOUR_LANES,
+            model=replace(UNIT_MODEL, causal_attention=False),
+            hardware=UNIT_HARDWARE,
+            options=PlanOptions(max_tokens_per_rank=256),
+        )
     )
     assert alone.cost(1, 0, 16, 256).forward_s == pytest.approx(16 + 2 * 256 / 2)
 
@@ -225,7 +237,9 @@ def test_attention_without_a_mask_has_twice_the_flops_and_only_full_tiles():
 def test_equal_curves_are_the_frozen_form():
     """(cp - 1) * max(0, transfer - attention / cp): one kink, not two."""
     hardware = replace(UNIT_HARDWARE, attention_full_flops_per_s=0)
-    model = CostModel(UNIT_MODEL, hardware, FOUR_LANES, PlanOptions(max_tokens_per_rank=256))
+    model = CostModel(
+        Problem(topology=FOUR_LANES, model=UNIT_MODEL, hardware=hardware, options=PlanOptions(max_tokens_per_rank=256))
+    )
     row = model.table.terms[model.table.first_option[2, 0], 0]
     assert row[3] == 3
     assert row[7] == 0
@@ -239,7 +253,14 @@ def test_the_fastest_exchange_is_taken_for_every_bucket():
     short, long = unit_cost(cp_comm_types=both), unit_cost(cp_comm_types=both, tokens=64)
     assert short == unit_cost(cp_comm_types=("a2a",)) != unit_cost()
     assert long == unit_cost(tokens=64) != unit_cost(cp_comm_types=("a2a",), tokens=64)
-    model = CostModel(UNIT_MODEL, UNIT_HARDWARE, FOUR_LANES, PlanOptions(max_tokens_per_rank=256, cp_comm_types=both))
+    model = CostModel(
+        Problem(
+            topology=FOUR_LANES,
+            model=UNIT_MODEL,
+            hardware=UNIT_HARDWARE,
+            options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=both),
+        )
+    )
     assert model.best_exchange(4, 0, 16, 256) == ("a2a", 4)
     assert model.best_exchange(4, 0, 64, 4096) == ("p2p", 1)
     assert model.best_exchange(1, 0, 64, 4096) == ("p2p", 1)
@@ -284,9 +305,21 @@ def test_the_hierarchical_exchange_by_hand():
 def test_the_ring_step_of_a_hierarchy_has_the_overhead_of_a_ring_step():
     slow = replace(UNIT_HARDWARE, ring_step_overhead_s_per_layer=10)
     topology = Topology(num_lanes=8)
-    model = CostModel(UNIT_MODEL, slow, topology, PlanOptions(max_tokens_per_rank=256, cp_comm_types=("a2a+p2p",)))
+    model = CostModel(
+        Problem(
+            topology=topology,
+            model=UNIT_MODEL,
+            hardware=slow,
+            options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=("a2a+p2p",)),
+        )
+    )
     plain = CostModel(
-        UNIT_MODEL, UNIT_HARDWARE, topology, PlanOptions(max_tokens_per_rank=256, cp_comm_types=("a2a+p2p",))
+        Problem(
+            topology=topology,
+            model=UNIT_MODEL,
+            hardware=UNIT_HARDWARE,
+            options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=("a2a+p2p",)),
+        )
     )
     for inner, steps in ((2, 3), (4, 1)):
         one, other = (each.cost(8, 0, 16, 256, "a2a+p2p", inner) for each in (model, plain))
@@ -327,7 +360,9 @@ def test_embedding_and_head_by_hand(pp_size):
     assert cost.embedding_backward_s == pytest.approx(4 * 10 / 2)
     assert cost.head_forward_s == pytest.approx(4 * (20 / 5 + 220 / 2))
     assert cost.head_backward_s == pytest.approx(4 * (40 / 5 + 140 / 2))
-    table = CostModel(UNIT_MODEL, hardware, topology, PlanOptions(max_tokens_per_rank=256)).table
+    table = CostModel(
+        Problem(topology=topology, model=UNIT_MODEL, hardware=hardware, options=PlanOptions(max_tokens_per_rank=256))
+    ).table
     assert table.slowest_s_per_token == pytest.approx(114 + 78 + (7 if pp_size == 1 else 0))
 
 
@@ -344,7 +379,11 @@ def test_tensor_parallel_collectives_by_hand():
     across = replace(hardware, collective_bandwidth_in_node_bytes_per_s=4)
     over_nodes = Topology(num_lanes=4, tp_size=2, ranks_per_node=1)  # 2 bytes per s of the NIC
     fast, slow = (
-        CostModel(UNIT_MODEL, across, topology, PlanOptions(max_tokens_per_rank=256)).cost(1, 0, 4, 0).forward_s
+        CostModel(
+            Problem(topology=topology, model=UNIT_MODEL, hardware=across, options=PlanOptions(max_tokens_per_rank=256))
+        )
+        .cost(1, 0, 4, 0)
+        .forward_s
         for topology in (topology, over_nodes)
     )
     assert slow - fast == pytest.approx(4 * 4 / 2 - 4 * 4 / 4)
@@ -356,7 +395,9 @@ def test_gradient_reduction_by_hand():
     options = PlanOptions(max_tokens_per_rank=256)
 
     def reduction_s(model=UNIT_MODEL, **sizes):
-        return CostModel(model, hardware, Topology(**sizes), options).gradient_reduction_s
+        return CostModel(
+            Problem(topology=Topology(**sizes), model=model, hardware=hardware, options=options)
+        ).gradient_reduction_s
 
     assert reduction_s(num_lanes=4) == pytest.approx(54 * 6 * 0.75 / 9)
     assert reduction_s(replace(UNIT_MODEL, share_embeddings_and_output_weights=True), num_lanes=4) == pytest.approx(
@@ -373,10 +414,12 @@ def test_gradient_reduction_by_hand():
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_prices_increase_and_are_convex(recompute, exchange):
     model = CostModel(
-        replace(TINY_MODEL, num_attention_heads=8),
-        CURVED_HARDWARE,
-        Topology(num_lanes=8, ranks_per_node=4),
-        PlanOptions(max_tokens_per_rank=256, recompute=recompute, cp_comm_types=("p2p",)),
+        Problem(
+            topology=Topology(num_lanes=8, ranks_per_node=4),
+            model=replace(TINY_MODEL, num_attention_heads=8),
+            hardware=CURVED_HARDWARE,
+            options=PlanOptions(max_tokens_per_rank=256, recompute=recompute, cp_comm_types=("p2p",)),
+        )
     )
     for cp_size, inner in ((1, 1), (2, 1), (4, 1), (8, 1)) if exchange != "a2a+p2p" else ((4, 2), (8, 2), (8, 4)):
         inner = cp_size if exchange == "a2a" else inner
@@ -399,7 +442,11 @@ def test_no_exchange_becomes_dearer_on_a_faster_link(name):
     topology = Topology(num_lanes=8, ranks_per_node=4)
     options = PlanOptions(max_tokens_per_rank=256)
     slow, fast = (
-        CostModel(replace(TINY_MODEL, num_attention_heads=8), hardware, topology, options)
+        CostModel(
+            Problem(
+                topology=topology, model=replace(TINY_MODEL, num_attention_heads=8), hardware=hardware, options=options
+            )
+        )
         for hardware in (TINY_HARDWARE, replace(TINY_HARDWARE, **{name: 10 * getattr(TINY_HARDWARE, name)}))
     )
     cheaper = set()

@@ -13,7 +13,7 @@ from dynamic_cp.mechanisms.links import lanes_in_one_node, links_of
 from dynamic_cp.pricing import terms as prices
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
 from dynamic_cp.pricing.table import best_option, duration_ns
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.types import PlanOptions, Problem, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, tiny_cost_model
 
 EXCHANGES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -114,7 +114,7 @@ def test_kernels_and_cost_model_agree_to_the_bit(hardware, recompute):
     rng = random.Random(recompute)
     topology = Topology(num_lanes=12, pp_size=2, ranks_per_node=6)
     options = PlanOptions(max_tokens_per_rank=512, recompute=recompute, cp_comm_types=EXCHANGES)
-    model = CostModel(TINY_MODEL, hardware, topology, options)
+    model = CostModel(Problem(topology=topology, model=TINY_MODEL, hardware=hardware, options=options))
     seen = set()
     for _ in range(300):
         k = rng.randrange(4)

@@ -10,7 +10,7 @@ import pytest
 
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Sample
+from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Problem, Sample
 from tests.unit.support import (
     CASES,
     UnpaddedCostModel,
@@ -33,7 +33,14 @@ def test_bucket_prices():
         cp, pp, vp, tp = (int(row[name]) for name in ("cp", "pp", "vpp", "tp"))
         topology = frozen_topology(num_lanes=cp, tp_size=tp, pp_size=pp, vp_size=vp if pp > 1 else 1)
         assert topology.lanes_per_node == int(row["lanes_per_node"])
-        model = CostModel(MODEL, HARDWARE, topology, PlanOptions(max_tokens_per_rank=10**6, recompute="full"))
+        model = CostModel(
+            Problem(
+                topology=topology,
+                model=MODEL,
+                hardware=HARDWARE,
+                options=PlanOptions(max_tokens_per_rank=10**6, recompute="full"),
+            )
+        )
         cost = model.cost(cp, 0, int(row["T"]), int(row["Q"]))
         assert cost.forward_s == pytest.approx(float(row["forward_s"]), rel=1e-9)
         assert cost.backward_s == pytest.approx(float(row["backward_s"]), rel=1e-9)
@@ -66,7 +73,7 @@ def test_makespan_of_frozen_plan(path):
         ),
     )
     options = PlanOptions(max_tokens_per_rank=case["max_tokens_per_rank"], recompute="full")
-    model = UnpaddedCostModel(MODEL, HARDWARE, topology, options)
+    model = UnpaddedCostModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=options))
     timeline = simulate(plan, model)
     assert timeline.makespan_s == pytest.approx(case["makespan_s"], rel=1e-6)
     assert timeline.lane_busy_s == pytest.approx(case["lane_busy_s"], rel=1e-6)

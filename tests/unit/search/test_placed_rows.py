@@ -14,7 +14,7 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.placed import place_row
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import FULL, Mask, MicroBatch, Plan, PlanOptions, Sample, Topology, parse_mask
+from dynamic_cp.types import FULL, Mask, MicroBatch, Plan, PlanOptions, Problem, Sample, Topology, parse_mask
 
 MASKS = (None, FULL, parse_mask("lambda:64,1024"), parse_mask("causal_blockwise:256,4,1"))
 
@@ -22,7 +22,9 @@ MASKS = (None, FULL, parse_mask("lambda:64,1024"), parse_mask("causal_blockwise:
 def cost_model(num_lanes: int, limit: int, tp_size: int = 1) -> CostModel:
     topology = Topology(num_lanes=num_lanes, tp_size=tp_size, sequence_parallel=tp_size > 1)
     options = PlanOptions(max_tokens_per_rank=limit, recompute="full", cp_comm_types=("blocks",))
-    return CostModel(load_model("llama-3-8b"), load_hardware("h100"), topology, options)
+    return CostModel(
+        Problem(topology=topology, model=load_model("llama-3-8b"), hardware=load_hardware("h100"), options=options)
+    )
 
 
 def of_mask(seqlens: Sequence[int], mask: Mask | None) -> list[Sample]:

@@ -17,7 +17,7 @@ from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.search.plan_arrays import PlanArrays
-from dynamic_cp.types import PlanOptions, Topology
+from dynamic_cp.types import PlanOptions, Problem, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
 
 LLAMA = {
@@ -230,10 +230,12 @@ def test_the_limit_that_follows_from_memory() -> None:
     seqlens = [30_000, 12_000, 7_000, 7_500]
     found = planned(seqlens, **(EIGHT_B | {"max_tokens_per_rank": "auto"}))
     memory = MemoryModel(
-        load_model("llama-3-8b"),
-        load_hardware("h100"),
-        Topology(num_lanes=8),
-        PlanOptions(max_tokens_per_rank=1, recompute="full"),
+        Problem(
+            topology=Topology(num_lanes=8),
+            model=load_model("llama-3-8b"),
+            hardware=load_hardware("h100"),
+            options=PlanOptions(max_tokens_per_rank=1, recompute="full"),
+        )
     )
     limit = found.planned.plan.max_tokens_per_rank
     assert limit == memory.max_tokens_per_rank(30_000)

@@ -17,8 +17,9 @@ from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.plans.serialize import digest
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.search.search import POLICIES, _batch_of, _Search, check_feasible, plan_global_batch
-from dynamic_cp.types import PlanOptions, Sample, Topology
+from dynamic_cp.search.candidates import Search, batch_of
+from dynamic_cp.search.search import POLICIES, check_feasible, plan_global_batch
+from dynamic_cp.types import PlanOptions, Problem, Sample, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
 
@@ -191,7 +192,10 @@ MANY_HEADS = replace(TINY_MODEL, num_attention_heads=16, num_query_groups=16, kv
     ],
 )
 def test_static_candidates_are_left_out_only_when_they_cannot_win(topology, options, model, hardware, lengths):
-    search = _Search(_batch_of(samples_of(lengths), model), CostModel(model, hardware, topology, options))
+    search = Search(
+        batch_of(samples_of(lengths), model),
+        CostModel(Problem(topology=topology, model=model, hardware=hardware, options=options)),
+    )
     static_ns = min(one.makespan_ns for policy in ("static", "balanced") for one in search.candidates(policy))
     assert search._least_static_ns(options.min_cp_size.bit_length() - 1) <= static_ns
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from dynamic_cp.bounds import lower_bound
-from dynamic_cp.comparison import compare_policies
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS, serving_windows
 from dynamic_cp.mechanisms.stage_attention import StageAttention
@@ -21,6 +20,7 @@ from dynamic_cp.plans.serialize import dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops, length_sums, plan_flops
+from dynamic_cp.pricing.resolution import exchanges_of
 from dynamic_cp.pricing.sent import sent_by_bucket
 from dynamic_cp.search.planner_process import Request, answer, static_fallback
 from dynamic_cp.search.search import plan_global_batch, plan_problem
@@ -37,7 +37,6 @@ from dynamic_cp.types import (
     Sample,
     SharedQuestion,
     Topology,
-    exchanges_of,
 )
 from tests.unit.placement.instances import dense
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
@@ -104,7 +103,7 @@ def test_windows_of_all_layers_plan_as_samples_with_that_mask():
     assert PlanFacts.of(of_model, WINDOWED).seqlen_squared_sum == PlanFacts.of(of_samples).seqlen_squared_sum
     assert plan_flops(WINDOWED, of_model.plan) == plan_flops(DEEP, of_samples.plan)
     bounds = [
-        lower_bound(samples, CostModel(model=model, **job)).seconds
+        lower_bound(samples, CostModel(Problem(model=model, **job))).seconds
         for samples, model in ((samples_of(*lengths), WINDOWED), (masked, DEEP))
     ]
     assert bounds[0] == bounds[1]
@@ -132,7 +131,7 @@ def test_windows_cut_the_masks_that_samples_bring(model, names):
     planned = plan_global_batch(samples, **job)
     check_plan(planned.plan, samples)
     assert loads(dumps(planned.plan)) == planned.plan
-    assert lower_bound(samples, CostModel(**job)).seconds <= planned.predicted_s
+    assert lower_bound(samples, CostModel(Problem(**job))).seconds <= planned.predicted_s
     used = {bucket.cp_comm_type for bucket in planned.plan.buckets if bucket.cp_size > 1}
     assert used <= set(names)
     assert used
@@ -159,7 +158,9 @@ def test_a_layer_without_a_window_costs_what_it_did(cp_size, exchange):
     bucket = Bucket(first_lane=0, cp_size=cp_size, samples=tuple(samples_of(800, 64, 8)), cp_comm_type=exchange)
     options = PlanOptions(max_tokens_per_rank=1024, cp_comm_types=CP_COMM_TYPES)
     costs = [
-        CostModel(model, CURVED_HARDWARE, Topology(num_lanes=4), options).bucket_cost(bucket)
+        CostModel(
+            Problem(topology=Topology(num_lanes=4), model=model, hardware=CURVED_HARDWARE, options=options)
+        ).bucket_cost(bucket)
         for model in (DEEP, EVERY_SECOND, WINDOWED)
     ]
     for whole, half, all_windowed in zip(*costs, strict=True):
@@ -192,7 +193,7 @@ def test_plans_are_legal_exact_and_above_their_bound(layout):
         job = {"topology": topology, "model": model, "hardware": CURVED_HARDWARE, "options": options}
         planned = plan_global_batch(samples, **job)
         check_plan(planned.plan, samples)
-        prices = CostModel(**job)
+        prices = CostModel(Problem(**job))
         timeline = simulate(planned.plan, prices)
         assert timeline.iteration_s == pytest.approx(planned.predicted_s, abs=2e-9 * planned.plan.num_microbatches)
         assert lower_bound(samples, prices).proven_s <= timeline.makespan_s * (1 + 1e-9)
@@ -248,7 +249,7 @@ def test_blocks_are_chosen_where_they_pay_and_can_be_forced():
     topology = Topology(num_lanes=4, ranks_per_node=2)
     for model in (EVERY_SECOND, replace(EVERY_SECOND, window_sink_tokens=4)):
         seconds = {}
-        for names in (exchanges_of("auto", is_sparse=True), exchanges_of("auto"), exchanges_of("blocks")):
+        for names in (exchanges_of("auto", has_windows=True), exchanges_of("auto"), exchanges_of("blocks")):
             options = PlanOptions(max_tokens_per_rank=1024, cp_comm_types=names)
             job = {"topology": topology, "model": model, "hardware": CURVED_HARDWARE, "options": options}
             planned = plan_global_batch(samples, **job)
@@ -304,9 +305,6 @@ def test_what_serves_no_windows_is_told():
         match=r"sample 3 has the mask full, but 4 of the 8 layers .* window of 48 tokens: its tokens see later ones",
     ):
         plan_global_batch(masked, options=ring, **job)
-    for policy in ("wlb", "flexsp"):
-        with pytest.raises(UnsupportedFeatureError, match=f"policy {policy} knows only the causal mask: leave it out"):
-            compare_policies([samples_of(9)], policies=("dynamic", policy), options=ring, **job)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops
-from dynamic_cp.types import Bucket, Experts, MicroBatch, Plan, PlanOptions, Sample, Topology, parse_placement
+from dynamic_cp.types import Bucket, Experts, MicroBatch, Plan, PlanOptions, Problem, Sample, Topology, parse_placement
 from megatron.trainer.flags.derive import experts_of
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
 
@@ -101,7 +101,14 @@ def test_lanes_of_a_block():
 def test_a_model_that_ep_does_not_fit():
     for model, ep_size, message in ((MODEL, 16, "EP 16 does not divide 8 experts"), (TINY_MODEL, 2, "EP 2 without ex")):
         with pytest.raises(InvalidInputError, match=message):
-            CostModel(model, CURVED_HARDWARE, Topology(num_lanes=16, ep_size=ep_size), OPTIONS)
+            CostModel(
+                Problem(
+                    topology=Topology(num_lanes=16, ep_size=ep_size),
+                    model=model,
+                    hardware=CURVED_HARDWARE,
+                    options=OPTIONS,
+                )
+            )
 
 
 def plan_of(topology: Topology) -> Plan:
@@ -140,7 +147,10 @@ def test_memory_by_hand():
     """EP divides what a rank holds of experts; the optimizer's share of them is over the ranks that have the same."""
     hardware = replace(CURVED_HARDWARE, hbm_bytes=1e12)
     whole, shared = (
-        MemoryModel(MODEL, hardware, Topology(num_lanes=8, ep_size=ep_size), OPTIONS) for ep_size in (1, 4)
+        MemoryModel(
+            Problem(topology=Topology(num_lanes=8, ep_size=ep_size), model=MODEL, hardware=hardware, options=OPTIONS)
+        )
+        for ep_size in (1, 4)
     )
     all_experts = TINY_MODEL.num_layers * MODEL.layer.held_expert_weights
     assert (whole.num_expert_weights(0), shared.num_expert_weights(0)) == (all_experts, all_experts / 4)
@@ -153,7 +163,12 @@ def test_memory_by_hand():
     copies = 2 * 100 * TINY_MODEL.num_layers * MODEL.layer.routed_kept_channels / 2 * 2
     assert other.activations_bytes - one.activations_bytes == pytest.approx(0.25 * copies)
     again = MemoryModel(
-        MODEL, hardware, Topology(num_lanes=8), replace(OPTIONS, recompute="selective", recompute_modules=("moe",))
+        Problem(
+            topology=Topology(num_lanes=8),
+            model=MODEL,
+            hardware=hardware,
+            options=replace(OPTIONS, recompute="selective", recompute_modules=("moe",)),
+        )
     )
     (less,) = again.peak_at(100)
     of_shared = 2 * 100 * TINY_MODEL.num_layers * MODEL.layer.mlp_kept_channels
@@ -168,8 +183,14 @@ def test_memory_counts_the_mean_of_a_block():
     topology = Topology(num_lanes=2, ep_size=2)
     plan = Plan(topology=topology, max_tokens_per_rank=256, micro_batches=(row,))
     even = replace(EXPERTS, imbalance=1.0)
-    (peak,) = MemoryModel(replace(MODEL, experts=even), hardware, topology, OPTIONS).peak(plan)
-    (dense,) = MemoryModel(replace(MODEL, experts=replace(even, topk=1)), hardware, topology, OPTIONS).peak(plan)
+    (peak,) = MemoryModel(
+        Problem(topology=topology, model=replace(MODEL, experts=even), hardware=hardware, options=OPTIONS)
+    ).peak(plan)
+    (dense,) = MemoryModel(
+        Problem(
+            topology=topology, model=replace(MODEL, experts=replace(even, topk=1)), hardware=hardware, options=OPTIONS
+        )
+    ).peak(plan)
     per_copy = 2 * TINY_MODEL.num_layers * MODEL.layer.routed_kept_channels / 2
     assert peak.activations_bytes - dense.activations_bytes == pytest.approx(per_copy * (100 + 1) / 2)
 

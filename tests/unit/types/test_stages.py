@@ -11,7 +11,7 @@ from dynamic_cp.learning.observations import Observation, PricedObservations
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops
-from dynamic_cp.types import FULL, Layer, ModelShape, PlanOptions, Stage, Topology
+from dynamic_cp.types import FULL, Layer, ModelShape, PlanOptions, Problem, Stage, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
 
 OPTIONS = PlanOptions(max_tokens_per_rank=256)
@@ -45,7 +45,9 @@ def only(layer: Layer, number: int) -> Mixed:
 
 def cost(model: ModelShape, cp_size: int = 4, pp_size: int = 1):
     topology = Topology(num_lanes=4, pp_size=pp_size)
-    return CostModel(model, CURVED_HARDWARE, topology, OPTIONS).cost(cp_size, 0, 512, 512 * 200, "p2p")
+    return CostModel(Problem(topology=topology, model=model, hardware=CURVED_HARDWARE, options=OPTIONS)).cost(
+        cp_size, 0, 512, 512 * 200, "p2p"
+    )
 
 
 @pytest.mark.parametrize("cp_size", [1, 4])
@@ -75,7 +77,9 @@ def test_memory_is_counted_stage_by_stage():
     topology = Topology(num_lanes=2, pp_size=2)
 
     def parts(model: ModelShape):
-        return MemoryModel(model, CURVED_HARDWARE, topology, OPTIONS).peak_at(128)
+        return MemoryModel(Problem(topology=topology, model=model, hardware=CURVED_HARDWARE, options=OPTIONS)).peak_at(
+            128
+        )
 
     even, uneven = parts(mixed(*(TINY_MODEL.layer,) * 4)), parts(mixed(*(TINY_MODEL.layer,) * 4, first=1))
     assert uneven[0].activations_bytes == pytest.approx(even[0].activations_bytes / 2)
@@ -143,11 +147,18 @@ def test_memory_takes_all_chunks_of_a_stage_for_its_largest():
 
     def activations(chunks: tuple[tuple[int, ...], ...]) -> list[float]:
         model = replace(TINY_MODEL, num_layers=sum(map(sum, chunks)), pipeline_layers=chunks)
-        stages = MemoryModel(model, CURVED_HARDWARE, topology, OPTIONS).peak_at(128)
+        stages = MemoryModel(
+            Problem(topology=topology, model=model, hardware=CURVED_HARDWARE, options=OPTIONS)
+        ).peak_at(128)
         return [stage.activations_bytes for stage in stages]
 
     even = replace(TINY_MODEL, num_layers=8)
-    two = [one.activations_bytes for one in MemoryModel(even, CURVED_HARDWARE, topology, OPTIONS).peak_at(128)]
+    two = [
+        one.activations_bytes
+        for one in MemoryModel(
+            Problem(topology=topology, model=even, hardware=CURVED_HARDWARE, options=OPTIONS)
+        ).peak_at(128)
+    ]
     assert activations(((2, 2), (2, 2))) == pytest.approx(two)
     assert activations(((1, 2), (2, 2))) == pytest.approx(two)
     assert activations(((1, 1), (2, 2))) == pytest.approx([two[0] / 2, two[1]])
@@ -158,7 +169,14 @@ def test_what_was_measured_of_a_chunk_is_compared_with_its_own_layers():
     """Prices are those of the stage with most layers."""
     topology = Topology(num_lanes=4, pp_size=2, vp_size=2)
     model = replace(UNEVEN, num_layers=7, pipeline_layers=((0, 1), (2, 4)))
-    priced = CostModel(model, replace(CURVED_HARDWARE, overhead_s_per_bucket_stage=0), topology, OPTIONS)
+    priced = CostModel(
+        Problem(
+            topology=topology,
+            model=model,
+            hardware=replace(CURVED_HARDWARE, overhead_s_per_bucket_stage=0),
+            options=OPTIONS,
+        )
+    )
     every = [
         Observation(
             cp_size=1, first_lane=0, tokens=64, tokens_squared=4096, forward_s=1, backward_s=1, stage=stage, chunk=chunk

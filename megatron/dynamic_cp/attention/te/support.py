@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import CP_COMM_TYPES, PLACED, CpCommType
+from dynamic_cp.types import CpCommType, is_placed
 from megatron.dynamic_cp.attention.te.kernels import Capability, FlashAttn, Kernel, choose_kernel
 from megatron.dynamic_cp.flags.fp8 import why_no_device, why_not_gathered
 from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES
@@ -220,7 +220,7 @@ def choose_layers(
             f"TransformerEngine's attention needs --kv-channels that are a multiple of {HEAD_DIM_MULTIPLE} up to "
             f"{LARGEST_HEAD_DIM}, they are {head_dim}"
         )
-    elif exchange in PLACED:
+    elif is_placed(exchange):
         obstacle = f"TransformerEngine's attention cannot be placed (--cp-comm-type {exchange})"
     elif has_windows:
         obstacle = "layers with a window (--window-size) are checked with local layers only"
@@ -263,7 +263,7 @@ def choose_layers(
             flag="--recompute-modules",
         )
     if exchange == "auto":
-        left_out = missing_exchanges(CP_COMM_TYPES, version, kernel)
+        left_out = missing_exchanges(tuple(NATIVE_SINCE), version, kernel)
     else:
         left_out = ()
         way(exchange, version, kernel, kv_heads=1, inner_cp_size=1)

@@ -1,0 +1,263 @@
+"""Which mechanisms a job may use: decided here, and asked by flags, plans, prices and memory alike.
+
+    allowed_exchanges("auto", model)            what a value of --cp-comm-type allows: `PlanOptions.cp_comm_types`
+    exchanges_of_policy(policy, allowed, ...)   what plans of a policy take of it: only dynamic ones are placed
+    resolve(problem, samples)                   what of it serves a batch, and what packers compare
+    problem_of_prices(problem)                  what prices of all these plans need
+
+Nothing else filters mechanisms or compares their names: everybody else asks `types.TRAITS`, or the mechanism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.mechanisms.all_gather import AllGather
+from dynamic_cp.mechanisms.all_to_all import AllToAll
+from dynamic_cp.mechanisms.mechanism import Sharing, serves_any_size
+from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of, serving_masks, serving_windows
+from dynamic_cp.mechanisms.ring import Ring
+from dynamic_cp.pricing.capacity import capacity_tokens, limit_that_holds, may_span_all, token_capacity
+from dynamic_cp.types import (
+    AUTO,
+    CP_COMM_TYPES,
+    UNPLACED,
+    CpCommType,
+    ModelShape,
+    PlanOptions,
+    Problem,
+    Sample,
+    Topology,
+    check_latents,
+    is_placed,
+)
+
+
+def exchanges_of(
+    wanted: str,
+    *,
+    has_windows: bool = False,
+    has_masks: bool = False,
+    has_latents: bool = False,
+    may_be_placed: bool = True,
+    left_out: Sequence[CpCommType] = (),
+) -> tuple[CpCommType, ...]:
+    """Return the mechanisms that a value of --cp-comm-type allows; `auto` those that serve all of the job.
+
+    Placed attention is among those of `auto` where samples bring masks of their own, or layers have windows: on causal
+    data steps gained 0.5 % at most (docs/blocks.md), and room for what it fetches would be taken from tokens.
+
+    Args:
+        wanted: the value, AUTO or a mechanism.
+        has_windows: layers have windows.
+        has_masks: samples bring masks of their own.
+        has_latents: the model has multi-latent attention.
+        may_be_placed: nothing needs the tokens of a bucket on the lanes of one CP group.
+        left_out: what the layers of the run lack.
+    """
+    if wanted != AUTO:
+        return (cast(CpCommType, wanted),)
+    places = may_be_placed and (has_masks or has_windows)
+    names = (*(UNPLACED if has_latents else CP_COMM_TYPES), *filter(is_placed, MECHANISMS if places else ()))
+    if has_windows:
+        names = serving_windows(names)
+    return tuple(name for name in names if name not in left_out)
+
+
+def allowed_exchanges(
+    wanted: str, model: ModelShape, *, has_masks: bool = False, may_be_placed: bool = True
+) -> tuple[CpCommType, ...]:
+    """Return `exchanges_of` for `model`.
+
+    Raises:
+        UnsupportedFeatureError: an exchange of latents, which the model does not have.
+    """
+    names = exchanges_of(
+        wanted,
+        has_windows=model.window is not None,
+        has_masks=has_masks,
+        has_latents=model.has_latents,
+        may_be_placed=may_be_placed,
+    )
+    check_latents(names, model.kv_lora_rank)
+    return names
+
+
+def may_place(topology: Topology, options: PlanOptions) -> bool:
+    """Return whether plans may have placed micro-batches; not where they would cut blocks that share experts."""
+    return any(map(is_placed, options.cp_comm_types)) and topology.expert_lanes == 1 and may_span_all(topology, options)
+
+
+def exchanges_of_policy(
+    policy: str, allowed: tuple[CpCommType, ...], model: ModelShape, samples: Iterable[Sample] = ()
+) -> tuple[CpCommType, ...]:
+    """Return what plans of a policy take of the allowed mechanisms: only dynamic ones are placed.
+
+    Where only placed attention is allowed, others take the ring and a2a, or a2a and an all-gather where layers have
+    windows, as far as these serve the masks of `samples`: none needs communicators besides those of the CP sizes.
+    """
+    if policy == "dynamic" or not all(map(is_placed, allowed)):
+        return allowed
+    others = (Ring.name, AllToAll.name) if model.window is None else (AllToAll.name, AllGather.name)
+    return serving_masks(others) if any(sample.mask is not None for sample in samples) else others
+
+
+def packed_exchanges(allowed: tuple[CpCommType, ...], model: ModelShape) -> tuple[CpCommType, ...]:
+    """Return what packers choose from, who know closed forms only; where none is allowed they guess."""
+    known = tuple(name for name in allowed if not is_placed(name))
+    return known or (serves_any_size(has_windows=model.window is not None),)
+
+
+def problem_of_prices(problem: Problem) -> Problem:
+    """Return what a cost model needs that prices all plans: packers guess, and static ones stay, by what they know."""
+    allowed = problem.options.cp_comm_types
+    names = tuple(dict.fromkeys((*packed_exchanges(allowed, problem.model), *allowed)))
+    return replace(problem, options=replace(problem.options, cp_comm_types=names))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """What plans of one batch may use.
+
+    Attributes:
+        options: of its plans; of the mechanisms those that serve its samples.
+        priced: by what candidates are compared: `options` with mechanisms that have closed forms.
+        packed: `priced` for packers; their limit of tokens is higher where nothing that they know holds the longest
+            sample.
+        places: micro-batches may be placed.
+        is_guess: candidates only say which samples lie together: their mechanism is not allowed, or they hold too much.
+        tries_ring_alone: a search for the ring alone is made, too.
+    """
+
+    options: PlanOptions
+    priced: PlanOptions
+    packed: PlanOptions
+    places: bool
+    is_guess: bool
+    tries_ring_alone: bool
+
+
+def resolve(problem: Problem, samples: Sequence[Sample]) -> Resolved:
+    """Return what plans of a batch may use: what problem.options allow and the policy takes, as far as it serves it.
+
+    Args:
+        samples: of the batch, the longest first.
+
+    Raises:
+        UnsupportedFeatureError: no allowed mechanism serves the batch, or only placed attention, which would cut blocks
+            of lanes that share experts.
+    """
+    topology, model, longest = problem.topology, problem.model, samples[0].seqlen
+    is_dynamic = problem.policy == "dynamic"
+    places = is_dynamic and may_place(topology, problem.options)
+    options = options_serving(samples, model, problem.options if places else _unplaced(problem.options))
+    if topology.expert_lanes > 1 and all(map(is_placed, options.cp_comm_types)):
+        raise UnsupportedFeatureError(
+            f"cp_comm_types {' '.join(options.cp_comm_types)} may cut blocks of {topology.expert_lanes} lanes that "
+            f"share experts (ep_size {topology.ep_size}): allow other exchanges (--cp-comm-type auto)",
+            cp_comm_types=options.cp_comm_types,
+        )
+    packed = replace(options, cp_comm_types=packed_exchanges(options.cp_comm_types, model))
+    is_guess = set(options.cp_comm_types).isdisjoint(packed.cp_comm_types)
+    if is_guess and options.min_cp_size == 1 and longest <= capacity_tokens(1, topology, options):
+        packed, is_guess = replace(packed, max_cp_size=1), False
+    priced = packed
+    if places and 0 < _held_tokens(packed, problem) < longest:
+        priced = replace(options, cp_comm_types=packed_exchanges((), model))
+        packed = replace(priced, max_tokens_per_rank=limit_that_holds(longest, topology, priced))
+        is_guess = True
+    has_ring = is_dynamic and len(priced.cp_comm_types) > 1 and Ring.name in priced.cp_comm_types
+    return Resolved(
+        options=options,
+        priced=priced,
+        packed=packed,
+        places=places,
+        is_guess=is_guess,
+        tries_ring_alone=has_ring,
+    )
+
+
+def _unplaced(options: PlanOptions) -> PlanOptions:
+    """Return options of plans that are not placed, where they allow anything else."""
+    others = tuple(name for name in options.cp_comm_types if not is_placed(name))
+    return replace(options, cp_comm_types=others) if others else options
+
+
+def _held_tokens(options: PlanOptions, problem: Problem) -> int:
+    """Return the tokens that the largest bucket holds which a closed form of `options` serves; 0: none is served."""
+    topology, sharing = problem.topology, Sharing.of(problem.model, problem.topology, options.inner_cp_sizes)
+
+    def is_served(cp_size: int) -> bool:
+        possible = attentions_of(options.cp_comm_types, cp_size, sharing)
+        return cp_size == 1 or any(MECHANISMS[one.cp_comm_type].has_closed_form for one in possible)
+
+    sizes = (1 << k for k in range(topology.num_lanes.bit_length()))
+    return max(token_capacity(cp_size, topology, options) for cp_size in sizes if is_served(cp_size))
+
+
+def options_serving(samples: Iterable[Sample], model: ModelShape, options: PlanOptions) -> PlanOptions:
+    """Return `options` with those of its mechanisms that serve the masks of `samples` and the windows of `model`, or
+    for one lane if none does.
+
+    Raises:
+        UnsupportedFeatureError: none does, and a sample is too long for one lane, or plans must use several; or samples
+            bring masks and the model's attention is not causal, or has windows through which they are no such masks.
+    """
+    samples = tuple(samples)
+    masked = next((sample for sample in samples if sample.mask is not None), None)
+    if masked is None and model.window is None:
+        return options
+    if masked is None:
+        return _options_of(serving_windows, model.windows_in_words, samples, options)
+    what = masked.mask_in_words
+    if not model.causal_attention:
+        raise UnsupportedFeatureError(
+            f"{what}, but tokens of this model attend to all of their sample: give samples no masks",
+            sample_id=masked.sample_id,
+        )
+    if model.window is None:
+        return _options_of(serving_masks, what, samples, options, sample_id=masked.sample_id)
+    for sample in samples:
+        reason = sample.mask_in(model.window).why_unfit(sample.seqlen)
+        if reason is not None:
+            raise UnsupportedFeatureError(
+                f"{sample.mask_in_words}, but {model.windows_in_words}: {reason}", sample_id=sample.sample_id
+            )
+    what = f"{what}, and {model.windows_in_words}"
+    return _options_of(_serving_both, what, samples, options, sample_id=masked.sample_id)
+
+
+def _serving_both(names: Iterable[CpCommType] = tuple(MECHANISMS)) -> tuple[CpCommType, ...]:
+    """Return those of `names` that serve samples with masks in layers with windows."""
+    return serving_masks(serving_windows(names))
+
+
+def _options_of(
+    serving: Callable[..., tuple[CpCommType, ...]],
+    what: str,
+    samples: Sequence[Sample],
+    options: PlanOptions,
+    **details: object,
+) -> PlanOptions:
+    """Return `options` with those of its mechanisms that are `serving`, or for one lane if none is."""
+    if options.max_cp_size == 1:
+        return options
+    served = serving(options.cp_comm_types)
+    longest = max(sample.seqlen for sample in samples)
+    if served:
+        return replace(options, cp_comm_types=served)
+    if options.min_cp_size == 1 and longest <= options.max_tokens_per_rank:
+        return replace(options, max_cp_size=1)
+    several, remedy = f"plans use at least {options.min_cp_size}", "lower --min-dynamic-cp-size to 1"
+    if options.min_cp_size == 1:
+        several = f"the longest of its batch has {longest} tokens, a lane holds {options.max_tokens_per_rank}"
+        remedy = "raise --max-seqlen-per-dp-cp-rank"
+    raise UnsupportedFeatureError(
+        f"{what}, which {' '.join(options.cp_comm_types)} cannot serve on several lanes, and {several}: allow "
+        f"{' or '.join(serving())} (--cp-comm-type), or {remedy}",
+        cp_comm_types=options.cp_comm_types,
+        **details,
+    )

@@ -1,0 +1,275 @@
+"""Packings of a global batch, each with its makespan: what the search compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp.arrays import Ints
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.mechanisms.ring import Ring
+from dynamic_cp.packing.blocks import EFFORTS, pack_blocks
+from dynamic_cp.packing.durations import Durations, apart_durations_of, bucket_ns, durations_of
+from dynamic_cp.packing.judge import makespan_ns, num_microbatches_of
+from dynamic_cp.packing.level import pack_level
+from dynamic_cp.packing.megatron_dev import pack_megatron_dev
+from dynamic_cp.packing.nested import pack_nested, row_counts
+from dynamic_cp.packing.orders import ORDERS, in_orders
+from dynamic_cp.packing.polish import is_small, polish
+from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_balanced, pack_next_fit
+from dynamic_cp.packing.table import Packing, without_empty_rows
+from dynamic_cp.packing.wlb import packings_like_wlb
+from dynamic_cp.plans.padding import round_up
+from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.lengths import Lengths, densities_of
+from dynamic_cp.pricing.terms import linear_parts
+from dynamic_cp.types import ModelShape, Sample
+
+_NUM_NESTED_JUDGED = 2
+_PIPELINE_NESTED_SWEEP = (1.0, 1.3, 1.7)
+_BALANCED_SWEEP = (1.0, 1.15, 1.3, 1.6, 2.0, 2.5, 3.0)
+_MEGATRON_DEV_LIMITS = (1, 2, 4)
+_NUM_POLISHED = 4
+_NUM_WALKS = {"fast": 6, "thorough": 32}
+_POLISH_STEPS = 2000
+
+
+class Candidate(NamedTuple):
+    """A packing, its makespan in nanoseconds, its name for the user, and what chooses its exchanges."""
+
+    makespan_ns: int
+    name: str
+    packing: Packing
+    cost_model: CostModel
+
+
+class Batch(NamedTuple):
+    """Samples descending by seqlen, ties by ascending sample_id; as arrays; positions in the order of sample_id."""
+
+    samples: list[Sample]
+    lengths: Lengths
+    input_order: Ints
+
+
+class Search:
+    """The candidates of one global batch."""
+
+    def __init__(self, batch: Batch, cost_model: CostModel) -> None:
+        self.batch = batch
+        self.longest, self.lengths, self.input_order = batch.samples[0], batch.lengths, batch.input_order
+        self.cost_model = cost_model
+        num_lanes = cost_model.topology.num_lanes
+        self.durations: Durations = durations_of(cost_model.table, num_lanes)
+        # Where lanes share experts, level is also what is level without them.
+        self.apart = apart_durations_of(cost_model.table, num_lanes) if cost_model.topology.expert_lanes > 1 else None
+
+    def ranking(self, policy: str) -> list[Candidate]:
+        """Return all candidates, the fastest first."""
+        found = sorted(self.candidates(policy), key=lambda one: one.makespan_ns)
+        if policy == "dynamic":
+            found = sorted([*found, *self.polished(found)], key=lambda one: one.makespan_ns)
+        return found
+
+    def by_the_ring(self) -> Iterator[Candidate]:
+        """Yield what a fast search for the ring alone finds, with the fastest exchange of each bucket and as it is.
+
+        Prices of all exchanges lead a search elsewhere, at times to slower plans; so they never are.
+        """
+        best = Search(self.batch, self.cost_model.with_only(Ring.name, search="fast")).ranking("dynamic")[0]
+        name = f"{best.name} as ring"
+        yield self._judged(name, best.packing)
+        yield best._replace(name=name)
+
+    def candidates(self, policy: str) -> Iterator[Candidate]:
+        """Yield at least one candidate."""
+        if policy == "dynamic":
+            found = [*self._dynamic(), *self._megatron_dev()]
+            found += self._better_static(min(one.makespan_ns for one in found))
+            yield from found
+            yield from self._shortened(found)
+        elif policy == "megatron-dev":
+            yield from self._megatron_dev()
+        else:
+            yield from self._static(self._static_cp_size(), policy)
+
+    def _shortened(self, found: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Yield candidates without their micro-batches that are padding on every lane, if interleaving needs fewer."""
+        multiple = self.cost_model.topology.num_microbatches_multiple
+        for one in found:
+            filled = np.bincount(one.packing.rows[one.packing.bucket_of_sample])
+            dropped = num_microbatches_of(one.packing, self.cost_model)
+            dropped -= round_up(int(np.count_nonzero(filled)), multiple)
+            if dropped:
+                yield self._judged(f"{one.name} without {dropped} empty", without_empty_rows(one.packing))
+
+    def _static_cp_size(self) -> int:
+        """Return the CP size of the static policies: the one asked for, else the smallest that may be."""
+        topology, options = self.cost_model.topology, self.cost_model.options
+        cp_size = options.static_cp_size
+        if cp_size is None:
+            return next(cp for cp in allowed_cp_sizes(topology, options) if self._may_be_static(cp))
+        check_static_cp_size(cp_size, self.longest, topology, options)
+        self.cost_model.cost(cp_size, 0, 1.0, 1.0)  # refuses a CP size that no allowed exchange can serve
+        return cp_size
+
+    def _better_static(self, best_ns: int) -> Iterator[Candidate]:
+        """Yield the static packings of every CP size that could be faster than `best_ns`."""
+        for cp_size in allowed_cp_sizes(self.cost_model.topology, self.cost_model.options):
+            if self._may_be_static(cp_size) and best_ns > self._least_static_ns(cp_size.bit_length() - 1):
+                for one in self._static(cp_size, "dynamic", best_ns):
+                    yield one
+                    best_ns = min(best_ns, one.makespan_ns)
+
+    def _static(self, cp_size: int, policy: str, best_ns: int | None = None) -> Iterator[Candidate]:
+        """Yield the packings of one CP size: first-fit, balanced, or for the dynamic policy both, and one like WLB-LLM.
+
+        Those that cannot be faster than `best_ns` are left out.
+        """
+        topology = self.cost_model.topology
+        k = cp_size.bit_length() - 1
+        durations = self._static_durations(k)
+        next_fit = pack_next_fit(
+            self.lengths.seqlens, self.input_order, durations, k, topology.num_lanes, topology.num_microbatches_multiple
+        )
+        if policy != "balanced":
+            yield from self._ordered(f"static cp={cp_size} m={next_fit.num_rows}", next_fit, ("as packed",), best_ns)
+        if policy != "static":
+            yield from self._balanced(durations, k, next_fit, best_ns)
+        if policy == "dynamic" and self.apart is not None:
+            apart = self.apart._replace(capacities=durations.capacities)
+            yield from self._balanced(apart, k, next_fit, best_ns, "balanced apart")
+        if policy == "dynamic":
+            for packing in packings_like_wlb(self.lengths, self.cost_model, k):
+                yield from self._ordered(f"balanced as WLB cp={cp_size} m={packing.num_rows}", packing, best_ns=best_ns)
+
+    def polished(self, ranking: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Yield improved packings of a small batch, from the best candidates with different numbers of rows."""
+        best_of_rows = {one.packing.num_rows: one for one in reversed(ranking)}
+        for walk in range(_NUM_WALKS[self.cost_model.options.search]):
+            starts = sorted(best_of_rows.values(), key=lambda one: one.makespan_ns)[:_NUM_POLISHED]
+            start = starts[walk % len(starts)]
+            if not is_small(self.lengths.seqlens, start.packing, self.cost_model):
+                continue
+            found_ns, packing = polish(self.lengths, start.packing, self.cost_model, _POLISH_STEPS, walk)
+            name = f"{start.name.removesuffix(' polished')} polished"
+            found = Candidate(found_ns, name, packing, self.cost_model)
+            if found.makespan_ns < start.makespan_ns:
+                yield found
+            if found.makespan_ns < best_of_rows.get(packing.num_rows, start).makespan_ns:
+                best_of_rows[packing.num_rows] = found
+
+    def _dynamic(self) -> Iterator[Candidate]:
+        topology = self.cost_model.topology
+        base = int(np.flatnonzero(self.durations.capacities)[0])
+        fewest = fewest_rows(self.lengths.seqlens, self.durations, base, topology.num_lanes)
+        totals = float(self.lengths.seqlens.sum()), float(self.lengths.squares.sum())
+        empty_ns = bucket_ns(self.durations, base, 0.0, 0.0)
+        share_ns = (bucket_ns(self.durations, base, *totals) - empty_ns) / (topology.num_lanes >> base)
+        if topology.pp_size == 1:
+            quota_ns = share_ns + fewest * empty_ns
+            counts = row_counts(self.lengths, self.durations, topology.num_lanes, fewest, quota_ns)
+            if topology.expert_lanes > 1:
+                for name, packing in pack_level(self.lengths, self.cost_model, base, fewest):
+                    yield self._judged(name, packing)
+        else:
+            counts = sorted({ceil(factor * fewest) for factor in _PIPELINE_NESTED_SWEEP})
+            for effort in EFFORTS[self.cost_model.options.search]:
+                for packed in pack_blocks(self.lengths, self.cost_model, fewest, effort):
+                    yield Candidate(packed.makespan_ns, packed.name, packed.packing, self.cost_model)
+        found = []
+        for num_rows in counts:
+            quota_ns = share_ns + num_rows * empty_ns
+            result = pack_nested(self.lengths, self.durations, topology.num_lanes, num_rows, quota_ns)
+            if result is not None:
+                found.append(result)
+        if topology.pp_size == 1:
+            found = sorted(found, key=lambda one: one[0])[:_NUM_NESTED_JUDGED]
+        for _, packing in found:
+            yield from self._ordered(f"nested m={packing.num_rows}", packing, ("pyramid",))
+
+    def _megatron_dev(self) -> Iterator[Candidate]:
+        topology, limit = self.cost_model.topology, self.cost_model.options.max_tokens_per_rank
+        for divisor in _MEGATRON_DEV_LIMITS:
+            packing = pack_megatron_dev(
+                self.lengths.seqlens, self.cost_model.table, topology.num_lanes, max(1, limit // divisor),
+                topology.num_microbatches_multiple,
+            )  # fmt: skip
+            yield from self._ordered(f"megatron-dev limit={limit // divisor} m={packing.num_rows}", packing)
+
+    def _balanced(
+        self, durations: Durations, k: int, next_fit: Packing, best_ns: int | None = None, name: str = "balanced"
+    ) -> Iterator[Candidate]:
+        topology = self.cost_model.topology
+        fewest = fewest_rows(self.lengths.seqlens, durations, k, topology.num_lanes)
+        counts = {round_up(ceil(factor * fewest), topology.num_microbatches_multiple) for factor in _BALANCED_SWEEP}
+        none_fits = True
+        for num_rows in sorted(counts):
+            packing = pack_balanced(self.lengths, durations, k, topology.num_lanes, num_rows)
+            if packing is not None:
+                none_fits = False
+                yield from self._ordered(f"{name} cp={1 << k} m={num_rows}", packing, best_ns=best_ns)
+        if none_fits:
+            yield self._judged(f"{name} cp={1 << k} m={next_fit.num_rows} next-fit", next_fit)
+
+    def _ordered(
+        self, name: str, packing: Packing, orders: Sequence[str] = ORDERS, best_ns: int | None = None
+    ) -> Iterator[Candidate]:
+        """Yield `packing` with its rows in each of `orders`; nothing, where none could be faster than `best_ns`."""
+        if is_small(self.lengths.seqlens, packing, self.cost_model):
+            best_ns = None  # what is slow now may be the best one to polish
+        for found_ns, order, one in in_orders(self.lengths, packing, self.cost_model, orders, best_ns):
+            yield Candidate(found_ns, name if order == "as packed" else f"{name} {order}", one, self.cost_model)
+
+    def _judged(self, name: str, packing: Packing) -> Candidate:
+        return Candidate(makespan_ns(self.lengths, packing, self.cost_model), name, packing, self.cost_model)
+
+    def _may_be_static(self, cp_size: int) -> bool:
+        """Return whether a static policy at `cp_size` is one that the dynamic policy could also choose."""
+        if cp_size not in allowed_cp_sizes(self.cost_model.topology, self.cost_model.options):
+            return False
+        return self.longest.seqlen <= int(self.cost_model.table.capacities[cp_size.bit_length() - 1])
+
+    def _static_durations(self, k: int) -> Durations:
+        """Return the durations with the capacity of CP size 2^k, which min_cp_size and max_cp_size do not bind."""
+        topology, options = self.cost_model.topology, self.cost_model.options
+        capacities = self.durations.capacities.copy()
+        capacities[k] = capacity_tokens(1 << k, topology, options)
+        return self.durations._replace(capacities=capacities)
+
+    def _least_static_ns(self, k: int) -> float:
+        """Return nanoseconds that no plan with CP size 2^k everywhere stays below: its compute, spread evenly."""
+        table, topology = self.cost_model.table, self.cost_model.topology
+        rows = slice(table.first_option[k].min(), table.end_option[k].max())  # every exchange on every link
+        constant, per_token, per_token2 = linear_parts(table.level_terms[rows]).sum(axis=1).min(axis=0).tolist()
+        # Every stage computes this; the slowest one the edges in addition.
+        per_token += table.slowest_s_per_token / (1 << k)
+        work_s = per_token * float(self.lengths.seqlens.sum()) + per_token2 * self.lengths.squares.sum()
+        num_rows = fewest_rows(self.lengths.seqlens, self._static_durations(k), k, topology.num_lanes)
+        least_s = work_s / (topology.num_lanes >> k) + constant * num_rows
+        # An operation is rounded to whole nanoseconds, by at most half of one; no row is without samples.
+        rounding_ns = (topology.vp_size + 2) * len(self.lengths.seqlens)
+        return 1e9 * float(least_s) * (1 - 1e-9) - rounding_ns
+
+
+def batch_of(samples: Sequence[Sample], model: ModelShape) -> Batch:
+    """Return `samples` descending by seqlen, ties by ascending sample_id; InvalidInputError: none, or an id twice."""
+    if not samples:
+        raise InvalidInputError("the global batch has 0 samples, at least 1 is needed: give samples")
+    ids = np.fromiter((sample.sample_id for sample in samples), np.int64, len(samples))
+    seqlens = np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples))
+    order = np.lexsort((ids, -seqlens))
+    ids, descending = ids[order], [samples[index] for index in order.tolist()]
+    input_order = np.argsort(ids)
+    twice = np.flatnonzero(np.diff(ids[input_order]) == 0)
+    if twice.size:
+        one, other = (descending[input_order[twice[0] + offset]] for offset in (0, 1))
+        raise InvalidInputError(
+            f"sample_id {one.sample_id} is there twice, with {one.seqlen} and {other.seqlen} tokens: "
+            "number the samples of a global batch uniquely",
+            sample_id=one.sample_id,
+        )
+    return Batch(descending, Lengths(seqlens[order], densities_of(descending, model)), input_order)
