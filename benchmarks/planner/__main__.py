@@ -19,11 +19,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner import compared, exchanges, experts, first_use, frozen_bench, growth, h100, published
+from benchmarks.planner import compared, exchanges, experts, first_use, frozen_bench, growth, h100, packers, published
 from benchmarks.planner.report import inserted
 
 DOCS = Path(__file__).parents[2] / "docs"
-SECTIONS = ("frozen", "h100", "exchanges", "experts", "published", "growth", "compared")
+SECTIONS = ("frozen", "h100", "exchanges", "experts", "packers", "published", "growth", "compared")
 QUICK_CASES = ("real_webprose_ccfit_pp1_n64_128k.seed0", "real_webprose_ccfit_pp4_n32_32k.seed0")
 QUICK_EXCHANGES = ("real_webprose_pp8_n32_128k.seed0",)
 QUICK_H100 = (h100.Setting("webprose_ccfit", h100.GQA, 4, 1, 8, 32768, 8192, samples=64),)
@@ -74,6 +74,9 @@ def measure(section: str, cases: Sequence[str], *, quick: bool, images: Path) ->
             "exchanges-nic": exchanges.nic_markdown(found["nic"]),
             "exchanges-chosen": exchanges.chosen_markdown(found["chosen"]),
         }
+    elif section == "packers":
+        rows = packers.measure(wanted)
+        figures, tables = {"cases": rows}, {"packers": packers.markdown(rows)}
     elif section == "experts":
         rows = experts.measure(
             experts.SETTINGS[2:3] if quick else [one for one in experts.SETTINGS if wanted(one.name)]
