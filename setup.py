@@ -70,13 +70,12 @@ setup(
     },
     entry_points={
         "console_scripts": ["dynamic-cp=dynamic_cp.cli:main"],
-        # What needs more than dynamic_cp has: `dynamic-cp simulate --policy megatron-0.16.1` finds it here.
+        # What needs more than dynamic_cp has: `dynamic-cp profile` finds it here.
         "dynamic_cp.commands": [
             "profile=megatron.dynamic_cp.calibration.command:command",
             "weights=megatron.trainer.weights.command:command",
         ],
         "dynamic_cp.lengths": ["tokens=megatron.trainer.data.token_lengths:token_lengths"],
         "dynamic_cp.doctor": ["training=megatron.dynamic_cp.doctor:checks"],
-        "dynamic_cp.peers": ["megatron-0.16.1=megatron.dynamic_cp.hybrid_peer:peer"],
     },
 )

@@ -51,7 +51,7 @@ def base_checks() -> tuple[Check, ...]:
         _package(
             "pulp",
             below=(4,),
-            lacks="no exact solver, no policy flexsp",
+            lacks="no exact solver",
             extra="exact",
             needed=False,
         ),

@@ -20,22 +20,8 @@ from dynamic_cp.types.stage_layers import in_words
 STATIC_POLICIES = ("static", "balanced")
 """Policies with one CP size for all samples."""
 
-DEDICATED = "pool-dedicated"
-"""The policy in which some ranks hold no weights and only serve; how many stands in `TaskOptions.attention_servers`."""
-TASK_POLICIES = ("stage-tasks", "pool", "pool-quota", "pool-distca", DEDICATED, "with-pool")
-"""Policies whose attention is tasks of servers (`dynamic_cp.disaggregation`)."""
 POOL_POLICIES: Mapping[str, PoolUse] = {"pool": "always", "with-pool": "auto"}
-"""Those that can be planned with and run, and the dynamic policy's use of the pool that they are."""
-
-
-def why_not_run(policy: str) -> str | None:
-    """Return why a policy can be compared only; None for one that this does not hold for."""
-    if policy not in TASK_POLICIES or policy in POOL_POLICIES:
-        return None
-    return (
-        f"policy {policy} is there to be compared with: look at it with `dynamic-cp simulate --policy {policy},pool`, "
-        f"and plan with {', '.join(POOL_POLICIES)} or dynamic"
-    )
+"""Policies whose attention servers of all stages may compute -> the dynamic policy's use of the pool that they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

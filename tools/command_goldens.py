@@ -37,7 +37,7 @@ COMMANDS = {
     "plan_placed": f"plan {_FEW} --lanes 6 --pp 2 {_FILES} --max-tokens-per-rank 10240 --bound {_PLACED}",
     "simulate": f"simulate {_BATCHES} --batches 6 --lanes 8 {_FILES} --ranks-per-node 2 --max-tokens-per-rank 8192 "
     "--policy dynamic,balanced",
-    "simulate_one_batch": f"simulate --lengths ./lengths.txt --lanes 8 {_FILES} --policy dynamic,wlb",
+    "simulate_one_batch": f"simulate --lengths ./lengths.txt --lanes 8 {_FILES} --policy dynamic,megatron-dev",
     "simulate_pipeline": f"simulate {_BATCHES} --lanes 4 --tp 2 --pp 4 --vpp 2 {_FILES} --recompute full",
     "simulate_placed": f"simulate {_FEW} --batches 2 --lanes 8 {_FILES} --ranks-per-node 4 --max-tokens-per-rank 10240 "
     f"--policy dynamic,balanced {_PLACED}",

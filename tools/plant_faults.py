@@ -228,7 +228,7 @@ FAULTS = {
         "self._relay_servers), relay_order(tasks))", "self._relay_servers))", TICKS
     ),
     "servers without tokens get no more attention than others": Fault(
-        "shares = _BESIDE if is_ours and np.ptp(beside) > 0 else (0.0,)",
+        "shares = _BESIDE if np.ptp(beside) > 0 and not search.is_at_home else (0.0,)",
         "shares = (0.0,)",
         "tests/unit/disaggregation/test_task_plans.py -k nothing_else",
     ),

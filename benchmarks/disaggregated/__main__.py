@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.blocks.__main__ import on_all_cores
-from benchmarks.disaggregated import dedicated, noise, queues, scheduler, steps, tuned
+from benchmarks.disaggregated import noise, queues, scheduler, steps, tuned
 from benchmarks.disaggregated.setting import Case, K
 from benchmarks.planner.__main__ import machine
 from benchmarks.planner.report import inserted
 
 DOCS = Path(__file__).parents[2] / "docs"
-SECTIONS = ("scheduler", "steps", "networks", "queues", "dedicated", "noise", "tuned")
+SECTIONS = ("scheduler", "steps", "networks", "queues", "noise", "tuned")
 QUICK_CELLS = (("pretrain", 8, 8 * K), ("prolong", 8, 8 * K))
 QUICK_CASE = Case("8B", "prolong", 64 * K, 64, 2, 2, limit=32 * K)
 
@@ -71,9 +71,6 @@ def tables_of(section: str, quick: bool) -> dict[str, str]:
     if section == "queues":
         rows = [queues.measure(QUICK_CASE, 4, 2)] if quick else on_all_cores(queues.measure, queues.CASES)
         return {"disaggregated-queues": queues.markdown(rows)}
-    if section == "dedicated":
-        rows = [dedicated.measure(QUICK_CASE)] if quick else [dedicated.measure(case) for case in dedicated.CASES]
-        return {"disaggregated-dedicated": dedicated.markdown(rows)}
     if section == "tuned":
         rows = [tuned.measure(QUICK_CASE)] if quick else on_all_cores(tuned.measure, tuned.CASES)
         return {"disaggregated-tuned": tuned.markdown(rows)}

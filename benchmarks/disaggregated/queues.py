@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 
-from benchmarks.disaggregated.setting import Case, K, cost_model_of, memory_of
+from benchmarks.disaggregated.setting import Case, K, cost_model_of, gathering, memory_of
+from benchmarks.peers import wlb
 from benchmarks.planner.report import Row, table
 from dynamic_cp.disaggregation.search import plan_tasks
 from dynamic_cp.errors import InfeasibleSampleError
 from dynamic_cp.memory.memory_model import MemoryModel
-from dynamic_cp.peers import wlb
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_problem
@@ -80,7 +79,7 @@ def measure(case: Case, num_batches: int = NUM_BATCHES, num_counted: int = NUM_C
     drawn = [case.samples(seed) for seed in range(num_batches)]
     problem = case.problem()
     cost_model, memory = cost_model_of(problem), memory_of(problem)
-    exposed = cost_model_of(replace(problem, options=replace(problem.options, cp_comm_types=("all_gather",))))
+    exposed = cost_model_of(gathering(problem))
     counted = drawn[-num_counted:]
     work = work_of(counted, cost_model)
     row: Row = {"case": case}

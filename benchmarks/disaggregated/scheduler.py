@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from benchmarks.disaggregated.paper import annuli_in_order, homes_in_order, ranges_of, schedule_as_paper
 from benchmarks.disaggregated.setting import K, batch
 from benchmarks.planner.report import Row, table
 from dynamic_cp.arrays import Ints
-from dynamic_cp.disaggregation.homes import TILE_TOKENS, homes_in_order
-from dynamic_cp.disaggregation.paper import annuli_in_order, ranges_of, schedule_as_paper
+from dynamic_cp.disaggregation.homes import TILE_TOKENS
 from dynamic_cp.disaggregation.rows import even_homes, longest_first
 from dynamic_cp.disaggregation.scheduler import Rules, schedule, work_of
 from dynamic_cp.disaggregation.tasks import tasks_of

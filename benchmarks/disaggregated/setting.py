@@ -13,7 +13,7 @@ from dynamic_cp.lengths.workloads import draw_lengths
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import BY_PLACEMENT, CP_COMM_TYPES, Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types import CP_COMM_TYPES, Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
 
 K = 1024
 _LONG = 64 * K
@@ -88,12 +88,11 @@ class Case(NamedTuple):
     def hardware(self) -> Hardware:
         return replace(load_hardware("h100"), bandwidth_across_nodes_bytes_per_s=1e9 * self.gb_per_s)
 
-    def problem(self, vp_size: int = 1, *, placed: bool = False) -> Problem:
+    def problem(self, vp_size: int = 1) -> Problem:
         topology = Topology(
             num_lanes=self.gpus // 8 // self.pp, tp_size=8, pp_size=self.pp, vp_size=vp_size, sequence_parallel=True
         )
-        exchanges = (*CP_COMM_TYPES, BY_PLACEMENT) if placed else CP_COMM_TYPES
-        options = PlanOptions(max_tokens_per_rank=self.limit, recompute="full", cp_comm_types=exchanges)
+        options = PlanOptions(max_tokens_per_rank=self.limit, recompute="full", cp_comm_types=CP_COMM_TYPES)
         return Problem(topology=topology, model=model_of(self.model), hardware=self.hardware, options=options)
 
     def samples(self, seed: int = 0) -> list[Sample]:
@@ -103,6 +102,11 @@ class Case(NamedTuple):
 
 def cost_model_of(problem: Problem) -> CostModel:
     return CostModel(problem)
+
+
+def gathering(problem: Problem) -> Problem:
+    """Return the problem with keys gathered before attention, as the paper's comparisons have it: nothing is hidden."""
+    return replace(problem, options=replace(problem.options, cp_comm_types=("all_gather",)))
 
 
 def memory_of(problem: Problem) -> MemoryModel:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import inf
 
 import numpy as np
 
+from benchmarks.disaggregated.queues import wlb_s
 from benchmarks.disaggregated.scheduler import met
-from benchmarks.disaggregated.setting import Case, K, cost_model_of, memory_of
+from benchmarks.disaggregated.setting import Case, K, cost_model_of, gathering, memory_of
 from benchmarks.planner.report import Row, table
 from dynamic_cp.comparison import compare_policies
 from dynamic_cp.disaggregation.prices import TaskOptions
-from dynamic_cp.disaggregation.search import plan_stage_tasks, plan_tasks
+from dynamic_cp.disaggregation.search import plan_tasks
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
 from dynamic_cp.pipeline.simulator import makespan_ns
@@ -24,12 +26,11 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import KINDS, Plan, Problem, Sample
 
-OTHERS = ("static", "wlb", "wlb-exposed")
-WITHOUT = (*OTHERS, "per-document", "dynamic", "dynamic VPP 2", "stage-tasks")
+WITHOUT = ("static", "wlb", "wlb-exposed", "per-document", "dynamic", "dynamic VPP 2")
 """Ways without a pool."""
 POOLS = ("pool", "pool VPP 2")
 """Ways with ours, each of which may be the best one."""
-NAMES = (*WITHOUT, "pool-quota", "pool-distca", *POOLS)
+NAMES = (*WITHOUT, *POOLS)
 CHUNKS = (3, 4)
 """More model chunks on a stage, where they divide its layers: both sides have them in a row of the goals."""
 DEEPER = ("dynamic VPP 3, 4", "pool VPP 3, 4")
@@ -57,29 +58,18 @@ def measure(case: Case, seed: int = 0) -> Row:
     samples, problem = case.samples(seed), case.problem()
     compared = compare_policies(
         [samples], topology=problem.topology, model=problem.model, hardware=problem.hardware, options=problem.options,
-        policies=OTHERS,
+        policies=("static",),
     )  # fmt: skip
-    row: Row = {"case": case, **{one.policy: one.batches[0].makespan_s for one in compared.policies}}
-    cost_model, memory = cost_model_of(problem), memory_of(problem)
+    cost_model = cost_model_of(problem)
+    row: Row = {"case": case, "static": compared.policy("static").batches[0].makespan_s}
+    row["wlb"] = wlb_s([samples], cost_model)
+    row["wlb-exposed"] = wlb_s([samples], cost_model_of(gathering(problem)))
     row["dynamic"] = dynamic_s(problem, samples)
     row["per-document"] = _per_document_s(problem, samples)
-    try:
-        row["stage-tasks"] = plan_stage_tasks(samples, cost_model_of(case.problem(placed=True)))[0]
-    except DynamicCPError:
-        row["stage-tasks"] = None
-    for name, method, options in (
-        ("pool-quota", "quota", TaskOptions()),
-        ("pool-distca", "paper", TaskOptions()),
-        ("pool", "pool", TaskOptions()),
-    ):
-        try:
-            found = plan_tasks(samples, cost_model, options, method=method, memory=memory)
-        except DynamicCPError:
-            row[name] = None
-            continue
-        row[name] = found.makespan_s
-        if name == "pool":
-            row["busiest"] = busiest(found.plan, cost_model)
+    row["pool"] = None
+    with suppress(DynamicCPError):
+        found = plan_tasks(samples, cost_model, memory=memory_of(problem))
+        row |= {"pool": found.makespan_s, "busiest": busiest(found.plan, cost_model)}
     _add_chunks(row, case, samples)
     return row
 
@@ -113,7 +103,7 @@ def dynamic_s(problem: Problem, samples: Sequence[Sample]) -> float:
 
 def _per_document_s(problem: Problem, samples: Sequence[Sample]) -> float:
     """Return the seconds where every document lies on all lanes, and keys are gathered before attention."""
-    options = replace(problem.options, static_cp_size=problem.topology.num_lanes, cp_comm_types=("all_gather",))
+    options = replace(gathering(problem).options, static_cp_size=problem.topology.num_lanes)
     sharded = replace(problem, options=options, policy="static")
     return makespan_ns(plan_problem(sharded, samples).plan, cost_model_of(sharded)) / 1e9
 
@@ -134,16 +124,12 @@ def busiest(plan: Plan, cost_model: CostModel) -> float:
 
 
 def measure_network(case: Case) -> Row:
-    """Return the seconds of dynamic CP, and of the pool: as it is, without ping-pong, by DistCA's rule, for nothing."""
+    """Return the seconds of dynamic CP, and of the pool: as it is, without ping-pong, for nothing."""
     samples, problem = case.samples(), case.problem()
     cost_model = cost_model_of(problem)
     row: Row = {"case": case, "dynamic": makespan_ns(plan_problem(problem, samples).plan, cost_model) / 1e9}
-    for name, method, options in (
-        ("pool", "pool", TaskOptions()),
-        ("single stream", "pool", TaskOptions(ping_pong=False)),
-        ("pool-distca", "paper", TaskOptions()),
-    ):
-        row[name] = plan_tasks(samples, cost_model, options, method=method).makespan_s
+    for name, ping_pong in (("pool", True), ("single stream", False)):
+        row[name] = plan_tasks(samples, cost_model, TaskOptions(ping_pong=ping_pong)).makespan_s
     free = replace(problem.hardware, bandwidth_in_node_bytes_per_s=1e18, bandwidth_across_nodes_bytes_per_s=1e18)
     row["signal"] = plan_tasks(samples, cost_model_of(replace(problem, hardware=free))).makespan_s
     return row
@@ -187,15 +173,14 @@ def summary_markdown(rows: Sequence[Row]) -> str:
                 f"{longest // K}k, PP {pp}", len(own),
                 *(geometric([row[name] / row["pool"] for row in own if row[name]]) for name in ("wlb-exposed", "wlb")),
                 geometric([row["dynamic"] / row["pool"] for row in own]),
-                geometric([row["pool-distca"] / row["pool"] for row in own if row["pool-distca"]]),
                 geometric([row["pool"] / row["pool VPP 2"] for row in own if row["pool VPP 2"]]),
                 geometric(gains),
                 geometric([max(gain, 1.0) for gain in gains]),
             )
         )  # fmt: skip
     header = (
-        "longest, stages | cases | wlb-exposed / pool | wlb / pool | dynamic / pool | DistCA's rule / ours | "
-        "pool / pool VPP 2 | best without / pool | after choice"
+        "longest, stages | cases | wlb-exposed / pool | wlb / pool | dynamic / pool | pool / pool VPP 2 | "
+        "best without / pool | after choice"
     )
     return table(header, lines)
 
@@ -221,7 +206,7 @@ def goals_markdown(rows: Sequence[Row]) -> str:
 
 def network_markdown(rows: Sequence[Row]) -> str:
     """Return a line for each pipeline and data: seconds by bandwidth."""
-    names = ("dynamic", "pool", "single stream", "signal", "pool-distca")
+    names = ("dynamic", "pool", "single stream", "signal")
     lines = []
     for key in dict.fromkeys((row["case"].data, row["case"].pp) for row in rows):
         own = [row for row in rows if (row["case"].data, row["case"].pp) == key]

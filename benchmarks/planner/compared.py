@@ -12,15 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from benchmarks.peers import flexsp, hybrid, wlb
+from benchmarks.peers.peer import PeerResult
 from benchmarks.planner.problem import Problem, best_static, timed
 from benchmarks.planner.report import Row, table
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.lengths.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.peers import flexsp, wlb
-from dynamic_cp.peers.peer import PeerResult
 from dynamic_cp.types import PlanOptions, Topology
-from megatron.dynamic_cp import hybrid_peer
 
 
 class Setting(NamedTuple):
@@ -111,7 +110,7 @@ def _tuned_0161(problem: Problem) -> PeerResult:
     for limit in (problem.options.max_tokens_per_rank // divisor for divisor in (1, 2, 4)):
         if limit * problem.topology.max_cp_size >= problem.seqlens.max():
             lowered = replace(problem, options=replace(problem.options, max_tokens_per_rank=limit))
-            result = hybrid_peer.peer(lowered.samples, lowered.cost_model)
+            result = hybrid.peer(lowered.samples, lowered.cost_model)
             found.append(result._replace(note=f"limit {limit}, {result.note}"))
     return min(found, key=lambda result: float("inf") if result.seconds is None else result.seconds)
 

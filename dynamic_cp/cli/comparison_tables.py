@@ -12,7 +12,6 @@ from dynamic_cp.cli.console import can_draw
 from dynamic_cp.cli.parameters import BatchInput
 from dynamic_cp.cli.tables import Column, gb, heading, make_table, note, table_of, tokens
 from dynamic_cp.comparison import PART_LABELS, Comparison, PolicyOutcome, Verdict, verdict_of
-from dynamic_cp.setting import DEDICATED
 from dynamic_cp.types import CAUSAL, counted
 
 WIDE, WIDEST = 110, 140
@@ -44,10 +43,6 @@ def show(comparison: Comparison, batch: BatchInput, out: Console) -> None:
     if comparison.is_tuned:
         out.print()
         out.print(_settings(comparison, out))
-    for one in comparison.policies:
-        if one.policy == DEDICATED:
-            out.print()
-            out.print(Text(f"{one.policy}, priced only: {one.batches[0].note}"))
     if all(one.parts is None for one in comparison.policies):
         return
     out.print()

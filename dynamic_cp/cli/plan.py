@@ -90,10 +90,8 @@ def command(
     with progress("planning") as steps:
         steps(0, 3, "lengths")
         from dynamic_cp.search.search import POLICIES
-        from dynamic_cp.setting import POOL_POLICIES, why_not_run
+        from dynamic_cp.setting import POOL_POLICIES
 
-        if (reason := why_not_run(policy)) is not None:
-            raise UnsupportedFeatureError(reason)
         known = (*POLICIES, *POOL_POLICIES)
         if policy not in known:
             near = did_you_mean(policy, known)

@@ -46,7 +46,7 @@ Examples:
 @job_options()
 @options_in(
     "Planner",
-    policy_option("Policies to compare, comma-separated; also flexsp (slow) and wlb."),
+    policy_option("Policies to compare, comma-separated; also pool and with-pool."),
 )
 @planner_options
 @output_option(True, "HTML page to write.", "FILE.html")

@@ -23,7 +23,6 @@ from dynamic_cp.cli.parameters import (
     taken,
 )
 from dynamic_cp.cli.tuned import searched, shared_of, space_of
-from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import NOISE_MARGIN
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ Examples:
   dynamic-cp simulate --lengths github --global-batch-size 256 --gpus 64
   dynamic-cp simulate --lengths lengths.npy --global-batch-size 512 --lanes 8 --pp 4 --batches 16
   dynamic-cp simulate --lengths github --global-batch-size 64 --lanes 8 --recompute full \\
-      --policy dynamic,balanced,wlb --json comparison.json
+      --policy dynamic,balanced,with-pool --json comparison.json
 """,
 )
 @batch_options(several=True, default_batches=DEFAULT_BATCHES)
@@ -55,40 +54,25 @@ Examples:
 @options_in(
     "Planner",
     policy_option(
-        "Policies to compare, comma-separated; also megatron-0.16.1, flexsp (slow), wlb, wlb-exposed; and "
-        "attention as tasks of servers: stage-tasks, pool, pool-quota, pool-distca, pool-dedicated, with-pool."
+        "Policies to compare, comma-separated; also, with attention as tasks of servers of all stages, pool and "
+        "with-pool."
     ),
     noise_margin_option(),
     ping_pong_option(),
-    one_option(
-        "--attention-servers",
-        type=int,
-        metavar="N",
-        help="Add policy pool-dedicated: N of the ranks of a tensor-parallel place (lanes by stages) hold no weights "
-        "and compute nothing but attention. Priced only; it is not faster while ranks are alike.",
-    ),
 )
 @planner_options
 @json_option
-def command(
-    policy: str, noise_margin: float, no_ping_pong: bool, attention_servers: int | None, json: str | None, **given: Any
-) -> None:
+def command(policy: str, noise_margin: float, no_ping_pong: bool, json: str | None, **given: Any) -> None:
     """Plan the same global batches with several policies; say how long each takes, where its time goes and what to
     choose.
 
-    With --gpus each policy gets its own fastest layout, limit and CP size, as `dynamic-cp sweep` finds them (planners
-    of other systems get those of dynamic); with --lanes all get the given layout. Seconds come from a cost model and an
-    exact simulator of the schedule, not from measurements. Every static policy takes the fastest CP size that holds the
-    longest sample, unless --static-cp-size sets another.
+    With --gpus each policy gets its own fastest layout, limit and CP size, as `dynamic-cp sweep` finds them;
+    with --lanes all get the given layout. Seconds come from a cost model and an exact simulator of the schedule, not
+    from measurements. Every static policy takes the fastest CP size that holds the longest sample, unless
+    --static-cp-size sets another.
     """
     check_writable(json)
-    comparison, batch = compared(
-        policy,
-        given,
-        noise_margin=noise_margin,
-        ping_pong=not no_ping_pong,
-        attention_servers=attention_servers,
-    )
+    comparison, batch = compared(policy, given, noise_margin=noise_margin, ping_pong=not no_ping_pong)
     if json:
         from dynamic_cp.comparison import to_dict
 
@@ -117,44 +101,23 @@ def compared(
     *,
     noise_margin: float = NOISE_MARGIN,
     ping_pong: bool = True,
-    attention_servers: int | None = None,
 ) -> tuple[Comparison, BatchInput]:
     """Return the comparison that the options ask for, and the options of its batches; shows progress."""
-    from dynamic_cp.comparison import PEERS, compare_policies, compare_settings
+    from dynamic_cp.comparison import compare_policies, compare_settings
     from dynamic_cp.disaggregation.prices import TaskOptions
-    from dynamic_cp.setting import DEDICATED, POOL_POLICIES, TASK_POLICIES
 
     names = policies_in(policy)
-    if attention_servers is not None:
-        names = tuple(dict.fromkeys((*names, DEDICATED)))
-    elif DEDICATED in names:
-        raise InvalidInputError(
-            f"policy {DEDICATED} has 0 dedicated servers: give some (dynamic-cp simulate --attention-servers N)"
-        )
-    tasks = TaskOptions(noise_margin=noise_margin, ping_pong=ping_pong, attention_servers=attention_servers or 0)
-    others = (*PEERS, *(name for name in TASK_POLICIES if name not in POOL_POLICIES))
+    tasks = TaskOptions(noise_margin=noise_margin, ping_pong=ping_pong)
     batch, job = taken(given, BatchInput), taken(given, JobInput)
     job.check()
-    if "flexsp" in names:
-        click.echo(
-            "dynamic-cp: warning: policy flexsp solves a MILP per micro-batch, seconds to minutes a batch; where the "
-            "time limit ends one, its plan depends on this machine",
-            err=True,
-        )
     with progress("comparing") as steps:
         steps(0, 1, "lengths")
         batches = batch.draw(DEFAULT_BATCHES)
         if job.gpus is not None:
-            planned = [name for name in names if name not in others]
-            if not planned:
-                raise InvalidInputError(f"policies {', '.join(names)} have no layout of their own: add dynamic")
             shared = shared_of(job, batch, batches)
-            found = searched(space_of(job), shared, planned, steps)
-            peers = [name for name in names if name in others]
+            found = searched(space_of(job), shared, names, steps)
             called = (job.model, job.hardware_name)
-            comparison = compare_settings(
-                shared, found.settings, peers=peers, names=called, task_options=tasks, progress=steps
-            )
+            comparison = compare_settings(shared, found.settings, names=called, task_options=tasks, progress=steps)
             return comparison, batch
         comparison = compare_policies(
             batches,

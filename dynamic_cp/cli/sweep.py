@@ -132,7 +132,7 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
     check_writable(json)
     if jobs is not None and jobs < 1:
         raise InvalidInputError(f"--jobs is {jobs}, at least 1 is needed: change it")
-    policies = _swept(policy)
+    policies = policies_in(policy)
     batch = taken(given, BatchInput)
     model = load_model(given["model"], given["expert_imbalance"])
     hardware = catalog.load_hardware(given["hardware"], given["settings"])
@@ -214,21 +214,6 @@ def _why_no_line(found: Sweep, job: SweepJob, architecture: Architecture | None)
         return f"pretrain_gpt.py has no policy {found.recommended}"
     reason = why_not_trained(job.model, architecture)
     return f"pretrain_gpt.py does not train this model: {reason}" if reason else ""
-
-
-def _swept(policy: str) -> tuple[str, ...]:
-    """Return the policies of --policy; InvalidInputError: one is unknown, or is planned elsewhere."""
-    from dynamic_cp.search.search import POLICIES
-    from dynamic_cp.setting import POOL_POLICIES
-
-    names, known = policies_in(policy), (*POLICIES, *POOL_POLICIES)
-    for name in names:
-        if name not in known:
-            raise InvalidInputError(
-                f"policy {name!r} is the planner of another system, and sweep searches no settings for it: compare it "
-                f"with dynamic-cp simulate --gpus, or use some of {', '.join(known)}"
-            )
-    return names
 
 
 def _flags(point: Point, job: SweepJob, architecture: Architecture | None, given: dict[str, Any]) -> list[str]:

@@ -9,7 +9,6 @@ Read in this order:
 - `speedup`: one policy over another, with an interval
 - `values`: what a comparison holds
 - `job`: one comparison, and one plan in it
-- `peer_policies`: planners of others
 - `task_policies`: attention as tasks of servers
 - `compare`: plans every batch with every policy
 - `verdict`: what to conclude, in words
@@ -19,7 +18,6 @@ Read in this order:
 from dynamic_cp.comparison.as_dict import SCHEMA_VERSION, judgement_to_dict, setting_to_dict, to_dict
 from dynamic_cp.comparison.compare import COMPARED_BY_DEFAULT, compare_policies, compare_settings, compared_policies
 from dynamic_cp.comparison.parts import PART_LABELS, TimeParts, time_parts
-from dynamic_cp.comparison.peer_policies import PEERS
 from dynamic_cp.comparison.speedup import Speedup, speedup_of
 from dynamic_cp.comparison.values import BatchOutcome, Comparison, PolicyOutcome
 from dynamic_cp.comparison.verdict import Verdict, verdict_of
@@ -27,7 +25,6 @@ from dynamic_cp.comparison.verdict import Verdict, verdict_of
 __all__ = [
     "COMPARED_BY_DEFAULT",
     "PART_LABELS",
-    "PEERS",
     "SCHEMA_VERSION",
     "BatchOutcome",
     "Comparison",

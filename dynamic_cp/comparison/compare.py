@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 
 from dynamic_cp.comparison.job import Job, SweepJob, batch_outcome
-from dynamic_cp.comparison.peer_policies import PEERS, load_peer, outcome_of_peer
 from dynamic_cp.comparison.task_policies import outcome_of_tasks
 from dynamic_cp.comparison.values import Comparison, PolicyOutcome
 from dynamic_cp.disaggregation.prices import TaskOptions
@@ -27,7 +26,7 @@ from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.pricing.resolution import options_serving
 from dynamic_cp.search.choice import task_options_of
 from dynamic_cp.search.search import POLICIES, plan_global_batch
-from dynamic_cp.setting import STATIC_POLICIES, TASK_POLICIES, Setting
+from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 
 COMPARED_BY_DEFAULT = POLICIES
@@ -45,7 +44,7 @@ def compared_policies(names: Sequence[str]) -> tuple[str, ...]:
     Raises:
         InvalidInputError: an unknown policy, or none.
     """
-    known = (*POLICIES, *PEERS, *TASK_POLICIES)
+    known = (*POLICIES, *POOL_POLICIES)
     for name in names:
         if name not in known:
             raise InvalidInputError(
@@ -76,17 +75,17 @@ def compare_policies(
     Args:
         batches: global batches, at least one.
         topology, model, hardware, options: as for planning; options.static_cp_size binds the static policies.
-        policies: names of POLICIES, PEERS and TASK_POLICIES.
+        policies: names of POLICIES and POOL_POLICIES.
         limit_from_memory: take the largest limit of tokens that memory holds, not that of the options.
         distributed_optimizer: the optimizer state is sharded over the lanes.
         model_name, hardware_name: kept in the result.
-        task_options: of TASK_POLICIES.
+        task_options: of POOL_POLICIES.
         progress: called before every policy and after every batch.
 
     Raises:
         InvalidInputError: no batches, or an unknown policy.
         InfeasibleSampleError, MemoryLimitError: a sample, or a limit, that the job cannot hold.
-        UnsupportedFeatureError: a peer that is not installed, or that refuses this job; masks that nothing serves.
+        UnsupportedFeatureError: masks that nothing serves, a job that has no pool.
     """
     names = compared_policies(policies)
     _check_batches(batches)
@@ -113,7 +112,6 @@ def compare_settings(
     shared: SweepJob,
     settings: Sequence[Setting],
     *,
-    peers: Sequence[str] = (),
     names: tuple[str, str] = ("", ""),
     task_options: TaskOptions | None = None,
     progress: Progress | None = None,
@@ -123,8 +121,6 @@ def compare_settings(
     Args:
         shared: batches, model, hardware.
         settings: at least one, of different policies of POLICIES and POOL_POLICIES, all on as many ranks.
-        peers: names of PEERS and TASK_POLICIES, which run at the setting of the dynamic policy (of the first, without
-            it).
         names: of model and hardware, kept in the result.
         task_options, progress: as `compare_policies`.
 
@@ -132,12 +128,10 @@ def compare_settings(
         DynamicCPError: as `compare_policies`.
     """
     _check_batches(shared.batches)
-    if peers:
-        compared_policies(peers)
-    policies = (*(one.policy for one in settings), *peers)
+    policies = [setting.policy for setting in settings]
     run = _Policies(policies, len(shared.batches), task_options, progress)
-    main = next((one for one in settings if one.policy == "dynamic"), settings[0])
-    jobs = [Job.at(setting, shared) for setting in (*settings, *(main for _ in peers))]
+    main = next((setting for setting in settings if setting.policy == "dynamic"), settings[0])
+    jobs = [Job.at(setting, shared) for setting in settings]
     outcomes = tuple(
         run.outcome(policy, job, partial(getattr, job, "options")) for policy, job in zip(policies, jobs, strict=True)
     )
@@ -173,7 +167,6 @@ class _Policies:
     def __init__(
         self, names: Sequence[str], num_batches: int, task_options: TaskOptions | None, progress: Progress | None
     ) -> None:
-        self._peers = {name: load_peer(name) for name in names if name in PEERS}
         self._task_options, self._progress = task_options, progress
         self._total, self._done, self._what = len(names) * num_batches, 0, ""
 
@@ -181,9 +174,7 @@ class _Policies:
         """Return what a policy makes of all batches of a job, with options that are found when it starts."""
         self.start(name)
         options = options_of()
-        if name in self._peers:
-            return outcome_of_peer(name, self._peers[name], job, options, self._next)
-        if name in TASK_POLICIES:
+        if name in POOL_POLICIES:
             task_options = self._task_options or task_options_of(options)
             return outcome_of_tasks(name, job, options, task_options, self._next)
         return _outcome(name, job, options, self._next)

@@ -24,19 +24,18 @@ class BatchOutcome:
     """What one policy makes of one global batch.
 
     Attributes:
-        planned, timeline, parts, peak_bytes, sent_in_node_bytes, sent_across_nodes_bytes: None where a peer's method
-            has no such plan, only a time.
+        planned, timeline, parts, sent_in_node_bytes, sent_across_nodes_bytes: None where there is a pool.
         iteration_s: forward, backward and reduction of gradients; the parts add up to it.
         makespan_s: the same without the reduction.
         lower_bound_s: no legal plan of this batch with the policy's limit of tokens has a smaller makespan_s.
-        num_microbatches: of the plan; None where there is none.
+        num_microbatches: of the plan.
         num_tokens: true tokens of the batch.
         tokens_per_s_per_gpu, tflops_per_gpu: of true tokens and model FLOPs.
         padding_fraction: share of padding in all tokens that are computed.
-        peak_bytes: of the rank that needs most.
+        peak_bytes: of the rank that needs most; None where a pool's is unknown.
         sent_in_node_bytes, sent_across_nodes_bytes: for attention, by all ranks, over links inside nodes and to others.
         plan_s: seconds of planning on this machine (measured, so never the same twice).
-        note: what a peer says about its result.
+        note: how the plan of a pool was chosen.
         pool: the plan and its ticks, where servers of all stages compute attention.
     """
 

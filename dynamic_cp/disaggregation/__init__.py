@@ -7,12 +7,10 @@ and sends. Read in this order:
 
 - `homes`: which lane holds which tokens
 - `scheduler`: which ranges of queries leave the server that holds them
-- `paper`: the rule of DistCA, to compare with
 - `tasks`: the result as a value
 - `layer_steps`: steps of layers in two halves, in which order they come and what they take
 - `prices`: what a tick takes
 - `timeline`: when ticks run
 - `rows`: which samples share a micro-batch
 - `search`: the fastest plan of tasks; `dynamic_cp.search.choice` compares it with plans without a pool
-- `dedicated`: what ranks that only serve would take
 """

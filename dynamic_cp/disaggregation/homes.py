@@ -164,20 +164,3 @@ def halved(homes: Ints, num_lanes: int, tile: int) -> Ints:
     rows = np.concatenate(parts)
     rows = rows[rows[:, 2] > rows[:, 1]]
     return rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-
-
-def homes_in_order(seqlens: Ints, num_lanes: int, capacity: int) -> Ints:
-    """Return homes where documents fill one lane after the other, as packing at a fixed length does.
-
-    Args:
-        seqlens: int64 [document], in the order in which they come.
-        num_lanes: any number; capacity: tokens that a lane may hold, as many as all need together.
-    """
-    ends = np.cumsum(seqlens)
-    starts = ends - seqlens
-    cuts = np.unique(np.concatenate([starts, np.arange(num_lanes) * capacity]))
-    cuts = cuts[cuts < ends[-1]]
-    document = np.searchsorted(ends, cuts, side="right")
-    stops = np.append(cuts[1:], ends[-1])
-    homes = np.stack([document, cuts - starts[document], stops - starts[document], cuts // capacity], axis=1)
-    return homes.astype(np.int64)

@@ -15,7 +15,7 @@ what the margin stands for: at 2% jitter 4% with 64 servers, 5% with 256.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -42,15 +42,12 @@ class TaskOptions:
         noise_margin: share by which ticks last longer than planned, >= 0.
         tolerances: shares by which servers may exceed the mean work, ascending, each >= 0; a tick takes one of them.
         tile_tokens: tasks are cut at multiples of it.
-        attention_servers: of policy pool-dedicated: ranks of a tensor-parallel place that hold no weights and only
-            serve; 0: none, as of all others.
     """
 
     ping_pong: bool = True
     noise_margin: float = NOISE_MARGIN
     tolerances: tuple[float, ...] = TOLERANCES
     tile_tokens: int = 128
-    attention_servers: int = 0
 
     def __post_init__(self) -> None:
         if not self.noise_margin >= 0:
@@ -76,10 +73,6 @@ class TaskOptions:
         """1, or 2 with ping-pong."""
         return 2 if self.ping_pong else 1
 
-    def with_margin(self, noise_margin: float) -> TaskOptions:
-        """Return these options with another margin."""
-        return replace(self, noise_margin=noise_margin)
-
 
 class TickSeconds(NamedTuple):
     """Seconds of one tick without embedding, head and hops, and without noise.
@@ -89,8 +82,7 @@ class TickSeconds(NamedTuple):
         attention_s: on the most loaded server, half by half.
         exchange_s: on the busiest link.
         exposed_s: how much longer the tick is than both, because of what of the exchange nothing hides.
-        beside_s: how much shorter it is, because some ranks compute the one while others compute the other: of two
-            halves, or where both have ranks of their own (`on_their_own`).
+        beside_s: how much shorter it is: of two halves some ranks compute the one while others compute the other.
     """
 
     linear_s: float
@@ -103,21 +95,6 @@ class TickSeconds(NamedTuple):
     def total_s(self) -> float:
         """How long the tick lasts."""
         return self.linear_s + self.attention_s + self.exposed_s - self.beside_s
-
-    def on_their_own(self, num_layers: float, *, is_in_halves: bool) -> TickSeconds:
-        """Return the same of linear layers and attention on ranks of their own, as `dedicated.py` says.
-
-        Args:
-            num_layers: of the tick.
-            is_in_halves: layers of one half run beside attention of the other one.
-        """
-        linear_s, attention_s, exchange_s = self.linear_s, self.attention_s, self.exchange_s
-        one_by_one_s = linear_s + attention_s + exchange_s
-        total_s = one_by_one_s
-        if is_in_halves:
-            longest_s = max(linear_s, attention_s, exchange_s, one_by_one_s / 2)
-            total_s = min(one_by_one_s, longest_s + (attention_s + exchange_s) / (2 * max(num_layers, 1.0)))
-        return self._replace(exposed_s=exchange_s, beside_s=one_by_one_s - total_s)
 
 
 class TickPrices:
@@ -153,11 +130,6 @@ class TickPrices:
     def extra_tokens(self, direction: int) -> float:
         """Return what a query costs besides its keys, in keys: `scheduler.work_of` has the kernels of squares."""
         return self._attention.sides[direction].first.extra_tokens
-
-    @property
-    def layers_of_tick(self) -> float:
-        """Layers of a model chunk."""
-        return self._attention.layers / self._chunks
 
     def seconds(self, tasks: Tasks, direction: int, held: Ints, servers: Servers) -> TickSeconds:
         """Return what `tasks` take forward (0) or backward (1) in the layers of a chunk, recomputation included.
@@ -224,7 +196,7 @@ class TickPrices:
             direction, held: as of `seconds`.
             attention: pass -> [half, server] seconds of all layers of a stage; rounds: pass -> bytes of them.
         """
-        layers, num_servers = max(round(self.layers_of_tick), 1), len(held)
+        layers, num_servers = max(round(self._attention.layers / self._chunks), 1), len(held)
         linear_s = np.zeros((2, num_servers))
         linear_s[direction] = self.linear_s(direction, held)
         if direction == 1 and self._repeats == "layers":
@@ -234,7 +206,7 @@ class TickPrices:
         attention_s = np.zeros((2, NUM_HALVES, num_servers))
         there_s, back_s = np.zeros((2, NUM_HALVES)), np.zeros((2, NUM_HALVES))
         for one, of_halves in attention.items():
-            # Tasks without halves, as those of other rules, are taken as two equal ones.
+            # Tasks without halves are taken as two equal ones.
             attention_s[one] = _in_two(of_halves[::-1] if one else of_halves) / self._attention.layers
             taken_s = self._rounds_s(_in_two(rounds[one])) / self._attention.layers
             there_s[one] = taken_s[:, [ACROSS, INSIDE]].sum(axis=1)

@@ -52,24 +52,6 @@ def even_rows(samples: Sequence[Sample], num_rows: int, most_tokens: int) -> lis
     return None
 
 
-def rows_in_order(samples: Sequence[Sample], num_rows: int, most_tokens: int) -> list[list[Sample]] | None:
-    """Return rows filled with samples as they come, each into the first with room; None where one has none.
-
-    Args:
-        samples: in the order of the global batch.
-        num_rows: micro-batches; most_tokens: of a row.
-    """
-    rows: list[list[Sample]] = [[] for _ in range(num_rows)]
-    room = [most_tokens] * num_rows
-    for sample in samples:
-        row = next((number for number in range(num_rows) if room[number] >= sample.seqlen), None)
-        if row is None:
-            return None
-        rows[row].append(sample)
-        room[row] -= sample.seqlen
-    return [row for row in rows if row]
-
-
 def even_homes(row: Sequence[Sample], num_lanes: int, most_tokens: int, tile: int, num_halves: int) -> Ints | None:
     """Return the homes of a row, lanes as even in tokens as whole tiles and documents allow; None: there is no room.
 

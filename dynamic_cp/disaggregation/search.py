@@ -1,16 +1,12 @@
-"""Plans of attention tasks for a global batch: ways to make them are tried, simulation decides.
+"""Plans of attention tasks for a global batch: numbers of micro-batches and relays are tried, simulation decides.
 
-Methods (`METHODS`):
-
-    pool        documents on as many lanes as they ask for, ours evens out all stages of a tick
-    quota       the same homes, every lane computes its own queries: what the pool adds is the difference
-    paper       documents in order, and the rule of DistCA in every tick, at its tolerance of 0.10
+Documents lie on as many lanes as they ask for, and `scheduler` evens out all stages of a tick. Where servers would
+fetch too much, lanes compute what they hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
@@ -18,23 +14,17 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.disaggregation.homes import halved
-from dynamic_cp.disaggregation.paper import annuli_in_order, ranges_of, schedule_as_paper
 from dynamic_cp.disaggregation.prices import TaskOptions, TickPrices, TickSeconds
-from dynamic_cp.disaggregation.rows import even_homes, even_rows, longest_first, rows_in_order
+from dynamic_cp.disaggregation.rows import even_homes, even_rows, longest_first
 from dynamic_cp.disaggregation.scheduler import Rules, schedule
 from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.disaggregation.timeline import TickSpan, TickTime, tick_timeline
 from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
-from dynamic_cp.mechanisms.blocks import MOST_FETCHED
-from dynamic_cp.mechanisms.placed_seconds import link_rates
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.graph import edges_paid
-from dynamic_cp.pipeline.simulator import makespan_ns
-from dynamic_cp.placement.divisions import Schedule, divided
-from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.traffic import Servers
 from dynamic_cp.plans.padding import placed_share, round_up
-from dynamic_cp.plans.pool import fetched_in_ticks, most_fetched, servers_of, why_too_much_fetched
+from dynamic_cp.plans.pool import fetched_in_ticks, most_fetched, servers_of
 from dynamic_cp.plans.turns import num_turns, turned_tasks
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import capacity_tokens
@@ -62,13 +52,10 @@ _STAGE_ROWS = (1, 2, 4)
 """The same, as multiples of the pipeline's stages."""
 PATIENCE = 2
 """Ever larger numbers that are slower, one after the other, after which no more are tried."""
-_PAPER_TOLERANCE = 0.1
 _NEAR = 0.005
 """Share of a step that a plan without relays must save: its busiest server sends more, even where no price shows it."""
 _BESIDE = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of what servers compute besides attention that are evened out with it: barriers let less than all of it."""
-_SCHEDULES = tuple(Schedule.of(number) for number in (1, 2, 4))
-"""Of placed attention, for tasks of one stage."""
 _NONE = np.zeros((0, 4), np.int64)
 
 
@@ -76,7 +63,7 @@ class PlannedTasks(NamedTuple):
     """A plan with a pool and what is expected of it.
 
     Attributes:
-        plan: legal, but for method "paper": that knows no grid and no limit of what is fetched.
+        plan: legal.
         makespan_s: forward and backward of all micro-batches, noise included, without the reduction of gradients.
         spans: when each tick runs.
         seconds: of each tick, in the same order.
@@ -111,14 +98,12 @@ class TaskRow(NamedTuple):
     Attributes:
         samples: of it.
         homes: int64 [home, (sample by its number, start, stop, lane)].
-        annuli: of method "paper", with `homes` as lengths of them.
         halves: homes with their half, int64 [home, 5].
         lane_tokens: [lane] padded tokens.
     """
 
     samples: tuple[Sample, ...]
     homes: Ints
-    annuli: Ints
     halves: Ints
     lane_tokens: list[int]
 
@@ -127,17 +112,22 @@ _Parts = Sequence[tuple[int, TaskRow]]
 """The rows of a tick, by stage."""
 _Maker = Callable[[Floats, float], Tasks]
 """From [server] work besides attention, and a tolerance, to the tasks of a tick."""
-_Way = Callable[["TaskSearch", int, _Parts], _Maker]
-"""From a search, a direction and the parts of a tick to what makes its tasks."""
 
 
 class TaskSearch(NamedTuple):
-    """What all plans of a batch share."""
+    """What all plans of a batch share.
+
+    Attributes:
+        prices: of ticks.
+        servers: that share the tasks of a tick.
+        memory: of the job; None: it is not known how much there is.
+        is_at_home: lanes compute what they hold.
+    """
 
     prices: TickPrices
-    method: str
     servers: Servers
     memory: MemoryModel | None
+    is_at_home: bool = False
 
     @property
     def cost_model(self) -> CostModel:
@@ -150,17 +140,15 @@ def plan_tasks(
     cost_model: CostModel,
     options: TaskOptions | None = None,
     *,
-    method: str = "pool",
     memory: MemoryModel | None = None,
     num_microbatches: Sequence[int] = (),
 ) -> PlannedTasks:
-    """Return the fastest task plan of a method that is found, the same for the same samples in any order ("pool").
+    """Return the fastest task plan that is found, the same for the same samples in any order.
 
     Args:
         samples: at least one, with the causal mask.
         cost_model: topology, limit and prices; with interleaving a tick runs a model chunk on each stage.
         options: halves, margin, tolerances.
-        method: one of METHODS.
         memory: of the job, where it is known how much there is; plans that need more are left out.
         num_microbatches: numbers to try; (): a sweep.
 
@@ -171,17 +159,16 @@ def plan_tasks(
     topology = cost_model.topology
     refuse_masks(samples)
     prices = TickPrices(cost_model, options or TaskOptions())
-    relayed, *others = (
-        TaskSearch(prices, method, servers_of(topology, one), memory) for one in _relays(topology, method)
-    )
-    ordered = longest_first(samples) if method != "paper" else list(samples)
+    relayed, *others = (TaskSearch(prices, servers_of(topology, number), memory) for number in _relays(topology))
+    ordered = longest_first(samples)
     best: PlannedTasks | None = None
     why = NO_ROOM
     tried = num_slower = 0
     for number in num_microbatches or numbers_of_rows(ordered, cost_model):
         found = _planned(relayed, ordered, number)
-        if isinstance(found, Unfit) and method == "pool" and found != NO_ROOM:
-            found = _at_home_alone((others or [relayed])[-1], ordered, number)
+        if isinstance(found, Unfit) and found != NO_ROOM:
+            # No server fetches queries then, nor more keys than it may.
+            found = _planned((others or [relayed])[-1]._replace(is_at_home=True), ordered, number)
         if isinstance(found, Unfit):
             why = found
             continue
@@ -202,19 +189,12 @@ def plan_tasks(
     relays = best.plan.pool.relay_servers if best.plan.pool is not None else 0
     said = f", relays of {relays} servers" if relays else ""
     number = best.plan.num_microbatches
-    return best._replace(reason=f"{method}: m={number} of {tried} numbers of micro-batches{said}")
+    return best._replace(reason=f"pool: m={number} of {tried} numbers of micro-batches{said}")
 
 
-def _at_home_alone(search: TaskSearch, samples: Sequence[Sample], number: int) -> PlannedTasks | Unfit:
-    """Return the plan in which lanes compute what they hold: no server fetches queries, nor more keys than it may."""
-    found = _planned(search._replace(method="quota"), samples, number)
-    return found if isinstance(found, Unfit) else found._replace(plan=replace(found.plan, policy=search.method))
-
-
-def _relays(topology: Topology, method: str) -> tuple[int, ...]:
+def _relays(topology: Topology) -> tuple[int, ...]:
     """Return values of `PoolTasks.relay_servers` to try, the preferred one first."""
-    of_node = servers_of(topology, 0).of_relay
-    may_be_more = topology.pp_size > 1 and topology.num_lanes > of_node and method != "paper"
+    may_be_more = topology.pp_size > 1 and topology.num_lanes > servers_of(topology, 0).of_relay
     return (topology.num_lanes, 0) if may_be_more else (0,)
 
 
@@ -279,59 +259,10 @@ def infeasible(samples: Sequence[Sample], cost_model: CostModel, why: Unfit) -> 
     )
 
 
-def plan_stage_tasks(
-    samples: Sequence[Sample], cost_model: CostModel, *, tolerance: float = 0.1, num_microbatches: Sequence[int] = ()
-) -> tuple[float, Plan]:
-    """Return (makespan in seconds, plan of placed attention) whose tiles are tasks for the lanes of a stage.
-
-    Such plans run on all schedules. Unlike in ticks, transfers hide behind attention only, as executed today.
-
-    Args:
-        samples: at least one, with the causal mask.
-        cost_model: topology, limit and prices.
-        tolerance: share by which the work of a lane may exceed the mean.
-        num_microbatches: numbers to try; (): a sweep.
-
-    Raises:
-        UnsupportedFeatureError, InfeasibleSampleError: as `plan_tasks`.
-    """
-    topology, options = cost_model.topology, TaskOptions(ping_pong=False)
-    servers = servers_of(topology, 0)._replace(number=topology.num_lanes)
-    search = TaskSearch(TickPrices(cost_model, options), "pool", servers, None)
-    limit, lanes = cost_model.options.max_tokens_per_rank, Lanes(topology.num_lanes, 0, servers.of_node)
-    ordered = longest_first(samples)
-    refuse_masks(ordered)
-    best: tuple[float, Plan] | None = None
-    why = NO_ROOM
-    for number in num_microbatches or numbers_of_rows(ordered, cost_model):
-        rows = rows_of(search, ordered, round_up(number, topology.num_microbatches_multiple))
-        if rows is None:
-            continue
-        nothing = np.zeros(topology.num_lanes)
-        found = [_by_our_rule(search, 0, [(0, row)])(nothing, tolerance) for row in rows]
-        reasons = [why_too_much_fetched(one, topology.num_lanes, limit, MOST_FETCHED) for one in found]
-        if reason := next((one for one in reasons if one), None):
-            why = Unfit(reason, NO_ROOM.remedy)
-            continue
-        for of_divisions in _SCHEDULES:
-            placements = [_divided(one, of_divisions, lanes, cost_model) for one in found]
-            plan = plan_of(rows, placements, topology, limit, "tasks")
-            seconds = makespan_ns(plan, cost_model) / 1e9
-            if best is None or seconds < best[0]:
-                best = seconds, plan
-    if best is None:
-        raise infeasible(ordered, cost_model, why)
-    check_plan(best[1], samples)
-    return best
-
-
-def plan_of(
-    rows: Sequence[TaskRow], placements: Sequence[Placement], topology: Topology, limit: int, policy: str,
-    pool: PoolTasks | None = None,
-) -> Plan:  # fmt: skip
-    """Return the plan whose micro-batches are one bucket each, placed on all lanes."""
+def _plan_of(rows: Sequence[TaskRow], topology: Topology, limit: int, pool: PoolTasks) -> Plan:
+    """Return the plan whose micro-batches are one bucket each, on all lanes."""
     micro_batches = []
-    for row, placement in zip(rows, placements, strict=True):
+    for row in rows:
         bucket = Bucket(first_lane=0, samples=row.samples)
         if topology.num_lanes > 1:
             bucket = Bucket(
@@ -339,19 +270,12 @@ def plan_of(
                 cp_size=topology.num_lanes,
                 samples=row.samples,
                 cp_comm_type=BY_PLACEMENT,
-                placement=placement,
+                placement=Placement(row.homes.astype(np.int32), np.zeros((0, 4), np.int32)),
             )
         micro_batches.append(MicroBatch(buckets=(bucket,)))
     return Plan(
-        topology=topology, max_tokens_per_rank=limit, micro_batches=tuple(micro_batches), policy=policy, pool=pool
+        topology=topology, max_tokens_per_rank=limit, micro_batches=tuple(micro_batches), policy="pool", pool=pool
     )
-
-
-def _divided(tasks: Tasks, schedule: Schedule, lanes: Lanes, cost_model: CostModel) -> Placement:
-    """Return the placement of tasks of a stage, in divisions."""
-    placement = tasks.placement()
-    rows, columns = (tasks.tokens[placement.tiles[:, side]] for side in range(2))
-    return divided(placement, rows * columns, lanes, link_rates(cost_model.stage.attention), schedule)
 
 
 def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> PlannedTasks | Unfit:
@@ -382,8 +306,7 @@ def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> Plan
         backward=backward,
         relay_servers=0 if servers.of_relay == servers.of_node else servers.of_relay,
     )
-    homes = [Placement(row.homes.astype(np.int32), np.zeros((0, 4), np.int32)) for row in rows]
-    plan = plan_of(rows, homes, topology, limit, search.method, pool)
+    plan = _plan_of(rows, topology, limit, pool)
     fetched = fetched_in_ticks(plan)
     share = fetched.max(axis=(0, 2)) / limit
     peak_bytes = 0.0
@@ -395,10 +318,9 @@ def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> Plan
         peak_bytes = max(stage.total_bytes for stage in of_stages)
         if peak_bytes > search.memory.available_bytes:
             return why_out_of_memory(peak_bytes, search.memory, topology)
-    if search.method != "paper":
-        if (share > most_fetched(topology)).any():
-            return Unfit(f"a server fetches {share.max():.1f} times {limit} tokens", NO_ROOM.remedy)
-        check_plan(plan, samples)
+    if (share > most_fetched(topology)).any():
+        return Unfit(f"a server fetches {share.max():.1f} times {limit} tokens", NO_ROOM.remedy)
+    check_plan(plan, samples)
     return PlannedTasks(
         plan=plan,
         makespan_s=max(spans[-1].stage_ends_ns) / 1e9,
@@ -415,39 +337,21 @@ def rows_of(search: TaskSearch, samples: Sequence[Sample], number: int) -> list[
     topology = search.cost_model.topology
     lanes, tile = topology.num_lanes, search.prices.options.tile_tokens
     limit = capacity_tokens(1, topology, search.cost_model.options)
-    is_paper = search.method == "paper"
-    packed = (rows_in_order if is_paper else even_rows)(
-        samples, number, _most_tokens(samples, number, lanes, limit, is_paper)
-    )
+    packed = even_rows(samples, number, lanes * limit)
     if packed is None:
         return None
     rows = []
     for row in packed:
-        seqlens = np.array([sample.seqlen for sample in row], np.int64)
-        annuli = _NONE
-        if is_paper:
-            annuli = annuli_in_order(seqlens, lanes, -(-int(seqlens.sum()) // lanes))
-            homes = ranges_of(annuli, seqlens)
-        else:
-            found = even_homes(row, lanes, limit, tile, search.prices.options.num_halves)
-            if found is None:
-                return None
-            homes = found
+        homes = even_homes(row, lanes, limit, tile, search.prices.options.num_halves)
+        if homes is None:
+            return None
         held = np.bincount(homes[:, 3], homes[:, 2] - homes[:, 1], lanes).astype(np.int64).tolist()
         padded = [placed_share(tokens, 1, topology.rank_token_multiple) for tokens in held]
         halves = np.insert(homes, 4, 0, axis=1)
-        if search.prices.options.ping_pong and not is_paper:
+        if search.prices.options.ping_pong:
             halves = halved(homes, lanes, tile)
-        rows.append(TaskRow(tuple(row), homes, annuli, halves, padded))
+        rows.append(TaskRow(tuple(row), homes, halves, padded))
     return rows
-
-
-def _most_tokens(samples: Sequence[Sample], number: int, lanes: int, limit: int, is_paper: bool) -> int:
-    """Return the tokens of a row: the limit; with documents in order an equal share, or the longest document."""
-    if not is_paper:
-        return lanes * limit
-    total, longest = sum(sample.seqlen for sample in samples), max(sample.seqlen for sample in samples)
-    return min(lanes * limit, max(ceil(1.02 * total / number), longest))
 
 
 Running = Mapping[int, tuple[Unit, TaskRow]]
@@ -507,10 +411,9 @@ def _fastest(
     """
     held = held_by_servers(search, parts)
     beside = search.prices.work_beside(direction, held)
-    is_ours = search.method == "pool"
-    shares = _BESIDE if is_ours and np.ptp(beside) > 0 else (0.0,)
-    tolerances = search.prices.options.tolerances if is_ours else (_PAPER_TOLERANCE,)
-    tasks_by = METHODS[search.method](search, direction, parts)
+    shares = _BESIDE if np.ptp(beside) > 0 and not search.is_at_home else (0.0,)
+    tolerances = (0.0,) if search.is_at_home else search.prices.options.tolerances
+    tasks_by = _at_home(search, parts) if search.is_at_home else _by_our_rule(search, direction, parts)
     found: dict[tuple[int, int], tuple[Tasks, TickSeconds]] = {}
 
     def total_s(place: tuple[int, int]) -> float:
@@ -539,7 +442,7 @@ def held_by_servers(search: TaskSearch, parts: _Parts) -> Ints:
 
 
 def merged(search: TaskSearch, parts: _Parts, which: str) -> Ints:
-    """Return homes, halves or annuli of all rows of a tick, samples and servers counted over all of them."""
+    """Return homes or halves of all rows of a tick, samples and servers counted over all of them."""
     found, first = [], 0
     for stage, row in parts:
         table: Ints = getattr(row, which).copy()
@@ -566,26 +469,10 @@ def _by_our_rule(search: TaskSearch, direction: int, parts: _Parts) -> _Maker:
     return made
 
 
-def _at_home(search: TaskSearch, direction: int, parts: _Parts) -> _Maker:
+def _at_home(search: TaskSearch, parts: _Parts) -> _Maker:
     homes, halves = merged(search, parts, "homes"), merged(search, parts, "halves")
     tasks = tasks_of(homes, [halves[halves[:, 4] == half, :4] for half in range(int(halves[:, 4].max()) + 1)])
     return lambda busy, tolerance: tasks
-
-
-def _by_papers_rule(search: TaskSearch, direction: int, parts: _Parts) -> _Maker:
-    homes, annuli = merged(search, parts, "homes"), merged(search, parts, "annuli")
-    seqlens = np.array([sample.seqlen for _, row in parts for sample in row.samples], np.int64)
-    query_bytes, kv_bytes = search.prices.task_bytes
-
-    def made(busy: Floats, tolerance: float) -> Tasks:
-        moved = schedule_as_paper(annuli, seqlens, search.servers.number, tolerance, query_bytes, kv_bytes)
-        return tasks_of(homes, [ranges_of(moved, seqlens)])
-
-    return made
-
-
-METHODS: Mapping[str, _Way] = {"pool": _by_our_rule, "quota": _at_home, "paper": _by_papers_rule}
-"""Name -> how a tick's tasks are made."""
 
 
 def tick_time(search: TaskSearch, tick: Tick, seconds: TickSeconds, running: Running) -> TickTime:

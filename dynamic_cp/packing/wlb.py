@@ -1,7 +1,7 @@
 """A packer in the manner of WLB-LLM (OSDI '25, Algorithm 1), written from its description: static CP, variable lengths.
 
 Every bucket has one CP size. Samples, longest first, go to the bucket with the least workload Wa(d^2) + Wl(d) if it
-has room there, else to the one with the fewest tokens. `dynamic_cp.peers.wlb` says what differs from the paper.
+has room there, else to the one with the fewest tokens. `benchmarks/peers/wlb.py` says what differs from the paper.
 """
 
 from __future__ import annotations

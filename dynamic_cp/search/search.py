@@ -24,7 +24,7 @@ from dynamic_cp.pricing.resolution import Resolved, may_place, resolve
 from dynamic_cp.search.candidates import Batch, Candidate, Search, batch_of
 from dynamic_cp.search.placed import PlacedRows, placed_rows
 from dynamic_cp.search.proof import check_provable, prove
-from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, why_not_run
+from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES
 from dynamic_cp.types import (
     Hardware,
     MicroBatch,
@@ -69,7 +69,7 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
         InvalidInputError: no samples, a sample_id twice, an unknown policy, CP sizes that contradict each other.
         InfeasibleSampleError: a sample that no allowed CP size can hold.
         UnsupportedFeatureError: a sample that needs a CP size which no allowed exchange can serve, or has a mask that
-            none of them serves; a policy that can only be compared.
+            none of them serves; a policy with a pool.
     """
     _check_policy(problem.policy)
     batch = batch_of(tuple(samples), problem.model)
@@ -111,8 +111,6 @@ class _Packed(NamedTuple):
 
 
 def _check_policy(policy: str) -> None:
-    if (reason := why_not_run(policy)) is not None:
-        raise UnsupportedFeatureError(reason)
     if policy in POOL_POLICIES:
         raise UnsupportedFeatureError(
             f"policy {policy} is dynamic with PlanOptions.pool {POOL_POLICIES[policy]!r} (--dynamic-cp-pool), which "

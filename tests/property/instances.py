@@ -13,9 +13,9 @@ from functools import partial
 
 import numpy as np
 
+from benchmarks.peers import wlb
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
-from dynamic_cp.peers import wlb
 from dynamic_cp.pipeline.schedule import stage_operations
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan

@@ -102,21 +102,6 @@ def test_other_layouts_learn_what_they_do_without_a_pool(num_ranks, words):
         assert losses(pooled) == pytest.approx(losses(without), rel=LAYOUT_TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (2, "max(L / 2, A / 2) at best, never less than the (L + A) / 4 of ranks that do both"),
-        (4, "--dynamic-cp-attention-servers is 4, of 4 servers (lanes by stages) 0 to 3 could be without weights"),
-        (-1, "--dynamic-cp-attention-servers is -1, of 4 servers"),
-    ],
-)
-def test_servers_without_weights_are_refused_by_name_with_the_numbers_and_what_to_do(number, said):
-    with pytest.raises(ValueError, match="leave it out, and let all ranks serve") as caught:
-        parse_args(command_line("--mock-data", f"{WITHOUT} --dynamic-cp-attention-servers {number}"), 4)
-    assert said in str(caught.value)
-    assert parse_args(command_line("--mock-data", f"{WITHOUT} --dynamic-cp-attention-servers 0"), 4)
-
-
 PP2 = "--dynamic-cp --dynamic-cp-pool always --pipeline-model-parallel-size 2"
 
 

@@ -39,7 +39,6 @@ IN_NO_GROUP = {
     "ckpt_format",
     "moe_token_dispatcher_type",
     "use_varlen_dataset",
-    "dynamic_cp_attention_servers",
     *(flag.removeprefix("--").replace("-", "_") for flag in ALREADY_SO),
 }
 PLANNING_FLAGS = {

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = {
     "dynamic_cp": (
         *("types", "placement", "mechanisms", "plans", "pricing", "pipeline", "packing", "models", "memory", "bounds"),
-        *("peers", "disaggregation", "search", "comparison", "report", "sweep", "lengths", "learning", "cli"),
+        *("disaggregation", "search", "comparison", "report", "sweep", "lengths", "learning", "cli"),
         "calibration",
     ),
     "megatron.dynamic_cp": (

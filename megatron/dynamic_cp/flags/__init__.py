@@ -4,6 +4,6 @@ Read in this order: `layer_pattern`, `windows` (which layers have which), `posit
 `experts` (which layers have some, and how tokens get there), `activation` (what MLPs compute, with biases), `fp8`
 (what products in FP8 need of a plan), `latent_attention` (how wide its latents are), `multi_token` (modules behind
 the last layer), `pipeline_layers` (which stages have how many), `pool` (what servers of all stages are not run
-together with), `arguments` (flags, and what is refused), `settings` (frozen values), `exchange_sizes` (CP sizes that
-exchanges can serve).
+together with), `arguments` (flags, and what is refused), `settings` (frozen values), `layer_needs` (what a
+run asks of its layers), `exchange_sizes` (CP sizes that exchanges can serve).
 """

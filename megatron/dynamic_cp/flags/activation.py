@@ -100,19 +100,6 @@ def _fuses(config: Any) -> bool:
     return bool(getattr(config, "bias_activation_fusion", False) or getattr(config, "bias_swiglu_fusion", False))
 
 
-def why_local(config: Any) -> str | None:
-    """Return what of the MLPs is checked with local layers only, None where it is nothing.
-
-    Args:
-        config: flags.
-    """
-    if is_quick_geglu(config):
-        return f"gated MLPs of {FLAG} are checked with local layers only"
-    if getattr(config, "num_experts", None) and has_biases(config):
-        return "experts with biases (without --disable-bias-linear) are checked with local layers only"
-    return None
-
-
 def choices(flags: Any) -> dict[str, Any]:
     """Return what weights mean: name -> JSON value, nothing where the activation is as it always was.
 

@@ -184,14 +184,6 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
         "of the other travels; without it every layer waits for its exchange",
     )
     group.add_argument(
-        "--dynamic-cp-attention-servers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="refused unless 0: ranks without weights, which only compute attention, are slower than a pool of all "
-        "ranks; dynamic-cp simulate --attention-servers N prices them",
-    )
-    group.add_argument(
         "--distributed-backend",
         choices=("nccl", "gloo"),
         help="gloo trains on CPU ranks; default: nccl, or gloo where torch is built without CUDA",

@@ -8,45 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.types import PoolUse, Topology
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.types import PoolUse
 from megatron.dynamic_cp.flags import experts, fp8
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given
 from megatron.dynamic_cp.flags.windows import windows_of
 
 FLAG = "--dynamic-cp-pool"
-SERVERS_FLAG = "--dynamic-cp-attention-servers"
 _AS_MANY = "all stages run as many layers, one beside the other"
 _UNTRIED = "it was not tried with one"
-
-
-def check_attention_servers(args: Any, topology: Topology) -> None:
-    """Refuse servers that hold no weights: `dynamic_cp.disaggregation.dedicated` says why they cannot be faster.
-
-    Args:
-        args: as of `check_pool`; topology: of the job.
-
-    Raises:
-        InvalidInputError: more servers than there are ranks of a tensor-parallel place, or fewer than 0.
-        UnsupportedFeatureError: any other number but 0.
-    """
-    asked, num_servers = args.dynamic_cp_attention_servers, topology.num_lanes * topology.pp_size
-    if asked == 0:
-        return
-    remedy = f"leave it out, and let all ranks serve ({FLAG} auto)"
-    if not 0 < asked < num_servers:
-        raise InvalidInputError(
-            f"{SERVERS_FLAG} is {asked}, of {num_servers} servers (lanes by stages) 0 to {num_servers - 1} could be "
-            f"without weights: {remedy}"
-        )
-    left = num_servers - asked
-    raise UnsupportedFeatureError(
-        f"{SERVERS_FLAG} {asked} leaves {left} of {num_servers} servers (lanes by stages) for the layers: with L "
-        f"seconds of layers and A of attention a step takes max(L / {left}, A / {asked}) at best, never less than the "
-        f"(L + A) / {num_servers} of ranks that do both. Seconds of a job: dynamic-cp simulate --policy pool "
-        f"--attention-servers {asked}; here {remedy}",
-        flag=SERVERS_FLAG,
-    )
 
 
 def check_pool(args: Any) -> PoolUse:

@@ -21,7 +21,7 @@ from megatron.dynamic_cp.flags.fp8 import check_fp8, complete_fp8, token_alignme
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, complete_latent_attention
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
-from megatron.dynamic_cp.flags.pool import check_attention_servers, check_pool
+from megatron.dynamic_cp.flags.pool import check_pool
 from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.windows import windows_of
@@ -330,7 +330,6 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
     _check_cp_sizes(args, topology)
     windows = windows_of(args)
     limit = args.max_seqlen_per_dp_cp_rank
-    check_attention_servers(args, topology)
     inner_sizes = args.dynamic_cp_inner_sizes
     settings = PlanningSettings(
         topology=topology,

@@ -20,8 +20,8 @@ from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.flags.activation import why_local
 from megatron.dynamic_cp.flags.experts import may_place
+from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.step.loss import forward_step
 from megatron.dynamic_cp.step.schedule import run_schedule
 from megatron.trainer.checkpoints import checkpoint_files
@@ -187,24 +187,7 @@ def _masked_batch(stream: SampleStream, settings: Settings) -> Sequence[Sample]:
 
 
 def _layers(settings: Settings, device: torch.device) -> LayerChoice:
-    # Servers of a pool run local layers, so nothing else is chosen beside it.
-    requested = settings.model.transformer_impl if settings.planning.pool == "off" else "local"
-    choice = layers.choose(
-        requested,
-        settings.planning.cp_comm_type,
-        backend=settings.model.attention_backend,
-        bf16=settings.model.bf16,
-        head_dim=settings.model.kv_channels,
-        has_windows=settings.planning.has_windows,
-        recomputes_norms=settings.planning.recomputes_norms,
-        fp32_residual=settings.planning.fp32_residual,
-        softmax_type=settings.model.softmax_type,
-        latent_attention=settings.model.multi_latent_attention,
-        why_local=why_local(settings.model),
-        fp8_recipe=settings.model.fp8_recipe,
-        gathered_hidden_size=settings.model.hidden_size if settings.planning.topology.sequence_shares > 1 else None,
-        device=device,
-    )
+    choice = layers.choose(layer_needs(settings.model, settings.planning), device)
     logger.info("%s", choice.describe())
     return choice
 

@@ -159,7 +159,7 @@ CASES = {
         (["--recompute", "half"], "error: --recompute is half: use some of none, selective, full"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--max-tokens-per-rank", "10000000"], "no token limit fits both memory and the longest sample"),
-        (["--policy", "wlb"], "policy 'wlb' is the planner of another system, and sweep searches no settings for it"),
+        (["--policy", "wlb"], "policy 'wlb' is unknown: use some of dynamic"),
     ],
     "trace": [
         *ANY_BATCH,

@@ -351,10 +351,9 @@ def test_the_commands_that_take_gpus_have_what_the_sweep_found(swept, capsys, tm
     words = SWEEP.removeprefix("sweep").replace("--tp 2,4", "").replace("--jobs 1", "")
     one_tp = words + " --tp 2"
     path = tmp_path / "simulated.json"
-    text = " ".join(ran(f"simulate {one_tp} --policy dynamic,balanced,wlb --json {path}", capsys).split())
+    text = " ".join(ran(f"simulate {one_tp} --policy dynamic,balanced --json {path}", capsys).split())
     simulated = json.loads(path.read_text())
     assert simulated["inputs"]["is_tuned"]
-    assert simulated["policies"]["wlb"]["setting"] == simulated["policies"]["dynamic"]["setting"]
     for policy in ("dynamic", "balanced"):
         ours = simulated["policies"][policy]
         assert ours["setting"]["tp"] == 2
@@ -385,8 +384,6 @@ def test_the_commands_that_take_gpus_have_what_the_sweep_found(swept, capsys, tm
     [
         ("simulate --lengths github --global-batch-size 8", "Missing option '--lanes' (a given layout) or '--gpus'"),
         ("plan --lengths github --global-batch-size 8 --gpus 8 --lanes 8", "leave one of them out"),
-        ("simulate --lengths github --global-batch-size 8 --gpus 8 --policy wlb", "policies wlb have no layout"),
-        ("sweep --lengths github --global-batch-size 8 --gpus 8 --policy dynamic,wlb", "dynamic-cp simulate --gpus"),
         ("sweep --lengths github --global-batch-size 8 --gpus 8 --policy best", "policy 'best' is unknown"),
         ("trace --lengths github --global-batch-size 8 --gpus 8 --first-lanes 9 --output t.json", "there are 8 lanes"),
     ],

@@ -22,7 +22,6 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.choice import choose, plan_batch
 from dynamic_cp.search.search import plan_problem
-from dynamic_cp.setting import DEDICATED, POOL_POLICIES, TASK_POLICIES
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Problem, Sample, Topology, num_ticks
 from dynamic_cp.types.tasks import HOLDER, SERVER
 from tests.unit.disaggregation.test_task_plans import HARDWARE, MODEL, K
@@ -70,7 +69,7 @@ def test_where_the_pool_is_slower_the_plan_is_the_dynamic_one(pp_size: int, vp_s
 
 
 def test_policies_of_tasks_are_compared_with_all_others() -> None:
-    names = ("dynamic", "wlb", "wlb-exposed", *(name for name in TASK_POLICIES if name != DEDICATED))
+    names = ("dynamic", "pool", "with-pool")
     problem = problem_of(4)
     comparison = compare_policies(
         [ONE_GIANT], topology=problem.topology, model=MODEL, hardware=HARDWARE, options=OPTIONS, policies=names
@@ -78,24 +77,13 @@ def test_policies_of_tasks_are_compared_with_all_others() -> None:
     found = {one.policy: one.iteration_s for one in comparison.policies}
     assert tuple(found) == names
     assert found["with-pool"] == min(found["dynamic"], found["pool"]) == found["pool"]
-    assert found["pool"] < found["pool-quota"]
-    assert found["wlb"] <= found["wlb-exposed"]
     assert comparison.policy("pool").peak_bytes == comparison.policy("with-pool").peak_bytes
-    assert comparison.policy("stage-tasks").parts is not None
     assert set(to_dict(comparison, {})["policies"]) == set(names)
     margin = compare_policies(
         [ONE_GIANT], topology=problem.topology, model=MODEL, hardware=HARDWARE, options=OPTIONS, policies=("pool",),
         task_options=TaskOptions(noise_margin=0.3, ping_pong=False),
     )  # fmt: skip
     assert margin.policy("pool").iteration_s > 1.1 * found["pool"]
-
-
-@pytest.mark.parametrize("policy", [name for name in TASK_POLICIES if name not in POOL_POLICIES])
-def test_what_is_there_to_be_compared_with_is_refused_by_name(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UnsupportedFeatureError, match=rf"policy {policy} is there to be compared with"):
-        plan_problem(replace(problem_of(4), policy=policy), EVEN)
-    assert main(["plan", "--lengths", "github", "--lanes", "4", "--policy", policy]) == 2
-    assert f"policy {policy} is there to be compared with" in capsys.readouterr().err
 
 
 def test_a_run_has_the_pool_where_it_may_and_where_that_is_faster_as_it_runs() -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.disaggregated.paper import annuli_in_order, homes_in_order, ranges_of, schedule_as_paper
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.disaggregation.homes import halved, homes_in_order, quota_homes
-from dynamic_cp.disaggregation.paper import annuli_in_order, ranges_of, schedule_as_paper
+from dynamic_cp.disaggregation.homes import halved, quota_homes
 from dynamic_cp.disaggregation.scheduler import schedule, work_of
 from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.errors import InvalidInputError

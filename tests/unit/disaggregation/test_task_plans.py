@@ -12,8 +12,9 @@ import pytest
 
 from dynamic_cp.disaggregation.homes import halved
 from dynamic_cp.disaggregation.prices import TaskOptions, TickPrices
+from dynamic_cp.disaggregation.rows import longest_first
 from dynamic_cp.disaggregation.scheduler import Rules, schedule
-from dynamic_cp.disaggregation.search import PlannedTasks, plan_stage_tasks, plan_tasks
+from dynamic_cp.disaggregation.search import PlannedTasks, TaskSearch, _planned, plan_tasks
 from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.disaggregation.timeline import TickTime, tick_timeline
 from dynamic_cp.errors import (
@@ -28,7 +29,7 @@ from dynamic_cp.mechanisms.blocks import MOST_FETCHED
 from dynamic_cp.mechanisms.placed_seconds import kernel_seconds, task_seconds
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.pipeline.simulator import makespan_ns, simulate
+from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.plans import serialize
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
@@ -114,7 +115,6 @@ def test_relays_are_taken_where_they_pay_and_said() -> None:
     planned = plan_tasks(samples, cost_model_of(4), num_microbatches=[8])
     assert pool_of(planned.plan).relay_servers == 4
     assert planned.reason.endswith("relays of 4 servers")
-    assert len(pool_of(plan_tasks(samples, cost_model_of(4), method="paper").plan).forward) > 8
     assert pool_of(plan_tasks(samples, cost_model_of(1), num_microbatches=[8]).plan).relay_servers == 0
     plan = planned.plan
     assert serialize.loads(serialize.dumps(plan)) == plan == serialize.parse_plan(serialize.format_plan(plan))
@@ -379,16 +379,6 @@ def test_what_servers_fetch_is_limited() -> None:
     assert "fetches 1100 tokens' keys, the limit is 8 times 120" in reason
 
 
-@pytest.mark.parametrize("sizes", [{}, {"vp_size": 2}])
-def test_tasks_of_one_stage_run_as_placed_attention_on_any_schedule(sizes: dict[str, int]) -> None:
-    cost_model = cost_model_of(2, **sizes)
-    seconds, plan = plan_stage_tasks(batch_of(), cost_model, num_microbatches=[6])
-    check_plan(plan, batch_of())
-    assert plan.pool is None
-    assert plan.num_placed == plan.num_microbatches == 6
-    assert seconds == makespan_ns(plan, cost_model) / 1e9
-
-
 @pytest.mark.parametrize("which", ["pooled", "in_chunks"])
 def test_every_server_gets_what_its_tasks_are_and_no_more(which: str, request: pytest.FixtureRequest) -> None:
     """Programmes as they arrive: tasks are computed where the plan says, by programmes that know their tokens."""
@@ -583,14 +573,12 @@ def test_a_margin_stretches_layers_only_and_all_figures_agree(pooled: PlannedTas
 
 def test_the_pool_is_faster_than_its_homes_alone() -> None:
     cost_model, samples = cost_model_of(4), batch_of()
-    ours, quota, paper = (plan_tasks(samples, cost_model, method=method) for method in ("pool", "quota", "paper"))
-    assert ours.makespan_s < 0.9 * quota.makespan_s
-    rows = [paper.plan.num_microbatches]
-    as_even = plan_tasks(samples, cost_model, TaskOptions(tolerances=(0.1,)), num_microbatches=rows)
-    ours_s, paper_s = (sum(one.exchange_s for one in planned.seconds) for planned in (as_even, paper))
-    assert ours_s < paper_s
-    assert ours.makespan_s < 1.05 * paper.makespan_s
-    homes = pool_of(quota.plan).forward[3].rows
+    ours = plan_tasks(samples, cost_model)
+    search = TaskSearch(TickPrices(cost_model, TaskOptions()), servers_of(cost_model.topology, 0), None)
+    at_home = _planned(search._replace(is_at_home=True), longest_first(samples), ours.plan.num_microbatches)
+    assert isinstance(at_home, PlannedTasks)
+    assert ours.makespan_s < 0.9 * at_home.makespan_s
+    homes = pool_of(at_home.plan).forward[3].rows
     assert (homes[:, HOLDER] == homes[:, SERVER]).all()
     fixed = plan_tasks(samples, cost_model, TaskOptions(tolerances=(0.8,)))
     assert ours.makespan_s <= fixed.makespan_s

@@ -256,11 +256,11 @@ def test_a_dynamic_plan_that_does_not_fit_is_no_success():
     assert ("section", "class", "verdict no") in page.attributes
 
 
-def test_a_peer_without_plans_has_a_row_and_no_picture():
+def test_a_policy_without_a_timeline_has_a_row_and_no_picture():
     one = comparison()
     peer = replace(
         one.policy("static"),
-        setting=replace(one.policy("static").setting, policy="flexsp"),
+        setting=replace(one.policy("static").setting, policy="pool"),
         batches=tuple(
             replace(
                 batch, planned=None, timeline=None, parts=None, num_microbatches=None, padding_fraction=None,
@@ -272,7 +272,7 @@ def test_a_peer_without_plans_has_a_row_and_no_picture():
     text = render_report(replace(one, policies=(*one.policies, peer)), command="c", inputs={})
     page = Page(text)
     assert page.errors == []
-    assert "flexsp: no <plan>" in page.texts
+    assert "pool: no <plan>" in page.texts
     only = render_report(replace(one, policies=(peer,)), command="c", inputs={})
     assert Page(only).errors == []
     assert Page(only).counts["svg"] == 0

@@ -192,11 +192,9 @@ def test_a_run_whose_exchange_serves_no_masks_plans_a_lane_for_each_sample_or_is
     assert answer(problem, Request.of("a", [Sample(sample_id=4, seqlen=65)])).facts.cp_histogram == {2: 1}
 
 
-def test_other_planners_are_not_compared_where_they_know_no_masks() -> None:
+def test_policies_are_compared_on_samples_with_masks() -> None:
     batches = [[Sample(sample_id=0, seqlen=40, mask=Lambda(1, 2)), Sample(sample_id=1, seqlen=9)]]
     job = {"topology": Topology(num_lanes=2), "model": TINY_MODEL, "hardware": CURVED_HARDWARE}
     options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=CP_COMM_TYPES)
     found = compare_policies(batches, options=options, **job)
     assert all(one.batches[0].iteration_s > 0 for one in found.policies)
-    with pytest.raises(UnsupportedFeatureError, match="policy wlb knows only the causal mask: leave it out"):
-        compare_policies(batches, options=options, policies=("dynamic", "wlb"), **job)

@@ -8,12 +8,11 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 
-from dynamic_cp.peers import flexsp, wlb
-from dynamic_cp.peers.peer import PeerBucket, plan_of_rows
+from benchmarks.peers import flexsp, hybrid, wlb
+from benchmarks.peers.peer import PeerBucket, plan_of_rows
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import PlanOptions, Problem, Topology
-from megatron.dynamic_cp import hybrid_peer
 from tests.unit.support import (
     CASES,
     UnpaddedCostModel,
@@ -46,7 +45,7 @@ def test_0161_as_in_the_frozen_bench():
         )
     )
     samples = samples_of(np.load(CASES / "lengths" / "github_pp1_n64_128k.seed0.npy"))
-    result = hybrid_peer.peer(samples, model)
+    result = hybrid.peer(samples, model)
     assert result.seconds == pytest.approx(59.651723856514, rel=1e-9)  # megatron_0161_s of the frozen bench
     assert result.plan is None
     assert result.note == "5 barriers"
@@ -57,7 +56,7 @@ def test_0161_as_in_the_frozen_bench():
 )
 def test_0161_is_not_defined(topology, note):
     pytest.importorskip("megatron.core.pipeline_parallel.hybrid_cp_schedule", reason="needs megatron-core 0.16")
-    result = hybrid_peer.peer(samples_of([10, 20]), tiny_cost_model(topology))
+    result = hybrid.peer(samples_of([10, 20]), tiny_cost_model(topology))
     assert result.seconds is None
     assert note in result.note
 

@@ -40,6 +40,23 @@ def annuli_in_order(seqlens: Ints, num_lanes: int, capacity: int) -> Ints:
     return annuli.astype(np.int64)
 
 
+def homes_in_order(seqlens: Ints, num_lanes: int, capacity: int) -> Ints:
+    """Return homes where documents fill one lane after the other, as packing at a fixed length does.
+
+    Args:
+        seqlens: int64 [document], in the order in which they come.
+        num_lanes: any number; capacity: tokens that a lane may hold, as many as all need together.
+    """
+    ends = np.cumsum(seqlens)
+    starts = ends - seqlens
+    cuts = np.unique(np.concatenate([starts, np.arange(num_lanes) * capacity]))
+    cuts = cuts[cuts < ends[-1]]
+    document = np.searchsorted(ends, cuts, side="right")
+    stops = np.append(cuts[1:], ends[-1])
+    homes = np.stack([document, cuts - starts[document], stops - starts[document], cuts // capacity], axis=1)
+    return homes.astype(np.int64)
+
+
 def ranges_of(annuli: Ints, seqlens: Ints) -> Ints:
     """Return what annuli are, int64 [range, (document, start, stop, server)], by document and start."""
     document, u, v, server = annuli.T

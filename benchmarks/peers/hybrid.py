@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-from dynamic_cp.peers.peer import PeerResult
+from benchmarks.peers.peer import PeerResult
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import Bucket, Sample, is_power_of_two
 

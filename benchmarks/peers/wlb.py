@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.peers.peer import PeerResult, longest_first
 from dynamic_cp.packing.judge import build_plan, price_packing
 from dynamic_cp.packing.orders import in_orders
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.packing.wlb import packings_like_wlb
-from dynamic_cp.peers.peer import PeerResult, longest_first
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import lengths_of
 from dynamic_cp.types import Sample
