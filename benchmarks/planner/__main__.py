@@ -1,10 +1,10 @@
-"""Measures the planner: the tables of docs/planner.md.
+"""Measures the planner: the tables of docs/figures/planner.md.
 
     make bench-planner                                                # everything, some minutes on 2 quiet cores
     python -m benchmarks.planner --only frozen --cases pp8            # a part, into runs/bench/planner
     python -m benchmarks.planner --quick                              # seconds: does it run?
 
-Writes planner.md (tables between its markers; the prose stays), planner.json and images/planner_growth.svg.
+Writes figures/planner.md (tables between its markers; the prose stays), planner.json and images/planner_growth.svg.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ def machine() -> dict[str, Any]:
 def write(output: Path, section: str, figures: dict[str, Any], tables: dict[str, str]) -> None:
     """Print the first table of a section and write all into `output`; other sections keep what they had."""
     print(f"{section}:\n{next(iter(tables.values()))}\n", flush=True)
-    output.mkdir(parents=True, exist_ok=True)
-    document, data = output / "planner.md", output / "planner.json"
-    text = (document if document.exists() else DOCS / "planner.md").read_text(encoding="utf-8")
+    document, data = output / "figures" / "planner.md", output / "planner.json"
+    document.parent.mkdir(parents=True, exist_ok=True)
+    text = (document if document.exists() else DOCS / "figures" / "planner.md").read_text(encoding="utf-8")
     document.write_text(inserted(text, tables), encoding="utf-8")
     kept = json.loads(data.read_text(encoding="utf-8")) if data.exists() else {}
     data.write_text(json.dumps(kept | {section: figures}, indent=1) + "\n", encoding="utf-8")
