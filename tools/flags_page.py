@@ -104,7 +104,7 @@ def flags_page() -> str:
     for feature, excluded in EXCLUSIONS.items():
         for exclusion in excluded:
             why = re.sub(r"\{[^}]*\} ", "", exclusion.why)
-            parts.append(f"| {_cell(feature)} | `{exclusion.other}` | {_cell(why)} |\n")
+            parts.append(f"| {_cell(feature)} | {_cell(exclusion.other)} | {_cell(why)} |\n")
     return "".join(parts)
 
 

@@ -29,7 +29,7 @@ class Exclusion(NamedTuple):
     """A feature that another one is not run together with.
 
     Attributes:
-        other: its flag, as docs/flags.md names it.
+        other: its flag and value, as docs/flags.md names them.
         said: what a run says of it.
         why: in the way; may name fields of the configuration.
         remedy: what its `_MESSAGES` leave open.
@@ -162,7 +162,7 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
             "--num-query-groups", _grouped_heads, "each of its {config.num_attention_heads} heads has keys of its own"
         ),
         Exclusion(
-            "--position-embedding-type",
+            "--position-embedding-type other than rope",
             _given("--position-embedding-type", "rope", shows=True),
             "it rotates by --rope-type alone",
         ),
@@ -198,11 +198,15 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
         Exclusion("--no-rope-freq", _given("--no-rope-freq"), "it says nothing of layers behind the last"),
         Exclusion("--fp32-residual-connection", _FP32_RESIDUAL, "what the modules project is rounded"),
         Exclusion(
-            "--recompute-method",
+            "--recompute-method, but for uniform and 1",
             _recomputed_layers,
             "megatron-core recomputes its modules one at a time only (uniform and 1)",
         ),
-        Exclusion("--position-embedding-type", _learned_in_pipeline, "the last stage would learn positions of its own"),
+        Exclusion(
+            "--position-embedding-type learned_absolute",
+            _learned_in_pipeline,
+            "the last stage would learn positions of its own",
+        ),
     ),
     BIASED_EXPERTS: (
         Exclusion(
@@ -225,8 +229,8 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
         ),
     ),
     POOL: (
-        Exclusion("--dynamic-cp", _static_policy, "other policies have one CP size for all samples", "on"),
-        Exclusion("--pipeline-model-parallel-size", _no_pipeline, "it has servers of all stages", "at least 2"),
+        Exclusion("--dynamic-cp off", _static_policy, "other policies have one CP size for all samples", "on"),
+        Exclusion("--pipeline-model-parallel-size 1", _no_pipeline, "it has servers of all stages", "at least 2"),
         *(Exclusion(flag, _given(flag), _AS_MANY, "off") for flag in PIPELINE_FLAGS),
         Exclusion("--num-experts", _experts, "stages without a micro-batch have no tokens for experts", "0"),
         Exclusion(MODULES, _given(MODULES), _AS_MANY, "0"),
@@ -240,12 +244,17 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
             "off",
         ),
         Exclusion(
-            "--transformer-impl",
+            "--transformer-impl transformer_engine",
             _given("--transformer-impl", "local", shows=True),
             "its attention is not placed",
             "local",
         ),
-        Exclusion("--recompute-method", _recomputed_layers, "all ranks recompute layer by layer", "uniform and 1"),
+        Exclusion(
+            "--recompute-method, but for uniform and 1",
+            _recomputed_layers,
+            "all ranks recompute layer by layer",
+            "uniform and 1",
+        ),
         Exclusion(
             "--dynamic-cp-refine",
             _given("--dynamic-cp-refine", shows=True),
