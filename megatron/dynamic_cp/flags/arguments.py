@@ -88,7 +88,7 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
         choices=SEARCH_EFFORTS,
         default="fast",
         help="effort of the planner: fast takes milliseconds; thorough takes about ten times as long, for better plans "
-        "of a pipeline",
+        "of a pipeline; exact proves each plan the fastest, of tiny batches only, and needs pulp",
     )
     group.add_argument(
         "--dynamic-cp-lookahead",
