@@ -19,6 +19,7 @@ import click
 from dynamic_cp.cli.app import COMMANDS, TRAINING_COMMANDS, group
 from dynamic_cp.cli.parameters import Argument
 from megatron.dynamic_cp.flags.arguments import UNSUPPORTED
+from megatron.dynamic_cp.flags.exclusions import EXCLUSIONS
 from megatron.trainer.flags.arguments import ALREADY_SO, build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,6 +96,14 @@ def flags_page() -> str:
         "error that names the flag and the reason.\n\n| flag | reason |\n| --- | --- |\n"
     )
     parts += [f"| `{one.flag}` | {_cell(one.reason)} |\n" for one in UNSUPPORTED]
+    parts.append(
+        "\n## Not together\n\nEach is supported, and both at once are an error that names them, the reason and the "
+        "remedy.\n\n| feature | not with | reason |\n| --- | --- | --- |\n"
+    )
+    for feature, excluded in EXCLUSIONS.items():
+        for exclusion in excluded:
+            why = re.sub(r"\{[^}]*\} ", "", exclusion.why)
+            parts.append(f"| {_cell(feature)} | {_cell(exclusion.other)} | {_cell(why)} |\n")
     return "".join(parts)
 
 

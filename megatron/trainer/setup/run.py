@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Hardware, Sample
 from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.flags.exclusions import MASKS, refuse_pairs
 from megatron.dynamic_cp.flags.experts import may_place
 from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.step.loss import forward_step
@@ -120,9 +122,8 @@ def set_up(settings: Settings) -> Run:
     hardware = first_hardware(settings.planning, device)
     data = load_data(settings, device)
     if data.splits.train.has_masks:
-        layer_choice.check_masks("prompts with several responses")
-        _check_masks(settings)
-        _check_pool(settings)
+        layer_choice.check_masks(MASKS)
+        refuse_pairs(MASKS, SimpleNamespace(**settings.arguments))
     runtime = PlannedRuntime.agree(
         settings.planning,
         arguments={**settings.arguments, **fused.completed_flags(settings.model)},
@@ -157,28 +158,6 @@ def set_up(settings: Settings) -> Run:
         with closing(run):
             raise
     return run
-
-
-def _check_masks(settings: Settings) -> None:
-    if depths := settings.model.mtp_num_layers:
-        raise UnsupportedFeatureError(
-            f"--mtp-num-layers {depths}: after a prompt with several responses more than one token is the next, and "
-            "both together are not supported: give each response a line with its prompt, or leave the flag out"
-        )
-    if sink := settings.model.window_sink_tokens:
-        raise UnsupportedFeatureError(
-            f"--window-sink-tokens {sink}: a response sees itself, the end of its prompt and the sink, three ranges of "
-            "keys, and two are supported: give each response a line with its prompt, or leave the sink out"
-        )
-
-
-def _check_pool(settings: Settings) -> None:
-    if settings.planning.pool != "off":
-        raise UnsupportedFeatureError(
-            f"--dynamic-cp-pool {settings.planning.pool}: prompts with several responses have masks of their own, and "
-            "servers compute queries with all keys before them: give each response a line with its prompt, or leave "
-            "the flag out"
-        )
 
 
 def _masked_batch(stream: SampleStream, settings: Settings) -> Sequence[Sample]:
