@@ -76,15 +76,15 @@ costs: kernels
 bench: $(READY)
 	$(BIN)/python benchmarks/dynamic_vs_static.py
 
-# Measures the planner alone (modelled seconds, real planning time) and writes the tables of docs/planner.md.
+# Measures the planner alone (modelled seconds, real planning time) and writes the tables of docs/figures/planner.md.
 bench-planner: $(READY)
 	$(BIN)/python -m benchmarks.planner
 
-# Compares placed attention with every other way to share attention out (modelled) and writes the tables of docs/blocks.md.
+# Compares placed attention with every other way to share attention out (modelled) and writes the tables of docs/figures/blocks.md.
 bench-blocks: $(READY)
 	$(BIN)/python -m benchmarks.blocks
 
-# Compares attention in a pool of all stages with every other way (modelled) and writes the tables of docs/disaggregated.md.
+# Compares attention in a pool of all stages with every other way (modelled) and writes the tables of docs/figures/disaggregated.md.
 bench-disaggregated: $(READY)
 	$(BIN)/python -m benchmarks.disaggregated
 

@@ -1,4 +1,4 @@
-"""Writes docs/flags.md, docs/command.md and docs/files.md: every flag, every option of `dynamic-cp`, every module.
+"""Writes docs/flags.md and docs/command.md: every flag, every option of `dynamic-cp`.
 
 python -m tools.flags_page
 
@@ -9,7 +9,6 @@ first two. The third is only refreshed here.
 from __future__ import annotations
 
 import argparse
-import ast
 import re
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ import click
 from dynamic_cp.cli.app import COMMANDS, TRAINING_COMMANDS, group
 from dynamic_cp.cli.parameters import Argument
 from megatron.dynamic_cp.flags.arguments import UNSUPPORTED
+from megatron.dynamic_cp.flags.exclusions import EXCLUSIONS
 from megatron.trainer.flags.arguments import ALREADY_SO, build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,6 +96,14 @@ def flags_page() -> str:
         "error that names the flag and the reason.\n\n| flag | reason |\n| --- | --- |\n"
     )
     parts += [f"| `{one.flag}` | {_cell(one.reason)} |\n" for one in UNSUPPORTED]
+    parts.append(
+        "\n## Not together\n\nEach is supported, and both at once are an error that names them, the reason and the "
+        "remedy.\n\n| feature | not with | reason |\n| --- | --- | --- |\n"
+    )
+    for feature, excluded in EXCLUSIONS.items():
+        for exclusion in excluded:
+            why = re.sub(r"\{[^}]*\} ", "", exclusion.why)
+            parts.append(f"| {_cell(feature)} | {_cell(exclusion.other)} | {_cell(why)} |\n")
     return "".join(parts)
 
 
@@ -168,40 +176,6 @@ def _option_row(parameter: click.Parameter, context: click.Context) -> str:
     return f"| {names} | {_cell(default)} | {_cell(text)} |\n"
 
 
-def files_page() -> str:
-    """Return docs/files.md."""
-    parts = [
-        "# Where things are\n\n" + _MADE,
-        "`dynamic_cp/` describes, prices, packs, simulates and chooses: numpy only, no torch, no megatron. "
-        "`megatron/dynamic_cp/` runs plans on megatron-core; `megatron/trainer/` is a small trainer; "
-        "`megatron/lm_adaptor/` trains a Megatron-LM checkout with them. Each imports only those before it. "
-        "`megatron/` is a namespace shared with megatron-core: it has no `__init__.py` here.\n",
-    ]
-    for top in (
-        "dynamic_cp",
-        "megatron/dynamic_cp",
-        "megatron/trainer",
-        "megatron/lm_adaptor",
-        "benchmarks",
-        "examples",
-        "tools",
-    ):
-        folders = sorted({path.parent for path in (ROOT / top).rglob("*.py")})
-        for folder in folders:
-            modules = sorted(path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py"))
-            if modules:
-                name = folder.relative_to(ROOT).as_posix()
-                parts.append(f"\n## {name}/\n\n| file | what |\n| --- | --- |\n")
-                parts += [f"| `{path.name}` | {_cell(_first_line(path))} |\n" for path in modules]
-    return "".join(parts)
-
-
-def _first_line(path: Path) -> str:
-    """Return the first sentence of a module's docstring, up to its first line's end."""
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return " ".join(docstring.split("\n\n")[0].split()).rstrip(".").replace("->", "→")
-
-
 def _code(text: str) -> str:
     """Return `text` as code in a cell; a bar in backticks ends the cell on GitHub and shows its escape in mkdocs."""
     return f'<code class="choices">{text.replace("|", "&#124;<wbr>")}</code>' if "|" in text else f"`{text}`"
@@ -225,7 +199,6 @@ def _cell(text: str) -> str:
 def main() -> int:
     """Write the pages; return 0."""
     (DOCS / "flags.md").write_text(flags_page(), encoding="utf-8")
-    (DOCS / "files.md").write_text(files_page(), encoding="utf-8")
     (DOCS / "command.md").write_text(command_page(), encoding="utf-8")
     return 0
 

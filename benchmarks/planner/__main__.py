@@ -1,10 +1,10 @@
-"""Measures the planner: the tables of docs/planner.md.
+"""Measures the planner: the tables of docs/figures/planner.md.
 
     make bench-planner                                                # everything, some minutes on 2 quiet cores
     python -m benchmarks.planner --only frozen --cases pp8            # a part, into runs/bench/planner
     python -m benchmarks.planner --quick                              # seconds: does it run?
 
-Writes planner.md (tables between its markers; the prose stays), planner.json and images/planner_growth.svg.
+Writes figures/planner.md (tables between its markers; the prose stays), planner.json and images/planner_growth.svg.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner import compared, exchanges, experts, first_use, frozen_bench, growth, h100, published
+from benchmarks.planner import compared, exchanges, experts, first_use, frozen_bench, growth, h100, packers, published
 from benchmarks.planner.report import inserted
 
 DOCS = Path(__file__).parents[2] / "docs"
-SECTIONS = ("frozen", "h100", "exchanges", "experts", "published", "growth", "compared")
+SECTIONS = ("frozen", "h100", "exchanges", "experts", "packers", "published", "growth", "compared")
 QUICK_CASES = ("real_webprose_ccfit_pp1_n64_128k.seed0", "real_webprose_ccfit_pp4_n32_32k.seed0")
 QUICK_EXCHANGES = ("real_webprose_pp8_n32_128k.seed0",)
 QUICK_H100 = (h100.Setting("webprose_ccfit", h100.GQA, 4, 1, 8, 32768, 8192, samples=64),)
@@ -74,6 +74,9 @@ def measure(section: str, cases: Sequence[str], *, quick: bool, images: Path) ->
             "exchanges-nic": exchanges.nic_markdown(found["nic"]),
             "exchanges-chosen": exchanges.chosen_markdown(found["chosen"]),
         }
+    elif section == "packers":
+        rows = packers.measure(wanted)
+        figures, tables = {"cases": rows}, {"packers": packers.markdown(rows)}
     elif section == "experts":
         rows = experts.measure(
             experts.SETTINGS[2:3] if quick else [one for one in experts.SETTINGS if wanted(one.name)]
@@ -125,9 +128,9 @@ def machine() -> dict[str, Any]:
 def write(output: Path, section: str, figures: dict[str, Any], tables: dict[str, str]) -> None:
     """Print the first table of a section and write all into `output`; other sections keep what they had."""
     print(f"{section}:\n{next(iter(tables.values()))}\n", flush=True)
-    output.mkdir(parents=True, exist_ok=True)
-    document, data = output / "planner.md", output / "planner.json"
-    text = (document if document.exists() else DOCS / "planner.md").read_text(encoding="utf-8")
+    document, data = output / "figures" / "planner.md", output / "planner.json"
+    document.parent.mkdir(parents=True, exist_ok=True)
+    text = (document if document.exists() else DOCS / "figures" / "planner.md").read_text(encoding="utf-8")
     document.write_text(inserted(text, tables), encoding="utf-8")
     kept = json.loads(data.read_text(encoding="utf-8")) if data.exists() else {}
     data.write_text(json.dumps(kept | {section: figures}, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The best plan of a tiny batch, by mixed-integer programming: an oracle for tests, not a planner.
+"""The best plan of a tiny batch, by mixed-integer programming: `--search exact`, and an oracle for tests.
 
 For every number of micro-batches one program decides packing, CP sizes, exchanges, lanes and order together:
 

@@ -158,8 +158,7 @@ def batch_outcome(
     """Return the figures of a plan of one of the job's batches."""
     plan = planned.plan
     timeline = simulate(plan, prices.all)
-    problem = Problem(topology=plan.topology, model=job.model, hardware=job.hardware, options=job.options)
-    sent = sent_by_plan(plan, problem)
+    sent = sent_by_plan(plan, job.problem_of(job.options))
     return BatchOutcome(
         planned=planned,
         timeline=timeline,

@@ -71,20 +71,8 @@ def verdict_of(comparison: Comparison) -> Verdict | None:
             reason=_why_it_does_not_fit(baseline),
             saved_s=_saved(ours, baseline),
         )
-    pays = judged(speedup)
     saved_s = _saved(ours, baseline)
-    if baseline.fits_memory:
-        others_that_fit = [
-            one for name, one in speedups.items() if name != baseline.policy and comparison.policy(name).fits_memory
-        ]
-        if comparison.is_tuned:
-            at_their_best = f"{_at_its_best(baseline)}, {_at_its_best(ours)}"
-            headline = f"{at_their_best}: {_judgement(pays, speedup, '', others_that_fit)}"
-        else:
-            is_fastest = any(one.baseline in STATIC_POLICIES for one in others_that_fit)
-            over = f" over {baseline.name}{' (the fastest static policy)' * is_fastest}"
-            headline = _judgement(pays, speedup, over, others_that_fit)
-    else:
+    if not baseline.fits_memory:
         kind = "static policy" if baseline.policy in STATIC_POLICIES else "other policy"
         return Verdict(
             pays="yes",
@@ -93,6 +81,17 @@ def verdict_of(comparison: Comparison) -> Verdict | None:
             reason=_moved_tokens(ours, baseline),
             saved_s=saved_s,
         )
+    pays = judged(speedup)
+    others_that_fit = [
+        one for name, one in speedups.items() if name != baseline.policy and comparison.policy(name).fits_memory
+    ]
+    if comparison.is_tuned:
+        at_their_best = f"{_at_its_best(baseline)}, {_at_its_best(ours)}"
+        headline = f"{at_their_best}: {_judgement(pays, speedup, '', others_that_fit)}"
+    else:
+        is_fastest = any(one.baseline in STATIC_POLICIES for one in others_that_fit)
+        over = f" over {baseline.name}{' (the fastest static policy)' * is_fastest}"
+        headline = _judgement(pays, speedup, over, others_that_fit)
     if pays == "yes" or (pays == "unclear" and speedup.low is None):
         reason = _why_it_pays(ours, baseline, saved_s)
     else:

@@ -130,6 +130,7 @@ class Resolved:
         places: micro-batches may be placed.
         is_guess: candidates only say which samples lie together: their mechanism is not allowed, or they hold too much.
         tries_ring_alone: a search for the ring alone is made, too.
+        proves: the best packing is proven the fastest, or a faster one is found.
     """
 
     options: PlanOptions
@@ -138,6 +139,7 @@ class Resolved:
     places: bool
     is_guess: bool
     tries_ring_alone: bool
+    proves: bool
 
 
 def resolve(problem: Problem, samples: Sequence[Sample]) -> Resolved:
@@ -151,7 +153,7 @@ def resolve(problem: Problem, samples: Sequence[Sample]) -> Resolved:
             of lanes that share experts.
     """
     topology, model, longest = problem.topology, problem.model, samples[0].seqlen
-    is_dynamic = problem.policy == "dynamic"
+    is_dynamic, is_exact = problem.policy == "dynamic", problem.options.search == "exact"
     places = is_dynamic and may_place(topology, problem.options)
     options = options_serving(samples, model, problem.options if places else _unplaced(problem.options))
     if topology.expert_lanes > 1 and all(map(is_placed, options.cp_comm_types)):
@@ -160,6 +162,7 @@ def resolve(problem: Problem, samples: Sequence[Sample]) -> Resolved:
             f"share experts (ep_size {topology.ep_size}): allow other exchanges (--cp-comm-type auto)",
             cp_comm_types=options.cp_comm_types,
         )
+    options = replace(options, search="thorough" if is_exact else options.search)
     packed = replace(options, cp_comm_types=packed_exchanges(options.cp_comm_types, model))
     is_guess = set(options.cp_comm_types).isdisjoint(packed.cp_comm_types)
     if is_guess and options.min_cp_size == 1 and longest <= capacity_tokens(1, topology, options):
@@ -177,6 +180,7 @@ def resolve(problem: Problem, samples: Sequence[Sample]) -> Resolved:
         places=places,
         is_guess=is_guess,
         tries_ring_alone=has_ring,
+        proves=is_dynamic and is_exact,
     )
 
 

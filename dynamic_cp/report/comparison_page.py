@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -156,17 +157,31 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
     shown = shown or with_timeline[:2]
     timelines = [(one.name, _timeline(one.batches[number])) for one in shown]
     names = " and ".join(name for name, _ in timelines)
-    samples = comparison.batches[number]
+    several = len(comparison.batches) > 1
+    which = (
+        f"Batch {number + 1} of {len(comparison.batches)}, the one with the median speed-up" if several else "The batch"
+    )
     problem = Problem(
         topology=comparison.topology,
         model=comparison.model,
         hardware=comparison.hardware,
         options=comparison.options,
     )
-    cost_model = CostModel(problem_of_prices(problem))
-    points = knee_points(comparison.model, comparison.hardware, cost_model)
+    name, plan = timelines[-1][0], timelines[-1][1].plan
+    return {
+        "pictures": _plan_pictures(timelines, comparison.batches[number], problem) + _tick_pictures(comparison, number),
+        "batch_note": f"{which}, planned by {names}.",
+        **placed_section(name, plan, replace(problem, topology=plan.topology)),
+    }
+
+
+def _plan_pictures(
+    timelines: Sequence[tuple[str, Timeline]], samples: Sequence[Sample], problem: Problem
+) -> list[Picture]:
+    """Return the pictures of (policy, timeline) pairs of a batch, of its lengths, and of which CP size suits which."""
+    points = knee_points(problem.model, problem.hardware, CostModel(problem_of_prices(problem)))
     end = " and ".join(f"{name} ends at {format_s(timeline.makespan_s)}" for name, timeline in timelines)
-    pictures: list[Picture] = [
+    return [
         picture(
             partial(gantt, timelines), name="gantt", title="Who computes what, and when", width_in=WIDE_IN,
             caption=f"{end}. A bar spans {_lanes_of_bar(timelines)}; numbers are micro-batches; gaps are idle.",
@@ -178,7 +193,7 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
         ),
         picture(
             partial(length_histogram, [sample.seqlen for sample in samples]), name="lengths",
-            title="Lengths of the batch", width_in=MEDIUM_IN, caption=_tail(samples, comparison.model),
+            title="Lengths of the batch", width_in=MEDIUM_IN, caption=_tail(samples, problem.model),
         ),
         picture(
             partial(imbalance, [(name, timeline.lane_busy_s) for name, timeline in reversed(timelines)]),
@@ -190,23 +205,6 @@ def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]
             caption="Utilisation of a sample that runs alone. To the left of its knee a CP size wastes its ranks.",
         ),
     ]  # fmt: skip
-    which = (
-        f"Batch {number + 1} of {len(comparison.batches)}, the one with the median speed-up"
-        if len(comparison.batches) > 1
-        else "The batch"
-    )
-    name, timeline = timelines[-1]
-    problem = Problem(
-        topology=timeline.plan.topology,
-        model=comparison.model,
-        hardware=comparison.hardware,
-        options=comparison.options,
-    )
-    return {
-        "pictures": pictures + _tick_pictures(comparison, number),
-        "batch_note": f"{which}, planned by {names}.",
-        **placed_section(name, timeline.plan, problem),
-    }
 
 
 def _tick_pictures(comparison: Comparison, number: int) -> list[Picture]:

@@ -24,6 +24,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.resolution import Resolved, may_place, resolve
 from dynamic_cp.search.candidates import Batch, Candidate, Search, batch_of
 from dynamic_cp.search.placed import PlacedRows, placed_rows
+from dynamic_cp.search.proof import check_provable, prove
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES
 from dynamic_cp.types import (
     Hardware,
@@ -75,7 +76,11 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
     batch = batch_of(tuple(samples), problem.model)
     resolved = resolve(problem, batch.samples)
     prices = _prices(problem, batch, resolved)
+    if resolved.proves:
+        check_provable(batch.samples, prices, resolved.options.cp_comm_types)
     packed = _pack(problem, batch, resolved, prices)
+    if resolved.proves:
+        packed = _prove(batch, packed, prices)
     placed = _place(batch, resolved, packed, prices) if resolved.places else None
     return _choose(problem, batch, resolved, packed, placed, prices)
 
@@ -97,13 +102,13 @@ class _Packed(NamedTuple):
         makespan_ns: of it.
         reason: for the user.
         micro_batches: those of a legal plan, unless packings are a guess.
-        grid: its durations.
+        grid: its durations, where they are known.
     """
 
     makespan_ns: int
     reason: str
     micro_batches: tuple[MicroBatch, ...]
-    grid: Grid
+    grid: Grid | None
 
 
 def plan_batch(problem: Problem, samples: Sequence[Sample]) -> PlannedBatch:
@@ -162,6 +167,14 @@ def _pack(problem: Problem, batch: Batch, resolved: Resolved, prices: CostModel)
     return _Packed(best.makespan_ns, _reason(ranking), micro_batches, grid_of_priced(priced, best.cost_model))
 
 
+def _prove(batch: Batch, packed: _Packed, prices: CostModel) -> _Packed:
+    """Return the proven packing, or the known one with the bound that was proven."""
+    proof = prove(batch.samples, prices, packed.makespan_ns, packed.reason)
+    if proof.micro_batches is None:
+        return packed._replace(reason=proof.reason)
+    return _Packed(proof.makespan_ns, proof.reason, proof.micro_batches, None)
+
+
 def _place(batch: Batch, resolved: Resolved, packed: _Packed, prices: CostModel) -> PlacedRows | None:
     """Return the fastest micro-batches some of which are placed; None where none keep the limits."""
     candidates = placed_rows(
@@ -186,8 +199,7 @@ def _choose(
             "exchanges (--cp-comm-type auto)",
             max_tokens_per_rank=limit,
         )
-    micro_batches, reason = packed.micro_batches, packed.reason
-    grid: Grid | None = packed.grid
+    micro_batches, reason, grid = packed.micro_batches, packed.reason, packed.grid
     if placed is not None and (resolved.is_guess or placed.makespan_ns < packed.makespan_ns):
         others = "others were not allowed" if resolved.is_guess else f"without placed attention {reason}"
         reason = f"{placed.name}: {placed.makespan_ns / 1e9:.6f} s; {others}"

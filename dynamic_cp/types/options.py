@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types.attention import RING_ALONE, TRAITS, CpCommType
 from dynamic_cp.types.counts import is_power_of_two, require_at_least
 
@@ -16,7 +16,7 @@ RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = get_args(RecomputeModule)
 """What selective recomputation may repeat in backward: attention with its exchange, the MLP of dense layers, both norms
 of a layer, router and experts with their exchange."""
 
-SearchEffort = Literal["fast", "thorough"]
+SearchEffort = Literal["fast", "thorough", "exact"]
 SEARCH_EFFORTS: tuple[str, ...] = get_args(SearchEffort)
 
 PoolUse = Literal["off", "auto", "always"]
@@ -57,7 +57,8 @@ class PlanOptions:
         recompute_modules: what selective recomputation repeats; without it they say nothing.
         bytes_per_element: bytes of an activation or a weight (2 for bf16, 4 for fp32); by kind: `element_bytes`.
         fp32_residual: the residual takes 4 bytes whatever the others take.
-        search: how long to look for a plan: "fast" (milliseconds) or "thorough" (some ten times as long).
+        search: how long to look for a plan: "fast" (milliseconds), "thorough" (some ten times as long), or "exact": of
+            the dynamic policy until it is proven the fastest, which only tiny batches can be.
         pool: whether servers of all stages may compute attention in ticks: never, where that is faster by simulation,
             or always. Of the dynamic policy.
         noise_margin: share by which ticks last longer than planned, >= 0.
@@ -102,6 +103,12 @@ class PlanOptions:
             raise InvalidInputError(f"search {self.search!r} is unknown: use one of {', '.join(SEARCH_EFFORTS)}")
         if self.pool not in POOL_USES:
             raise InvalidInputError(f"pool {self.pool!r} is unknown: use one of {', '.join(POOL_USES)}")
+        if self.search == "exact" and self.pool != "off":
+            raise UnsupportedFeatureError(
+                f"search exact proves no plans with a pool, and pool is {self.pool!r}: leave the pool out "
+                "(--dynamic-cp-pool off), or use search thorough",
+                pool=self.pool,
+            )
         if not self.noise_margin >= 0:
             raise InvalidInputError(
                 f"noise_margin is {self.noise_margin}, at least 0 is needed: give a share such as {NOISE_MARGIN}"

@@ -18,7 +18,6 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import AUTO, RING_ALONE, UNPLACED, ModelShape, PipelineLayers
-from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.arguments import (
     UNSUPPORTED,
@@ -28,6 +27,7 @@ from megatron.dynamic_cp.flags.arguments import (
 )
 from megatron.dynamic_cp.flags.experts import check_experts
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, is_on, qk_width
+from megatron.dynamic_cp.flags.layer_needs import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.positions import check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.trainer.data.config import OVERLONG_POLICIES
@@ -299,7 +299,7 @@ def refuse_loaded(args: argparse.Namespace) -> None:
     check_experts(args)
     check_activation(args)
     if is_on(args):
-        check_latent_attention(_with_heads(args))
+        check_latent_attention(with_heads(args))
 
 
 def destination(flag: str) -> str:
@@ -371,7 +371,7 @@ def planned(asked: argparse.Namespace, args: argparse.Namespace) -> Planned:
     Raises:
         DynamicCPError: a CP size, limit or sample length that does not fit the lanes.
     """
-    ours = _with_heads(args)
+    ours = with_heads(args)
     ours.context_parallel_size = asked.context_parallel_size
     ours.cp_comm_type = exchange_of(asked)
     ours.max_seqlen_per_dp_cp_rank = asked.max_seqlen_per_dp_cp_rank
@@ -388,16 +388,10 @@ def model_shape(args: argparse.Namespace, pipeline_layers: PipelineLayers = ()) 
         args: as Megatron-LM validated them.
         pipeline_layers: `PlanningSettings.pipeline_layers`.
     """
-    return derive.model_shape(_with_heads(args), args.padded_vocab_size, pipeline_layers)
+    return derive.model_shape(with_heads(args), args.padded_vocab_size, pipeline_layers)
 
 
-def head_dim(args: argparse.Namespace) -> int:
-    """Return the width of a head of queries and keys."""
-    width: int = _with_heads(args).kv_channels
-    return width
-
-
-def _with_heads(args: argparse.Namespace) -> argparse.Namespace:
+def with_heads(args: argparse.Namespace) -> argparse.Namespace:
     """Return a copy that says the heads of any attention as our own trainer does.
 
     `num_query_groups` is the number of KV heads also without --group-query-attention. `kv_channels` is the width of a

@@ -15,15 +15,14 @@ from megatron.core.utils import log_single_rank
 from dynamic_cp.errors import DataError
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import collective_device
-from megatron.dynamic_cp.flags.activation import why_local
-from megatron.dynamic_cp.flags.latent_attention import is_on
+from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.foreign.iterator import ForeignIteratorWrapper, wrap_data_iterator
 from megatron.dynamic_cp.measuring.flops import training_flops
 from megatron.dynamic_cp.step.routing import Routing, sum_over_routers
 from megatron.dynamic_cp.step.schedule import run_schedule
 from megatron.lm_adaptor.counts import StepFlops
 from megatron.lm_adaptor.data import LaneIterator
-from megatron.lm_adaptor.flags import Planned, head_dim, model_shape
+from megatron.lm_adaptor.flags import Planned, model_shape, with_heads
 from megatron.lm_adaptor.random_states import choose_lane
 from megatron.lm_adaptor.step_log import plan_line, record_step, tell_tracker
 from megatron.trainer.checkpoints.interchange import COEFFICIENTS
@@ -61,20 +60,7 @@ class Session:
         self._theirs = theirs
         self._refining: Refining | None = None
         self._wrappers: dict[str, ForeignIteratorWrapper] = {}
-        layer_choice = layers.choose(
-            theirs.transformer_impl,
-            planned.settings.cp_comm_type,
-            backend=theirs.attention_backend.name,
-            bf16=theirs.bf16,
-            head_dim=head_dim(theirs),
-            has_windows=planned.settings.has_windows,
-            recomputes_norms=planned.settings.recomputes_norms,
-            fp32_residual=planned.settings.fp32_residual,
-            softmax_type=theirs.softmax_type,
-            latent_attention=is_on(theirs),
-            why_local=why_local(theirs),
-            device=self.device,
-        )
+        layer_choice = layers.choose(layer_needs(with_heads(theirs), planned.settings), self.device)
         runtime = PlannedRuntime.agree(
             planned.settings,
             arguments=planned.arguments,

@@ -32,11 +32,11 @@ from dynamic_cp.types import (
     Sample,
     Topology,
 )
-from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.fp8 import token_alignment
 from megatron.dynamic_cp.flags.latent_attention import shape_of
+from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
 from megatron.dynamic_cp.flags.windows import set_sinks, windows_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks
 from megatron.dynamic_cp.model.activation import quick_gelu

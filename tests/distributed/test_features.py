@@ -12,7 +12,6 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from megatron.dynamic_cp.attention import merge
 from megatron.dynamic_cp.attention.mechanisms import heads
-from megatron.dynamic_cp.attention.te.support import choose_layers
 from megatron.dynamic_cp.flags.arguments import check_supported
 from megatron.dynamic_cp.flags.positions import concentration
 from megatron.dynamic_cp.model import norm, rotary, self_attention
@@ -30,6 +29,7 @@ from tests.distributed.parity import (
     run_step,
 )
 from tests.distributed.test_parity import FULL_RECOMPUTE, plan_of_exchanges
+from tests.layer_choices import chosen_layers
 
 # Alone where lanes mix CP sizes, together in every kind of layout.
 ALONE = {variant.name: Layout(2, variant=variant.name) for variant in reference.FEATURES}
@@ -270,9 +270,9 @@ def test_two_norms_of_queries_and_keys_are_refused() -> None:
 
 
 def test_layers_of_transformer_engine_have_no_score_beside_those_of_keys() -> None:
-    settings: dict[str, Any] = {"capability": (9, 0), "flash_attn": 2, "backend": "auto", "bf16": True}
-    settings |= {"head_dim": 128, "version": "2.20.0"}
-    assert choose_layers(None, "p2p", **settings).impl == "transformer_engine"
-    assert choose_layers(None, "p2p", softmax_type="learnable", **settings).impl == "local"
+    settings: dict[str, Any] = {"capability": (9, 0), "flash_attn": 2, "attention_backend": "auto", "bf16": True}
+    settings |= {"kv_channels": 128, "version": "2.20.0"}
+    assert chosen_layers(None, "p2p", **settings).impl == "transformer_engine"
+    assert chosen_layers(None, "p2p", softmax_type="learnable", **settings).impl == "local"
     with pytest.raises(UnsupportedFeatureError, match=r"--softmax-type off-by-one.* with local layers only"):
-        choose_layers("transformer_engine", "p2p", softmax_type="off-by-one", **settings)
+        chosen_layers("transformer_engine", "p2p", softmax_type="off-by-one", **settings)

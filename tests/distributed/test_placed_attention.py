@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import time
 from collections import Counter
@@ -59,7 +58,7 @@ from megatron.dynamic_cp.data.micro_batches import COLUMNS, micro_batches, pack_
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.token_audit import check_tokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats, LayerCache
 from tests.distributed.emulated_lanes import Placed, attend_placed
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.naive_attention import DIM, HEADS, KV_HEADS, SCALE, assert_close, naive_samples, random_qkv
@@ -277,7 +276,9 @@ def assert_counts_as_planned(case: Case, found: Sequence[Placed]) -> Counter[str
     every = programmes_of(case.placement, case.samples, case.lanes)
     programmes = [one.of_layers(case.seen) for one in every]
     for lane, one in enumerate(found):
-        packs = [pack for division in one.params.packs["placed"].divisions for pack in division]
+        packs = [
+            pack for division in blocks.placed_packs(one.params, torch.device("cpu")).divisions for pack in division
+        ]
         assert pairs_of(packs) == of_lane[lane]
         seen["idle"] += not of_lane[lane]
         seen["holds nothing"] += not placement.home_tokens(case.num_lanes)[lane]
@@ -425,8 +426,7 @@ def other_programme(method: str, change: Callable[[Programme], Programme]) -> It
     def changed(self: Any, *args: Any) -> Any:
         planned = self._params
         placed = replace(planned.placed, programme=change(planned.placed.programme))
-        self._params = copy.copy(planned)
-        self._params.packs, self._params.placed = {}, placed
+        self._params = replace(planned, cache=LayerCache(placed))
         return original(self, *args)
 
     with mock.patch.object(blocks.Blocks, method, changed):

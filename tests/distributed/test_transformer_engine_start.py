@@ -20,16 +20,17 @@ from dynamic_cp.types import CP_COMM_TYPES, Topology
 from megatron.dynamic_cp.attention.te import kernels as te_kernels
 from megatron.dynamic_cp.attention.te import support as te_support
 from megatron.dynamic_cp.attention.te.kernels import Kernel
-from megatron.dynamic_cp.attention.te.support import choose_layers, missing_exchanges, way
+from megatron.dynamic_cp.attention.te.support import missing_exchanges, way
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
 from megatron.trainer.setup import layers, warm_up
 from megatron.trainer.setup.attention_warm_up import pack_of, token_buckets, warm_up_attention, warm_up_packs
 from tests.distributed import fake_transformer_engine as fake
 from tests.distributed import parity, reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.layer_choices import chosen_layers, needs_of
 
 H100, A100, WORKSTATION = (9, 0), (8, 0), (12, 0)
-GPU = {"capability": H100, "flash_attn": None, "backend": "auto", "bf16": True, "head_dim": 128}
+GPU = {"capability": H100, "flash_attn": None, "attention_backend": "auto", "bf16": True, "kv_channels": 128}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ GPU = {"capability": H100, "flash_attn": None, "backend": "auto", "bf16": True, 
     ],
 )
 def test_auto_leaves_out_what_a_version_lacks(version: str, lacking: tuple[str, ...]) -> None:
-    choice = choose_layers(None, "auto", version=version, **GPU)
+    choice = chosen_layers(None, "auto", version=version, **GPU)
     assert (choice.impl, choice.left_out) == ("transformer_engine", lacking)
     assert version in choice.describe()
     assert ("all_gather" in choice.describe()) == bool(lacking)
@@ -65,33 +66,33 @@ def test_auto_leaves_out_what_a_version_lacks(version: str, lacking: tuple[str, 
 def test_auto_leaves_out_what_the_kernel_computes_wrongly(
     capability: tuple[int, int], flash_attn: int | None, backend: str, kernel: str, lacking: tuple[str, ...]
 ) -> None:
-    settings = {**GPU, "capability": capability, "flash_attn": flash_attn, "backend": backend}
-    choice = choose_layers(None, "auto", version="2.20.2", **settings)
+    settings = {**GPU, "capability": capability, "flash_attn": flash_attn, "attention_backend": backend}
+    choice = chosen_layers(None, "auto", version="2.20.2", **settings)
     assert (choice.kernel, choice.left_out) == (kernel, lacking)
     assert f"attention by {kernel})" in choice.describe()
     if lacking:
         assert choice.describe().endswith("the planner does without all_gather")
         with pytest.raises(UnsupportedFeatureError, match=f"{kernel} would run here and compute something else"):
-            choose_layers(None, "all_gather", version="2.20.2", **settings)
+            chosen_layers(None, "all_gather", version="2.20.2", **settings)
     else:
-        assert choose_layers(None, "all_gather", version="2.20.2", **settings).kernel == kernel
+        assert chosen_layers(None, "all_gather", version="2.20.2", **settings).kernel == kernel
 
 
 def test_masks_of_samples_are_refused_where_the_layers_compute_their_own_only() -> None:
     with pytest.raises(UnsupportedFeatureError) as refused:
-        choose_layers(None, "auto", version="2.20.2", **GPU).check_masks("prompts with several responses")
+        chosen_layers(None, "auto", version="2.20.2", **GPU).check_masks("prompts with several responses")
     assert str(refused.value) == (
         "prompts with several responses have masks of their own, and TransformerEngine's attention, which this model "
         "has, computes the mask of its layers only (TransformerEngine 2.20.2 is installed): use --transformer-impl "
         "local"
     )
-    choose_layers("local", "auto", version="2.20.2", **GPU).check_masks("prompts with several responses")
+    chosen_layers("local", "auto", version="2.20.2", **GPU).check_masks("prompts with several responses")
 
 
 def test_norms_inside_matrices_cannot_be_recomputed() -> None:
     with pytest.raises(UnsupportedFeatureError, match="--recompute-modules layernorm: norms are parts of the matrices"):
-        choose_layers(None, "auto", version="2.20.2", recomputes_norms=True, **GPU)
-    assert choose_layers("local", "auto", version="2.20.2", recomputes_norms=True, **GPU).impl == "local"
+        chosen_layers(None, "auto", version="2.20.2", recomputes_norms=True, **GPU)
+    assert chosen_layers("local", "auto", version="2.20.2", recomputes_norms=True, **GPU).impl == "local"
 
 
 def test_who_does_an_exchange() -> None:
@@ -185,23 +186,26 @@ def test_the_page_has_the_table_of_the_code() -> None:
         ({"capability": A100}, ["sm80", "sm90", "flash-attn", "install", "--transformer-impl local"]),
         ({"capability": WORKSTATION}, ["sm120", "flash-attn"]),
         ({"capability": (7, 0), "flash_attn": 2}, ["sm70", "sm80"]),
-        ({"capability": A100, "flash_attn": 2, "backend": "fused"}, ["--attention-backend fused", "sm80", "auto"]),
-        ({"backend": "flash"}, ["--attention-backend flash", "flash-attn", "auto"]),
-        ({"backend": "unfused", "flash_attn": 2}, ["--attention-backend unfused", "several lanes", "auto"]),
-        ({"backend": "local", "flash_attn": 2}, ["--attention-backend local", "auto"]),
+        (
+            {"capability": A100, "flash_attn": 2, "attention_backend": "fused"},
+            ["--attention-backend fused", "sm80", "auto"],
+        ),
+        ({"attention_backend": "flash"}, ["--attention-backend flash", "flash-attn", "auto"]),
+        ({"attention_backend": "unfused", "flash_attn": 2}, ["--attention-backend unfused", "several lanes", "auto"]),
+        ({"attention_backend": "local", "flash_attn": 2}, ["--attention-backend local", "auto"]),
         ({"bf16": False}, ["--bf16", "fp32"]),
-        ({"head_dim": 36}, ["--kv-channels", "multiple of 8", "36"]),
-        ({"head_dim": 264}, ["up to 256", "264"]),
+        ({"kv_channels": 36}, ["--kv-channels", "multiple of 8", "36"]),
+        ({"kv_channels": 264}, ["up to 256", "264"]),
     ],
 )
 def test_what_cannot_be_used_is_refused_if_it_was_asked_for(changed: dict, said: list[str]) -> None:
     settings = {"exchange": "p2p", "version": "2.11.0", **GPU, **changed}
     with pytest.raises(UnsupportedFeatureError) as error:
-        choose_layers("transformer_engine", **settings)
+        chosen_layers("transformer_engine", **settings)
     assert all(part in str(error.value) for part in said), str(error.value)
     if "exchange" not in changed:
-        assert choose_layers(None, **settings).impl == "local", "and nobody asked for it"
-        assert choose_layers("local", **settings).reason == "--transformer-impl local"
+        assert chosen_layers(None, **settings).impl == "local", "and nobody asked for it"
+        assert chosen_layers("local", **settings).reason == "--transformer-impl local"
 
 
 @pytest.mark.parametrize(
@@ -219,8 +223,8 @@ def test_what_cannot_be_used_is_refused_if_it_was_asked_for(changed: dict, said:
 def test_a_device_with_kernels_for_packed_sequences(
     capability: tuple[int, int], flash_attn: int | None, backend: str
 ) -> None:
-    settings = {**GPU, "capability": capability, "flash_attn": flash_attn, "backend": backend}
-    assert choose_layers(None, "p2p", version="2.11.0", **settings).impl == "transformer_engine"
+    settings = {**GPU, "capability": capability, "flash_attn": flash_attn, "attention_backend": backend}
+    assert chosen_layers(None, "p2p", version="2.11.0", **settings).impl == "transformer_engine"
 
 
 def choose_on_this_rank(
@@ -232,20 +236,8 @@ def choose_on_this_rank(
     layers.installed_flash_attn = lambda capability, release: None
     layers.compute_capability = lambda device: capability
     try:
-        choice = layers.choose(
-            "transformer_engine",
-            "p2p",
-            backend=backend,
-            bf16=True,
-            head_dim=64,
-            has_windows=False,
-            recomputes_norms=False,
-            fp32_residual=False,
-            softmax_type="vanilla",
-            latent_attention=False,
-            why_local=None,
-            device=torch.device("cpu"),
-        )
+        needs = needs_of("transformer_engine", "p2p", attention_backend=backend)
+        choice = layers.choose(needs, torch.device("cpu"))
     except DynamicCPError as error:
         return f"{type(error).__name__}: {error}"
     return f"{choice.impl} {os.environ.get(layers.BATCHED_RING)}"

@@ -16,7 +16,6 @@ from dynamic_cp.placement.programme import Programme
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import Lambda, Mask
 from megatron.dynamic_cp.attention import packs, placed_packs, torch_thd
-from megatron.dynamic_cp.attention.te.support import choose_layers
 from megatron.dynamic_cp.attention.thd import executor_of
 from megatron.dynamic_cp.flags.arguments import check_supported
 from megatron.dynamic_cp.flags.windows import Windows, set_sinks, windows_of
@@ -38,6 +37,7 @@ from tests.distributed.parity import (
     run_step,
 )
 from tests.distributed.reference import LLAMA, transformer_config, window_mask
+from tests.layer_choices import chosen_layers
 
 ALL = {"num_layers": 4, "window_size": (40, 0)}
 EVERY_SECOND = {**ALL, "window_attn_skip_freq": 2}
@@ -258,11 +258,11 @@ def test_an_exchange_that_serves_no_windows_is_named() -> None:
 
 
 def test_layers_of_transformer_engine_have_no_windows() -> None:
-    settings: dict[str, Any] = {"capability": (9, 0), "flash_attn": 2, "backend": "auto", "bf16": True}
-    settings |= {"head_dim": 64, "version": "2.20.0"}
-    assert choose_layers(None, "auto", **settings).impl == "transformer_engine"
-    choice = choose_layers(None, "auto", has_windows=True, **settings)
+    settings: dict[str, Any] = {"capability": (9, 0), "flash_attn": 2, "attention_backend": "auto", "bf16": True}
+    settings |= {"kv_channels": 64, "version": "2.20.0"}
+    assert chosen_layers(None, "auto", **settings).impl == "transformer_engine"
+    choice = chosen_layers(None, "auto", has_windows=True, **settings)
     assert choice.impl == "local"
     assert "--window-size" in choice.reason
     with pytest.raises(UnsupportedFeatureError, match=r"--window-size.* with local layers only"):
-        choose_layers("transformer_engine", "auto", has_windows=True, **settings)
+        chosen_layers("transformer_engine", "auto", has_windows=True, **settings)

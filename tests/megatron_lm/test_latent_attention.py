@@ -36,7 +36,7 @@ def test_a_checkouts_latents_are_planned() -> None:
     flags.refuse_loaded(args)
     shape = flags.model_shape(args)
     assert (shape.kv_lora_rank, shape.q_lora_rank, shape.qk_head_dim, shape.v_head_dim) == (32, 0, 24, 16)
-    assert (shape.num_query_groups, shape.kv_channels, flags.head_dim(args)) == (4, 32, 32)
+    assert (shape.num_query_groups, shape.kv_channels, flags.with_heads(args).kv_channels) == (4, 32, 32)
     assert (args.num_query_groups, args.kv_channels) == (1, 16), "Megatron-LM's own stay"
 
 

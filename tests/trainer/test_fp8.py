@@ -12,17 +12,17 @@ from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
-from megatron.dynamic_cp.attention.te.support import choose_layers
 from megatron.dynamic_cp.flags import fp8
 from megatron.dynamic_cp.flags.arguments import check_supported
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import model
+from tests.layer_choices import chosen_layers
 from tests.trainer.commandline import SMALL, command_line
 
 HYBRID = f"--bf16 {SMALL} --fp8-format hybrid"
 TP = "--tensor-model-parallel-size 2"
-H100 = {"capability": (9, 0), "flash_attn": None, "backend": "auto", "bf16": True, "head_dim": 128}
+H100 = {"capability": (9, 0), "flash_attn": None, "attention_backend": "auto", "bf16": True, "kv_channels": 128}
 
 
 def parsed(flags: str) -> Any:
@@ -134,7 +134,7 @@ def test_configurations_are_checked_too() -> None:
             "--fp8-format is for TransformerEngine's layers, and",
         ),
         ({"capability": None}, "and TransformerEngine needs CUDA devices, this run trains on the CPU"),
-        ({"latent_attention": True}, "and latent attention .* is checked with local layers only"),
+        ({"multi_latent_attention": True}, "and latent attention .* is checked with local layers only"),
         (
             {"fp8_recipe": "mxfp8"},
             r"mxfp8 needs compute capability 10\.0, this device has 9\.0: use --fp8-rec",
@@ -146,25 +146,28 @@ def test_configurations_are_checked_too() -> None:
     ],
 )
 def test_fp8_never_falls_back_to_local_layers(changed: dict[str, Any], says: str) -> None:
-    given = {**H100, "version": "2.11.0", "fp8_recipe": "tensorwise", **changed}
+    given = {**H100, "version": "2.11.0", "fp8": "hybrid", "fp8_recipe": "tensorwise", **changed}
     with pytest.raises(UnsupportedFeatureError, match=says):
-        choose_layers(None, "auto", **given)
+        chosen_layers(None, "auto", **given)
 
 
 def test_a_device_with_fp8_gets_the_layers() -> None:
     for recipe in ("tensorwise", "blockwise", "delayed"):
-        assert choose_layers(None, "auto", version="2.11.0", fp8_recipe=recipe, **H100).impl == "transformer_engine"
+        assert (
+            chosen_layers(None, "auto", version="2.11.0", fp8="hybrid", fp8_recipe=recipe, **H100).impl
+            == "transformer_engine"
+        )
 
 
 def test_blocks_that_sequence_parallelism_cannot_gather_are_told_at_start() -> None:
     """Until 2.13, which asserts it in the first product."""
-    given = {"fp8_recipe": "blockwise", "gathered_hidden_size": 2880, **H100}
+    given = {"fp8": "hybrid", "fp8_recipe": "blockwise", "sequence_parallel": True, "hidden_size": 2880, **H100}
     with pytest.raises(UnsupportedFeatureError, match=r"is a multiple of 128 in TransformerEngine 2\.13, it is 2880"):
-        choose_layers(None, "auto", version="2.13.0", **given)
+        chosen_layers(None, "auto", version="2.13.0", **given)
     for version, changed in (
         ("2.14.0", {}),
-        ("2.13.0", {"gathered_hidden_size": 4096}),
-        ("2.13.0", {"gathered_hidden_size": None}),
+        ("2.13.0", {"hidden_size": 4096}),
+        ("2.13.0", {"sequence_parallel": False}),
         ("2.13.0", {"fp8_recipe": "tensorwise"}),
     ):
-        assert choose_layers(None, "auto", version=version, **{**given, **changed}).impl == "transformer_engine"
+        assert chosen_layers(None, "auto", version=version, **{**given, **changed}).impl == "transformer_engine"

@@ -124,7 +124,7 @@ def test_the_page_has_a_place_for_every_table(cells: list[Row], step: Row, tmp_p
     assert windows["with_s"] <= windows["without_s"]
     tables |= command.window_tables([windows])
     command.write(tmp_path, tables)
-    page = (tmp_path / "blocks.md").read_text(encoding="utf-8")
+    page = (tmp_path / "figures" / "blocks.md").read_text(encoding="utf-8")
     assert set(re.findall(r"<!-- begin (\S+) -->", page)) == set(tables)
     assert all(text in page for text in tables.values())
     assert tables["blocks-cells"].count("\n") == 1 + len(cells)

@@ -75,7 +75,7 @@ def test_the_page_has_a_place_for_every_table(row: Row, tmp_path: Path, monkeypa
     for section in command.SECTIONS:
         tables |= command.tables_of(section, quick=True)
     command.write(tmp_path, tables)
-    page = (tmp_path / "disaggregated.md").read_text(encoding="utf-8")
+    page = (tmp_path / "figures" / "disaggregated.md").read_text(encoding="utf-8")
     assert set(re.findall(r"<!-- begin (\S+) -->", page)) == set(tables)
     assert all(text in page for text in tables.values())
     assert "nan" not in page

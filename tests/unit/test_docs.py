@@ -254,7 +254,9 @@ def test_an_example_runs_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_excerpt_is_of_the_example() -> None:
-    (excerpt,) = [block for block in blocks_of(DOCS / "how-to" / "own-iterator.md") if block.language == "python"]
+    (excerpt,) = [
+        block for block in blocks_of(DOCS / "how-to" / "other-loops.md") if block.language == "python" and block.not_run
+    ]
     lines = {line.strip() for line in (ROOT / "examples" / "own_iterator.py").read_text(encoding="utf-8").splitlines()}
     assert len(excerpt.text.splitlines()) >= 25
     assert {line.strip() for line in excerpt.text.splitlines()} <= lines
@@ -265,10 +267,9 @@ def test_examples_are_there() -> None:
 
 
 def test_flags_and_options_are_those_of_the_parsers() -> None:
-    remedy = "run `python -m tools.flags_page` and commit docs/flags.md, docs/command.md and docs/files.md"
+    remedy = "run `python -m tools.flags_page` and commit docs/flags.md and docs/command.md"
     assert (DOCS / "flags.md").read_text(encoding="utf-8") == flags_page.flags_page(), remedy
     assert (DOCS / "command.md").read_text(encoding="utf-8") == flags_page.command_page(), remedy
-    assert (DOCS / "files.md").read_text(encoding="utf-8") == flags_page.files_page(), remedy
 
 
 def test_flags_named_on_pages_exist() -> None:
@@ -293,7 +294,7 @@ def test_flags_named_on_pages_exist() -> None:
     others |= {"--fim-data", "--split-sentences", "--calculate-per-token-loss"}
     named = 0
     for page in PAGES:
-        if page.name in ("planner.md", "LOG.md"):  # commands of other tools
+        if page.name in ("planner.md", "LOG.md", "2026-11.md"):  # commands of other tools
             continue
         flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text(encoding="utf-8")))
         named += len(flags)

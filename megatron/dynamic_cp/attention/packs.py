@@ -12,15 +12,15 @@ Masks of samples that are made of few rectangles give a pack of the causal squar
 give a *ranged* pack, which has two ranges of keys for every row.
 
 Everything is made on the host from the lengths that came with the plan, once per micro-batch, and kept in
-`DynamicPackedSeqParams.packs`: no layer asks the device for anything.
+`LayerCache`: no layer asks the device for anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +31,6 @@ from dynamic_cp.types import CAUSAL, FULL, Lambda, Mask, Rectangle, Sample
 from megatron.dynamic_cp.attention.key_ranges import SeenKeys, row_blocks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, boundaries
 from megatron.dynamic_cp.layout.sharding import count_held, packed_shard_positions
-
-Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,11 +154,11 @@ def ring_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.devic
     samples = params.masked_samples
     if isinstance(params.mask, Lambda):
         assert params.ring_size == 1, "windows are planned for one lane or a2a"
-        return _kept(params, "window", lambda: [*_packs_of(_as_samples(params), params.padded_seqlens, device)])
+        return params.once("window", lambda: [*_packs_of(_as_samples(params), params.padded_seqlens, device)])
     if samples is None:
         return full_packs(params, kv_rank, device) if params.mask == FULL else [ring_pack(params, kv_rank, device)]
     assert params.ring_size == 1, "masks are planned for one lane or a2a"
-    return _kept(params, "by mask", lambda: [*_packs_of(samples, params.padded_seqlens, device)])
+    return params.once("by mask", lambda: [*_packs_of(samples, params.padded_seqlens, device)])
 
 
 def _as_samples(params: DynamicPackedSeqParams) -> list[Sample]:
@@ -227,12 +225,12 @@ def ring_pack(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device
     whole = params.ring_seqlens
     halves = tuple(seqlen // 2 for seqlen in whole)
     if kv_rank == params.ring_rank:
-        return _kept(params, "own", lambda: Pack.build(whole, mask=CAUSAL, device=device))
+        return params.once("own", lambda: Pack.build(whole, mask=CAUSAL, device=device))
     if kv_rank < params.ring_rank:
         columns = partial(_half_rows, halves, second=False)
-        return _kept(params, "earlier", lambda: Pack.build(whole, halves, device=device, columns=columns()))
+        return params.once("earlier", lambda: Pack.build(whole, halves, device=device, columns=columns()))
     rows = partial(_half_rows, halves, second=True)
-    return _kept(params, "later", lambda: Pack.build(halves, whole, device=device, rows=rows()))
+    return params.once("later", lambda: Pack.build(halves, whole, device=device, rows=rows()))
 
 
 def full_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device) -> list[Pack]:
@@ -243,7 +241,7 @@ def full_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.devic
         shown = [count_held(seqlen, padded, params.ring_size, kv_rank) for seqlen, padded in of_sequences]
         return _full_packs(params.ring_seqlens, params.ring_seqlens, shown, device)
 
-    return _kept(params, f"keys of lane {kv_rank}", build)
+    return params.once(f"keys of lane {kv_rank}", build)
 
 
 def _full_packs(
@@ -275,10 +273,10 @@ def gathered_packs(params: DynamicPackedSeqParams, device: torch.device) -> list
     size, rank = params.cp_group.size(), params.cp_group.rank()
     if params.mask == FULL:
         rows = [seqlen // size for seqlen in params.padded_seqlens]
-        return _kept(params, "all", lambda: _full_packs(rows, params.padded_seqlens, params.seqlens, device))
+        return params.once("all", lambda: _full_packs(rows, params.padded_seqlens, params.seqlens, device))
     if isinstance(params.mask, Lambda):
         assert params.masked_samples is None, "planned for no samples with masks"
-        return _kept(params, "window", lambda: [_windowed_pack(params.mask, params.padded_seqlens, size, rank, device)])
+        return params.once("window", lambda: [_windowed_pack(params.mask, params.padded_seqlens, size, rank, device)])
     chunks = np.array([seqlen // (2 * size) for seqlen in params.padded_seqlens])
     starts = boundaries(params.padded_seqlens)[:-1]
 
@@ -297,11 +295,11 @@ def gathered_packs(params: DynamicPackedSeqParams, device: torch.device) -> list
         )
 
     packs = [
-        _kept(params, "diagonal", diagonal),
-        _kept(params, "past of second", lambda: past(2 * size - 1 - rank, second=True)),
+        params.once("diagonal", diagonal),
+        params.once("past of second", lambda: past(2 * size - 1 - rank, second=True)),
     ]
     if rank:
-        packs.append(_kept(params, "past of first", lambda: past(rank, second=False)))
+        packs.append(params.once("past of first", lambda: past(rank, second=False)))
     return packs
 
 
@@ -310,12 +308,6 @@ def _windowed_pack(mask: Mask, padded_seqlens: Sequence[int], size: int, rank: i
     shards = (packed_shard_positions((seqlen,), size, rank) for seqlen in padded_seqlens)
     ranges = [mask.key_ranges(seqlen)[shard] for seqlen, shard in zip(padded_seqlens, shards, strict=True)]
     return Pack.build([len(one) for one in ranges], padded_seqlens, device=device, key_ranges=np.concatenate(ranges))
-
-
-def _kept(params: DynamicPackedSeqParams, name: str, build: Callable[[], Kept]) -> Kept:
-    if name not in params.packs:
-        params.packs[name] = build()
-    return params.packs[name]
 
 
 def _ranges(starts: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray[np.int64]:

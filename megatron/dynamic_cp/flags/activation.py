@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from megatron.dynamic_cp.flags.exclusions import BIASED_EXPERTS, refuse_pairs
 
 FLAG = "--quick-geglu"
 CLAMP, OFFSET = "--activation-func-clamp-value", "--glu-linear-offset"
@@ -64,53 +65,7 @@ def check_activation(config: Any) -> None:
             if value is not None:
                 raise InvalidInputError(f"{flag} {value} is for {FLAG}: add it, or leave {flag} out", flag=flag)
     if (getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)) and has_biases(config):
-        _check_biased_experts(config)
-
-
-def _check_biased_experts(config: Any) -> None:
-    for is_on, what, why, remedy in (
-        (
-            getattr(config, "moe_shared_expert_intermediate_size", None) is not None,
-            "--moe-shared-expert-intermediate-size",
-            "megatron-core's shared experts have none",
-            "leave it out",
-        ),
-        (
-            getattr(config, "moe_grouped_gemm", False),
-            "--moe-grouped-gemm",
-            "they were checked with experts one after the other",
-            "leave it out",
-        ),
-        (
-            getattr(config, "swiglu", True) and _fuses(config),
-            "--bias-swiglu-fusion",
-            "megatron-core's fused kernel of experts has none",
-            "give --no-bias-swiglu-fusion",
-        ),
-    ):
-        if is_on:
-            raise UnsupportedFeatureError(
-                f"--num-experts with biases and {what} is not supported: {why}; add --disable-bias-linear, or {remedy}",
-                flag="--num-experts",
-                other=what,
-            )
-
-
-def _fuses(config: Any) -> bool:
-    return bool(getattr(config, "bias_activation_fusion", False) or getattr(config, "bias_swiglu_fusion", False))
-
-
-def why_local(config: Any) -> str | None:
-    """Return what of the MLPs is checked with local layers only, None where it is nothing.
-
-    Args:
-        config: flags.
-    """
-    if is_quick_geglu(config):
-        return f"gated MLPs of {FLAG} are checked with local layers only"
-    if getattr(config, "num_experts", None) and has_biases(config):
-        return "experts with biases (without --disable-bias-linear) are checked with local layers only"
-    return None
+        refuse_pairs(BIASED_EXPERTS, config)
 
 
 def choices(flags: Any) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from megatron.dynamic_cp.flags.positions import check_norms
 from megatron.dynamic_cp.flags.windows import windows_of
 
 VERIFY_MODES = ("digest", "full", "off")
-# The exchanges between the lanes of a CP group that the attention has; the planner prefers the first of equal ones.
 
 
 def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -80,15 +79,14 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
         "--dynamic-cp-hardware",
         metavar="NAME|FILE",
         help="hardware of the cost and memory model: "
-        f"{', '.join(catalog.hardware_names())} or a file like those; default: on CPU ranks cpu, which this project's "
-        "trainer corrects at start, otherwise h100",
+        f"{', '.join(catalog.hardware_names())} or a file like those; default: on CPU ranks cpu, otherwise h100",
     )
     group.add_argument(
         "--dynamic-cp-search",
         choices=SEARCH_EFFORTS,
         default="fast",
         help="effort of the planner: fast takes milliseconds; thorough takes about ten times as long, for better plans "
-        "of a pipeline",
+        "of a pipeline; exact proves each plan the fastest, of tiny batches only, and needs pulp",
     )
     group.add_argument(
         "--dynamic-cp-lookahead",

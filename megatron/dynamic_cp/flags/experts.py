@@ -129,9 +129,10 @@ def check_experts(flags: Any) -> None:
     _check_losses(flags)
     _check_sizes(flags, number, ep_size)
     _check_parts(flags)
-    if is_placed(getattr(flags, "cp_comm_type", "")) and not may_place(flags):
+    exchange = getattr(flags, "cp_comm_type", None)
+    if isinstance(exchange, str) and is_placed(exchange) and not may_place(flags):  # a checkout has a list: none is
         raise UnsupportedFeatureError(
-            f"--cp-comm-type {flags.cp_comm_type} with --moe-aux-loss-coeff {flags.moe_aux_loss_coeff} is not "
+            f"--cp-comm-type {exchange} with --moe-aux-loss-coeff {flags.moe_aux_loss_coeff} is not "
             f"supported: {WHY_NOT_PLACED}: take another exchange, or leave that loss out (experts are evenly loaded "
             "with --moe-router-enable-expert-bias, too)",
             flag="--cp-comm-type",

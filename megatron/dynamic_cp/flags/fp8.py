@@ -13,10 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from megatron.dynamic_cp.flags import exclusions
 
 logger = logging.getLogger(__name__)
 
-FLAG, RECIPE_FLAG = "--fp8-format", "--fp8-recipe"
+FLAG, RECIPE_FLAG = exclusions.FP8, "--fp8-recipe"
 FORMATS = ("e4m3", "hybrid")
 ALIGNMENTS = MappingProxyType({"tensorwise": 16, "blockwise": 16, "mxfp8": 32, "delayed": 16})
 """Recipe -> what the rows of a product are a multiple of. Source: megatron-core 0.16.1, `get_fp8_align_size`."""
@@ -29,8 +30,6 @@ CAPABILITIES = MappingProxyType({"tensorwise": (8, 9), "blockwise": (9, 0), "mxf
 """Recipe -> oldest compute capability. Source: TransformerEngine 2.11, `pytorch/fp8.py`, its `check_*_support`."""
 DEFAULT_RECIPE = "delayed"
 """As in Megatron-LM."""
-RECOMPUTED = ("core_attn",)
-"""What selective recomputation may repeat: nothing that is computed in FP8."""
 
 
 def is_on(config: Any) -> bool:
@@ -112,26 +111,7 @@ def check_fp8(config: Any) -> None:
             f"{', '.join(ALIGNMENTS)}",
             flag=RECIPE_FLAG,
         )
-    given = getattr(config, "recompute_modules", None) or RECOMPUTED
-    is_selective = getattr(config, "recompute_granularity", None) == "selective"
-    more = [name for name in given if name not in RECOMPUTED] if is_selective else []
-    for is_given, what, why in (
-        (
-            getattr(config, "num_experts", None) or getattr(config, "num_moe_experts", None),
-            "--num-experts",
-            "what an expert gets is no multiple of anything",
-        ),
-        (getattr(config, "mtp_num_layers", None), "--mtp-num-layers", "their projections were not checked in it"),
-        (
-            more,
-            f"--recompute-modules {' '.join(more)}",
-            "parts of a layer were not checked in it",
-        ),
-    ):
-        if is_given:
-            raise UnsupportedFeatureError(
-                f"{FLAG} with {what} is not supported: {why}; leave one of them out", flag=FLAG, other=what
-            )
+    exclusions.refuse_pairs(FLAG, config)
 
 
 def why_not_gathered(recipe: str, hidden_size: int, release: tuple[int, int]) -> str | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.errors import InvalidInputError
+from megatron.dynamic_cp.flags.exclusions import LATENTS, refuse_pairs
 from megatron.dynamic_cp.flags.positions import YARN
 
 FLAG = "--multi-latent-attention"
@@ -104,45 +105,7 @@ def check_latent_attention(config: Any) -> None:
             v_head_dim=config.v_head_dim,
             kv_channels=together,
         )
-    groups, heads = config.num_query_groups, config.num_attention_heads
-    positions = getattr(config, "position_embedding_type", "rope")
-    for is_given, what, why in (
-        (groups not in (None, heads), f"--num-query-groups {groups}", f"each of its {heads} heads has keys of its own"),
-        (positions != "rope", f"--position-embedding-type {positions}", "it rotates by --rope-type alone"),
-        (getattr(config, "softmax_type", "vanilla") != "vanilla", "--softmax-type", "it has scores of keys alone"),
-        (_has(config, "attention_output_gate"), "--attention-output-gate", "it has no gate"),
-        (_has(config, "qk_l2_norm"), "--qk-l2-norm", "it normalizes latents"),
-        (_has(config, "no_rope_freq"), "--no-rope-freq", "all layers rotate"),
-        (getattr(config, "window_size", None) is not None, "--window-size", "its layers were not checked with one"),
-        (_has(config, "rotary_interleaved"), "--rotary-interleaved", "its channels are paired in one way"),
-        (
-            # Megatron-LM sets it wherever all linear layers have biases, and its latent attention does not read it.
-            _has(config, "add_qkv_bias") and not _has(config, "add_bias_linear"),
-            "--add-qkv-bias",
-            "its projections have none",
-        ),
-        (_has(config, "use_rope_scaling"), "--use-rope-scaling", "its RoPE is not scaled"),
-        (
-            getattr(config, "rotary_seq_len_interpolation_factor", None) not in (None, 1),
-            "--rotary-seq-len-interpolation-factor",
-            "its positions are not divided",
-        ),
-        (getattr(config, "rotary_percent", 1.0) != 1, "--rotary-percent", "--qk-pos-emb-head-dim says what is rotated"),
-        (
-            _has(config, "fp32_residual_connection"),
-            "--fp32-residual-connection",
-            "latents were not checked with a residual of another type",
-        ),
-        (
-            getattr(config, "yarn_correction_range_round_to_int", None) is not None,
-            "--yarn-correction-range-round-to-int",
-            "its YaRN always rounds",
-        ),
-    ):
-        if is_given:
-            raise UnsupportedFeatureError(
-                f"{FLAG} with {what} is not supported: {why}; leave one of them out", flag=FLAG, other=what
-            )
+    refuse_pairs(LATENTS, config)
 
 
 def latent_fields(model: Any) -> dict[str, Any]:
@@ -177,10 +140,6 @@ def latent_attention_of(flags: Any) -> dict[str, Any]:
 def shape_of(model: Any) -> dict[str, int]:
     """Return the numbers of `ModelShape` that only latent attention has; {} without it."""
     return {name: getattr(model, name) or 0 for name in WIDTHS} if is_on(model) else {}
-
-
-def _has(config: Any, name: str) -> bool:
-    return bool(getattr(config, name, False))
 
 
 def _flag(name: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import FrozenInstanceError, dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ except ImportError:  # loops outside Megatron need torch only: `megatron.dynamic
         cp_group: dist.ProcessGroup | None = None
 
 
+Kept = TypeVar("Kept")
+
 Levels = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 """(Lanes that exchange heads, lanes that pass keys and values round); None: no lanes do."""
 
@@ -46,6 +48,45 @@ class ExchangeStats:
     """
 
     bytes_sent: int = 0
+
+
+class LayerCache:
+    """What the layers of a micro-batch make once: the first that asks fills it. All that changes of a micro-batch.
+
+    Layers with other masks share it; recomputed layers find what the first pass made.
+
+    Args:
+        placed: what this lane does, where the bucket's attention is placed (`attention.placed_packs.PlacedLane`).
+
+    Attributes:
+        placed: the same; in a pool that of the tick.
+        halves: the two halves in which layers of a pool run (`attention.halves.Halves`); None: they run in one.
+    """
+
+    def __init__(self, placed: Any = None) -> None:
+        self.placed = placed
+        self.halves: Any = None
+        self._common: dict[str, Any] = {}
+        self._of_masks: dict[tuple[Mask, str], Any] = {}
+
+    def once(self, name: str, make: Callable[[], Kept]) -> Kept:
+        """Return what `make` returned for the first layer of all."""
+        if name not in self._common:
+            self._common[name] = make()
+        kept: Kept = self._common[name]
+        return kept
+
+    def once_for(self, mask: Mask, name: str, make: Callable[[], Kept]) -> Kept:
+        """Return what `make` returned for the first layer with `mask`."""
+        if (mask, name) not in self._of_masks:
+            self._of_masks[mask, name] = make()
+        kept: Kept = self._of_masks[mask, name]
+        return kept
+
+    def move_to(self, placed: Any) -> None:
+        """Have another programme computed: what was made of the one before is dropped."""
+        self.placed = placed
+        self._of_masks.clear()
 
 
 def boundaries(padded_seqlens: Sequence[int]) -> NDArray[np.int32]:
@@ -77,14 +118,8 @@ class DynamicPackedSeqParams(PackedSeqParams):
             (`process_groups.DynamicCPGroups.levels`).
         label: where in the run this is, for error messages.
         stats: counter shared by all micro-batches of the step.
-        rotary_cache: (cos, sin) of the local tokens, filled by the first layer that rotates.
-        row_order_cache: rows of the gathered shards in sequence order, filled by the first layer that gathers.
-        owners_cache: whose the local tokens are (`token_owners.TokenOwners`), filled by the first layer that asks.
-        placed: what this lane does, where the bucket's attention is placed (`attention.placed_packs.PlacedLane`).
-        halves: the two halves in which layers run (`attention.halves.Halves`); None: they run in one.
-        packs: what the kernel calls of a layer compute, by name, filled by the first layer (`attention.packs`).
-        of_masks: the same for layers with other masks, filled by the first layer of each.
         future: what modules of multi-token prediction read; None: there are none on this rank.
+        cache: what layers make of all this. Everything else stays as it was built.
     """
 
     padded_seqlens: tuple[int, ...] = ()
@@ -98,14 +133,23 @@ class DynamicPackedSeqParams(PackedSeqParams):
     ring_group: dist.ProcessGroup | None = None
     label: str = ""
     stats: ExchangeStats = field(default_factory=ExchangeStats)
-    rotary_cache: tuple[torch.Tensor, torch.Tensor] | None = None
-    row_order_cache: torch.Tensor | None = None
-    owners_cache: Any = None
-    placed: Any = None
-    halves: Any = None
-    packs: dict[str, Any] = field(default_factory=dict)
-    of_masks: dict[Mask, DynamicPackedSeqParams] = field(default_factory=dict)
     future: FutureColumns | None = None
+    cache: LayerCache = field(default_factory=LayerCache)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "cache" in self.__dict__:
+            raise FrozenInstanceError(f"{name} of a micro-batch's parameters stays as it was built: use replace()")
+        super().__setattr__(name, value)
+
+    @property
+    def placed(self) -> Any:
+        """What this lane does, where the bucket's attention is placed."""
+        return self.cache.placed
+
+    @property
+    def halves(self) -> Any:
+        """The two halves in which layers run in a pool."""
+        return self.cache.halves
 
     @property
     def inner_cp_size(self) -> int:
@@ -131,9 +175,11 @@ class DynamicPackedSeqParams(PackedSeqParams):
         """Return these parameters for layers with `mask`, the same object for all of them."""
         if mask == self.mask:
             return self
-        if mask not in self.of_masks:
-            self.of_masks[mask] = replace(self, mask=mask, packs={}, of_masks={})
-        return self.of_masks[mask]
+        return self.cache.once_for(mask, "parameters", lambda: replace(self, mask=mask))
+
+    def once(self, name: str, make: Callable[[], Kept]) -> Kept:
+        """Return what `make` returned for the first layer with this mask."""
+        return self.cache.once_for(self.mask, name, make)
 
     @classmethod
     def build(
@@ -160,7 +206,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
             cu_seqlens: `boundaries(padded_seqlens)` where it is on the device already.
             levels: (heads group, ring group) of the bucket; None: no heads are exchanged, the ring is the whole group.
             seqlens: as the attribute; None: there is no padding.
-            mask, masked_samples, placed, is_empty_place, future: as the attributes.
+            mask, masked_samples, is_empty_place, future: as the attributes; placed: as of `LayerCache`.
         """
         heads_group, ring_group = (None, cp_group) if levels is None else levels
         if cu_seqlens is None:
@@ -183,7 +229,6 @@ class DynamicPackedSeqParams(PackedSeqParams):
             is_empty_place=is_empty_place,
             mask=mask,
             masked_samples=masked_samples,
-            placed=placed,
             positions=positions,
             cp_comm_type=cp_comm_type,
             heads_group=heads_group,
@@ -191,4 +236,5 @@ class DynamicPackedSeqParams(PackedSeqParams):
             label=label,
             stats=stats,
             future=future,
+            cache=LayerCache(placed),
         )

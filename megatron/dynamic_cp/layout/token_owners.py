@@ -39,7 +39,8 @@ class TokenOwners(NamedTuple):
 
 def token_owners(params: DynamicPackedSeqParams) -> TokenOwners:
     """Return whose the local tokens are. Computed by the first layer that asks."""
-    if params.owners_cache is None:
+
+    def make() -> TokenOwners:
         if params.placed is not None:
             shards = params.placed.shards()  # of its samples, and padding
             lengths = [*map(_lengths_of_parts, params.placed.samples), ()]
@@ -51,8 +52,9 @@ def token_owners(params: DynamicPackedSeqParams) -> TokenOwners:
                 lengths = list(map(_lengths_of_parts, params.masked_samples))
             else:
                 lengths = [(0 if params.is_empty_place else seqlen,) for seqlen in params.seqlens]
-        params.owners_cache = _owners(shards, lengths, params.positions.device)
-    return params.owners_cache
+        return _owners(shards, lengths, params.positions.device)
+
+    return params.cache.once("owners", make)
 
 
 def _lengths_of_parts(sample: Sample) -> tuple[int, ...]:

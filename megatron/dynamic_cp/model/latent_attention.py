@@ -25,7 +25,7 @@ from dynamic_cp.types import needs_latents
 from megatron.dynamic_cp.attention.mechanisms.latents import LatentWidths
 from megatron.dynamic_cp.groups.model_groups import check_groups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.model.rotary import OneRotaryTable, rotary_cos_sin, rotate
+from megatron.dynamic_cp.model.rotary import OneRotaryTable, cos_sin_at, rotate
 
 
 class DynamicCPLatentAttention(MLASelfAttention):
@@ -149,11 +149,13 @@ class DynamicCPLatentAttention(MLASelfAttention):
 
     def _cos_sin(self, params: DynamicPackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the local tokens, each [T, 1, 1, rotated width]; computed by the first layer."""
-        if params.rotary_cache is not None:
-            return params.rotary_cache
-        found = self.rotary_pos_emb(params.max_seqlen_q)
-        table, concentration = found if isinstance(found, tuple) else (found, 1.0)
-        return rotary_cos_sin(table, params, dtype, concentration)
+
+        def make() -> tuple[Tensor, Tensor]:
+            found = self.rotary_pos_emb(params.max_seqlen_q)
+            table, concentration = found if isinstance(found, tuple) else (found, 1.0)
+            return cos_sin_at(table, params.positions, dtype, concentration)
+
+        return params.cache.once("rotation", make)
 
     def _rotate(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """Return x [T, 1, heads, width] rotated: neighbouring channels are pairs, and come out as halves."""

@@ -13,9 +13,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import layers_with_experts
-from megatron.dynamic_cp.attention.te.support import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.flags import fp8
+from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
 from megatron.dynamic_cp.model.experts import LayerWithExperts, use_our_parts
 from megatron.dynamic_cp.model.latent_attention import DynamicCPLatentAttention
 from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm

@@ -21,7 +21,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from dynamic_cp.types import layers_with_experts
-from megatron.dynamic_cp.attention.te.support import TransformerImpl
+from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
 from megatron.dynamic_cp.layout.future_columns import FutureColumns
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.layer_specs import layer_spec

@@ -63,10 +63,15 @@ def rotary_cos_sin(
         frequencies: megatron-core's table of angles, float32 [longest sequence, 1, 1, rotary dim].
         concentration: factor of what is rotated, of all layers (`positions.concentration`).
     """
-    if params.rotary_cache is None:
-        angles = frequencies.index_select(0, params.positions)
-        params.rotary_cache = (angles.cos() * concentration).to(dtype), (angles.sin() * concentration).to(dtype)
-    return params.rotary_cache
+    return params.cache.once("rotation", lambda: cos_sin_at(frequencies, params.positions, dtype, concentration))
+
+
+def cos_sin_at(
+    frequencies: Tensor, positions: Tensor | None, dtype: torch.dtype, concentration: float
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the angles at `positions`, each [T, 1, 1, rotary dim]."""
+    angles = frequencies.index_select(0, positions)
+    return (angles.cos() * concentration).to(dtype), (angles.sin() * concentration).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:

@@ -31,7 +31,7 @@ from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane, PlacedPacks
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, LayerCache
 from megatron.dynamic_cp.pool.two_halves import Turns, TwoHalves, mirrored
 
 
@@ -131,7 +131,7 @@ class Halves:
             for rows, size in zip(self.rows, self.sizes, strict=True):
                 positions = self.params.positions.new_zeros(size)
                 positions[: len(rows)] = self.params.positions.index_select(0, rows)
-                self._rotary_params.append(replace(self.params, positions=positions, rotary_cache=None, halves=None))
+                self._rotary_params.append(replace(self.params, positions=positions, cache=LayerCache()))
         return self._rotary_params[half]
 
     def direction(

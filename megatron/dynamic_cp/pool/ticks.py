@@ -31,7 +31,7 @@ from dynamic_cp.pool.ticks import Tick, Unit, num_ticks, tick_order
 from dynamic_cp.types import BY_PLACEMENT
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, LayerCache
 from megatron.dynamic_cp.measuring.nvtx import span
 from megatron.dynamic_cp.pool.block import run_blocks_in_halves
 from megatron.dynamic_cp.pool.halves import Halves
@@ -220,8 +220,8 @@ class _Microbatches:
         batch = next(self._data_iterators[unit.chunk])
         params = _in_pool(batch["packed_seq_params"], self._pool, lane)
         if self._pool.in_halves:
-            params.halves = _halves(params, lane, self._config)
-            begin_halves(params.halves, lane, self._model, is_forward=True)
+            params.cache.halves = _halves(params, lane, self._config)
+            begin_halves(params.cache.halves, lane, self._model, is_forward=True)
         output, num_tokens = schedules.forward_step(
             self._forward_step_func,
             iter([{**batch, "packed_seq_params": params}]),
@@ -246,8 +246,8 @@ class _Microbatches:
         """Run the oldest micro-batch of a chunk backward and return what the chunk before gets."""
         params, given, output = self._kept[unit.chunk].popleft()
         move_to(lane, params)
-        if params.halves is not None:
-            begin_halves(params.halves, lane, self._model, is_forward=False)
+        if params.cache.halves is not None:
+            begin_halves(params.cache.halves, lane, self._model, is_forward=False)
         if given is not None:
             given.retain_grad()
         if came is None and self._config.grad_scale_func is not None:
@@ -290,7 +290,7 @@ class _Server:
 def _in_pool(params: DynamicPackedSeqParams, pool: Pool, lane: PlacedLane) -> DynamicPackedSeqParams:
     """Return the parameters of a micro-batch in one chunk, whose attention the pool computes."""
     placed = replace(
-        params, cp_group=pool.group, cp_comm_type=BY_PLACEMENT, heads_group=None, ring_group=None, packs={}, of_masks={}
+        params, cp_group=pool.group, cp_comm_type=BY_PLACEMENT, heads_group=None, ring_group=None, cache=LayerCache()
     )
     move_to(lane, placed)
     return placed
@@ -312,10 +312,10 @@ def begin_halves(halves: Halves, lane: PlacedLane, model: Sequence[torch.nn.Modu
 
 def end_halves(params: DynamicPackedSeqParams, *, keep: bool) -> None:
     """Refuse a tick in which a step is left; without `keep` the micro-batch is done."""
-    if params.halves is not None:
-        params.halves.turns.finish()
+    if params.cache.halves is not None:
+        params.cache.halves.turns.finish()
         if not keep:
-            params.halves = None  # which has the parameters, and would keep them
+            params.cache.halves = None  # which has the parameters, and would keep them
 
 
 def move_to(lane: PlacedLane, params: DynamicPackedSeqParams) -> None:
@@ -331,9 +331,7 @@ def move_to(lane: PlacedLane, params: DynamicPackedSeqParams) -> None:
             planned=lane.num_tokens,
             tokens=len(params.positions),
         )
-    params.placed = lane
-    params.packs.clear()
-    params.of_masks.clear()
+    params.cache.move_to(lane)
 
 
 class _GradientSync:

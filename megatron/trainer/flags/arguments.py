@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp.attention.te.support import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.arguments import add_dynamic_cp_arguments
 from megatron.dynamic_cp.flags.experts import BALANCING, DEFAULTS, layer_freq
 from megatron.dynamic_cp.flags.fp8 import ALIGNMENTS, FORMATS
 from megatron.dynamic_cp.flags.latent_attention import ROPE_TYPES
+from megatron.dynamic_cp.flags.layer_needs import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES, no_rope_freq
 from megatron.dynamic_cp.flags.windows import skip_freq, window_size
 from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from megatron.dynamic_cp.attention.te.support import TransformerImpl
+from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.trainer.flags.batch_sizes import BatchSizes
 

@@ -17,11 +17,11 @@ from megatron.dynamic_cp.flags import experts, latent_attention
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.arguments import recompute_modules
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
+from megatron.dynamic_cp.flags.exclusions import POOL, refuse_pairs
 from megatron.dynamic_cp.flags.fp8 import check_fp8, complete_fp8, token_alignment
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, complete_latent_attention
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
-from megatron.dynamic_cp.flags.pool import check_pool
 from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.windows import windows_of
@@ -360,10 +360,12 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         has_latents=latent_attention.is_on(args),
         auto_places=auto_places and experts.may_place(args) and topology.expert_lanes == 1,
         pipeline_layers=pipeline_layers(args),
-        pool=check_pool(args),
+        pool=args.dynamic_cp_pool,
         noise_margin=args.dynamic_cp_noise_margin,
         ping_pong=args.dynamic_cp_ping_pong,
     )
+    if args.dynamic_cp_pool != "off":
+        refuse_pairs(POOL, args, value=args.dynamic_cp_pool)
     settings = with_exchange_sizes(settings, args.num_attention_heads // topology.tp_size)
     if settings.max_tokens_per_rank is None:  # --seq-length is checked once memory is known
         return settings

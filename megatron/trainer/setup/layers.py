@@ -5,20 +5,18 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from typing import Literal
 
 import torch
 
-from dynamic_cp.types import CpCommType
 from megatron.dynamic_cp.agreement.verify import agree
 from megatron.dynamic_cp.attention.te.kernels import Capability, installed_flash_attn
 from megatron.dynamic_cp.attention.te.support import (
     LayerChoice,
-    TransformerImpl,
     choose_layers,
     installed_version,
     release_of,
 )
+from megatron.dynamic_cp.flags.layer_needs import LayerNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -43,26 +41,8 @@ def batch_the_ring() -> None:
         logger.info("%s=%s: TransformerEngine's rings use the connections of their groups", BATCHED_RING, value)
 
 
-def choose(
-    requested: TransformerImpl | None,
-    exchange: CpCommType | Literal["auto"],
-    *,
-    backend: str,
-    bf16: bool,
-    head_dim: int,
-    has_windows: bool,
-    recomputes_norms: bool,
-    fp32_residual: bool,
-    softmax_type: str,
-    latent_attention: bool,
-    why_local: str | None,
-    fp8_recipe: str | None = None,
-    gathered_hidden_size: int | None = None,
-    device: torch.device,
-) -> LayerChoice:
+def choose(needs: LayerNeeds, device: torch.device) -> LayerChoice:
     """Return the layers of this run and set the environment up for them; collective.
-
-    Args: as `choose_layers`.
 
     Raises:
         DynamicCPError: they cannot be used, or ranks have other versions of TransformerEngine or its kernels; the same
@@ -75,23 +55,7 @@ def choose(
         if capability is not None and version is not None:
             flash_attn = installed_flash_attn(capability, release_of(version))
         return choose_layers(
-            requested,
-            exchange,
-            capability=capability,
-            flash_attn=flash_attn,
-            backend=backend,
-            bf16=bf16,
-            head_dim=head_dim,
-            has_windows=has_windows,
-            recomputes_norms=recomputes_norms,
-            fp32_residual=fp32_residual,
-            softmax_type=softmax_type,
-            latent_attention=latent_attention,
-            why_local=why_local,
-            fp8_recipe=fp8_recipe,
-            gathered_hidden_size=gathered_hidden_size,
-            version=version,
-            why_missing=why_missing,
+            needs, capability=capability, flash_attn=flash_attn, version=version, why_missing=why_missing
         )
 
     choice = agree(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,14 +15,15 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Hardware, Sample
 from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.flags.activation import why_local
+from megatron.dynamic_cp.flags.exclusions import MASKS, refuse_pairs
 from megatron.dynamic_cp.flags.experts import may_place
+from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.step.loss import forward_step
 from megatron.dynamic_cp.step.schedule import run_schedule
 from megatron.trainer.checkpoints import checkpoint_files
@@ -120,9 +122,8 @@ def set_up(settings: Settings) -> Run:
     hardware = first_hardware(settings.planning, device)
     data = load_data(settings, device)
     if data.splits.train.has_masks:
-        layer_choice.check_masks("prompts with several responses")
-        _check_masks(settings)
-        _check_pool(settings)
+        layer_choice.check_masks(MASKS)
+        refuse_pairs(MASKS, SimpleNamespace(**settings.arguments))
     runtime = PlannedRuntime.agree(
         settings.planning,
         arguments={**settings.arguments, **fused.completed_flags(settings.model)},
@@ -159,52 +160,13 @@ def set_up(settings: Settings) -> Run:
     return run
 
 
-def _check_masks(settings: Settings) -> None:
-    if depths := settings.model.mtp_num_layers:
-        raise UnsupportedFeatureError(
-            f"--mtp-num-layers {depths}: after a prompt with several responses more than one token is the next, and "
-            "both together are not supported: give each response a line with its prompt, or leave the flag out"
-        )
-    if sink := settings.model.window_sink_tokens:
-        raise UnsupportedFeatureError(
-            f"--window-sink-tokens {sink}: a response sees itself, the end of its prompt and the sink, three ranges of "
-            "keys, and two are supported: give each response a line with its prompt, or leave the sink out"
-        )
-
-
-def _check_pool(settings: Settings) -> None:
-    if settings.planning.pool != "off":
-        raise UnsupportedFeatureError(
-            f"--dynamic-cp-pool {settings.planning.pool}: prompts with several responses have masks of their own, and "
-            "servers compute queries with all keys before them: give each response a line with its prompt, or leave "
-            "the flag out"
-        )
-
-
 def _masked_batch(stream: SampleStream, settings: Settings) -> Sequence[Sample]:
     """Return the first global batch where samples may have masks: that these cannot be planned shows at the start."""
     return stream.global_batch(0, settings.training.batch_sizes.at(0)) if stream.has_masks else ()
 
 
 def _layers(settings: Settings, device: torch.device) -> LayerChoice:
-    # Servers of a pool run local layers, so nothing else is chosen beside it.
-    requested = settings.model.transformer_impl if settings.planning.pool == "off" else "local"
-    choice = layers.choose(
-        requested,
-        settings.planning.cp_comm_type,
-        backend=settings.model.attention_backend,
-        bf16=settings.model.bf16,
-        head_dim=settings.model.kv_channels,
-        has_windows=settings.planning.has_windows,
-        recomputes_norms=settings.planning.recomputes_norms,
-        fp32_residual=settings.planning.fp32_residual,
-        softmax_type=settings.model.softmax_type,
-        latent_attention=settings.model.multi_latent_attention,
-        why_local=why_local(settings.model),
-        fp8_recipe=settings.model.fp8_recipe,
-        gathered_hidden_size=settings.model.hidden_size if settings.planning.topology.sequence_shares > 1 else None,
-        device=device,
-    )
+    choice = layers.choose(layer_needs(settings.model, settings.planning), device)
     logger.info("%s", choice.describe())
     return choice
 

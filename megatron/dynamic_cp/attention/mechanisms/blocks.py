@@ -64,10 +64,7 @@ class Blocks(ShardExecutor):
 
 def placed_packs(params: DynamicPackedSeqParams, device: torch.device) -> PlacedPacks:
     """Return the programme of the lane on the device, made by the first layer with a mask that asks."""
-    assert params.placed is not None
-    if "placed" not in params.packs:
-        params.packs["placed"] = params.placed.packs(device, params.mask)
-    packs: PlacedPacks = params.packs["placed"]
+    packs: PlacedPacks = params.once("placed", lambda: params.placed.packs(device, params.mask))
     return packs
 
 

@@ -40,12 +40,14 @@ def row_order(params: DynamicPackedSeqParams, device: torch.device) -> Tensor:
 
     These are the inner group where heads are exchanged, else the whole CP group.
     """
-    if params.row_order_cache is None:
+
+    def make() -> Tensor:
         group = params.heads_group or params.cp_group
         outer_size = params.cp_group.size() // group.size()
         seqlens = tuple(seqlen // outer_size for seqlen in params.padded_seqlens)
-        params.row_order_cache = to_device(gathered_order(seqlens, group.size()), device)
-    return params.row_order_cache
+        return to_device(gathered_order(seqlens, group.size()), device)
+
+    return params.cache.once("order of rows", make)
 
 
 def from_sequence_order(x_SHD: Tensor, order: Tensor) -> Tensor:

@@ -21,17 +21,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import CpCommType, is_placed
+from dynamic_cp.types import CpCommType
 from megatron.dynamic_cp.attention.te.kernels import Capability, FlashAttn, Kernel, choose_kernel
 from megatron.dynamic_cp.flags.fp8 import why_no_device, why_not_gathered
-from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES
+from megatron.dynamic_cp.flags.layer_needs import LayerNeeds, TransformerImpl
 
 if TYPE_CHECKING:
     import torch  # parsing flags must not wait for it
 
 Release = tuple[int, int]
-TransformerImpl = Literal["local", "transformer_engine"]
-TRANSFORMER_IMPLS: tuple[TransformerImpl, ...] = ("local", "transformer_engine")
 
 OLDEST: Release = (2, 9)
 """What megatron-core 0.16.1 asks for at least."""
@@ -49,10 +47,6 @@ NOT_SERVED: Mapping[Kernel | None, frozenset[CpCommType]] = MappingProxyType(
 """Exchanges that TransformerEngine does not do with a kernel. all_gather has to say apart where the keys of a sequence
 begin and how many a query sees; flash-attn 2 takes one number for both, TransformerEngine calls it all the same, and
 what comes out is wrong. For a2a+p2p it never takes flash-attn 4."""
-
-HEAD_DIM_MULTIPLE = 8
-LARGEST_HEAD_DIM = 256
-"""Of the flash and cuDNN kernels that TransformerEngine calls."""
 
 WRAPPED: frozenset[CpCommType] = frozenset({"a2a", "a2a+p2p"})
 """Exchanges that our wrapper does around any version."""
@@ -158,43 +152,18 @@ def why_no_masks(model: Iterable[torch.nn.Module]) -> str | None:
 
 
 def choose_layers(
-    requested: TransformerImpl | None,
-    exchange: CpCommType | Literal["auto"],
+    needs: LayerNeeds,
     *,
     capability: Capability | None,
     flash_attn: FlashAttn | None,
-    backend: str,
-    bf16: bool,
-    head_dim: int,
-    has_windows: bool = False,
-    recomputes_norms: bool = False,
-    fp32_residual: bool = False,
-    softmax_type: str = SOFTMAX_TYPES[0],
-    latent_attention: bool = False,
-    why_local: str | None = None,
-    fp8_recipe: str | None = None,
-    gathered_hidden_size: int | None = None,
     version: str | None,
     why_missing: str = "",
 ) -> LayerChoice:
     """Return the layers of a run: TransformerEngine's where they can be used and local ones are not asked for.
 
     Args:
-        requested: --transformer-impl.
-        exchange: --cp-comm-type.
         capability: compute capability of the CUDA device; None: this run trains on the CPU.
         flash_attn: see `kernels.installed_flash_attn`.
-        backend: --attention-backend, which megatron-core hands on to TransformerEngine.
-        bf16: whether it trains in bf16.
-        head_dim: --kv-channels.
-        has_windows: some layers have a window.
-        recomputes_norms: --recompute-modules has layernorm.
-        fp32_residual: --fp32-residual-connection.
-        softmax_type: --softmax-type.
-        latent_attention: --multi-latent-attention.
-        why_local: what of its MLPs is checked with local layers only; None: nothing.
-        fp8_recipe: --fp8-recipe, which local layers do not have; None: nothing is in FP8.
-        gathered_hidden_size: --hidden-size where sequence parallelism gathers it; None: it does not.
         version: of TransformerEngine; None: it cannot be imported, because of `why_missing`.
 
     Raises:
@@ -202,73 +171,70 @@ def choose_layers(
             for; its layers recompute no norms; FP8 where they cannot be used, on a device without it, or in blocks that
             it does not gather.
     """
-    if requested == "local":
+    if needs.requested == "local":
         return LayerChoice(impl="local", reason="--transformer-impl local")
-    obstacle = kernel = None
-    if capability is None:
-        obstacle = "TransformerEngine needs CUDA devices, this run trains on the CPU"
-    elif version is None:
-        obstacle = f"TransformerEngine {shown(OLDEST)} or newer is needed, it cannot be imported ({why_missing})"
-    elif release_of(version) < OLDEST:
-        obstacle = f"TransformerEngine {version} is installed, {shown(OLDEST)} is needed"
-    elif not bf16:
-        obstacle = "TransformerEngine's attention over several lanes needs --bf16, this run trains in fp32"
-    elif latent_attention:
-        obstacle = "latent attention (--multi-latent-attention) is checked with local layers only"
-    elif head_dim % HEAD_DIM_MULTIPLE or head_dim > LARGEST_HEAD_DIM:
-        obstacle = (
-            f"TransformerEngine's attention needs --kv-channels that are a multiple of {HEAD_DIM_MULTIPLE} up to "
-            f"{LARGEST_HEAD_DIM}, they are {head_dim}"
-        )
-    elif is_placed(exchange):
-        obstacle = f"TransformerEngine's attention cannot be placed (--cp-comm-type {exchange})"
-    elif has_windows:
-        obstacle = "layers with a window (--window-size) are checked with local layers only"
-    elif fp32_residual:
-        obstacle = "a residual in float32 (--fp32-residual-connection) is checked with local layers only"
-    elif softmax_type != SOFTMAX_TYPES[0]:
-        obstacle = f"a score beside those of keys (--softmax-type {softmax_type}) is checked with local layers only"
-    elif why_local is not None:
-        obstacle = why_local
+    kernel, obstacle = None, _why_not_installed(capability, version, why_missing) or needs.why_local
+    if obstacle is None:
+        assert capability is not None
+        kernel, obstacle = choose_kernel(needs.backend, capability, flash_attn=flash_attn)
+    if kernel is None:
+        assert obstacle is not None
+        return _local_layers(needs, obstacle, version)
+    assert version is not None
+    assert capability is not None
+    _check_te_computes(needs, capability, version)
+    left_out: tuple[CpCommType, ...] = ()
+    if needs.exchange == "auto":
+        left_out = missing_exchanges(tuple(NATIVE_SINCE), version, kernel)
     else:
-        kernel, why_none = choose_kernel(backend, capability, flash_attn=flash_attn)
-        obstacle = None if kernel is not None else why_none
-    if obstacle is not None and requested is None and fp8_recipe is not None:
+        way(needs.exchange, version, kernel, kv_heads=1, inner_cp_size=1)
+    reason = f"TransformerEngine {version} is installed"
+    return LayerChoice(impl="transformer_engine", reason=reason, left_out=left_out, kernel=kernel)
+
+
+def _why_not_installed(capability: Capability | None, version: str | None, why_missing: str) -> str | None:
+    """Return why no layer of TransformerEngine runs here, whatever the model; None where some do."""
+    if capability is None:
+        return "TransformerEngine needs CUDA devices, this run trains on the CPU"
+    if version is None:
+        return f"TransformerEngine {shown(OLDEST)} or newer is needed, it cannot be imported ({why_missing})"
+    if release_of(version) < OLDEST:
+        return f"TransformerEngine {version} is installed, {shown(OLDEST)} is needed"
+    return None
+
+
+def _local_layers(needs: LayerNeeds, obstacle: str, version: str | None) -> LayerChoice:
+    """Return local layers, chosen because of an obstacle; refuse it where something needs TransformerEngine's."""
+    if needs.requested is not None:
+        raise UnsupportedFeatureError(
+            f"--transformer-impl {needs.requested}: {obstacle}; change that (docs/how-to/transformer-engine.md), or "
+            "use --transformer-impl local",
+            installed=version,
+            needed=shown(OLDEST),
+        )
+    if needs.fp8_recipe is not None:
         raise UnsupportedFeatureError(
             f"--fp8-format is for TransformerEngine's layers, and {obstacle}; change that "
             "(docs/how-to/transformer-engine.md), or leave it out",
             installed=version,
         )
-    if obstacle is not None and requested is None:
-        return LayerChoice(impl="local", reason=obstacle)
-    if obstacle is not None:
-        raise UnsupportedFeatureError(
-            f"--transformer-impl {requested}: {obstacle}; change that (docs/how-to/transformer-engine.md), or use "
-            "--transformer-impl local",
-            installed=version,
-            needed=shown(OLDEST),
-        )
-    assert version is not None
-    assert capability is not None
-    if fp8_recipe is not None:
-        why = why_no_device(fp8_recipe, capability)
-        if gathered_hidden_size is not None:
-            why = why or why_not_gathered(fp8_recipe, gathered_hidden_size, release_of(version))
+    return LayerChoice(impl="local", reason=obstacle)
+
+
+def _check_te_computes(needs: LayerNeeds, capability: Capability, version: str) -> None:
+    """Refuse what layers of TransformerEngine do not compute on this device."""
+    if needs.fp8_recipe is not None:
+        why = why_no_device(needs.fp8_recipe, capability)
+        if needs.gathered_hidden_size is not None:
+            why = why or why_not_gathered(needs.fp8_recipe, needs.gathered_hidden_size, release_of(version))
         if why is not None:
             raise UnsupportedFeatureError(why, flag="--fp8-recipe")
-    if recomputes_norms:
+    if needs.recomputes_norms:
         raise UnsupportedFeatureError(
             "--recompute-modules layernorm: norms are parts of the matrices of TransformerEngine's layers, "
             "nothing would be recomputed: leave layernorm out, or use --transformer-impl local",
             flag="--recompute-modules",
         )
-    if exchange == "auto":
-        left_out = missing_exchanges(tuple(NATIVE_SINCE), version, kernel)
-    else:
-        left_out = ()
-        way(exchange, version, kernel, kv_heads=1, inner_cp_size=1)
-    reason = f"TransformerEngine {version} is installed"
-    return LayerChoice(impl="transformer_engine", reason=reason, left_out=left_out, kernel=kernel)
 
 
 def installed_version() -> tuple[str | None, str]:

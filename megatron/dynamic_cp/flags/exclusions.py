@@ -1,0 +1,295 @@
+"""Features that exclude each other: one table, which this trainer, checkouts and docs/flags.md share.
+
+    refuse_pairs(POOL, flags)  # UnsupportedFeatureError, naming both and the remedy
+
+Pure functions of flags and configurations; neither torch nor megatron-core is needed. What a configuration must be like
+besides, `step.ticks` says of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.flags.experts import num_experts
+from megatron.dynamic_cp.flags.pipeline_layers import FLAGS as PIPELINE_FLAGS
+from megatron.dynamic_cp.flags.windows import windows_of
+
+FP8, LATENTS, MODULES, POOL = "--fp8-format", "--multi-latent-attention", "--mtp-num-layers", "--dynamic-cp-pool"
+BIASED_EXPERTS, MASKS = "--num-experts with biases", "prompts with several responses"
+REPEATED_IN_FP8 = ("core_attn",)
+"""What selective recomputation may repeat beside FP8: nothing that is computed in it."""
+
+Said = Callable[[Any], str | None]
+"""What flags or a configuration say of a feature, as messages name it; None: they leave it off."""
+
+
+class Exclusion(NamedTuple):
+    """A feature that another one is not run together with.
+
+    Attributes:
+        other: its flag and value, as docs/flags.md names them.
+        said: what a run says of it.
+        why: in the way; may name fields of the configuration.
+        remedy: what its `_MESSAGES` leave open.
+    """
+
+    other: str
+    said: Said
+    why: str
+    remedy: str = ""
+
+
+def refuse_pairs(feature: str, config: Any, *, value: Any = None) -> None:
+    """Refuse what a feature, which is on, is not run together with.
+
+    Args:
+        feature: of `EXCLUSIONS`.
+        config: flags of this trainer or of a checkout, or a configuration.
+        value: of its flag, for the message.
+
+    Raises:
+        UnsupportedFeatureError: naming both features.
+    """
+    for exclusion in EXCLUSIONS[feature]:
+        other = exclusion.said(config)
+        if other is None:
+            continue
+        message = _MESSAGES.get(feature, "{feature} with {other} is not supported: {why}; leave one of them out")
+        why = exclusion.why.format(config=config)
+        given = feature if value is None else f"{feature} {value}"
+        details = {} if feature == MASKS else {"flag": feature.split()[0]}
+        if feature not in (MASKS, POOL):
+            details["other"] = other
+        raise UnsupportedFeatureError(
+            message.format(feature=given, other=other, why=why, remedy=exclusion.remedy), **details
+        )
+
+
+def _given(flag: str, *off: Any, name: str = "", shows: bool = False, at_zero: bool = False) -> Said:
+    """Return what says whether a flag is on.
+
+    Args:
+        off: values that leave it off, besides None and, unless `at_zero`, all that are false.
+        name: of its value; default: the flag's own.
+        shows: its value is part of the message.
+    """
+    name = name or flag.removeprefix("--").replace("-", "_")
+
+    def said(config: Any) -> str | None:
+        value = getattr(config, name, None)
+        if value is None or value in off or not (value or at_zero):
+            return None
+        return f"{flag} {value}" if shows else flag
+
+    return said
+
+
+def _recomputed_layers(config: Any) -> str | None:
+    """Full recomputation of more than one layer at a time, or of some layers only."""
+    method, number = (getattr(config, name, None) for name in ("recompute_method", "recompute_num_layers"))
+    if getattr(config, "recompute_granularity", None) != "full" or (method, number) in ((None, None), ("uniform", 1)):
+        return None
+    return f"--recompute-method {method} --recompute-num-layers {number}"
+
+
+def _repeated_modules(config: Any) -> str | None:
+    modules = getattr(config, "recompute_modules", None) or REPEATED_IN_FP8
+    more = [name for name in modules if name not in REPEATED_IN_FP8]
+    is_selective = getattr(config, "recompute_granularity", None) == "selective"
+    return f"--recompute-modules {' '.join(more)}" if is_selective and more else None
+
+
+def _learned_in_pipeline(config: Any) -> str | None:
+    # A configuration does not say how positions are embedded; flags do.
+    pp_size = config.pipeline_model_parallel_size
+    if getattr(config, "position_embedding_type", None) != "learned_absolute" or pp_size == 1:
+        return None
+    return f"--position-embedding-type learned_absolute --pipeline-model-parallel-size {pp_size}"
+
+
+def _grouped_heads(config: Any) -> str | None:
+    groups = config.num_query_groups
+    return None if groups in (None, config.num_attention_heads) else f"--num-query-groups {groups}"
+
+
+def _biases_of_projections(config: Any) -> str | None:
+    # Megatron-LM sets it wherever all linear layers have biases, and its latent attention does not read it.
+    is_on = getattr(config, "add_qkv_bias", False) and not getattr(config, "add_bias_linear", False)
+    return "--add-qkv-bias" if is_on else None
+
+
+def _fused_swiglu(config: Any) -> str | None:
+    fuses = getattr(config, "bias_activation_fusion", False) or getattr(config, "bias_swiglu_fusion", False)
+    return "--bias-swiglu-fusion" if fuses and getattr(config, "swiglu", True) else None
+
+
+def _static_policy(flags: Any) -> str | None:
+    return None if flags.dynamic_cp else "--dynamic-cp off"
+
+
+def _no_pipeline(flags: Any) -> str | None:
+    pp_size = flags.pipeline_model_parallel_size
+    return f"--pipeline-model-parallel-size {pp_size}" if pp_size < 2 else None
+
+
+def _experts(config: Any) -> str | None:
+    return f"--num-experts {num_experts(config)}" if num_experts(config) is not None else None
+
+
+def _windows(flags: Any) -> str | None:
+    return "--window-size" if windows_of(flags).are_there else None
+
+
+_AS_MANY = "all stages run as many layers, one beside the other"
+_UNTRIED = "it was not tried with one"
+_WINDOW = _given("--window-size", at_zero=True)
+_FP32_RESIDUAL = _given("--fp32-residual-connection")
+
+EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
+    FP8: (
+        Exclusion(
+            "--num-experts",
+            lambda config: "--num-experts" if num_experts(config) else None,
+            "what an expert gets is no multiple of anything",
+        ),
+        Exclusion(MODULES, _given(MODULES), "their projections were not checked in it"),
+        Exclusion("--recompute-modules", _repeated_modules, "parts of a layer were not checked in it"),
+    ),
+    LATENTS: (
+        Exclusion(
+            "--num-query-groups", _grouped_heads, "each of its {config.num_attention_heads} heads has keys of its own"
+        ),
+        Exclusion(
+            "--position-embedding-type other than rope",
+            _given("--position-embedding-type", "rope", shows=True),
+            "it rotates by --rope-type alone",
+        ),
+        Exclusion("--softmax-type", _given("--softmax-type", "vanilla"), "it has scores of keys alone"),
+        Exclusion("--attention-output-gate", _given("--attention-output-gate"), "it has no gate"),
+        Exclusion("--qk-l2-norm", _given("--qk-l2-norm"), "it normalizes latents"),
+        Exclusion("--no-rope-freq", _given("--no-rope-freq"), "all layers rotate"),
+        Exclusion("--window-size", _WINDOW, "its layers were not checked with one"),
+        Exclusion("--rotary-interleaved", _given("--rotary-interleaved"), "its channels are paired in one way"),
+        Exclusion("--add-qkv-bias", _biases_of_projections, "its projections have none"),
+        Exclusion("--use-rope-scaling", _given("--use-rope-scaling"), "its RoPE is not scaled"),
+        Exclusion(
+            "--rotary-seq-len-interpolation-factor",
+            _given("--rotary-seq-len-interpolation-factor", 1, at_zero=True),
+            "its positions are not divided",
+        ),
+        Exclusion(
+            "--rotary-percent",
+            _given("--rotary-percent", 1, at_zero=True),
+            "--qk-pos-emb-head-dim says what is rotated",
+        ),
+        Exclusion(
+            "--fp32-residual-connection", _FP32_RESIDUAL, "latents were not checked with a residual of another type"
+        ),
+        Exclusion(
+            "--yarn-correction-range-round-to-int",
+            _given("--yarn-correction-range-round-to-int", at_zero=True),
+            "its YaRN always rounds",
+        ),
+    ),
+    MODULES: (
+        Exclusion("--window-size", _WINDOW, "which modules have one is not the same in all releases of megatron-core"),
+        Exclusion("--no-rope-freq", _given("--no-rope-freq"), "it says nothing of layers behind the last"),
+        Exclusion("--fp32-residual-connection", _FP32_RESIDUAL, "what the modules project is rounded"),
+        Exclusion(
+            "--recompute-method, but for uniform and 1",
+            _recomputed_layers,
+            "megatron-core recomputes its modules one at a time only (uniform and 1)",
+        ),
+        Exclusion(
+            "--position-embedding-type learned_absolute",
+            _learned_in_pipeline,
+            "the last stage would learn positions of its own",
+        ),
+    ),
+    BIASED_EXPERTS: (
+        Exclusion(
+            "--moe-shared-expert-intermediate-size",
+            _given("--moe-shared-expert-intermediate-size", at_zero=True),
+            "megatron-core's shared experts have none",
+            "leave it out",
+        ),
+        Exclusion(
+            "--moe-grouped-gemm",
+            _given("--moe-grouped-gemm"),
+            "they were checked with experts one after the other",
+            "leave it out",
+        ),
+        Exclusion(
+            "--bias-swiglu-fusion",
+            _fused_swiglu,
+            "megatron-core's fused kernel of experts has none",
+            "give --no-bias-swiglu-fusion",
+        ),
+    ),
+    POOL: (
+        Exclusion("--dynamic-cp off", _static_policy, "other policies have one CP size for all samples", "on"),
+        Exclusion("--pipeline-model-parallel-size 1", _no_pipeline, "it has servers of all stages", "at least 2"),
+        *(Exclusion(flag, _given(flag), _AS_MANY, "off") for flag in PIPELINE_FLAGS),
+        Exclusion("--num-experts", _experts, "stages without a micro-batch have no tokens for experts", "0"),
+        Exclusion(MODULES, _given(MODULES), _AS_MANY, "0"),
+        Exclusion(LATENTS, _given(LATENTS), _UNTRIED, "off"),
+        Exclusion("--window-size", _windows, _UNTRIED, "off"),
+        Exclusion("--softmax-type", _given("--softmax-type", "vanilla", shows=True), _UNTRIED, "vanilla"),
+        Exclusion(
+            FP8,
+            _given(FP8, name="fp8", at_zero=True),
+            "it is for layers of TransformerEngine, whose attention is not placed",
+            "off",
+        ),
+        Exclusion(
+            "--transformer-impl transformer_engine",
+            _given("--transformer-impl", "local", shows=True),
+            "its attention is not placed",
+            "local",
+        ),
+        Exclusion(
+            "--recompute-method, but for uniform and 1",
+            _recomputed_layers,
+            "all ranks recompute layer by layer",
+            "uniform and 1",
+        ),
+        Exclusion(
+            "--dynamic-cp-refine",
+            _given("--dynamic-cp-refine", shows=True),
+            "the times of micro-batches in ticks are those of all stages",
+            "0",
+        ),
+    ),
+    MASKS: (
+        Exclusion(
+            MODULES,
+            _given(MODULES, shows=True),
+            "after a prompt with several responses more than one token is the next, and both together are not "
+            "supported",
+            "the flag",
+        ),
+        Exclusion(
+            "--window-sink-tokens",
+            _given("--window-sink-tokens", shows=True),
+            "a response sees itself, the end of its prompt and the sink, three ranges of keys, and two are supported",
+            "the sink",
+        ),
+        Exclusion(
+            POOL,
+            _given(POOL, "off", shows=True),
+            "prompts with several responses have masks of their own, and servers compute queries with all keys before "
+            "them",
+            "the flag",
+        ),
+    ),
+}
+"""Feature -> what it is not run together with. Each pair is asked in this order; the first that is there is told."""
+
+_MESSAGES = {
+    POOL: f"{{feature}} does not run with {{other}}, {{remedy}} is possible: {{why}}; change it, or leave {POOL} out",
+    BIASED_EXPERTS: "{feature} and {other} is not supported: {why}; add --disable-bias-linear, or {remedy}",
+    MASKS: "{other}: {why}: give each response a line with its prompt, or leave {remedy} out",
+}
+"""Where the error does not end with `leave one of them out`."""

@@ -1,0 +1,94 @@
+"""What a run asks of its layers: one value, made from flags, and what in it only local layers do.
+
+Pure functions of settings; neither torch nor megatron-core is needed. `attention.te.support.choose_layers` answers with
+the layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dynamic_cp.types import CpCommType, is_placed
+from megatron.dynamic_cp.flags import activation, fp8, latent_attention
+from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES
+from megatron.dynamic_cp.flags.settings import PlanningSettings
+
+TransformerImpl = Literal["local", "transformer_engine"]
+TRANSFORMER_IMPLS: tuple[TransformerImpl, ...] = ("local", "transformer_engine")
+
+HEAD_DIM_MULTIPLE = 8
+LARGEST_HEAD_DIM = 256
+"""Of the flash and cuDNN kernels that TransformerEngine calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNeeds:
+    """What flags ask of layers.
+
+    Attributes:
+        requested: --transformer-impl, "local" beside a pool: its servers run local layers.
+        exchange: --cp-comm-type.
+        backend: --attention-backend, which megatron-core hands on to TransformerEngine.
+        why_local: what of the model or its planning only local layers do; None: nothing.
+        recomputes_norms: --recompute-modules has layernorm.
+        fp8_recipe: --fp8-recipe, which local layers do not have; None: nothing is in FP8.
+        gathered_hidden_size: --hidden-size where sequence parallelism gathers it; None: it does not.
+    """
+
+    requested: TransformerImpl | None
+    exchange: CpCommType | Literal["auto"]
+    backend: str
+    why_local: str | None
+    recomputes_norms: bool
+    fp8_recipe: str | None
+    gathered_hidden_size: int | None
+
+
+def layer_needs(model: Any, planning: PlanningSettings) -> LayerNeeds:
+    """Return what a run asks of its layers.
+
+    Args:
+        model: completed flags of this trainer or of a checkout, whose `kv_channels` are those of any attention.
+    """
+    backend = model.attention_backend
+    return LayerNeeds(
+        requested=model.transformer_impl if planning.pool == "off" else "local",
+        exchange=planning.cp_comm_type,
+        backend=getattr(backend, "name", backend),
+        why_local=_why_local(model, planning),
+        recomputes_norms=planning.recomputes_norms,
+        fp8_recipe=fp8.recipe_of(model),
+        gathered_hidden_size=model.hidden_size if planning.topology.sequence_shares > 1 else None,
+    )
+
+
+def _why_local(model: Any, planning: PlanningSettings) -> str | None:
+    """Return the first of what keeps TransformerEngine's layers away."""
+    checked_locally = "checked with local layers only"
+    width = model.kv_channels
+    has_biased_experts = bool(getattr(model, "num_experts", None)) and activation.has_biases(model)
+    for is_on, why in (
+        (not model.bf16, "TransformerEngine's attention over several lanes needs --bf16, this run trains in fp32"),
+        (latent_attention.is_on(model), f"latent attention ({latent_attention.FLAG}) is {checked_locally}"),
+        (
+            width % HEAD_DIM_MULTIPLE or width > LARGEST_HEAD_DIM,
+            f"TransformerEngine's attention needs --kv-channels that are a multiple of {HEAD_DIM_MULTIPLE} up to "
+            f"{LARGEST_HEAD_DIM}, they are {width}",
+        ),
+        (
+            is_placed(planning.cp_comm_type),
+            f"TransformerEngine's attention cannot be placed (--cp-comm-type {planning.cp_comm_type})",
+        ),
+        (planning.has_windows, f"layers with a window (--window-size) are {checked_locally}"),
+        (planning.fp32_residual, f"a residual in float32 (--fp32-residual-connection) is {checked_locally}"),
+        (
+            model.softmax_type != SOFTMAX_TYPES[0],
+            f"a score beside those of keys (--softmax-type {model.softmax_type}) is {checked_locally}",
+        ),
+        (activation.is_quick_geglu(model), f"gated MLPs of {activation.FLAG} are {checked_locally}"),
+        (has_biased_experts, f"experts with biases (without --disable-bias-linear) are {checked_locally}"),
+    ):
+        if is_on:
+            return why
+    return None
