@@ -253,7 +253,7 @@ FAULTS = {
     "chunks of a pool go forward order back": Fault(
         "return Unit(micro_batch, chunk if is_forward else vp_size - 1 - chunk)",
         "return Unit(micro_batch, chunk)",
-        "tests/unit/pipeline/test_ticks.py",
+        "tests/unit/pool/test_ticks.py",
     ),
     "tasks made on other stages stay there": Fault(
         "(rows[:, servers] + turn * topology.num_lanes)",
