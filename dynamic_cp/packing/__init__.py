@@ -9,5 +9,5 @@ Read in this order:
 - with a pipeline: `profile` (how long rows should last), `rows` (fills them), `critical_path`, `blocks` (all together)
 - without one, where lanes share experts: `level`
 - afterwards: `orders` of rows, `polish` by simulated annealing
-- what others do: `static`, `wlb`, `megatron_dev`
+- what others do: `static`, `megatron_dev`
 """

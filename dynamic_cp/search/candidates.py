@@ -21,7 +21,6 @@ from dynamic_cp.packing.orders import ORDERS, in_orders
 from dynamic_cp.packing.polish import is_small, polish
 from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_balanced, pack_next_fit
 from dynamic_cp.packing.table import Packing, without_empty_rows
-from dynamic_cp.packing.wlb import packings_like_wlb
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
@@ -125,7 +124,7 @@ class Search:
                     best_ns = min(best_ns, one.makespan_ns)
 
     def _static(self, cp_size: int, policy: str, best_ns: int | None = None) -> Iterator[Candidate]:
-        """Yield the packings of one CP size: first-fit, balanced, or for the dynamic policy both, and one like WLB-LLM.
+        """Yield the packings of one CP size: next-fit, balanced, or for the dynamic policy both.
 
         Those that cannot be faster than `best_ns` are left out.
         """
@@ -142,9 +141,6 @@ class Search:
         if policy == "dynamic" and self.apart is not None:
             apart = self.apart._replace(capacities=durations.capacities)
             yield from self._balanced(apart, k, next_fit, best_ns, "balanced apart")
-        if policy == "dynamic":
-            for packing in packings_like_wlb(self.lengths, self.cost_model, k):
-                yield from self._ordered(f"balanced as WLB cp={cp_size} m={packing.num_rows}", packing, best_ns=best_ns)
 
     def polished(self, ranking: Sequence[Candidate]) -> Iterator[Candidate]:
         """Yield improved packings of a small batch, from the best candidates with different numbers of rows."""
