@@ -18,7 +18,6 @@ from dynamic_cp.cli.flag_names import with_own_flags
 from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputError
 from dynamic_cp.lengths.streams import STDIN, is_pipe
 from dynamic_cp.models import catalog
-from dynamic_cp.pricing.resolution import allowed_exchanges
 from dynamic_cp.tried import sizes_in
 from dynamic_cp.types import (
     AUTO,
@@ -632,6 +631,8 @@ class JobInput:
     @cached_property
     def options(self) -> PlanOptions:
         """The planner's options, with --lanes; with a limit of 1 token where it still has to follow from memory."""
+        from dynamic_cp.pricing.resolution import allowed_exchanges  # imports numpy, which --help does without
+
         size = self.static_cp_size
         if size is not None and (size < 1 or self.topology.num_lanes % size):
             raise InvalidInputError(

@@ -11,7 +11,6 @@ import click
 from dynamic_cp.cli.console import Progress
 from dynamic_cp.cli.parameters import BatchInput, JobInput
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.pricing.resolution import allowed_exchanges
 from dynamic_cp.tried import EXCHANGES
 from dynamic_cp.types import (
     AUTO,
@@ -46,6 +45,8 @@ def exchanges_tried(cp_comm_type: str | None, model: ModelShape) -> tuple[tuple[
 
     `auto` is what it is in a run of `model`, whose memory has to hold what any of them keeps.
     """
+    from dynamic_cp.pricing.resolution import allowed_exchanges  # imports numpy, which --help does without
+
     allowed = allowed_exchanges(cp_comm_type or AUTO, model)
     return (allowed, *EXCHANGES[1:]) if cp_comm_type is None else (allowed,)
 

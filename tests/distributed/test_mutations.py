@@ -5,6 +5,8 @@ Faults are planted inside forked ranks, so nothing has to be put back.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -36,8 +38,8 @@ def rotate_with_the_static_group() -> None:
 
     def static_positions(frequencies, params, dtype, concentration):
         cp_size = params.cp_group.size()
-        params.positions = torch.cat([torch.arange(seqlen // cp_size) for seqlen in params.padded_seqlens])
-        return original(frequencies, params, dtype, concentration)
+        positions = torch.cat([torch.arange(seqlen // cp_size) for seqlen in params.padded_seqlens])
+        return original(frequencies, replace(params, positions=positions), dtype, concentration)
 
     self_attention.rotary_cos_sin = static_positions
 

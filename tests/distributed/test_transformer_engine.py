@@ -288,14 +288,14 @@ def with_params(change: Callable[[DynamicPackedSeqParams], None]) -> None:
 
 def copy_the_boundaries() -> None:
     def change(params: DynamicPackedSeqParams) -> None:
-        params.cu_seqlens_q_padded = params.cu_seqlens_q.clone()
+        vars(params)["cu_seqlens_q_padded"] = params.cu_seqlens_q.clone()
 
     with_params(change)
 
 
 def take_valid_lengths_for_the_longest() -> None:
     def change(params: DynamicPackedSeqParams) -> None:
-        params.max_seqlen_q = params.max_seqlen_kv = params.max_seqlen_q - 1
+        vars(params).update(dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), params.max_seqlen_q - 1))
 
     with_params(change)
 
@@ -304,7 +304,7 @@ def end_sequences_where_padding_begins() -> None:
     def change(params: DynamicPackedSeqParams) -> None:
         valid = params.cu_seqlens_q.clone()
         valid[-1] -= 1
-        params.cu_seqlens_q = params.cu_seqlens_kv = valid
+        vars(params).update(cu_seqlens_q=valid, cu_seqlens_kv=valid)
 
     with_params(change)
 
@@ -366,7 +366,8 @@ def attend_thrice(version: str, exchange: str, sabotage: Callable[[], None] | No
         q, k, v = (torch.randn(24, heads, config.kv_channels, requires_grad=True) for heads in (4, 2, 2))
         attention(q, k, v, None, packed_seq_params=params).sum().backward()
     assert state_of(attention) == UNSET, "a group was left set"
-    params.masked_samples = (Sample(sample_id=0, seqlen=8, mask=FULL), Sample(sample_id=1, seqlen=16))
+    masked = (Sample(sample_id=0, seqlen=8, mask=FULL), Sample(sample_id=1, seqlen=16))
+    params = replace(params, masked_samples=masked)
     with pytest.raises(
         UnsupportedFeatureError, match="samples of test have masks of their own, and TransformerEngine's"
     ):

@@ -23,7 +23,6 @@ LIST = {
     "dynamic_cp/types/attention.py": "the table of their traits",
     "megatron/dynamic_cp/attention/thd.py": "the table of executors",
     "megatron/dynamic_cp/attention/te/support.py": "since which release TransformerEngine has each",
-    "dynamic_cp/comparison/peer_policies.py": "what a peer is compared with",
 }
 HOMONYMS = {
     "dynamic_cp/report/trace.py": "sends between pipeline stages are p2p, too",

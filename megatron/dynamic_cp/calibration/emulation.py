@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -12,27 +13,26 @@ from megatron.dynamic_cp.attention.mechanisms import ring
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 
+@dataclass
 class EmulatedRing(DynamicPackedSeqParams):
     """Says that it is a place in a larger ring."""
 
-    _place = (1, 0)
+    place: tuple[int, int] = (1, 0)
 
     @property
     def ring_size(self) -> int:
         """Ranks of the ring."""
-        return self._place[0]
+        return self.place[0]
 
     @property
     def ring_rank(self) -> int:
         """This rank's place."""
-        return self._place[1]
+        return self.place[1]
 
 
 def emulated(params: DynamicPackedSeqParams, cp_size: int, cp_rank: int) -> EmulatedRing:
     """Return `params` as those of rank `cp_rank` of `cp_size`; its lengths are those of the whole group."""
-    copied = EmulatedRing(**{name: getattr(params, name) for name in params.__dataclass_fields__})
-    copied._place = (cp_size, cp_rank)
-    return copied
+    return EmulatedRing(**vars(params), place=(cp_size, cp_rank))
 
 
 @contextmanager

@@ -137,7 +137,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
     cache: LayerCache = field(default_factory=LayerCache)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "cache" in self.__dict__:
+        if name in self.__dict__:
             raise FrozenInstanceError(f"{name} of a micro-batch's parameters stays as it was built: use replace()")
         super().__setattr__(name, value)
 
