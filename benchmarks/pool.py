@@ -163,12 +163,12 @@ def measure(rank: int, folder: str, args: argparse.Namespace, is_emulated: bool)
 
     from megatron.core.pipeline_parallel import schedules
 
-    from dynamic_cp.search.choice import plan_batch
+    from dynamic_cp.search.search import plan_batch
     from dynamic_cp.types import Problem, Sample
     from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
     from megatron.dynamic_cp.data.sample_tokens import SampleTokens
     from megatron.dynamic_cp.plans.plan_source import FixedPlan
-    from megatron.dynamic_cp.step import ticks
+    from megatron.dynamic_cp.pool import ticks
     from megatron.trainer.flags.arguments import parse_args
     from megatron.trainer.setup.run import set_up
 

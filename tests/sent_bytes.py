@@ -12,10 +12,12 @@ from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.sent_bytes import SentBytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.models import catalog
-from dynamic_cp.placement.traffic import bytes_of_tasks
+from dynamic_cp.pipeline.schedule import KINDS
 from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.plans.pool import servers_of
-from dynamic_cp.types import KINDS, Bucket, ModelShape, Plan, PlanOptions, Problem, Topology
+from dynamic_cp.pool.legal import servers_of
+from dynamic_cp.pool.plan import ticks_of
+from dynamic_cp.pool.traffic import bytes_of_tasks
+from dynamic_cp.types import Bucket, ModelShape, Plan, PlanOptions, Problem, Topology
 
 
 def sent_by(bucket: Bucket, rank_tokens: int, model: ModelShape, tp_size: int, element_bytes: int) -> SentBytes:
@@ -57,14 +59,14 @@ def pool_bytes(plan: Plan, model: ModelShape, repeats: bool, element_bytes: int 
     options = PlanOptions(max_tokens_per_rank=1, bytes_per_element=element_bytes)
     hardware = catalog.load_hardware("h100")
     problem = Problem(topology=plan.topology, model=model, hardware=hardware, options=options)
-    assert plan.pool is not None
-    servers = servers_of(plan.topology, plan.pool.relay_servers)
+    assert plan.extension is not None
+    servers = servers_of(plan.topology, plan.extension.relay_servers)
     chunk = StageAttention(model.stages(plan.topology.pp_size * plan.topology.vp_size)[0], problem, servers.of_node)
     (kind,) = chunk.kinds
     total = np.zeros(plan.num_servers)
-    for tick, tasks in plan.ticks():
+    for tick, tasks in ticks_of(plan):
         directions = [0] if tick.kind == KINDS[0] else [0, 1] if repeats else [1]
-        is_kept = repeats and plan.pool.num_halves == 2  # backward uses what was fetched again just before
+        is_kept = repeats and plan.extension.num_halves == 2  # backward uses what was fetched again just before
         sent = bytes_of_tasks(tasks, directions, servers, token_bytes(kind), is_kept=is_kept)
         total += sent[:, :, 0].sum(axis=(0, 1))
     return total

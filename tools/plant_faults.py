@@ -230,7 +230,7 @@ FAULTS = {
     "servers without tokens get no more attention than others": Fault(
         "shares = _BESIDE if np.ptp(beside) > 0 and not search.is_at_home else (0.0,)",
         "shares = (0.0,)",
-        "tests/unit/disaggregation/test_task_plans.py -k nothing_else",
+        "tests/unit/pool/test_task_plans.py -k nothing_else",
     ),
     "what halves compute again drops something else": Fault(
         "            random._set_all_rng_states(*self._kept.random[half])\n",
@@ -253,12 +253,12 @@ FAULTS = {
     "chunks of a pool go forward order back": Fault(
         "return Unit(micro_batch, chunk if is_forward else vp_size - 1 - chunk)",
         "return Unit(micro_batch, chunk)",
-        "tests/unit/pipeline/test_ticks.py",
+        "tests/unit/pool/test_ticks.py",
     ),
     "tasks made on other stages stay there": Fault(
         "(rows[:, servers] + turn * topology.num_lanes)",
         "(rows[:, servers] + 0 * topology.num_lanes)",
-        "tests/unit/disaggregation/test_task_plans.py -k made_once",
+        "tests/unit/pool/test_task_plans.py -k made_once",
     ),
     "biases of experts count on the first tensor-parallel rank alone": Fault(
         "                parameter.tensor_model_parallel = True\n", "", NORMS

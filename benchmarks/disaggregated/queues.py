@@ -13,10 +13,10 @@ from itertools import product
 from benchmarks.disaggregated.setting import Case, K, cost_model_of, gathering, memory_of
 from benchmarks.peers import wlb
 from benchmarks.planner.report import Row, table
-from dynamic_cp.disaggregation.search import plan_tasks
 from dynamic_cp.errors import InfeasibleSampleError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.pool.search import plan_tasks
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Sample

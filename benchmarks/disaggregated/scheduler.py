@@ -13,13 +13,13 @@ from benchmarks.disaggregated.paper import annuli_in_order, homes_in_order, rang
 from benchmarks.disaggregated.setting import K, batch
 from benchmarks.planner.report import Row, table
 from dynamic_cp.arrays import Ints
-from dynamic_cp.disaggregation.homes import TILE_TOKENS
-from dynamic_cp.disaggregation.rows import even_homes, longest_first
-from dynamic_cp.disaggregation.scheduler import Rules, schedule, work_of
-from dynamic_cp.disaggregation.tasks import tasks_of
 from dynamic_cp.placement.sent import TokenBytes
-from dynamic_cp.placement.traffic import Servers, bytes_of_tasks
-from dynamic_cp.types.tasks import SERVER, START, STOP, Tasks
+from dynamic_cp.pool.homes import TILE_TOKENS
+from dynamic_cp.pool.rows import even_homes, longest_first
+from dynamic_cp.pool.scheduler import Rules, schedule, work_of
+from dynamic_cp.pool.tasks import SERVER, START, STOP, Tasks
+from dynamic_cp.pool.tiling import tasks_of
+from dynamic_cp.pool.traffic import Servers, bytes_of_tasks
 
 SERVERS, TOKENS = (64, 256, 512), (16 * K, 64 * K, 128 * K)
 LAYER = TokenBytes(query=8192.0, kv=4096.0, lse=0.0)

@@ -15,16 +15,18 @@ from benchmarks.disaggregated.scheduler import met
 from benchmarks.disaggregated.setting import Case, K, cost_model_of, gathering, memory_of
 from benchmarks.planner.report import Row, table
 from dynamic_cp.comparison import compare_policies
-from dynamic_cp.disaggregation.prices import TaskOptions
-from dynamic_cp.disaggregation.search import plan_tasks
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
+from dynamic_cp.pipeline.schedule import KINDS
 from dynamic_cp.pipeline.simulator import makespan_ns
-from dynamic_cp.placement.traffic import bytes_of_tasks
-from dynamic_cp.plans.pool import servers_of
+from dynamic_cp.pool.legal import servers_of
+from dynamic_cp.pool.plan import ticks_of
+from dynamic_cp.pool.prices import TaskOptions
+from dynamic_cp.pool.search import plan_tasks
+from dynamic_cp.pool.traffic import bytes_of_tasks
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_problem
-from dynamic_cp.types import KINDS, Plan, Problem, Sample
+from dynamic_cp.types import Plan, Problem, Sample
 
 WITHOUT = ("static", "wlb", "wlb-exposed", "per-document", "dynamic", "dynamic VPP 2")
 """Ways without a pool."""
@@ -113,10 +115,10 @@ def busiest(plan: Plan, cost_model: CostModel) -> float:
 
     Jobs compute layers again: backward both passes travel.
     """
-    assert plan.pool is not None
-    of_token, servers = token_bytes(cost_model.stage.attention), servers_of(plan.topology, plan.pool.relay_servers)
+    assert plan.extension is not None
+    of_token, servers = token_bytes(cost_model.stage.attention), servers_of(plan.topology, plan.extension.relay_servers)
     most = mean = 0.0
-    for tick, tasks in plan.ticks():
+    for tick, tasks in ticks_of(plan):
         sent = bytes_of_tasks(tasks, (0, 1)[: 1 + KINDS.index(tick.kind)], servers, of_token, is_kept=True)
         of_servers = sent.sum(axis=(0, 1)).max(axis=0)
         most, mean = most + float(of_servers.max()), mean + float(of_servers.mean())

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from benchmarks.disaggregated.setting import Case, K, cost_model_of, memory_of
 from benchmarks.disaggregated.steps import PIPELINES, dynamic_s, faster, geometric
 from benchmarks.planner.report import Row, table
-from dynamic_cp.disaggregation.search import plan_tasks
 from dynamic_cp.errors import DynamicCPError
+from dynamic_cp.pool.search import plan_tasks
 from dynamic_cp.sweep import Space, SweepJob, sweep
 
 CASES = tuple(case for case in PIPELINES if case.longest == 512 * K and case.rows <= 2 * case.pp)

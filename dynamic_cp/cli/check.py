@@ -61,8 +61,8 @@ def command(plan: str, lengths: str | None) -> None:
     check_plan(judged, samples)
     num_samples = sum(1 for _ in judged.samples)
     placed = f", {judged.num_placed} of them placed" if judged.num_placed else ""
-    if judged.pool is not None:
-        placed = f", {judged.pool.describe()} on {counted(judged.num_servers, 'server')}"
+    if judged.extension is not None:
+        placed = f", {judged.extension.describe()} on {counted(judged.num_servers, 'server')}"
     click.echo(
         f"legal: {counted(judged.num_microbatches, 'micro-batch')}, {counted(num_samples, 'sample')}, "
         f"{judged.num_tokens} tokens, buckets {format_cp_sizes(judged.cp_histogram)}{placed}"

@@ -216,7 +216,7 @@ def _rows(plan: Plan, figures: dict[str, Any]) -> list[tuple[str, str]]:
     from dynamic_cp.cli.tables import percent, seconds
 
     buckets = ", ".join(f"{count} at CP {size}" for size, count in figures["cp_histogram"].items())
-    buckets += f"; {plan.num_placed} placed" if plan.num_placed and plan.pool is None else ""
+    buckets += f"; {plan.num_placed} placed" if plan.num_placed and plan.extension is None else ""
     rows = [("policy", figures["policy"]), *([("layout", figures["layout"])] if "layout" in figures else [])]
     rows += [("iteration", f"{seconds(figures['predicted_s'])}, predicted")]
     if "lower_bound_s" in figures:
@@ -229,6 +229,7 @@ def _rows(plan: Plan, figures: dict[str, Any]) -> list[tuple[str, str]]:
     mfu = "" if figures["mfu"] is None else f", MFU {figures['mfu']:.1%}"
     available = figures["available_bytes"]
     of = "of unknown" if available is None else f"of {available / 1e9:.1f} GB"
+    more = plan.extension
     parts = sorted(figures["peak_parts_bytes"].items(), key=lambda one: -one[1])
     shown = ", ".join(f"{part} {number / 1e9:.1f}" for part, number in parts if number >= 5e7)
     return [
@@ -236,7 +237,7 @@ def _rows(plan: Plan, figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("per GPU", f"{figures['tokens_per_s_per_gpu']:.0f} tokens/s, {figures['tflops_per_gpu']:.1f} TFLOP/s{mfu}"),
         ("limit", f"{plan.max_tokens_per_rank} padded tokens per rank and micro-batch"),
         ("buckets", buckets),
-        *([] if plan.pool is None else [("pool", f"{plan.pool.describe()}, {plan.num_servers} servers")]),
+        *([] if more is None else [(more.kind, f"{more.describe()}, {plan.num_servers} servers")]),
         ("imbalance", f"{figures['imbalance']:.3f} (busiest lane / mean)"),
         ("padding", f"{percent(figures['padding_fraction'])} of the tokens"),
         (

@@ -104,7 +104,7 @@ def compared(
 ) -> tuple[Comparison, BatchInput]:
     """Return the comparison that the options ask for, and the options of its batches; shows progress."""
     from dynamic_cp.comparison import compare_policies, compare_settings
-    from dynamic_cp.disaggregation.prices import TaskOptions
+    from dynamic_cp.pool.prices import TaskOptions
 
     names = policies_in(policy)
     tasks = TaskOptions(noise_margin=noise_margin, ping_pong=ping_pong)

@@ -19,12 +19,12 @@ from functools import partial
 from dynamic_cp.comparison.job import Job, SweepJob, batch_outcome
 from dynamic_cp.comparison.task_policies import outcome_of_tasks
 from dynamic_cp.comparison.values import Comparison, PolicyOutcome
-from dynamic_cp.disaggregation.prices import TaskOptions
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.nearest import did_you_mean
+from dynamic_cp.pool.choice import task_options_of
+from dynamic_cp.pool.prices import TaskOptions
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.pricing.resolution import options_serving
-from dynamic_cp.search.choice import task_options_of
 from dynamic_cp.search.search import POLICIES, plan_global_batch
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology

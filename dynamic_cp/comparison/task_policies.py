@@ -1,4 +1,4 @@
-"""Policies with a pool: attention as tasks for the servers of all stages (`dynamic_cp.disaggregation`).
+"""Policies with a pool: attention as tasks for the servers of all stages (`dynamic_cp.pool`).
 
 pool            in every batch
 with-pool       where it is faster than dynamic, batch by batch
@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dynamic_cp.comparison.job import Job, batch_outcome, rates
 from dynamic_cp.comparison.parts import PricesByPart
 from dynamic_cp.comparison.values import BatchOutcome, PolicyOutcome
-from dynamic_cp.disaggregation.prices import TaskOptions
-from dynamic_cp.disaggregation.search import PlannedTasks, plan_tasks
 from dynamic_cp.plans.padding import padding_fraction
-from dynamic_cp.search.choice import choose
+from dynamic_cp.pool.choice import choose
+from dynamic_cp.pool.prices import TaskOptions
+from dynamic_cp.pool.search import PlannedTasks, plan_tasks
 from dynamic_cp.setting import POOL_POLICIES
 from dynamic_cp.types import PlanOptions, Sample
 

@@ -16,7 +16,7 @@ from dynamic_cp.setting import Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 
 if TYPE_CHECKING:  # compiled: most comparisons have none
-    from dynamic_cp.disaggregation.search import PlannedTasks
+    from dynamic_cp.pool.search import PlannedTasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from dynamic_cp.placement.runs import Tiles
 from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.times import lane_ends_s
 from dynamic_cp.placement.transport import fetches_of
-from dynamic_cp.types import CAUSAL, Causal, Full, Lambda, Placement, Sample, Tasks
+from dynamic_cp.types import CAUSAL, Causal, Full, Lambda, Placement, Sample
 
 
 def placed_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], lanes: Lanes) -> Floats:
@@ -61,18 +61,10 @@ def _kernel_seconds(stage: StageAttention, placement: Placement, samples: Sequen
     tiles = np.ascontiguousarray(placement.tiles, np.int64)
     tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
     work = work_of_tiles(placement, samples, stage.mask)
-    return _attention_s(*work, tiles, tokens, *_rates(stage), placement.num_divisions, num_lanes)
+    return _attention_s(*work, tiles, tokens, *kernel_rates(stage), placement.num_divisions, num_lanes)
 
 
-def task_seconds(stage: StageAttention, tasks: Tasks, num_servers: int) -> Floats:
-    """Return [forward or backward, half, server] seconds of kernels: `kernel_seconds` of `Tasks.placement`, by half.
-
-    A row of tasks is a causal square and all keys before it, so tiles need not be gone through.
-    """
-    return _tasks_s(tasks.rows.astype(np.int64), *_rates(stage), tasks.num_halves, num_servers)
-
-
-def _rates(stage: StageAttention) -> tuple[Floats, Floats]:
+def kernel_rates(stage: StageAttention) -> tuple[Floats, Floats]:
     """Return the last two arguments of a price: `rates` and `overheads_s` of `_attention_s`."""
     launch_s = stage.hardware.ring_step_overhead_s_per_layer
     return (
@@ -180,34 +172,13 @@ def _attention_s(
         short = float(tokens[row]) if is_square[tile] or is_first[tile] else 0.0
         for direction in range(2):
             kernel = 0 if is_square[tile] else 2
-            seconds[direction, division, lane] += _kernel_s(rates[direction], kernel, squared_tokens[tile], short)
-    _add_launches(seconds, is_launched, overheads_s)
+            seconds[direction, division, lane] += tile_s(rates[direction], kernel, squared_tokens[tile], short)
+    add_launches(seconds, is_launched, overheads_s)
     return seconds
 
 
 @compiled
-def _tasks_s(rows: Ints, rates: Floats, overheads_s: Floats, num_halves: int, num_servers: int) -> Floats:
-    """Return [direction, half, server] seconds of tasks.
-
-    Args:
-        rows: of `Tasks`; rates, overheads_s: as of `_attention_s`.
-    """
-    seconds = np.zeros((2, num_halves, num_servers))
-    is_launched = np.zeros((num_halves, num_servers), np.bool_)
-    for row in range(len(rows)):
-        start, server, half = float(rows[row, 1]), rows[row, 4], rows[row, 5]
-        queries = rows[row, 2] - start
-        is_launched[half, server] = True
-        for direction in range(2):
-            seconds[direction, half, server] += _kernel_s(rates[direction], 0, queries * (queries + 1.0), queries)
-            if start:
-                seconds[direction, half, server] += _kernel_s(rates[direction], 2, 2.0 * queries * start, queries)
-    _add_launches(seconds, is_launched, overheads_s)
-    return seconds
-
-
-@compiled
-def _kernel_s(rates: Floats, kernel: int, squared_tokens: float, short_tokens: float) -> float:
+def tile_s(rates: Floats, kernel: int, squared_tokens: float, short_tokens: float) -> float:
     """Return the seconds of a tile.
 
     Args:
@@ -218,7 +189,7 @@ def _kernel_s(rates: Floats, kernel: int, squared_tokens: float, short_tokens: f
 
 
 @compiled
-def _add_launches(seconds: Floats, is_launched: Bools, overheads_s: Floats) -> None:
+def add_launches(seconds: Floats, is_launched: Bools, overheads_s: Floats) -> None:
     """Add what each division with kernels takes but the first of a lane, whose launches are those of the layer."""
     num_divisions, num_lanes = is_launched.shape
     for lane in range(num_lanes):

@@ -16,20 +16,12 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
-from dynamic_cp.mechanisms.blocks import (
-    AGAIN_KEYS,
-    AGAIN_QUERIES,
-    COLLECTED_KEYS,
-    FETCHED_KEYS,
-    FETCHED_QUERIES,
-)
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.memory.activations import activation_bytes
-from dynamic_cp.pipeline.schedule import most_alive_tokens, peak_in_flight_tokens
-from dynamic_cp.pipeline.ticks import stage_ticks
-from dynamic_cp.plans.lane_tokens import lane_tokens, lane_tokens_of
-from dynamic_cp.plans.pool import fetched_in_ticks, most_fetched, servers_of
+from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
+from dynamic_cp.plans.extension import kind_of, kind_of_all
+from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.pricing.edges import GRADIENT_BYTES
 from dynamic_cp.pricing.resolution import may_place
 from dynamic_cp.types import Attention, Plan, PlanOptions, Problem
@@ -66,18 +58,22 @@ class MemoryModel:
     Args:
         problem: whose plans have to fit.
 
+    Attributes:
+        topology, options: of the problem.
+        layer_bytes: kind of layer -> its activations.
+
     Limits: no biases; the working set of a layer is that of its MLP; memory of
     the input pipeline and fragmentation only through SAFETY_FRACTION.
     """
 
     def __init__(self, problem: Problem) -> None:
         model, topology, options = problem.model, problem.topology, problem.options
-        self._model, self._topology, self._options = model, topology, options
+        self._model, self.topology, self.options = model, topology, options
         self._hardware = problem.hardware
         self._distributed_optimizer = problem.distributed_optimizer
         self._stages = model.stages(topology.pp_size)
         kinds = {layer for stage in self._stages for _, layer in stage.layers}
-        self._bytes = {layer: activation_bytes(model, topology, options, layer) for layer in kinds}
+        self.layer_bytes = {layer: activation_bytes(model, topology, options, layer) for layer in kinds}
         self._sharing = Sharing.of(model, topology, options.inner_cp_sizes)
 
     @property
@@ -96,7 +92,7 @@ class MemoryModel:
 
     def num_weights(self, stage: int) -> float:
         """Return the weights of a rank on `stage` but those of routed experts; norms are not split by TP."""
-        model, topology = self._model, self._topology
+        model, topology = self._model, self.topology
         table = model.vocab_size * model.hidden_size / topology.tp_size
         weights = self._stages[stage].sum(lambda layer: layer.held_weights / topology.tp_size + layer.norm_weights)
         is_first, is_last = stage == 0, stage == topology.pp_size - 1
@@ -112,15 +108,13 @@ class MemoryModel:
 
     def num_expert_weights(self, stage: int) -> float:
         """Return the weights of the routed experts of a rank on `stage`."""
-        return self._stages[stage].sum(lambda layer: layer.held_expert_weights) / self._topology.ep_size
+        return self._stages[stage].sum(lambda layer: layer.held_expert_weights) / self.topology.ep_size
 
     def peak(self, plan: Plan) -> tuple[StageMemory, ...]:
         """Return the memory of every stage when it runs `plan`, on its worst lane."""
-        if plan.pool is not None:
-            has_relays = servers_of(plan.topology, plan.pool.relay_servers).of_relay > 1
-            in_halves = plan.pool.num_halves > 1
-            held, fetched = lane_tokens_of(plan), fetched_in_ticks(plan)
-            return self.peak_in_ticks(held, fetched, in_halves=in_halves, has_relays=has_relays)
+        kind = kind_of(plan)
+        if kind is not None:
+            return kind.peak(self, plan)
         held = np.zeros((plan.num_microbatches, plan.topology.num_lanes), np.int64)
         exchanged = np.zeros(held.shape)
         for row, micro_batch in enumerate(plan.micro_batches):
@@ -138,74 +132,32 @@ class MemoryModel:
         routed = peak_in_flight_tokens(of_block, topology.pp_size, topology.vp_size) / block
         most_routed = of_block.max(axis=0) / block
         return tuple(
-            self._worst_lane(stage, alive[stage].astype(np.float64), most, buffers, routed[stage], most_routed)
+            self.worst_lane(stage, alive[stage].astype(np.float64), most, buffers, routed[stage], most_routed)
             for stage in range(topology.pp_size)
         )
-
-    def peak_in_ticks(self, held: Ints, fetched: Ints, *, in_halves: bool, has_relays: bool) -> tuple[StageMemory, ...]:
-        """Return the memory of every stage when all stages run in ticks, on its worst lane.
-
-        Args:
-            held: int64 [micro-batch, lane] padded tokens of a rank.
-            fetched: int64 [stage, (queries, keys), lane] most tokens of which a rank fetches those in a tick.
-            in_halves: layers run in two halves; has_relays: ranks hand on what they fetched.
-        """
-        topology = self._topology
-        most = held.max(axis=0).astype(np.float64)
-        queries, keys, again = FETCHED_QUERIES, FETCHED_KEYS, np.zeros_like(most)
-        if in_halves and has_relays:
-            keys += COLLECTED_KEYS
-        if in_halves and "core_attn" in self._options.repeated:
-            # The next layer is computed again beside the one that runs backward.
-            queries, keys = queries + AGAIN_QUERIES, keys + AGAIN_KEYS
-            again = most * (self._options.recompute == "full")
-        memory = []
-        for stage, of_ticks in enumerate(stage_ticks(topology.pp_size, topology.vp_size, len(held))):
-            alive = most_alive_tokens([one for one in of_ticks if one is not None], held).astype(np.float64)
-            rows, columns = most + fetched[stage]
-            buffers = np.max(
-                [
-                    queries * one.a2a_queries * rows + keys * one.ring_per_bucket_token * columns + again * one.working
-                    for one in self._bytes.values()
-                ],
-                axis=0,
-            )
-            memory.append(self._worst_lane(stage, alive, most, buffers, alive, most))
-        return tuple(memory)
 
     def peak_at(self, tokens_per_rank: int, cp_size: int = 1) -> tuple[StageMemory, ...]:
         """Return the memory of every stage when all micro-batches hold `tokens_per_rank`, in groups of `cp_size`.
 
-        With a pool "always" they run in ticks, and a rank fetches as many queries and keys as it may: no plan of that
-        limit needs more.
+        Where all plans are of a kind, no plan of that limit needs more.
         """
-        topology = self._topology
-        if self._options.pool == "always":
-            return self._peak_in_full_ticks(tokens_per_rank, most_fetched(topology))
-        many = self._full_micro_batches(tokens_per_rank)
+        topology = self.topology
+        kind = kind_of_all(self.options)
+        if kind is not None:
+            return kind.peak_at(self, tokens_per_rank)
+        many = self.full_micro_batches(tokens_per_rank)
         alive = peak_in_flight_tokens(many, topology.pp_size, topology.vp_size)
         most = np.array([float(tokens_per_rank)])
-        possible = attentions_of(self._options.cp_comm_types, cp_size, self._sharing)
+        possible = attentions_of(self.options.cp_comm_types, cp_size, self._sharing)
         buffers = np.array([max((self._exchange_bytes(tokens_per_rank, cp_size, one) for one in possible), default=0)])
         return tuple(
-            self._worst_lane(stage, alive[stage].astype(np.float64), most, buffers, alive[stage], most)
+            self.worst_lane(stage, alive[stage].astype(np.float64), most, buffers, alive[stage], most)
             for stage in range(topology.pp_size)
         )
 
-    def _peak_in_full_ticks(self, tokens_per_rank: int, fetched: tuple[int, int]) -> tuple[StageMemory, ...]:
-        """Return `peak_at` in ticks; fetched: (queries, keys) over the tokens of a rank."""
-        topology = self._topology
-        of_stages = np.array([fetched] * topology.pp_size, np.int64)[:, :, None] * tokens_per_rank
-        return self.peak_in_ticks(
-            self._full_micro_batches(tokens_per_rank),
-            of_stages,
-            in_halves=self._options.ping_pong,
-            has_relays=topology.num_lanes > 1,
-        )
-
-    def _full_micro_batches(self, tokens_per_rank: int) -> Ints:
+    def full_micro_batches(self, tokens_per_rank: int) -> Ints:
         """Return [micro-batch, one lane] tokens: so many micro-batches that no schedule holds fewer than it could."""
-        return np.full((4 * self._topology.pp_size, 1), tokens_per_rank, np.int64)
+        return np.full((4 * self.topology.pp_size, 1), tokens_per_rank, np.int64)
 
     def max_tokens_per_rank(self, max_seqlen: int | None = None) -> int:
         """Return the largest token limit that fits on every stage: what `auto` means.
@@ -216,7 +168,7 @@ class MemoryModel:
         Raises:
             MemoryLimitError: not even the smallest limit fits, or none that holds `max_seqlen`.
         """
-        options, topology = self._options, self._topology
+        options, topology = self.options, self.topology
         multiple = 2 * topology.rank_token_multiple
         largest = min(options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
         sizes = [1 << k for k in range(options.min_cp_size.bit_length() - 1, largest.bit_length())] or [largest]
@@ -257,18 +209,14 @@ class MemoryModel:
     def check_limit_fits(self, tokens_per_rank: int, cp_size: int = 1) -> None:
         """Refuse a limit of `tokens_per_rank` in groups of `cp_size` if a stage needs more than `available_bytes`.
 
-        With a pool "always" it has to hold plans whose tokens are computed where they lie: of those that fetch more,
-        the ones that fit are taken.
+        Where all plans are of a kind, it has to hold those that need least: of others the ones that fit are taken.
 
         Raises:
             MemoryLimitError: with the stage, both numbers of bytes and the remedy.
         """
-        if self._options.pool == "always":
-            at_home = 0, self._topology.num_lanes - 1
-            what, peak = (
-                f"{tokens_per_rank} tokens per rank in ticks",
-                self._peak_in_full_ticks(tokens_per_rank, at_home),
-            )
+        kind = kind_of_all(self.options)
+        if kind is not None:
+            what, peak = kind.least_at(self, tokens_per_rank)
         else:
             what = f"{tokens_per_rank} tokens per rank at CP size {cp_size}"
             peak = self.peak_at(tokens_per_rank, cp_size)
@@ -293,22 +241,22 @@ class MemoryModel:
 
     def _remedy(self, limit: int, parts: StageMemory) -> str:
         """Return what helps and is not done already."""
-        least = 2 * self._topology.rank_token_multiple
+        least = 2 * self.topology.rank_token_multiple
         state = parts.weights_bytes + parts.gradients_bytes + parts.optimizer_bytes + parts.communicators_bytes
         ways = []
         if state < self.available_bytes:  # else no fewer tokens help
             ways += ["lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"] * (limit > least)
-            ways += ["recompute more"] * (self._options.recompute != "full")
-        experts, ep_size = self._model.experts, self._topology.ep_size
-        ranks = self._topology.num_lanes * self._topology.tp_size
+            ways += ["recompute more"] * (self.options.recompute != "full")
+        experts, ep_size = self._model.experts, self.topology.ep_size
+        ranks = self.topology.num_lanes * self.topology.tp_size
         if experts is not None and ep_size < min(ranks, experts.num_experts):
             ways.append("use a larger ep_size (--expert-model-parallel-size)")
         if parts.communicators_bytes > _MANY_GROUPS * self.available_bytes:
             always = self._sharing.serves_always
-            alone = replace(self._options, cp_comm_types=(always,))
+            alone = replace(self.options, cp_comm_types=(always,))
             ways += [f"exchange by {always} alone (--cp-comm-type)"] * (self._num_groups(alone) < self._num_groups())
             ways.append("lower max_cp_size (--max-dynamic-cp-size)")
-        ways += ["use the distributed optimizer"] * (not self._distributed_optimizer and self._topology.num_lanes > 1)
+        ways += ["use the distributed optimizer"] * (not self._distributed_optimizer and self.topology.num_lanes > 1)
         ways.append("use a larger tp_size (--tensor-model-parallel-size) or pp_size (--pipeline-model-parallel-size)")
         return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
 
@@ -320,10 +268,10 @@ class MemoryModel:
         copies = self._sharing.copies(inner)
         return tokens * max(
             mechanism.kept_bytes(cp_size, inner, one.a2a_queries, one.ring_per_bucket_token, copies, one.latents)
-            for one in self._bytes.values()
+            for one in self.layer_bytes.values()
         )
 
-    def _worst_lane(
+    def worst_lane(
         self, stage: int, alive: Floats, most: Floats, buffers: Floats, routed: Floats, most_routed: Floats
     ) -> StageMemory:
         """Return the memory of `stage`.
@@ -332,11 +280,11 @@ class MemoryModel:
             alive, most, buffers: [lane] tokens alive (once a chunk), largest micro-batch, exchange bytes.
             routed, most_routed: [lane] the same tokens of the mean lane of its EP block.
         """
-        topology, layers = self._topology, self._stages[stage]
+        topology, layers = self.topology, self._stages[stage]
         chunks = self._largest_chunks(stage)
-        kept = layers.sum(lambda layer: self._bytes[layer].per_layer) / chunks
-        routed_kept = layers.sum(lambda layer: self._bytes[layer].routed_per_layer) / chunks
-        of_kinds = [self._bytes[layer] for _, layer in layers.layers]
+        kept = layers.sum(lambda layer: self.layer_bytes[layer].per_layer) / chunks
+        routed_kept = layers.sum(lambda layer: self.layer_bytes[layer].routed_per_layer) / chunks
+        of_kinds = [self.layer_bytes[layer] for _, layer in layers.layers]
         activations = alive * kept + routed * routed_kept
         working = np.max(
             [most * (one.working + one.hops) + most_routed * one.routed_working for one in of_kinds], axis=0
@@ -346,7 +294,7 @@ class MemoryModel:
         weights, experts = self.num_weights(stage), self.num_expert_weights(stage)
         lanes, copies = topology.num_lanes, topology.num_lanes * topology.tp_size / topology.ep_size
         sharded = weights / lanes + experts / copies if self._distributed_optimizer else weights + experts
-        element = self._options.element_bytes.weight
+        element = self.options.element_bytes.weight
         state = _MOMENT_BYTES + (_MASTER_BYTES if element < _MASTER_BYTES else 0)
         return StageMemory(
             weights_bytes=(weights + experts) * element,
@@ -361,7 +309,7 @@ class MemoryModel:
 
     def _largest_chunks(self, stage: int) -> float:
         """Return how many of its largest model chunk a stage is made of; all are taken as large as that."""
-        model, topology = self._model, self._topology
+        model, topology = self._model, self.topology
         modules = model.mtp_num_layers if stage == topology.pp_size - 1 else 0
         is_even = not model.pipeline_layers or topology.pp_size == 1
         if is_even and not modules:
@@ -373,7 +321,7 @@ class MemoryModel:
 
     def _num_groups(self, options: PlanOptions | None = None) -> int:
         """Return how many communicators a rank has: one per CP size above 1, TP, PP, all lanes, and mechanisms' own."""
-        topology, options = self._topology, options or self._options
+        topology, options = self.topology, options or self.options
         largest = min(options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
         others = (topology.tp_size > 1) + (topology.pp_size > 1) + (topology.num_lanes > 1)
         others += 2 * (topology.ep_size > 1)  # of the block, and of the ranks with the same experts

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.pipeline.graph import needed_operation
-from dynamic_cp.pipeline.schedule import Operation
-from dynamic_cp.types import KINDS
+from dynamic_cp.pipeline.schedule import KINDS, Operation
 
 LaneOperations = Mapping[tuple[int, int], Sequence[Operation]]
 """(stage, lane) -> what it runs, in order."""

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamic_cp.arrays import Ints
-from dynamic_cp.pipeline.schedule import Operation, stage_operations
-from dynamic_cp.types import KINDS
+from dynamic_cp.pipeline.schedule import KINDS, Operation, stage_operations
 
 FORWARD, BACKWARD = 0, 1
 """Indexes of `schedule.KINDS`."""

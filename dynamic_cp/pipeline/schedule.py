@@ -10,13 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import Kind
+
+Kind = Literal["F", "B"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""Forward and backward."""
 
 
 class Operation(NamedTuple):

@@ -24,6 +24,7 @@ from dynamic_cp.pipeline.deadlock import LaneOperations, resolve
 from dynamic_cp.pipeline.graph import Graph, pipeline_graph, places_of
 from dynamic_cp.pipeline.longest_path import Grid, end_times, longest_path_ns
 from dynamic_cp.pipeline.timeline import Timeline, durations_ns
+from dynamic_cp.plans.extension import kind_of
 from dynamic_cp.plans.lane_tokens import lane_tokens_of
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs, nanoseconds
 from dynamic_cp.types import Plan
@@ -73,13 +74,11 @@ def grid_of(plan: Plan, cost_model: CostModel) -> Grid:
 
     Raises:
         IllegalPlanError: the buckets of a micro-batch do not tile the lanes; the kernel relies on it.
-        UnsupportedFeatureError: a plan with a pool of servers, which runs in ticks.
+        UnsupportedFeatureError: a plan of a kind that runs on another schedule.
     """
-    if plan.pool is not None:
-        raise UnsupportedFeatureError(
-            f"the plan has a pool of {plan.num_servers} servers, whose ticks are no 1F1B: what they take stands with "
-            "the plan (`disaggregation.search.plan_tasks`)"
-        )
+    kind = kind_of(plan)
+    if kind is not None:
+        raise UnsupportedFeatureError(kind.why_no_timeline(plan))
     num_lanes, vp_size = plan.topology.num_lanes, plan.topology.vp_size
     sizes: list[int] = []
     repeats: list[int] = []

@@ -14,7 +14,6 @@ and outputs (a *row*) or keys and values (a *column*) once to each node and lane
 - `cuts`: homes cut to what is used of them, and shared out where many use them
 - `narrow`: layers with a window between homes of layers without
 - `sent`: bytes that lanes send each other
-- `traffic`: the same for tasks of servers, without their many tiles
 - `buffers`: where what a lane fetches lies
 - `programme`: what each lane does, as plain data that travels to it
 - `times`: how long the programmes take

@@ -14,6 +14,7 @@ from typing import Any
 
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.plans.extension import kind_of
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest
 from dynamic_cp.types import Bucket, ModelShape, Plan, PlannedBatch, Sample, Topology, parse_mask
@@ -34,7 +35,7 @@ class PlanFacts:
         rank_token_multiple: what the padded tokens of a rank are rounded up to.
         planner_s: seconds that planning took.
         fallback: why this is the static plan instead of the planner's, or None.
-        num_servers: that share attention in ticks; 0: lanes of a stage compute their own.
+        num_servers: as of `Plan`.
     """
 
     digest: str
@@ -95,14 +96,14 @@ class LanePlan:
             and without the placement: `parts` has what the lane does.
         parts: micro-batch -> what its mechanism lets only this lane know (`Mechanism.lane_parts`), where it does.
         facts: of the whole plan.
-        ticks: [stage] what the server of this lane does in a pool, for `server_ticks.decode_ticks`; (): there is none.
+        extension: texts of what else this lane does, which the plan's kind reads (`PlanKind.encode`); (): nothing.
     """
 
     lane: int
     buckets: tuple[Bucket, ...]
     facts: PlanFacts
     parts: Mapping[int, object] = field(default_factory=dict)
-    ticks: tuple[str, ...] = ()
+    extension: tuple[str, ...] = ()
 
 
 def lane_plan(plan: Plan, lane: int, facts: PlanFacts) -> LanePlan:
@@ -115,17 +116,14 @@ def lane_plan(plan: Plan, lane: int, facts: PlanFacts) -> LanePlan:
         buckets=tuple(_of_lane(bucket, lane) for bucket in buckets),
         facts=facts,
         parts=own,
-        ticks=_ticks(plan)[lane],
+        extension=_extensions(plan)[lane],
     )
 
 
-def _ticks(plan: Plan) -> Sequence[tuple[str, ...]]:
-    """Return [lane] `LanePlan.ticks`."""
-    if plan.pool is None:
-        return [()] * plan.topology.num_lanes
-    from dynamic_cp.plans.server_ticks import encode_ticks  # compiled: most plans have none
-
-    return [tuple(texts) for texts in encode_ticks(plan)]
+def _extensions(plan: Plan) -> Sequence[tuple[str, ...]]:
+    """Return [lane] `LanePlan.extension`."""
+    kind = kind_of(plan)
+    return [()] * plan.topology.num_lanes if kind is None else kind.encode(plan)
 
 
 def _of_lane(bucket: Bucket, lane: int) -> Bucket:
@@ -154,7 +152,7 @@ def encode_lanes(plan: Plan, facts: PlanFacts) -> list[bytes]:
             for lane, part in zip(bucket.lanes, _parts(bucket, plan.topology) or (), strict=False):
                 parts[lane][index] = part
     head = json.dumps(asdict(facts), separators=(",", ":"))
-    of_lanes = zip(buckets, parts, _ticks(plan), strict=True)
+    of_lanes = zip(buckets, parts, _extensions(plan), strict=True)
     return [_message(lane, head, *of_lane) for lane, of_lane in enumerate(of_lanes)]
 
 
@@ -172,14 +170,14 @@ def decode_lane(message: bytes) -> LanePlan:
             "the job's store returned other bytes than were written; restart the job",
         )
     try:
-        lane, head, rows, parts, *ticks = json.loads(body)
+        lane, head, rows, parts, *extension = json.loads(body)
         head["cp_histogram"] = {int(size): number for size, number in head["cp_histogram"].items()}
         return LanePlan(
             lane=lane,
             buckets=tuple(_decode_bucket(row) for row in rows),
             facts=PlanFacts(**head),
             parts={int(index): part for index, part in parts.items()},
-            ticks=tuple(ticks),
+            extension=tuple(extension),
         )
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise DisagreementError(
@@ -188,9 +186,11 @@ def decode_lane(message: bytes) -> LanePlan:
         ) from error
 
 
-def _message(lane: int, head: str, buckets: Sequence[str], parts: Mapping[int, object], ticks: Sequence[str]) -> bytes:
-    of_ticks = "".join("," + json.dumps(text) for text in ticks)
-    body = f"[{lane},{head},[{','.join(buckets)}],{json.dumps(parts, separators=(',', ':'))}{of_ticks}]".encode()
+def _message(
+    lane: int, head: str, buckets: Sequence[str], parts: Mapping[int, object], extension: Sequence[str]
+) -> bytes:
+    more = "".join("," + json.dumps(text) for text in extension)
+    body = f"[{lane},{head},[{','.join(buckets)}],{json.dumps(parts, separators=(',', ':'))}{more}]".encode()
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, cast
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
+from dynamic_cp.plans.extension import kind_in_json, kind_in_text, kind_named, kind_of
 from dynamic_cp.types import (
     TRAITS,
     Attention,
@@ -23,14 +24,11 @@ from dynamic_cp.types import (
     CpCommType,
     MicroBatch,
     Plan,
-    PoolTasks,
     Sample,
-    Tasks,
     Topology,
     is_placed,
     parse_mask,
     parse_placement,
-    parse_tasks,
 )
 
 SCHEMA_VERSION = 1
@@ -44,13 +42,14 @@ _NEWER = {"ep_size": 1, "token_alignment": 1}
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return `plan` as what JSON can hold."""
+    kind = kind_of(plan)
     return {
         "schema_version": SCHEMA_VERSION,
         "policy": plan.policy,
         "max_tokens_per_rank": plan.max_tokens_per_rank,
         "topology": topology_to_dict(plan.topology),
         "micro_batches": [[_bucket_to_dict(bucket) for bucket in mb.buckets] for mb in plan.micro_batches],
-        **({} if plan.pool is None else {"pool": _pool_to_dict(plan, plan.pool)}),
+        **({} if kind is None or plan.extension is None else {plan.extension.kind: kind.to_dict(plan)}),
     }
 
 
@@ -64,8 +63,8 @@ def plan_from_dict(data: object) -> Plan:
             schema_version=version,
         )
     names: tuple[str, ...] = ("schema_version", "policy", "max_tokens_per_rank", "topology", "micro_batches")
-    has_pool = isinstance(data, Mapping) and "pool" in data
-    plan = Fields(data, "plan", names + ("pool",) * has_pool)
+    kind = kind_in_json(data) if isinstance(data, Mapping) else None
+    plan = Fields(data, "plan", (*names, kind) if kind else names)
     plan.get("schema_version", int)
     return Plan(
         topology=topology_from_dict(plan.get("topology", dict)),
@@ -80,59 +79,8 @@ def plan_from_dict(data: object) -> Plan:
             )
             for i, row in enumerate(plan.get("micro_batches", list))
         ),
-        pool=_pool_from_dict(plan.get("pool", dict)) if has_pool else None,
+        extension=kind_named(kind).from_dict(plan.get(kind, dict)) if kind else None,
     )
-
-
-_SIDES = {"F": "forward", "B": "backward"}
-
-
-_TICK = re.compile(r"[FB]\d+")
-
-
-def _pool_to_dict(plan: Plan, pool: PoolTasks) -> dict[str, Any]:
-    texts = _texts_of_ticks(plan, pool, placements=True)
-    return {**_pool_numbers(pool), **{side: texts[letter] for letter, side in _SIDES.items()}}
-
-
-def _pool_numbers(pool: PoolTasks) -> dict[str, int]:
-    """Return what a pool has but tasks; plans without relays keep the digests that they had before there were any."""
-    return {"tile_tokens": pool.tile_tokens} | ({"relay_servers": pool.relay_servers} if pool.relay_servers else {})
-
-
-def _texts_of_ticks(plan: Plan, pool: PoolTasks, *, placements: bool) -> dict[str, list[str]]:
-    """Return the texts of ticks by side; with chunks the tasks of an earlier tick are its name, as F3."""
-    known: dict[Tasks, str] = {}
-    texts: dict[str, list[str]] = {letter: [] for letter in _SIDES}
-    for letter, side in _SIDES.items():
-        of_side: tuple[Tasks, ...] = getattr(pool, side)
-        for index, tasks in enumerate(of_side):
-            earlier = known.setdefault(tasks, f"{letter}{index}") if plan.topology.vp_size > 1 else f"{letter}{index}"
-            own = str(tasks) if placements else tasks.describe()
-            texts[letter].append(own if earlier == f"{letter}{index}" else earlier)
-    return texts
-
-
-def _pool_from_dict(data: object) -> PoolTasks:
-    relays = ("relay_servers",) if isinstance(data, Mapping) and "relay_servers" in data else ()
-    pool = Fields(data, "pool", ("tile_tokens", *relays, *_SIDES.values()))
-    known: dict[str, Tasks] = {}
-    sides: dict[str, tuple[Tasks, ...]] = {}
-    for letter, side in _SIDES.items():
-        for index, one in enumerate(pool.get(side, list)):
-            text = checked(one, str, f"pool.{side}[{index}]")
-            if _TICK.fullmatch(text) is None:
-                known[f"{letter}{index}"] = parse_tasks(text)
-            elif text in known:
-                known[f"{letter}{index}"] = known[text]
-            else:
-                raise InvalidInputError(
-                    f"pool.{side}[{index}] has the tasks of tick {text}, which is none of the {len(known)} before it: "
-                    "give a file that `plan --output` wrote (--json is more)"
-                )
-        sides[side] = tuple(known[name] for name in known if name[0] == letter)
-    relay_servers = pool.get("relay_servers", int) if relays else 0
-    return PoolTasks(tile_tokens=pool.get("tile_tokens", int), relay_servers=relay_servers, **sides)
 
 
 def topology_to_dict(topology: Topology) -> dict[str, Any]:
@@ -188,8 +136,8 @@ def format_plan(plan: Plan, *, placements: bool = True) -> str:
         0 | lanes 0-1: 7:100 3:9 | lane 2: 5:60 | lane 3: - |
         1 | lanes 0-3 blocks 0.0.40.0,0.40.100.3/0.0.0.0,1.0.3.1,1.1.3.0: 8:100 |
 
-    A plan with a pool says tile_tokens (and relay_servers, if not 0) in its first line, and has a line of tasks for
-    each tick behind the others:
+    A plan of a kind (`plans.extension`) has more settings in its first line, and lines behind the others: with a pool
+    tile_tokens (and relay_servers, if not 0), and a line of tasks for each tick:
 
         F0 | 0.0.40.0.0.0,0.40.64.1.3.0
 
@@ -198,21 +146,21 @@ def format_plan(plan: Plan, *, placements: bool = True) -> str:
 
     Args:
         placements: whole, so that `parse_plan` reads them; else how large they are, for people, as in
-            "lanes 0-3 blocks (2 homes, 3 tiles, 2 divisions): 8:100"; so are ticks.
+            "lanes 0-3 blocks (2 homes, 3 tiles, 2 divisions): 8:100"; so are lines of a kind.
     """
+    kind = kind_of(plan)
     settings = {
         "policy": plan.policy,
         "max_tokens_per_rank": plan.max_tokens_per_rank,
-        **({} if plan.pool is None else _pool_numbers(plan.pool)),
+        **({} if kind is None else kind.settings(plan)),
         **topology_to_dict(plan.topology),
     }
     lines = [f"plan v{SCHEMA_VERSION} " + " ".join(f"{name}={value}" for name, value in settings.items())]
     for index, micro_batch in enumerate(plan.micro_batches):
         buckets = "".join(f" {_format_bucket(bucket, placements)} |" for bucket in micro_batch.buckets)
         lines.append(f"{index} |{buckets}")
-    if plan.pool is not None:
-        for letter, texts in _texts_of_ticks(plan, plan.pool, placements=placements).items():
-            lines += [f"{letter}{index} | {text}" for index, text in enumerate(texts)]
+    if kind is not None:
+        lines += kind.lines(plan, placements)
     return "\n".join(lines) + "\n"
 
 
@@ -228,12 +176,9 @@ def parse_plan(text: str) -> Plan:
         name: value == "True" if value in ("True", "False") else int(value) if value.isdecimal() else value
         for name, value in settings.items()
     }
-    pool: dict[str, Any] = {}
-    if "tile_tokens" in typed:
-        num_rows = sum(row[:1] not in _SIDES for row in rows)
-        rows, ticks = rows[:num_rows], rows[num_rows:]
-        numbers = {name: typed.pop(name) for name in ("tile_tokens", "relay_servers") if name in typed}
-        pool = {"pool": {**numbers, **_parse_ticks(ticks, num_rows + 2)}}
+    kind, extension = kind_in_text(typed), dict[str, Any]()
+    if kind is not None:
+        rows, extension[kind] = kind_named(kind).parse(typed, rows)
     return plan_from_dict(
         {
             "schema_version": int(match[1]),
@@ -241,20 +186,9 @@ def parse_plan(text: str) -> Plan:
             "max_tokens_per_rank": typed.pop("max_tokens_per_rank", None),
             "topology": typed,
             "micro_batches": [_parse_row(row, index) for index, row in enumerate(rows)],
-            **pool,
+            **extension,
         }
     )
-
-
-def _parse_ticks(rows: Sequence[str], first_line: int) -> dict[str, list[str]]:
-    """Return the texts of ticks by side; InvalidInputError names the line that is none."""
-    sides: dict[str, list[str]] = {letter: [] for letter in _SIDES}
-    for number, row in enumerate(rows, first_line):
-        match = re.fullmatch(r"([FB])(\d+) \| (\S+)", row.strip())
-        if match is None or int(match[2]) != len(sides[match[1]]):
-            raise InvalidInputError(f"line {number} is {row[:60]!r}: a tick looks like 'F0 | 0.0.40.0.0.0' (tasks)")
-        sides[match[1]].append(match[3])
-    return {_SIDES[letter]: texts for letter, texts in sides.items()}
 
 
 def _bucket_to_dict(bucket: Bucket) -> dict[str, Any]:

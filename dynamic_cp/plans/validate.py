@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.mechanisms.registry import MECHANISMS, masks_are_served_by
+from dynamic_cp.plans.extension import kind_of
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
 
@@ -16,8 +17,8 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
     """Refuse `plan` unless every rank can run it and every sample is in it once.
 
     The rules:
-        1. There is a micro-batch, and their number is a multiple of topology.num_microbatches_multiple. With a pool it
-           is any: stages without one serve the others.
+        1. There is a micro-batch, and their number is a multiple of topology.num_microbatches_multiple. Of a plan of
+           a kind it is any.
         2. The buckets of a micro-batch, in lane order, tile lanes 0 .. num_lanes - 1 exactly once.
         3. A bucket is aligned: first_lane is a multiple of cp_size (a power of two by its type). A placed one need not.
         4. A bucket with samples holds at most max_tokens_per_rank padded tokens a rank.
@@ -30,7 +31,7 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
         9. A bucket lies inside one EP block (`topology.expert_lanes` lanes) or holds whole ones. So all lanes of a
            block run the same operations of the same micro-batches in one order, as experts need, also without a
            pipeline.
-        10. A pool, where there is one, keeps its rules (`pool.check_pool`); rule 8 is then about tasks.
+        10. A plan of a kind (`extension`) keeps the rules of that, in place of rule 8, too.
 
     Raises:
         IllegalPlanError: the first broken rule. The first line of the message is complete by itself; below it stands
@@ -39,7 +40,8 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
     if not plan.micro_batches:
         raise IllegalPlanError("the plan has 0 micro-batches, at least 1 is needed: plan a non-empty global batch")
     multiple = plan.topology.num_microbatches_multiple
-    if plan.pool is None and plan.num_microbatches % multiple:
+    kind = kind_of(plan)
+    if kind is None and plan.num_microbatches % multiple:
         raise IllegalPlanError(
             f"the plan has {plan.num_microbatches} micro-batches, interleaving needs a multiple of {multiple}: "
             "add empty micro-batches",
@@ -65,10 +67,8 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
                         sample_id=sample.sample_id,
                     )
                 place_of_sample[sample.sample_id] = place
-    if plan.pool is not None:
-        from dynamic_cp.plans.pool import check_pool  # compiled: most plans have none
-
-        check_pool(plan, plan.pool)
+    if kind is not None:
+        kind.check(plan)
     if samples is not None:
         _check_samples(plan, samples, place_of_sample)
 
@@ -162,10 +162,9 @@ def _why_block_cut(bucket: Bucket, plan: Plan) -> str | None:
 
 
 def _why_illegal(bucket: Bucket, plan: Plan) -> str | None:
-    if plan.pool is not None:
-        from dynamic_cp.plans.pool import why_not_homed
-
-        return why_not_homed(bucket, plan.topology.num_lanes)
+    kind = kind_of(plan)
+    if kind is not None:
+        return kind.why_illegal(bucket, plan)
     mechanism = MECHANISMS[bucket.cp_comm_type]
     if not mechanism.serves_masks:
         for sample in bucket.samples:

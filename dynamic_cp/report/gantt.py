@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.pipeline.graph import places_of
+from dynamic_cp.pipeline.schedule import KINDS
 from dynamic_cp.pipeline.timeline import Timeline, durations_ns
 from dynamic_cp.report.drawing import (
     SMALL_PT,
@@ -25,13 +26,13 @@ from dynamic_cp.report.drawing import (
     time_unit,
 )
 from dynamic_cp.report.theme import Theme
-from dynamic_cp.types import KINDS, largest_power_of_two
+from dynamic_cp.types import largest_power_of_two
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from dynamic_cp.disaggregation.search import PlannedTasks  # compiled: most pictures have no pool
+    from dynamic_cp.pool.search import PlannedTasks  # compiled: most pictures have no pool
 
 _MAX_ROWS = 64
 _MAX_BARS = 4000

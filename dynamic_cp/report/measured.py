@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.pipeline.schedule import Operation
+from dynamic_cp.pipeline.schedule import KINDS, Kind, Operation
 from dynamic_cp.report.run import lines_of
 from dynamic_cp.report.trace import Event, in_time, mark, name_events, slice_event
-from dynamic_cp.types import KINDS, Kind
 
 _CLOCK_STEP_NS = 1000
 

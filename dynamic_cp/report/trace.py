@@ -24,11 +24,12 @@ from dynamic_cp.pipeline.graph import FORWARD
 from dynamic_cp.pipeline.schedule import Operation
 from dynamic_cp.pipeline.timeline import Span, Timeline, durations_ns
 from dynamic_cp.plans.lane_tokens import lane_tokens_of
+from dynamic_cp.pool.plan import ticks_of
+from dynamic_cp.pool.tasks import HOLDER, SERVER
 from dynamic_cp.report.files import write_whole
-from dynamic_cp.types.tasks import HOLDER, SERVER
 
 if TYPE_CHECKING:
-    from dynamic_cp.disaggregation.search import PlannedTasks  # compiled: most traces have no pool
+    from dynamic_cp.pool.search import PlannedTasks  # compiled: most traces have no pool
 
 Event = dict[str, Any]
 """One event of the format; times are microseconds."""
@@ -206,7 +207,7 @@ def tick_events(
     topology, name = plan.topology, label or plan.policy
     lanes = shown_lanes(lanes, topology.num_lanes)
     events = name_events(label, first_process, {stage: list(lanes) for stage in range(topology.pp_size)})
-    for (tick, tasks), span, seconds in zip(plan.ticks(), planned.spans, planned.seconds, strict=True):
+    for (tick, tasks), span, seconds in zip(ticks_of(plan), planned.spans, planned.seconds, strict=True):
         of_servers = (
             np.bincount(tasks.rows[rows, column], tasks.tokens[rows], plan.num_servers)
             for rows, column in (

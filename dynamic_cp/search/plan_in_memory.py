@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dynamic_cp.memory.memory_model import MemoryModel
-from dynamic_cp.search.choice import plan_batch
+from dynamic_cp.search.search import plan_batch
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
 

@@ -35,8 +35,7 @@ from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
 from dynamic_cp.plans.serialize import dumps
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, widest_bucket
 from dynamic_cp.pricing.resolution import exchanges_of_policy
-from dynamic_cp.search.choice import plan_batch
-from dynamic_cp.search.search import check_feasible
+from dynamic_cp.search.search import check_feasible, plan_batch
 from dynamic_cp.types import BY_PLACEMENT, Hardware, Mask, Problem, Sample
 
 CHECK_PARENT_EVERY_S = 1.0

@@ -17,6 +17,7 @@ from dynamic_cp.mechanisms.blocks import MOST_FETCHED
 from dynamic_cp.packing.judge import build_plan, grid_of_priced, price_packing
 from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.pipeline.simulator import simulate
+from dynamic_cp.plans.extension import kind_planned
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import widest_bucket
 from dynamic_cp.pricing.cost_model import CostModel
@@ -110,11 +111,21 @@ class _Packed(NamedTuple):
     grid: Grid | None
 
 
+def plan_batch(problem: Problem, samples: Sequence[Sample]) -> PlannedBatch:
+    """Return the plan that a run of `problem` has: of `plan_problem`, or of a kind that its options ask for.
+
+    Raises:
+        DynamicCPError: as `plan_problem`, and as planning of that kind.
+    """
+    kind = kind_planned(problem.options) if problem.policy == "dynamic" else None
+    return plan_problem(problem, samples) if kind is None else kind.plan(problem, samples)
+
+
 def _check_policy(policy: str) -> None:
     if policy in POOL_POLICIES:
         raise UnsupportedFeatureError(
             f"policy {policy} is dynamic with PlanOptions.pool {POOL_POLICIES[policy]!r} (--dynamic-cp-pool), which "
-            "`search.choice.plan_batch` plans: give that, or one of " + ", ".join(POLICIES)
+            "`search.search.plan_batch` plans: give that, or one of " + ", ".join(POLICIES)
         )
     if policy not in POLICIES:
         raise InvalidInputError(f"policy {policy!r} is unknown: use one of {', '.join(POLICIES)}")

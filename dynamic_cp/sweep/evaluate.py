@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.comparison.job import SweepJob
 from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
-from dynamic_cp.search.choice import plan_batch
+from dynamic_cp.search.search import plan_batch
 from dynamic_cp.setting import Setting
 from dynamic_cp.sweep.space import MORE_ROOM, Refused
 

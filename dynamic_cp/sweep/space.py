@@ -8,9 +8,9 @@ from itertools import chain, product
 from typing import NamedTuple
 
 from dynamic_cp.comparison.job import SweepJob
-from dynamic_cp.disaggregation.prices import refuse_model
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.plans.padding import round_up
+from dynamic_cp.pool.prices import refuse_model
 from dynamic_cp.pricing.resolution import exchanges_of_policy
 from dynamic_cp.setting import POOL_POLICIES, Setting
 from dynamic_cp.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, sizes_in

@@ -4,9 +4,8 @@
 
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
-this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `mask_rules`, `placement`, `ticks`,
-`tasks`, `plan`, then what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`,
-`problem`.
+this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `mask_rules`, `placement`, `plan`, then
+what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`, `problem`.
 """
 
 from dynamic_cp.types.attention import (
@@ -72,13 +71,12 @@ from dynamic_cp.types.plan import (
     Bucket,
     MicroBatch,
     Plan,
+    PlanExtension,
     PlannedBatch,
     Sample,
 )
 from dynamic_cp.types.problem import Problem
 from dynamic_cp.types.stage_layers import PipelineLayers
-from dynamic_cp.types.tasks import PoolTasks, Tasks, parse_tasks
-from dynamic_cp.types.ticks import KINDS, Kind, Tick, Unit, num_ticks, tick_order
 from dynamic_cp.types.topology import (
     MAX_LANES,
     Topology,
@@ -95,7 +93,6 @@ __all__ = [
     "EXPERT_IMBALANCE",
     "FULL",
     "IN_NODE",
-    "KINDS",
     "MAX_COUNT",
     "MAX_LANES",
     "NOISE_MARGIN",
@@ -115,7 +112,6 @@ __all__ = [
     "Full",
     "Hardware",
     "KeyRanges",
-    "Kind",
     "Lambda",
     "Layer",
     "Mask",
@@ -125,9 +121,9 @@ __all__ = [
     "PipelineLayers",
     "Placement",
     "Plan",
+    "PlanExtension",
     "PlanOptions",
     "PlannedBatch",
-    "PoolTasks",
     "PoolUse",
     "Problem",
     "Recompute",
@@ -137,11 +133,8 @@ __all__ = [
     "SearchEffort",
     "SharedQuestion",
     "Stage",
-    "Tasks",
-    "Tick",
     "Topology",
     "Traits",
-    "Unit",
     "check_latents",
     "counted",
     "is_placed",
@@ -150,10 +143,7 @@ __all__ = [
     "layers_with_experts",
     "masks_by_rule",
     "needs_latents",
-    "num_ticks",
     "parse_mask",
     "parse_mask_rule",
     "parse_placement",
-    "parse_tasks",
-    "tick_order",
 ]

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral
+from typing import ClassVar, Protocol
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.attention import BY_PLACEMENT, CHOOSES_INNER_SIZE, TRAITS, Attention, CpCommType, is_placed
 from dynamic_cp.types.counts import MAX_COUNT, counted, is_power_of_two, require_at_least
 from dynamic_cp.types.masks import CAUSAL, Lambda, Mask, Windowed
 from dynamic_cp.types.placement import Placement
-from dynamic_cp.types.tasks import PoolTasks, Tasks
-from dynamic_cp.types.ticks import KINDS, Tick, tick_order
 from dynamic_cp.types.topology import Topology
 
 
@@ -193,6 +192,16 @@ class MicroBatch:
         raise KeyError(lane)
 
 
+class PlanExtension(Protocol):
+    """What a kind of plan adds to micro-batches: a frozen value, compared by content."""
+
+    kind: ClassVar[str]
+    """Its name in `plans.extension`, and in the JSON of plans."""
+
+    def describe(self) -> str:
+        """Return in some words how large it is."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Packing, CP size per bucket and number of micro-batches of one global batch.
@@ -202,15 +211,14 @@ class Plan:
         max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch.
         micro_batches: in the order in which every lane runs them.
         policy: name of the method that made it.
-        pool: who computes which attention in each tick, where servers of all stages do; each micro-batch then is one
-            bucket over all lanes, whose placement has homes and no tiles. None: lanes of a stage compute their own.
+        extension: what its kind adds (`plans.extension`); None: lanes of a stage compute their own attention.
     """
 
     topology: Topology
     max_tokens_per_rank: int
     micro_batches: tuple[MicroBatch, ...]
     policy: str = "dynamic"
-    pool: PoolTasks | None = None
+    extension: PlanExtension | None = None
 
     def __post_init__(self) -> None:
         require_at_least(1, max_tokens_per_rank=self.max_tokens_per_rank)
@@ -226,9 +234,13 @@ class Plan:
         return (
             f"{counted(num_samples, 'sample')} ({self.num_tokens} tokens) in "
             f"{counted(self.num_microbatches, 'micro-batch')} on {counted(self.topology.num_lanes, 'lane')}, "
-            f"CP sizes {sizes or 'none'}"
-            + (f", {self.pool.describe()} on {counted(self.num_servers, 'server')}" if self.pool is not None else "")
+            f"CP sizes {sizes or 'none'}{self._extension_in_words()}"
         )
+
+    def _extension_in_words(self) -> str:
+        if self.extension is None:
+            return ""
+        return f", {self.extension.describe()} on {counted(self.num_servers, 'server')}"
 
     @property
     def num_microbatches(self) -> int:
@@ -237,27 +249,8 @@ class Plan:
 
     @property
     def num_servers(self) -> int:
-        """Servers that share the attention of a tick; 0 where lanes of a stage compute their own."""
-        return 0 if self.pool is None else self.topology.num_lanes * self.topology.pp_size
-
-    def ticks(self) -> Iterator[tuple[Tick, Tasks]]:
-        """Yield each tick of a pool with its tasks, in the order in which they run; nothing where there is no pool."""
-        if self.pool is not None:
-            topology = self.topology
-            for tick in tick_order(topology.pp_size, topology.vp_size, self.num_microbatches):
-                yield tick, (self.pool.forward if tick.kind == KINDS[0] else self.pool.backward)[tick.number]
-
-    def micro_batches_of(self, tick: Tick) -> list[tuple[int, int]]:
-        """Return (stage, micro-batch) of what a tick of a pool runs, by stage."""
-        pp_size, vp_size = self.topology.pp_size, self.topology.vp_size
-        units = [tick.unit(stage, pp_size, vp_size, self.num_microbatches) for stage in range(pp_size)]
-        return [(stage, unit.micro_batch) for stage, unit in enumerate(units) if unit is not None]
-
-    def samples_of(self, tick: Tick) -> list[Sample]:
-        """Return the samples of a tick of a pool, as its tasks count them."""
-        return [
-            sample for _, row in self.micro_batches_of(tick) for sample in self.micro_batches[row].buckets[0].samples
-        ]
+        """Ranks of a tensor-parallel place that share attention; 0 where lanes of a stage compute their own."""
+        return 0 if self.extension is None else self.topology.num_lanes * self.topology.pp_size
 
     @property
     def buckets(self) -> Iterator[Bucket]:

@@ -462,7 +462,7 @@ def run_step(
         timeout_s=60,
         exchanges=exchanges,
         inner_sizes=sorted({i for _, i in exchanges_of(plan)}),
-        has_pool=plan.pool is not None,
+        has_pool=plan.extension is not None,
     )
     unset = {"init_method": torch.nn.init.zeros_, "output_layer_init_method": torch.nn.init.zeros_}
     config, chunks = build_chunks(layout, variant, **unset)  # `expected` has the weights

@@ -23,15 +23,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynamic_cp.disaggregation import layer_steps
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
-from megatron.dynamic_cp.attention.halves import HalvedLayer
-from megatron.dynamic_cp.attention.mechanisms import chains
+from dynamic_cp.pool import layer_steps
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass, Rounds
-from megatron.dynamic_cp.attention.mechanisms.halves import TwoHalves, mirrored, tag_of
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError, Expected, LaneMessages
 from megatron.dynamic_cp.attention.placed_packs import PlacedPacks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.pool import chains
+from megatron.dynamic_cp.pool.halves import HalvedLayer
+from megatron.dynamic_cp.pool.two_halves import TwoHalves, mirrored, tag_of
 from tests.distributed.harness import RankError, run_ranks
 from tests.distributed.parity import BATCHES, Case, Comparison, Layout, assert_equal_to_reference, run_step
 from tests.distributed.test_halves import lanes_of
@@ -310,7 +310,7 @@ def test_a_hung_peer_of_a_chain_is_noticed_within_the_timeout() -> None:
 
 BLOCKED = """
 import sys, torch, torch.distributed as dist
-from megatron.dynamic_cp.attention.mechanisms import chains
+from megatron.dynamic_cp.pool import chains
 from megatron.trainer.ending.exits import leave
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)

@@ -12,19 +12,19 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from dynamic_cp.disaggregation.layer_steps import Repeats, Step, steps_of
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.mechanisms.blocks import AGAIN_KEYS, AGAIN_QUERIES, COLLECTED_KEYS, FETCHED_KEYS, FETCHED_QUERIES
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, ROW
 from dynamic_cp.plans.padding import placed_share
-from dynamic_cp.plans.server_ticks import decode_ticks, encode_ticks
-from megatron.dynamic_cp.attention.halves import HalvedLayer, Halves, halves_of_tokens
+from dynamic_cp.pool.layer_steps import Repeats, Step, steps_of
+from dynamic_cp.pool.server_ticks import decode_ticks, encode_ticks
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass
-from megatron.dynamic_cp.attention.mechanisms.halves import Turns, mirrored
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane, PlacedPacks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.pool.halves import HalvedLayer, Halves, halves_of_tokens
+from megatron.dynamic_cp.pool.two_halves import Turns, mirrored
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, TOLERANCE, Case, Layout, in_jobs_of_their_own, run_step
 from tests.distributed.test_ticks import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE, PoolCase, planned_step, run_planned

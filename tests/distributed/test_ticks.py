@@ -19,9 +19,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from dynamic_cp.disaggregation.layer_steps import Step
-from dynamic_cp.disaggregation.prices import TaskOptions
-from dynamic_cp.disaggregation.search import plan_tasks
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
 from dynamic_cp.models import catalog
 from dynamic_cp.placement.lanes import Lanes
@@ -29,21 +26,26 @@ from dynamic_cp.placement.legal import tiles_between, why_misplaced
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.plans.lane_tokens import lane_tokens_of
 from dynamic_cp.plans.padding import placed_share
-from dynamic_cp.plans.server_ticks import ServerTicks
 from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pool.layer_steps import Step
+from dynamic_cp.pool.plan import ticks_of
+from dynamic_cp.pool.prices import TaskOptions
+from dynamic_cp.pool.search import plan_tasks
+from dynamic_cp.pool.server_ticks import ServerTicks
+from dynamic_cp.pool.ticks import Tick, tick_order
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, PlanOptions, Problem, Sample, Tick, tick_order
-from megatron.dynamic_cp.attention.mechanisms.halves import Turns
+from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, PlanOptions, Problem, Sample
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.data import micro_batches, pool
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
-from megatron.dynamic_cp.data.pool import LaneTicks, Pool
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+from megatron.dynamic_cp.pool import kind, lane_ticks
+from megatron.dynamic_cp.pool.lane_ticks import LaneTicks, Pool
+from megatron.dynamic_cp.pool.ticks import check_config, check_number, layers_of, move_to, run_ticks
+from megatron.dynamic_cp.pool.two_halves import Turns
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, schedule_groups
 from megatron.dynamic_cp.step.schedule import run_schedule
-from megatron.dynamic_cp.step.ticks import check_config, check_number, layers_of, move_to, run_ticks
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import (
@@ -160,7 +162,7 @@ def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: An
             assert_equal_to_reference(found, case.layout, case.expected)
             lanes = case.layout.lanes
             if ticks is None:
-                placements = [tasks.placement() for _, tasks in case.plan.ticks()]
+                placements = [tasks.placement() for _, tasks in ticks_of(case.plan)]
                 assert_bytes_are_those_of_the_plan(found, case)
             else:
                 placements = [placement for placement, _ in ticks.values()]
@@ -234,10 +236,10 @@ def planned_step(
     )
     options_of_tasks = TaskOptions(tile_tokens=16, ping_pong=ping_pong)
     plan = plan_tasks(samples, prices, options_of_tasks, num_microbatches=(4,)).plan
-    assert plan.pool is not None
-    assert plan.pool.num_halves == 1 + ping_pong
+    assert plan.extension is not None
+    assert plan.extension.num_halves == 1 + ping_pong
     if relay_servers:
-        plan = replace(plan, pool=replace(plan.pool, relay_servers=relay_servers))
+        plan = replace(plan, extension=replace(plan.extension, relay_servers=relay_servers))
         check_plan(plan, samples)
     return plan
 
@@ -288,8 +290,8 @@ def run_planned(one: PoolCase, model: list[Any], step: StepData, forward_step_fu
             model, step, 1 << 20, forward_only=False, rank_tokens=rank_tokens, verify_messages=True,
             forward_step_func=forward_step_func,
         )  # fmt: skip
-    assert one.case.plan.pool is not None
-    layout, planned = one.case.layout, one.case.plan.pool
+    assert one.case.plan.extension is not None
+    layout, planned = one.case.layout, one.case.plan.extension
     # Every layer takes six steps in every tick and direction, with or without a micro-batch.
     num_layers = layout.num_layers // (layout.pp * layout.vpp)
     steps_of_tick = 6 * num_layers * (planned.num_halves == 2)
@@ -322,13 +324,13 @@ def run_pool(one: PoolCase, model: list[Any], step: StepData, forward_step_func:
             )
         )
     run_ticks(
-        model,
-        step.data_iterators,
         Pool(
             group=pool_group(layout),
             ticks=LaneTicks(forward=tuple(parts["F"]), backward=tuple(parts["B"])),
             stats=ExchangeStats(),
         ),
+        model,
+        step.data_iterators,
         PlannedP2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), config, tokens),
         schedule_groups(),
         num_microbatches=step.num_microbatches,
@@ -394,7 +396,7 @@ def test_a_tick_with_other_tokens_than_the_micro_batch_is_refused_before_anythin
 
 def lose_a_tile() -> None:
     """Let the last stage forget one of its tiles of a forward tick."""
-    real = pool.decode_ticks
+    real = lane_ticks.decode_ticks
 
     def decode(text: str) -> ServerTicks:
         ticks = real(text)
@@ -403,26 +405,26 @@ def lose_a_tile() -> None:
         return ticks._replace(forward=(first._replace(programme=first.programme._replace(tiles=tiles)), *others))
 
     if parallel_state.get_pipeline_model_parallel_rank() == 1:
-        pool.decode_ticks = decode
+        lane_ticks.decode_ticks = decode
 
 
 def swap_ticks() -> None:
     """Let every rank take the second forward tick for the first one."""
-    real = pool.decode_ticks
+    real = lane_ticks.decode_ticks
 
     def decode(text: str) -> ServerTicks:
         ticks = real(text)
         first, second, *others = ticks.forward
         return ticks._replace(forward=(second, first, *others))
 
-    pool.decode_ticks = decode
+    lane_ticks.decode_ticks = decode
 
 
 def forget_chunks() -> None:
     """Let the last stage run its micro-batches as if it had one chunk."""
-    real = micro_batches.lane_ticks
+    real = kind.KIND.pack
     if parallel_state.get_pipeline_model_parallel_rank() == 1:
-        micro_batches.lane_ticks = lambda plan, stage, vp_size, rank_tokens: real(plan, stage, 1, rank_tokens)
+        kind.KIND = kind.KIND._replace(pack=lambda plan, stage, vp_size, rank_tokens: real(plan, stage, 1, rank_tokens))
 
 
 def run_sabotaged(case: Case, sabotage: Callable[[], None]) -> Comparison | str:

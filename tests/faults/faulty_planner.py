@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamic_cp.search import planner_process
-from dynamic_cp.search.choice import plan_batch
+from dynamic_cp.search.search import plan_batch
 from dynamic_cp.types import PlannedBatch, Problem, Sample
 
 BATCH = 12

@@ -29,8 +29,9 @@ from megatron.dynamic_cp.data import prefetch
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.plans import plan_source as planning
 from megatron.dynamic_cp.plans import planner
+from megatron.dynamic_cp.pool import ticks
 from megatron.dynamic_cp.repairs import releases
-from megatron.dynamic_cp.step import schedule, ticks
+from megatron.dynamic_cp.step import schedule
 from megatron.trainer.checkpoints import checkpoint_files, save_lock
 from megatron.trainer.data import index_once
 from megatron.trainer.data.stream import SampleStream

@@ -51,7 +51,7 @@ def test_a_run_with_a_pool_learns_and_its_plans_are_pools(dumped):
     for line in lines:
         plan = plan_from_dict(line["plan"])
         check_plan(plan)
-        assert plan.pool is not None
+        assert plan.extension is not None
         assert plan.topology.vp_size == (2 if words else 1)
         assert plan.num_servers == line["facts"]["num_servers"] == 4
         assert digest(plan) == line["facts"]["digest"]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = {
     "dynamic_cp": (
         *("types", "placement", "mechanisms", "plans", "pricing", "pipeline", "packing", "models", "memory", "bounds"),
-        *("disaggregation", "search", "comparison", "report", "sweep", "lengths", "learning", "cli"),
+        *("search", "pool", "comparison", "report", "sweep", "lengths", "learning", "cli"),
         "calibration",
     ),
     "megatron.dynamic_cp": (
@@ -33,6 +33,7 @@ ROOMS = {
             "data",
             "model",
             "step",
+            "pool",
         ),
         *("foreign", "calibration", "outside"),
     ),

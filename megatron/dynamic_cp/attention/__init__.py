@@ -4,7 +4,5 @@ Read in this order: `key_ranges` (which keys a block of rows touches), `packs` (
 `placed_packs` (those of a lane of placed attention), `kernels` (which kernels there are and the choice among them: CPU,
 flash, cuDNN, portable), `merge` (many packs: add up rows, share out gradients), `mechanisms` (how the lanes of a group
 see each other's keys: one executor for each exchange), `thd` (the one autograd function that runs them), `torch_thd`
-(the module that megatron-core builds), `halves` (attention of a layer in two halves, as steps between which the layer
-does the rest), `serving` (attention of others' tokens, by a rank that brings none), `te` (TransformerEngine's attention
-instead of all this).
+(the module that megatron-core builds), `te` (TransformerEngine's attention instead of all this).
 """

@@ -23,8 +23,8 @@ from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.agreement.verify import agree, collective_device
+from megatron.dynamic_cp.data.extension import RunStep, step_kind
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, PackedStep, ReadSample, for_chunk, micro_batches
-from megatron.dynamic_cp.data.pool import Pool
 from megatron.dynamic_cp.data.prefetch import Packer
 from megatron.dynamic_cp.data.token_audit import check_tokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
@@ -46,10 +46,10 @@ class StepData(_Counted):
     """What a step runs on: the four values of Megatron's own wrapper, which loops unpack.
 
     Attributes:
-        pool: who computes attention in each tick; None: the step runs on one of megatron-core's schedules.
+        run: runs it where its plan is of a kind (`extension`); None: one of megatron-core's schedules does.
     """
 
-    pool: Pool | None = None
+    run: RunStep | None = None
 
     @classmethod
     def of(
@@ -57,7 +57,7 @@ class StepData(_Counted):
         plan: LanePlan,
         batches: Sequence[dict[str, Any]],
         chunks: Sequence[ChunkNeeds],
-        pool: Pool | None = None,
+        run: RunStep | None = None,
     ) -> StepData:
         """Return what the chunks of this rank read of the micro-batches of a plan."""
         facts = plan.facts
@@ -67,7 +67,7 @@ class StepData(_Counted):
             facts.seqlen_sum,
             facts.seqlen_squared_sum,
         )
-        data.pool = pool
+        data.run = run
         return data
 
 
@@ -196,8 +196,9 @@ class DataIteratorWrapper:
         )
         if self._verify == "full":
             check_tokens(self.plan, packed, self._read_sample, f"step {step}", self._device)
-        pool = None if packed.ticks is None else Pool.of(packed.ticks, self._groups, self.exchange_stats)
-        return StepData.of(self.plan, batches, self._chunks, pool)
+        kind = step_kind(packed.extension)
+        run = None if kind is None else kind.ready(packed.extension, self._groups, self.exchange_stats)
+        return StepData.of(self.plan, batches, self._chunks, run)
 
     def steps(self, batches: Iterable[tuple[int, Sequence[Sample]]]) -> Iterator[Step]:
         """Yield every batch (step, samples) with what `wrap` returns of it, looking ahead; see `wrap`."""

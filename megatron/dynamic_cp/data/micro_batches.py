@@ -24,7 +24,7 @@ from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.plans.padding import padded_of, placed_share
 from dynamic_cp.types import CAUSAL, Bucket, Causal, CpCommType, Full, Sample, is_placed
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
-from megatron.dynamic_cp.data.pool import LaneTicks, lane_ticks, pool_group
+from megatron.dynamic_cp.data.extension import step_kind
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.future_columns import NUM_COLUMNS, FutureColumns
@@ -100,7 +100,7 @@ class PackedStep:
         columns: int64 [3, T]: tokens, labels and position ids, all 0 for padding; None where no chunk reads any.
         loss_mask: float32 [T], 0 for padding; None where `columns` is.
         future_columns, future_loss_mask: as in `FutureColumns`; None where no chunk reads any.
-        ticks: what this rank computes of attention in each tick; None: of its micro-batches only.
+        extension: what this rank does beside its micro-batches (`StepKind.pack`); None: nothing.
     """
 
     buckets: tuple[PackedBucket, ...]
@@ -110,7 +110,7 @@ class PackedStep:
     loss_mask: Tensor | None
     future_columns: Tensor | None = None
     future_loss_mask: Tensor | None = None
-    ticks: LaneTicks | None = None
+    extension: object = None
 
     def pin_memory(self) -> PackedStep:
         """Return the step in page-locked memory, from which a GPU copies without waiting (called by DataLoader)."""
@@ -147,7 +147,7 @@ def pack_step(
         read_sample: sample_id -> its tokens; called once for each sample of each bucket. None: no chunk of this rank
             reads tokens or labels.
         num_depths: modules of multi-token prediction on this rank.
-        stage, vp_size: of the pipeline; only plans with a pool ask for them.
+        stage, vp_size: of the pipeline; only plans of a kind ask for them.
 
     Raises:
         DataError: a sample that is not as long as the plan says, or what `read_sample` raises.
@@ -168,6 +168,7 @@ def pack_step(
             for name, part in read_shard(bucket, shards, places, read_sample, num_depths).items():
                 columns[name].append(part)
     joined = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
+    kind = step_kind(plan.extension)
     return PackedStep(
         buckets=tuple(packed),
         positions=torch.from_numpy(np.concatenate(positions)),
@@ -175,7 +176,7 @@ def pack_step(
         columns=torch.from_numpy(np.stack([joined[name] for name in COLUMNS[:3]])) if joined else None,
         loss_mask=torch.from_numpy(joined["loss_mask"]) if joined else None,
         **(_future_of(joined, num_depths) if joined and num_depths else {}),
-        ticks=lane_ticks(plan, stage, vp_size, [bucket.rank_tokens for bucket in packed]),
+        extension=kind and kind.pack(plan, stage, vp_size, [bucket.rank_tokens for bucket in packed]),
     )
 
 
@@ -312,15 +313,16 @@ def micro_batches(
     Raises:
         InvalidInputError: a bucket whose CP group was not built.
     """
-    # All of them, before the first one is computed. In a pool every tick brings another programme for all servers.
-    pool = None if packed.ticks is None else pool_group(groups)
-    held = [groups_of(bucket, groups) if pool is None else (pool, (None, pool)) for bucket in packed.buckets]
+    # All of them, before the first one is computed. Where the plan is of a kind, that brings the programmes of lanes.
+    kind = step_kind(packed.extension)
+    common = None if kind is None else kind.group(groups)
+    held = [groups_of(bucket, groups) if common is None else (common, (None, common)) for bucket in packed.buckets]
     on_device = packed.to(device)
     start = first_boundary = 0
     for index, (bucket, (group, levels)) in enumerate(zip(packed.buckets, held, strict=True)):
         part = slice(start, start + bucket.rank_tokens)
         placed = bucket.placed
-        if placed is not None and pool is None:
+        if placed is not None and common is None:
             placed = replace(
                 placed, first_in_group=bucket.first_lane - groups.around(bucket.first_lane, bucket.cp_size)[0]
             )

@@ -193,7 +193,7 @@ class ForeignIteratorWrapper:
         def take() -> LanePlan:
             plan = self._plan_source.take(batch.step)
             placed = {bucket.cp_comm_type for bucket in plan.buckets if bucket.is_placed}
-            if plan.ticks:
+            if plan.extension:
                 raise UnsupportedFeatureError(
                     f"the plan of step {batch.step} has {plan.facts.num_servers} servers of all stages, 0 are possible "
                     "with a loop's own iterator: plan without a pool (PlanOptions.pool)"

@@ -10,7 +10,6 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.model.halves import BlockInHalves
 from megatron.dynamic_cp.model.multi_token import future_of
 
 
@@ -24,8 +23,6 @@ class DynamicCPGPTModel(GPTModel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # GPTModel names the class itself; ours has the same parts, and another way through them.
-        self.decoder.__class__ = BlockInHalves
         if self.mtp_process and self.share_embeddings_and_output_weights and not self.pre_process:
             # The head uses the embedding that the modules have here. megatron-core makes weights of its own for it
             # all the same, leaves them alone, and then cannot save a model that has them.

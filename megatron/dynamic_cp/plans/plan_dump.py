@@ -164,7 +164,7 @@ class RecordedPlans:
                 f"{self._path} allows {plan.max_tokens_per_rank} tokens per rank, this run "
                 f"{self._options.max_tokens_per_rank}: raise --max-seqlen-per-dp-cp-rank"
             )
-        if plan.pool is not None and self._options.pool == "off":
+        if plan.extension is not None and self._options.pool == "off":
             raise DataError(
                 f"{self._path} has a plan with {plan.num_servers} servers of all stages for {request.key}, this run "
                 "has 0: replay with --dynamic-cp-pool auto"
@@ -191,7 +191,7 @@ class RecordedPlans:
                 "with the same --window-size"
             )
         placed = {bucket.placement.layer_masks or (CAUSAL,) for bucket in plan.buckets if bucket.placement is not None}
-        if plan.pool is not None:  # homes only, for layers that all see all keys before them
+        if plan.extension is not None:  # homes only, for layers that all see all keys before them
             placed = set()
         for masks in placed - {self._layer_masks}:
             recorded, ours = (", ".join(map(str, each)) for each in (masks, self._layer_masks))

@@ -1,7 +1,7 @@
 """A step of training: megatron-core's schedules, and what they need besides.
 
 Read in this order: `loss` (sums of losses and tokens), `pipeline_p2p` (messages between stages, shaped by the plan),
-`ticks` (a schedule with all stages in one phase, so that any of them computes attention), `schedule` (one pass of a
+`schedule` (one pass of a
 global batch, and its sums over the job), `routing` (what routers did in it), `bucket_times` (seconds of buckets, from
 which the cost model learns).
 """

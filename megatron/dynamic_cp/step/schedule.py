@@ -18,7 +18,6 @@ from megatron.dynamic_cp.flags.multi_token import FUTURE_LOSS
 from megatron.dynamic_cp.measuring.nvtx import span
 from megatron.dynamic_cp.step.loss import forward_step
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, schedule_groups
-from megatron.dynamic_cp.step.ticks import run_ticks
 
 
 def run_schedule(
@@ -33,7 +32,7 @@ def run_schedule(
 ) -> list[dict[str, Any]]:
     """Run all micro-batches forward (and backward); return what the loss function logged, [] before the last stage.
 
-    A step with servers of all stages (`StepData.pool`) runs in ticks, all others on megatron-core's schedules.
+    A step whose plan is of a kind runs as that says (`StepData.run`), all others on megatron-core's schedules.
 
     Args:
         seq_length: an upper bound; pipeline stages exchange the real lengths.
@@ -50,17 +49,16 @@ def run_schedule(
         if verify_messages:
             communicator.check_neighbours()
         planned = {"p2p_communicator": communicator, "pg_collection": schedule_groups()}
-    if data.pool is not None:
+    if data.run is not None:
         if not planned:
             raise UnsupportedFeatureError(
                 "the plan has servers of all stages, which "
                 f"{parallel_state.get_pipeline_model_parallel_world_size()} stages cannot run: at least 2 are needed, "
                 "and the tokens of the plan (`rank_tokens`)"
             )
-        return run_ticks(
+        return data.run(
             model,
             data.data_iterators,
-            data.pool,
             communicator,
             planned["pg_collection"],
             num_microbatches=data.num_microbatches,

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.pipeline.schedule import Operation, peak_in_flight_tokens, stage_operations
-from dynamic_cp.types import KINDS
+from dynamic_cp.pipeline.schedule import KINDS, Operation, peak_in_flight_tokens, stage_operations
 
 
 def text(*arguments: int) -> str:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from dynamic_cp.cli import main
-from dynamic_cp.disaggregation.search import PlannedTasks, plan_tasks
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.pool.search import PlannedTasks, plan_tasks
 from dynamic_cp.report.drawing import svg_text
 from dynamic_cp.report.gantt import tick_gantt
 from dynamic_cp.report.theme import LIGHT
 from dynamic_cp.report.trace import tick_events
-from tests.unit.disaggregation.test_task_plans import batch_of, cost_model_of
+from tests.unit.pool.test_task_plans import batch_of, cost_model_of
 from tests.unit.report.trace_format_check import check_events
 
 JOB = ["--global-batch-size", "8", "--lanes", "4", "--tp", "8", "--pp", "2", "--vpp", "2", "--recompute", "full"]

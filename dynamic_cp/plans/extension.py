@@ -1,0 +1,84 @@
+"""Kinds of plans: what a plan may have beside micro-batches, each kind behind one value of functions.
+
+Whoever works with plans asks `kind_of(plan)`, and calls what that gives; nobody asks what kind it is. A kind lies in a
+package of its own, which is imported where a plan of it comes up or a job asks for such plans. How its steps run is in
+`megatron.dynamic_cp.data.extension`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dynamic_cp.types import Bucket, Plan, PlanExtension, PlannedBatch, PlanOptions, Problem, Sample
+
+
+class PlanKind(NamedTuple):
+    """What a kind of plan adds.
+
+    Attributes:
+        check: refuses a plan whose other rules hold (`validate.check_plan`) with IllegalPlanError.
+        why_illegal: why lanes of a bucket cannot run it, in place of what mechanisms say; None where they can.
+        to_dict, from_dict: the extension of a plan as what JSON can hold, and back; InvalidInputError: it is none.
+        settings: what the first line of the text of a plan has of an extension.
+        lines: what comes behind the lines of micro-batches; placements: as of `serialize.format_plan`.
+        parse: takes its settings out of those of a text, and its lines; returns the other lines and its JSON.
+        encode: [lane] texts for `LanePlan.extension`.
+        why_no_timeline: why the simulator of the stock schedules has none of such a plan.
+        peak: of a `MemoryModel` and a plan: memory of every stage.
+        peak_at: of a `MemoryModel` and tokens per rank: the most that any plan of this limit needs.
+        least_at: the same: the least that plans of this limit may need; what that is in words, and the memory.
+        plan: a batch of a job whose options ask for this kind, or let it be chosen where it is faster.
+    """
+
+    check: Callable[[Plan], None]
+    why_illegal: Callable[[Bucket, Plan], str | None]
+    to_dict: Callable[[Plan], dict[str, Any]]
+    from_dict: Callable[[object], PlanExtension]
+    settings: Callable[[Plan], dict[str, int]]
+    lines: Callable[[Plan, bool], Iterable[str]]
+    parse: Callable[[dict[str, Any], list[str]], tuple[list[str], dict[str, Any]]]
+    encode: Callable[[Plan], Sequence[tuple[str, ...]]]
+    why_no_timeline: Callable[[Plan], str]
+    peak: Callable[[Any, Plan], tuple[Any, ...]]
+    peak_at: Callable[[Any, int], tuple[Any, ...]]
+    least_at: Callable[[Any, int], tuple[str, tuple[Any, ...]]]
+    plan: Callable[[Problem, Sequence[Sample]], PlannedBatch]
+
+
+_MODULES: Mapping[str, str] = {"pool": "dynamic_cp.pool.kind"}
+"""Kind -> the module whose `KIND` it is."""
+_FIRST_SETTINGS: Mapping[str, str] = {"tile_tokens": "pool"}
+"""Setting in the text of a plan -> its kind."""
+
+
+def kind_of(plan: Plan) -> PlanKind | None:
+    """Return the kind of a plan; None: there is nothing beside micro-batches."""
+    return None if plan.extension is None else kind_named(plan.extension.kind)
+
+
+def kind_named(name: str) -> PlanKind:
+    """Return a kind by its name, importing it."""
+    kind: PlanKind = importlib.import_module(_MODULES[name]).KIND
+    return kind
+
+
+def kind_in_json(data: Mapping[str, Any]) -> str | None:
+    """Return the kind of the plan that is written in `data`; None: there is nothing beside micro-batches."""
+    return next((name for name in _MODULES if name in data), None)
+
+
+def kind_in_text(settings: Mapping[str, Any]) -> str | None:
+    """Return the kind of the plan whose text has these settings; None: there is nothing beside micro-batches."""
+    return next((name for setting, name in _FIRST_SETTINGS.items() if setting in settings), None)
+
+
+def kind_planned(options: PlanOptions) -> PlanKind | None:
+    """Return the kind that plans of a job may be; None: there is nothing beside micro-batches."""
+    return None if options.pool == "off" else kind_named("pool")
+
+
+def kind_of_all(options: PlanOptions) -> PlanKind | None:
+    """Return the kind that all plans of a job are; None: some have nothing beside micro-batches."""
+    return kind_planned(options) if options.pool == "always" else None

@@ -1,0 +1,180 @@
+"""Tasks: which server computes the attention of which queries, for all documents of a tick.
+
+A *server* is a rank's place as one that computes attention: lane `server % num_lanes` of stage `server // num_lanes`.
+A *task* is a run of queries of a sample with all keys up to their own, and the server that computes it. Tasks are tiles
+of a placement (`Tasks.placement`) in which each home's queries have one lane for all their tiles: what proves, counts
+and runs placements does so with tasks.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types.counts import counted, require_at_least
+from dynamic_cp.types.placement import Placement
+
+if TYPE_CHECKING:  # as in `placement`
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+    Int32s = NDArray[np.int32]
+
+SAMPLE, START, STOP, HOLDER, SERVER, HALF = range(6)
+"""Columns of `Tasks.rows`."""
+
+TASKS_PER_DOCUMENT = 2
+"""Ranges of one document that a server computes at most in a half: some kernels need a copy of the keys for each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tasks:
+    """Queries by holder and server; compared by content, not to be changed once made.
+
+    Attributes:
+        rows: int32 [row, 6], in the order of samples and tokens: sample, first token, token after the last, server that
+            holds them, server that computes them, half. Where layers run in two halves, tokens of the first one (0) go
+            before those of the second (1); else all are 0.
+    """
+
+    rows: Int32s
+    columns: ClassVar[int] = 6
+
+    def __post_init__(self) -> None:
+        if len(self.rows.shape) != 2 or self.rows.shape[1] != self.columns:
+            raise InvalidInputError(
+                f"rows of tasks have the shape {self.rows.shape}, [number, {self.columns}] is needed: give sample, "
+                "start, stop, holder, server and half of each"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Tasks):
+            return NotImplemented
+        return self.rows.shape == other.rows.shape and bool((self.rows == other.rows).all())
+
+    def __hash__(self) -> int:
+        return hash(self.rows.tobytes())
+
+    def __repr__(self) -> str:
+        return f"<Tasks: {self.describe()}>"
+
+    def describe(self) -> str:
+        """Return in some words how large they are; `str` has all of them."""
+        return f"{counted(self.num_tasks, 'task')}{' in two halves' if self.num_halves > 1 else ''}"
+
+    @property
+    def num_halves(self) -> int:
+        """1, or 2 where layers run in two halves."""
+        return int(self.rows[:, HALF].max(initial=0)) + 1
+
+    @property
+    def num_tasks(self) -> int:
+        """Runs of neighbouring queries that one server computes in one half."""
+        return len(runs_of(self.rows))
+
+    @property
+    def tokens(self) -> Ints:
+        """[row] -> its tokens."""
+        import numpy as np
+
+        return (self.rows[:, STOP] - self.rows[:, START]).astype(np.int64)
+
+    def held_tokens(self, num_servers: int) -> list[int]:
+        """Return how many tokens each server holds."""
+        import numpy as np
+
+        held = np.bincount(self.rows[:, HOLDER], self.tokens, num_servers)
+        return [int(tokens) for tokens in held]
+
+    def placement(self) -> Placement:
+        """Return the same as homes and tiles, each row with all of its sample up to itself; halves are divisions."""
+        import numpy as np
+
+        rows = self.rows.astype(np.int64)
+        firsts = np.concatenate([[0], np.flatnonzero(np.diff(rows[:, SAMPLE])) + 1]) if len(rows) else np.zeros(0, int)
+        counts = np.diff(firsts, append=len(rows))
+        first_of = np.repeat(firsts, counts)
+        number = np.arange(len(rows)) - first_of + 1
+        queries = np.repeat(np.arange(len(rows)), number)
+        offset = np.arange(len(queries)) - np.repeat(np.cumsum(number) - number, number)
+        keys = first_of[queries] + offset
+        tiles = np.stack([queries, keys, rows[queries, SERVER], rows[queries, HALF]], axis=1)
+        return Placement(self.rows[:, : HOLDER + 1].astype(np.int32), tiles.astype(np.int32))
+
+    def __str__(self) -> str:
+        """Return their text, which `parse_tasks` reads: sample.start.stop.holder.server.half, and so on."""
+        return ",".join(".".join(map(str, row)) for row in self.rows.tolist())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolTasks:
+    """Who computes the attention of a plan, where servers of all stages do: the extension of a plan with a pool.
+
+    Each micro-batch of such a plan is one bucket over all lanes, whose placement has homes and no tiles.
+
+    Attributes:
+        tile_tokens: tasks are cut at multiples of it.
+        forward, backward: the tasks of each tick, by its number, over servers stage * num_lanes + lane; samples are
+            counted over the micro-batches of the tick, by stage.
+        relay_servers: neighbours among servers to which what several of them use travels once, to one that hands it on
+            to the others; 0: those of a node.
+    """
+
+    kind: ClassVar[str] = "pool"
+
+    tile_tokens: int
+    forward: tuple[Tasks, ...]
+    backward: tuple[Tasks, ...]
+    relay_servers: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(1, tile_tokens=self.tile_tokens)
+        require_at_least(0, relay_servers=self.relay_servers)
+
+    @property
+    def num_halves(self) -> int:
+        """1, or 2 where layers run in two halves."""
+        return max((one.num_halves for one in (*self.forward, *self.backward)), default=1)
+
+    def describe(self) -> str:
+        """Return in some words how large it is."""
+        return f"{counted(sum(one.num_tasks for one in self.forward), 'task')} forward"
+
+
+_TEXT = re.compile(r"\d+(?:\.\d+){5}(?:,\d+(?:\.\d+){5})*")
+
+
+def parse_tasks(text: str) -> Tasks:
+    """Return the tasks whose `str` is `text`.
+
+    Raises:
+        InvalidInputError: it is none.
+    """
+    import numpy as np
+
+    if _TEXT.fullmatch(text) is None:
+        raise InvalidInputError(
+            f"tasks {text[:40]!r} are none: write sample.start.stop.holder.server.half,... with whole numbers"
+        )
+    rows = np.array([list(map(int, row.split("."))) for row in text.split(",")], dtype=object)
+    largest = max(map(int, rows.ravel()))
+    if largest > np.iinfo(np.int32).max:
+        raise InvalidInputError(f"tasks {text[:40]!r} have the number {largest}, at most {2**31 - 1} is possible")
+    return Tasks(rows.astype(np.int32))
+
+
+def runs_of(rows: Ints | Int32s) -> Ints:
+    """Return [run, (sample, start, stop, server, half)]: neighbouring rows of one sample, server and half."""
+    import numpy as np
+
+    if not len(rows):
+        return np.zeros((0, 5), np.int64)
+    same = (rows[1:, (SAMPLE, SERVER, HALF)] == rows[:-1, (SAMPLE, SERVER, HALF)]).all(axis=1)
+    begins = np.concatenate([[0], np.flatnonzero(~same) + 1])
+    ends = np.append(begins[1:], len(rows)) - 1
+    return np.concatenate(
+        [rows[begins][:, (SAMPLE, START)], rows[ends][:, [STOP]], rows[begins][:, (SERVER, HALF)]], axis=1
+    ).astype(np.int64)

@@ -1,0 +1,106 @@
+"""What servers send each other for tasks: the transfers of a placement, without its many tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.placement.sent import TokenBytes
+from dynamic_cp.placement.transport import COLUMN, NUM_ROUNDS, ROW, Fetches, Messages, fetches_used
+from dynamic_cp.pool.tasks import HALF, HOLDER, SAMPLE, SERVER, START, Tasks
+from dynamic_cp.types import ACROSS_NODES, IN_NODE
+
+_TURN_TOKENS = 128
+"""Rows are cut at multiples of this, most of them: neighbouring ones of a holder have different relays."""
+
+
+class Servers(NamedTuple):
+    """Servers that share tasks, and which of them are near each other.
+
+    Attributes:
+        number: that there are.
+        of_node: neighbours that share a node's link; the first server begins one.
+        of_relay: neighbours to which what several of them use travels once, to one that hands it on; the same.
+    """
+
+    number: int
+    of_node: int
+    of_relay: int
+
+
+def relay_order(tasks: Tasks) -> Ints:
+    """Return [row] by which number servers take turns as relays: the same for the same tasks on other servers."""
+    rows = tasks.rows.astype(np.int64)
+    return rows[:, HOLDER] + rows[:, START] // _TURN_TOKENS
+
+
+def fetches_of_tasks(tasks: Tasks, relay_servers: int) -> Fetches:
+    """Return what `transport.fetches_of` says of `tasks.placement()`, relays in `relay_order`.
+
+    Args:
+        relay_servers: `Servers.of_relay`.
+    """
+    rows = tasks.rows.astype(np.int64)
+    num_rows = len(rows)
+    holder, server, half = rows[:, HOLDER], rows[:, SERVER], rows[:, HALF]
+    own = (server * 2 + ROW) * num_rows + np.arange(num_rows)
+    away = holder != server
+    # The last row of each (sample, server, half) asks for all rows of the sample up to itself.
+    begins = np.concatenate([[True], rows[1:, SAMPLE] != rows[:-1, SAMPLE]])
+    first_of = np.maximum.accumulate(np.where(begins, np.arange(num_rows), 0))
+    key = (first_of * (int(server.max(initial=0)) + 1) + server) * 2 + half
+    order = np.argsort(key, kind="stable")
+    last = order[np.append(key[order][1:] != key[order][:-1], True)]
+    number = last - first_of[last] + 1
+    asking = np.repeat(last, number)
+    column = np.arange(len(asking)) - np.repeat(np.cumsum(number) - number, number) + first_of[asking]
+    missing = holder[column] != server[asking]
+    asking, column = asking[missing], column[missing]
+    used = np.concatenate([own[away], (server[asking] * 2 + COLUMN) * num_rows + column])
+    lanes = Lanes(int(max(holder.max(initial=0), server.max(initial=0))) + 1, 0, relay_servers)
+    divisions = np.concatenate([half[away], half[asking]])
+    return fetches_used(holder, tasks.tokens, used, divisions, lanes, relay_order(tasks))
+
+
+def bytes_of_rounds(messages: Messages, servers: Servers, num_divisions: int) -> Floats:
+    """Return [division, round, link, sent or received, server] bytes; link is IN_NODE or ACROSS_NODES."""
+    across = messages.sender // servers.of_node != messages.receiver // servers.of_node
+    place = (messages.division * NUM_ROUNDS + messages.round) * 2 + np.where(across, ACROSS_NODES, IN_NODE)
+    size = num_divisions * NUM_ROUNDS * 2 * servers.number
+    sides = [
+        np.bincount(place * servers.number + ends, messages.num_bytes, size).reshape(
+            num_divisions, NUM_ROUNDS, 2, servers.number
+        )
+        for ends in (messages.sender, messages.receiver)
+    ]
+    return np.stack(sides, axis=3).astype(np.float64)
+
+
+def bytes_of_tasks(
+    tasks: Tasks, directions: Sequence[int], servers: Servers, of_token: TokenBytes, *, is_kept: bool = False
+) -> Floats:
+    """Return [direction, link, sent or received, server] bytes of all layers that `of_token` is of.
+
+    Args:
+        tasks: that are sent for.
+        directions: forward (0), backward (1), or both.
+        servers: that share them.
+        of_token: what a token takes; is_kept: backward, as of its `messages`.
+    """
+    fetches = fetches_of_tasks(tasks, servers.of_relay)
+    sides = (
+        of_token.messages(fetches, tasks.tokens, backward=direction == 1, is_kept=is_kept and direction == 1)
+        for direction in directions
+    )
+    return np.array([bytes_of_rounds(messages, servers, tasks.num_halves).sum(axis=(0, 1)) for messages in sides])
+
+
+def fetched_tokens(tasks: Tasks, num_servers: int) -> Ints:
+    """Return int64 [ROW or COLUMN, server]: tokens whose queries, or keys and values, a server fetches in all."""
+    fetches = fetches_of_tasks(tasks, 1)  # relays fetch nothing that they do not use
+    counted = np.bincount(fetches.kind * num_servers + fetches.lane, tasks.tokens[fetches.home], 2 * num_servers)
+    return counted.reshape(2, num_servers).astype(np.int64)

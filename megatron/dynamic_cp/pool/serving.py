@@ -1,0 +1,66 @@
+"""Attention of other ranks' tokens, by a rank that brings none of its own: a stage without a micro-batch in a tick."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron.dynamic_cp.attention.kernels.choice import kernel_for
+from megatron.dynamic_cp.attention.mechanisms.blocks import Fetched, ForwardPass
+from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
+from megatron.dynamic_cp.attention.thd import executor_of
+from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.pool.halves import Halves
+from megatron.dynamic_cp.pool.two_halves import TwoHalves
+
+
+@torch.no_grad()
+def serve(layer: TorchTHDAttention, params: DynamicPackedSeqParams, *, backward: bool) -> None:
+    """Compute the tiles that the programme of `params` gives this rank in one direction of one layer.
+
+    The members of the group that bring tokens run the same direction of the same layer meanwhile.
+    """
+    config = layer.config
+    tp_size = config.tensor_model_parallel_size
+    query_heads, kv_heads = config.num_attention_heads // tp_size, max(1, config.num_query_groups // tp_size)
+    query, key = (
+        torch.empty(0, heads, config.kv_channels, dtype=config.params_dtype, device=params.positions.device)
+        for heads in (query_heads, kv_heads)
+    )
+    kernel = kernel_for(query, layer.backend)
+    executor = executor_of(params, query_heads, kv_heads, query.device)
+    query, kv = executor.enter(query, key, key)
+    if backward:
+        lse_HT = torch.empty(query_heads, 0, device=query.device)
+        executor.attend_backward(RowGradients(query, query, query, lse_HT, kernel, layer.softmax_scale), kv)
+    else:
+        executor.attend(RowSums(query, kernel, layer.softmax_scale), kv)
+
+
+@torch.no_grad()
+def serve_halves(layers: Sequence[TorchTHDAttention], halves: Halves) -> None:
+    """Take all steps of a tick whose layers run in two halves.
+
+    The members of the group that bring tokens take the same ones, between what else they compute.
+
+    Args:
+        layers: attention of each layer of the stage.
+        halves: of no tokens.
+    """
+    running: dict[tuple[int, bool], TwoHalves] = {}
+    has_gradients = any(step.is_backward for step in halves.turns.steps)
+    kept: dict[int, Fetched] = {}
+    for step in halves.turns.steps:
+        key = step.layer, step.is_backward
+        if key not in running:
+            running[key] = halves.direction(
+                layers[step.layer], step.layer, is_backward=step.is_backward, kept=kept.pop(step.layer, None)
+            )
+        running[key].run(step.what, step.turn)
+        if step.what == "wait" and step.turn == 1:
+            done = running.pop(key).one
+            if has_gradients and isinstance(done, ForwardPass):  # computed again: its gradient comes in this tick
+                kept[step.layer] = done.kept
+    halves.turns.finish()

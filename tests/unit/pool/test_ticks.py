@@ -1,0 +1,130 @@
+"""Ticks: every operation once, no stage ever waits for another phase, and what else would hang is refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from math import ceil
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynamic_cp.errors import IllegalPlanError
+from dynamic_cp.pipeline.schedule import Operation, most_alive_tokens, stage_operations
+from dynamic_cp.pool import ticks as ticks_module
+from dynamic_cp.pool.ticks import Unit, num_ticks, stage_ticks, tick_order
+from tests.unit.pool.judge_of_ticks import check_ticks
+
+SHAPES = [(pp_size, rows) for pp_size in (1, 2, 3, 4, 8) for rows in (1, 2, pp_size, 3 * pp_size + 1)]
+
+
+@pytest.mark.parametrize(("pp_size", "rows"), SHAPES)
+def test_ticks_run_all_operations_and_keep_what_they_say(pp_size: int, rows: int) -> None:
+    order = tick_order(pp_size, 1, rows)
+    assert len(order) == len(set(order)) == 2 * (rows + pp_size - 1)
+    ticks = stage_ticks(pp_size, 1, rows)
+    check_ticks(ticks, 1, rows)
+    for stage, own in enumerate(ticks):
+        operations = [one for one in own if one is not None]
+        alive = most_alive_tokens(operations, np.ones((rows, 1), np.int64))[0]
+        assert alive == min(rows, 2 * pp_size - 1 - 2 * stage)
+
+
+def words_of(pp_size: int, vp_size: int, rows: int) -> list[str]:
+    """Return the ticks and what each stage runs, as the docstring has them."""
+    stages = [" ".join(str(one or "-") for one in own) for own in stage_ticks(pp_size, vp_size, rows)]
+    return [" ".join(map(str, tick_order(pp_size, vp_size, rows))), *stages]
+
+
+def test_the_examples_of_the_docstring() -> None:
+    order, *stages = words_of(2, 1, 3)
+    assert order == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert stages == ["0F0 0F1 - 0F2 0B0 - 0B1 0B2", "- 0F0 0B0 0F1 0B1 0F2 0B2 -"]
+    for line in (*(line.replace("0F", "F").replace("0B", "B") for line in stages), *words_of(2, 2, 2)):
+        assert line in " ".join((ticks_module.__doc__ or "").split())
+
+
+@pytest.mark.parametrize(("pp_size", "vp_size"), list(product((1, 2, 3, 4), (1, 2, 3, 4))))
+def test_chunks_run_once_each_after_their_inputs_and_no_tick_is_empty(pp_size: int, vp_size: int) -> None:
+    """What `check_ticks` says is said again without it: where each operation stands, and whether its input is ahead."""
+    last = pp_size * vp_size - 1
+    for rows in range(1, 10):
+        ticks = stage_ticks(pp_size, vp_size, rows)
+        check_ticks(ticks, vp_size, rows)
+        count = num_ticks(pp_size, vp_size, rows)
+        assert count <= ceil(rows / pp_size) * pp_size * vp_size + pp_size - 1
+        if rows % pp_size == 0 or vp_size == 1:
+            assert count == rows * vp_size + pp_size - 1
+        assert {len(own) for own in ticks} == {2 * count}
+        place = {
+            (one.kind, one.chunk * pp_size + stage, one.micro_batch): at
+            for stage, own in enumerate(ticks)
+            for at, one in enumerate(own)
+            if one is not None
+        }
+        assert sorted(place) == sorted((kind, g, row) for kind in "FB" for g in range(last + 1) for row in range(rows))
+        for (kind, virtual, row), at in place.items():
+            before = ("F", virtual - 1, row) if kind == "F" else ("B", virtual + 1, row)
+            if kind == "B":
+                assert at > place["F", virtual, row]
+            assert at > place.get(before, -1)
+        for stage, own in enumerate(ticks):
+            alive = most_alive_tokens([one for one in own if one is not None], np.ones((rows, 1), np.int64))[0]
+            most = (vp_size + 1) * pp_size - 1 - 2 * stage
+            assert alive <= min(most, vp_size * rows)
+            if rows >= 2 * pp_size:
+                assert alive == most
+        for kinds in zip(*ticks, strict=True):
+            assert len({one.kind for one in kinds if one is not None}) == 1, "a tick in which nobody computes"
+
+
+def test_a_chunk_of_the_last_stage_ends_one_tick_before_the_first_stage_needs_it() -> None:
+    """Only so has the pipeline no more idle ticks than it takes to fill."""
+    order = [tick for tick in tick_order(4, 3, 8) if tick.kind == "F"]
+    at_last = [tick.unit(3, 4, 3, 8) for tick in order]
+    at_first = [tick.unit(0, 4, 3, 8) for tick in order]
+    followers = [(one, then) for one, then in pairwise(zip(at_last, at_first, strict=True)) if one[0] is not None]
+    seen = [(one[0], then[1]) for one, then in followers if one[0] is not None and one[0].chunk < 2]
+    assert len(seen) == 2 * 8
+    assert all(then == Unit(one.micro_batch, one.chunk + 1) for one, then in seen)
+
+
+@pytest.mark.parametrize(("pp_size", "vp_size", "rows"), [(2, 2, 4), (4, 3, 8)])
+def test_stock_interleaving_deadlocks_with_a_pool_too(pp_size: int, vp_size: int, rows: int) -> None:
+    stock = [stage_operations(stage, pp_size, rows, vp_size) for stage in range(pp_size)]
+    with pytest.raises(IllegalPlanError, match="tick 0 deadlocks: stage 1 is at 0F0 before 0F0 of stage 0"):
+        check_ticks(stock, vp_size, rows)
+
+
+@pytest.mark.parametrize(("pp_size", "rows"), [(2, 2), (4, 8)])
+def test_the_stock_schedule_deadlocks_with_a_pool_and_is_refused(pp_size: int, rows: int) -> None:
+    stock = [stage_operations(stage, pp_size, rows) for stage in range(pp_size)]
+    with pytest.raises(IllegalPlanError, match="tick 0 deadlocks: stage 1 is at 0F0 before 0F0 of stage 0") as caught:
+        check_ticks(stock, 1, rows)
+    assert "run `tick_order` on all of them" in str(caught.value)
+    assert caught.value.tick == 0
+    # Also where every stage waits for its input: then phases differ.
+    late = [[*[None] * stage, *own, *[None] * (pp_size - 1 - stage)] for stage, own in enumerate(stock)]
+    with pytest.raises(IllegalPlanError, match=r"stage \d is at 0[FB]\d, stage \d at 0[FB]\d|before 0"):
+        check_ticks(late, 1, rows)
+
+
+def changed(stage: int, place: int, operation: Operation | None) -> Any:
+    ticks = stage_ticks(2, 1, 3)
+    ticks[stage][place] = operation
+    return ticks
+
+
+@pytest.mark.parametrize(
+    ("ticks", "words"),
+    [
+        (changed(0, 0, None), "stage 0 runs 0F0 0 times, it must be 1"),
+        (changed(1, 0, Operation("F", 2)), "stage 1 runs 0F2 2 times, it must be 1"),
+        ([stage_ticks(2, 1, 3)[0], stage_ticks(2, 1, 3)[1][:-1]], "stage 1 has 7 ticks, others have more"),
+        ([stage_ticks(2, 1, 3)[0], [*stage_ticks(2, 1, 3)[1][1:], None]], "stage 1 is at 0F0 before 0F0 of stage 0"),
+        ([[*stage_ticks(2, 1, 3)[0], None], [None, *stage_ticks(2, 1, 3)[1]]], "stage 1 at 0B0|stage 0 is at 0F2"),
+    ],
+)
+def test_lists_that_hang_are_refused_with_the_stages_that_do(ticks: Any, words: str) -> None:
+    with pytest.raises(IllegalPlanError, match=words):
+        check_ticks(ticks, 1, 3)
