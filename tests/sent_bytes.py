@@ -66,7 +66,7 @@ def pool_bytes(plan: Plan, model: ModelShape, repeats: bool, element_bytes: int 
     total = np.zeros(plan.num_servers)
     for tick, tasks in ticks_of(plan):
         directions = [0] if tick.kind == KINDS[0] else [0, 1] if repeats else [1]
-        is_kept = repeats and plan.extension.num_halves == 2  # backward uses what was fetched again just before
+        is_kept = repeats and plan.extension.num_nano_batches == 2  # backward uses what was fetched again just before
         sent = bytes_of_tasks(tasks, directions, servers, token_bytes(kind), is_kept=is_kept)
         total += sent[:, :, 0].sum(axis=(0, 1))
     return total
