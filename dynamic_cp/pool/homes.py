@@ -22,7 +22,7 @@ TILE_TOKENS = 128
 
 @compiled
 def quota_homes(
-    seqlens: Ints, num_lanes: int, capacity: int, tile: int, num_nano_batches: int, is_last_way: bool = False
+    seqlens: Ints, num_lanes: int, capacity: int, tile: int, num_nano_batches: int, is_last_attempt: bool = False
 ) -> Ints:
     """Return homes, int64 [home, (document, start, stop, lane)], by document and start; none if tokens do not fit.
 
@@ -36,7 +36,7 @@ def quota_homes(
         capacity: tokens that a lane may hold.
         tile: cuts are at multiples of it.
         num_nano_batches: 1, or 2 where lanes compute their tokens in two nano-batches (`homes_in_nano_batches`).
-        is_last_way: what has no room in whole tiles is cut at any token: all fits that lanes can hold.
+        is_last_attempt: what has no room in whole tiles is cut at any token: all fits that lanes can hold.
     """
     mean = 0.0
     for seqlen in seqlens:
@@ -47,7 +47,7 @@ def quota_homes(
     for document in range(len(seqlens)):
         seqlen = seqlens[document]
         spread = min(num_lanes, max(1, ceil(float(seqlen) * seqlen / mean - 1e-9)))
-        chosen, shares, grid = _choose_lanes(seqlen, spread, tile, num_nano_batches, work, room, is_last_way)
+        chosen, shares, grid = _choose_lanes(seqlen, spread, tile, num_nano_batches, work, room, is_last_attempt)
         if len(chosen) == 0:
             return homes[:0]
         if count + 4 * len(chosen) > len(homes):
@@ -72,7 +72,7 @@ def middle_of(seqlen: int, tile: int) -> int:
 
 @compiled
 def _choose_lanes(
-    seqlen: int, spread: int, tile: int, num_nano_batches: int, work: Floats, room: Ints, is_last_way: bool
+    seqlen: int, spread: int, tile: int, num_nano_batches: int, work: Floats, room: Ints, is_last_attempt: bool
 ) -> tuple[Ints, Ints, int]:
     """Return (lanes, tokens for each, what cuts are multiples of) of a document; no lanes if it has no room."""
     num_lanes, unit = len(work), 2 * num_nano_batches * tile
@@ -94,7 +94,7 @@ def _choose_lanes(
             left -= shares[place]
             if left == 0:
                 return chosen[: place + 1], shares[: place + 1], grid
-        if not is_last_way:
+        if not is_last_attempt:
             break
     return chosen[:0], shares[:0], tile
 

@@ -69,5 +69,5 @@ def even_homes(
         homes = quota_homes(seqlens, num_lanes, capacity, tile, num_nano_batches)
         if len(homes):
             return homes
-    homes = quota_homes(seqlens, num_lanes, most_tokens, tile, num_nano_batches, is_last_way=True)
+    homes = quota_homes(seqlens, num_lanes, most_tokens, tile, num_nano_batches, is_last_attempt=True)
     return homes if len(homes) else None

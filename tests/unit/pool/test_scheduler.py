@@ -7,7 +7,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from dynamic_cp.pool.shifts import shifted_tasks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.transport import ACROSS, INSIDE, ROW, fetches_of
 from dynamic_cp.pool.homes import homes_in_nano_batches, quota_homes
 from dynamic_cp.pool.scheduler import schedule, work_of
+from dynamic_cp.pool.shifts import shifted_tasks
 from dynamic_cp.pool.tasks import (
     HOLDER,
     NANO_BATCH,
