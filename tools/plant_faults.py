@@ -189,8 +189,8 @@ FAULTS = {
         "tests/unit/mechanisms/test_blocks.py -k full_tiles",
     ),
     "no more is tried where nothing fits yet": Fault(
-        "if number >= len(ways) + most_candidates and tried.fastest():",
-        "if number >= len(ways) + most_candidates:",
+        "if number >= len(groupings) + most_candidates and tried.fastest():",
+        "if number >= len(groupings) + most_candidates:",
         "tests/unit/search/test_placed_rows.py -k until_something_fits",
     ),
     "lanes are as uneven as usual, however full": Fault(
