@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.disaggregated.sent import bytes_of_tasks
 from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
@@ -16,7 +17,6 @@ from dynamic_cp.pipeline.schedule import KINDS
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.pool.legal import servers_of
 from dynamic_cp.pool.plan import ticks_of
-from dynamic_cp.pool.traffic import bytes_of_tasks
 from dynamic_cp.types import Bucket, ModelShape, Plan, PlanOptions, Problem, Topology
 
 

@@ -34,11 +34,6 @@ class Choice(NamedTuple):
     planned: PlannedBatch | PlannedTasks
     reason: str
 
-    @property
-    def is_pool(self) -> bool:
-        """Whether attention goes to servers of all stages."""
-        return isinstance(self.planned, PlannedTasks)
-
 
 def choose(
     samples: Sequence[Sample],

@@ -82,13 +82,6 @@ class Tasks:
 
         return (self.rows[:, STOP] - self.rows[:, START]).astype(np.int64)
 
-    def held_tokens(self, num_servers: int) -> list[int]:
-        """Return how many tokens each server holds."""
-        import numpy as np
-
-        held = np.bincount(self.rows[:, HOLDER], self.tokens, num_servers)
-        return [int(tokens) for tokens in held]
-
     def placement(self) -> Placement:
         """Return the same as homes and tiles, a row with all of its sample up to itself; nano-batches are divisions."""
         import numpy as np

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.placement.lanes import Lanes
-from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.transport import COLUMN, NUM_ROUNDS, ROW, Fetches, Messages, fetches_used
 from dynamic_cp.pool.tasks import HOLDER, NANO_BATCH, SAMPLE, SERVER, START, Tasks
 from dynamic_cp.types import ACROSS_NODES, IN_NODE
@@ -78,25 +76,6 @@ def bytes_of_rounds(messages: Messages, servers: Servers, num_divisions: int) ->
         for ends in (messages.sender, messages.receiver)
     ]
     return np.stack(sides, axis=3).astype(np.float64)
-
-
-def bytes_of_tasks(
-    tasks: Tasks, directions: Sequence[int], servers: Servers, of_token: TokenBytes, *, is_kept: bool = False
-) -> Floats:
-    """Return [direction, link, sent or received, server] bytes of all layers that `of_token` is of.
-
-    Args:
-        tasks: that are sent for.
-        directions: forward (0), backward (1), or both.
-        servers: that share them.
-        of_token: what a token takes; is_kept: backward, as of its `messages`.
-    """
-    fetches = fetches_of_tasks(tasks, servers.of_relay)
-    sides = (
-        of_token.messages(fetches, tasks.tokens, backward=direction == 1, is_kept=is_kept and direction == 1)
-        for direction in directions
-    )
-    return np.array([bytes_of_rounds(messages, servers, tasks.num_nano_batches).sum(axis=(0, 1)) for messages in sides])
 
 
 def fetched_tokens(tasks: Tasks, num_servers: int) -> Ints:

@@ -47,7 +47,7 @@ EVEN = [Sample(sample_id=number, seqlen=8 * K) for number in range(64)]
 def test_a_sample_that_outlasts_all_others_makes_the_pool_faster() -> None:
     problem = problem_of(4)
     choice = choose(ONE_GIANT, problem, prices(problem))
-    assert choice.is_pool
+    assert choice.planned.plan.extension is not None
     assert choice.makespan_s == choice.planned.makespan_s  # type: ignore[union-attr]
     assert "times as fast as dynamic" in choice.reason
 
@@ -65,7 +65,7 @@ def test_a_job_with_model_chunks_has_a_pool_of_chunks() -> None:
 def test_where_the_pool_is_slower_the_plan_is_the_dynamic_one(pp_size: int, vp_size: int) -> None:
     problem = problem_of(pp_size, vp_size)
     choice = choose(EVEN, problem, prices(problem))
-    assert not choice.is_pool
+    assert choice.planned.plan.extension is None
     assert choice.planned.plan == plan_problem(problem, EVEN).plan
     assert "as fast as the pool" in choice.reason
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.disaggregated.paper import annuli_in_order, homes_in_order, ranges_of, schedule_as_paper
+from benchmarks.disaggregated.sent import bytes_of_tasks
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.placement.lanes import Lanes
@@ -34,7 +35,7 @@ from dynamic_cp.pool.tasks import (
     runs_of,
 )
 from dynamic_cp.pool.tiling import tasks_of
-from dynamic_cp.pool.traffic import Servers, bytes_of_tasks, fetches_of_tasks, relay_order
+from dynamic_cp.pool.traffic import Servers, fetches_of_tasks, relay_order
 from dynamic_cp.types import Sample, Topology
 from tests.unit.pool.instances import NONE, homes_of, random_seqlens, rules, scheduled
 
@@ -61,7 +62,7 @@ def test_any_documents_on_any_servers_are_computed_once_where_there_is_room(seed
     rows = tasks.rows
     # What servers hold is what lanes held.
     assert (
-        tasks.held_tokens(num_servers)[:num_lanes]
+        np.bincount(rows[:, HOLDER], tasks.tokens, num_servers)[:num_lanes].tolist()
         == np.bincount(homes[:, 3], homes[:, 2] - homes[:, 1], num_lanes).tolist()
     )
     # Cuts are on the grid, or where documents or homes end.
