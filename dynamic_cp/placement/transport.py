@@ -21,7 +21,7 @@ from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.order import sorted_by
-from dynamic_cp.placement.relays import crossing_groups, relays_by_load, relays_in_turn
+from dynamic_cp.placement.relays import crossing_groups, relays_by_load, relays_by_order
 from dynamic_cp.types import Placement
 
 ROW, COLUMN = 0, 1
@@ -87,15 +87,15 @@ def fetches_used(
         used: (lane * 2 + kind) * number of homes + home, for all that is used, also several times; divisions: in which.
         lanes, order: as in `fetches_of`.
     """
-    turns = np.zeros(0, np.int64) if order is None else order
-    return Fetches(*_fetches(np.ascontiguousarray(holder), tokens, used, divisions, lanes, turns))
+    order = np.zeros(0, np.int64) if order is None else order
+    return Fetches(*_fetches(np.ascontiguousarray(holder), tokens, used, divisions, lanes, order))
 
 
 @compiled
 def _fetches(
-    holder: Ints, tokens: Ints, used: Ints, divisions: Ints, lanes: Lanes, turns: Ints
+    holder: Ints, tokens: Ints, used: Ints, divisions: Ints, lanes: Lanes, order: Ints
 ) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints]:
-    """Return the columns of `fetches_used`; no `turns`: relays by load."""
+    """Return the columns of `fetches_used`; no `order`: relays by load."""
     num_homes = len(holder)
     by_home, _ = sorted_by(used % num_homes, num_homes)
     by_user, _ = sorted_by(used[by_home] // num_homes, 2 * lanes.number)
@@ -118,9 +118,9 @@ def _fetches(
         crosses[count] = (lanes.first + user[count]) // lanes.of_node != there
         count += 1
     group, firsts = crossing_groups(user[:count], kind[:count] * num_homes + home[:count], crosses[:count], lanes)
-    if len(turns):
-        turn_of = turns[home[:count]]
-        relays = relays_in_turn(user[:count], first[:count], turn_of, group, len(firsts), lanes.of_node)
+    if len(order):
+        order_of = order[home[:count]]
+        relays = relays_by_order(user[:count], first[:count], order_of, group, len(firsts), lanes.of_node)
     else:
         needed = tokens[home[:count]]
         relays = relays_by_load(user[:count], kind[:count], first[:count], needed, group, firsts, lanes)

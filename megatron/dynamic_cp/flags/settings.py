@@ -198,8 +198,8 @@ class PlanningSettings:
         metavar="SHARE",
     )
     ping_pong: bool = flag(
-        "in ticks of a pool layers run in two halves of a rank's tokens: one computes while what attention needs of "
-        "the other travels; without it every layer waits for its exchange",
+        "in ticks of a pool layers run in two nano-batches of a rank's tokens: one computes while what attention needs "
+        "of the other travels; without it every layer waits for its exchange",
         True,
         name="--dynamic-cp-ping-pong",
     )
