@@ -17,7 +17,7 @@ from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import why_misplaced
 from dynamic_cp.placement.programme import programmes_of
 from dynamic_cp.placement.sent import TokenBytes
-from dynamic_cp.placement.transport import ACROSS, INSIDE, ROW, fetches_of
+from dynamic_cp.placement.transport import ACROSS, INSIDE, fetches_of
 from dynamic_cp.pool.homes import halved, quota_homes
 from dynamic_cp.pool.scheduler import schedule, work_of
 from dynamic_cp.pool.tasks import (
@@ -36,6 +36,7 @@ from dynamic_cp.pool.tiling import tasks_of
 from dynamic_cp.pool.traffic import Servers, bytes_of_tasks, fetches_of_tasks, relay_order
 from dynamic_cp.pool.turns import turned_tasks
 from dynamic_cp.types import Sample, Topology
+from dynamic_cp.types.placement import ROW
 from tests.unit.pool.instances import NONE, homes_of, random_seqlens, rules, scheduled
 
 ONE_TOKEN = TokenBytes(query=1.0, kv=1.0, lse=0.0)
