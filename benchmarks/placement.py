@@ -35,12 +35,12 @@ from dynamic_cp.placement import (
     search_placement,
     traffic_of,
 )
-from dynamic_cp.placement.blocks import Graph, blocks_of
 from dynamic_cp.placement.documents import Caps
 from dynamic_cp.placement.levels import caps_of, part_of
 from dynamic_cp.placement.placed import placed_of
 from dynamic_cp.placement.runs import table_of
 from dynamic_cp.placement.tile_search import improve_tiles, state_of
+from dynamic_cp.placement.token_graph import Graph, blocks_of
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import PlanOptions, Problem, Sample, Topology, parse_mask_rule
 

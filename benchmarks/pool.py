@@ -4,13 +4,13 @@
     python benchmarks/pool.py --lanes 2 --rate 1gbit   # as many ranks as cores, or times are those of the cores
 
 One document is 64 times as long as each of the others. All plans run in turn in one job, on the same samples: dynamic
-CP, a pool whose layers run in two halves, and one without ping-pong. Their losses must agree. A node has the lanes of
-one stage, so that everything between stages crosses. Without namespaces (no root) links are not throttled.
+CP, a pool whose layers run in two nano-batches, and one without ping-pong. Their losses must agree. A node has the
+lanes of one stage, so that everything between stages crosses. Without namespaces (no root) links are not throttled.
 
 Wall times mean something only where each rank has a core of its own and nobody else uses it. Hence the second measure,
 *laid out*: the CPU time of every operation of every rank (of the fastest repetition), along the longest path through
-the schedule; a tick takes as long as its busiest rank. It has no links in it, so that it shows what two halves cost and
-not what they hide.
+the schedule; a tick takes as long as its busiest rank. It has no links in it, so that it shows what two nano-batches
+cost and not what they hide.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dynamic_cp.pipeline.schedule import Operation, stage_operations
 TIMES_AS_LONG = 64
 KINDS: dict[str, dict[str, Any]] = {
     "dynamic CP, 1F1B": {"pool": "off"},
-    "pool, two halves": {"pool": "always", "ping_pong": True},
+    "pool, two nano-batches": {"pool": "always", "ping_pong": True},
     "pool, one stream": {"pool": "always", "ping_pong": False},
 }
 """Name -> options of the planner; with `--vpp` 1F1B is interleaved."""

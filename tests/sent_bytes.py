@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.disaggregated.sent import bytes_of_tasks
 from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
@@ -16,7 +17,6 @@ from dynamic_cp.pipeline.schedule import KINDS
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.pool.legal import servers_of
 from dynamic_cp.pool.plan import ticks_of
-from dynamic_cp.pool.traffic import bytes_of_tasks
 from dynamic_cp.types import Bucket, ModelShape, Plan, PlanOptions, Problem, Topology
 
 
@@ -66,7 +66,7 @@ def pool_bytes(plan: Plan, model: ModelShape, repeats: bool, element_bytes: int 
     total = np.zeros(plan.num_servers)
     for tick, tasks in ticks_of(plan):
         directions = [0] if tick.kind == KINDS[0] else [0, 1] if repeats else [1]
-        is_kept = repeats and plan.extension.num_halves == 2  # backward uses what was fetched again just before
+        is_kept = repeats and plan.extension.num_nano_batches == 2  # backward uses what was fetched again just before
         sent = bytes_of_tasks(tasks, directions, servers, token_bytes(kind), is_kept=is_kept)
         total += sent[:, :, 0].sum(axis=(0, 1))
     return total

@@ -40,7 +40,7 @@ RESUMED = "tests/trainer/test_training.py -k test_a_resumed_run"
 PLACED = "tests/distributed/test_placed_attention.py -k dense_softmax"
 LOGITS = "tests/trainer/test_weights.py -k logits_are_those"
 QUESTIONS = "tests/trainer/test_questions.py -k pairs_apart"
-HALVES = "tests/distributed/test_halves.py -k every_token or positions"
+NANO_BATCHES = "tests/distributed/test_nano_batches.py -k every_token or positions"
 TICKS = "tests/distributed/test_ticks.py -k equal_single_process and four"
 EXPERTS = "tests/distributed/test_experts.py"
 REPORTS = "tests/distributed/test_upstream_faults.py"
@@ -189,8 +189,8 @@ FAULTS = {
         "tests/unit/mechanisms/test_blocks.py -k full_tiles",
     ),
     "no more is tried where nothing fits yet": Fault(
-        "if number >= len(ways) + most_candidates and tried.fastest():",
-        "if number >= len(ways) + most_candidates:",
+        "if number >= len(groupings) + most_candidates and tried.fastest():",
+        "if number >= len(groupings) + most_candidates:",
         "tests/unit/search/test_placed_rows.py -k until_something_fits",
     ),
     "lanes are as uneven as usual, however full": Fault(
@@ -217,12 +217,12 @@ FAULTS = {
         "self._begin[first.chunk](self._model[first.chunk]", "self._begin[0](self._model[0]", TICKS
     ),
     "a lane takes its ticks for those of one chunk": Fault("vp_size=len(self._chunks),", "vp_size=1,", TICKS),
-    "halves go back by the programme of forward": Fault(
+    "nano-batches go back by the programme of forward": Fault(
         "packs = self._packs_of(device)[is_backward]", "packs = self._packs_of(device)[False]", TICKS
     ),
-    "padding of the first half is not counted": Fault("self.sizes[0] - len(rows[0])]", "0]", HALVES),
-    "both halves are rotated as the first tokens": Fault(
-        "self.params.positions.index_select(0, rows)", "self.params.positions[: len(rows)]", HALVES
+    "padding of the first nano-batch is not counted": Fault("self.sizes[0] - len(rows[0])]", "0]", NANO_BATCHES),
+    "both nano-batches are rotated as the first tokens": Fault(
+        "self.params.positions.index_select(0, rows)", "self.params.positions[: len(rows)]", NANO_BATCHES
     ),
     "other servers are relays than the plan counts": Fault(
         "self._relay_servers), relay_order(tasks))", "self._relay_servers))", TICKS
@@ -232,14 +232,14 @@ FAULTS = {
         "shares = (0.0,)",
         "tests/unit/pool/test_task_plans.py -k nothing_else",
     ),
-    "what halves compute again drops something else": Fault(
-        "            random._set_all_rng_states(*self._kept.random[half])\n",
+    "what nano-batches compute again drops something else": Fault(
+        "            random._set_all_rng_states(*self._kept.random[nano_batch])\n",
         "",
-        "tests/distributed/test_halves.py -k drops",
+        "tests/distributed/test_nano_batches.py -k drops",
     ),
-    "in halves the layer before is computed again behind the gradients": Fault(
-        "if self.beside is not None and half == NUM_HALVES - 1:",
-        "if self.beside is not None and half == 0:",
+    "in nano-batches the layer before is computed again behind the gradients": Fault(
+        "if self.beside is not None and nano_batch == NUM_NANO_BATCHES - 1:",
+        "if self.beside is not None and nano_batch == 0:",
         TICKS,
     ),
     "no static packing is tried": Fault(
@@ -256,7 +256,7 @@ FAULTS = {
         "tests/unit/pool/test_ticks.py",
     ),
     "tasks made on other stages stay there": Fault(
-        "(rows[:, servers] + turn * topology.num_lanes)",
+        "(rows[:, servers] + shift * topology.num_lanes)",
         "(rows[:, servers] + 0 * topology.num_lanes)",
         "tests/unit/pool/test_task_plans.py -k made_once",
     ),

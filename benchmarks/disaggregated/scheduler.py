@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.disaggregated.paper import annuli_in_order, homes_in_order, ranges_of, schedule_as_paper
+from benchmarks.disaggregated.sent import bytes_of_tasks
 from benchmarks.disaggregated.setting import K, batch
 from benchmarks.planner.report import Row, table
 from dynamic_cp.arrays import Ints
@@ -19,7 +20,7 @@ from dynamic_cp.pool.rows import even_homes, longest_first
 from dynamic_cp.pool.scheduler import Rules, schedule, work_of
 from dynamic_cp.pool.tasks import SERVER, START, STOP, Tasks
 from dynamic_cp.pool.tiling import tasks_of
-from dynamic_cp.pool.traffic import Servers, bytes_of_tasks
+from dynamic_cp.pool.traffic import Servers
 
 SERVERS, TOKENS = (64, 256, 512), (16 * K, 64 * K, 128 * K)
 LAYER = TokenBytes(query=8192.0, kv=4096.0, lse=0.0)

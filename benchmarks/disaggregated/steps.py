@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.disaggregated.queues import wlb_s
 from benchmarks.disaggregated.scheduler import met
+from benchmarks.disaggregated.sent import bytes_of_tasks
 from benchmarks.disaggregated.setting import Case, K, cost_model_of, gathering, memory_of
 from benchmarks.planner.report import Row, table
 from dynamic_cp.comparison import compare_policies
@@ -23,7 +24,6 @@ from dynamic_cp.pool.legal import servers_of
 from dynamic_cp.pool.plan import ticks_of
 from dynamic_cp.pool.prices import TaskOptions
 from dynamic_cp.pool.search import plan_tasks
-from dynamic_cp.pool.traffic import bytes_of_tasks
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Plan, Problem, Sample

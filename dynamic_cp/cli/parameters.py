@@ -424,7 +424,7 @@ def ping_pong_option() -> Any:
     return _option(
         "--no-ping-pong",
         is_flag=True,
-        help="Compute layers in a pool whole, not in two halves of which one travels while the other is computed.",
+        help="Compute layers in a pool whole, not in two nano-batches of which one travels while the other computes.",
     )
 
 

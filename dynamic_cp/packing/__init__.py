@@ -6,7 +6,7 @@ Read in this order:
 - for their inner loops: `fit`
 - without a pipeline: `nested`
 - an exact price for a packing, and the plan of it: `judge`
-- with a pipeline: `profile` (how long rows should last), `rows` (fills them), `critical_path`, `blocks` (all together)
+- with a pipeline: `profile` (how long rows last), `rows` (fills them), `critical_path`, `lane_blocks` (all together)
 - without one, where lanes share experts: `level`
 - afterwards: `orders` of rows, `polish` by simulated annealing
 - what others do: `static`, `megatron_dev`

@@ -17,9 +17,9 @@ from math import ceil
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.packing.blocks import cut, widths_of
 from dynamic_cp.packing.durations import apart_durations_of, bucket_ns
 from dynamic_cp.packing.judge import grid_of_packing
+from dynamic_cp.packing.lane_blocks import cut, widths_of
 from dynamic_cp.packing.rows import Rows, alone_ns, fill_least
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.pricing.cost_model import CostModel

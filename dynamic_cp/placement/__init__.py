@@ -18,7 +18,7 @@ and outputs (a *row*) or keys and values (a *column*) once to each node and lane
 - `programme`: what each lane does, as plain data that travels to it
 - `times`: how long the programmes take
 - `problem`: what a micro-batch is placed for
-- `blocks`: a micro-batch as a graph of blocks and tiles
+- `token_graph`: a micro-batch as a graph of blocks and tiles
 - `documents`: where a search begins, whole documents where they fit
 - `row_search`: moves blocks with all tiles of their queries
 - `tile_search`: moves tiles by rows and columns

@@ -11,8 +11,8 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.blocks import Graph
 from dynamic_cp.placement.order import ascending
+from dynamic_cp.placement.token_graph import Graph
 
 
 class Caps(NamedTuple):

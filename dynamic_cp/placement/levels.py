@@ -8,11 +8,11 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.blocks import Graph, graph_of
 from dynamic_cp.placement.documents import Caps, place_documents
 from dynamic_cp.placement.order import ascending, sorted_by, total_of
 from dynamic_cp.placement.row_search import Prices, improve_rows, pushed_rows, work_of_vertices
 from dynamic_cp.placement.tile_search import State, improve_tiles, state_of, transfers
+from dynamic_cp.placement.token_graph import Graph, graph_of
 
 _ROUNDING = 1e-6
 """Tokens or pairs above a cap that are none."""

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Ints
-from dynamic_cp.placement.blocks import Blocks
 from dynamic_cp.placement.evening import Pieces, even_out
 from dynamic_cp.placement.order import first_not_below
 from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.placement.runs import Tiles, count_tiles
+from dynamic_cp.placement.token_graph import Blocks
 from dynamic_cp.types.placement import SAMPLE
 
 Int32s = NDArray[np.int32]

@@ -11,12 +11,12 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.blocks import Blocks, blocks_of
 from dynamic_cp.placement.documents import Caps, Held, emptiest
 from dynamic_cp.placement.levels import Effort, place_graph
 from dynamic_cp.placement.placed import Placed, placed_of
 from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.placement.runs import SUB_TILE
+from dynamic_cp.placement.token_graph import Blocks, blocks_of
 from dynamic_cp.types.counts import MAX_COUNT, largest_power_of_two
 from dynamic_cp.types.plan import Sample
 

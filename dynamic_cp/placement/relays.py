@@ -48,16 +48,16 @@ def crossing_groups(lane: Ints, thing: Ints, crosses: Ints, lanes: Lanes) -> tup
 
 
 @compiled
-def relays_in_turn(lane: Ints, first: Ints, turn: Ints, group: Ints, num_groups: int, node_lanes: int) -> Ints:
-    """Return [group] -> the lane that needs it first; of several one after the other, by `turn` [fetch]."""
+def relays_by_order(lane: Ints, first: Ints, order: Ints, group: Ints, num_groups: int, node_lanes: int) -> Ints:
+    """Return [group] -> the lane that needs it first; of several one after the other, by `order` [fetch]."""
     relays, best = np.full(num_groups, -1), np.full(num_groups, -1)
     for fetch in range(len(group)):
         one = group[fetch]
         if one < 0:
             continue
         now = best[one]
-        if now < 0 or (first[fetch], (lane[fetch] + turn[fetch]) % node_lanes) < (
-            first[now], (lane[now] + turn[now]) % node_lanes
+        if now < 0 or (first[fetch], (lane[fetch] + order[fetch]) % node_lanes) < (
+            first[now], (lane[now] + order[now]) % node_lanes
         ):  # fmt: skip
             best[one], relays[one] = fetch, lane[fetch]
     return relays

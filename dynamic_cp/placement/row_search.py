@@ -12,9 +12,9 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.blocks import Graph
 from dynamic_cp.placement.documents import Caps, Held
 from dynamic_cp.placement.order import total_of
+from dynamic_cp.placement.token_graph import Graph
 from dynamic_cp.xorshift import draw, next_state
 
 _NUM_PARTNERS = 8

@@ -18,9 +18,9 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.blocks import Graph
 from dynamic_cp.placement.documents import Caps
 from dynamic_cp.placement.order import ascending
+from dynamic_cp.placement.token_graph import Graph
 
 _LEAST = 0.5
 """Bytes, at their prices, that a move has to save."""

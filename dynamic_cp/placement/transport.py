@@ -21,7 +21,7 @@ from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.order import sorted_by
-from dynamic_cp.placement.relays import crossing_groups, relays_by_load, relays_in_turn
+from dynamic_cp.placement.relays import crossing_groups, relays_by_load, relays_by_order
 from dynamic_cp.types import Placement
 from dynamic_cp.types.placement import DIVISION, HOLDER, LANE, START, STOP
 
@@ -86,19 +86,19 @@ def fetches_used(
         used: (lane * 2 + kind) * number of homes + home, for all that is used, also several times; divisions: in which.
         lanes, order: as in `fetches_of`.
     """
-    turns = np.zeros(0, np.int64) if order is None else order
-    return _fetches(np.ascontiguousarray(holder), tokens, used, divisions, lanes, turns)
+    order = np.zeros(0, np.int64) if order is None else order
+    return _fetches(np.ascontiguousarray(holder), tokens, used, divisions, lanes, order)
 
 
 @compiled
-def _fetches(holder: Ints, tokens: Ints, used: Ints, divisions: Ints, lanes: Lanes, turns: Ints) -> Fetches:
-    """Return `fetches_used`; no `turns`: relays by load."""
+def _fetches(holder: Ints, tokens: Ints, used: Ints, divisions: Ints, lanes: Lanes, order: Ints) -> Fetches:
+    """Return `fetches_used`; no `order`: relays by load."""
     num_homes = len(holder)
     direct = _direct_fetches(holder, used, divisions, lanes)
     lane, kind, home, _, crosses, first, _ = direct
     group, firsts = crossing_groups(lane, kind * num_homes + home, crosses, lanes)
-    if len(turns):
-        relays = relays_in_turn(lane, first, turns[home], group, len(firsts), lanes.of_node)
+    if len(order):
+        relays = relays_by_order(lane, first, order[home], group, len(firsts), lanes.of_node)
     else:
         relays = relays_by_load(lane, kind, first, tokens[home], group, firsts, lanes)
     fetches = _through_relays(direct, group, firsts, relays)

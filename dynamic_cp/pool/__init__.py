@@ -10,13 +10,13 @@ all stages. The result is a kind of plan (`plans.extension`), imported where one
 - `traffic`: what servers send each other for tasks
 - `legal`: what makes a plan one with a pool
 - `text`: it as JSON and as text
-- `turns`: ticks that are the same on other servers
+- `shifts`: ticks that are the same on other servers
 - `server_ticks`: what a server does in every tick, as text that travels to it
 - `memory`: bytes of a rank on every stage
 - `homes`: which lane holds which tokens
 - `scheduler`: which ranges of queries leave the server that holds them
-- `tiling`: tasks from homes and from what the scheduler makes of each half
-- `layer_steps`: steps of layers in two halves, in which order they come and what they take
+- `tiling`: tasks from homes and from what the scheduler makes of each nano-batch
+- `layer_steps`: steps of layers in two nano-batches, in which order they come and what they take
 - `seconds`: what the kernels of tasks take
 - `prices`: what a tick takes
 - `timeline`: when ticks run

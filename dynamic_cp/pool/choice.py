@@ -34,11 +34,6 @@ class Choice(NamedTuple):
     planned: PlannedBatch | PlannedTasks
     reason: str
 
-    @property
-    def is_pool(self) -> bool:
-        """Whether attention goes to servers of all stages."""
-        return isinstance(self.planned, PlannedTasks)
-
 
 def choose(
     samples: Sequence[Sample],
@@ -81,8 +76,8 @@ def task_options_of(options: PlanOptions) -> TaskOptions:
 def plan_batch(problem: Problem, samples: Sequence[Sample]) -> PlannedBatch:
     """Return the plan that a run of `problem` has whose options allow a pool or ask for one (`search.plan_batch`).
 
-    A pool is priced as it runs: in two halves or, without ping-pong, with the exchange of a layer beside nothing else;
-    and with the margin for noise. Where the hardware says how much memory there is, a pool has to fit into it.
+    A pool is priced as it runs: in two nano-batches or, without ping-pong, with the exchange of a layer beside nothing
+    else; and with the margin for noise. Where the hardware says how much memory there is, a pool has to fit into it.
 
     Raises:
         DynamicCPError: as `plan_problem`; with pool "always" as `plan_tasks`.

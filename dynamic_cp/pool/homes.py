@@ -22,21 +22,21 @@ TILE_TOKENS = 128
 
 @compiled
 def quota_homes(
-    seqlens: Ints, num_lanes: int, capacity: int, tile: int, num_halves: int, is_last_way: bool = False
+    seqlens: Ints, num_lanes: int, capacity: int, tile: int, num_nano_batches: int, is_last_attempt: bool = False
 ) -> Ints:
     """Return homes, int64 [home, (document, start, stop, lane)], by document and start; none if tokens do not fit.
 
     A document with more attention than the mean of a lane is spread over as many lanes as it has means, the ones with
-    least work that have room; a lane has as many tokens of its head as of its tail. With two halves that holds for
-    either half of the document. Shorter ones stay whole where a lane has room for them.
+    least work that have room; a lane has as many tokens of its head as of its tail. With two nano-batches that holds
+    for either half of the document. Shorter ones stay whole where a lane has room for them.
 
     Args:
         seqlens: int64 [document], descending.
         num_lanes: any number.
         capacity: tokens that a lane may hold.
         tile: cuts are at multiples of it.
-        num_halves: 1, or 2 where lanes compute their tokens in two halves (`halved`).
-        is_last_way: what has no room in whole tiles is cut at any token: all fits that lanes can hold.
+        num_nano_batches: 1, or 2 where lanes compute their tokens in two nano-batches (`homes_in_nano_batches`).
+        is_last_attempt: what has no room in whole tiles is cut at any token: all fits that lanes can hold.
     """
     mean = 0.0
     for seqlen in seqlens:
@@ -47,12 +47,12 @@ def quota_homes(
     for document in range(len(seqlens)):
         seqlen = seqlens[document]
         spread = min(num_lanes, max(1, ceil(float(seqlen) * seqlen / mean - 1e-9)))
-        chosen, shares, grid = _choose_lanes(seqlen, spread, tile, num_halves, work, room, is_last_way)
+        chosen, shares, grid = _choose_lanes(seqlen, spread, tile, num_nano_batches, work, room, is_last_attempt)
         if len(chosen) == 0:
             return homes[:0]
         if count + 4 * len(chosen) > len(homes):
             homes = np.concatenate((homes, np.zeros_like(homes)))
-        middle = middle_of(seqlen, tile) if num_halves == 2 and len(chosen) > 1 else 0
+        middle = middle_of(seqlen, tile) if num_nano_batches == 2 and len(chosen) > 1 else 0
         if middle > 0:
             # The first halves of shares in whole tiles hold `middle` tokens and more, those of others just as many.
             firsts = shares // 2 if grid == tile else np.diff(np.append(0, np.cumsum(shares) * middle // seqlen))
@@ -72,10 +72,10 @@ def middle_of(seqlen: int, tile: int) -> int:
 
 @compiled
 def _choose_lanes(
-    seqlen: int, spread: int, tile: int, num_halves: int, work: Floats, room: Ints, is_last_way: bool
+    seqlen: int, spread: int, tile: int, num_nano_batches: int, work: Floats, room: Ints, is_last_attempt: bool
 ) -> tuple[Ints, Ints, int]:
     """Return (lanes, tokens for each, what cuts are multiples of) of a document; no lanes if it has no room."""
-    num_lanes, unit = len(work), 2 * num_halves * tile
+    num_lanes, unit = len(work), 2 * num_nano_batches * tile
     while spread <= num_lanes:
         share = seqlen if spread == 1 else -(-seqlen // (spread * unit)) * unit
         roomy = np.flatnonzero(room >= share)
@@ -94,7 +94,7 @@ def _choose_lanes(
             left -= shares[place]
             if left == 0:
                 return chosen[: place + 1], shares[: place + 1], grid
-        if not is_last_way:
+        if not is_last_attempt:
             break
     return chosen[:0], shares[:0], tile
 
@@ -133,11 +133,11 @@ def _write(document: int, start: int, stop: int, lane: int, work: Floats, room: 
     return count + 1
 
 
-def halved(homes: Ints, num_lanes: int, tile: int) -> Ints:
-    """Return homes with their half, int64 [home, (document, start, stop, lane, half)], some of them cut in two.
+def homes_in_nano_batches(homes: Ints, num_lanes: int, tile: int) -> Ints:
+    """Return homes with their nano-batch, int64 [home, (document, start, stop, lane, nano-batch)], some cut in two.
 
-    Of every document the first half has the first tokens, so that it needs no keys of the second one; of every lane it
-    has half of the tokens, as far as whole tiles and documents on several lanes allow.
+    Of every document the first nano-batch has the first tokens, so that it needs no keys of the second one; of every
+    lane it has half of the tokens, as far as whole tiles and documents on several lanes allow.
 
     Args:
         homes: as of `quota_homes`.
@@ -159,8 +159,10 @@ def halved(homes: Ints, num_lanes: int, tile: int) -> Ints:
         wanted[lane] -= share
         first[home] = share
     parts = []
-    for half, (start, stop) in enumerate(((homes[:, 1], homes[:, 1] + first), (homes[:, 1] + first, homes[:, 2]))):
-        parts.append(np.stack([homes[:, 0], start, stop, homes[:, 3], np.full(len(homes), half)], axis=1))
+    for nano_batch, (start, stop) in enumerate(
+        ((homes[:, 1], homes[:, 1] + first), (homes[:, 1] + first, homes[:, 2]))
+    ):
+        parts.append(np.stack([homes[:, 0], start, stop, homes[:, 3], np.full(len(homes), nano_batch)], axis=1))
     rows = np.concatenate(parts)
     rows = rows[rows[:, 2] > rows[:, 1]]
     return rows[np.lexsort((rows[:, 1], rows[:, 0]))]

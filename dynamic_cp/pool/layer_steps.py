@@ -1,8 +1,8 @@
-"""Steps of layers that run in two halves: their order, which all servers of a pool keep, and what they take.
+"""Steps of layers that run in two nano-batches: their order, which all servers of a pool keep, and what they take.
 
-A layer sends out the queries and keys of a half (`launch`), computes what is this server's of it (`attend`) and has the
-rest back (`wait`). What attention needs comes before a launch, the rest of the layer behind a wait. Backward takes
-*turns* for halves: turn 0 is half 1, turn 1 is half 0.
+A layer sends out the queries and keys of a nano-batch (`launch`), computes what is this server's of it (`attend`) and
+has the rest back (`wait`). What attention needs comes before a launch, the rest of the layer behind a wait. Backward
+takes *slots* for nano-batches: slot 0 is nano-batch 1, slot 1 is nano-batch 0.
 
     forward     launch 0, launch 1, attend 0, attend 1, wait 0, the next layer's launch 0, wait 1, its launch 1, ...
     backward    the same; where attention is computed again, so for the layer that comes next ("+"), beside this one:
@@ -10,9 +10,9 @@ rest back (`wait`). What attention needs comes before a launch, the rest of the 
       of layers     wait 0, wait 1, + wait 0, + wait 1
       alone         wait 0, + wait 0, + wait 1, the next layer's launch 0, wait 1, its launch 1
 
-None attends to a half before all servers have launched it, nor goes on with one before all have attended to it. Between
-these barriers servers are on their own: one without tokens begins earlier and may end later, so that it has time for
-more attention than others.
+None attends to a nano-batch before all servers have launched it, nor goes on with one before all have attended to it.
+Between these barriers servers are on their own: one without tokens begins earlier and may end later, so that it has
+time for more attention than others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 
-NUM_HALVES = 2
+NUM_NANO_BATCHES = 2
 What = Literal["launch", "attend", "wait"]
 Repeats = Literal["nothing", "attention", "layers"]
 """What backward computes again."""
@@ -40,16 +40,16 @@ class Step(NamedTuple):
         what: which.
         layer: of the stage, from 0.
         is_backward: its direction.
-        turn: 0 or 1: the half, or in backward 1 less it.
+        slot: 0 or 1: the nano-batch, or in backward 1 less it.
     """
 
     what: What
     layer: int
     is_backward: bool
-    turn: int
+    slot: int
 
     def __str__(self) -> str:
-        return f"{self.what} {self.turn} of layer {self.layer} {'backward' if self.is_backward else 'forward'}"
+        return f"{self.what} {self.slot} of layer {self.layer} {'backward' if self.is_backward else 'forward'}"
 
 
 def steps_of(num_layers: int, *, is_backward: bool, repeats: Repeats) -> list[Step]:
@@ -79,7 +79,7 @@ def steps_of(num_layers: int, *, is_backward: bool, repeats: Repeats) -> list[St
 
 
 class _ByKind(NamedTuple):
-    """[turn] the steps of one layer in one direction."""
+    """[slot] the steps of one layer in one direction."""
 
     launches: list[Step]
     attends: list[Step]
@@ -90,14 +90,14 @@ _NONE = _ByKind([], [], [])
 
 
 def _by_kind(layer: int, *, is_backward: bool) -> _ByKind:
-    return _ByKind(*([Step(what, layer, is_backward, turn) for turn in range(NUM_HALVES)] for what in _KINDS))
+    return _ByKind(*([Step(what, layer, is_backward, slot) for slot in range(NUM_NANO_BATCHES)] for what in _KINDS))
 
 
 @lru_cache(maxsize=64)
 def step_table(num_layers: int, is_backward: bool, repeats: Repeats) -> Ints:
-    """Return the same as int64 [step, (kind, layer, pass, turn)]; kinds are 0 to 2, pass 0 is forward, 1 backward."""
+    """Return the same as int64 [step, (kind, layer, pass, slot)]; kinds are 0 to 2, pass 0 is forward, 1 backward."""
     steps = steps_of(num_layers, is_backward=is_backward, repeats=repeats)
-    return np.array([(_KINDS.index(one.what), one.layer, one.is_backward, one.turn) for one in steps], np.int64)
+    return np.array([(_KINDS.index(one.what), one.layer, one.is_backward, one.slot) for one in steps], np.int64)
 
 
 @compiled
@@ -107,30 +107,31 @@ def seconds_of_steps(
     """Return when the last server has taken all steps.
 
     Args:
-        steps: int64 [step, (kind, layer, pass, turn)].
-        ahead, behind: [pass, server] seconds of a half of a layer before its attention is launched, and behind it.
-        attention: [pass, turn, server] seconds of a layer.
-        there, back: [pass, turn] seconds of what travels for a layer.
+        steps: int64 [step, (kind, layer, pass, slot)].
+        ahead, behind: [pass, server] seconds of a nano-batch of a layer before its attention is launched, and behind
+            it.
+        attention: [pass, slot, server] seconds of a layer.
+        there, back: [pass, slot] seconds of what travels for a layer.
     """
     num_servers = ahead.shape[1]
     clock = np.zeros(num_servers)
     launched = np.zeros((2, num_layers, 2))
     attended = np.zeros((2, num_layers, 2))
     for step in range(len(steps)):
-        kind, layer, which, turn = steps[step]
+        kind, layer, which, slot = steps[step]
         latest = 0.0
         for server in range(num_servers):
             at = clock[server]
             if kind == 0:
                 at += ahead[which, server]
             elif kind == 1:
-                at = max(at, launched[which, layer, turn] + there[which, turn]) + attention[which, turn, server]
+                at = max(at, launched[which, layer, slot] + there[which, slot]) + attention[which, slot, server]
             else:
-                at = max(at, attended[which, layer, turn] + back[which, turn]) + behind[which, server]
+                at = max(at, attended[which, layer, slot] + back[which, slot]) + behind[which, server]
             clock[server] = at
             latest = max(latest, at)
         if kind == 0:
-            launched[which, layer, turn] = latest
+            launched[which, layer, slot] = latest
         elif kind == 1:
-            attended[which, layer, turn] = latest
+            attended[which, layer, slot] = latest
     return float(clock.max())

@@ -15,8 +15,8 @@ from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.placement.legal import why_not_tiled
 from dynamic_cp.pool.plan import micro_batches_of, pool_of, samples_of, ticks_of
 from dynamic_cp.pool.tasks import (
-    HALF,
     HOLDER,
+    NANO_BATCH,
     SAMPLE,
     SERVER,
     START,
@@ -78,7 +78,8 @@ def check_pool(plan: Plan) -> None:
         3. There are as many entries of tasks as the schedule has ticks, with chunks those of all chunks.
         4. Tasks tile the samples of their tick, and every token is held where its home is: tasks move no tokens.
         5. Tasks are cut at multiples of tile_tokens, or where homes end; a server computes at most two of a sample, in
-           either half. The second half of a sample comes after the first, and begins at the same token in every tick.
+           either nano-batch. The second nano-batch of a sample comes after the first, and begins at the same token in
+           every tick.
         6. What a server fetches stays below a limit.
         7. Relays are neighbours of one stage: relay_servers divides its lanes.
 
@@ -118,7 +119,7 @@ def check_pool(plan: Plan) -> None:
         if reason is None:
             reason = why_too_much_fetched(tasks, plan.num_servers, plan.max_tokens_per_rank, most_fetched(topology))
         if reason is None:
-            reason = _why_halves_differ(plan, rows, parts, firsts)
+            reason = _why_nano_batches_differ(plan, rows, parts, firsts)
         if reason is not None:
             raise IllegalPlanError(f"tick {tick}: {reason}: {_AGAIN}", tick=str(tick))
 
@@ -174,10 +175,12 @@ def _why_tasks_wrong(plan: Plan, pool: PoolTasks, rows: Ints, parts: Sequence[tu
     if off.any():
         sample, _, stop, _ = rows[int(off.argmax()), : HOLDER + 1].tolist()
         return f"a task of sample {sample} ends at token {stop}, which {pool.tile_tokens} does not divide"
-    ahead = (rows[1:, HALF] < rows[:-1, HALF]) & (rows[1:, SAMPLE] == rows[:-1, SAMPLE])
-    if ahead.any() or not 0 <= rows[:, HALF].min() <= rows[:, HALF].max() <= 1:
-        sample = rows[int(ahead.argmax()), SAMPLE] if ahead.any() else rows[int(rows[:, HALF].argmax()), SAMPLE]
-        return f"halves of sample {sample} are not 0 and then 1: the first half would need keys of the second"
+    ahead = (rows[1:, NANO_BATCH] < rows[:-1, NANO_BATCH]) & (rows[1:, SAMPLE] == rows[:-1, SAMPLE])
+    if ahead.any() or not 0 <= rows[:, NANO_BATCH].min() <= rows[:, NANO_BATCH].max() <= 1:
+        sample = rows[int(ahead.argmax()), SAMPLE] if ahead.any() else rows[int(rows[:, NANO_BATCH].argmax()), SAMPLE]
+        return (
+            f"nano-batches of sample {sample} are not 0 and then 1: the first nano-batch would need keys of the second"
+        )
     runs = runs_of(rows)
     of_server, counts = np.unique(runs[:, [0, 3, 4]], axis=0, return_counts=True)
     if counts.max() > TASKS_PER_DOCUMENT:
@@ -186,14 +189,16 @@ def _why_tasks_wrong(plan: Plan, pool: PoolTasks, rows: Ints, parts: Sequence[tu
     return None
 
 
-def _why_halves_differ(
+def _why_nano_batches_differ(
     plan: Plan, rows: Ints, parts: Sequence[tuple[int, int]], firsts: dict[int, list[int]]
 ) -> str | None:
-    """Return which sample is cut elsewhere than in `firsts`, micro-batch -> [sample] tokens of the first half.
+    """Return which sample is cut elsewhere than in `firsts`, micro-batch -> [sample] tokens of the first nano-batch.
 
     Micro-batches that are not in `firsts` are put there.
     """
-    tokens = np.bincount(rows[:, SAMPLE], (rows[:, STOP] - rows[:, START]) * (rows[:, HALF] == 0)).astype(int).tolist()
+    tokens = (
+        np.bincount(rows[:, SAMPLE], (rows[:, STOP] - rows[:, START]) * (rows[:, NANO_BATCH] == 0)).astype(int).tolist()
+    )
     for _, number in parts:
         held = len(plan.micro_batches[number].buckets[0].samples)
         own, tokens = tokens[:held], tokens[held:]
@@ -201,8 +206,8 @@ def _why_halves_differ(
         if own != known:
             sample = next(sample for sample in range(held) if own[sample] != known[sample])
             return (
-                f"the first half of sample {sample} of micro-batch {number} has {own[sample]} tokens, in another tick "
-                f"{known[sample]}"
+                f"the first nano-batch of sample {sample} of micro-batch {number} has {own[sample]} tokens, in another "
+                f"tick {known[sample]}"
             )
     return None
 

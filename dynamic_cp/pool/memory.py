@@ -20,7 +20,7 @@ def peak(model: MemoryModel, plan: Plan) -> tuple[StageMemory, ...]:
     pool = pool_of(plan)
     has_relays = servers_of(plan.topology, pool.relay_servers).of_relay > 1
     held, fetched = lane_tokens_of(plan), fetched_in_ticks(plan)
-    return peak_in_ticks(model, held, fetched, in_halves=pool.num_halves > 1, has_relays=has_relays)
+    return peak_in_ticks(model, held, fetched, in_nano_batches=pool.num_nano_batches > 1, has_relays=has_relays)
 
 
 def peak_at(model: MemoryModel, tokens_per_rank: int) -> tuple[StageMemory, ...]:
@@ -42,11 +42,13 @@ def _peak_in_full_ticks(model: MemoryModel, tokens_per_rank: int, fetched: tuple
     topology = model.topology
     of_stages = np.array([fetched] * topology.pp_size, np.int64)[:, :, None] * tokens_per_rank
     held = model.full_micro_batches(tokens_per_rank)
-    return peak_in_ticks(model, held, of_stages, in_halves=model.options.ping_pong, has_relays=topology.num_lanes > 1)
+    return peak_in_ticks(
+        model, held, of_stages, in_nano_batches=model.options.ping_pong, has_relays=topology.num_lanes > 1
+    )
 
 
 def peak_in_ticks(
-    model: MemoryModel, held: Ints, fetched: Ints, *, in_halves: bool, has_relays: bool
+    model: MemoryModel, held: Ints, fetched: Ints, *, in_nano_batches: bool, has_relays: bool
 ) -> tuple[StageMemory, ...]:
     """Return the memory of every stage when all stages run in ticks, on its worst lane.
 
@@ -54,14 +56,14 @@ def peak_in_ticks(
         model: of the job.
         held: int64 [micro-batch, lane] padded tokens of a rank.
         fetched: int64 [stage, (queries, keys), lane] most tokens of which a rank fetches those in a tick.
-        in_halves: layers run in two halves; has_relays: ranks hand on what they fetched.
+        in_nano_batches: layers run in two nano-batches; has_relays: ranks hand on what they fetched.
     """
     topology = model.topology
     most = held.max(axis=0).astype(np.float64)
     queries, keys, again = FETCHED_QUERIES, FETCHED_KEYS, np.zeros_like(most)
-    if in_halves and has_relays:
+    if in_nano_batches and has_relays:
         keys += COLLECTED_KEYS
-    if in_halves and "core_attn" in model.options.repeated:
+    if in_nano_batches and "core_attn" in model.options.repeated:
         # The next layer is computed again beside the one that runs backward.
         queries, keys = queries + AGAIN_QUERIES, keys + AGAIN_KEYS
         again = most * (model.options.recompute == "full")

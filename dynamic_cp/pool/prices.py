@@ -1,12 +1,13 @@
 """What a tick takes: its layers, step by step on all servers, or transfers of the busiest link.
 
-    tick      = max(steps of all layers of a model chunk, busiest link) in two halves (`layer_steps.seconds_of_steps`)
+    tick      = max(steps of all layers of a model chunk, busiest link) in two nano-batches
+    (`layer_steps.seconds_of_steps`)
               = linear of the fullest lane + attention of the most loaded server + busiest link, in one
     seconds   = tick * (1 + noise margin) + embedding, head and hop of the stages that pay them
 
 Steps are priced server by server: one with little that is not attention, as on a stage without a micro-batch, has time
-for more of that. Transfers of either half take as long as those of the busiest link, round by round: where relays hand
-keys on, one round comes after the other.
+for more of that. Transfers of either nano-batch take as long as those of the busiest link, round by round: where relays
+hand keys on, one round comes after the other.
 
 Every layer waits for the slowest of all servers. With a jitter of sigma for each server and layer, the slowest of N is
 sigma * E[max of N normals] late in every layer; without such a barrier lanes average over layers. The difference is
@@ -24,7 +25,7 @@ from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
-from dynamic_cp.pool.layer_steps import NUM_HALVES, Repeats, seconds_of_steps, step_table
+from dynamic_cp.pool.layer_steps import NUM_NANO_BATCHES, Repeats, seconds_of_steps, step_table
 from dynamic_cp.pool.seconds import task_seconds
 from dynamic_cp.pool.tasks import Tasks
 from dynamic_cp.pool.traffic import Servers, bytes_of_rounds, fetches_of_tasks
@@ -40,7 +41,7 @@ class TaskOptions:
     """What task plans may be.
 
     Attributes:
-        ping_pong: layers run in two halves, of which one computes while the other travels.
+        ping_pong: layers run in two nano-batches, of which one computes while the other travels.
         noise_margin: share by which ticks last longer than planned, >= 0.
         tolerances: shares by which servers may exceed the mean work, ascending, each >= 0; a tick takes one of them.
         tile_tokens: tasks are cut at multiples of it.
@@ -71,7 +72,7 @@ class TaskOptions:
             )
 
     @property
-    def num_halves(self) -> int:
+    def num_nano_batches(self) -> int:
         """1, or 2 with ping-pong."""
         return 2 if self.ping_pong else 1
 
@@ -81,10 +82,10 @@ class TickSeconds(NamedTuple):
 
     Attributes:
         linear_s: what is not attention, on the fullest lane.
-        attention_s: on the most loaded server, half by half.
+        attention_s: on the most loaded server, nano-batch by nano-batch.
         exchange_s: on the busiest link.
         exposed_s: how much longer the tick is than both, because of what of the exchange nothing hides.
-        beside_s: how much shorter it is: of two halves some ranks compute the one while others compute the other.
+        beside_s: how much shorter it is: of two nano-batches some ranks compute the one while others compute the other.
     """
 
     linear_s: float
@@ -104,7 +105,7 @@ class TickPrices:
 
     Args:
         cost_model: prices of the job.
-        options: halves and margins.
+        options: nano-batches and margins.
 
     Raises:
         UnsupportedFeatureError: a model whose attention is no tasks.
@@ -157,7 +158,7 @@ class TickPrices:
     def linear_s(self, direction: int, rank_tokens: Ints) -> Floats:
         """Return the seconds of what is not attention in a chunk, on lanes with so many padded tokens."""
         linear = self._linear[direction]
-        stage_s = self.options.num_halves * linear.constant + linear.per_token * rank_tokens
+        stage_s = self.options.num_nano_batches * linear.constant + linear.per_token * rank_tokens
         return np.where(rank_tokens > 0, stage_s / self._chunks, 0.0)
 
     def attention_s(self, tasks: Tasks, direction: int, num_servers: int) -> Floats:
@@ -167,7 +168,7 @@ class TickPrices:
         return total
 
     def work_beside(self, direction: int, held: Ints) -> Floats:
-        """Return [server] what a half takes that is not attention, as work of attention (`scheduler.work_of`)."""
+        """Return [server] what a nano-batch takes that is not attention, as work of attention (`scheduler.work_of`)."""
         if not self.options.ping_pong:
             return np.zeros(len(held))  # attention begins when all are done with it
         per_work_s = sum(self._attention.sides[one].first.per_token2 for one in self._passes(direction))
@@ -178,17 +179,17 @@ class TickPrices:
         return (0, 1) if direction == 1 and self._repeats != "nothing" else (direction,)
 
     def _rounds_of(self, tasks: Tasks, direction: int, servers: Servers) -> dict[int, Floats]:
-        """Return pass -> `bytes_of_rounds` of all layers of a stage, turns for divisions."""
+        """Return pass -> `bytes_of_rounds` of all layers of a stage, slots for divisions."""
         fetches = fetches_of_tasks(tasks, servers.of_relay)
         found = {}
         for one in self._passes(direction):
-            # Backward, columns of both halves come with the one that is computed first, the second.
-            last = tasks.num_halves - 1
-            in_turns = fetches._replace(first=last - fetches.last, last=last - fetches.first) if one else fetches
+            # Backward, columns of both nano-batches come with the one that is computed first, the second.
+            last = tasks.num_nano_batches - 1
+            in_slots = fetches._replace(first=last - fetches.last, last=last - fetches.first) if one else fetches
             # What was fetched to compute forward again is there for the gradients of the same layer.
             is_kept = one == 1 and self.options.ping_pong and self._repeats != "nothing"
-            messages = self._token_bytes.messages(in_turns, tasks.tokens, backward=one == 1, is_kept=is_kept)
-            found[one] = bytes_of_rounds(messages, servers, tasks.num_halves)
+            messages = self._token_bytes.messages(in_slots, tasks.tokens, backward=one == 1, is_kept=is_kept)
+            found[one] = bytes_of_rounds(messages, servers, tasks.num_nano_batches)
         return found
 
     def _steps_s(self, direction: int, held: Ints, attention: dict[int, Floats], rounds: dict[int, Floats]) -> float:
@@ -196,7 +197,7 @@ class TickPrices:
 
         Args:
             direction, held: as of `seconds`.
-            attention: pass -> [half, server] seconds of all layers of a stage; rounds: pass -> bytes of them.
+            attention: pass -> [nano-batch, server] seconds of all layers of a stage; rounds: pass -> bytes of them.
         """
         layers, num_servers = max(round(self._attention.layers / self._chunks), 1), len(held)
         linear_s = np.zeros((2, num_servers))
@@ -204,12 +205,12 @@ class TickPrices:
         if direction == 1 and self._repeats == "layers":
             linear_s[0] = self.linear_s(0, held)
             linear_s[1] = np.maximum(linear_s[1] - linear_s[0], 0.0)
-        before_s, after_s = (linear_s * share / (NUM_HALVES * layers) for share in self._shares)
-        attention_s = np.zeros((2, NUM_HALVES, num_servers))
-        there_s, back_s = np.zeros((2, NUM_HALVES)), np.zeros((2, NUM_HALVES))
-        for one, of_halves in attention.items():
-            # Tasks without halves are taken as two equal ones.
-            attention_s[one] = _in_two(of_halves[::-1] if one else of_halves) / self._attention.layers
+        before_s, after_s = (linear_s * share / (NUM_NANO_BATCHES * layers) for share in self._shares)
+        attention_s = np.zeros((2, NUM_NANO_BATCHES, num_servers))
+        there_s, back_s = np.zeros((2, NUM_NANO_BATCHES)), np.zeros((2, NUM_NANO_BATCHES))
+        for one, by_nano_batch in attention.items():
+            # Tasks without nano-batches are taken as two equal ones.
+            attention_s[one] = _in_two(by_nano_batch[::-1] if one else by_nano_batch) / self._attention.layers
             taken_s = self._rounds_s(_in_two(rounds[one])) / self._attention.layers
             there_s[one] = taken_s[:, [ACROSS, INSIDE]].sum(axis=1)
             back_s[one] = taken_s[:, [COLLECT, DELIVER]].sum(axis=1)
@@ -228,8 +229,8 @@ class TickPrices:
         """Return the seconds of the busiest link; `sent` is [link, sent or received, server] bytes."""
         if not sent.any():
             return 0.0
-        # One round there and one back, in each half.
-        return float(self._busiest_s(sent)) + 2 * self.options.num_halves * self._attention.latency_s
+        # One round there and one back, in each nano-batch.
+        return float(self._busiest_s(sent)) + 2 * self.options.num_nano_batches * self._attention.latency_s
 
     def _busiest_s(self, sent: Floats) -> Floats:
         """Return [...] seconds of the busiest link; `sent` is [..., link, sent or received, server] bytes."""
@@ -237,9 +238,13 @@ class TickPrices:
         return found
 
 
-def _in_two(of_halves: Floats) -> Floats:
-    """Return [turn, ...] of one half's or of both."""
-    return of_halves if len(of_halves) == NUM_HALVES else np.repeat(of_halves / NUM_HALVES, NUM_HALVES, axis=0)
+def _in_two(by_nano_batch: Floats) -> Floats:
+    """Return [slot, ...] of one nano-batch's or of both."""
+    return (
+        by_nano_batch
+        if len(by_nano_batch) == NUM_NANO_BATCHES
+        else np.repeat(by_nano_batch / NUM_NANO_BATCHES, NUM_NANO_BATCHES, axis=0)
+    )
 
 
 def refuse_model(model: ModelShape, pp_size: int) -> None:

@@ -52,20 +52,22 @@ def even_rows(samples: Sequence[Sample], num_rows: int, most_tokens: int) -> lis
     return None
 
 
-def even_homes(row: Sequence[Sample], num_lanes: int, most_tokens: int, tile: int, num_halves: int) -> Ints | None:
+def even_homes(
+    row: Sequence[Sample], num_lanes: int, most_tokens: int, tile: int, num_nano_batches: int
+) -> Ints | None:
     """Return the homes of a row, lanes as even in tokens as whole tiles and documents allow; None: there is no room.
 
     Args:
         row: longest first.
         num_lanes: any number; most_tokens: of a lane.
-        tile, num_halves: as of `quota_homes`.
+        tile, num_nano_batches: as of `quota_homes`.
     """
     seqlens = np.array([sample.seqlen for sample in row], np.int64)
     mean = -(-int(seqlens.sum()) // num_lanes)
     for uneven in (*_UNEVEN, 2.0):
-        capacity = min(int(uneven * mean) + 2 * num_halves * tile, most_tokens)
-        homes = quota_homes(seqlens, num_lanes, capacity, tile, num_halves)
+        capacity = min(int(uneven * mean) + 2 * num_nano_batches * tile, most_tokens)
+        homes = quota_homes(seqlens, num_lanes, capacity, tile, num_nano_batches)
         if len(homes):
             return homes
-    homes = quota_homes(seqlens, num_lanes, most_tokens, tile, num_halves, is_last_way=True)
+    homes = quota_homes(seqlens, num_lanes, most_tokens, tile, num_nano_batches, is_last_attempt=True)
     return homes if len(homes) else None

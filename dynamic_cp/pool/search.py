@@ -19,19 +19,19 @@ from dynamic_cp.pipeline.graph import edges_paid
 from dynamic_cp.pipeline.schedule import KINDS
 from dynamic_cp.plans.padding import placed_share, round_up
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pool.homes import halved
+from dynamic_cp.pool.homes import homes_in_nano_batches
 from dynamic_cp.pool.legal import fetched_in_ticks, most_fetched, servers_of
 from dynamic_cp.pool.memory import peak_in_ticks
 from dynamic_cp.pool.plan import pool_of
 from dynamic_cp.pool.prices import TaskOptions, TickPrices, TickSeconds
 from dynamic_cp.pool.rows import even_homes, even_rows, longest_first
 from dynamic_cp.pool.scheduler import Rules, schedule
+from dynamic_cp.pool.shifts import num_shifts, shifted_tasks
 from dynamic_cp.pool.tasks import PoolTasks, Tasks
 from dynamic_cp.pool.ticks import Tick, Unit, tick_order
 from dynamic_cp.pool.tiling import tasks_of
 from dynamic_cp.pool.timeline import TickSpan, TickTime, tick_timeline
 from dynamic_cp.pool.traffic import Servers
-from dynamic_cp.pool.turns import num_turns, turned_tasks
 from dynamic_cp.pricing.capacity import capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
 from dynamic_cp.types import BY_PLACEMENT, Bucket, MicroBatch, Placement, Plan, PlannedBatch, Sample, Topology
@@ -88,13 +88,13 @@ class TaskRow(NamedTuple):
     Attributes:
         samples: of it.
         homes: int64 [home, (sample by its number, start, stop, lane)].
-        halves: homes with their half, int64 [home, 5].
+        split_homes: homes with their nano-batch, int64 [home, 5].
         lane_tokens: [lane] padded tokens.
     """
 
     samples: tuple[Sample, ...]
     homes: Ints
-    halves: Ints
+    split_homes: Ints
     lane_tokens: list[int]
 
 
@@ -138,7 +138,7 @@ def plan_tasks(
     Args:
         samples: at least one, with the causal mask.
         cost_model: topology, limit and prices; with interleaving a tick runs a model chunk on each stage.
-        options: halves, margin, tolerances.
+        options: nano-batches, margin, tolerances.
         memory: of the job, where it is known how much there is; plans that need more are left out.
         num_microbatches: numbers to try; (): a sweep.
 
@@ -303,7 +303,7 @@ def _planned(search: TaskSearch, samples: Sequence[Sample], number: int) -> Plan
     if search.memory is not None:
         held = np.array([row.lane_tokens for row in rows], np.int64)
         of_stages = peak_in_ticks(
-            search.memory, held, fetched, in_halves=pool.num_halves > 1, has_relays=servers.of_relay > 1
+            search.memory, held, fetched, in_nano_batches=pool.num_nano_batches > 1, has_relays=servers.of_relay > 1
         )
         peak_bytes = max(stage.total_bytes for stage in of_stages)
         if peak_bytes > search.memory.available_bytes:
@@ -332,15 +332,15 @@ def rows_of(search: TaskSearch, samples: Sequence[Sample], number: int) -> list[
         return None
     rows = []
     for row in packed:
-        homes = even_homes(row, lanes, limit, tile, search.prices.options.num_halves)
+        homes = even_homes(row, lanes, limit, tile, search.prices.options.num_nano_batches)
         if homes is None:
             return None
         held = np.bincount(homes[:, 3], homes[:, 2] - homes[:, 1], lanes).astype(np.int64).tolist()
         padded = [placed_share(tokens, 1, topology.rank_token_multiple) for tokens in held]
-        halves = np.insert(homes, 4, 0, axis=1)
+        split_homes = np.insert(homes, 4, 0, axis=1)
         if search.prices.options.ping_pong:
-            halves = halved(homes, lanes, tile)
-        rows.append(TaskRow(tuple(row), homes, halves, padded))
+            split_homes = homes_in_nano_batches(homes, lanes, tile)
+        rows.append(TaskRow(tuple(row), homes, split_homes, padded))
     return rows
 
 
@@ -357,13 +357,13 @@ def running_in(tick: Tick, topology: Topology, rows: Sequence[TaskRow]) -> Runni
 class _Made:
     """Tasks of ticks, each made once: with chunks the same micro-batches meet again, also one stage further on.
 
-    There they are the same on other servers (`plans.turns`).
+    There they are the same on other servers (`shifts`).
     """
 
     def __init__(self, search: TaskSearch) -> None:
         self._search = search
         self._topology = search.cost_model.topology
-        self._num_turns = num_turns(self._topology)
+        self._num_shifts = num_shifts(self._topology)
         self._begin = [(1, 1), (1, 1)]
         self._made: dict[tuple[str, tuple[int, ...]], tuple[Tasks, TickSeconds, list[Floats]]] = {}
 
@@ -371,13 +371,13 @@ class _Made:
         """Return the tasks of a tick, its seconds, and parts of those that each lane computes, on all stages."""
         pp_size = self._topology.pp_size
         on = tuple(running[stage][0].micro_batch if stage in running else -1 for stage in range(pp_size))
-        for turn in range(self._num_turns):
-            earlier = self._made.get((tick.kind, on[turn:] + on[:turn]))
+        for shift in range(self._num_shifts):
+            earlier = self._made.get((tick.kind, on[shift:] + on[:shift]))
             if earlier is not None:
                 tasks, seconds, busy_s = earlier
-                if turn:
+                if shift:
                     counts = [len(running[stage][1].samples) if stage in running else 0 for stage in range(pp_size)]
-                    tasks = turned_tasks(tasks, counts, turn, self._topology)
+                    tasks = shifted_tasks(tasks, counts, shift, self._topology)
                 return tasks, seconds, busy_s
         parts, direction = [(stage, row) for stage, (_, row) in running.items()], KINDS.index(tick.kind)
         prices, num_servers = self._search.prices, self._search.servers.number
@@ -432,7 +432,7 @@ def held_by_servers(search: TaskSearch, parts: _Parts) -> Ints:
 
 
 def merged(search: TaskSearch, parts: _Parts, which: str) -> Ints:
-    """Return homes or halves of all rows of a tick, samples and servers counted over all of them."""
+    """Return the homes of all rows of a tick, samples and servers counted over all of them."""
     found, first = [], 0
     for stage, row in parts:
         table: Ints = getattr(row, which).copy()
@@ -444,24 +444,30 @@ def merged(search: TaskSearch, parts: _Parts, which: str) -> Ints:
 
 
 def _by_our_rule(search: TaskSearch, direction: int, parts: _Parts) -> _Maker:
-    homes, halves = merged(search, parts, "homes"), merged(search, parts, "halves")
+    homes, split_homes = merged(search, parts, "homes"), merged(search, parts, "split_homes")
     query_bytes, kv_bytes = search.prices.task_bytes
     options, extra = search.prices.options, search.prices.extra_tokens(direction)
-    queries = [np.ascontiguousarray(halves[halves[:, 4] == half, :4]) for half in range(options.num_halves)]
+    queries = [
+        np.ascontiguousarray(split_homes[split_homes[:, 4] == nano_batch, :4])
+        for nano_batch in range(options.num_nano_batches)
+    ]
 
     def made(busy: Floats, tolerance: float) -> Tasks:
         rules = Rules(options.tile_tokens, tolerance, query_bytes, kv_bytes, extra)
         tasks: list[Ints] = []
-        for of_half in queries:
-            tasks.append(schedule(homes, of_half, tasks[0] if tasks else _NONE, busy, rules))
+        for of_nano_batch in queries:
+            tasks.append(schedule(homes, of_nano_batch, tasks[0] if tasks else _NONE, busy, rules))
         return tasks_of(homes, tasks)
 
     return made
 
 
 def _at_home(search: TaskSearch, parts: _Parts) -> _Maker:
-    homes, halves = merged(search, parts, "homes"), merged(search, parts, "halves")
-    tasks = tasks_of(homes, [halves[halves[:, 4] == half, :4] for half in range(int(halves[:, 4].max()) + 1)])
+    homes, split_homes = merged(search, parts, "homes"), merged(search, parts, "split_homes")
+    tasks = tasks_of(
+        homes,
+        [split_homes[split_homes[:, 4] == nano_batch, :4] for nano_batch in range(int(split_homes[:, 4].max()) + 1)],
+    )
     return lambda busy, tolerance: tasks
 
 

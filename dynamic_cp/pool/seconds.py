@@ -12,29 +12,29 @@ from dynamic_cp.pool.tasks import Tasks
 
 
 def task_seconds(stage: StageAttention, tasks: Tasks, num_servers: int) -> Floats:
-    """Return [forward or backward, half, server] seconds of kernels: `kernel_seconds` of `Tasks.placement`, by half.
+    """Return [forward or backward, nano-batch, server] seconds of kernels, as `kernel_seconds` of `Tasks.placement`.
 
     A row of tasks is a causal square and all keys before it, so tiles need not be gone through.
     """
-    return _tasks_s(tasks.rows.astype(np.int64), *kernel_rates(stage), tasks.num_halves, num_servers)
+    return _tasks_s(tasks.rows.astype(np.int64), *kernel_rates(stage), tasks.num_nano_batches, num_servers)
 
 
 @compiled
-def _tasks_s(rows: Ints, rates: Floats, overheads_s: Floats, num_halves: int, num_servers: int) -> Floats:
-    """Return [direction, half, server] seconds of tasks.
+def _tasks_s(rows: Ints, rates: Floats, overheads_s: Floats, num_nano_batches: int, num_servers: int) -> Floats:
+    """Return [direction, nano-batch, server] seconds of tasks.
 
     Args:
         rows: of `Tasks`; rates, overheads_s: as of `placed_seconds._attention_s`.
     """
-    seconds = np.zeros((2, num_halves, num_servers))
-    is_launched = np.zeros((num_halves, num_servers), np.bool_)
+    seconds = np.zeros((2, num_nano_batches, num_servers))
+    is_launched = np.zeros((num_nano_batches, num_servers), np.bool_)
     for row in range(len(rows)):
-        start, server, half = float(rows[row, 1]), rows[row, 4], rows[row, 5]
+        start, server, nano_batch = float(rows[row, 1]), rows[row, 4], rows[row, 5]
         queries = rows[row, 2] - start
-        is_launched[half, server] = True
+        is_launched[nano_batch, server] = True
         for direction in range(2):
-            seconds[direction, half, server] += tile_s(rates[direction], 0, queries * (queries + 1.0), queries)
+            seconds[direction, nano_batch, server] += tile_s(rates[direction], 0, queries * (queries + 1.0), queries)
             if start:
-                seconds[direction, half, server] += tile_s(rates[direction], 2, 2.0 * queries * start, queries)
+                seconds[direction, nano_batch, server] += tile_s(rates[direction], 2, 2.0 * queries * start, queries)
     add_launches(seconds, is_launched, overheads_s)
     return seconds

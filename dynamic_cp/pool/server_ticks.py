@@ -18,10 +18,10 @@ from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.pool.legal import servers_of
 from dynamic_cp.pool.plan import micro_batches_of, pool_of, samples_of, ticks_of
+from dynamic_cp.pool.shifts import num_shifts, shifted_programmes, shifted_tasks
 from dynamic_cp.pool.tasks import Tasks
 from dynamic_cp.pool.ticks import Tick
 from dynamic_cp.pool.traffic import relay_order
-from dynamic_cp.pool.turns import num_turns, turned_programmes, turned_tasks
 from dynamic_cp.types import Plan, Sample
 
 
@@ -69,7 +69,7 @@ class _Programmes:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._num_turns = num_turns(plan.topology)
+        self._num_shifts = num_shifts(plan.topology)
         self._relay_servers = servers_of(plan.topology, pool_of(plan).relay_servers).of_relay
         self._made: dict[tuple[str, tuple[int, ...]], tuple[Tasks, _Parts]] = {}
 
@@ -78,15 +78,15 @@ class _Programmes:
         plan, topology = self._plan, self._plan.topology
         rows = dict(micro_batches_of(plan, tick))
         on = tuple(rows.get(stage, -1) for stage in range(topology.pp_size))
-        for turn in range(self._num_turns):
-            earlier, parts = self._made.get((tick.kind, on[turn:] + on[:turn]), (None, None))
+        for shift in range(self._num_shifts):
+            earlier, parts = self._made.get((tick.kind, on[shift:] + on[:shift]), (None, None))
             if earlier is None or parts is None:
                 continue
             counts = [0 if row < 0 else len(plan.micro_batches[row].buckets[0].samples) for row in on]
-            if turned_tasks(earlier, counts, turn, topology) == tasks:
+            if shifted_tasks(earlier, counts, shift, topology) == tasks:
                 programmes, own = parts
-                first = plan.num_servers - turn * topology.num_lanes
-                return turned_programmes(programmes, turn, topology), own[first:] + own[:first]
+                first = plan.num_servers - shift * topology.num_lanes
+                return shifted_programmes(programmes, shift, topology), own[first:] + own[:first]
         placement, samples = tasks.placement(), samples_of(plan, tick)
         made = programmes_of(placement, samples, Lanes(plan.num_servers, 0, self._relay_servers), relay_order(tasks))
         programmes = [one.as_json() for one in made]

@@ -23,11 +23,11 @@ if TYPE_CHECKING:  # as in `placement`
     Ints = NDArray[np.int64]
     Int32s = NDArray[np.int32]
 
-SAMPLE, START, STOP, HOLDER, SERVER, HALF = range(6)
+SAMPLE, START, STOP, HOLDER, SERVER, NANO_BATCH = range(6)
 """Columns of `Tasks.rows`."""
 
 TASKS_PER_DOCUMENT = 2
-"""Ranges of one document that a server computes at most in a half: some kernels need a copy of the keys for each."""
+"""Ranges of one document that a server computes at most in a nano-batch: some kernels copy the keys for each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +36,8 @@ class Tasks:
 
     Attributes:
         rows: int32 [row, 6], in the order of samples and tokens: sample, first token, token after the last, server that
-            holds them, server that computes them, half. Where layers run in two halves, tokens of the first one (0) go
-            before those of the second (1); else all are 0.
+            holds them, server that computes them, nano-batch. Where layers run in two nano-batches, tokens of the first
+            one (0) go before those of the second (1); else all are 0.
     """
 
     rows: Int32s
@@ -47,7 +47,7 @@ class Tasks:
         if len(self.rows.shape) != 2 or self.rows.shape[1] != self.columns:
             raise InvalidInputError(
                 f"rows of tasks have the shape {self.rows.shape}, [number, {self.columns}] is needed: give sample, "
-                "start, stop, holder, server and half of each"
+                "start, stop, holder, server and nano-batch of each"
             )
 
     def __eq__(self, other: object) -> bool:
@@ -63,16 +63,16 @@ class Tasks:
 
     def describe(self) -> str:
         """Return in some words how large they are; `str` has all of them."""
-        return f"{counted(self.num_tasks, 'task')}{' in two halves' if self.num_halves > 1 else ''}"
+        return f"{counted(self.num_tasks, 'task')}{' in two nano-batches' if self.num_nano_batches > 1 else ''}"
 
     @property
-    def num_halves(self) -> int:
-        """1, or 2 where layers run in two halves."""
-        return int(self.rows[:, HALF].max(initial=0)) + 1
+    def num_nano_batches(self) -> int:
+        """1, or 2 where layers run in two nano-batches."""
+        return int(self.rows[:, NANO_BATCH].max(initial=0)) + 1
 
     @property
     def num_tasks(self) -> int:
-        """Runs of neighbouring queries that one server computes in one half."""
+        """Runs of neighbouring queries that one server computes in one nano-batch."""
         return len(runs_of(self.rows))
 
     @property
@@ -82,15 +82,8 @@ class Tasks:
 
         return (self.rows[:, STOP] - self.rows[:, START]).astype(np.int64)
 
-    def held_tokens(self, num_servers: int) -> list[int]:
-        """Return how many tokens each server holds."""
-        import numpy as np
-
-        held = np.bincount(self.rows[:, HOLDER], self.tokens, num_servers)
-        return [int(tokens) for tokens in held]
-
     def placement(self) -> Placement:
-        """Return the same as homes and tiles, each row with all of its sample up to itself; halves are divisions."""
+        """Return the same as homes and tiles, a row with all of its sample up to itself; nano-batches are divisions."""
         import numpy as np
 
         rows = self.rows.astype(np.int64)
@@ -101,11 +94,11 @@ class Tasks:
         queries = np.repeat(np.arange(len(rows)), number)
         offset = np.arange(len(queries)) - np.repeat(np.cumsum(number) - number, number)
         keys = first_of[queries] + offset
-        tiles = np.stack([queries, keys, rows[queries, SERVER], rows[queries, HALF]], axis=1)
+        tiles = np.stack([queries, keys, rows[queries, SERVER], rows[queries, NANO_BATCH]], axis=1)
         return Placement(self.rows[:, : HOLDER + 1].astype(np.int32), tiles.astype(np.int32))
 
     def __str__(self) -> str:
-        """Return their text, which `parse_tasks` reads: sample.start.stop.holder.server.half, and so on."""
+        """Return their text, which `parse_tasks` reads: sample.start.stop.holder.server.nano_batch, and so on."""
         return ",".join(".".join(map(str, row)) for row in self.rows.tolist())
 
 
@@ -135,9 +128,9 @@ class PoolTasks:
         require_at_least(0, relay_servers=self.relay_servers)
 
     @property
-    def num_halves(self) -> int:
-        """1, or 2 where layers run in two halves."""
-        return max((one.num_halves for one in (*self.forward, *self.backward)), default=1)
+    def num_nano_batches(self) -> int:
+        """1, or 2 where layers run in two nano-batches."""
+        return max((one.num_nano_batches for one in (*self.forward, *self.backward)), default=1)
 
     def describe(self) -> str:
         """Return in some words how large it is."""
@@ -157,7 +150,7 @@ def parse_tasks(text: str) -> Tasks:
 
     if _TEXT.fullmatch(text) is None:
         raise InvalidInputError(
-            f"tasks {text[:40]!r} are none: write sample.start.stop.holder.server.half,... with whole numbers"
+            f"tasks {text[:40]!r} are none: write sample.start.stop.holder.server.nano_batch,... with whole numbers"
         )
     rows = np.array([list(map(int, row.split("."))) for row in text.split(",")], dtype=object)
     largest = max(map(int, rows.ravel()))
@@ -167,14 +160,14 @@ def parse_tasks(text: str) -> Tasks:
 
 
 def runs_of(rows: Ints | Int32s) -> Ints:
-    """Return [run, (sample, start, stop, server, half)]: neighbouring rows of one sample, server and half."""
+    """Return [run, (sample, start, stop, server, nano-batch)]: neighbouring rows that share those."""
     import numpy as np
 
     if not len(rows):
         return np.zeros((0, 5), np.int64)
-    same = (rows[1:, (SAMPLE, SERVER, HALF)] == rows[:-1, (SAMPLE, SERVER, HALF)]).all(axis=1)
+    same = (rows[1:, (SAMPLE, SERVER, NANO_BATCH)] == rows[:-1, (SAMPLE, SERVER, NANO_BATCH)]).all(axis=1)
     begins = np.concatenate([[0], np.flatnonzero(~same) + 1])
     ends = np.append(begins[1:], len(rows)) - 1
     return np.concatenate(
-        [rows[begins][:, (SAMPLE, START)], rows[ends][:, [STOP]], rows[begins][:, (SERVER, HALF)]], axis=1
+        [rows[begins][:, (SAMPLE, START)], rows[ends][:, [STOP]], rows[begins][:, (SERVER, NANO_BATCH)]], axis=1
     ).astype(np.int64)

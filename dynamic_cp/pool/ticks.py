@@ -77,8 +77,8 @@ def tick_order(pp_size: int, vp_size: int, num_microbatches: int) -> tuple[Tick,
     count = num_ticks(pp_size, vp_size, num_microbatches)
     forwards, backwards = ([Tick(kind, number) for number in range(count)] for kind in KINDS)
     ahead = pp_size * vp_size
-    turns = [tick for pair in zip(backwards, forwards[ahead:], strict=False) for tick in pair]
-    return (*forwards[:ahead], *turns, *backwards[count - ahead :])
+    alternating = [tick for pair in zip(backwards, forwards[ahead:], strict=False) for tick in pair]
+    return (*forwards[:ahead], *alternating, *backwards[count - ahead :])
 
 
 def stage_ticks(pp_size: int, vp_size: int, num_microbatches: int) -> list[list[Operation | None]]:

@@ -1,4 +1,4 @@
-"""Tasks from homes and from what a rule makes of each half."""
+"""Tasks from homes and from what a rule makes of each nano-batch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from dynamic_cp.pool.tasks import Tasks
 
 
 def tasks_of(homes: Ints, tasks: Sequence[Ints]) -> Tasks:
-    """Return the tasks of each half, cut where homes are.
+    """Return the tasks of each nano-batch, cut where homes are.
 
     Args:
         homes: int64 [home, (sample, start, stop, holder)], by sample and start.
-        tasks: [half] -> int64 [task, (sample, start, stop, server)], of all halves each token once.
+        tasks: [nano-batch] -> int64 [task, (sample, start, stop, server)], of all nano-batches each token once.
     """
-    with_half = np.concatenate([np.insert(of_half, 4, half, axis=1) for half, of_half in enumerate(tasks)])
-    with_half = with_half[np.lexsort((with_half[:, 1], with_half[:, 0]))]
-    return Tasks(_overlaid(homes, with_half).astype(np.int32))
+    with_nano_batch = np.concatenate(
+        [np.insert(of_nano_batch, 4, nano_batch, axis=1) for nano_batch, of_nano_batch in enumerate(tasks)]
+    )
+    with_nano_batch = with_nano_batch[np.lexsort((with_nano_batch[:, 1], with_nano_batch[:, 0]))]
+    return Tasks(_overlaid(homes, with_nano_batch).astype(np.int32))
 
 
 @compiled

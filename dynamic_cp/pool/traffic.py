@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.placement.lanes import Lanes
-from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.transport import NUM_ROUNDS, Fetches, Messages, fetches_used
-from dynamic_cp.pool.tasks import HALF, HOLDER, SAMPLE, SERVER, START, Tasks
+from dynamic_cp.pool.tasks import HOLDER, NANO_BATCH, SAMPLE, SERVER, START, Tasks
 from dynamic_cp.types import ACROSS_NODES, IN_NODE
 from dynamic_cp.types.placement import COLUMN, ROW
 
@@ -47,13 +45,13 @@ def fetches_of_tasks(tasks: Tasks, relay_servers: int) -> Fetches:
     """
     rows = tasks.rows.astype(np.int64)
     num_rows = len(rows)
-    holder, server, half = rows[:, HOLDER], rows[:, SERVER], rows[:, HALF]
+    holder, server, nano_batch = rows[:, HOLDER], rows[:, SERVER], rows[:, NANO_BATCH]
     own = (server * 2 + ROW) * num_rows + np.arange(num_rows)
     away = holder != server
-    # The last row of each (sample, server, half) asks for all rows of the sample up to itself.
+    # The last row of each (sample, server, nano-batch) asks for all rows of the sample up to itself.
     begins = np.concatenate([[True], rows[1:, SAMPLE] != rows[:-1, SAMPLE]])
     first_of = np.maximum.accumulate(np.where(begins, np.arange(num_rows), 0))
-    key = (first_of * (int(server.max(initial=0)) + 1) + server) * 2 + half
+    key = (first_of * (int(server.max(initial=0)) + 1) + server) * 2 + nano_batch
     order = np.argsort(key, kind="stable")
     last = order[np.append(key[order][1:] != key[order][:-1], True)]
     number = last - first_of[last] + 1
@@ -63,7 +61,7 @@ def fetches_of_tasks(tasks: Tasks, relay_servers: int) -> Fetches:
     asking, column = asking[missing], column[missing]
     used = np.concatenate([own[away], (server[asking] * 2 + COLUMN) * num_rows + column])
     lanes = Lanes(int(max(holder.max(initial=0), server.max(initial=0))) + 1, 0, relay_servers)
-    divisions = np.concatenate([half[away], half[asking]])
+    divisions = np.concatenate([nano_batch[away], nano_batch[asking]])
     return fetches_used(holder, tasks.tokens, used, divisions, lanes, relay_order(tasks))
 
 
@@ -79,25 +77,6 @@ def bytes_of_rounds(messages: Messages, servers: Servers, num_divisions: int) ->
         for ends in (messages.sender, messages.receiver)
     ]
     return np.stack(sides, axis=3).astype(np.float64)
-
-
-def bytes_of_tasks(
-    tasks: Tasks, directions: Sequence[int], servers: Servers, of_token: TokenBytes, *, is_kept: bool = False
-) -> Floats:
-    """Return [direction, link, sent or received, server] bytes of all layers that `of_token` is of.
-
-    Args:
-        tasks: that are sent for.
-        directions: forward (0), backward (1), or both.
-        servers: that share them.
-        of_token: what a token takes; is_kept: backward, as of its `messages`.
-    """
-    fetches = fetches_of_tasks(tasks, servers.of_relay)
-    sides = (
-        of_token.messages(fetches, tasks.tokens, backward=direction == 1, is_kept=is_kept and direction == 1)
-        for direction in directions
-    )
-    return np.array([bytes_of_rounds(messages, servers, tasks.num_halves).sum(axis=(0, 1)) for messages in sides])
 
 
 def fetched_tokens(tasks: Tasks, num_servers: int) -> Ints:

@@ -11,9 +11,9 @@ import numpy as np
 from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.mechanisms.ring import Ring
-from dynamic_cp.packing.blocks import EFFORTS, pack_blocks
 from dynamic_cp.packing.durations import Durations, apart_durations_of, bucket_ns, durations_of
 from dynamic_cp.packing.judge import makespan_ns, num_microbatches_of
+from dynamic_cp.packing.lane_blocks import EFFORTS, pack_blocks
 from dynamic_cp.packing.level import pack_level
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
 from dynamic_cp.packing.nested import pack_nested, row_counts

@@ -50,7 +50,7 @@ _NUM_SCHEDULED, _EACH_SCHEDULED = 4, 4
 """Placements that are tried in all schedules, after all were in the first: so many, one of each few, at least one."""
 _NUM_SEARCHED_AGAIN, _EACH_SEARCHED_AGAIN, _MORE_SEEDS = 2, 8, (1, 2)
 """Placements that are searched again with other seeds, so many, one of each few; and these seeds."""
-_FAR, _NUM_TURNS = 1.2, 2
+_FAR, _NUM_ROUNDS = 1.2, 2
 """A way to exchange heads is slow if its fastest placement takes so many times as long as another's, after so many."""
 _TOKEN_TOLERANCE = 0.05
 """Share by which a lane may hold more tokens than the mean: linear layers wait for the fullest."""
@@ -217,11 +217,11 @@ def place_row(samples: Sequence[Sample], cost_model: CostModel, most_candidates:
     if num_tokens > _most_tokens_of_lane(cost_model) * cost_model.topology.num_lanes:
         return None
     tried = _Tried(samples, cost_model)
-    ways = [_Way.of(inner, num_tokens, cost_model) for inner in _inner_sizes(cost_model)]
-    for number, (way, make) in enumerate(_in_turn(ways, masked, tried)):
-        if number >= len(ways) + most_candidates and tried.fastest():
+    groupings = [_Grouping.of(inner, num_tokens, cost_model) for inner in _inner_sizes(cost_model)]
+    for number, (grouping, make) in enumerate(_round_robin(groupings, masked, tried)):
+        if number >= len(groupings) + most_candidates and tried.fastest():
             break
-        tried.add(way, make)
+        tried.add(grouping, make)
     num_scheduled = min(_NUM_SCHEDULED, max(1, most_candidates // _EACH_SCHEDULED))
     for one in tried.fastest(lambda one: id(one.cut))[:num_scheduled]:
         for schedule in _SCHEDULES[1:]:
@@ -229,19 +229,21 @@ def place_row(samples: Sequence[Sample], cost_model: CostModel, most_candidates:
     num_searched = min(_NUM_SEARCHED_AGAIN, most_candidates // _EACH_SEARCHED_AGAIN)
     for one in [one for one in tried.fastest(lambda one: one.make) if one.make.takes_seed][:num_searched]:
         for seed in _MORE_SEEDS:
-            tried.add(one.way, one.make, seed, one.schedule)
+            tried.add(one.grouping, one.make, seed, one.schedule)
     return next((one.row for one in tried.fastest()), None)
 
 
-def _in_turn(ways: Sequence[_Way], masked: Sequence[Sample], tried: _Tried) -> Iterator[tuple[_Way, Maker]]:
-    """Yield a candidate of each way, then another of each, and so on, but of ways that proved slow no more."""
-    turns = zip_longest(*(zip(repeat(way), candidates(masked, way.problem)) for way in ways))
-    for number, turn in enumerate(turns):
-        slow = tried.ways_beyond(_FAR) if number >= _NUM_TURNS else set()
-        yield from (one for one in turn if one is not None and one[0] not in slow)
+def _round_robin(
+    groupings: Sequence[_Grouping], masked: Sequence[Sample], tried: _Tried
+) -> Iterator[tuple[_Grouping, Maker]]:
+    """Yield a candidate of each grouping, then another of each, and so on, but of those that proved slow no more."""
+    rounds = zip_longest(*(zip(repeat(grouping), candidates(masked, grouping.problem)) for grouping in groupings))
+    for number, each in enumerate(rounds):
+        slow = tried.groupings_beyond(_FAR) if number >= _NUM_ROUNDS else set()
+        yield from (one for one in each if one is not None and one[0] not in slow)
 
 
-class _Way(NamedTuple):
+class _Grouping(NamedTuple):
     """Lanes of a placement.
 
     Attributes:
@@ -258,7 +260,7 @@ class _Way(NamedTuple):
     rates: LinkRates
 
     @classmethod
-    def of(cls, inner_cp_size: int, num_tokens: int, cost_model: CostModel) -> _Way:
+    def of(cls, inner_cp_size: int, num_tokens: int, cost_model: CostModel) -> _Grouping:
         """Return how to place so many tokens in all, as uneven as is usual and as lanes have room for."""
         topology, stage = cost_model.topology, cost_model.stage.attention.of_inner_group(inner_cp_size)
         most_tokens = _most_tokens_of_lane(cost_model) * topology.num_lanes
@@ -283,13 +285,13 @@ class _Try(NamedTuple):
 
     Attributes:
         seconds: of the slowest lane, forward and backward.
-        way, make: how it is made.
+        grouping, make: how it is made.
         cut: it, without divisions.
     """
 
     seconds: float
     row: MicroBatch
-    way: _Way
+    grouping: _Grouping
     make: Maker
     cut: Cut
     schedule: Schedule
@@ -310,13 +312,13 @@ class _Tried:
             firsts.setdefault(kind(one), one)
         return list(firsts.values())
 
-    def ways_beyond(self, factor: float) -> set[_Way]:
-        """Return the ways whose placements all take more than so many times as long as the fastest."""
+    def groupings_beyond(self, factor: float) -> set[_Grouping]:
+        """Return the groupings whose placements all take more than so many times as long as the fastest."""
         most_s = factor * min((one.seconds for one in self._tries), default=0.0)
-        within = {one.way for one in self._tries if one.seconds <= most_s}
-        return {one.way for one in self._tries} - within
+        within = {one.grouping for one in self._tries if one.seconds <= most_s}
+        return {one.grouping for one in self._tries} - within
 
-    def add(self, way: _Way, make: Maker, seed: int = 0, schedule: Schedule = _SCHEDULES[0]) -> None:
+    def add(self, grouping: _Grouping, make: Maker, seed: int = 0, schedule: Schedule = _SCHEDULES[0]) -> None:
         """Try a placement cut to what is used, and with what many use shared out besides."""
         model, mask = self._cost_model.model, self._cost_model.mask
         placed = make(seed)
@@ -325,15 +327,15 @@ class _Tried:
         layer_masks = model.layer_masks if model.window is not None else ()
         whole = Cut(Placement(placed.homes, tiles, layer_masks), placed.touched)
         cut = trimmed(whole, self._samples, mask)
-        for one in (cut, spread(cut, self._samples, mask, way.lanes, way.rates, way.most_tokens)):
-            self._add(one, way, make, schedule)
+        for one in (cut, spread(cut, self._samples, mask, grouping.lanes, grouping.rates, grouping.most_tokens)):
+            self._add(one, grouping, make, schedule)
 
     def add_scheduled(self, one: _Try, schedule: Schedule) -> None:
         """Try the same placement in another schedule."""
-        self._add(one.cut, one.way, one.make, schedule)
+        self._add(one.cut, one.grouping, one.make, schedule)
 
-    def _add(self, cut: Cut, way: _Way, make: Maker, schedule: Schedule) -> None:
-        key = way.inner_cp_size, schedule, _digest_of(cut.placement)
+    def _add(self, cut: Cut, grouping: _Grouping, make: Maker, schedule: Schedule) -> None:
+        key = grouping.inner_cp_size, schedule, _digest_of(cut.placement)
         if key in self._seen:
             return
         self._seen.add(key)
@@ -341,19 +343,21 @@ class _Tried:
             first_lane=0,
             cp_size=self._cost_model.topology.num_lanes,
             cp_comm_type=BY_PLACEMENT,
-            inner_cp_size=way.inner_cp_size,
+            inner_cp_size=grouping.inner_cp_size,
             samples=tuple(self._samples),
             placement=cut.placement,
         )
         most_tokens = self._cost_model.options.max_tokens_per_rank
         if max(placed_tokens(bucket, self._cost_model.topology.rank_token_multiple)) > most_tokens:
             return
-        bucket = replace(bucket, placement=divided(cut.placement, cut.touched, way.lanes, way.rates, schedule))
-        if _has_room(bucket, way.lanes, self._cost_model):
+        bucket = replace(
+            bucket, placement=divided(cut.placement, cut.touched, grouping.lanes, grouping.rates, schedule)
+        )
+        if _has_room(bucket, grouping.lanes, self._cost_model):
             row = MicroBatch(buckets=(bucket,))
-            self._tries.append(_Try(_slowest_s(row, self._cost_model), row, way, make, cut, schedule))
+            self._tries.append(_Try(_slowest_s(row, self._cost_model), row, grouping, make, cut, schedule))
         else:
-            self._add(cut, way, make, _IN_LITTLE_ROOM)
+            self._add(cut, grouping, make, _IN_LITTLE_ROOM)
 
 
 def _digest_of(placement: Placement) -> bytes:

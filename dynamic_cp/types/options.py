@@ -62,7 +62,7 @@ class PlanOptions:
         pool: whether servers of all stages may compute attention in ticks: never, where that is faster by simulation,
             or always. Of the dynamic policy.
         noise_margin: share by which ticks last longer than planned, >= 0.
-        ping_pong: layers of a pool run in two halves, of which one computes while the other travels.
+        ping_pong: layers of a pool run in two nano-batches, of which one computes while the other travels.
     """
 
     max_tokens_per_rank: int

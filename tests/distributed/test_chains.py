@@ -30,11 +30,11 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError, Ex
 from megatron.dynamic_cp.attention.placed_packs import PlacedPacks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.pool import chains
-from megatron.dynamic_cp.pool.halves import HalvedLayer
-from megatron.dynamic_cp.pool.two_halves import TwoHalves, mirrored, tag_of
+from megatron.dynamic_cp.pool.layer_pass import LayerPass, mirrored, tag_of
+from megatron.dynamic_cp.pool.nano_batches import NanoBatchedLayer
 from tests.distributed.harness import RankError, run_ranks
 from tests.distributed.parity import BATCHES, Case, Comparison, Layout, assert_equal_to_reference, run_step
-from tests.distributed.test_halves import lanes_of
+from tests.distributed.test_nano_batches import lanes_of
 from tests.distributed.test_ticks import (
     FULL_RECOMPUTE,
     PoolCase,
@@ -49,14 +49,14 @@ ROWS, COLUMNS = range(2)
 _ROOT = Path(__file__).parents[2]
 
 
-def computed(packs: PlacedPacks, turn: int, kind: int) -> set[int]:
-    """Return the rows, or the columns, of the tiles of a half."""
-    return {token for pack in packs.divisions[turn] for token in (pack.rows, pack.columns)[kind].tolist()}
+def computed(packs: PlacedPacks, slot: int, kind: int) -> set[int]:
+    """Return the rows, or the columns, of the tiles of a nano-batch."""
+    return {token for pack in packs.divisions[slot] for token in (pack.rows, pack.columns)[kind].tolist()}
 
 
-def travelling(packs: PlacedPacks, turn: int, which: int, side: str, kind: int) -> set[int]:
+def travelling(packs: PlacedPacks, slot: int, which: int, side: str, kind: int) -> set[int]:
     """Return the rows, or the columns, of a round's messages."""
-    found = packs.rounds.get((turn, which))
+    found = packs.rounds.get((slot, which))
     messages = () if found is None else getattr(found, side)
     return {token for one in messages for token in (one.rows, one.columns)[kind].tolist()}
 
@@ -79,20 +79,20 @@ def test_a_chain_touches_nothing_that_is_computed_meanwhile(layout: Layout) -> N
         for is_backward, packs in enumerate((forward, mirrored(forward))):
             assert packs.relays
             for kind in (ROWS, COLUMNS):
-                # What comes for turn 1 is put in places that turn 0 does not use, and no message in another's.
+                # What comes for slot 1 is put in places that slot 0 does not use, and no message in another's.
                 came = [
-                    travelling(packs, turn, which, "receives", kind) for turn in (0, 1) for which in (ACROSS, INSIDE)
+                    travelling(packs, slot, which, "receives", kind) for slot in (0, 1) for which in (ACROSS, INSIDE)
                 ]
                 assert len(set().union(*came)) == sum(map(len, came))
                 own = set(range(packs.num_tokens))
                 assert not (came[2] | came[3]) & computed(packs, 0, kind)
                 assert not set().union(*came) & own
-                # What turn 0 gives to other nodes is complete before turn 1; who holds it adds to its own.
+                # What slot 0 gives to other nodes is complete before slot 1; who holds it adds to its own.
                 sent, given = (travelling(packs, 0, DELIVER, side, kind) for side in ("sends", "receives"))
                 assert not sent & (own | computed(packs, 1, kind) | travelling(packs, 1, COLLECT, "receives", kind))
                 assert given <= own
                 # What the node gives back.
-                collected = [travelling(packs, turn, COLLECT, "receives", kind) for turn in (0, 1)]
+                collected = [travelling(packs, slot, COLLECT, "receives", kind) for slot in (0, 1)]
                 overlaps = bool(collected[0] & computed(packs, 1, kind)), bool(collected[1] & given)
                 if kind == ROWS:
                     assert not any(overlaps)
@@ -107,9 +107,9 @@ def handed_on(packs: PlacedPacks) -> set[int]:
     """Return what a lane hands on of what it fetched."""
     return {
         token
-        for turn in (0, 1)
+        for slot in (0, 1)
         for kind in (ROWS, COLUMNS)
-        for token in travelling(packs, turn, INSIDE, "sends", kind)
+        for token in travelling(packs, slot, INSIDE, "sends", kind)
         if token >= packs.num_tokens
     }
 
@@ -124,15 +124,15 @@ def test_rounds_under_way_at_once_have_tags_of_their_own(repeats: Any) -> None:
                 one = step.layer, step.is_backward
                 open_passes.add(one)
                 tags = [
-                    tag_of(*each, which, turn)
+                    tag_of(*each, which, slot)
                     for each in open_passes
                     for which in (ACROSS, INSIDE, COLLECT, DELIVER)
-                    for turn in (0, 1)
+                    for slot in (0, 1)
                 ]
                 assert len(set(tags)) == len(tags)
                 assert 1 <= min(tags) <= max(tags) <= 32
                 most = max(most, len(open_passes))
-                if (step.what, step.turn) == ("wait", 1):
+                if (step.what, step.slot) == ("wait", 1):
                     open_passes.remove(one)
     assert most >= 2
 
@@ -145,7 +145,7 @@ def is_in_chain() -> bool:
 def watched(wait_s: float, attend_s: float) -> Iterator[dict[str, list[tuple[float, float]]]]:
     """Yield when chains waited, when tiles were computed, and when what was handed on was begun and was needed."""
     times: dict[str, list[tuple[float, float]]] = {"waits": [], "attends": [], "handed on": []}
-    wait, begin, finish = LaneMessages.wait, Rounds.begin, TwoHalves._finish
+    wait, begin, finish = LaneMessages.wait, Rounds.begin, LayerPass._finish
     handed_on: dict[tuple[int, int], float] = {}
 
     def slow_wait(self: LaneMessages) -> Any:
@@ -173,18 +173,18 @@ def watched(wait_s: float, attend_s: float) -> Iterator[dict[str, list[tuple[flo
         if which == INSIDE and is_in_chain():
             handed_on[id(self), division] = time.monotonic()
 
-    def noting_finish(self: TwoHalves, first: int, turn: int) -> None:
+    def noting_finish(self: LayerPass, first: int, slot: int) -> None:
         needed = time.monotonic()
-        finish(self, first, turn)
-        if first == ACROSS and (id(self._rounds), turn) in handed_on:
-            times["handed on"].append((handed_on.pop((id(self._rounds), turn)), needed))
+        finish(self, first, slot)
+        if first == ACROSS and (id(self._rounds), slot) in handed_on:
+            times["handed on"].append((handed_on.pop((id(self._rounds), slot)), needed))
 
     with (
         mock.patch.object(LaneMessages, "wait", slow_wait),
         mock.patch.object(ForwardPass, "attend", slow(ForwardPass.attend)),
         mock.patch.object(BackwardPass, "attend", slow(BackwardPass.attend)),
         mock.patch.object(Rounds, "begin", noting_begin),
-        mock.patch.object(TwoHalves, "_finish", noting_finish),
+        mock.patch.object(LayerPass, "_finish", noting_finish),
     ):
         yield times
 
@@ -446,4 +446,4 @@ def test_layers_read_all_of_a_gradient() -> None:
     assert one.grad_of_columns(slice(1, 3)).flatten().tolist() == [3.0] * 4
     one._collected_2SHD = None
     assert one.grad_of_columns(slice(1, 3)).flatten().tolist() == [1.0] * 4
-    assert "grad_of_columns" in HalvedLayer.gradients.__code__.co_names
+    assert "grad_of_columns" in NanoBatchedLayer.gradients.__code__.co_names

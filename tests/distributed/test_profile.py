@@ -163,7 +163,7 @@ def _timed_hops() -> tuple[list[float], float]:
             patched.setattr(dist, name, slow(getattr(dist, name)))
         hops = [one for one in link_probes(place, setup_of(size)) if one.row.kind == "hop"]
         row = Measurement(section="links", forward_s=0.0)
-        slept = Probe(row=row, forward=lambda: time.sleep(0.02 * dist.get_rank()), num_turns=2, waits=True)
+        slept = Probe(row=row, forward=lambda: time.sleep(0.02 * dist.get_rank()), num_calls=2, waits=True)
         *found, mean = timer.measure([*hops, slept])
     return [one.forward_s for one in found], mean.forward_s
 
@@ -199,7 +199,7 @@ def _timed_sleeps() -> tuple[float, float]:
     def probe(as_in_a_step: bool) -> Probe:
         nap_s = 0.05 * dist.get_rank()
         naps = iter((0.0, 0.0, nap_s, nap_s))  # the first call warms up
-        return Probe(row=row, forward=lambda: time.sleep(next(naps)), num_turns=1, as_in_a_step=as_in_a_step)
+        return Probe(row=row, forward=lambda: time.sleep(next(naps)), num_calls=1, as_in_a_step=as_in_a_step)
 
     part, whole = timer.measure([probe(as_in_a_step=False), probe(as_in_a_step=True)])
     return part.forward_s, whole.forward_s

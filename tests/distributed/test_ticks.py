@@ -42,8 +42,8 @@ from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.pool import kind, lane_ticks
 from megatron.dynamic_cp.pool.lane_ticks import LaneTicks, Pool
+from megatron.dynamic_cp.pool.layer_pass import StepOrder
 from megatron.dynamic_cp.pool.ticks import check_config, check_number, layers_of, move_to, run_ticks
-from megatron.dynamic_cp.pool.two_halves import Turns
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, schedule_groups
 from megatron.dynamic_cp.step.schedule import run_schedule
 from tests.distributed import reference
@@ -90,7 +90,7 @@ EACH_NIGHT = {
     "pp2_vpp4": Layout(4, pp=2, vpp=4, config={**EIGHT_LAYERS, **SELECTIVE_RECOMPUTE}),
     "pp2_vpp2_relays": Layout(4, pp=2, vpp=2, ranks_per_node=1, config=SELECTIVE_RECOMPUTE),
 }
-IN_HALVES = {
+IN_NANO_BATCHES = {
     "pp2_cut_selective_recompute": Layout(1, pp=2, config=SELECTIVE_RECOMPUTE),
     "tp2_sp_pp2_full_recompute": Layout(2, tp=2, sp=True, pp=2, config=FULL_RECOMPUTE, distributed_optimizer=True),
     "tp2_sp_pp2_selective_recompute": Layout(2, tp=2, sp=True, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE),
@@ -99,7 +99,7 @@ IN_HALVES = {
     "pp2_unrotated": Layout(2, pp=2, variant="unrotated"),
     "pp2_fp32_residual": Layout(2, pp=2, variant="fp32_residual_gpt2"),
 }
-"""Ways through a layer that halves have to take, too."""
+"""Ways through a layer that nano-batches have to take, too."""
 RANDOM_ROWS: dict[str, tuple[int, ...]] = {
     "pp2_full_recompute": (),
     "pp2_vpp2": (1,),
@@ -135,8 +135,8 @@ class PoolCase(NamedTuple):
 
 @pytest.mark.parametrize(
     "layouts",
-    [LAYOUTS, *(pytest.param(one, marks=pytest.mark.nightly) for one in (EACH_NIGHT, IN_HALVES))],
-    ids=["four", "eight", "halves"],
+    [LAYOUTS, *(pytest.param(one, marks=pytest.mark.nightly) for one in (EACH_NIGHT, IN_NANO_BATCHES))],
+    ids=["four", "eight", "nano-batches"],
 )
 def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
     """With tasks that are scattered at random, and with those that are planned."""
@@ -178,7 +178,7 @@ def repeats_attention_of(layout: Layout) -> bool:
     return "recompute_granularity" in config and "core_attn" in config.get("recompute_modules", ["core_attn"])
 
 
-take = Turns.take
+take = StepOrder.take
 
 
 def assert_bytes_are_those_of_the_plan(found: Sequence[Comparison], case: Case) -> None:
@@ -237,7 +237,7 @@ def planned_step(
     options_of_tasks = TaskOptions(tile_tokens=16, ping_pong=ping_pong)
     plan = plan_tasks(samples, prices, options_of_tasks, num_microbatches=(4,)).plan
     assert plan.extension is not None
-    assert plan.extension.num_halves == 1 + ping_pong
+    assert plan.extension.num_nano_batches == 1 + ping_pong
     if relay_servers:
         plan = replace(plan, extension=replace(plan.extension, relay_servers=relay_servers))
         check_plan(plan, samples)
@@ -285,7 +285,7 @@ def run_planned(one: PoolCase, model: list[Any], step: StepData, forward_step_fu
     lane = parallel_state.get_data_parallel_rank()
     rank_tokens = lane_tokens_of(one.case.plan)[:, lane].tolist()
     taken: list[Step] = []
-    with mock.patch.object(Turns, "take", lambda self, step: (taken.append(step), take(self, step))):
+    with mock.patch.object(StepOrder, "take", lambda self, step: (taken.append(step), take(self, step))):
         run_schedule(
             model, step, 1 << 20, forward_only=False, rank_tokens=rank_tokens, verify_messages=True,
             forward_step_func=forward_step_func,
@@ -294,7 +294,7 @@ def run_planned(one: PoolCase, model: list[Any], step: StepData, forward_step_fu
     layout, planned = one.case.layout, one.case.plan.extension
     # Every layer takes six steps in every tick and direction, with or without a micro-batch.
     num_layers = layout.num_layers // (layout.pp * layout.vpp)
-    steps_of_tick = 6 * num_layers * (planned.num_halves == 2)
+    steps_of_tick = 6 * num_layers * (planned.num_nano_batches == 2)
     assert len(taken) == steps_of_tick * len(planned.forward) * (2 + repeats_attention_of(layout))
 
 

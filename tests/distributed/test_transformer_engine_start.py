@@ -20,7 +20,7 @@ from dynamic_cp.types import CP_COMM_TYPES, Topology
 from megatron.dynamic_cp.attention.te import kernels as te_kernels
 from megatron.dynamic_cp.attention.te import support as te_support
 from megatron.dynamic_cp.attention.te.kernels import Kernel
-from megatron.dynamic_cp.attention.te.support import missing_exchanges, way
+from megatron.dynamic_cp.attention.te.support import missing_exchanges, provider
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
 from megatron.trainer.setup import layers, warm_up
 from megatron.trainer.setup.attention_warm_up import pack_of, token_buckets, warm_up_attention, warm_up_packs
@@ -100,7 +100,7 @@ def test_who_does_an_exchange() -> None:
         possible = [one for one in CP_COMM_TYPES if one not in missing_exchanges(CP_COMM_TYPES, version, kernel)]
         sizes = {"a2a": 4, "a2a+p2p": 2}
         return [
-            f"{one} {way(one, version, kernel, kv_heads=kv_heads, inner_cp_size=sizes.get(one, 1))}"
+            f"{one} {provider(one, version, kernel, kv_heads=kv_heads, inner_cp_size=sizes.get(one, 1))}"
             for one in sorted(possible)
         ]
 
@@ -156,7 +156,7 @@ def test_the_page_has_the_table_of_the_code() -> None:
     for version, *cells in rows:
         for exchange, cell in zip(header[1:], cells, strict=True):
             lacking = exchange in missing_exchanges(CP_COMM_TYPES, version, "cuDNN")
-            assert cell == ("-" if lacking else way(exchange, version, "cuDNN", kv_heads=8, inner_cp_size=2)), (
+            assert cell == ("-" if lacking else provider(exchange, version, "cuDNN", kv_heads=8, inner_cp_size=2)), (
                 version,
                 exchange,
             )
@@ -166,7 +166,7 @@ def test_the_page_has_the_table_of_the_code() -> None:
         kernel, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         for exchange, cell in zip(header[1:], cells, strict=True):
             lacking = exchange in missing_exchanges(CP_COMM_TYPES, version, kernel)
-            assert cell == ("-" if lacking else way(exchange, version, kernel, kv_heads=8, inner_cp_size=2)), (
+            assert cell == ("-" if lacking else provider(exchange, version, kernel, kv_heads=8, inner_cp_size=2)), (
                 kernel,
                 exchange,
             )

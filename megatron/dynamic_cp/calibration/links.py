@@ -16,7 +16,7 @@ from megatron.dynamic_cp.calibration.timing import Probe
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
 _BYTES = {"cuda": (1 << 12, 1 << 18, 1 << 22, 1 << 25, 1 << 28), "cpu": (1 << 8, 1 << 14, 1 << 18, 1 << 20, 1 << 22)}
-_TURNS = 10
+_CALLS = 10
 
 
 def link_probes(place: Place, setup: Setup) -> list[Probe]:
@@ -45,7 +45,7 @@ def link_probes(place: Place, setup: Setup) -> list[Probe]:
                     forward_s=0.0,
                 )
                 has_peer = kind != "hop" or group.rank() ^ 1 < group.size()
-                probes.append(Probe(row=row, forward=run, num_turns=_TURNS, waits=True, takes_part=has_peer))
+                probes.append(Probe(row=row, forward=run, num_calls=_CALLS, waits=True, takes_part=has_peer))
     return probes
 
 

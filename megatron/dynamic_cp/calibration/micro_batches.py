@@ -127,4 +127,4 @@ def micro_batch_probe(bench: Bench, section: str, seqlens: tuple[int, ...], cp_s
     # One number for both passes: the schedule runs them in turns, and nothing waits between them.
     row = Measurement(section=section, seqlens=seqlens, cp_size=cp_size, forward_s=0.0)
     tiny = section == "buckets"
-    return Probe(row=row, forward=run, num_turns=3 if tiny else 1, waits=cp_size > 1, as_in_a_step=not tiny)
+    return Probe(row=row, forward=run, num_calls=3 if tiny else 1, waits=cp_size > 1, as_in_a_step=not tiny)

@@ -39,7 +39,7 @@ class Probe:
     Attributes:
         row: what it is; its seconds are filled in.
         forward, backward: the passes; backward gets what forward returned.
-        num_turns: all ranks call forward so often in a window; 0: each until the window is over.
+        num_calls: all ranks call forward so often in a window; 0: each until the window is over.
         waits: for other ranks.
         as_in_a_step: counts as it comes, disturbances included.
         takes_part: this rank does; the seconds of others are not counted.
@@ -48,7 +48,7 @@ class Probe:
     row: Measurement
     forward: Forward
     backward: Backward | None = None
-    num_turns: int = 0
+    num_calls: int = 0
     waits: bool = False
     as_in_a_step: bool = False
     takes_part: bool = True
@@ -82,9 +82,9 @@ class Timer:
             for _ in range(_WARM_UP_CALLS if self.device.type == "cuda" else 1):
                 _backward_of(probe)(probe.forward())
         windows: list[list[Floats]] = [[] for _ in probes]
-        for turn in range(self.num_windows):
+        for window in range(self.num_windows):
             for index, probe in enumerate(probes):
-                tell(f"{turn * len(probes) + index + 1} of {self.num_windows * len(probes)}")
+                tell(f"{window * len(probes) + index + 1} of {self.num_windows * len(probes)}")
                 windows[index].append(self._window(probe))
         return [self._row(probe, found) for probe, found in zip(probes, windows, strict=True)]
 
@@ -105,12 +105,12 @@ class Timer:
     def _window(self, probe: Probe) -> Floats:
         self._start_together()
         now = time.process_time if self._in_cpu_seconds(probe) else time.perf_counter
-        if probe.num_turns:
+        if probe.num_calls:
             started = now()
-            for _ in range(probe.num_turns):
+            for _ in range(probe.num_calls):
                 probe.forward()
             self._finish()
-            return np.array([[(now() - started) / probe.num_turns, 0.0]])
+            return np.array([[(now() - started) / probe.num_calls, 0.0]])
         if self.device.type == "cuda":
             return self._on_gpu(probe.forward, _backward_of(probe))
         return self._on_cpu(probe.forward, _backward_of(probe), now)

@@ -178,8 +178,8 @@ def add_dynamic_cp_arguments(parser: argparse.ArgumentParser) -> argparse._Argum
         "--dynamic-cp-ping-pong",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="in ticks of a pool layers run in two halves of a rank's tokens: one computes while what attention needs "
-        "of the other travels; without it every layer waits for its exchange",
+        help="in ticks of a pool layers run in two nano-batches of a rank's tokens: one computes while what attention "
+        "needs of the other travels; without it every layer waits for its exchange",
     )
     group.add_argument(
         "--distributed-backend",

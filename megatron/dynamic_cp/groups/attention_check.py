@@ -19,7 +19,7 @@ from torch import Tensor
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import Attention, CpCommType, is_placed, needs_latents
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
-from megatron.dynamic_cp.groups.first_exchange import ways_of
+from megatron.dynamic_cp.groups.first_exchange import possible_attentions
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions
@@ -66,14 +66,14 @@ def _compare(
         expected = _plain_attention(inputs, rows, size, group)
         allowed = TOLERANCE * max(1.0, size / LANES_WITHIN_TOLERANCE) ** 0.5
         inner_sizes = sorted({inner for place, of, inner in groups.outer_groups if (place, of) == (first, size)})
-        for way in ways_of(exchanges, size, query_heads, inner_sizes) if size > 1 else [Attention()]:
+        for possible in possible_attentions(exchanges, size, query_heads, inner_sizes) if size > 1 else [Attention()]:
             params = DynamicPackedSeqParams.build(
                 _seqlens(size),
                 torch.zeros(len(rows), dtype=torch.int64, device=device),
                 group,
-                cp_comm_type=way.cp_comm_type,
-                levels=groups.levels(first, size, way.inner_cp_size),
-                label=f"start-up (check of attention, {way.cp_comm_type} over {size} lanes)",
+                cp_comm_type=possible.cp_comm_type,
+                levels=groups.levels(first, size, possible.inner_cp_size),
+                label=f"start-up (check of attention, {possible.cp_comm_type} over {size} lanes)",
                 stats=ExchangeStats(),
             )
             actual = _attend(attention, [x[rows] for x in inputs], params)
@@ -82,7 +82,7 @@ def _compare(
                 error = float((one.double() - other).norm() / other.norm())
                 worst = max(worst, error)
                 if not error <= allowed:  # also when it is not a number
-                    exchange = way.cp_comm_type if size > 1 else ""
+                    exchange = possible.cp_comm_type if size > 1 else ""
                     where = f"with {exchange} over {size} lanes" if exchange else "on one lane alone"
                     text = f"{where} the {name} is off by {error:.3g} of its norm, {allowed:.3g} is allowed"
                     wrong.setdefault(exchange, text)

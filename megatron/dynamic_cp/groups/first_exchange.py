@@ -22,10 +22,10 @@ from megatron.dynamic_cp.attention.thd import executor_class
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels
 
 
-def ways_of(
+def possible_attentions(
     exchanges: Iterable[CpCommType], cp_size: int, query_heads: int | None, inner_sizes: Sequence[int]
 ) -> list[Attention]:
-    """Return the ways in which plans of a run can have a group of `cp_size` lanes compute attention.
+    """Return how a group of `cp_size` lanes can compute attention in the plans of a run.
 
     Args:
         query_heads: of a tensor-parallel rank; None: as many as any group can share out.
@@ -36,14 +36,14 @@ def ways_of(
 
 
 def warm_up(
-    way: Attention,
+    attention: Attention,
     group: dist.ProcessGroup,
     levels: Levels,
     done: set[tuple[Transfer, dist.ProcessGroup]],
     stats: ExchangeStats,
     device: torch.device,
 ) -> None:
-    """Do each transfer of a way to compute attention once, with one number per lane, unless it is done; collective.
+    """Do each transfer of `attention` once, with one number per lane, unless it is done; collective.
 
     Args:
         group, levels: of a bucket that is computed so.
@@ -56,7 +56,7 @@ def warm_up(
         (2 * group.size(),),
         torch.zeros(2, dtype=torch.int64, device=device),
         group,
-        cp_comm_type=way.cp_comm_type,
+        cp_comm_type=attention.cp_comm_type,
         levels=levels,
         label="start-up (warm-up of the group)",
         stats=stats,
@@ -75,11 +75,11 @@ def warm_up(
             received, expected = all_gather_tokens(own, params), list(range(size))
         else:
             received, expected = all_to_all_heads(own.expand(size), over, params), list(range(size))
-        _check(over, way, received, expected)
+        _check(over, attention, received, expected)
 
 
-def _check(group: dist.ProcessGroup, way: Attention, received: Tensor, expected: list[int]) -> None:
+def _check(group: dist.ProcessGroup, attention: Attention, received: Tensor, expected: list[int]) -> None:
     numbers = received.tolist()
     if numbers != expected:
         shown = (numbers, expected) if len(expected) > 1 else (numbers[0], expected[0])
-        raise ExchangeError(f"warm-up of {group.group_desc} ({way}): received {shown[0]}, expected {shown[1]}")
+        raise ExchangeError(f"warm-up of {group.group_desc} ({attention}): received {shown[0]}, expected {shown[1]}")

@@ -25,7 +25,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import BY_PLACEMENT, RING_ALONE, TRAITS, Attention, CpCommType, Topology, is_placed
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.attention.mechanisms.transfers import Transfer
-from megatron.dynamic_cp.groups.first_exchange import warm_up, ways_of
+from megatron.dynamic_cp.groups.first_exchange import possible_attentions, warm_up
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats, Levels
 
 
@@ -165,13 +165,13 @@ class DynamicCPGroups:
         stats, done = ExchangeStats(), set[tuple[Transfer, dist.ProcessGroup]]()
         for (first, size), group in groups.items():
             used = exchanges if (first, size) in blocks else placed
-            for way in ways_of(used, size, query_heads, tuple(inner_groups)) if size > 1 else ():
-                inner_size = way.inner_cp_size
-                if way.cp_comm_type in placed:
+            for attention in possible_attentions(used, size, query_heads, tuple(inner_groups)) if size > 1 else ():
+                inner_size = attention.inner_cp_size
+                if attention.cp_comm_type in placed:
                     levels = cold.placed_levels(group, inner_size)
                 else:
                     levels = cold.levels(first, size, inner_size)
-                warm_up(way, group, levels, done, stats, device or collective_device())
+                warm_up(attention, group, levels, done, stats, device or collective_device())
         if pool is not None:  # all of its members have warmed all others by now
             warm_up(Attention(BY_PLACEMENT), pool, (None, pool), done, stats, device or collective_device())
         return replace(cold, warm_up_s=time.perf_counter() - built, warm_up_bytes=stats.bytes_sent)

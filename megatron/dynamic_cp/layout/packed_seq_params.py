@@ -60,12 +60,12 @@ class LayerCache:
 
     Attributes:
         placed: the same; in a pool that of the tick.
-        halves: the two halves in which layers of a pool run (`attention.halves.Halves`); None: they run in one.
+        nano_batches: those in which layers of a pool run (`pool.nano_batches.NanoBatches`); None: they run in one.
     """
 
     def __init__(self, placed: Any = None) -> None:
         self.placed = placed
-        self.halves: Any = None
+        self.nano_batches: Any = None
         self._common: dict[str, Any] = {}
         self._of_masks: dict[tuple[Mask, str], Any] = {}
 
@@ -147,9 +147,9 @@ class DynamicPackedSeqParams(PackedSeqParams):
         return self.cache.placed
 
     @property
-    def halves(self) -> Any:
-        """The two halves in which layers run in a pool."""
-        return self.cache.halves
+    def nano_batches(self) -> Any:
+        """The nano-batches in which layers run in a pool."""
+        return self.cache.nano_batches
 
     @property
     def inner_cp_size(self) -> int:

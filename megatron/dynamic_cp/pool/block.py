@@ -1,7 +1,8 @@
-"""Layers of a stage in two halves of a micro-batch's tokens: one half is computed while the other's attention travels.
+"""Layers of a stage in two nano-batches of a micro-batch: one is computed while the attention of the other travels.
 
-A half is some rows of the hidden states; norms, projections and MLPs do not see which. Between them attention goes out
-and comes back (`attention.halves`), and the end of a layer is one stretch with the beginning of the next one:
+A nano-batch is some rows of the hidden states; norms, projections and MLPs do not see which. Between them attention
+goes out and comes back (`attention.nano_batches`), and the end of a layer is one stretch with the beginning of the next
+one:
 
     before 0, launch 0, before 1, launch 1, attend 0, attend 1,
     wait 0, after 0 and the next layer's before 0, launch 0, wait 1, after 1 and the next layer's before 1, ...
@@ -26,23 +27,23 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from dynamic_cp.pool.layer_steps import NUM_HALVES
+from dynamic_cp.pool.layer_steps import NUM_NANO_BATCHES
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.pool.halves import Attend, Beside, HalvedLayer, Halves, Launch, Wait
+from megatron.dynamic_cp.pool.nano_batches import Attend, Beside, Launch, NanoBatchedLayer, NanoBatches, Wait
 
 
-def run_blocks_in_halves(model: Sequence[torch.nn.Module]) -> None:
-    """Have the blocks of a stage run in halves what comes in halves: they have the same parts, and another way through.
+def run_blocks_in_nano_batches(model: Sequence[torch.nn.Module]) -> None:
+    """Have the blocks of a stage run in nano-batches what comes in such: the same parts, another way through.
 
     GPTModel names the class of its block itself, so the blocks that it made are given the other class.
     """
     for module in (module for chunk in model for module in chunk.modules()):
         if type(module) is TransformerBlock:
-            module.__class__ = BlockInHalves
+            module.__class__ = BlockInNanoBatches
 
 
-class BlockInHalves(TransformerBlock):
-    """megatron-core's TransformerBlock; only micro-batches whose attention goes out in halves run otherwise."""
+class BlockInNanoBatches(TransformerBlock):
+    """megatron-core's TransformerBlock; only micro-batches whose attention goes out in nano-batches run otherwise."""
 
     def forward(
         self,
@@ -53,8 +54,8 @@ class BlockInHalves(TransformerBlock):
         **kwargs: Any,
     ) -> Tensor:
         """See TransformerBlock.forward."""
-        halves: Halves | None = getattr(packed_seq_params, "halves", None)
-        if halves is None:
+        nano_batches: NanoBatches | None = getattr(packed_seq_params, "nano_batches", None)
+        if nano_batches is None:
             kwargs |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
             found: Tensor = super().forward(hidden_states, *args, **kwargs)
             return found
@@ -62,43 +63,43 @@ class BlockInHalves(TransformerBlock):
             hidden_states = self.input_tensor
         is_sharded = self.config.sequence_parallel
         with tensor_parallel.get_cuda_rng_tracker().fork() if is_sharded else nullcontext():
-            states = self._through_layers(_apart(hidden_states, halves, is_sharded), halves, rotary_pos_emb)
-        hidden_states = _together(states, halves, is_sharded)
+            states = self._through_layers(_apart(hidden_states, nano_batches, is_sharded), nano_batches, rotary_pos_emb)
+        hidden_states = _together(states, nano_batches, is_sharded)
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return hidden_states
 
-    def _through_layers(self, states: list[Tensor], halves: Halves, rotary: Tensor | None) -> list[Tensor]:
-        """Return what comes out of the last layer, [half]."""
+    def _through_layers(self, states: list[Tensor], nano_batches: NanoBatches, rotary: Tensor | None) -> list[Tensor]:
+        """Return what comes out of the last layer, [nano-batch]."""
         numbered = list(enumerate(self.layers))
         if self.config.recompute_granularity == "full" and self.training:
-            repeated = [_Repeated(layer, number, halves, rotary) for number, layer in numbered]
+            repeated = [_Repeated(layer, number, nano_batches, rotary) for number, layer in numbered]
             return list(_RunTwice.apply(repeated, *states))
-        return _run((_Layer(layer, number, halves, rotary) for number, layer in numbered), states)
+        return _run((_Layer(layer, number, nano_batches, rotary) for number, layer in numbered), states)
 
 
 def _run(layers: Iterable[_Layer], states: Sequence[Tensor]) -> list[Tensor]:
-    """Return what comes out of the last one of neighbouring layers, [half].
+    """Return what comes out of the last one of neighbouring layers, [nano-batch].
 
     Args:
-        states: what goes into the first one, [half].
+        states: what goes into the first one, [nano-batch].
     """
     found, behind = list(states), None
     for ahead in layers:
-        for half in range(NUM_HALVES):
+        for nano_batch in range(NUM_NANO_BATCHES):
             if behind is not None:
-                found[half] = behind.end(half)
-            ahead.begin(found[half], half)
+                found[nano_batch] = behind.end(nano_batch)
+            ahead.begin(found[nano_batch], nano_batch)
         ahead.attend()
         if behind is not None and ahead.exchange.repeats:
             ahead.exchange.beside = behind.exchange
         behind = ahead
     assert behind is not None, "a stage has layers"
-    return [behind.end(half) for half in range(NUM_HALVES)]
+    return [behind.end(nano_batch) for nano_batch in range(NUM_NANO_BATCHES)]
 
 
 class _Begun(NamedTuple):
-    """What a half has when its attention leaves."""
+    """What a nano-batch has when its attention leaves."""
 
     residual: Tensor
     gate: Tensor | None
@@ -110,8 +111,8 @@ class _Kept(NamedTuple):
     """What a layer is computed again from.
 
     Attributes:
-        states: [half] what went into it.
-        random: [half] states of random numbers behind its attention; none where the layer draws none.
+        states: [nano-batch] what went into it.
+        random: [nano-batch] states of random numbers behind its attention; none where the layer draws none.
     """
 
     states: list[Tensor]
@@ -122,7 +123,7 @@ class _Layer:
     """One layer of a micro-batch, which backward follows if gradients are enabled.
 
     Args:
-        kept: is filled; is_again: as of `HalvedLayer`.
+        kept: is filled; is_again: as of `NanoBatchedLayer`.
 
     Attributes:
         exchange: its attention.
@@ -132,24 +133,24 @@ class _Layer:
         self,
         layer: Any,
         number: int,
-        halves: Halves,
+        nano_batches: NanoBatches,
         rotary: Tensor | None,
         kept: _Kept | None = None,
         *,
         is_again: bool = False,
     ) -> None:
-        self._layer, self._halves, self._rotary, self._kept = layer, halves, rotary, kept
+        self._layer, self._nano_batches, self._rotary, self._kept = layer, nano_batches, rotary, kept
         attention = layer.self_attention
         repeats = attention.checkpoint_core_attention and layer.training
         keeps = torch.is_grad_enabled()
-        self.exchange = HalvedLayer(
-            halves, attention.core_attention, number, keeps=keeps, repeats=repeats, is_again=is_again
+        self.exchange = NanoBatchedLayer(
+            nano_batches, attention.core_attention, number, keeps=keeps, repeats=repeats, is_again=is_again
         )
         self._begun: list[_Begun] = []
         self._tickets: list[Tensor] = []
 
-    def begin(self, state: Tensor, half: int) -> None:
-        """Run a half up to its attention, and send that out."""
+    def begin(self, state: Tensor, nano_batch: int) -> None:
+        """Run a nano-batch up to its attention, and send that out."""
         layer, norm = self._layer, None
         if self._kept is not None:
             self._kept.states.append(state)
@@ -158,24 +159,24 @@ class _Layer:
             normed = norm.checkpoint(layer.input_layernorm, state)
         else:
             normed = layer.input_layernorm(state)
-        params = self._halves.params_of(half)
+        params = self._nano_batches.params_of(nano_batch)
         query, key, value, gate = layer.self_attention.queries_keys_values(normed, self._rotary, params)
-        ticket = Launch.apply(query, key, value, self.exchange, half)
+        ticket = Launch.apply(query, key, value, self.exchange, nano_batch)
         residual = state.float() if layer.config.fp32_residual_connection else state
         self._begun.append(_Begun(residual, gate, norm, ticket))
 
     def attend(self) -> None:
-        """Attend to what is this rank's of both halves; the second one needs keys of the first."""
+        """Attend to what is this rank's of both nano-batches; the second one needs keys of the first."""
         tickets = [one.ticket for one in self._begun]
-        for half in range(NUM_HALVES):
-            self._tickets.append(Attend.apply(self.exchange, half, *tickets[: half + 1]))
+        for nano_batch in range(NUM_NANO_BATCHES):
+            self._tickets.append(Attend.apply(self.exchange, nano_batch, *tickets[: nano_batch + 1]))
 
-    def end(self, half: int) -> Tensor:
-        """Return what comes out of the layer, once a half's attention is back."""
-        layer, begun = self._layer, self._begun[half]
+    def end(self, nano_batch: int) -> Tensor:
+        """Return what comes out of the layer, once a nano-batch's attention is back."""
+        layer, begun = self._layer, self._begun[nano_batch]
         if self._kept is not None and layer.hidden_dropout > 0.0:
             self._kept.random.append(random._get_all_rng_states())
-        out_THD = Wait.apply(self.exchange, half, self._tickets[half])
+        out_THD = Wait.apply(self.exchange, nano_batch, self._tickets[nano_batch])
         context = out_THD.reshape(len(out_THD), 1, -1)
         projected = layer.self_attention.projected(context, begun.gate)
         if begun.norm is not None:
@@ -188,8 +189,8 @@ class _Layer:
 class _Repeated:
     """A layer that forward runs without a graph, and backward again."""
 
-    def __init__(self, layer: Any, number: int, halves: Halves, rotary: Tensor | None) -> None:
-        self._given, self._kept = (layer, number, halves, rotary), _Kept([], [])
+    def __init__(self, layer: Any, number: int, nano_batches: NanoBatches, rotary: Tensor | None) -> None:
+        self._given, self._kept = (layer, number, nano_batches, rotary), _Kept([], [])
         self._running: _Layer | None = None
 
     def first_run(self) -> _Layer:
@@ -197,28 +198,28 @@ class _Repeated:
         return _Layer(*self._given, self._kept)
 
     def launch_again(self) -> None:
-        """Run both halves up to their attention, and send that out."""
+        """Run both nano-batches up to their attention, and send that out."""
         with torch.enable_grad():
             self._running = _Layer(*self._given, is_again=True)
-            for half, state in enumerate(self._kept.states):
-                self._kept.states[half] = state.detach().requires_grad_()
-                self._running.begin(self._kept.states[half], half)
+            for nano_batch, state in enumerate(self._kept.states):
+                self._kept.states[nano_batch] = state.detach().requires_grad_()
+                self._running.begin(self._kept.states[nano_batch], nano_batch)
 
     def attend_again(self) -> None:
-        """Attend to what is this rank's of both halves."""
+        """Attend to what is this rank's of both nano-batches."""
         with torch.enable_grad():
             self._layer.attend()
 
     def backward(self, gradients: Sequence[Tensor], beside: Beside | None) -> list[Tensor]:
-        """Run the rest of the layer again, then the layer backward; return [half] the gradient of what went in.
+        """Run the rest of the layer again, then the layer backward; return [nano-batch] the gradient of what went in.
 
         Args:
-            gradients: [half] of what came out.
+            gradients: [nano-batch] of what came out.
             beside: the layer before, which runs again meanwhile.
         """
         self._layer.exchange.beside = beside
         with torch.enable_grad():
-            states = [self._end_again(half) for half in range(NUM_HALVES)]
+            states = [self._end_again(nano_batch) for nano_batch in range(NUM_NANO_BATCHES)]
         self._running = None
         torch.autograd.backward(states, gradients)
         return [state.grad for state in self._kept.states]
@@ -228,13 +229,13 @@ class _Repeated:
         assert self._running is not None, "a layer runs again before it runs backward"
         return self._running
 
-    def _end_again(self, half: int) -> Tensor:
+    def _end_again(self, nano_batch: int) -> Tensor:
         """Return what comes out of the layer, from the random numbers that forward had."""
         if not self._kept.random:
-            return self._layer.end(half)
+            return self._layer.end(nano_batch)
         with random._fork_rng():
-            random._set_all_rng_states(*self._kept.random[half])
-            return self._layer.end(half)
+            random._set_all_rng_states(*self._kept.random[nano_batch])
+            return self._layer.end(nano_batch)
 
 
 class _RunTwice(torch.autograd.Function):
@@ -259,22 +260,22 @@ class _RunTwice(torch.autograd.Function):
         return None, *found
 
 
-def _apart(hidden_states: Tensor, halves: Halves, is_sharded: bool) -> list[Tensor]:
-    """Return the hidden states of each half, with its padding; of a sequence-parallel rank its share of each."""
+def _apart(hidden_states: Tensor, nano_batches: NanoBatches, is_sharded: bool) -> list[Tensor]:
+    """Return the hidden states of each nano-batch, with its padding; of a sequence-parallel rank its share of each."""
     if is_sharded:
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
     states = []
-    for rows, size in zip(halves.rows, halves.sizes, strict=True):
+    for rows, size in zip(nano_batches.rows, nano_batches.sizes, strict=True):
         state = hidden_states.index_select(0, rows)
         state = torch.nn.functional.pad(state, (0, 0, 0, 0, 0, size - len(rows)))
         states.append(scatter_to_sequence_parallel_region(state) if is_sharded else state)
     return states
 
 
-def _together(states: list[Tensor], halves: Halves, is_sharded: bool) -> Tensor:
+def _together(states: list[Tensor], nano_batches: NanoBatches, is_sharded: bool) -> Tensor:
     """Return the hidden states in the order of the micro-batch: undoes `_apart`."""
     if is_sharded:
         states = [gather_from_sequence_parallel_region(one, tensor_parallel_output_grad=False) for one in states]
-    real = torch.cat([one[: len(rows)] for one, rows in zip(states, halves.rows, strict=True)])
-    hidden_states = real.index_select(0, halves.back)
+    real = torch.cat([one[: len(rows)] for one, rows in zip(states, nano_batches.rows, strict=True)])
+    hidden_states = real.index_select(0, nano_batches.back)
     return scatter_to_sequence_parallel_region(hidden_states) if is_sharded else hidden_states

@@ -28,8 +28,8 @@ class LaneTicks(NamedTuple):
     backward: tuple[PlacedLane, ...]
 
     @property
-    def num_halves(self) -> int:
-        """1, or 2 where layers run in two halves: the divisions of programmes."""
+    def num_nano_batches(self) -> int:
+        """1, or 2 where layers run in two nano-batches: the divisions of programmes."""
         return max(len(lane.programme.tiles) for lane in (*self.forward, *self.backward))
 
 
@@ -41,13 +41,13 @@ class Pool:
         group: the ranks of all stages and lanes with this one's tensor-parallel rank, stage after stage.
         ticks: its part of them.
         stats: counter of the step.
-        in_halves: layers run in two halves; else divisions of programmes are those of one exchange.
+        in_nano_batches: layers run in two nano-batches; else divisions of programmes are those of one exchange.
     """
 
     group: ProcessGroup
     ticks: LaneTicks
     stats: ExchangeStats
-    in_halves: bool = False
+    in_nano_batches: bool = False
 
     @classmethod
     def of(cls, ticks: LaneTicks, groups: DynamicCPGroups, stats: ExchangeStats) -> Pool:
@@ -56,7 +56,7 @@ class Pool:
         Raises:
             InvalidInputError: no group was built for it.
         """
-        return cls(group=pool_group(groups), ticks=ticks, stats=stats, in_halves=ticks.num_halves > 1)
+        return cls(group=pool_group(groups), ticks=ticks, stats=stats, in_nano_batches=ticks.num_nano_batches > 1)
 
     def lane_of(self, tick: Tick) -> PlacedLane:
         """Return this rank's part of a tick."""

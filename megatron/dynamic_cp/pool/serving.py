@@ -12,8 +12,8 @@ from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.thd import executor_of
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.pool.halves import Halves
-from megatron.dynamic_cp.pool.two_halves import TwoHalves
+from megatron.dynamic_cp.pool.layer_pass import LayerPass
+from megatron.dynamic_cp.pool.nano_batches import NanoBatches
 
 
 @torch.no_grad()
@@ -40,27 +40,27 @@ def serve(layer: TorchTHDAttention, params: DynamicPackedSeqParams, *, backward:
 
 
 @torch.no_grad()
-def serve_halves(layers: Sequence[TorchTHDAttention], halves: Halves) -> None:
-    """Take all steps of a tick whose layers run in two halves.
+def serve_nano_batches(layers: Sequence[TorchTHDAttention], nano_batches: NanoBatches) -> None:
+    """Take all steps of a tick whose layers run in two nano-batches.
 
     The members of the group that bring tokens take the same ones, between what else they compute.
 
     Args:
         layers: attention of each layer of the stage.
-        halves: of no tokens.
+        nano_batches: of no tokens.
     """
-    running: dict[tuple[int, bool], TwoHalves] = {}
-    has_gradients = any(step.is_backward for step in halves.turns.steps)
+    running: dict[tuple[int, bool], LayerPass] = {}
+    has_gradients = any(step.is_backward for step in nano_batches.step_order.steps)
     kept: dict[int, Fetched] = {}
-    for step in halves.turns.steps:
+    for step in nano_batches.step_order.steps:
         key = step.layer, step.is_backward
         if key not in running:
-            running[key] = halves.direction(
+            running[key] = nano_batches.direction(
                 layers[step.layer], step.layer, is_backward=step.is_backward, kept=kept.pop(step.layer, None)
             )
-        running[key].run(step.what, step.turn)
-        if step.what == "wait" and step.turn == 1:
+        running[key].run(step.what, step.slot)
+        if step.what == "wait" and step.slot == 1:
             done = running.pop(key).one
             if has_gradients and isinstance(done, ForwardPass):  # computed again: its gradient comes in this tick
                 kept[step.layer] = done.kept
-    halves.turns.finish()
+    nano_batches.step_order.finish()

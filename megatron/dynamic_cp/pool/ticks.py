@@ -33,10 +33,10 @@ from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, LayerCache
 from megatron.dynamic_cp.measuring.nvtx import span
-from megatron.dynamic_cp.pool.block import run_blocks_in_halves
-from megatron.dynamic_cp.pool.halves import Halves
+from megatron.dynamic_cp.pool.block import run_blocks_in_nano_batches
 from megatron.dynamic_cp.pool.lane_ticks import Pool
-from megatron.dynamic_cp.pool.serving import serve, serve_halves
+from megatron.dynamic_cp.pool.nano_batches import NanoBatches
+from megatron.dynamic_cp.pool.serving import serve, serve_nano_batches
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator
 
 FORWARD = KINDS[0]
@@ -71,8 +71,8 @@ def run_ticks(
     check_config(config)
     stage, shape = communicator.pp_group.rank(), (communicator.pp_group.size(), len(model), num_microbatches)
     check_number(pool, num_ticks(*shape), forward_only=forward_only)
-    if pool.in_halves:
-        run_blocks_in_halves(model)
+    if pool.in_nano_batches:
+        run_blocks_in_nano_batches(model)
     mine = _Microbatches(
         model, data_iterators, pool, config, groups.cp.size(), forward_step_func, num_microbatches, stage, shape[0]
     )
@@ -219,9 +219,9 @@ class _Microbatches:
         """Run the next micro-batch of a chunk and return what the next chunk gets, None behind the last one."""
         batch = next(self._data_iterators[unit.chunk])
         params = _in_pool(batch["packed_seq_params"], self._pool, lane)
-        if self._pool.in_halves:
-            params.cache.halves = _halves(params, lane, self._config)
-            begin_halves(params.cache.halves, lane, self._model, is_forward=True)
+        if self._pool.in_nano_batches:
+            params.cache.nano_batches = _nano_batches(params, lane, self._config)
+            begin_nano_batches(params.cache.nano_batches, lane, self._model, is_forward=True)
         output, num_tokens = schedules.forward_step(
             self._forward_step_func,
             iter([{**batch, "packed_seq_params": params}]),
@@ -234,7 +234,7 @@ class _Microbatches:
             current_microbatch=unit.micro_batch,
             is_last_stage=self.ends(unit),
         )
-        end_halves(params, keep=keep)
+        end_nano_batches(params, keep=keep)
         self.num_tokens += num_tokens
         if isinstance(output, list):
             (output,) = output
@@ -246,14 +246,14 @@ class _Microbatches:
         """Run the oldest micro-batch of a chunk backward and return what the chunk before gets."""
         params, given, output = self._kept[unit.chunk].popleft()
         move_to(lane, params)
-        if params.cache.halves is not None:
-            begin_halves(params.cache.halves, lane, self._model, is_forward=False)
+        if params.cache.nano_batches is not None:
+            begin_nano_batches(params.cache.nano_batches, lane, self._model, is_forward=False)
         if given is not None:
             given.retain_grad()
         if came is None and self._config.grad_scale_func is not None:
             output = self._config.grad_scale_func(output)
         torch.autograd.backward(output, grad_tensors=came)
-        end_halves(params, keep=False)
+        end_nano_batches(params, keep=False)
         return None if given is None else given.grad
 
 
@@ -261,7 +261,7 @@ class _Server:
     """A stage in the ticks in which it has no micro-batch."""
 
     def __init__(self, model: Sequence[torch.nn.Module], pool: Pool, *, repeats: bool) -> None:
-        self._model, self._in_halves = model, pool.in_halves
+        self._model, self._in_nano_batches = model, pool.in_nano_batches
         self._layers, self._repeats = layers_of(model), repeats
         self._params = DynamicPackedSeqParams(
             cp_group=pool.group,
@@ -275,10 +275,10 @@ class _Server:
     def serve(self, lane: PlacedLane, *, is_forward: bool) -> None:
         """Compute what the tick's placement gives this rank, layer by layer, in the order of those with tokens."""
         move_to(lane, self._params)
-        if self._in_halves:
-            halves = _halves(self._params, lane, get_model_config(self._model[0]))
-            begin_halves(halves, lane, self._model, is_forward=is_forward)
-            serve_halves(self._layers, halves)
+        if self._in_nano_batches:
+            nano_batches = _nano_batches(self._params, lane, get_model_config(self._model[0]))
+            begin_nano_batches(nano_batches, lane, self._model, is_forward=is_forward)
+            serve_nano_batches(self._layers, nano_batches)
             return
         for layer in self._layers if is_forward else reversed(self._layers):
             if is_forward or self._repeats:
@@ -296,26 +296,28 @@ def _in_pool(params: DynamicPackedSeqParams, pool: Pool, lane: PlacedLane) -> Dy
     return placed
 
 
-def _halves(params: DynamicPackedSeqParams, lane: PlacedLane, config: Any) -> Halves:
-    """Return the two halves of a micro-batch, each as long as tensor-parallel ranks can share."""
-    return Halves(params, lane, config.tensor_model_parallel_size if config.sequence_parallel else 1)
+def _nano_batches(params: DynamicPackedSeqParams, lane: PlacedLane, config: Any) -> NanoBatches:
+    """Return the two nano-batches of a micro-batch, each as long as tensor-parallel ranks can share."""
+    return NanoBatches(params, lane, config.tensor_model_parallel_size if config.sequence_parallel else 1)
 
 
-def begin_halves(halves: Halves, lane: PlacedLane, model: Sequence[torch.nn.Module], *, is_forward: bool) -> None:
-    """Begin a tick of layers in two halves, on all ranks with the same steps."""
+def begin_nano_batches(
+    nano_batches: NanoBatches, lane: PlacedLane, model: Sequence[torch.nn.Module], *, is_forward: bool
+) -> None:
+    """Begin a tick of layers in two nano-batches, on all ranks with the same steps."""
     config = get_model_config(model[0])
     repeats: Repeats = "nothing"
     if model[0].training and repeats_attention(config):
         repeats = "layers" if config.recompute_granularity == "full" else "attention"
-    halves.begin(lane, len(layers_of(model)), is_backward=not is_forward, repeats=repeats)
+    nano_batches.begin(lane, len(layers_of(model)), is_backward=not is_forward, repeats=repeats)
 
 
-def end_halves(params: DynamicPackedSeqParams, *, keep: bool) -> None:
+def end_nano_batches(params: DynamicPackedSeqParams, *, keep: bool) -> None:
     """Refuse a tick in which a step is left; without `keep` the micro-batch is done."""
-    if params.cache.halves is not None:
-        params.cache.halves.turns.finish()
+    if params.cache.nano_batches is not None:
+        params.cache.nano_batches.step_order.finish()
         if not keep:
-            params.cache.halves = None  # which has the parameters, and would keep them
+            params.cache.nano_batches = None  # which has the parameters, and would keep them
 
 
 def move_to(lane: PlacedLane, params: DynamicPackedSeqParams) -> None:

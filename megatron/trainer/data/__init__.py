@@ -20,8 +20,8 @@ Read in this order:
 - `entries`: files to an index, and to a source
 - `split`: ranges of documents for training, validation and test
 - `samples`: documents of a range to samples no longer than --seq-length (--overlong)
-- `pool`: the samples of one or more sources, newly shuffled in every epoch
-- `blend`: which pool fills which position of the stream
+- `dataset`: the samples of one or more sources, newly shuffled in every epoch
+- `blend`: which dataset fills which position of the stream
 - `stream`: position to sample, `SampleStream.global_batch` (lengths) and `.read` (tokens)
 - `build`: all of it
 - `index_once`: one scan in the whole job

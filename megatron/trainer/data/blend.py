@@ -1,4 +1,4 @@
-"""Which pool fills which position of a blended stream, in closed form: any position costs the same."""
+"""Which dataset fills which position of a blended stream, in closed form: any position costs the same."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def whole_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8)
 def interleave(shares: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return one period of the blend: the pool of each position, int64 [sum(shares)].
+    """Return one period of the blend: the dataset of each position, int64 [sum(shares)].
 
-    At every prefix of p positions each pool has been used less than one time more or less often than p times its share.
-    Draw k of a pool with share n of P positions must therefore come at positions floor(k P / n) .. ceil((k + 1) P / n)
-    - 1; the earliest deadline first meets all of them.
+    At every prefix of p positions each dataset has been used less than one time more or less often than p times its
+    share. Draw k of a dataset with share n of P positions must therefore come at positions floor(k P / n) ..
+    ceil((k + 1) P / n) - 1; the earliest deadline first meets all of them.
 
     Source: Baruah, Cohen, Plaxton, Varvel, "Proportionate progress", Algorithmica 1996: its windows, on one processor.
     """
     period = sum(shares)
     draws = sorted(
-        (k * period // share, -(-(k + 1) * period // share), pool)
-        for pool, share in enumerate(shares)
+        (k * period // share, -(-(k + 1) * period // share), dataset)
+        for dataset, share in enumerate(shares)
         for k in range(share)
     )
     positions = np.empty(period, dtype=np.int64)
@@ -62,21 +62,21 @@ def interleave(shares: tuple[int, ...]) -> NDArray[np.int64]:
 
 
 class Blend:
-    """An endless sequence of pools in proportion to weights; it repeats after `sum(whole_shares(weights))` positions.
+    """An endless sequence of datasets in proportion to weights, which repeats after `sum(whole_shares(weights))`.
 
     Example:
-        Weights 1 and 3 give pools 1, 1, 0, 1, 1, 1, 0, 1 ... and of those draws 0, 1, 0, 2, 3, 4, 1, 5 ...
+        Weights 1 and 3 give datasets 1, 1, 0, 1, 1, 1, 0, 1 ... and of those draws 0, 1, 0, 2, 3, 4, 1, 5 ...
     """
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
         self.shares = np.array(whole_shares(weights), dtype=np.int64)
-        self._pools = interleave(tuple(self.shares.tolist()))
-        self._draws = np.empty_like(self._pools)
-        for pool, share in enumerate(self.shares):
-            self._draws[self._pools == pool] = np.arange(share)
+        self._datasets = interleave(tuple(self.shares.tolist()))
+        self._draws = np.empty_like(self._datasets)
+        for dataset, share in enumerate(self.shares):
+            self._draws[self._datasets == dataset] = np.arange(share)
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the pool of each position and which draw of that pool it is."""
-        periods, places = np.divmod(positions, len(self._pools))
-        pools = self._pools[places]
-        return pools, periods * self.shares[pools] + self._draws[places]
+        """Return the dataset of each position and which draw of that dataset it is."""
+        periods, places = np.divmod(positions, len(self._datasets))
+        datasets = self._datasets[places]
+        return datasets, periods * self.shares[datasets] + self._draws[places]

@@ -14,9 +14,9 @@ from megatron.trainer.data import tokenizer
 from megatron.trainer.data.chat_reader import build_chat_reader
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.data_path import find_files, parse_blend
+from megatron.trainer.data.dataset import ShuffledDataset
 from megatron.trainer.data.entries import IndexedEntry, index_entries, open_entry
 from megatron.trainer.data.mock import MockDocuments
-from megatron.trainer.data.pool import ShuffledPool
 from megatron.trainer.data.samples import SampleIndex
 from megatron.trainer.data.source import Source
 from megatron.trainer.data.split import SPLIT_NAMES, document_ranges, parse_split
@@ -38,7 +38,7 @@ def build_splits(config: DataConfig, entries: Sequence[IndexedEntry | None] | No
     """Return the streams of `config`: the same in every process, reading indexes only.
 
     Without blend weights the samples of all paths are shuffled together: each comes once per epoch, so a path's part is
-    in proportion to its samples. With weights each path is a pool of its own with its own epochs.
+    in proportion to its samples. With weights each path is a dataset of its own with its own epochs.
 
     Args:
         entries: what `index_entries` found, here or on another rank; None: it is done now.
@@ -123,12 +123,12 @@ def build_stream(
     """
     indexes = [SampleIndex.build(source, *bounds, seq_length=seq_length, overlong=overlong) for source, bounds in parts]
     groups = [indexes] if weights is None else [[index] for index in indexes]
-    pools = [ShuffledPool(group, (seed, SPLIT_NAMES.index(name), number)) for number, group in enumerate(groups)]
-    for pool in pools:
-        if pool.num_samples:
+    datasets = [ShuffledDataset(group, (seed, SPLIT_NAMES.index(name), number)) for number, group in enumerate(groups)]
+    for dataset in datasets:
+        if dataset.num_samples:
             continue
-        num_documents = sum(part.num_documents for part in pool.parts)
-        described = "; ".join(part.source.describe() for part in pool.parts)
+        num_documents = sum(part.num_documents for part in dataset.parts)
+        described = "; ".join(part.source.describe() for part in dataset.parts)
         share = "" if split is None else f"--split {split}, "
         message = (
             f"the {name} split of {described} has {num_documents} documents and 0 samples "
@@ -137,8 +137,8 @@ def build_stream(
         if name == "train":
             raise DataError(f"{message}: add data or change one of them", num_documents=num_documents)
         logger.warning("%s: it is left out", message)
-    kept = [number for number, pool in enumerate(pools) if pool.num_samples]
+    kept = [number for number, dataset in enumerate(datasets) if dataset.num_samples]
     if not kept:
         return None
     weights = weights or [Fraction(1)]
-    return SampleStream(name, [pools[number] for number in kept], [weights[number] for number in kept])
+    return SampleStream(name, [datasets[number] for number in kept], [weights[number] for number in kept])

@@ -12,7 +12,7 @@ from dynamic_cp.plans.global_batch import GlobalBatch
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.shared_question import sample_of
 from megatron.trainer.data.blend import Blend
-from megatron.trainer.data.pool import ShuffledPool
+from megatron.trainer.data.dataset import ShuffledDataset
 from megatron.trainer.data.source import count
 
 NUM_PROBED_SAMPLES = 8
@@ -23,25 +23,25 @@ class SampleStream:
 
     Args:
         name: of the split.
-        pools: at least one, none of them empty.
-        weights: of the pools.
+        datasets: at least one, none of them empty.
+        weights: of the datasets.
     """
 
-    def __init__(self, name: str, pools: Sequence[ShuffledPool], weights: Sequence[Fraction]) -> None:
+    def __init__(self, name: str, datasets: Sequence[ShuffledDataset], weights: Sequence[Fraction]) -> None:
         self.name = name
-        self._pools = tuple(pools)
+        self._datasets = tuple(datasets)
         self._blend = Blend(weights)
         self._fingerprint: str | None = None
 
     @property
     def has_masks(self) -> bool:
         """Whether samples may have masks of their own."""
-        return any(pool.has_masks for pool in self._pools)
+        return any(dataset.has_masks for dataset in self._datasets)
 
     @property
     def num_samples(self) -> int:
         """Samples that exist: one epoch, when there are no blend weights."""
-        return sum(pool.num_samples for pool in self._pools)
+        return sum(dataset.num_samples for dataset in self._datasets)
 
     def global_batch(self, consumed_samples: int, num_samples: int) -> GlobalBatch:
         """Return the samples at positions consumed_samples .. + num_samples - 1; sample_id is the position.
@@ -49,14 +49,14 @@ class SampleStream:
         Reads no data.
         """
         positions = np.arange(consumed_samples, consumed_samples + num_samples, dtype=np.int64)
-        pools, draws = self._blend.locate(positions)
+        datasets, draws = self._blend.locate(positions)
         seqlens = np.empty(num_samples, dtype=np.int64)
         masks = np.full(num_samples, None)
-        for pool in np.unique(pools):
-            chosen = pools == pool
-            seqlens[chosen] = self._pools[pool].seqlens(draws[chosen])
-            if self._pools[pool].has_masks:
-                masks[chosen] = self._pools[pool].masks(draws[chosen])
+        for dataset in np.unique(datasets):
+            chosen = datasets == dataset
+            seqlens[chosen] = self._datasets[dataset].seqlens(draws[chosen])
+            if self._datasets[dataset].has_masks:
+                masks[chosen] = self._datasets[dataset].masks(draws[chosen])
         return GlobalBatch(positions, seqlens, masks.tolist() if any(masks) else None)
 
     def read(self, sample_id: int) -> SampleTokens:
@@ -65,10 +65,10 @@ class SampleStream:
         Raises:
             DataError: a document that is not what its index says.
         """
-        pools, draws = self._blend.locate(np.array([sample_id], dtype=np.int64))
-        pool = self._pools[pools[0]]
-        mask = pool.masks(draws)[0] if pool.has_masks else None
-        return sample_of(*pool.read(int(draws[0])), mask)
+        datasets, draws = self._blend.locate(np.array([sample_id], dtype=np.int64))
+        dataset = self._datasets[datasets[0]]
+        mask = dataset.masks(draws)[0] if dataset.has_masks else None
+        return sample_of(*dataset.read(int(draws[0])), mask)
 
     def fingerprint(self) -> str:
         """Return a hash (hex) of what decides the stream; where the data lies is no part of it.
@@ -81,8 +81,10 @@ class SampleStream:
             DataError: a document that is not what its index says.
         """
         if self._fingerprint is None:
-            parts = [part for pool in self._pools for part in pool.parts if part.num_samples]
-            digest = hashlib.sha256(repr([self._blend.shares.tolist(), [pool.seed for pool in self._pools]]).encode())
+            parts = [part for dataset in self._datasets for part in dataset.parts if part.num_samples]
+            digest = hashlib.sha256(
+                repr([self._blend.shares.tolist(), [dataset.seed for dataset in self._datasets]]).encode()
+            )
             for part in parts:
                 digest.update(part.num_predicted.tobytes() + part.documents.tobytes())
                 num_probes = min(part.num_samples, max(1, NUM_PROBED_SAMPLES // len(parts)))
@@ -100,7 +102,7 @@ class SampleStream:
 
     def describe(self) -> str:
         """Return one line: documents, samples, tokens, and what was left out or cut."""
-        parts = [part for pool in self._pools for part in pool.parts]
+        parts = [part for dataset in self._datasets for part in dataset.parts]
         num_documents = sum(part.num_documents for part in parts)
         num_empty = sum(part.num_empty for part in parts)
         num_overlong = sum(part.num_overlong for part in parts)
@@ -113,7 +115,7 @@ class SampleStream:
         ]
         if num_untargeted:
             words.insert(1, f"{num_untargeted} left out because no assistant's token is left of them")
-        if len(self._pools) > 1:
+        if len(self._datasets) > 1:
             words.append("blended " + ":".join(map(str, self._blend.shares)))
         sources = dict.fromkeys(part.source.describe() for part in parts)
         return f"{self.name}: {', '.join(words)}; from {'; '.join(sources)}"

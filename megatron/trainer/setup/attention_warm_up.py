@@ -16,7 +16,7 @@ import torch
 from dynamic_cp.types import RING_ALONE, Attention, CpCommType, is_placed, needs_latents
 from megatron.dynamic_cp.attention.thd import EXECUTORS
 from megatron.dynamic_cp.data.micro_batches import PackedBucket, groups_of
-from megatron.dynamic_cp.groups.first_exchange import ways_of
+from megatron.dynamic_cp.groups.first_exchange import possible_attentions
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
@@ -66,19 +66,21 @@ def warm_up_packs(
     exchanges = list(dict.fromkeys(RING_ALONE[0] if needs_latents(name) else name for name in exchanges))
     places: dict[tuple[Attention, int], tuple[int, int]] = {}
     for first, size in sorted(blocks, key=lambda block: block[1]):
-        for way in ways_of(exchanges, size, query_heads, sorted(inner_sizes)) if size > 1 else [Attention()]:
+        for attention in (
+            possible_attentions(exchanges, size, query_heads, sorted(inner_sizes)) if size > 1 else [Attention()]
+        ):
             # Where shapes do not grow with the group, the largest one has them all.
-            each_size = size == 1 or EXECUTORS[way.cp_comm_type].grows_with_group
-            places[way, size if each_size else 0] = first, size
+            each_size = size == 1 or EXECUTORS[attention.cp_comm_type].grows_with_group
+            places[attention, size if each_size else 0] = first, size
     return [
         PackedBucket(
             first_lane=first,
             cp_size=size,
-            cp_comm_type=way.cp_comm_type,
-            inner_cp_size=way.inner_cp_size,
+            cp_comm_type=attention.cp_comm_type,
+            inner_cp_size=attention.inner_cp_size,
             padded_seqlens=pack_of(tokens, size),
         )
-        for (way, _), (first, size) in places.items()
+        for (attention, _), (first, size) in places.items()
         for tokens in token_buckets(max_tokens_per_rank)
     ]
 

@@ -15,9 +15,9 @@ from megatron.trainer.data.blend import MAX_PERIOD, Blend, interleave, whole_sha
 
 
 def counts_at_prefixes(weights, num_positions):
-    """Return the uses of each pool after 1 .. num_positions positions, [num_positions, pools]."""
-    pools, _ = Blend(weights).locate(np.arange(num_positions))
-    return np.cumsum(pools[:, None] == np.arange(len(weights)), axis=0)
+    """Return the uses of each dataset after 1 .. num_positions positions, [num_positions, datasets]."""
+    datasets, _ = Blend(weights).locate(np.arange(num_positions))
+    return np.cumsum(datasets[:, None] == np.arange(len(weights)), axis=0)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=12))
@@ -53,22 +53,22 @@ def test_a_tiny_weight_is_not_lost():
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(0, 10**9), st.integers(1, 500))
 def test_draws_of_a_pool_count_up_and_positions_stand_alone(weights, first, num_positions):
     blend = Blend([Fraction(w) for w in weights])
-    pools, draws = blend.locate(np.arange(first, first + num_positions))
-    for pool in range(len(weights)):
-        mine = draws[pools == pool]
+    datasets, draws = blend.locate(np.arange(first, first + num_positions))
+    for dataset in range(len(weights)):
+        mine = draws[datasets == dataset]
         np.testing.assert_array_equal(mine, np.arange(len(mine)) + (mine[0] if len(mine) else 0))
         # Draws before `first` are as many as its share of that prefix, within one.
         if len(mine):
-            assert abs(mine[0] - first * weights[pool] / sum(weights)) < 1 + 1e-6
+            assert abs(mine[0] - first * weights[dataset] / sum(weights)) < 1 + 1e-6
     alone = [blend.locate(np.array([position])) for position in range(first, first + min(num_positions, 20))]
-    assert [(int(pool[0]), int(draw[0])) for pool, draw in alone] == list(
-        zip(pools[:20].tolist(), draws[:20].tolist(), strict=True)
+    assert [(int(dataset[0]), int(draw[0])) for dataset, draw in alone] == list(
+        zip(datasets[:20].tolist(), draws[:20].tolist(), strict=True)
     )
 
 
 def test_the_docstring_example():
-    pools, draws = Blend([Fraction(1), Fraction(3)]).locate(np.arange(8))
-    assert pools.tolist() == [1, 1, 0, 1, 1, 1, 0, 1]
+    datasets, draws = Blend([Fraction(1), Fraction(3)]).locate(np.arange(8))
+    assert datasets.tolist() == [1, 1, 0, 1, 1, 1, 0, 1]
     assert draws.tolist() == [0, 1, 0, 2, 3, 4, 1, 5]
 
 
@@ -77,10 +77,10 @@ def test_a_far_position_costs_no_more_than_a_near_one():
     for _ in range(3):  # the least counts: whoever shares a core slows this one
         blend = Blend([Fraction("0.3"), Fraction("0.7")])
         start_s = time.process_time()
-        pools, draws = blend.locate(np.array([10**9, 10**9 + 1]))
+        datasets, draws = blend.locate(np.array([10**9, 10**9 + 1]))
         computed_s.append(time.process_time() - start_s)
     assert min(computed_s) < 0.1
-    assert draws[0] == pytest.approx(10**9 * (0.3, 0.7)[pools[0]], abs=1)
+    assert draws[0] == pytest.approx(10**9 * (0.3, 0.7)[datasets[0]], abs=1)
 
 
 def test_the_longest_period_is_quick():

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.trainer.data.build import build_splits
-from megatron.trainer.data.pool import shuffled
+from megatron.trainer.data.dataset import shuffled
 from tests.unit.data.helpers import config, epoch_tokens, write_files
 
 
@@ -79,13 +79,13 @@ def test_blends_repeat_each_pool_in_its_own_epochs(tmp_path):
         write_files(tmp_path / name, {f"{letter}.txt": bytes([letter]) * 9 for letter in letters})
     stream = build_splits(config("0.25", tmp_path / "a", "0.75", tmp_path / "b")).train
     letters = [chr(stream.read(sample.sample_id).tokens[0]) for sample in stream.global_batch(0, 400)]
-    for pool, share in (("abc", 0.25), ("vwxyz", 0.75)):
-        mine = [letter for letter in letters if letter in pool]
+    for dataset, share in (("abc", 0.25), ("vwxyz", 0.75)):
+        mine = [letter for letter in letters if letter in dataset]
         assert len(mine) == 400 * share
-        epochs = [mine[start : start + len(pool)] for start in range(0, len(mine), len(pool))]
-        full = [epoch for epoch in epochs if len(epoch) == len(pool)]
+        epochs = [mine[start : start + len(dataset)] for start in range(0, len(mine), len(dataset))]
+        full = [epoch for epoch in epochs if len(epoch) == len(dataset)]
         assert len(full) >= 30
-        assert all(sorted(epoch) == sorted(pool) for epoch in full)
+        assert all(sorted(epoch) == sorted(dataset) for epoch in full)
         assert len(set(map(tuple, full))) > 3
 
 
@@ -138,7 +138,7 @@ def test_splits_and_pools_of_equal_size_have_their_own_orders(tmp_path):
     for name in "ab":
         write_files(tmp_path / name, {f"{i:03}.txt": b"%03d" % (i % 50) for i in range(100)})
     splits = build_splits(config("1", tmp_path / "a", "1", tmp_path / "b", split="1,1,0"))
-    orders = [order(stream, 0, 100)[pool::2] for stream in (splits.train, splits.valid) for pool in (0, 1)]
+    orders = [order(stream, 0, 100)[dataset::2] for stream in (splits.train, splits.valid) for dataset in (0, 1)]
     assert all(sorted(numbers) == sorted(orders[0]) for numbers in orders)
     assert len(set(map(tuple, orders))) == 4
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dynamic_cp.placement.blocks import blocks_of
 from dynamic_cp.placement.runs import count_tiles, cut_samples, runs_of, seen_in_run
+from dynamic_cp.placement.token_graph import blocks_of
 from dynamic_cp.types import CAUSAL, CausalBlockwise, Lambda, Sample, SharedQuestion
 from tests.unit.placement.instances import dense, random_samples, touched_by
 

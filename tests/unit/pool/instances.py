@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from dynamic_cp.arrays import Ints
-from dynamic_cp.pool.homes import TILE_TOKENS, halved, quota_homes
+from dynamic_cp.pool.homes import TILE_TOKENS, homes_in_nano_batches, quota_homes
 from dynamic_cp.pool.scheduler import Rules, schedule
 from dynamic_cp.pool.tasks import Tasks
 from dynamic_cp.pool.tiling import tasks_of
@@ -28,21 +28,21 @@ def random_seqlens(rng: random.Random, num_tokens: int) -> Ints:
     return np.array(sorted(seqlens, reverse=True), np.int64)
 
 
-def homes_of(seqlens: Ints, num_lanes: int, num_halves: int = 1, tile: int = TILE_TOKENS) -> Ints:
+def homes_of(seqlens: Ints, num_lanes: int, num_nano_batches: int = 1, tile: int = TILE_TOKENS) -> Ints:
     """Return homes with room to spare."""
     capacity = -(-int(seqlens.sum()) // num_lanes) * 5 // 4 + 8 * tile
-    homes = quota_homes(seqlens, num_lanes, capacity, tile, num_halves)
+    homes = quota_homes(seqlens, num_lanes, capacity, tile, num_nano_batches)
     assert len(homes)
     return homes
 
 
 def scheduled(
-    homes: Ints, num_servers: int, tolerance: float = 0.1, num_halves: int = 1, tile: int = TILE_TOKENS
+    homes: Ints, num_servers: int, tolerance: float = 0.1, num_nano_batches: int = 1, tile: int = TILE_TOKENS
 ) -> Tasks:
-    """Return tasks of homes, in one half or in two."""
-    if num_halves == 1:
+    """Return tasks of homes, in one nano-batch or in two."""
+    if num_nano_batches == 1:
         return tasks_of(homes, [schedule(homes, homes, NONE, np.zeros(num_servers), rules(tolerance, tile))])
-    rows = halved(homes, num_servers, tile)
+    rows = homes_in_nano_batches(homes, num_servers, tile)
     first = schedule(homes, rows[rows[:, 4] == 0, :4].copy(), NONE, np.zeros(num_servers), rules(tolerance, tile))
     second = schedule(homes, rows[rows[:, 4] == 1, :4].copy(), first, np.zeros(num_servers), rules(tolerance, tile))
     return tasks_of(homes, [first, second])

@@ -47,7 +47,7 @@ EVEN = [Sample(sample_id=number, seqlen=8 * K) for number in range(64)]
 def test_a_sample_that_outlasts_all_others_makes_the_pool_faster() -> None:
     problem = problem_of(4)
     choice = choose(ONE_GIANT, problem, prices(problem))
-    assert choice.is_pool
+    assert choice.planned.plan.extension is not None
     assert choice.makespan_s == choice.planned.makespan_s  # type: ignore[union-attr]
     assert "times as fast as dynamic" in choice.reason
 
@@ -65,7 +65,7 @@ def test_a_job_with_model_chunks_has_a_pool_of_chunks() -> None:
 def test_where_the_pool_is_slower_the_plan_is_the_dynamic_one(pp_size: int, vp_size: int) -> None:
     problem = problem_of(pp_size, vp_size)
     choice = choose(EVEN, problem, prices(problem))
-    assert not choice.is_pool
+    assert choice.planned.plan.extension is None
     assert choice.planned.plan == plan_problem(problem, EVEN).plan
     assert "as fast as the pool" in choice.reason
 
@@ -89,17 +89,17 @@ def test_policies_of_tasks_are_compared_with_all_others() -> None:
 
 
 def test_a_run_has_the_pool_where_it_may_and_where_that_is_faster_as_it_runs() -> None:
-    """In two halves, or, where that is asked for, with the exchange of every layer in the open."""
+    """In two nano-batches, or, where that is asked for, with the exchange of every layer in the open."""
     problem = problem_of(4)
     assert plan_batch(problem, ONE_GIANT).plan == plan_problem(problem, ONE_GIANT).plan
     auto, always = (replace(problem, options=replace(OPTIONS, pool=pool)) for pool in ("auto", "always"))
     chosen = plan_batch(auto, ONE_GIANT)
     assert chosen.plan.extension is not None
     assert chosen.plan == plan_batch(always, ONE_GIANT).plan
-    assert chosen.plan.extension.num_halves == 2
+    assert chosen.plan.extension.num_nano_batches == 2
     whole = plan_batch(replace(auto, options=replace(OPTIONS, pool="auto", ping_pong=False)), ONE_GIANT)
     assert whole.plan.extension is not None
-    assert whole.plan.extension.num_halves == 1
+    assert whole.plan.extension.num_nano_batches == 1
     assert whole.predicted_s > 1.02 * chosen.predicted_s
     assert "times as fast as dynamic" in chosen.reason
     assert len(chosen.predicted_busy_s) == 4
@@ -171,7 +171,7 @@ def test_the_limit_that_memory_sets_is_kept_by_every_legal_plan(lanes: int, tp_s
     # `check_pool` refuses a server that fetches a token more; what there is of others' tokens in a tick bounds it, too.
     assert keys == min(max(32, lanes), lanes * pp_size - 1)
     most = np.array([[[queries * limit] * lanes, [keys * limit] * lanes]] * pp_size, np.int64)
-    peak = peak_in_ticks(memory, held, most, in_halves=True, has_relays=True)
+    peak = peak_in_ticks(memory, held, most, in_nano_batches=True, has_relays=True)
     assert max(stage.total_bytes for stage in peak) <= memory.available_bytes
     # A limit that is given has to hold plans that fetch less.
     memory.check_limit_fits(limit)
@@ -191,7 +191,7 @@ def test_the_command_plans_judges_and_refuses_pools(tmp_path: Path, capsys: pyte
     whole = tmp_path / "whole.json"
     assert main([*piped, "--policy", "with-pool", "--no-ping-pong", "--output", str(whole)]) == 0
     pools = [plan_from_dict(json.loads(one.read_text())).extension for one in (plan, whole)]
-    assert [pool and pool.num_halves for pool in pools] == [2, 1]
+    assert [pool and pool.num_nano_batches for pool in pools] == [2, 1]
     capsys.readouterr()
     assert main(["check", str(plan), "--lengths", str(lengths)]) == 0
     assert "on 16 servers" in capsys.readouterr().out

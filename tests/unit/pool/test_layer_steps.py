@@ -1,4 +1,4 @@
-"""Steps of layers in two halves: an order that all keep, and seconds as an event simulation has them."""
+"""Steps of layers in two nano-batches: an order that all keep, and seconds as an event simulation has them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def test_every_step_comes_once_and_after_what_it_needs(num_layers: int, is_backw
     steps = steps_of(num_layers, is_backward=is_backward, repeats=repeats)
     passes = (False, True) if is_backward and repeats != "nothing" else (is_backward,)
     wanted = {
-        Step(what, layer, one, turn)
+        Step(what, layer, one, slot)
         for what in ("launch", "attend", "wait")  # type: ignore[misc]
         for layer in range(num_layers)
         for one in passes
-        for turn in (0, 1)
+        for slot in (0, 1)
     }
     assert len(steps) == len(wanted)
     assert set(steps) == wanted
@@ -35,14 +35,14 @@ def test_every_step_comes_once_and_after_what_it_needs(num_layers: int, is_backw
         if step.what != "launch":
             before = "launch" if step.what == "attend" else "attend"
             assert at[step] > at[step._replace(what=before)]  # type: ignore[arg-type]
-        if step.turn:
-            assert at[step] > at[step._replace(turn=0)]
+        if step.slot:
+            assert at[step] > at[step._replace(slot=0)]
         if step.is_backward and repeats != "nothing":
             # Gradients need what is computed again: whole layers before they leave, attention before it is attended to.
-            assert at[step._replace(what="launch", turn=0)] > at[Step("attend", step.layer, False, 1)]
+            assert at[step._replace(what="launch", slot=0)] > at[Step("attend", step.layer, False, 1)]
         following = step.layer + (-1 if step.is_backward else 1)
         if step.what == "wait" and 0 <= following < num_layers and step.is_backward == is_backward:
-            assert at[Step("launch", following, step.is_backward, step.turn)] > at[step]
+            assert at[Step("launch", following, step.is_backward, step.slot)] > at[step]
 
 
 def test_the_next_layer_is_computed_again_beside_this_one() -> None:
@@ -53,7 +53,7 @@ def test_the_next_layer_is_computed_again_beside_this_one() -> None:
         for layer in (1, 2, 3):
             launched, attended = at[Step("launch", layer, True, 1)], at[Step("attend", layer, True, 0)]
             between = steps[launched + 1 : attended]
-            assert between == [Step("launch", layer - 1, False, turn) for turn in (0, 1)]
+            assert between == [Step("launch", layer - 1, False, slot) for slot in (0, 1)]
 
 
 def event_by_event(
@@ -68,7 +68,7 @@ def event_by_event(
         for server in range(num_servers):
             while places[server] < len(steps):
                 step = steps[places[server]]
-                key, one = (step.layer, step.is_backward, step.turn), int(step.is_backward)
+                key, one = (step.layer, step.is_backward, step.slot), int(step.is_backward)
                 if step.what == "launch":
                     clocks[server] += ahead[one, server]
                     messages.setdefault(("sent", *key), []).append(clocks[server])
@@ -77,9 +77,9 @@ def event_by_event(
                     came = messages.get((needed, *key), [])
                     if len(came) < num_servers:
                         break
-                    clocks[server] = max(clocks[server], max(came) + travels[one, step.turn])
+                    clocks[server] = max(clocks[server], max(came) + travels[one, step.slot])
                     if step.what == "attend":
-                        clocks[server] += attention[one, step.turn, server]
+                        clocks[server] += attention[one, step.slot, server]
                         messages.setdefault(("done", *key), []).append(clocks[server])
                     else:
                         clocks[server] += behind[one, server]
@@ -103,7 +103,7 @@ def test_steps_take_as_long_as_an_event_simulation_says(seed: int) -> None:
     assert found >= attention[int(is_backward)].sum(axis=0).max() * num_layers
 
 
-def test_transfers_hide_behind_the_other_half_and_idle_servers_have_time_for_more() -> None:
+def test_transfers_hide_behind_the_other_nano_batch_and_idle_servers_have_time_for_more() -> None:
     """Two servers, the second without a micro-batch: layers take 1 + 1 of linear work and 1 + 1 of attention."""
     layers, nothing = 8, np.zeros((2, 2))
     behind = np.array([[1.0, 0.0], [0.0, 0.0]])

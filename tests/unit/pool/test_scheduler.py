@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.disaggregated.paper import annuli_in_order, homes_in_order, ranges_of, schedule_as_paper
+from benchmarks.disaggregated.sent import bytes_of_tasks
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.placement.lanes import Lanes
@@ -18,11 +19,12 @@ from dynamic_cp.placement.legal import why_misplaced
 from dynamic_cp.placement.programme import programmes_of
 from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.transport import ACROSS, INSIDE, fetches_of
-from dynamic_cp.pool.homes import halved, quota_homes
+from dynamic_cp.pool.homes import homes_in_nano_batches, quota_homes
 from dynamic_cp.pool.scheduler import schedule, work_of
+from dynamic_cp.pool.shifts import shifted_tasks
 from dynamic_cp.pool.tasks import (
-    HALF,
     HOLDER,
+    NANO_BATCH,
     SAMPLE,
     SERVER,
     START,
@@ -33,8 +35,7 @@ from dynamic_cp.pool.tasks import (
     runs_of,
 )
 from dynamic_cp.pool.tiling import tasks_of
-from dynamic_cp.pool.traffic import Servers, bytes_of_tasks, fetches_of_tasks, relay_order
-from dynamic_cp.pool.turns import turned_tasks
+from dynamic_cp.pool.traffic import Servers, fetches_of_tasks, relay_order
 from dynamic_cp.types import Sample, Topology
 from dynamic_cp.types.placement import ROW
 from tests.unit.pool.instances import NONE, homes_of, random_seqlens, rules, scheduled
@@ -52,27 +53,27 @@ def work_by_server(tasks: Tasks, num_servers: int) -> Ints:
 def test_any_documents_on_any_servers_are_computed_once_where_there_is_room(seed: int) -> None:
     rng = random.Random(seed)
     num_lanes, idle = rng.randint(1, 9), rng.choice([0, 0, 1, 5])
-    num_servers, num_halves = num_lanes + idle, rng.choice([1, 2])
+    num_servers, num_nano_batches = num_lanes + idle, rng.choice([1, 2])
     tile, tolerance = rng.choice([16, 128]), rng.choice([0.0, 0.1, 0.5])
     seqlens = random_seqlens(rng, rng.choice([1, 300, 9000]))
-    homes = homes_of(seqlens, num_lanes, num_halves, tile)
-    tasks = scheduled(homes, num_servers, tolerance, num_halves, tile)
+    homes = homes_of(seqlens, num_lanes, num_nano_batches, tile)
+    tasks = scheduled(homes, num_servers, tolerance, num_nano_batches, tile)
     samples = [Sample(sample_id=number, seqlen=int(size)) for number, size in enumerate(seqlens)]
     assert why_misplaced(tasks.placement(), samples, num_servers) is None
     rows = tasks.rows
     # What servers hold is what lanes held.
     assert (
-        tasks.held_tokens(num_servers)[:num_lanes]
+        np.bincount(rows[:, HOLDER], tasks.tokens, num_servers)[:num_lanes].tolist()
         == np.bincount(homes[:, 3], homes[:, 2] - homes[:, 1], num_lanes).tolist()
     )
     # Cuts are on the grid, or where documents or homes end.
     borders = {(int(home[0]), int(home[2])) for home in homes}
     assert all(stop % tile == 0 or (sample, stop) in borders for sample, _, stop, *_ in rows.tolist())
-    runs = Counter((sample, server, half) for sample, _, _, server, half in runs_of(rows).tolist())
+    runs = Counter((sample, server, nano_batch) for sample, _, _, server, nano_batch in runs_of(rows).tolist())
     at_home = Counter((int(home[0]), int(home[3])) for home in homes)
     assert all(number <= max(TASKS_PER_DOCUMENT, at_home[key[:2]]) for key, number in runs.items())
-    for half in range(num_halves):
-        own = Tasks(rows[rows[:, HALF] == half])
+    for nano_batch in range(num_nano_batches):
+        own = Tasks(rows[rows[:, NANO_BATCH] == nano_batch])
         before = own.rows.copy()
         before[:, SERVER] = before[:, HOLDER]
         loads, given_to = work_by_server(own, num_servers), work_by_server(Tasks(before), num_servers)
@@ -83,15 +84,15 @@ def test_any_documents_on_any_servers_are_computed_once_where_there_is_room(seed
     assert len({tasks, parse_tasks(str(tasks))}) == 1
 
 
-@pytest.mark.parametrize("num_halves", [1, 2])
-def test_servers_are_even_to_the_tolerance_and_a_tile(num_halves: int) -> None:
+@pytest.mark.parametrize("num_nano_batches", [1, 2])
+def test_servers_are_even_to_the_tolerance_and_a_tile(num_nano_batches: int) -> None:
     for seed in range(6):
         seqlens = random_seqlens(random.Random(seed), 60000)
-        homes = homes_of(seqlens, 8, num_halves)
+        homes = homes_of(seqlens, 8, num_nano_batches)
         for idle, tolerance in ((0, 0.0), (0, 0.1), (8, 0.1), (24, 0.25)):
-            tasks = scheduled(homes, 8 + idle, tolerance, num_halves)
-            for half in range(num_halves):
-                loads = work_by_server(Tasks(tasks.rows[tasks.rows[:, HALF] == half]), 8 + idle)
+            tasks = scheduled(homes, 8 + idle, tolerance, num_nano_batches)
+            for nano_batch in range(num_nano_batches):
+                loads = work_by_server(Tasks(tasks.rows[tasks.rows[:, NANO_BATCH] == nano_batch]), 8 + idle)
                 tile = 128 * 2 * int(seqlens[0])
                 assert loads.max() <= (1 + tolerance) * loads.mean() + tile
 
@@ -137,13 +138,13 @@ def test_keys_that_are_there_already_attract_more_of_their_document() -> None:
 
 
 @pytest.mark.parametrize("node_servers", [1, 4])
-@pytest.mark.parametrize("num_halves", [1, 2])
-def test_transfers_are_those_of_the_placement_and_of_its_programmes(num_halves: int, node_servers: int) -> None:
+@pytest.mark.parametrize("num_nano_batches", [1, 2])
+def test_transfers_are_those_of_the_placement_and_of_its_programmes(num_nano_batches: int, node_servers: int) -> None:
     seqlens = random_seqlens(random.Random(5), 20000)
-    homes = homes_of(seqlens, 4, num_halves)
-    tasks = scheduled(homes, 8, 0.1, num_halves)
+    homes = homes_of(seqlens, 4, num_nano_batches)
+    tasks = scheduled(homes, 8, 0.1, num_nano_batches)
     placement = tasks.placement()
-    assert placement.num_divisions == tasks.num_halves == num_halves
+    assert placement.num_divisions == tasks.num_nano_batches == num_nano_batches
     order = relay_order(tasks)
     found, expected = fetches_of_tasks(tasks, node_servers), fetches_of(placement, Lanes(8, 0, node_servers), order)
     assert len(found.lane) > 15
@@ -180,12 +181,12 @@ def test_quota_spreads_long_documents_over_any_number_of_lanes() -> None:
     assert len(quota_homes(np.array([4096], np.int64), 2, 1920, 128, 1)) == 0
 
 
-def test_halves_share_tokens_and_never_look_ahead() -> None:
+def test_nano_batches_share_tokens_and_never_look_ahead() -> None:
     seqlens = random_seqlens(random.Random(8), 50000)
     homes = homes_of(seqlens, 5, 2)
-    rows = halved(homes, 5, 128)
+    rows = homes_in_nano_batches(homes, 5, 128)
     for lane in range(5):
-        first, second = (rows[(rows[:, 3] == lane) & (rows[:, 4] == half)] for half in range(2))
+        first, second = (rows[(rows[:, 3] == lane) & (rows[:, 4] == nano_batch)] for nano_batch in range(2))
         counts = [int((part[:, 2] - part[:, 1]).sum()) for part in (first, second)]
         assert abs(counts[0] - counts[1]) <= 0.15 * sum(counts)
     for document in range(len(seqlens)):
@@ -228,7 +229,7 @@ def test_a_text_that_is_no_tasks_is_refused(text: str, words: str) -> None:
 
 
 def test_columns_are_named_in_their_order() -> None:
-    assert list(range(Tasks.columns)) == [SAMPLE, START, STOP, HOLDER, SERVER, HALF]
+    assert list(range(Tasks.columns)) == [SAMPLE, START, STOP, HOLDER, SERVER, NANO_BATCH]
 
 
 def test_what_servers_do_besides_is_evened_out_with_their_tasks() -> None:
@@ -282,6 +283,6 @@ def test_relays_are_the_same_where_tasks_are_on_other_servers(relay_servers: int
     homes = homes_of(random_seqlens(random.Random(5), 20000), 4)
     tasks = scheduled(homes, 8, 0.1)
     topology = Topology(num_lanes=4, pp_size=2, vp_size=2, tp_size=8)
-    turned = turned_tasks(tasks, [0, int(homes[:, 0].max()) + 1], 1, topology)
+    turned = shifted_tasks(tasks, [0, int(homes[:, 0].max()) + 1], 1, topology)
     one, other = (bytes_of_tasks(each, (0, 1), Servers(8, 1, relay_servers), ONE_TOKEN) for each in (tasks, turned))
     assert other.tolist() == np.roll(one, 4, axis=3).tolist()

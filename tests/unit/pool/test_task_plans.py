@@ -29,7 +29,7 @@ from dynamic_cp.plans import serialize
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
 from dynamic_cp.plans.lane_tokens import lane_tokens_of
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pool.homes import halved
+from dynamic_cp.pool.homes import homes_in_nano_batches
 from dynamic_cp.pool.legal import homes_in_tick, homes_of, servers_of, why_too_much_fetched
 from dynamic_cp.pool.memory import peak_in_ticks
 from dynamic_cp.pool.plan import micro_batches_of, pool_of, samples_of, ticks_of
@@ -39,7 +39,7 @@ from dynamic_cp.pool.scheduler import Rules, schedule
 from dynamic_cp.pool.search import PlannedTasks, TaskSearch, _planned, plan_tasks
 from dynamic_cp.pool.seconds import task_seconds
 from dynamic_cp.pool.server_ticks import decode_ticks
-from dynamic_cp.pool.tasks import HALF, HOLDER, SERVER, STOP, Tasks
+from dynamic_cp.pool.tasks import HOLDER, NANO_BATCH, SERVER, STOP, Tasks
 from dynamic_cp.pool.ticks import Tick, num_ticks, tick_order
 from dynamic_cp.pool.tiling import tasks_of
 from dynamic_cp.pool.timeline import TickTime, tick_timeline
@@ -93,7 +93,7 @@ def test_a_pool_of_stages_is_legal_and_even(pooled: PlannedTasks) -> None:
     plan = pooled.plan
     pool = pool_of(plan)
     check_plan(plan, batch_of())
-    assert (plan.num_microbatches, plan.num_servers, pool.num_halves) == (6, 8, 2)
+    assert (plan.num_microbatches, plan.num_servers, pool.num_nano_batches) == (6, 8, 2)
     assert len(pool.forward) == len(pool.backward) == 7
     # In the first tick only stage 0 holds anything; servers of stage 1 compute for it.
     first = pool.forward[0].rows
@@ -137,12 +137,12 @@ def test_servers_with_nothing_else_to_do_get_more_attention() -> None:
     # That takes less than with as much attention on each.
     seconds, servers, held = planned.seconds[0], servers_of(cost_model.topology, 0), np.array([15 * K] * 4 + [0] * 4)
     homes = homes_in_tick(planned.plan, [(0, 0)])
-    rows = halved(homes, 4, 128)
+    rows = homes_in_nano_batches(homes, 4, 128)
     rules = Rules(128, 0.02, *prices.task_bytes, prices.extra_tokens(0))
     tasks = [rows[:0, :4].copy()]
-    for half in range(2):
-        of_half = rows[rows[:, 4] == half, :4].copy()
-        tasks.append(schedule(homes, of_half, tasks[-1], np.zeros(8), rules))
+    for nano_batch in range(2):
+        of_nano_batch = rows[rows[:, 4] == nano_batch, :4].copy()
+        tasks.append(schedule(homes, of_nano_batch, tasks[-1], np.zeros(8), rules))
     even = prices.seconds(tasks_of(homes, tasks[1:]), 0, held, servers)
     assert seconds.total_s < 0.97 * even.total_s
 
@@ -272,7 +272,7 @@ def set_at(column: int, value: int, row: int = 0) -> Any:
 def three_tasks(rows: Any) -> Any:
     """Let server 7 compute three runs of a sample, with runs of others between."""
     sample = np.bincount(rows[:, 0]).argmax()
-    own = np.flatnonzero((rows[:, 0] == sample) & (rows[:, HALF] == 1))
+    own = np.flatnonzero((rows[:, 0] == sample) & (rows[:, NANO_BATCH] == 1))
     assert len(own) >= 5
     rows[own, SERVER] = 6
     rows[own[[0, 2, 4]], SERVER] = 7
@@ -285,11 +285,11 @@ def off_the_grid(rows: Any) -> Any:
     return np.concatenate([rows[:row], parts, rows[row + 1 :]])
 
 
-def all_in_the_second_half(rows: Any) -> None:
+def all_in_the_second_nano_batch(rows: Any) -> None:
     """A sample of the first micro-batch, which is on stage 1 in this tick."""
     of_first = np.unique(rows[rows[:, HOLDER] >= 4, 0])
-    sample = next(sample for sample in of_first if (rows[rows[:, 0] == sample, HALF] == 0).sum() == 1)
-    rows[rows[:, 0] == sample, HALF] = 1
+    sample = next(sample for sample in of_first if (rows[rows[:, 0] == sample, NANO_BATCH] == 0).sum() == 1)
+    rows[rows[:, 0] == sample, NANO_BATCH] = 1
 
 
 @pytest.mark.parametrize(
@@ -298,11 +298,14 @@ def all_in_the_second_half(rows: Any) -> None:
         (set_at(SERVER, 8), "computed by servers 0 to 8 of 8"),
         (set_at(HOLDER, 7), r"held by server 7, their home \[0, \d+\] is on"),
         (set_at(STOP, 5), "begins at token|ends at|hold"),
-        (set_at(HALF, 2), "halves of sample"),
+        (set_at(NANO_BATCH, 2), "nano-batches of sample"),
         (lambda rows: rows[1:], "not 0 to|hold"),
         (three_tasks, "server [67] computes 3 tasks of sample 0"),
         (off_the_grid, "which 128 does not divide"),
-        (all_in_the_second_half, r"first half of sample \d+ of micro-batch \d has 0 tokens, in another tick \d+"),
+        (
+            all_in_the_second_nano_batch,
+            r"first nano-batch of sample \d+ of micro-batch \d has 0 tokens, in another tick \d+",
+        ),
     ],
 )
 def test_wrong_tasks_are_refused(pooled: PlannedTasks, change: Any, words: str) -> None:
@@ -391,10 +394,16 @@ def test_every_server_gets_what_its_tasks_are_and_no_more(which: str, request: p
             ticks = parts[lane][stage]
             programme, samples = (ticks.forward if tick.kind == "F" else ticks.backward)[tick.number]
             ids = [sample.sample_id for sample in samples]
-            for half, tiles in enumerate(programme.tiles):
+            for nano_batch, tiles in enumerate(programme.tiles):
                 rows = {row for row, _ in tiles}
                 computed += [
-                    (ids[programme.held[row].sample], programme.held[row].start, programme.held[row].stop, server, half)
+                    (
+                        ids[programme.held[row].sample],
+                        programme.held[row].start,
+                        programme.held[row].stop,
+                        server,
+                        nano_batch,
+                    )
                     for row in rows
                 ]
         all_samples = samples_of(plan, tick)
@@ -510,15 +519,15 @@ def test_ticks_take_as_long_as_an_event_simulation_says(seed: int) -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_the_same_tiles_cost_the_same_as_tasks_and_as_placed_attention(num_stages: int, pooled: PlannedTasks) -> None:
-    """Squares, rectangles, rows that are short, and a launch for each half of a server but its first."""
+    """Squares, rectangles, rows that are short, and a launch for each nano-batch of a server but its first."""
     stage = cost_model_of(num_stages).stage.attention
     plan = pooled.plan
     for tick, tasks in ticks_of(plan):
         placement, samples = tasks.placement(), samples_of(plan, tick)
         placed = kernel_seconds(stage, placement, samples, Lanes(8, 0, 1))
-        of_halves = task_seconds(stage, tasks, 8)
-        assert of_halves.shape == (2, 2, 8)
-        assert of_halves.sum(axis=1) == pytest.approx(placed, rel=1e-12)
+        by_nano_batch = task_seconds(stage, tasks, 8)
+        assert by_nano_batch.shape == (2, 2, 8)
+        assert by_nano_batch.sum(axis=1) == pytest.approx(placed, rel=1e-12)
     # One rectangle: 200 queries behind 1000 keys, and each of the two kernels pays for the 200.
     one = Tasks(np.array([[0, 0, 1000, 0, 0, 0], [0, 1000, 1200, 0, 1, 0]], np.int32))
     for direction, side in enumerate(stage.sides):
@@ -545,7 +554,7 @@ def test_ping_pong_hides_transfers_and_recomputation_repeats_attention(pooled: P
     (_, plain), (_, full) = found["none", True], found["full", True]
     (forward, _) = found["none", True]
     assert full.attention_s == pytest.approx(plain.attention_s + forward.attention_s)
-    # What forward fetches again is there for the gradients, in two halves.
+    # What forward fetches again is there for the gradients, in two nano-batches.
     assert plain.exchange_s < full.exchange_s < 0.8 * (plain.exchange_s + forward.exchange_s)
     (_, plain_stream), (_, full_stream) = found["none", False], found["full", False]
     assert full_stream.exchange_s == pytest.approx(plain_stream.exchange_s + found["none", False][0].exchange_s)
@@ -584,7 +593,7 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
     memory = MemoryModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=options))
     held = np.full((12, 4), 1000, np.int64)
     none = np.zeros((4, 2, 4), np.int64)
-    kinds = {"in_halves": True, "has_relays": False}
+    kinds = {"in_nano_batches": True, "has_relays": False}
     ticks, stock = peak_in_ticks(memory, held, none, **kinds), memory.peak_at(1000)
     for stage in range(4):
         assert ticks[stage].activations_bytes / stock[stage].activations_bytes == pytest.approx(
@@ -601,13 +610,13 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
     # With full recomputation a second layer is there, too, whatever is fetched.
     assert 1.1 * ticks[0].exchange_bytes < more[0].exchange_bytes < 1.5 * ticks[0].exchange_bytes
     alone, more_alone = (
-        peak_in_ticks(memory, held, one, in_halves=False, has_relays=True)[0].exchange_bytes
+        peak_in_ticks(memory, held, one, in_nano_batches=False, has_relays=True)[0].exchange_bytes
         for one in (none, none + 500)
     )
     assert alone < ticks[0].exchange_bytes
     assert more_alone == pytest.approx(1.5 * alone)
     # Relays add up what their neighbours give back: two gradients in float32 of one KV head on each of 8 ranks.
-    relays = peak_in_ticks(memory, held, none, in_halves=True, has_relays=True)[0].exchange_bytes
+    relays = peak_in_ticks(memory, held, none, in_nano_batches=True, has_relays=True)[0].exchange_bytes
     assert relays - ticks[0].exchange_bytes == 1000 * 2 * 128 * 4
     planned = plan_tasks(samples, cost_model, memory=memory, num_microbatches=[8])
     assert 0 < planned.peak_bytes <= memory.available_bytes

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.planner.exchanges import ALL, GOALS, RING, SHARE_GOAL, token_shares, with_exchanges
 from benchmarks.planner.frozen import frozen_cases, frozen_problem, lengths_of
-from dynamic_cp.packing.blocks import widths_of
 from dynamic_cp.packing.durations import durations_of
+from dynamic_cp.packing.lane_blocks import widths_of
 from dynamic_cp.packing.rows import alone_ns
 from dynamic_cp.plans.validate import check_plan
 from tests.unit.support import causal

@@ -34,7 +34,7 @@ from dynamic_cp.types import CAUSAL, CpCommType
 from megatron.dynamic_cp.attention.mechanisms.heads import HeadExchange
 from megatron.dynamic_cp.attention.te.heads import GatherHeads, ScatterHeads
 from megatron.dynamic_cp.attention.te.kernels import choose_kernel, installed_flash_attn
-from megatron.dynamic_cp.attention.te.support import LACKS_MASKS, release_of, way
+from megatron.dynamic_cp.attention.te.support import LACKS_MASKS, provider, release_of
 from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
@@ -111,7 +111,7 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
         if params.cp_group.size() == 1:
             return self._attend_over(query, key, value, params, None, [], "p2p")
         exchange, kv_heads = params.cp_comm_type, key.shape[1]
-        who = way(exchange, self._te_version, self._kernel, kv_heads=kv_heads, inner_cp_size=params.inner_cp_size)
+        who = provider(exchange, self._te_version, self._kernel, kv_heads=kv_heads, inner_cp_size=params.inner_cp_size)
         if who == "wrapped":
             return self._share_out_heads(query, key, value, params)
         group: Group = params.cp_group

@@ -1,7 +1,7 @@
 """What TransformerEngine can exchange for packed sequences (THD), by version and kernel: the only place that knows.
 
     choose_layers(...)           TransformerEngine's layers or local ones, and why; refuses what the version lacks
-    way(exchange, version, ...)  who does an exchange: TransformerEngine ("native"), or we around it ("wrapped")
+    provider(exchange, version, ...)  who does an exchange: TransformerEngine ("native"), or we around it ("wrapped")
 
 Our wrapper shares out heads by all-to-all (`heads`), then calls TransformerEngine's attention with the local heads: in
 the ring of outer lanes for a2a+p2p, on whole sequences for a2a. It does so on versions and kernels that lack the
@@ -53,7 +53,7 @@ WRAPPED: frozenset[CpCommType] = frozenset({"a2a", "a2a+p2p"})
 
 LACKS_MASKS = "TransformerEngine's attention, which this model has, computes the mask of its layers only"
 
-Way = Literal["native", "wrapped"]
+Provider = Literal["native", "wrapped"]
 
 
 def release_of(version: str) -> Release:
@@ -69,7 +69,9 @@ def shown(release: Release) -> str:
     return f"{release[0]}.{release[1]}"
 
 
-def way(exchange: CpCommType, version: str, kernel: Kernel | None, *, kv_heads: int, inner_cp_size: int) -> Way:
+def provider(
+    exchange: CpCommType, version: str, kernel: Kernel | None, *, kv_heads: int, inner_cp_size: int
+) -> Provider:
     """Return who does an exchange.
 
     Args:
@@ -187,7 +189,7 @@ def choose_layers(
     if needs.exchange == "auto":
         left_out = missing_exchanges(tuple(NATIVE_SINCE), version, kernel)
     else:
-        way(needs.exchange, version, kernel, kv_heads=1, inner_cp_size=1)
+        provider(needs.exchange, version, kernel, kv_heads=1, inner_cp_size=1)
     reason = f"TransformerEngine {version} is installed"
     return LayerChoice(impl="transformer_engine", reason=reason, left_out=left_out, kernel=kernel)
 

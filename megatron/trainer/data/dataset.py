@@ -27,12 +27,12 @@ def shuffled(num_samples: int, seed: tuple[int, ...]) -> NDArray[np.int64]:
     return keys.view(np.int64)
 
 
-class ShuffledPool:
+class ShuffledDataset:
     """Draw k is sample k % num_samples of the order of epoch k // num_samples.
 
     Args:
         parts: joined in this order.
-        seed: words that no other pool of the job has.
+        seed: words that no other dataset of the job has.
 
     Attributes:
         has_masks: samples may have masks of their own.

@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from dynamic_cp.packing.blocks import EFFORTS, _heavy_counts, _middle_out, cut, pack_blocks
 from dynamic_cp.packing.durations import durations_of
 from dynamic_cp.packing.judge import build_plan, makespan_ns, price_packing
+from dynamic_cp.packing.lane_blocks import EFFORTS, _heavy_counts, _middle_out, cut, pack_blocks
 from dynamic_cp.packing.static import fewest_rows
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import Topology

@@ -1,12 +1,12 @@
-"""Attention of a layer that runs in two halves, as three autograd nodes for each: launch, attend and wait.
+"""Attention of a layer that runs in two nano-batches, as three autograd nodes for each: launch, attend and wait.
 
 The backward pass of `wait` launches the gradient of the output, that of `attend` computes, and that of `launch` waits
 for the gradients of queries and keys. autograd runs nodes that are ready in the reverse order of their making, so that
-backward interleaves halves and layers as forward did; what it computes again of the next layer (`Beside`) goes out
-before the gradients of this one are computed. `mechanisms.halves.Turns` proves the order in every tick.
+backward interleaves nano-batches and layers as forward did; what it computes again of the next layer (`Beside`) goes
+out before the gradients of this one are computed. `layer_pass.StepOrder` proves the order in every tick.
 
-Tokens go from node to node in buffers of the layer (`HalvedLayer`), not as tensors of the graph: a node gets *tickets*,
-empty tensors, of those that must have run before it.
+Tokens go from node to node in buffers of the layer (`NanoBatchedLayer`), not as tensors of the graph: a node gets
+*tickets*, empty tensors, of those that must have run before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.placement.programme import Programme
 from dynamic_cp.plans.padding import round_up
-from dynamic_cp.pool.layer_steps import NUM_HALVES, Repeats, steps_of
+from dynamic_cp.pool.layer_steps import NUM_NANO_BATCHES, Repeats, steps_of
 from dynamic_cp.types.placement import ROW
 from megatron.dynamic_cp.attention.kernels.choice import kernel_for
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, Fetched, ForwardPass
@@ -32,57 +32,57 @@ from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane, PlacedPacks
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, LayerCache
-from megatron.dynamic_cp.pool.two_halves import Turns, TwoHalves, mirrored
+from megatron.dynamic_cp.pool.layer_pass import LayerPass, StepOrder, mirrored
 
 
-def halves_of_tokens(lane: PlacedLane) -> NDArray[np.int64]:
-    """Return [token] the half of each token that a lane holds, 0 or 1; padding is in the second one.
+def nano_batches_of_tokens(lane: PlacedLane) -> NDArray[np.int64]:
+    """Return [token] the nano-batch of each token that a lane holds, 0 or 1; padding is in the second one.
 
     Raises:
-        DisagreementError: the programme has other than two halves.
+        DisagreementError: the programme has other than two nano-batches.
     """
     programme = lane.programme
     found: dict[int, set[int]] = {}
-    for half, tiles in enumerate(programme.tiles):
+    for nano_batch, tiles in enumerate(programme.tiles):
         for row, _ in tiles:
-            found.setdefault(row, set()).add(half)
+            found.setdefault(row, set()).add(nano_batch)
     for exchange in programme.exchanges:
         for _, entries in exchange.sends:
             for number, kind in entries:
                 if kind == ROW and programme.held[number].kind < 0:
                     found.setdefault(number, set()).add(exchange.division)
-    halves = np.full(lane.num_tokens, NUM_HALVES - 1, np.int64)
+    nano_batches = np.full(lane.num_tokens, NUM_NANO_BATCHES - 1, np.int64)
     for number, one in enumerate(programme.held):
         if one.kind >= 0:
             continue
         of_home = found.get(number, set())
         if of_home not in ({0}, {1}):
             raise DisagreementError(
-                f"tokens {one.start} to {one.stop} of sample {one.sample} are computed in the halves "
+                f"tokens {one.start} to {one.stop} of sample {one.sample} are computed in the nano-batches "
                 f"{sorted(of_home)}, one of 0 and 1 is needed: plan this step again",
                 found=sorted(of_home),
             )
-        halves[one.place : one.place + one.num_tokens] = of_home.pop()
-    return halves
+        nano_batches[one.place : one.place + one.num_tokens] = of_home.pop()
+    return nano_batches
 
 
-class Halves:
-    """A micro-batch on this rank whose layers run in two halves, or what a stage without one does meanwhile.
+class NanoBatches:
+    """A micro-batch on this rank whose layers run in two nano-batches, or what a stage without one does meanwhile.
 
     Attributes:
         params: of the micro-batch.
-        rows: [half] which of the rank's tokens it has, int64, ascending.
-        sizes: [half] its tokens with padding: at least one, and as many on each tensor-parallel rank.
-        back: where each token of the rank is in both halves, one without its padding behind the other.
-        turns: steps of the tick.
+        rows: [nano-batch] which of the rank's tokens it has, int64, ascending.
+        sizes: [nano-batch] its tokens with padding: at least one, and as many on each tensor-parallel rank.
+        back: where each token of the rank is in both nano-batches, one without its padding behind the other.
+        step_order: steps of the tick.
     """
 
-    turns: Turns
+    step_order: StepOrder
 
     def __init__(self, params: DynamicPackedSeqParams, lane: PlacedLane, multiple: int) -> None:
         self.params, device = params, params.positions.device
-        self._of_token = halves_of_tokens(lane)
-        rows = [np.flatnonzero(self._of_token == half) for half in range(NUM_HALVES)]
+        self._of_token = nano_batches_of_tokens(lane)
+        rows = [np.flatnonzero(self._of_token == nano_batch) for nano_batch in range(NUM_NANO_BATCHES)]
         brings_none = not len(self._of_token)
         self.sizes = tuple(0 if brings_none else max(round_up(len(one), multiple), multiple) for one in rows)
         self.rows = tuple(to_device(one, device) for one in rows)
@@ -90,53 +90,53 @@ class Halves:
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
         self.back = to_device(back, device)
-        # [token] its place among those of both halves, padding included.
+        # [token] its place among those of both nano-batches, padding included.
         shift = np.array([0, self.sizes[0] - len(rows[0])], np.int64)
         self._places = back + shift[self._of_token]
         self._rotary_params: list[DynamicPackedSeqParams] = []
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of both halves, with their padding."""
+        """Tokens of both nano-batches, with their padding."""
         return sum(self.sizes)
 
-    def range_of(self, half: int) -> slice:
-        """Return where a half's tokens are among those of both."""
-        return slice(0, self.sizes[0]) if half == 0 else slice(self.sizes[0], self.num_tokens)
+    def range_of(self, nano_batch: int) -> slice:
+        """Return where a nano-batch's tokens are among those of both."""
+        return slice(0, self.sizes[0]) if nano_batch == 0 else slice(self.sizes[0], self.num_tokens)
 
     def begin(self, lane: PlacedLane, num_layers: int, *, is_backward: bool, repeats: Repeats) -> None:
         """Begin a tick.
 
         Args:
-            lane: the rank's part of it; its tokens are in the same halves in each tick.
+            lane: the rank's part of it; its tokens are in the same nano-batches in each tick.
             num_layers: of the stage.
             repeats: what backward computes again.
 
         Raises:
             DisagreementError: they are in others.
         """
-        moved = np.flatnonzero(halves_of_tokens(lane) != self._of_token)
+        moved = np.flatnonzero(nano_batches_of_tokens(lane) != self._of_token)
         if len(moved):
             raise DisagreementError(
-                f"{self.params.label}: {len(moved)} of {len(self._of_token)} tokens are in another half backward than "
-                f"forward, the first being {moved[0]}: plan this step again",
+                f"{self.params.label}: {len(moved)} of {len(self._of_token)} tokens are in another nano-batch backward "
+                f"than forward, the first being {moved[0]}: plan this step again",
                 moved=len(moved),
             )
         self._lane, self._packs = lane, None
-        self.turns = Turns(steps_of(num_layers, is_backward=is_backward, repeats=repeats), self.params.label)
+        self.step_order = StepOrder(steps_of(num_layers, is_backward=is_backward, repeats=repeats), self.params.label)
 
-    def params_of(self, half: int) -> DynamicPackedSeqParams:
-        """Return parameters whose positions are those of a half; padding is at position 0."""
+    def params_of(self, nano_batch: int) -> DynamicPackedSeqParams:
+        """Return parameters whose positions are those of a nano-batch; padding is at position 0."""
         if not self._rotary_params:
             for rows, size in zip(self.rows, self.sizes, strict=True):
                 positions = self.params.positions.new_zeros(size)
                 positions[: len(rows)] = self.params.positions.index_select(0, rows)
                 self._rotary_params.append(replace(self.params, positions=positions, cache=LayerCache()))
-        return self._rotary_params[half]
+        return self._rotary_params[nano_batch]
 
     def direction(
         self, core: TorchTHDAttention, layer: int, *, is_backward: bool, kept: Fetched | None = None
-    ) -> TwoHalves:
+    ) -> LayerPass:
         """Return one direction of a layer, with tokens of nobody yet.
 
         Args:
@@ -157,7 +157,7 @@ class Halves:
             one = BackwardPass(rows, torch.stack((key, key)), packs, keeps_apart=packs.relays, kept=kept)
         else:
             one = ForwardPass(RowSums(query, kernel, core.softmax_scale), torch.stack((key, key)), packs)
-        return TwoHalves(one, packs, self.params, self.turns, layer, is_backward=is_backward)
+        return LayerPass(one, packs, self.params, self.step_order, layer, is_backward=is_backward)
 
     def _packs_of(self, device: torch.device) -> tuple[PlacedPacks, PlacedPacks]:
         """Return the tick's programme forward and backward, with room for the lane's own tokens."""
@@ -167,13 +167,13 @@ class Halves:
             packs = packs._replace(
                 row_room=packs.num_tokens + packs.row_room,
                 column_room=packs.num_tokens + packs.column_room,
-                divisions=packs.divisions + ((),) * (NUM_HALVES - len(packs.divisions)),
+                divisions=packs.divisions + ((),) * (NUM_NANO_BATCHES - len(packs.divisions)),
             )
             self._packs = packs, mirrored(packs)
         return self._packs
 
     def _arranged(self, programme: Programme) -> Programme:
-        """Return the programme for tokens in the order of halves."""
+        """Return the programme for tokens in the order of nano-batches."""
         held = (one if one.kind >= 0 else one._replace(place=int(self._places[one.place])) for one in programme.held)
         return programme._replace(held=tuple(held))
 
@@ -182,17 +182,17 @@ class Beside(Protocol):
     """Attention of the layer before, which backward computes again beside the gradients of this one."""
 
     def launch_again(self) -> None:
-        """Begin to send both halves."""
+        """Begin to send both nano-batches."""
 
     def attend_again(self) -> None:
-        """Compute what is this rank's of both halves."""
+        """Compute what is this rank's of both nano-batches."""
 
 
-class HalvedLayer:
+class NanoBatchedLayer:
     """Attention of one layer of a micro-batch, from its first forward step to its last backward one.
 
     Args:
-        halves: of the micro-batch.
+        nano_batches: of the micro-batch.
         core: the layer's attention; layer: its number on the stage.
         keeps: backward will come; repeats: and computes attention again.
         is_again: this is the second time, and backward comes in the same tick.
@@ -204,161 +204,172 @@ class HalvedLayer:
     beside: Beside | None = None
 
     def __init__(
-        self, halves: Halves, core: TorchTHDAttention, layer: int, *, keeps: bool, repeats: bool, is_again: bool
+        self,
+        nano_batches: NanoBatches,
+        core: TorchTHDAttention,
+        layer: int,
+        *,
+        keeps: bool,
+        repeats: bool,
+        is_again: bool,
     ) -> None:
-        self._halves, self._core, self._layer = halves, core, layer
+        self._nano_batches, self._core, self._layer = nano_batches, core, layer
         self._keeps, self.repeats, self._is_again = keeps, repeats, is_again
         self._kept: Fetched | None = None
         self._brought: list[tuple[Tensor, ...]] = []
         self._found: list[tuple[Tensor, Tensor]] = []
-        self._running: TwoHalves | None = None
+        self._running: LayerPass | None = None
 
-    def launch(self, query: Tensor, key: Tensor, value: Tensor, half: int) -> None:
-        """Send the queries, keys and values of a half, [T, heads, dim]."""
+    def launch(self, query: Tensor, key: Tensor, value: Tensor, nano_batch: int) -> None:
+        """Send the queries, keys and values of a nano-batch, [T, heads, dim]."""
         self._brought.append((query.detach(), key.detach(), value.detach()))
-        self._launch_forward(half)
+        self._launch_forward(nano_batch)
 
-    def attend(self, half: int) -> None:
-        """Compute what is this rank's of a half."""
-        self._direction.attend(half)
+    def attend(self, nano_batch: int) -> None:
+        """Compute what is this rank's of a nano-batch."""
+        self._direction.attend(nano_batch)
 
-    def wait(self, half: int) -> Tensor:
-        """Return the output of a half."""
-        self._direction.wait(half)
-        out_THD = self._output(half, keep=self._keeps and not self.repeats)
-        if half == NUM_HALVES - 1:
+    def wait(self, nano_batch: int) -> Tensor:
+        """Return the output of a nano-batch."""
+        self._direction.wait(nano_batch)
+        out_THD = self._output(nano_batch, keep=self._keeps and not self.repeats)
+        if nano_batch == NUM_NANO_BATCHES - 1:
             self._kept = self._direction.one.kept if self._is_again else None
             self._running = None
             if not self._keeps:
                 self._brought = []
         return out_THD
 
-    def launch_backward(self, grad_THD: Tensor, half: int) -> None:
-        """Send the gradient of the output of a half, and with the second one, which is first, all keys.
+    def launch_backward(self, grad_THD: Tensor, nano_batch: int) -> None:
+        """Send the gradient of the output of a nano-batch, and with the second one, which is first, all keys.
 
         Those that a forward pass in the same tick fetched are there already, as are queries.
         """
-        if half == NUM_HALVES - 1:
+        if nano_batch == NUM_NANO_BATCHES - 1:
             if self.repeats:
                 self._wait_again()
-            self._running = self._halves.direction(self._core, self._layer, is_backward=True, kept=self._kept)
+            self._running = self._nano_batches.direction(self._core, self._layer, is_backward=True, kept=self._kept)
         rows, columns = self._direction.one.fetched
-        if half == NUM_HALVES - 1 and self._kept is None:
-            for each in range(NUM_HALVES):
+        if nano_batch == NUM_NANO_BATCHES - 1 and self._kept is None:
+            for each in range(NUM_NANO_BATCHES):
                 self._fill(columns, self._brought[each][1:], each)
-        of_half = grad_THD, self._brought[half][0], *self._found[half]
-        self._fill(rows, of_half if self._kept is None else (of_half[0], *of_half[2:]), half)
-        self._direction.launch(_turn(half))
+        of_nano_batch = grad_THD, self._brought[nano_batch][0], *self._found[nano_batch]
+        self._fill(rows, of_nano_batch if self._kept is None else (of_nano_batch[0], *of_nano_batch[2:]), nano_batch)
+        self._direction.launch(_slot(nano_batch))
 
-    def attend_backward(self, half: int) -> None:
-        """Compute what is this rank's of the gradients of a half, and beside both what is computed again."""
-        if self.beside is not None and half == NUM_HALVES - 1:
+    def attend_backward(self, nano_batch: int) -> None:
+        """Compute what is this rank's of the gradients of a nano-batch, and beside both what is computed again."""
+        if self.beside is not None and nano_batch == NUM_NANO_BATCHES - 1:
             self.beside.launch_again()
-        self._direction.attend(_turn(half))
-        if self.beside is not None and half == 0:
+        self._direction.attend(_slot(nano_batch))
+        if self.beside is not None and nano_batch == 0:
             self.beside.attend_again()
             self.beside = None
 
     def launch_again(self) -> None:
-        """Send queries, keys and values of both halves a second time: their outputs were not kept."""
-        for half in range(NUM_HALVES):
-            self._launch_forward(half)
+        """Send queries, keys and values of both nano-batches a second time: their outputs were not kept."""
+        for nano_batch in range(NUM_NANO_BATCHES):
+            self._launch_forward(nano_batch)
 
     def attend_again(self) -> None:
-        """Compute what is this rank's of both halves a second time."""
-        for half in range(NUM_HALVES):
-            self._direction.attend(half)
+        """Compute what is this rank's of both nano-batches a second time."""
+        for nano_batch in range(NUM_NANO_BATCHES):
+            self._direction.attend(nano_batch)
 
-    def gradients(self, half: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, keys and values of a half."""
-        self._direction.wait(_turn(half))
-        one, rows, dtype = self._direction.one, self._halves.range_of(half), self._brought[half][0].dtype
+    def gradients(self, nano_batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, keys and values of a nano-batch."""
+        self._direction.wait(_slot(nano_batch))
+        one, rows, dtype = (
+            self._direction.one,
+            self._nano_batches.range_of(nano_batch),
+            self._brought[nano_batch][0].dtype,
+        )
         grad_q_THD = one.rows.grad_q_THD[rows].to(dtype, copy=True)
         grad_k_THD, grad_v_THD = one.grad_of_columns(rows).to(dtype, copy=True)
-        if half == 0:
+        if nano_batch == 0:
             self._running, self._kept, self._brought, self._found = None, None, [], []
         return grad_q_THD, grad_k_THD, grad_v_THD
 
     @property
     def _direction(self) -> Any:
-        assert self._running is not None, "a half is launched before it is attended to"
+        assert self._running is not None, "a nano-batch is launched before it is attended to"
         return self._running
 
-    def _launch_forward(self, half: int) -> None:
-        if half == 0:
-            self._running = self._halves.direction(self._core, self._layer, is_backward=False)
-        query, *keys = self._brought[half]
+    def _launch_forward(self, nano_batch: int) -> None:
+        if nano_batch == 0:
+            self._running = self._nano_batches.direction(self._core, self._layer, is_backward=False)
+        query, *keys = self._brought[nano_batch]
         rows, columns = self._direction.one.fetched
-        self._fill(rows, (query,), half)
-        self._fill(columns, keys, half)
-        self._direction.launch(half)
+        self._fill(rows, (query,), nano_batch)
+        self._fill(columns, keys, nano_batch)
+        self._direction.launch(nano_batch)
 
-    def _fill(self, buffers: Sequence[Tensor], values: Sequence[Tensor], half: int) -> None:
-        for buffer, of_half in zip(buffers, values, strict=True):
-            buffer[self._halves.range_of(half)].copy_(of_half)
+    def _fill(self, buffers: Sequence[Tensor], values: Sequence[Tensor], nano_batch: int) -> None:
+        for buffer, of_nano_batch in zip(buffers, values, strict=True):
+            buffer[self._nano_batches.range_of(nano_batch)].copy_(of_nano_batch)
 
     def _wait_again(self) -> None:
         """Have the outputs, which were computed again beside the layer behind; those of the last layer beside none."""
         if self._running is None:
             self.launch_again()
             self.attend_again()
-        for half in range(NUM_HALVES):
-            self._direction.wait(half)
-            self._output(half, keep=True)
+        for nano_batch in range(NUM_NANO_BATCHES):
+            self._direction.wait(nano_batch)
+            self._output(nano_batch, keep=True)
         self._kept = self._direction.one.kept
 
-    def _output(self, half: int, *, keep: bool) -> Tensor:
-        """Return the output of a half, and keep for backward what it needs of it."""
-        sums, rows = self._direction.one.sums, self._halves.range_of(half)
-        out_THD: Tensor = sums.out_THD[rows].to(self._brought[half][0].dtype, copy=True)
+    def _output(self, nano_batch: int, *, keep: bool) -> Tensor:
+        """Return the output of a nano-batch, and keep for backward what it needs of it."""
+        sums, rows = self._direction.one.sums, self._nano_batches.range_of(nano_batch)
+        out_THD: Tensor = sums.out_THD[rows].to(self._brought[nano_batch][0].dtype, copy=True)
         if keep:
             self._found.append((out_THD.detach(), sums.lse_HT[:, rows].t().contiguous()))
         return out_THD
 
 
-def _turn(half: int) -> int:
-    """Return when a half comes backward."""
-    return NUM_HALVES - 1 - half
+def _slot(nano_batch: int) -> int:
+    """Return when a nano-batch comes backward."""
+    return NUM_NANO_BATCHES - 1 - nano_batch
 
 
 class Launch(torch.autograd.Function):
-    """Begin the exchange of a half; returns a ticket."""
+    """Begin the exchange of a nano-batch; returns a ticket."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, one: HalvedLayer, half: int) -> Tensor:
-        ctx.one, ctx.half = one, half
-        one.launch(query, key, value, half)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, one: NanoBatchedLayer, nano_batch: int) -> Tensor:
+        ctx.one, ctx.nano_batch = one, nano_batch
+        one.launch(query, key, value, nano_batch)
         return query.new_zeros(0)
 
     @staticmethod
     def backward(ctx: Any, _ticket: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.one.gradients(ctx.half), None, None
+        return *ctx.one.gradients(ctx.nano_batch), None, None
 
 
 class Attend(torch.autograd.Function):
-    """Compute what is this rank's of a half; takes tickets of this half and of the one before, returns one."""
+    """Compute what is this rank's of a nano-batch; takes tickets of this one and the one before, returns one."""
 
     @staticmethod
-    def forward(ctx: Any, one: HalvedLayer, half: int, *tickets: Tensor) -> Tensor:
-        ctx.one, ctx.half, ctx.num_tickets = one, half, len(tickets)
-        one.attend(half)
+    def forward(ctx: Any, one: NanoBatchedLayer, nano_batch: int, *tickets: Tensor) -> Tensor:
+        ctx.one, ctx.nano_batch, ctx.num_tickets = one, nano_batch, len(tickets)
+        one.attend(nano_batch)
         return tickets[-1].new_zeros(0)
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.one.attend_backward(ctx.half)
+        ctx.one.attend_backward(ctx.nano_batch)
         return None, None, *[ticket] * ctx.num_tickets
 
 
 class Wait(torch.autograd.Function):
-    """Return the output of a half, [T, heads, dim], for its ticket."""
+    """Return the output of a nano-batch, [T, heads, dim], for its ticket."""
 
     @staticmethod
-    def forward(ctx: Any, one: HalvedLayer, half: int, ticket: Tensor) -> Tensor:
-        ctx.one, ctx.half = one, half
-        return one.wait(half)
+    def forward(ctx: Any, one: NanoBatchedLayer, nano_batch: int, ticket: Tensor) -> Tensor:
+        ctx.one, ctx.nano_batch = one, nano_batch
+        return one.wait(nano_batch)
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.one.launch_backward(grad_THD, ctx.half)
+        ctx.one.launch_backward(grad_THD, ctx.nano_batch)
         return None, None, grad_THD.new_zeros(0)

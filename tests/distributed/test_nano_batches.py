@@ -1,4 +1,4 @@
-"""Layers in two halves: which tokens are in which, in what order steps come, and that another order is noticed."""
+"""Layers in two nano-batches: which tokens are in which, in what order steps come, and what another order does."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane, PlacedPacks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.pool.halves import HalvedLayer, Halves, halves_of_tokens
-from megatron.dynamic_cp.pool.two_halves import Turns, mirrored
+from megatron.dynamic_cp.pool.layer_pass import StepOrder, mirrored
+from megatron.dynamic_cp.pool.nano_batches import NanoBatchedLayer, NanoBatches, nano_batches_of_tokens
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, TOLERANCE, Case, Layout, in_jobs_of_their_own, run_step
 from tests.distributed.test_ticks import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE, PoolCase, planned_step, run_planned
@@ -44,57 +44,59 @@ def lanes_of(layout: Layout, batch: str, multiple: int = 1) -> list[PlacedLane]:
     return found
 
 
-def halves_of(lane: PlacedLane, multiple: int = 1) -> Halves:
-    return Halves(DynamicPackedSeqParams(positions=torch.arange(lane.num_tokens), label="a test"), lane, multiple)
+def nano_batches_of(lane: PlacedLane, multiple: int = 1) -> NanoBatches:
+    return NanoBatches(DynamicPackedSeqParams(positions=torch.arange(lane.num_tokens), label="a test"), lane, multiple)
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("batch", ["cut", "long_tail"])
-def test_every_token_is_in_one_half_and_comes_back_to_its_place(batch: str, multiple: int) -> None:
+def test_every_token_is_in_one_nano_batch_and_comes_back_to_its_place(batch: str, multiple: int) -> None:
     sizes = Counter[tuple[int, int]]()
     for lane in lanes_of(ONE_LANE, batch, multiple):
-        halves = halves_of(lane, multiple)
-        own = [rows.tolist() for rows in halves.rows]
+        nano_batches = nano_batches_of(lane, multiple)
+        own = [rows.tolist() for rows in nano_batches.rows]
         assert sorted(own[0] + own[1]) == list(range(lane.num_tokens))
-        assert (torch.cat(halves.rows)[halves.back] == torch.arange(lane.num_tokens)).all()
-        assert all(size % multiple == 0 and size >= len(rows) for size, rows in zip(halves.sizes, own, strict=True))
-        assert all(size > 0 for size in halves.sizes) == (lane.num_tokens > 0)
-        # Of every sample the first half has the first tokens, and the programme's tokens are where it says.
-        arranged = halves._arranged(lane.programme)
+        assert (torch.cat(nano_batches.rows)[nano_batches.back] == torch.arange(lane.num_tokens)).all()
+        assert all(
+            size % multiple == 0 and size >= len(rows) for size, rows in zip(nano_batches.sizes, own, strict=True)
+        )
+        assert all(size > 0 for size in nano_batches.sizes) == (lane.num_tokens > 0)
+        # Of every sample the first nano-batch has the first tokens, and the programme's tokens are where it says.
+        arranged = nano_batches._arranged(lane.programme)
         for before, after in zip(lane.programme.own, arranged.own, strict=True):
             rows = range(before.place, before.place + before.num_tokens)
-            (half,) = {int(halves._of_token[row]) for row in rows}
-            first = own[half].index(before.place)
-            assert own[half][first : first + before.num_tokens] == list(rows)
-            assert after.place == first + halves.range_of(half).start
+            (nano_batch,) = {int(nano_batches._of_token[row]) for row in rows}
+            first = own[nano_batch].index(before.place)
+            assert own[nano_batch][first : first + before.num_tokens] == list(rows)
+            assert after.place == first + nano_batches.range_of(nano_batch).start
         sizes[len(own[0]), len(own[1])] += 1
     if batch == "cut" and multiple == 1:
         assert {(0, 0), (16, 1), (0, 1), (0, 2), (992, 989)} == set(sizes)
     assert max(map(min, sizes)) > 100
 
 
-def test_positions_of_a_half_are_those_of_its_tokens() -> None:
+def test_positions_of_a_nano_batch_are_those_of_its_tokens() -> None:
     lane = next(lane for lane in lanes_of(ONE_LANE, "cut") if lane.num_tokens == 17)
-    halves = halves_of(lane, 4)
-    assert halves.params_of(0).positions.tolist() == list(range(16))
-    assert halves.params_of(1).positions.tolist() == [16, 0, 0, 0]
+    nano_batches = nano_batches_of(lane, 4)
+    assert nano_batches.params_of(0).positions.tolist() == list(range(16))
+    assert nano_batches.params_of(1).positions.tolist() == [16, 0, 0, 0]
 
 
-def test_a_tick_with_other_halves_or_with_none_is_refused() -> None:
+def test_a_tick_with_other_nano_batches_or_with_none_is_refused() -> None:
     first = next(lane for lane in lanes_of(ONE_LANE, "long_tail") if lane.num_tokens)
-    halves = halves_of(first)
-    halves.begin(first, 2, is_backward=True, repeats="nothing")
+    nano_batches = nano_batches_of(first)
+    nano_batches.begin(first, 2, is_backward=True, repeats="nothing")
     exchanges = tuple(one._replace(division=1 - one.division) for one in first.programme.exchanges)
     tiles = first.programme.tiles[::-1]
     swapped = replace(first, programme=first.programme._replace(tiles=tiles, exchanges=exchanges))
-    with pytest.raises(DisagreementError, match=r"a test: \d+ of \d+ tokens are in another half backward"):
-        halves.begin(swapped, 2, is_backward=True, repeats="nothing")
+    with pytest.raises(DisagreementError, match=r"a test: \d+ of \d+ tokens are in another nano-batch backward"):
+        nano_batches.begin(swapped, 2, is_backward=True, repeats="nothing")
     whole = tiles[0] + tiles[1]
     both = first.programme._replace(tiles=(whole, whole))
-    with pytest.raises(DisagreementError, match=r"computed in the halves \[0, 1\], one of 0 and 1 is needed"):
-        halves_of_tokens(replace(first, programme=both))
-    with pytest.raises(DisagreementError, match=r"computed in the halves \[\]"):
-        halves_of_tokens(replace(first, programme=first.programme._replace(tiles=((), ()), exchanges=())))
+    with pytest.raises(DisagreementError, match=r"computed in the nano-batches \[0, 1\], one of 0 and 1 is needed"):
+        nano_batches_of_tokens(replace(first, programme=both))
+    with pytest.raises(DisagreementError, match=r"computed in the nano-batches \[\]"):
+        nano_batches_of_tokens(replace(first, programme=first.programme._replace(tiles=((), ()), exchanges=())))
 
 
 def test_backward_mirrors_forward_step_by_step() -> None:
@@ -110,13 +112,13 @@ def test_backward_mirrors_forward_step_by_step() -> None:
         "launch 1 of layer 1 forward",
     ]
     back = {"launch": "wait", "attend": "attend", "wait": "launch"}
-    expected = [Step(back[step.what], step.layer, True, 1 - step.turn) for step in reversed(forward)]
+    expected = [Step(back[step.what], step.layer, True, 1 - step.slot) for step in reversed(forward)]
     assert steps_of(3, is_backward=True, repeats="nothing") == expected
 
 
 def brief(steps: list[Step]) -> str:
     """Return steps in a line; those of a layer that is computed again begin with +."""
-    return " ".join(f"{'' if one.is_backward else '+'}{one.what}{one.turn}/{one.layer}" for one in steps)
+    return " ".join(f"{'' if one.is_backward else '+'}{one.what}{one.slot}/{one.layer}" for one in steps)
 
 
 BACKWARD_OF_TWO: dict[Repeats, tuple[str, ...]] = {
@@ -158,32 +160,34 @@ def test_mirrored_transfers_take_the_way_back() -> None:
         assert there_and_back.rounds == packs.rounds
         back = mirrored(packs)
         assert back.divisions == packs.divisions[::-1]
-        for (half, way), one in packs.rounds.items():
+        for (nano_batch, way), one in packs.rounds.items():
             seen[way] += 1
-            mirror = back.rounds[1 - half, {ACROSS: DELIVER, INSIDE: COLLECT, COLLECT: INSIDE, DELIVER: ACROSS}[way]]
+            mirror = back.rounds[
+                1 - nano_batch, {ACROSS: DELIVER, INSIDE: COLLECT, COLLECT: INSIDE, DELIVER: ACROSS}[way]
+            ]
             assert (mirror.sends, mirror.receives) == (one.receives, one.sends)
     assert set(seen) == {ACROSS, INSIDE, COLLECT, DELIVER}
 
 
 def test_a_step_out_of_turn_and_one_left_over_are_refused_with_both() -> None:
-    turns = Turns(steps_of(1, is_backward=False, repeats="nothing"), "iteration 3")
-    turns.take(Step("launch", 0, False, 0))
+    step_order = StepOrder(steps_of(1, is_backward=False, repeats="nothing"), "iteration 3")
+    step_order.take(Step("launch", 0, False, 0))
     with pytest.raises(
         DisagreementError, match=r"iteration 3: attend 0 .* as step 1 of 6, which is launch 1 of layer 0"
     ):
-        turns.take(Step("attend", 0, False, 0))
-    with pytest.raises(DisagreementError, match=r"1 steps of layers in two halves ran, the tick has 6"):
-        turns.finish()
+        step_order.take(Step("attend", 0, False, 0))
+    with pytest.raises(DisagreementError, match=r"1 steps of layers in two nano-batches ran, the tick has 6"):
+        step_order.finish()
 
 
 def run_swapped(case: Case) -> str:
-    """Return how a rank ended, in a job whose last stage computes the gradients of the first half first."""
-    attend = HalvedLayer.attend_backward
+    """Return how a rank ended, in a job whose last stage computes the gradients of the first nano-batch first."""
+    attend = NanoBatchedLayer.attend_backward
 
-    def swap(self: HalvedLayer, half: int) -> None:
-        attend(self, 1 - half if parallel_state.is_pipeline_last_stage() else half)
+    def swap(self: NanoBatchedLayer, nano_batch: int) -> None:
+        attend(self, 1 - nano_batch if parallel_state.is_pipeline_last_stage() else nano_batch)
 
-    HalvedLayer.attend_backward = swap  # type: ignore[method-assign]
+    NanoBatchedLayer.attend_backward = swap  # type: ignore[method-assign]
     try:
         run_step(*case, None, lambda *args: run_planned(PoolCase(case, None), *args))
     except DisagreementError as error:
@@ -203,7 +207,7 @@ def test_another_order_on_one_rank_ends_all_of_them(reference_of: Any) -> None:
     assert first.startswith("lost its peer")
 
 
-def test_random_halves_are_found_from_programmes() -> None:
+def test_random_nano_batches_are_found_from_programmes() -> None:
     """Also those of tokens that only other servers compute."""
     found = np.zeros(2, int)
     for lane in lanes_of(Layout(2, pp=2), "long_tail"):
@@ -213,7 +217,7 @@ def test_random_halves_are_found_from_programmes() -> None:
         own = {number for number, one in enumerate(lane.programme.held) if one.kind < 0}
         assert own <= sent | computed
         found += len(own & sent), len(own & computed)
-        halves_of_tokens(lane)
+        nano_batches_of_tokens(lane)
     assert found.min() > 10
 
 
