@@ -9,7 +9,7 @@ import numpy as np
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.pricing.table import PriceTable
-from dynamic_cp.pricing.terms import NUM_KINKS, NUM_TERMS, kink_at, linear_parts, price
+from dynamic_cp.pricing.terms import CONSTANT, NUM_KINKS, NUM_TERMS, PER_TOKEN, kink_at, linear_parts, price
 
 
 class Ways(NamedTuple):
@@ -58,14 +58,14 @@ def ways_of(table: PriceTable, max_tokens_per_rank: int) -> Ways:
     sizes = np.array([size for size, _, _ in rows], np.int64)
     capacities = sizes * max_tokens_per_rank
     longest = np.where([allowed for _, allowed, _ in rows], capacities, 0)
-    floors_s = linear_parts(terms)[:, :, 0].min(axis=0)
+    floors_s = linear_parts(terms)[:, :, CONSTANT].min(axis=0)
     return Ways(sizes, longest, capacities, terms, level_terms, floors_s, table.is_even, ratios, expert_s)
 
 
 def without_experts(ways: Ways) -> Ways:
     """Return the ways with nothing of what tokens cost at experts that other lanes share."""
     terms = ways.level_terms.copy()
-    terms[:, :, 1] -= ways.expert_s / ways.cp_sizes[:, None]
+    terms[:, :, PER_TOKEN] -= ways.expert_s / ways.cp_sizes[:, None]
     return ways._replace(terms=terms)
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.pipeline.longest_path import Grid
-from dynamic_cp.pricing.table import PriceTable
+from dynamic_cp.pricing.table import PER_MEAN, PER_ROUTED, PriceTable
+from dynamic_cp.pricing.terms import CONSTANT
 
 
 @compiled
@@ -73,8 +74,8 @@ def _experts_s(tokens: Floats, table: PriceTable, direction: int) -> float:
             most = max(most, tokens[lane])
         mean = total / block
         routed = max(most, table.imbalance * mean)
-        seconds = terms[direction, 0] + terms[direction, 1] * mean + terms[direction, 2] * routed
-        slowest_s = max(slowest_s, seconds)
+        seconds = terms[direction, CONSTANT] + terms[direction, PER_MEAN] * mean
+        slowest_s = max(slowest_s, seconds + terms[direction, PER_ROUTED] * routed)
     return slowest_s
 
 
