@@ -3,7 +3,8 @@
     constant + per_token * T + per_token2 * Q + sum over k of weight_k * max(0, a_k + b_k * T + c_k * Q)
 
 or what the host takes, where that is longer. A kink is a step of an exchange that hides behind the attention of the
-whole bucket, so prices are not additive over samples. Mechanisms say in this form what attention takes; `pricing/terms.py` has it as numbers for compiled loops.
+whole bucket, so prices are not additive over samples. Mechanisms say in this form what attention takes;
+`pricing/terms.py` has it as numbers for compiled loops.
 """
 
 from __future__ import annotations

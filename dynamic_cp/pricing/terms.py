@@ -19,9 +19,10 @@ from dynamic_cp.convex import Convex, Kink, Linear, merged
 
 NUM_KINKS = 4
 """Kinks of one direction: two of its own (first and later steps) and two of the forward pass that it repeats."""
-_HOST, _FIRST_KINK, _NUMBERS_OF_KINK = 3, 4, 4
+CONSTANT, PER_TOKEN, PER_TOKEN2, HOST, _FIRST_KINK = range(5)
+_NUMBERS_OF_KINK = 4
 NUM_TERMS = _FIRST_KINK + _NUMBERS_OF_KINK * NUM_KINKS + 1
-"""constant, per_token, per_token2, host, then (weight, a, b, c) of every kink; a weight of 0 ends them, always."""
+"""CONSTANT, PER_TOKEN, PER_TOKEN2, HOST, then (weight, a, b, c) of every kink; a weight of 0 ends them, always."""
 NUM_TERMS_OF_BOTH = _FIRST_KINK + _NUMBERS_OF_KINK * 2 * NUM_KINKS + 1
 """The same for forward and backward together."""
 
@@ -43,19 +44,7 @@ def convex_of(terms: Floats) -> Convex:
         weight, constant, per_token, per_token2 = numbers[at : at + _NUMBERS_OF_KINK]
         kinks.append(Kink(weight, Linear(constant, per_token, -per_token2)))
         at += _NUMBERS_OF_KINK
-    return Convex(Linear(*numbers[:_HOST]), tuple(kinks), numbers[_HOST])
-
-
-def without_host(terms: Floats) -> Floats:
-    """Return [..., terms] of what the GPU takes, however long the host does."""
-    terms = terms.copy()
-    terms[..., _HOST] = 0.0
-    return terms
-
-
-def host_of(terms: Floats) -> Floats:
-    """Return [...] what the host takes of [..., terms]."""
-    return terms[..., _HOST]
+    return Convex(Linear(*numbers[:HOST]), tuple(kinks), numbers[HOST])
 
 
 def both_ns(terms: Floats, more_s_per_token: float) -> list[float]:
@@ -76,7 +65,7 @@ def both_ns(terms: Floats, more_s_per_token: float) -> list[float]:
 
 def linear_parts(terms: Floats) -> Floats:
     """Return [..., (constant, per token, per token squared)] of [..., terms]: the GPU while every exchange hides."""
-    return terms[..., :_HOST]
+    return terms[..., :HOST]
 
 
 def kinks_of(terms: Floats) -> tuple[Floats, Floats, Floats, Floats]:
@@ -96,7 +85,7 @@ def prices_of(terms: Floats, tokens: Floats, squares: Floats) -> Floats:
     total = constant + per_token * tokens + per_token2 * squares
     for weight, a, b, c in zip(*(np.moveaxis(part, -1, 0) for part in kinks_of(terms)), strict=True):
         total += weight * np.maximum(0.0, a + b * tokens - c * squares)
-    return np.asarray(np.maximum(total, host_of(terms)))
+    return np.asarray(np.maximum(total, terms[..., HOST]))
 
 
 @compiled
@@ -112,7 +101,8 @@ def price(terms: Floats, row: int, column: int, tokens: float, squares: float) -
 @inlined
 def price_inlined(terms: Floats, row: int, column: int, tokens: float, squares: float) -> float:
     """Return `price`; for the innermost loops, in which a call would take longer than the price."""
-    total = terms[row, column, 0] + terms[row, column, 1] * tokens + terms[row, column, 2] * squares
+    total = terms[row, column, CONSTANT] + terms[row, column, PER_TOKEN] * tokens
+    total += terms[row, column, PER_TOKEN2] * squares
     at = _FIRST_KINK
     while terms[row, column, at] != 0.0:
         exposed = (
@@ -121,7 +111,7 @@ def price_inlined(terms: Floats, row: int, column: int, tokens: float, squares: 
         if exposed > 0.0:
             total += terms[row, column, at] * exposed
         at += _NUMBERS_OF_KINK
-    return max(total, terms[row, column, _HOST])  # type: ignore[no-any-return]
+    return max(total, terms[row, column, HOST])  # type: ignore[no-any-return]
 
 
 @inlined
@@ -130,8 +120,8 @@ def tangent(terms: Floats, row: int, column: int, tokens: float, squares: float)
 
     The slopes are those of a bucket in which what hides now goes on hiding, and the host remains the slower one.
     """
-    per_token, per_token2 = terms[row, column, 1], terms[row, column, 2]
-    total = terms[row, column, 0] + per_token * tokens + per_token2 * squares
+    per_token, per_token2 = terms[row, column, PER_TOKEN], terms[row, column, PER_TOKEN2]
+    total = terms[row, column, CONSTANT] + per_token * tokens + per_token2 * squares
     at = _FIRST_KINK
     while terms[row, column, at] != 0.0:
         exposed = (
@@ -142,8 +132,8 @@ def tangent(terms: Floats, row: int, column: int, tokens: float, squares: float)
             per_token += terms[row, column, at] * terms[row, column, at + 2]
             per_token2 -= terms[row, column, at] * terms[row, column, at + 3]
         at += _NUMBERS_OF_KINK
-    if total < terms[row, column, _HOST]:
-        return terms[row, column, _HOST], 0.0, 0.0, True
+    if total < terms[row, column, HOST]:
+        return terms[row, column, HOST], 0.0, 0.0, True
     return total, per_token, per_token2, at > _FIRST_KINK
 
 
@@ -155,7 +145,7 @@ def growth_while_hidden(terms: Floats, row: int, column: int, padded: float, squ
         terms, row, column: of the price.
         padded, square: its tokens, and their square by its density.
     """
-    return terms[row, column, 1] * padded + terms[row, column, 2] * square  # type: ignore[no-any-return]
+    return terms[row, column, PER_TOKEN] * padded + terms[row, column, PER_TOKEN2] * square  # type: ignore[no-any-return]
 
 
 @inlined
@@ -174,7 +164,8 @@ def line_below(terms: Floats, row: int, column: int, shares: Floats, floor: floa
         shares: [kink] in [0, 1]: max(0, x) is never below share * x.
         floor: is taken off the constant.
     """
-    constant, per_token, per_token2 = terms[row, column, 0] - floor, terms[row, column, 1], terms[row, column, 2]
+    constant = terms[row, column, CONSTANT] - floor
+    per_token, per_token2 = terms[row, column, PER_TOKEN], terms[row, column, PER_TOKEN2]
     for kink in range(NUM_KINKS):
         weight, a, b, c = kink_at(terms, row, column, kink)
         weight *= shares[kink]
