@@ -14,7 +14,7 @@ from dynamic_cp.pricing import terms as prices
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
 from dynamic_cp.pricing.table import best_option, duration_ns
 from dynamic_cp.types import PlanOptions, Problem, Topology
-from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, tiny_cost_model
+from tests.unit.support import CURVED_HARDWARE, HOST_HARDWARE, TINY_HARDWARE, TINY_MODEL, tiny_cost_model
 
 EXCHANGES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -119,7 +119,9 @@ def test_a_weight_of_zero_ends_the_kinks():
     assert prices.price(terms_of(1, 0, 0, 0, 0, 0, 0, 5, 5, 0, 0), 0, 0, 1.0, 1.0) == 1
 
 
-@pytest.mark.parametrize("hardware", [TINY_HARDWARE, CURVED_HARDWARE], ids=lambda hardware: hardware.name)
+@pytest.mark.parametrize(
+    "hardware", [TINY_HARDWARE, CURVED_HARDWARE, HOST_HARDWARE], ids=lambda hardware: hardware.name
+)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_kernels_and_cost_model_agree_to_the_bit(hardware, recompute):
     rng = random.Random(recompute)
