@@ -35,7 +35,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
 EXAMPLES = sorted(
     ROOT / "examples" / name
-    for name in re.findall(r"`examples/([\w]+\.py)`", (DOCS / "how-to" / "examples.md").read_text(encoding="utf-8"))
+    for name in re.findall(r"`examples/([\w]+\.py)`", (DOCS / "api.md").read_text(encoding="utf-8"))
 )
 EACH_NIGHT = {"accelerate_hugging_face", "shared_questions", "torch_device_mesh", "video_dit"}
 """The costly examples of what tests/distributed tries, too."""

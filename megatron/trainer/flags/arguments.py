@@ -456,7 +456,7 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="token that ends a document of .bin/.idx data, if it has one; or instead of eos_token",
     )
     group.add_argument("--vocab-size", type=int, help="token ids of .bin/.idx data; text tokenizers know theirs")
-    _switch(group, "--sft", help="records are chats (docs/how-to/sft.md); loss only on what the assistant wrote")
+    _switch(group, "--sft", help="records are chats (docs/how-to/data.md); loss only on what the assistant wrote")
     group.add_argument(
         "--chat-template", metavar="FILE|NAME", help="with --sft: Jinja, or chatml; default: the tokenizer's own"
     )
