@@ -34,7 +34,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/attention": 4150,
     "megatron/dynamic_cp/calibration": 1260,
     "megatron/dynamic_cp/data": 1130,
-    "megatron/dynamic_cp/flags": 2360,
+    "megatron/dynamic_cp/flags": 2330,
     "megatron/dynamic_cp/foreign": 1450,
     "megatron/dynamic_cp/groups": 610,
     "megatron/dynamic_cp/layout": 430,
@@ -45,7 +45,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/pool": 1500,
     "megatron/dynamic_cp/repairs": 650,
     "megatron/dynamic_cp/step": 790,
-    "megatron/lm_adaptor": 3150,
+    "megatron/lm_adaptor": 3140,
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1940,
     "megatron/trainer/data": 5100,
@@ -57,7 +57,7 @@ MOST_LINES = {
     "megatron/trainer/weights": 1810,
 }
 """Room -> lines of its Python files, rounded up to tens; files outside rooms count for their package."""
-MOST_LONG_FUNCTIONS = 18
+MOST_LONG_FUNCTIONS = 11
 """Functions of more than LONG lines, and of more than MANY parameters: fewer is the aim."""
 MOST_WIDE_FUNCTIONS = 25
 LONG, MANY = 60, 8
