@@ -163,7 +163,6 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
         Exclusion("--attention-output-gate", "it has no gate"),
         Exclusion("--qk-l2-norm", "it normalizes latents"),
         Exclusion("--no-rope-freq", "all layers rotate"),
-        Exclusion("--window-size", "its layers were not checked with one"),
         Exclusion("--rotary-interleaved", "its channels are paired in one way"),
         Exclusion("--add-qkv-bias", "its projections have none", said=_biases_of_projections),
         Exclusion("--use-rope-scaling", "its RoPE is not scaled"),
