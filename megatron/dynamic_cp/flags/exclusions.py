@@ -206,7 +206,6 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
         Exclusion(MODULES, _AS_MANY, "0"),
         Exclusion(LATENTS, _UNTRIED, "off"),
         Exclusion("--window-size", _UNTRIED, "off", said=_windows),
-        Exclusion("--softmax-type", _UNTRIED, "vanilla", off=("vanilla",), shows=True),
         Exclusion(FP8, "it is for layers of TransformerEngine, whose attention is not placed", "off", said=_fp8),
         Exclusion(
             "--transformer-impl transformer_engine", "its attention is not placed", "local", off=("local",), shows=True
