@@ -29,7 +29,11 @@ from megatron.dynamic_cp.flags.table import add_group, check_ranges, destination
 from megatron.trainer.data.config import OVERLONG_POLICIES
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.settings import DYNAMIC_CP, TABLE
-from megatron.trainer.flags.validation import check_auto_knows_recomputation, planning_settings
+from megatron.trainer.flags.validation import (
+    check_auto_knows_recomputation,
+    check_micro_batch_size,
+    planning_settings,
+)
 
 _DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}  # where the name is not that of the flag
 _EXCHANGE_NAMES = {"allgather": "all_gather"}  # Megatron-LM's name -> ours
@@ -182,12 +186,7 @@ def refuse(args: argparse.Namespace) -> None:
     for feature in REFUSED:
         if not feature.is_off(getattr(args, destination(feature.flag), None)):
             raise feature.error()
-    if args.micro_batch_size not in (None, 1):
-        raise InvalidInputError(
-            f"--micro-batch-size is {args.micro_batch_size}, it must be 1: a micro-batch is a pack of samples, "
-            "--max-seqlen-per-dp-cp-rank sets its size",
-            micro_batch_size=args.micro_batch_size,
-        )
+    check_micro_batch_size(args.micro_batch_size)
     if len(args.cp_comm_type) != 1:
         raise InvalidInputError(
             f"--cp-comm-type has {len(args.cp_comm_type)} values, one per layer is not possible: give one",

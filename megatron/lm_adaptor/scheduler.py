@@ -22,11 +22,12 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_problem
-from dynamic_cp.types import Experts, Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
 from megatron.dynamic_cp.repairs import releases, triton_imports
 from megatron.lm_adaptor.checkout import SCHEDULERS, SUPPORTED_VERSIONS
 from megatron.lm_adaptor.flags import add_flags
 from megatron.lm_adaptor.groups import Groups, check_groups, groups_ns, groups_of, groups_of_greedy
+from megatron.trainer.flags.derive import experts_of
 
 logger = logging.getLogger(__name__)
 
@@ -159,24 +160,8 @@ def model_shape(config: Any) -> ModelShape:
         kv_channels=config.kv_channels,
         vocab_size=_vocab_size(),
         gated_linear_unit=config.gated_linear_unit,
-        experts=_experts(config),
+        experts=experts_of(config),
         source="configuration of the checkout",
-    )
-
-
-def _experts(config: Any) -> Experts | None:
-    """Return the experts of a checkout's model, whose configuration names them otherwise than its flags do."""
-    num_experts = getattr(config, "num_moe_experts", None)
-    if not num_experts:
-        return None
-    freq = config.moe_layer_freq
-    return Experts(
-        num_experts=num_experts,
-        topk=config.moe_router_topk,
-        ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
-        shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
-        shared_gate=bool(getattr(config, "moe_shared_expert_gate", False)),
-        layer_freq=freq if isinstance(freq, int) else tuple(freq),
     )
 
 

@@ -38,12 +38,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
         DynamicCPError: two values disagree; the message has both numbers and the remedy.
     """
     check_ranges(args, *TABLE)
-    if args.micro_batch_size != 1:
-        raise InvalidInputError(
-            f"--micro-batch-size is {args.micro_batch_size}, it must be 1: a micro-batch is a pack of samples, "
-            "--max-seqlen-per-dp-cp-rank sets its size",
-            micro_batch_size=args.micro_batch_size,
-        )
+    check_micro_batch_size(args.micro_batch_size)
     args.overlong = args.overlong or ("error" if args.sft else "split")
     _complete_model(args)
     _complete_model_parallel(args)
@@ -59,6 +54,16 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     _check_logging(args)
     _check_profiling(args)
     return settings_of(vars(args), planning)
+
+
+def check_micro_batch_size(size: int | None) -> None:
+    """Raise InvalidInputError unless --micro-batch-size is 1, or left to that."""
+    if size not in (None, 1):
+        raise InvalidInputError(
+            f"--micro-batch-size is {size}, it must be 1: a micro-batch is a pack of samples, "
+            "--max-seqlen-per-dp-cp-rank sets its size",
+            micro_batch_size=size,
+        )
 
 
 def _divides(divisor: int, value: int, what: str, by: str, remedy: str) -> None:
