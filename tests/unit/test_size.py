@@ -19,7 +19,7 @@ MOST_LINES = {
     "dynamic_cp/mechanisms": 1340,
     "dynamic_cp/memory": 440,
     "dynamic_cp/models": 1540,
-    "dynamic_cp/packing": 2710,
+    "dynamic_cp/packing": 2750,
     "dynamic_cp/pipeline": 1020,
     "dynamic_cp/placement": 3740,
     "dynamic_cp/plans": 1110,
@@ -36,7 +36,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/data": 1130,
     "megatron/dynamic_cp/flags": 2330,
     "megatron/dynamic_cp/foreign": 1450,
-    "megatron/dynamic_cp/groups": 610,
+    "megatron/dynamic_cp/groups": 650,
     "megatron/dynamic_cp/layout": 430,
     "megatron/dynamic_cp/measuring": 220,
     "megatron/dynamic_cp/model": 1040,
@@ -53,7 +53,7 @@ MOST_LINES = {
     "megatron/trainer/flags": 1380,
     "megatron/trainer/loop": 490,
     "megatron/trainer/reporting": 560,
-    "megatron/trainer/setup": 1900,
+    "megatron/trainer/setup": 1920,
     "megatron/trainer/weights": 1810,
 }
 """Room -> lines of its Python files, rounded up to tens; files outside rooms count for their package.
@@ -62,7 +62,7 @@ In rooms with compiled kernels, large ones are cut into parts with names and doc
 """
 MOST_LONG_FUNCTIONS = 10
 """Functions of more than LONG lines, and of more than MANY parameters: fewer is the aim."""
-MOST_WIDE_FUNCTIONS = 22
+MOST_WIDE_FUNCTIONS = 20
 LONG, MANY = 60, 8
 
 
