@@ -27,7 +27,7 @@ from dynamic_cp.cli.parameters import (
 from dynamic_cp.cli.tuned import searched, shared_of, space_of, why_fastest
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.nearest import did_you_mean
-from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, PlanOptions, PoolUse, Problem, counted
+from dynamic_cp.types import Hardware, Plan, PlannedBatch, PoolUse, Problem, counted
 from dynamic_cp.types.stage_layers import in_words
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ MLPs counted by their true widths):
 
 A rank computes topk / TP copies of each token of a lane, on average over its EP block, times their imbalance.
 
-Sequence parallelism also splits the first line. Full recomputation keeps only the input of each layer, or of each unit of
-layers, and needs such a unit in full while it runs backward. In block the other layers of a chunk keep all, and
-are done with when the first layer is computed again. Selective recomputation of the attention drops the log-sum-exp, of the MLP of
-dense layers the inputs and output of its activation function, of experts what they keep, of the norms what these have
-put out (half of the first line).
+Sequence parallelism also splits the first line. Full recomputation keeps only the input of each layer, or of each unit
+of layers, and needs such a unit in full while it runs backward. Where it leaves out layers of a chunk, these keep all,
+and are done with when the first layer is computed again. Selective recomputation of the attention drops the
+log-sum-exp, of the MLP of dense layers the inputs and output of its activation function, of experts what they keep, of
+the norms what these have put out (half of the first line).
 """
 
 from __future__ import annotations

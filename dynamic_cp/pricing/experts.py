@@ -50,9 +50,7 @@ def copying_s_per_token(stage: Stage, problem: Problem) -> float:
     return COPY_PASSES * _routed_bytes(stage, problem) / bandwidth if bandwidth else 0.0
 
 
-def expert_prices(
-    stage: Stage, problem: Problem, recomputed_share: float = 1.0
-) -> tuple[ExpertPrice, ExpertPrice]:
+def expert_prices(stage: Stage, problem: Problem, recomputed_share: float = 1.0) -> tuple[ExpertPrice, ExpertPrice]:
     """Return the price of the experts of a stage (forward, backward); all 0 of a dense one.
 
     Args:

@@ -58,11 +58,6 @@ class RecomputedLayers(NamedTuple):
     method: RecomputeMethod = "uniform"
     num_layers: int = 1
 
-    @property
-    def words(self) -> str:
-        """What tables call it after the mode: nothing for all layers one by one, else such as ` block 3`."""
-        return "" if self == EVERY_LAYER else f" {self.method} {self.num_layers}"
-
     def share_of(self, chunks: Sequence[float]) -> float:
         """Return the share that is computed again of the layers of `chunks`."""
         if self.method == "uniform" or not sum(chunks):
@@ -186,7 +181,9 @@ class PlanOptions:
             )
         method, number = self.recompute_layers
         if method not in RECOMPUTE_METHODS:
-            raise InvalidInputError(f"recompute method {method!r} is unknown: use one of {', '.join(RECOMPUTE_METHODS)}")
+            raise InvalidInputError(
+                f"recompute method {method!r} is unknown: use one of {', '.join(RECOMPUTE_METHODS)}"
+            )
         require_at_least(1, recompute_num_layers=number)
         if self.recompute_layers == EVERY_LAYER:
             return
