@@ -238,7 +238,7 @@ def test_refusals_are_counted_with_their_reasons():
 
 def test_as_few_layers_are_recomputed_as_hold_a_limit():
     """Of chunks of 8 layers, where nothing fits without: each number holds what no smaller one does."""
-    tight = replace(JOB, hardware=replace(HARDWARE, hbm_bytes=0.32 * HARDWARE.hbm_bytes))
+    tight = replace(JOB, hardware=replace(HARDWARE, hbm_bytes=0.4 * HARDWARE.hbm_bytes))
     topology = Topology(num_lanes=1, tp_size=4, pp_size=2, vp_size=2, sequence_parallel=True)
     space = replace(SPACE, recompute=("none", "block", "full"))
     assert isinstance(settings_of(topology, "none", "dynamic", space, tight), Refused)
