@@ -148,11 +148,13 @@ def _plan(
         options=options,
         policy=policy,
         limit_from_memory=limit_from_memory,
-        distributed_optimizer=not job.no_distributed_optimizer,
+        data_parallel=job.data_parallel,
     )
     options = replace(options, max_tokens_per_rank=planned.plan.max_tokens_per_rank)
     steps(2, 3, "lower bound" if bound else "figures")
-    priced = Problem(topology=topology, model=model, hardware=hardware, options=options)
+    priced = Problem(
+        topology=topology, model=model, hardware=hardware, options=options, data_parallel=job.data_parallel
+    )
     figures = {
         "policy": planned.plan.policy,
         **({"layout": why} if why else {}),

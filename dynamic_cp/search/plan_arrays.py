@@ -34,6 +34,7 @@ from dynamic_cp.types import (
     TRAITS,
     UNPLACED,
     CpCommType,
+    DataParallel,
     Hardware,
     Mask,
     ModelShape,
@@ -248,7 +249,7 @@ def plan_lengths(
             options=options,
             policy=policy,
             limit_from_memory=limit_from_memory,
-            distributed_optimizer=_switch("distributed_optimizer", distributed_optimizer),
+            data_parallel=DataParallel(distributed_optimizer=_switch("distributed_optimizer", distributed_optimizer)),
             check_memory=_switch("check_memory", check_memory),
         )
     except MemoryLimitError as error:

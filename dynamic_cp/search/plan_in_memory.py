@@ -11,7 +11,17 @@ from dataclasses import replace
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.search.search import plan_batch
 from dynamic_cp.setting import STATIC_POLICIES
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types import (
+    SHARDED,
+    DataParallel,
+    Hardware,
+    ModelShape,
+    PlannedBatch,
+    PlanOptions,
+    Problem,
+    Sample,
+    Topology,
+)
 
 
 def plan_in_memory(
@@ -23,7 +33,7 @@ def plan_in_memory(
     options: PlanOptions,
     policy: str = "dynamic",
     limit_from_memory: bool = False,
-    distributed_optimizer: bool = True,
+    data_parallel: DataParallel = SHARDED,
     check_memory: bool = True,
 ) -> tuple[PlannedBatch, MemoryModel]:
     """Return the plan of `choice.plan_batch`, and the memory model that says what it needs.
@@ -31,7 +41,7 @@ def plan_in_memory(
     Args:
         samples, topology, model, hardware, options, policy: as there.
         limit_from_memory: take the largest limit that memory holds instead of that of `options`.
-        distributed_optimizer: the optimizer state is sharded over the lanes.
+        data_parallel: of the run.
         check_memory: refuse a plan that memory does not hold; one of hardware that does not say how much it has cannot
             be checked.
 
@@ -47,7 +57,7 @@ def plan_in_memory(
         hardware=hardware,
         options=options,
         policy=policy,
-        distributed_optimizer=distributed_optimizer,
+        data_parallel=data_parallel,
     )
     if limit_from_memory and len(samples):  # without any, planning says so
         limit = _memory_of(problem).max_tokens_per_rank(max(sample.seqlen for sample in samples))

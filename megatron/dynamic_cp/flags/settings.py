@@ -13,6 +13,7 @@ from dynamic_cp.pricing.resolution import exchanges_of
 from dynamic_cp.types import (
     NOISE_MARGIN,
     CpCommType,
+    DataParallel,
     PipelineLayers,
     PlanOptions,
     PoolUse,
@@ -38,7 +39,7 @@ class PlanningSettings:
         recompute: activation recomputation; recompute_modules: what of it is selective.
         bytes_per_element: of an activation, follows from the model's precision.
         fp32_residual: the residual stays in float32 where other activations do not.
-        distributed_optimizer: its state is sharded over the lanes.
+        data_parallel: how lanes share gradients and optimizer state.
         hardware: name or file for the cost and memory model, None: by the device.
         search: effort of the planner.
         lookahead: global batches that are planned ahead.
@@ -67,7 +68,7 @@ class PlanningSettings:
     recompute: Recompute
     recompute_modules: tuple[RecomputeModule, ...]
     bytes_per_element: int
-    distributed_optimizer: bool
+    data_parallel: DataParallel
     hardware: str | None
     search: SearchEffort
     lookahead: int

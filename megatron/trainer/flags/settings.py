@@ -126,8 +126,6 @@ class ModelSettings:
 class ParallelSettings:
     """What overlaps with what on the ranks, and how these meet; how many there are for what is in `planning`."""
 
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
     distributed_backend: str | None
     stopped_process_timeout: float
 
