@@ -412,7 +412,14 @@ def parsed(setting, model, architecture, monkeypatch, **more):
         setting,
         model=model,
         architecture=architecture,
-        **{"hardware_name": "h100", "max_seqlen": 9000, "global_batch_size": 18, "search": "thorough", "data_parallel": OVERLAPPED, **more},
+        **{
+            "hardware_name": "h100",
+            "max_seqlen": 9000,
+            "global_batch_size": 18,
+            "search": "thorough",
+            "data_parallel": OVERLAPPED,
+            **more,
+        },
     )
     words = launcher(setting)
     (per_node,) = [int(number) for number in re.findall(r"--nproc-per-node (\d+)", words)]
