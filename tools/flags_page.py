@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +94,30 @@ def command_page() -> str:
         "| command | what it does |\n| --- | --- |\n",
         *[f"| [{name}](#{name}) | {_cell(text)} |\n" for name, text in commands.items()],
     ]
+    sections: dict[str, click.Command] = {}
     for name in commands:
         command = group.get_command(context, name)
         assert command is not None
-        parts.append(f"\n## {name}\n" + _command_section(command, context))
+        sections[f"## {name}"] = command
         if isinstance(command, click.Group):
-            for below, one in command.commands.items():
-                parts.append(f"\n### {name} {below}\n" + _command_section(one, context))
+            sections |= {f"### {name} {below}": one for below, one in command.commands.items()}
+    num_commands = Counter(_option_row(one, context) for command in sections.values() for one in command.params)
+    shared = [row for row, count in num_commands.items() if count > 1]
+    parts += [f"\n{title}\n{_command_section(one, context, shared)}" for title, one in sections.items()]
+    parts.append("\n## Options of several commands\n" + _OPTIONS + "".join(shared))
     return "".join(parts)
 
 
-def _command_section(command: click.Command, context: click.Context) -> str:
-    rows = [_option_row(one, context) for one in command.params]
-    table = "\n| option | default | meaning |\n| --- | --- | --- |\n" + "".join(rows) if rows else ""
-    return f"\n{_cell(command.help or '')}\n{table}"
+_OPTIONS = "\n| option | default | meaning |\n| --- | --- | --- |\n"
+
+
+def _command_section(command: click.Command, context: click.Context, shared: Collection[str]) -> str:
+    """Return what a command does, and its options: in full if no other command has the same ones."""
+    rows = {one: _option_row(one, context) for one in command.params}
+    own = [row for row in rows.values() if row not in shared]
+    section = f"\n{_cell(command.help or '')}\n" + (_OPTIONS + "".join(own) if own else "")
+    names = [f"`{one.opts[0]}`" for one, row in rows.items() if row in shared]
+    return section + (f"\n[Also](#options-of-several-commands): {', '.join(names)}.\n" if names else "")
 
 
 def _option_row(parameter: click.Parameter, context: click.Context) -> str:

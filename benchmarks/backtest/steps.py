@@ -13,8 +13,8 @@ from benchmarks.backtest.runs import Run
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import Bucket, CpCommType, Hardware, MicroBatch, Plan, PlanOptions, Problem, Sample
-from dynamic_cp.types.options import Recompute, RecomputeModule
+from dynamic_cp.types import Bucket, CpCommType, Hardware, MicroBatch, Plan, PlanOptions, Problem, Recompute, Sample
+from dynamic_cp.types.options import RecomputeModule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
