@@ -12,40 +12,40 @@ MOST_LINES = {
     "dynamic_cp": 1100,
     "dynamic_cp/bounds": 1680,
     "dynamic_cp/calibration": 930,
-    "dynamic_cp/cli": 3170,
-    "dynamic_cp/comparison": 1600,
+    "dynamic_cp/cli": 3180,
+    "dynamic_cp/comparison": 1610,
     "dynamic_cp/learning": 590,
     "dynamic_cp/lengths": 1200,
     "dynamic_cp/mechanisms": 1340,
     "dynamic_cp/memory": 440,
     "dynamic_cp/models": 1540,
-    "dynamic_cp/packing": 2710,
-    "dynamic_cp/pipeline": 1040,
+    "dynamic_cp/packing": 2750,
+    "dynamic_cp/pipeline": 1050,
     "dynamic_cp/placement": 3740,
     "dynamic_cp/plans": 1110,
     "dynamic_cp/pool": 2870,
-    "dynamic_cp/pricing": 1810,
+    "dynamic_cp/pricing": 1820,
     "dynamic_cp/report": 2910,
     "dynamic_cp/search": 1780,
     "dynamic_cp/sweep": 1090,
-    "dynamic_cp/types": 2610,
+    "dynamic_cp/types": 2620,
     "megatron/dynamic_cp": 170,
     "megatron/dynamic_cp/agreement": 520,
-    "megatron/dynamic_cp/attention": 4150,
+    "megatron/dynamic_cp/attention": 4160,
     "megatron/dynamic_cp/calibration": 1260,
     "megatron/dynamic_cp/data": 1130,
-    "megatron/dynamic_cp/flags": 2360,
+    "megatron/dynamic_cp/flags": 2330,
     "megatron/dynamic_cp/foreign": 1450,
-    "megatron/dynamic_cp/groups": 610,
+    "megatron/dynamic_cp/groups": 650,
     "megatron/dynamic_cp/layout": 430,
     "megatron/dynamic_cp/measuring": 220,
     "megatron/dynamic_cp/model": 1040,
     "megatron/dynamic_cp/outside": 930,
     "megatron/dynamic_cp/plans": 790,
-    "megatron/dynamic_cp/pool": 1500,
+    "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
     "megatron/dynamic_cp/repairs": 650,
     "megatron/dynamic_cp/step": 790,
-    "megatron/lm_adaptor": 3150,
+    "megatron/lm_adaptor": 3140,
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1940,
     "megatron/trainer/data": 5100,
@@ -53,16 +53,16 @@ MOST_LINES = {
     "megatron/trainer/flags": 1380,
     "megatron/trainer/loop": 490,
     "megatron/trainer/reporting": 560,
-    "megatron/trainer/setup": 1900,
+    "megatron/trainer/setup": 1920,
     "megatron/trainer/weights": 1810,
 }
 """Room -> lines of its Python files, rounded up to tens; files outside rooms count for their package.
 
 In rooms with compiled kernels, large ones are cut into parts with names and docstrings, or shown by examples.
 """
-MOST_LONG_FUNCTIONS = 17
+MOST_LONG_FUNCTIONS = 10
 """Functions of more than LONG lines, and of more than MANY parameters: fewer is the aim."""
-MOST_WIDE_FUNCTIONS = 22
+MOST_WIDE_FUNCTIONS = 20
 LONG, MANY = 60, 8
 
 
