@@ -50,7 +50,7 @@ MOST_LINES = {
     "megatron/trainer/checkpoints": 1940,
     "megatron/trainer/data": 5100,
     "megatron/trainer/ending": 590,
-    "megatron/trainer/flags": 1380,
+    "megatron/trainer/flags": 1400,
     "megatron/trainer/loop": 490,
     "megatron/trainer/reporting": 560,
     "megatron/trainer/setup": 1920,
