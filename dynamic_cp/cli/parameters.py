@@ -23,7 +23,9 @@ from dynamic_cp.types import (
     AUTO,
     CAUSAL,
     CHOICES,
+    EVERY_LAYER,
     NOISE_MARGIN,
+    RECOMPUTE_METHODS,
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
     DataParallel,
@@ -31,6 +33,8 @@ from dynamic_cp.types import (
     ModelShape,
     PlanOptions,
     Recompute,
+    RecomputedLayers,
+    RecomputeMethod,
     Sample,
     SearchEffort,
     Topology,
@@ -345,6 +349,13 @@ def job_options() -> Callable[[_Command], _Command]:
             help="What the backward pass recomputes to save memory: nothing, core attention, or whole layers. "
             f"{_searched('none')}",
         ),
+        _option(
+            "--recompute-method",
+            type=click.Choice(RECOMPUTE_METHODS),
+            help="Which layers --recompute full recomputes: all, in units of so many, or the first so many of every "
+            "model chunk, and the others keep their activations. [default: uniform]",
+        ),
+        _option("--recompute-num-layers", type=int, metavar="N", help="Number of these layers. [default: 1]"),
         NO_DISTRIBUTED_OPTIMIZER,
         NO_OVERLAP_GRAD_REDUCE,
         _option(
@@ -592,6 +603,8 @@ class JobInput:
     ep: int | None
     ranks_per_node: int
     recompute: str | None
+    recompute_method: str | None
+    recompute_num_layers: int | None
     no_distributed_optimizer: bool
     no_overlap_grad_reduce: bool
     max_tokens_per_rank: int | str
@@ -650,6 +663,12 @@ class JobInput:
         """Whether the token limit still has to follow from memory."""
         return self.max_tokens_per_rank == "auto"
 
+    @property
+    def recompute_layers(self) -> RecomputedLayers:
+        """Which layers full recomputation repeats."""
+        method = "uniform" if self.recompute_method is None else cast(RecomputeMethod, self.recompute_method)
+        return RecomputedLayers(method, 1 if self.recompute_num_layers is None else self.recompute_num_layers)
+
     @cached_property
     def options(self) -> PlanOptions:
         """The planner's options, with --lanes; with a limit of 1 token where it still has to follow from memory."""
@@ -669,8 +688,18 @@ class JobInput:
             static_cp_size=size,
             cp_comm_types=exchanges,
             recompute=cast(Recompute, self.recompute or "none"),
+            recompute_layers=self.recompute_layers,
             search=self.effort,
         )
+
+    def _check_searched_layers(self) -> None:
+        """Refuse what --gpus does not search of full recomputation: its layers in units, or other recomputation."""
+        method, number = self.recompute_layers
+        if self.recompute_layers != EVERY_LAYER and (self.recompute != "full" or method == "uniform"):
+            raise InvalidInputError(
+                f"--recompute-method {method} --recompute-num-layers {number} with --recompute {self.recompute}: "
+                "with --gpus use --recompute full --recompute-method block, or leave them out"
+            )
 
     def check(self) -> None:
         """Find what is wrong with the options before any work; DynamicCPError says what.
@@ -687,6 +716,7 @@ class JobInput:
             )
         _ = self.model_shape, self.hardware_values
         if self.gpus is not None:
+            self._check_searched_layers()
             return
         topology, model, _ = self.topology, self.model_shape, self.options
         reason = model.why_no_split(

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("dynamic_cp", "megatron/dynamic_cp", "megatron/trainer", "megatron/lm_adaptor")
 MOST_LINES = {
-    "dynamic_cp": 1100,
+    "dynamic_cp": 1120,
     "dynamic_cp/bounds": 1680,
     "dynamic_cp/calibration": 930,
     "dynamic_cp/cli": 3180,
@@ -17,7 +17,7 @@ MOST_LINES = {
     "dynamic_cp/learning": 590,
     "dynamic_cp/lengths": 1200,
     "dynamic_cp/mechanisms": 1340,
-    "dynamic_cp/memory": 440,
+    "dynamic_cp/memory": 470,
     "dynamic_cp/models": 1540,
     "dynamic_cp/packing": 2750,
     "dynamic_cp/pipeline": 1050,
@@ -27,8 +27,8 @@ MOST_LINES = {
     "dynamic_cp/pricing": 1820,
     "dynamic_cp/report": 2910,
     "dynamic_cp/search": 1780,
-    "dynamic_cp/sweep": 1090,
-    "dynamic_cp/types": 2620,
+    "dynamic_cp/sweep": 1150,
+    "dynamic_cp/types": 2680,
     "megatron/dynamic_cp": 170,
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 4160,
