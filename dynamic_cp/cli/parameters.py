@@ -23,13 +23,18 @@ from dynamic_cp.types import (
     AUTO,
     CAUSAL,
     CHOICES,
+    EVERY_LAYER,
     NOISE_MARGIN,
+    RECOMPUTE_METHODS,
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
+    DataParallel,
     Hardware,
     ModelShape,
     PlanOptions,
     Recompute,
+    RecomputedLayers,
+    RecomputeMethod,
     Sample,
     SearchEffort,
     Topology,
@@ -291,6 +296,12 @@ RANKS_PER_NODE = _option(
 NO_DISTRIBUTED_OPTIMIZER = _option(
     "--no-distributed-optimizer", is_flag=True, help="Have every lane hold the whole optimizer state."
 )
+NO_OVERLAP_GRAD_REDUCE = _option(
+    "--no-overlap-grad-reduce",
+    is_flag=True,
+    help="Reduce gradients and gather parameters with nothing beside them, as without --overlap-grad-reduce and "
+    "--overlap-param-gather.",
+)
 
 
 def _searched(given: str) -> str:
@@ -338,7 +349,15 @@ def job_options() -> Callable[[_Command], _Command]:
             help="What the backward pass recomputes to save memory: nothing, core attention, or whole layers. "
             f"{_searched('none')}",
         ),
+        _option(
+            "--recompute-method",
+            type=click.Choice(RECOMPUTE_METHODS),
+            help="Which layers --recompute full recomputes: all, in units of so many, or the first so many of every "
+            "model chunk, and the others keep their activations. [default: uniform]",
+        ),
+        _option("--recompute-num-layers", type=int, metavar="N", help="Number of these layers. [default: 1]"),
         NO_DISTRIBUTED_OPTIMIZER,
+        NO_OVERLAP_GRAD_REDUCE,
         _option(
             "--max-tokens-per-rank",
             type=TokensOrAuto(),
@@ -562,6 +581,14 @@ class BatchInput:
         }
 
 
+def data_parallel_of(given: Mapping[str, Any]) -> DataParallel:
+    """Return how lanes share gradients and optimizer state, from the options of a job."""
+    is_sharded, overlaps = not given["no_distributed_optimizer"], not given["no_overlap_grad_reduce"]
+    return DataParallel(
+        distributed_optimizer=is_sharded, overlap_grad_reduce=overlaps, overlap_param_gather=overlaps and is_sharded
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobInput:
     """Options of `job_options` and `planner_options`."""
@@ -576,7 +603,10 @@ class JobInput:
     ep: int | None
     ranks_per_node: int
     recompute: str | None
+    recompute_method: str | None
+    recompute_num_layers: int | None
     no_distributed_optimizer: bool
+    no_overlap_grad_reduce: bool
     max_tokens_per_rank: int | str
     settings: tuple[str, ...] = ()
     search: str = "fast"
@@ -592,6 +622,11 @@ class JobInput:
         if self.lanes is None or model.num_layers % (self.topology.pp_size * self.topology.vp_size) == 0:
             return model
         return model.in_stages(self.topology.pp_size, self.topology.vp_size)
+
+    @property
+    def data_parallel(self) -> DataParallel:
+        """How lanes share gradients and optimizer state."""
+        return data_parallel_of(vars(self))
 
     @cached_property
     def hardware_values(self) -> Hardware:
@@ -628,6 +663,12 @@ class JobInput:
         """Whether the token limit still has to follow from memory."""
         return self.max_tokens_per_rank == "auto"
 
+    @property
+    def recompute_layers(self) -> RecomputedLayers:
+        """Which layers full recomputation repeats."""
+        method = "uniform" if self.recompute_method is None else cast(RecomputeMethod, self.recompute_method)
+        return RecomputedLayers(method, 1 if self.recompute_num_layers is None else self.recompute_num_layers)
+
     @cached_property
     def options(self) -> PlanOptions:
         """The planner's options, with --lanes; with a limit of 1 token where it still has to follow from memory."""
@@ -647,8 +688,18 @@ class JobInput:
             static_cp_size=size,
             cp_comm_types=exchanges,
             recompute=cast(Recompute, self.recompute or "none"),
+            recompute_layers=self.recompute_layers,
             search=self.effort,
         )
+
+    def _check_searched_layers(self) -> None:
+        """Refuse what --gpus does not search of full recomputation: its layers in units, or other recomputation."""
+        method, number = self.recompute_layers
+        if self.recompute_layers != EVERY_LAYER and (self.recompute != "full" or method == "uniform"):
+            raise InvalidInputError(
+                f"--recompute-method {method} --recompute-num-layers {number} with --recompute {self.recompute}: "
+                "with --gpus use --recompute full --recompute-method block, or leave them out"
+            )
 
     def check(self) -> None:
         """Find what is wrong with the options before any work; DynamicCPError says what.
@@ -665,6 +716,7 @@ class JobInput:
             )
         _ = self.model_shape, self.hardware_values
         if self.gpus is not None:
+            self._check_searched_layers()
             return
         topology, model, _ = self.topology, self.model_shape, self.options
         reason = model.why_no_split(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,11 +14,13 @@ from dynamic_cp.cli.parameters import (
     EXPERT_IMBALANCE,
     MODEL_AND_HARDWARE,
     NO_DISTRIBUTED_OPTIMIZER,
+    NO_OVERLAP_GRAD_REDUCE,
     RANKS_PER_NODE,
     SEARCH,
     BatchInput,
     Command,
     batch_options,
+    data_parallel_of,
     exchange_option,
     json_option,
     load_model,
@@ -30,8 +32,8 @@ from dynamic_cp.cli.simulate import policies_in, policy_option
 from dynamic_cp.cli.tuned import check_memory_is_known, exchanges_tried, searched
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models import catalog
-from dynamic_cp.tried import LIMIT_DIVISORS, MAX_VP_SIZE
-from dynamic_cp.types import RECOMPUTE_MODES, Hardware, ModelShape
+from dynamic_cp.tried import LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED
+from dynamic_cp.types import Hardware, ModelShape
 
 if TYPE_CHECKING:
     from dynamic_cp.comparison import Comparison
@@ -87,6 +89,7 @@ Examples:
     EXPERT_IMBALANCE,
     RANKS_PER_NODE,
     NO_DISTRIBUTED_OPTIMIZER,
+    NO_OVERLAP_GRAD_REDUCE,
 )
 @options_in(
     "What is tried",
@@ -106,10 +109,11 @@ Examples:
     ),
     one_option(
         "--recompute",
-        default=",".join(RECOMPUTE_MODES),
+        default=",".join(RECOMPUTED),
         show_default=True,
         metavar="MODE,..",
-        help="What the backward pass may recompute to save memory.",
+        help="What the backward pass may recompute to save memory; block: the first layers of every model chunk, as "
+        "few as hold a limit.",
     ),
     one_option(
         "--max-tokens-per-rank",
@@ -186,7 +190,7 @@ def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[s
         model=model,
         hardware=hardware,
         search=given["search"],
-        distributed_optimizer=not given["no_distributed_optimizer"],
+        data_parallel=data_parallel_of(given),
     )
 
 
@@ -197,7 +201,7 @@ def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any
         "batches": len(job.batches),
         "gpus": space.num_gpus,
         "ranks_per_node": space.ranks_per_node,
-        "distributed_optimizer": job.distributed_optimizer,
+        **asdict(job.data_parallel),
         "search": job.search,
         "recompute": space.recompute,
         **{name: given[name] for name in as_given},
@@ -228,7 +232,7 @@ def _flags(point: Point, job: SweepJob, architecture: Architecture | None, given
         max_seqlen=job.max_seqlen,
         global_batch_size=len(job.batches[0]),
         search=job.search,
-        distributed_optimizer=job.distributed_optimizer,
+        data_parallel=job.data_parallel,
     )
     lines = [line for group in groups for line in _wrapped(group)]
     return [f"{launcher(point.setting)} pretrain_gpt.py", *lines]

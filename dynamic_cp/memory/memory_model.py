@@ -22,7 +22,6 @@ from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.plans.extension import kind_of, kind_of_all
 from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.pricing.edges import GRADIENT_BYTES
 from dynamic_cp.pricing.resolution import may_place
 from dynamic_cp.types import Attention, Plan, PlanOptions, Problem
 
@@ -70,10 +69,16 @@ class MemoryModel:
         model, topology, options = problem.model, problem.topology, problem.options
         self._model, self.topology, self.options = model, topology, options
         self._hardware = problem.hardware
-        self._distributed_optimizer = problem.distributed_optimizer
+        self._data_parallel = problem.data_parallel
         self._stages = model.stages(topology.pp_size)
-        kinds = {layer for stage in self._stages for _, layer in stage.layers}
-        self.layer_bytes = {layer: activation_bytes(model, topology, options, layer) for layer in kinds}
+        # All chunks of a stage are taken as its largest, which keeps most whole layers.
+        largest = [(max(chunks),) for chunks in model.chunks(topology.pp_size, topology.vp_size)]
+        shares = map(options.recompute_layers.share_of, largest)
+        self._stage_bytes = [
+            {layer: activation_bytes(model, topology, options, layer, share) for _, layer in stage.layers}
+            for stage, share in zip(self._stages, shares, strict=True)
+        ]
+        self.layer_bytes = {layer: kept for kinds in self._stage_bytes for layer, kept in kinds.items()}
         self._sharing = Sharing.of(model, topology, options.inner_cp_sizes)
 
     @property
@@ -192,7 +197,7 @@ class MemoryModel:
         raise MemoryLimitError(
             f"a sample of {max_seqlen} tokens needs {-(-(max_seqlen or 0) // largest)} tokens per rank at CP size "
             f"{largest}, memory holds {limit}: "
-            f"{'' if options.recompute == 'full' else 'use full recomputation, '}more lanes, a larger "
+            f"{'' if options.recomputes_all else 'use full recomputation, '}more lanes, a larger "
             "tp_size (--tensor-model-parallel-size) or lower seqlen (--seq-length)",
             max_seqlen=max_seqlen,
             max_tokens_per_rank=limit,
@@ -243,22 +248,27 @@ class MemoryModel:
         """Return what helps and is not done already."""
         least = 2 * self.topology.rank_token_multiple
         state = parts.weights_bytes + parts.gradients_bytes + parts.optimizer_bytes + parts.communicators_bytes
-        ways = []
+        remedies = []
         if state < self.available_bytes:  # else no fewer tokens help
-            ways += ["lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"] * (limit > least)
-            ways += ["recompute more"] * (self.options.recompute != "full")
+            remedies += ["lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"] * (limit > least)
+            remedies += ["recompute more"] * (not self.options.recomputes_all)
         experts, ep_size = self._model.experts, self.topology.ep_size
         ranks = self.topology.num_lanes * self.topology.tp_size
         if experts is not None and ep_size < min(ranks, experts.num_experts):
-            ways.append("use a larger ep_size (--expert-model-parallel-size)")
+            remedies.append("use a larger ep_size (--expert-model-parallel-size)")
         if parts.communicators_bytes > _MANY_GROUPS * self.available_bytes:
             always = self._sharing.serves_always
             alone = replace(self.options, cp_comm_types=(always,))
-            ways += [f"exchange by {always} alone (--cp-comm-type)"] * (self._num_groups(alone) < self._num_groups())
-            ways.append("lower max_cp_size (--max-dynamic-cp-size)")
-        ways += ["use the distributed optimizer"] * (not self._distributed_optimizer and self.topology.num_lanes > 1)
-        ways.append("use a larger tp_size (--tensor-model-parallel-size) or pp_size (--pipeline-model-parallel-size)")
-        return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
+            remedies += [f"exchange by {always} alone (--cp-comm-type)"] * (
+                self._num_groups(alone) < self._num_groups()
+            )
+            remedies.append("lower max_cp_size (--max-dynamic-cp-size)")
+        if not self._data_parallel.distributed_optimizer and self.topology.num_lanes > 1:
+            remedies.append("use the distributed optimizer")
+        remedies.append(
+            "use a larger tp_size (--tensor-model-parallel-size) or pp_size (--pipeline-model-parallel-size)"
+        )
+        return f"{', '.join(remedies[:-1])} or {remedies[-1]}" if len(remedies) > 1 else remedies[0]
 
     def _exchange_bytes(self, tokens: int, cp_size: int, attention: Attention) -> float:
         """Return what the exchange of one layer keeps: heads in their other layout, keys and values of the ring."""
@@ -280,11 +290,11 @@ class MemoryModel:
             alive, most, buffers: [lane] tokens alive (once a chunk), largest micro-batch, exchange bytes.
             routed, most_routed: [lane] the same tokens of the mean lane of its EP block.
         """
-        topology, layers = self.topology, self._stages[stage]
+        topology, layers, kinds = self.topology, self._stages[stage], self._stage_bytes[stage]
         chunks = self._largest_chunks(stage)
-        kept = layers.sum(lambda layer: self.layer_bytes[layer].per_layer) / chunks
-        routed_kept = layers.sum(lambda layer: self.layer_bytes[layer].routed_per_layer) / chunks
-        of_kinds = [self.layer_bytes[layer] for _, layer in layers.layers]
+        kept = layers.sum(lambda layer: kinds[layer].per_layer) / chunks
+        routed_kept = layers.sum(lambda layer: kinds[layer].routed_per_layer) / chunks
+        of_kinds = [kinds[layer] for _, layer in layers.layers]
         activations = alive * kept + routed * routed_kept
         working = np.max(
             [most * (one.working + one.hops) + most_routed * one.routed_working for one in of_kinds], axis=0
@@ -293,12 +303,12 @@ class MemoryModel:
         lane = int(np.argmax(activations + working + logits + buffers))
         weights, experts = self.num_weights(stage), self.num_expert_weights(stage)
         lanes, copies = topology.num_lanes, topology.num_lanes * topology.tp_size / topology.ep_size
-        sharded = weights / lanes + experts / copies if self._distributed_optimizer else weights + experts
+        sharded = weights / lanes + experts / copies if self._data_parallel.distributed_optimizer else weights + experts
         element = self.options.element_bytes.weight
         state = _MOMENT_BYTES + (_MASTER_BYTES if element < _MASTER_BYTES else 0)
         return StageMemory(
             weights_bytes=(weights + experts) * element,
-            gradients_bytes=(weights + experts) * GRADIENT_BYTES,
+            gradients_bytes=(weights + experts) * self._data_parallel.gradient_bytes,
             optimizer_bytes=sharded * state,
             communicators_bytes=self._num_groups() * self._hardware.communicator_bytes_per_group,
             activations_bytes=float(activations[lane]),
@@ -314,9 +324,7 @@ class MemoryModel:
         is_even = not model.pipeline_layers or topology.pp_size == 1
         if is_even and not modules:
             return topology.vp_size
-        even = model.num_layers / (topology.pp_size * topology.vp_size)
-        chunks = [even] * topology.vp_size if is_even else [*map(float, model.pipeline_layers[stage])]
-        chunks[-1] += modules
+        chunks = model.chunks(topology.pp_size, topology.vp_size)[stage]
         return sum(chunks) / max(1.0, *chunks) or 1.0
 
     def _num_groups(self, options: PlanOptions | None = None) -> int:

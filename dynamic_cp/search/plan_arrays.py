@@ -34,11 +34,13 @@ from dynamic_cp.types import (
     TRAITS,
     UNPLACED,
     CpCommType,
+    DataParallel,
     Hardware,
     Mask,
     ModelShape,
     PlannedBatch,
     PlanOptions,
+    Problem,
     Recompute,
     SearchEffort,
     Topology,
@@ -239,17 +241,18 @@ def plan_lengths(
         bytes_per_element=bytes_per_element,
         search=search,
     )
+    batch = GlobalBatch(np.arange(len(lengths)), lengths, _masks(masks, lengths))
+    problem = Problem(
+        topology=topology,
+        model=shape,
+        hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
+        options=options,
+        policy=policy,
+        data_parallel=DataParallel(distributed_optimizer=_switch("distributed_optimizer", distributed_optimizer)),
+    )
     try:
         planned, _ = plan_in_memory(
-            GlobalBatch(np.arange(len(lengths)), lengths, _masks(masks, lengths)),
-            topology=topology,
-            model=shape,
-            hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
-            options=options,
-            policy=policy,
-            limit_from_memory=limit_from_memory,
-            distributed_optimizer=_switch("distributed_optimizer", distributed_optimizer),
-            check_memory=_switch("check_memory", check_memory),
+            batch, problem, limit_from_memory=limit_from_memory, check_memory=_switch("check_memory", check_memory)
         )
     except MemoryLimitError as error:
         raise MemoryLimitError(

@@ -146,12 +146,11 @@ class ModelShape:
                 "multi-latent attention each query head has a KV head of its own, give the same",
                 num_query_groups=self.num_query_groups,
             )
-        if self.attention_output_gate or self.window_tokens:
-            other = "attention_output_gate" if self.attention_output_gate else "window_tokens"
+        if self.attention_output_gate:
             raise InvalidInputError(
-                f"kv_lora_rank is {self.kv_lora_rank} and {other} {getattr(self, other)}: multi-latent attention has "
-                "none, leave one of them out",
-                other=other,
+                f"kv_lora_rank is {self.kv_lora_rank} and attention_output_gate True: multi-latent attention has none, "
+                "leave one of them out",
+                other="attention_output_gate",
             )
 
     def _check_pipeline_layers(self) -> None:
@@ -473,11 +472,19 @@ class ModelShape:
         *others, last = stages
         return (*others, Stage((*last.layers, (self.mtp_num_layers, self.mtp_module))))
 
+    def chunks(self, pp_size: int, vp_size: int) -> tuple[tuple[float, ...], ...]:
+        """Return [stage][model chunk] -> its layers, modules of multi-token prediction among them; as even shares where
+        `pipeline_layers` say nothing.
+        """
+        is_said = pp_size > 1 and self.pipeline_layers
+        even = ((self.num_layers / (pp_size * vp_size),) * vp_size,) * pp_size
+        *others, last = self.pipeline_layers if is_said else even
+        return (*others, (*last[:-1], last[-1] + self.mtp_num_layers))
+
     def chunks_of_heaviest(self, stage: int, chunk: int, vp_size: int) -> float:
         """Return the layers of the stage that has most over those of a model chunk; inf of one that has none."""
         if not self.pipeline_layers:
             return vp_size
-        chunks = [list(of_stage) for of_stage in self.pipeline_layers]
-        chunks[-1][-1] += self.mtp_num_layers
+        chunks = self.chunks(len(self.pipeline_layers), vp_size)
         layers = chunks[stage][chunk]
         return max(map(sum, chunks)) / layers if layers else inf

@@ -12,7 +12,7 @@ import dynamic_cp
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
-from dynamic_cp.types import Problem
+from dynamic_cp.types import DataParallel, Problem
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import memory
@@ -37,7 +37,7 @@ def needed_bytes(extra, tokens, cp_size, distributed_optimizer=False):
             model=derive.model_shape(settings.model, 264),
             hardware=CPU,
             options=planning.used(planning.options(tokens)),
-            distributed_optimizer=distributed_optimizer,
+            data_parallel=DataParallel(distributed_optimizer=distributed_optimizer),
         )
     )
     return max(stage.total_bytes for stage in model.peak_at(tokens, cp_size))
@@ -60,6 +60,8 @@ def test_auto_grows_with_memory_and_sharding():
     sharded = limit_of(f"{AUTO} --use-distributed-optimizer", 6e6)
     recomputed = limit_of(f"{AUTO} --recompute-granularity full", 6e6)
     assert small < min(large, sharded, recomputed)
+    some = limit_of(f"{AUTO} --recompute-granularity full --recompute-method block --recompute-num-layers 2", 6e6)
+    assert small < some < recomputed
 
 
 def test_without_dynamic_cp_only_the_static_groups_count():

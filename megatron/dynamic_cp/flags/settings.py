@@ -20,10 +20,12 @@ from dynamic_cp.types import (
     POOL_USES,
     SEARCH_EFFORTS,
     CpCommType,
+    DataParallel,
     PipelineLayers,
     PlanOptions,
     PoolUse,
     Recompute,
+    RecomputedLayers,
     RecomputeModule,
     SearchEffort,
     Topology,
@@ -48,10 +50,11 @@ class PlanningSettings:
     Attributes:
         topology: arrangement of the job's ranks.
         seq_length: longest sample in tokens.
-        recompute: activation recomputation; recompute_modules: what of it is selective.
+        recompute: activation recomputation; recompute_modules: what of it is selective; recompute_layers: which layers
+            have it where it is full.
         bytes_per_element: of an activation, follows from the model's precision.
         fp32_residual: the residual stays in float32 where other activations do not.
-        distributed_optimizer: its state is sharded over the lanes.
+        data_parallel: how lanes share gradients and optimizer state.
         exchange_timeout_s: of every exchange between ranks.
         has_windows: some layers have a window, which not all exchanges serve.
         auto_places: `auto` may place attention where layers have windows; not where another loop's iterator hands out
@@ -66,9 +69,10 @@ class PlanningSettings:
     seq_length: int
     recompute: Recompute
     recompute_modules: tuple[RecomputeModule, ...]
+    recompute_layers: RecomputedLayers
     bytes_per_element: int
     fp32_residual: bool
-    distributed_optimizer: bool
+    data_parallel: DataParallel
     exchange_timeout_s: float
     has_windows: bool
     auto_places: bool
@@ -256,6 +260,7 @@ class PlanningSettings:
             inner_cp_sizes=self.inner_cp_sizes,
             recompute=self.recompute,
             recompute_modules=self.recompute_modules,
+            recompute_layers=self.recompute_layers,
             bytes_per_element=self.bytes_per_element,
             fp32_residual=self.fp32_residual,
             search=self.search,

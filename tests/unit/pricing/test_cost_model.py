@@ -9,7 +9,7 @@ import pytest
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.terms import convex_of
-from dynamic_cp.types import Bucket, Hardware, ModelShape, PlanOptions, Problem, Topology
+from dynamic_cp.types import EVERY_LAYER, Bucket, Hardware, ModelShape, PlanOptions, Problem, RecomputedLayers, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
 
 
@@ -188,6 +188,26 @@ def test_recomputation_repeats_the_exposed_exchange():
     )
 
 
+def test_layers_that_are_recomputed_share_the_price_of_all():
+    """Three of four layers, on two stages of two chunks three of five and of all three: 6 of 8 on the heavier one."""
+    model = replace(UNIT_MODEL, num_layers=4)
+    some = RecomputedLayers("block", 3)
+    none, full, block = (
+        unit_cost(model=model, recompute=mode, recompute_layers=layers).backward_s
+        for mode, layers in (("none", EVERY_LAYER), ("full", EVERY_LAYER), ("full", some))
+    )
+    assert block == pytest.approx(none + 0.75 * (full - none))
+    units = unit_cost(model=model, recompute="full", recompute_layers=RecomputedLayers("uniform", 2))
+    assert units.backward_s == full
+    uneven = replace(UNIT_MODEL, num_layers=11, pipeline_layers=((3, 5), (1, 2)))
+    staged = Topology(num_lanes=4, pp_size=2, vp_size=2)
+    none, full, block = (
+        unit_cost(model=uneven, topology=staged, recompute=mode, recompute_layers=layers).backward_s
+        for mode, layers in (("none", EVERY_LAYER), ("full", EVERY_LAYER), ("full", some))
+    )
+    assert block == pytest.approx(none + 0.75 * (full - none))
+
+
 def test_recomputed_modules_by_hand():
     """2 of the 34 weights are the MLP's: of the 4 s of matrices forward, 4 * 2 / 34 are repeated with it."""
     without, mlp_s = unit_cost().backward_s, 4 * 2 / 34
@@ -361,7 +381,7 @@ def test_terms_without_a_coefficient_cost_nothing():
     model = tiny_cost_model(Topology(num_lanes=4, tp_size=2, pp_size=2))
     assert model.cost(2, 0, 512, 512)[3:] == (0, 0, 0, 0)
     assert model.table.slowest_s_per_token == 0
-    assert model.gradient_reduction_s == 0
+    assert model.reduction.least_s == 0
 
 
 @pytest.mark.parametrize("pp_size", [1, 2])
@@ -412,7 +432,7 @@ def test_gradient_reduction_by_hand():
     def reduction_s(model=UNIT_MODEL, **sizes):
         return CostModel(
             Problem(topology=Topology(**sizes), model=model, hardware=hardware, options=options)
-        ).gradient_reduction_s
+        ).reduction.least_s
 
     assert reduction_s(num_lanes=4) == pytest.approx(54 * 6 * 0.75 / 9)
     assert reduction_s(replace(UNIT_MODEL, share_embeddings_and_output_weights=True), num_lanes=4) == pytest.approx(
