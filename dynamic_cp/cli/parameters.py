@@ -28,6 +28,7 @@ from dynamic_cp.types import (
     RECOMPUTE_METHODS,
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
+    DataParallel,
     Hardware,
     ModelShape,
     PlanOptions,
@@ -295,6 +296,12 @@ RANKS_PER_NODE = _option(
 NO_DISTRIBUTED_OPTIMIZER = _option(
     "--no-distributed-optimizer", is_flag=True, help="Have every lane hold the whole optimizer state."
 )
+NO_OVERLAP_GRAD_REDUCE = _option(
+    "--no-overlap-grad-reduce",
+    is_flag=True,
+    help="Reduce gradients and gather parameters with nothing beside them, as without --overlap-grad-reduce and "
+    "--overlap-param-gather.",
+)
 
 
 def _searched(given: str) -> str:
@@ -350,6 +357,7 @@ def job_options() -> Callable[[_Command], _Command]:
         ),
         _option("--recompute-num-layers", type=int, metavar="N", help="Number of these layers. [default: 1]"),
         NO_DISTRIBUTED_OPTIMIZER,
+        NO_OVERLAP_GRAD_REDUCE,
         _option(
             "--max-tokens-per-rank",
             type=TokensOrAuto(),
@@ -573,6 +581,14 @@ class BatchInput:
         }
 
 
+def data_parallel_of(given: Mapping[str, Any]) -> DataParallel:
+    """Return how lanes share gradients and optimizer state, from the options of a job."""
+    is_sharded, overlaps = not given["no_distributed_optimizer"], not given["no_overlap_grad_reduce"]
+    return DataParallel(
+        distributed_optimizer=is_sharded, overlap_grad_reduce=overlaps, overlap_param_gather=overlaps and is_sharded
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobInput:
     """Options of `job_options` and `planner_options`."""
@@ -590,6 +606,7 @@ class JobInput:
     recompute_method: str | None
     recompute_num_layers: int | None
     no_distributed_optimizer: bool
+    no_overlap_grad_reduce: bool
     max_tokens_per_rank: int | str
     settings: tuple[str, ...] = ()
     search: str = "fast"
@@ -605,6 +622,11 @@ class JobInput:
         if self.lanes is None or model.num_layers % (self.topology.pp_size * self.topology.vp_size) == 0:
             return model
         return model.in_stages(self.topology.pp_size, self.topology.vp_size)
+
+    @property
+    def data_parallel(self) -> DataParallel:
+        """How lanes share gradients and optimizer state."""
+        return data_parallel_of(vars(self))
 
     @cached_property
     def hardware_values(self) -> Hardware:

@@ -146,7 +146,7 @@ def _plan(
         hardware=hardware,
         options=options,
         policy=policy,
-        distributed_optimizer=not job.no_distributed_optimizer,
+        data_parallel=job.data_parallel,
     )
     planned, memory = plan_in_memory(samples, problem, limit_from_memory=limit_from_memory)
     options = replace(options, max_tokens_per_rank=planned.plan.max_tokens_per_rank)

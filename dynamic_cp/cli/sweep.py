@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,11 +14,13 @@ from dynamic_cp.cli.parameters import (
     EXPERT_IMBALANCE,
     MODEL_AND_HARDWARE,
     NO_DISTRIBUTED_OPTIMIZER,
+    NO_OVERLAP_GRAD_REDUCE,
     RANKS_PER_NODE,
     SEARCH,
     BatchInput,
     Command,
     batch_options,
+    data_parallel_of,
     exchange_option,
     json_option,
     load_model,
@@ -87,6 +89,7 @@ Examples:
     EXPERT_IMBALANCE,
     RANKS_PER_NODE,
     NO_DISTRIBUTED_OPTIMIZER,
+    NO_OVERLAP_GRAD_REDUCE,
 )
 @options_in(
     "What is tried",
@@ -187,7 +190,7 @@ def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[s
         model=model,
         hardware=hardware,
         search=given["search"],
-        distributed_optimizer=not given["no_distributed_optimizer"],
+        data_parallel=data_parallel_of(given),
     )
 
 
@@ -198,7 +201,7 @@ def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any
         "batches": len(job.batches),
         "gpus": space.num_gpus,
         "ranks_per_node": space.ranks_per_node,
-        "distributed_optimizer": job.distributed_optimizer,
+        **asdict(job.data_parallel),
         "search": job.search,
         "recompute": space.recompute,
         **{name: given[name] for name in as_given},
@@ -229,7 +232,7 @@ def _flags(point: Point, job: SweepJob, architecture: Architecture | None, given
         max_seqlen=job.max_seqlen,
         global_batch_size=len(job.batches[0]),
         search=job.search,
-        distributed_optimizer=job.distributed_optimizer,
+        data_parallel=job.data_parallel,
     )
     lines = [line for group in groups for line in _wrapped(group)]
     return [f"{launcher(point.setting)} pretrain_gpt.py", *lines]

@@ -18,7 +18,18 @@ from dynamic_cp.pricing.flops import batch_flops, length_sums, tflops_per_rank
 from dynamic_cp.pricing.resolution import exchanges_of_policy, problem_of_prices
 from dynamic_cp.pricing.sent import sent_by_plan
 from dynamic_cp.setting import Setting
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, SearchEffort, Topology
+from dynamic_cp.types import (
+    SHARDED,
+    DataParallel,
+    Hardware,
+    ModelShape,
+    PlannedBatch,
+    PlanOptions,
+    Problem,
+    Sample,
+    SearchEffort,
+    Topology,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +46,7 @@ class SweepJob:
     model: ModelShape
     hardware: Hardware
     search: SearchEffort = "fast"
-    distributed_optimizer: bool = True
+    data_parallel: DataParallel = SHARDED
 
     def model_of(self, setting: Setting) -> ModelShape:
         """Return the model in the stages of `setting`."""
@@ -49,7 +60,7 @@ class SweepJob:
             hardware=self.hardware,
             options=setting.options(self.search),
             policy="dynamic" if setting.has_pool else setting.policy,
-            distributed_optimizer=self.distributed_optimizer,
+            data_parallel=self.data_parallel,
         )
 
     def memory(self, setting: Setting) -> MemoryModel:
@@ -70,7 +81,7 @@ class Job(NamedTuple):
     hardware: Hardware
     options: PlanOptions
     limit_from_memory: bool
-    distributed_optimizer: bool
+    data_parallel: DataParallel
 
     @classmethod
     def at(cls, setting: Setting, shared: SweepJob) -> Job:
@@ -84,7 +95,7 @@ class Job(NamedTuple):
             hardware=shared.hardware,
             options=options,
             limit_from_memory=False,
-            distributed_optimizer=shared.distributed_optimizer,
+            data_parallel=shared.data_parallel,
         )
 
     @property
@@ -111,7 +122,7 @@ class Job(NamedTuple):
             model=self.model,
             hardware=self.hardware,
             options=options,
-            distributed_optimizer=self.distributed_optimizer,
+            data_parallel=self.data_parallel,
         )
 
     def allowed_to(self, policy: str, options: PlanOptions) -> PlanOptions:
@@ -171,20 +182,22 @@ def batch_outcome(
         sent_across_nodes_bytes=sent.across_nodes,
         plan_s=plan_s,
         note=note,
-        **rates(job, tuple(plan.samples), timeline.makespan_s, prices),
+        **rates(job, tuple(plan.samples), timeline.makespan_s, timeline.iteration_s, prices),
     )
 
 
-def rates(job: Job, samples: Sequence[Sample], makespan_s: float, prices: PricesByPart) -> dict[str, Any]:
-    """Return the figures of `BatchOutcome` that need no plan, from the samples and the makespan."""
-    seconds, num_ranks = makespan_s + prices.all.gradient_reduction_s, job.topology.world_size
+def rates(
+    job: Job, samples: Sequence[Sample], makespan_s: float, iteration_s: float, prices: PricesByPart
+) -> dict[str, Any]:
+    """Return the figures of `BatchOutcome` that need no plan, from the samples and the seconds of a step."""
+    num_ranks = job.topology.world_size
     num_tokens, squared = length_sums(samples, job.model)
     flops = batch_flops(job.model, num_tokens, squared, job.options.recompute)
     return {
-        "iteration_s": seconds,
+        "iteration_s": iteration_s,
         "makespan_s": makespan_s,
         "lower_bound_s": lower_bound(samples, prices.all).seconds,
         "num_tokens": num_tokens,
-        "tokens_per_s_per_gpu": num_tokens / seconds / num_ranks,
-        "tflops_per_gpu": tflops_per_rank(flops.model_flops, seconds, num_ranks),
+        "tokens_per_s_per_gpu": num_tokens / iteration_s / num_ranks,
+        "tflops_per_gpu": tflops_per_rank(flops.model_flops, iteration_s, num_ranks),
     }

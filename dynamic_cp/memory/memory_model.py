@@ -22,7 +22,6 @@ from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.plans.extension import kind_of, kind_of_all
 from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.pricing.edges import GRADIENT_BYTES
 from dynamic_cp.pricing.resolution import may_place
 from dynamic_cp.types import Attention, Plan, PlanOptions, Problem
 
@@ -70,7 +69,7 @@ class MemoryModel:
         model, topology, options = problem.model, problem.topology, problem.options
         self._model, self.topology, self.options = model, topology, options
         self._hardware = problem.hardware
-        self._distributed_optimizer = problem.distributed_optimizer
+        self._data_parallel = problem.data_parallel
         self._stages = model.stages(topology.pp_size)
         # All chunks of a stage are taken as its largest, which keeps most whole layers.
         largest = [(max(chunks),) for chunks in model.chunks(topology.pp_size, topology.vp_size)]
@@ -249,22 +248,27 @@ class MemoryModel:
         """Return what helps and is not done already."""
         least = 2 * self.topology.rank_token_multiple
         state = parts.weights_bytes + parts.gradients_bytes + parts.optimizer_bytes + parts.communicators_bytes
-        ways = []
+        remedies = []
         if state < self.available_bytes:  # else no fewer tokens help
-            ways += ["lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"] * (limit > least)
-            ways += ["recompute more"] * (not self.options.recomputes_all)
+            remedies += ["lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"] * (limit > least)
+            remedies += ["recompute more"] * (not self.options.recomputes_all)
         experts, ep_size = self._model.experts, self.topology.ep_size
         ranks = self.topology.num_lanes * self.topology.tp_size
         if experts is not None and ep_size < min(ranks, experts.num_experts):
-            ways.append("use a larger ep_size (--expert-model-parallel-size)")
+            remedies.append("use a larger ep_size (--expert-model-parallel-size)")
         if parts.communicators_bytes > _MANY_GROUPS * self.available_bytes:
             always = self._sharing.serves_always
             alone = replace(self.options, cp_comm_types=(always,))
-            ways += [f"exchange by {always} alone (--cp-comm-type)"] * (self._num_groups(alone) < self._num_groups())
-            ways.append("lower max_cp_size (--max-dynamic-cp-size)")
-        ways += ["use the distributed optimizer"] * (not self._distributed_optimizer and self.topology.num_lanes > 1)
-        ways.append("use a larger tp_size (--tensor-model-parallel-size) or pp_size (--pipeline-model-parallel-size)")
-        return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
+            remedies += [f"exchange by {always} alone (--cp-comm-type)"] * (
+                self._num_groups(alone) < self._num_groups()
+            )
+            remedies.append("lower max_cp_size (--max-dynamic-cp-size)")
+        if not self._data_parallel.distributed_optimizer and self.topology.num_lanes > 1:
+            remedies.append("use the distributed optimizer")
+        remedies.append(
+            "use a larger tp_size (--tensor-model-parallel-size) or pp_size (--pipeline-model-parallel-size)"
+        )
+        return f"{', '.join(remedies[:-1])} or {remedies[-1]}" if len(remedies) > 1 else remedies[0]
 
     def _exchange_bytes(self, tokens: int, cp_size: int, attention: Attention) -> float:
         """Return what the exchange of one layer keeps: heads in their other layout, keys and values of the ring."""
@@ -299,12 +303,12 @@ class MemoryModel:
         lane = int(np.argmax(activations + working + logits + buffers))
         weights, experts = self.num_weights(stage), self.num_expert_weights(stage)
         lanes, copies = topology.num_lanes, topology.num_lanes * topology.tp_size / topology.ep_size
-        sharded = weights / lanes + experts / copies if self._distributed_optimizer else weights + experts
+        sharded = weights / lanes + experts / copies if self._data_parallel.distributed_optimizer else weights + experts
         element = self.options.element_bytes.weight
         state = _MOMENT_BYTES + (_MASTER_BYTES if element < _MASTER_BYTES else 0)
         return StageMemory(
             weights_bytes=(weights + experts) * element,
-            gradients_bytes=(weights + experts) * GRADIENT_BYTES,
+            gradients_bytes=(weights + experts) * self._data_parallel.gradient_bytes,
             optimizer_bytes=sharded * state,
             communicators_bytes=self._num_groups() * self._hardware.communicator_bytes_per_group,
             activations_bytes=float(activations[lane]),

@@ -34,6 +34,7 @@ from dynamic_cp.types import (
     TRAITS,
     UNPLACED,
     CpCommType,
+    DataParallel,
     Hardware,
     Mask,
     ModelShape,
@@ -247,7 +248,7 @@ def plan_lengths(
         hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
         options=options,
         policy=policy,
-        distributed_optimizer=_switch("distributed_optimizer", distributed_optimizer),
+        data_parallel=DataParallel(distributed_optimizer=_switch("distributed_optimizer", distributed_optimizer)),
     )
     try:
         planned, _ = plan_in_memory(

@@ -20,6 +20,7 @@ from dynamic_cp.types import (
     POOL_USES,
     SEARCH_EFFORTS,
     CpCommType,
+    DataParallel,
     PipelineLayers,
     PlanOptions,
     PoolUse,
@@ -53,7 +54,7 @@ class PlanningSettings:
             have it where it is full.
         bytes_per_element: of an activation, follows from the model's precision.
         fp32_residual: the residual stays in float32 where other activations do not.
-        distributed_optimizer: its state is sharded over the lanes.
+        data_parallel: how lanes share gradients and optimizer state.
         exchange_timeout_s: of every exchange between ranks.
         has_windows: some layers have a window, which not all exchanges serve.
         auto_places: `auto` may place attention where layers have windows; not where another loop's iterator hands out
@@ -71,7 +72,7 @@ class PlanningSettings:
     recompute_layers: RecomputedLayers
     bytes_per_element: int
     fp32_residual: bool
-    distributed_optimizer: bool
+    data_parallel: DataParallel
     exchange_timeout_s: float
     has_windows: bool
     auto_places: bool

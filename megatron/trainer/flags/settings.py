@@ -43,8 +43,8 @@ class ParallelSettings:
     )
     sequence_parallel: InitVar[bool] = flag("split activations of norms and dropout over tensor-parallel ranks")
     use_distributed_optimizer: InitVar[bool] = flag("shard the optimizer over the lanes")
-    overlap_grad_reduce: bool = flag("reduce gradients during the backward pass")
-    overlap_param_gather: bool = flag("gather parameters during the forward pass")
+    overlap_grad_reduce: InitVar[bool] = flag("reduce gradients during the backward pass")
+    overlap_param_gather: InitVar[bool] = flag("gather parameters during the forward pass")
     distributed_timeout_minutes: InitVar[float] = flag(
         "a collective that takes longer ends the job", 10.0, within=POSITIVE
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.padding import padded_seqlens
-from dynamic_cp.types import EVERY_LAYER, RecomputedLayers, Topology, is_power_of_two
+from dynamic_cp.types import EVERY_LAYER, DataParallel, RecomputedLayers, Topology, is_power_of_two
 from megatron.dynamic_cp.flags import experts, latent_attention
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
@@ -297,7 +297,11 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         recompute_layers=_recomputed_layers(args, topology),
         bytes_per_element=2 if args.bf16 else 4,
         fp32_residual=args.fp32_residual_connection,
-        distributed_optimizer=args.use_distributed_optimizer,
+        data_parallel=DataParallel(
+            distributed_optimizer=args.use_distributed_optimizer,
+            overlap_grad_reduce=args.overlap_grad_reduce,
+            overlap_param_gather=args.overlap_param_gather,
+        ),
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
         has_windows=windows_of(args).are_there,
         has_latents=latent_attention.is_on(args),

@@ -251,11 +251,12 @@ def wrap_chunks(
     device: torch.device,
 ) -> list[DistributedDataParallel]:
     """Return the chunks on their device, in their precision, with gradient buffers over the lanes."""
+    data_parallel = settings.planning.data_parallel
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=settings.parallel.overlap_grad_reduce,
-        overlap_param_gather=settings.parallel.overlap_param_gather,
-        use_distributed_optimizer=settings.planning.distributed_optimizer,
+        overlap_grad_reduce=data_parallel.overlap_grad_reduce,
+        overlap_param_gather=data_parallel.overlap_param_gather,
+        use_distributed_optimizer=data_parallel.distributed_optimizer,
         bucket_size=bucket_size,
     )
     wrapped = []

@@ -217,7 +217,7 @@ def _trainable(
         },
         layout={"tp": topology.tp_size, "pp": topology.pp_size, "vp": topology.vp_size, "lanes": topology.num_lanes},
         has_dropout=settings.model.hidden_dropout > 0,
-        gathers_params=settings.parallel.overlap_param_gather,
+        gathers_params=settings.planning.data_parallel.overlap_param_gather,
     )
 
 

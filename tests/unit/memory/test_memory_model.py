@@ -11,7 +11,18 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFe
 from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.memory.memory_model import SAFETY_FRACTION, MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.types import Bucket, MicroBatch, ModelShape, Plan, PlanOptions, Problem, RecomputedLayers, Topology
+from dynamic_cp.types import (
+    SHARDED,
+    Bucket,
+    DataParallel,
+    MicroBatch,
+    ModelShape,
+    Plan,
+    PlanOptions,
+    Problem,
+    RecomputedLayers,
+    Topology,
+)
 from tests.unit.support import TINY_HARDWARE, samples_of
 
 # 4 layers of 192 + 256 weights and two norms of 8, two tables of 80, a last norm: 2024 in all.
@@ -28,14 +39,14 @@ OPTIONS = PlanOptions(max_tokens_per_rank=100)
 HARDWARE = replace(TINY_HARDWARE, hbm_bytes=1e6, hbm_reserved_bytes=1e5, communicator_bytes_per_group=1000)
 
 
-def memory(topology, model=MODEL, hardware=HARDWARE, distributed_optimizer=True, **options):
+def memory(topology, model=MODEL, hardware=HARDWARE, data_parallel=SHARDED, **options):
     return MemoryModel(
         Problem(
             topology=topology,
             model=model,
             hardware=hardware,
             options=replace(OPTIONS, **options),
-            distributed_optimizer=distributed_optimizer,
+            data_parallel=data_parallel,
         )
     )
 
@@ -51,7 +62,7 @@ def test_weights_and_state_by_hand():
     # CP groups of 2 and 4, and the one of all lanes.
     assert stage.communicators_bytes == 3000
     assert stage.total_bytes == 2024 * 9 + 3000
-    (whole,) = memory(Topology(num_lanes=4), distributed_optimizer=False).peak_at(0)
+    (whole,) = memory(Topology(num_lanes=4), data_parallel=DataParallel(distributed_optimizer=False)).peak_at(0)
     assert whole.optimizer_bytes == 12 * 2024
     (fp32,) = memory(Topology(num_lanes=4), bytes_per_element=4).peak_at(0)
     assert fp32[:3] == (4 * 2024, 4 * 2024, 8 * 2024 / 4)
