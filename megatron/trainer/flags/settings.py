@@ -163,7 +163,7 @@ class DataSettings:
     tokenizer_model: str | None = flag("local folder with the tokenizer.json of HuggingFaceTokenizer", metavar="DIR")
     eod_id: int | None = flag("token that ends a document of .bin/.idx data, if it has one; or instead of eos_token")
     vocab_size: int | None = flag("token ids of .bin/.idx data; text tokenizers know theirs", within=POSITIVE)
-    sft: bool = flag("records are chats (docs/how-to/sft.md); loss only on what the assistant wrote")
+    sft: bool = flag("records are chats (docs/how-to/data.md); loss only on what the assistant wrote")
     chat_template: str | None = flag("with --sft: Jinja, or chatml; default: the tokenizer's own", metavar="FILE|NAME")
     mock_data: bool = flag("random tokens")
     use_varlen_dataset: InitVar[bool] = flag("accepted: samples always have their own lengths")
