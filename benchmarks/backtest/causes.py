@@ -37,7 +37,7 @@ def _as_shipped(hardware: Hardware) -> Hardware:
 
 CAUSES: Mapping[str, tuple[Callable[[Hardware], Hardware], bool]] = {
     "as shipped": (_as_shipped, True),
-    "reduction hidden": (_as_shipped, False),
+    "reduction hidden whole": (_as_shipped, False),
     f"and {EXPOSED} of TP collectives exposed": (_overlapped, False),
     "and no exchange of experts or CP": (lambda hardware: _free_links(_overlapped(hardware)), False),
 }

@@ -13,7 +13,18 @@ from benchmarks.backtest.runs import Run
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import Bucket, CpCommType, Hardware, MicroBatch, Plan, PlanOptions, Problem, Recompute, Sample
+from dynamic_cp.types import (
+    Bucket,
+    CpCommType,
+    DataParallel,
+    Hardware,
+    MicroBatch,
+    Plan,
+    PlanOptions,
+    Problem,
+    Recompute,
+    Sample,
+)
 from dynamic_cp.types.options import RecomputeModule
 
 
@@ -23,7 +34,7 @@ class Modelled:
 
     Attributes:
         iteration_s: seconds of a step.
-        reduction_s: those of them after the last backward pass, in which gradients are reduced.
+        reduction_s: those of them in which lanes reduce gradients or gather parameters and nothing hides it.
         peak_bytes: memory of the rank that needs most.
         available_bytes: memory that planning allows; hbm_bytes: that there is.
     """
@@ -60,6 +71,17 @@ def problem_of(run: Run, hardware: Hardware | None = None) -> Problem:
             recompute_modules=cast("tuple[RecomputeModule, ...]", run.recompute_modules),
         ),
         policy="static",
+        data_parallel=data_parallel_of(run),
+    )
+
+
+def data_parallel_of(run: Run) -> DataParallel:
+    """Return how lanes share gradients and parameters, as the flags of its source say."""
+    flags = run.source.flags
+    return DataParallel(
+        overlap_grad_reduce="overlap_grad_reduce" in flags,
+        overlap_param_gather="overlap_param_gather" in flags,
+        gradient_bytes=2 if "grad_reduce_in_bf16" in flags else 4,
     )
 
 
