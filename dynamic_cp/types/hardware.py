@@ -29,6 +29,8 @@ class Hardware:
         memory_bandwidth_bytes_per_s: of the device's memory; prices the embedding and the loss.
         collective_bandwidth_in_node_bytes_per_s: bus bandwidth inside a node; prices TP collectives and the gradient
             reduction.
+        tp_overlap_exposed_fraction: share of the TP collectives that GEMMs do not hide where they overlap
+            (--tp-comm-overlap); 1 = overlapping gains nothing.
         ring_step_overhead_s_per_layer: kernels and merging of one more ring step, not hidden; twice that backward.
         hbm_bytes: memory of the device; 0 = unknown.
         hbm_reserved_bytes: what context, libraries and fragmentation take of it.
@@ -63,6 +65,7 @@ class Hardware:
     head_flops_per_s: float = 0.0
     memory_bandwidth_bytes_per_s: float = 0.0
     collective_bandwidth_in_node_bytes_per_s: float = 0.0
+    tp_overlap_exposed_fraction: float = 1.0
     ring_step_overhead_s_per_layer: float = 0.0
     hbm_bytes: float = 0.0
     hbm_reserved_bytes: float = 0.0
