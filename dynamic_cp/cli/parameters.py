@@ -23,6 +23,7 @@ from dynamic_cp.types import (
     AUTO,
     CAUSAL,
     CHOICES,
+    DTYPES_OF,
     NOISE_MARGIN,
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
@@ -32,6 +33,7 @@ from dynamic_cp.types import (
     Recompute,
     Sample,
     SearchEffort,
+    StateDtypes,
     Topology,
     is_power_of_two,
     masks_by_rule,
@@ -291,6 +293,36 @@ RANKS_PER_NODE = _option(
 NO_DISTRIBUTED_OPTIMIZER = _option(
     "--no-distributed-optimizer", is_flag=True, help="Have every lane hold the whole optimizer state."
 )
+_KEPT = {
+    "main_grads_dtype": "gradients",
+    "main_params_dtype": "master weights",
+    "exp_avg_dtype": "the first moment",
+    "exp_avg_sq_dtype": "the second moment",
+}
+STATE = (
+    _option(
+        "--grad-reduce-in-bf16",
+        is_flag=True,
+        help="Keep and reduce gradients in bf16, not in fp32: half of their memory and of what is sent.",
+    ),
+    _option(
+        "--use-precision-aware-optimizer",
+        is_flag=True,
+        help="Step by TransformerEngine's FusedAdam: its state has the dtypes below, an fp32 master weight takes 2 "
+        "bytes beside the bf16 weight, and gradients in bf16 need no copy in fp32.",
+    ),
+    *(
+        _option(
+            f"--{name.replace('_', '-')}",
+            type=click.Choice(dtypes),
+            default="fp32",
+            show_default=True,
+            help=f"With it: dtype of {_KEPT[name]}.",
+        )
+        for name, dtypes in DTYPES_OF.items()
+    ),
+)
+"""Options of `types.StateDtypes`."""
 
 
 def _searched(given: str) -> str:
@@ -339,6 +371,7 @@ def job_options() -> Callable[[_Command], _Command]:
             f"{_searched('none')}",
         ),
         NO_DISTRIBUTED_OPTIMIZER,
+        *STATE,
         _option(
             "--max-tokens-per-rank",
             type=TokensOrAuto(),
@@ -584,6 +617,17 @@ class JobInput:
     static_cp_size: int | None = None
     mask: str = CAUSAL.name
     expert_imbalance: float | None = None
+    grad_reduce_in_bf16: bool = False
+    use_precision_aware_optimizer: bool = False
+    main_grads_dtype: str = "fp32"
+    main_params_dtype: str = "fp32"
+    exp_avg_dtype: str = "fp32"
+    exp_avg_sq_dtype: str = "fp32"
+
+    @property
+    def state(self) -> StateDtypes:
+        """Dtypes of gradients and of the optimizer's state."""
+        return taken(vars(self), StateDtypes)
 
     @cached_property
     def model_shape(self) -> ModelShape:
@@ -647,6 +691,7 @@ class JobInput:
             static_cp_size=size,
             cp_comm_types=exchanges,
             recompute=cast(Recompute, self.recompute or "none"),
+            state=self.state,
             search=self.effort,
         )
 
@@ -664,6 +709,7 @@ class JobInput:
                 click.get_current_context(silent=True),
             )
         _ = self.model_shape, self.hardware_values
+        self.state.check(weight_bytes=2, distributed_optimizer=not self.no_distributed_optimizer)
         if self.gpus is not None:
             return
         topology, model, _ = self.topology, self.model_shape, self.options

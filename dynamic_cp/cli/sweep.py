@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +16,7 @@ from dynamic_cp.cli.parameters import (
     NO_DISTRIBUTED_OPTIMIZER,
     RANKS_PER_NODE,
     SEARCH,
+    STATE,
     BatchInput,
     Command,
     batch_options,
@@ -31,7 +32,7 @@ from dynamic_cp.cli.tuned import check_memory_is_known, exchanges_tried, searche
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models import catalog
 from dynamic_cp.tried import LIMIT_DIVISORS, MAX_VP_SIZE
-from dynamic_cp.types import RECOMPUTE_MODES, Hardware, ModelShape
+from dynamic_cp.types import RECOMPUTE_MODES, Hardware, ModelShape, StateDtypes
 
 if TYPE_CHECKING:
     from dynamic_cp.comparison import Comparison
@@ -87,6 +88,7 @@ Examples:
     EXPERT_IMBALANCE,
     RANKS_PER_NODE,
     NO_DISTRIBUTED_OPTIMIZER,
+    *STATE,
 )
 @options_in(
     "What is tried",
@@ -187,6 +189,7 @@ def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[s
         hardware=hardware,
         search=given["search"],
         distributed_optimizer=not given["no_distributed_optimizer"],
+        state=taken(given, StateDtypes),
     )
 
 
@@ -198,6 +201,7 @@ def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any
         "gpus": space.num_gpus,
         "ranks_per_node": space.ranks_per_node,
         "distributed_optimizer": job.distributed_optimizer,
+        **asdict(job.state),
         "search": job.search,
         "recompute": space.recompute,
         **{name: given[name] for name in as_given},
@@ -229,6 +233,7 @@ def _flags(point: Point, job: SweepJob, architecture: Architecture | None, given
         global_batch_size=len(job.batches[0]),
         search=job.search,
         distributed_optimizer=job.distributed_optimizer,
+        state=job.state,
     )
     lines = [line for group in groups for line in _wrapped(group)]
     return [f"{launcher(point.setting)} pretrain_gpt.py", *lines]

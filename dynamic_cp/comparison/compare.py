@@ -136,7 +136,7 @@ def compare_settings(
         run.outcome(policy, job, partial(getattr, job, "options")) for policy, job in zip(policies, jobs, strict=True)
     )
     run.start("done")
-    return _comparison(jobs[settings.index(main)], main.options(shared.search), outcomes, names, is_tuned=True)
+    return _comparison(jobs[settings.index(main)], shared.options(main), outcomes, names, is_tuned=True)
 
 
 def _comparison(

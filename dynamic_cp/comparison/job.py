@@ -18,7 +18,18 @@ from dynamic_cp.pricing.flops import batch_flops, length_sums, tflops_per_rank
 from dynamic_cp.pricing.resolution import exchanges_of_policy, problem_of_prices
 from dynamic_cp.pricing.sent import sent_by_plan
 from dynamic_cp.setting import Setting
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Problem, Sample, SearchEffort, Topology
+from dynamic_cp.types import (
+    FP32_STATE,
+    Hardware,
+    ModelShape,
+    PlannedBatch,
+    PlanOptions,
+    Problem,
+    Sample,
+    SearchEffort,
+    StateDtypes,
+    Topology,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +47,14 @@ class SweepJob:
     hardware: Hardware
     search: SearchEffort = "fast"
     distributed_optimizer: bool = True
+    state: StateDtypes = FP32_STATE
+
+    def __post_init__(self) -> None:
+        self.state.check(weight_bytes=2, distributed_optimizer=self.distributed_optimizer)
+
+    def options(self, setting: Setting) -> PlanOptions:
+        """Return the planner's options of `setting`."""
+        return replace(setting.options(self.search), state=self.state)
 
     def model_of(self, setting: Setting) -> ModelShape:
         """Return the model in the stages of `setting`."""
@@ -47,7 +66,7 @@ class SweepJob:
             topology=setting.topology,
             model=self.model_of(setting),
             hardware=self.hardware,
-            options=setting.options(self.search),
+            options=self.options(setting),
             policy="dynamic" if setting.has_pool else setting.policy,
             distributed_optimizer=self.distributed_optimizer,
         )
@@ -76,7 +95,7 @@ class Job(NamedTuple):
     def at(cls, setting: Setting, shared: SweepJob) -> Job:
         """Return the job of a setting; its limit of tokens is given."""
         # Bounds and prices are those of all CP sizes at this limit; memory is that of the policy's own.
-        options = replace(setting.options(shared.search), min_cp_size=1, max_cp_size=setting.max_cp_size)
+        options = replace(shared.options(setting), min_cp_size=1, max_cp_size=setting.max_cp_size)
         return cls(
             batches=shared.batches,
             topology=setting.topology,

@@ -12,18 +12,19 @@ LOSS_FORWARD_BYTES_PER_LOGIT = 22
 read and write exponentials (8), read for the sum (4). An estimate; the fused kernel needs about half."""
 LOSS_BACKWARD_BYTES_PER_LOGIT = 14
 """Read and write the fp32 gradient (8), cast it to bf16 (6). An estimate."""
-GRADIENT_BYTES = 4
-"""Gradients are reduced in fp32, as Megatron-Core does by default with bf16 training."""
 
 
 def edges_s_per_token(problem: Problem) -> tuple[float, float, float, float]:
     """Return seconds per token of a rank: embedding forward and backward, head with loss forward and backward."""
     model, hardware, topology = problem.model, problem.hardware, problem.topology
-    row_bytes = model.hidden_size * problem.options.element_bytes.activation
+    element_bytes = problem.options.element_bytes
+    row_bytes = model.hidden_size * element_bytes.activation
     collective_s = _collective_s(row_bytes, hardware, topology)
-    # Read a row and write it; add a row of gradients to the table in fp32 (read, add, write).
+    # Read a row and write it; add a row to those of the gradients of the table (read, add, write).
     embedding_s = _memory_s(2 * row_bytes, hardware) + collective_s
-    embedding_back_s = _memory_s(row_bytes + 2 * GRADIENT_BYTES * model.hidden_size, hardware) + collective_s / 2
+    embedding_back_s = (
+        _memory_s(row_bytes + 2 * element_bytes.gradient * model.hidden_size, hardware) + collective_s / 2
+    )
     logits = model.vocab_size / topology.tp_size
     gemm_s = 2 * model.hidden_size * logits / hardware.head_flops_per_s if hardware.head_flops_per_s else 0.0
     head_s = gemm_s + _memory_s(LOSS_FORWARD_BYTES_PER_LOGIT * logits, hardware) + collective_s / 2
@@ -69,7 +70,7 @@ def gradient_reduction_s(problem: Problem) -> float:
     tables = model.vocabulary_weights if has_both else model.vocab_size * model.hidden_size
     of_layers = max(stage.sum(lambda layer: layer.held_weights) for stage in model.stages(topology.pp_size))
     weights = (of_layers + tables) / topology.tp_size
-    moved_bytes = GRADIENT_BYTES + problem.options.element_bytes.weight
+    moved_bytes = problem.options.element_bytes.gradient + problem.options.element_bytes.weight
     dense_s = weights * moved_bytes * (topology.num_lanes - 1) / topology.num_lanes / bandwidth
     # Only ranks with the same experts reduce them: blocks of lanes apart, so they pay the same link.
     copies = max(1.0, topology.num_lanes * topology.tp_size / topology.ep_size)

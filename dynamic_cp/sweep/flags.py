@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from math import lcm
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.setting import POOL_POLICIES, Setting
-from dynamic_cp.types import Experts, ModelShape
+from dynamic_cp.types import FP32_STATE, Experts, ModelShape, StateDtypes
 from dynamic_cp.types.stage_layers import flags_of
 
 _POLICY_FLAGS = {
@@ -41,6 +42,7 @@ def launch_flags(
     global_batch_size: int,
     search: str = "fast",
     distributed_optimizer: bool = True,
+    state: StateDtypes = FP32_STATE,
 ) -> tuple[tuple[str, ...], ...]:
     """Return the flags, each with its value if it has one, in groups of one line: parallelism, dynamic CP, model.
 
@@ -56,7 +58,7 @@ def launch_flags(
         raise UnsupportedFeatureError(f"pretrain_gpt.py does not train this model: {reason}")
     architecture = architecture or Architecture.assumed(gated=model.gated_linear_unit)
     return (
-        _parallelism(setting, distributed_optimizer),
+        _parallelism(setting, distributed_optimizer) + _state(state),
         _planning(setting, hardware_name, search),
         _lengths(max_seqlen, global_batch_size),
         _recompute(setting),
@@ -111,6 +113,11 @@ def _parallelism(setting: Setting, distributed_optimizer: bool) -> Flags:
             ("--use-distributed-optimizer", distributed_optimizer),
         ),
     )
+
+
+def _state(state: StateDtypes) -> Flags:
+    said = [(name, value) for name, value in asdict(state).items() if value != getattr(FP32_STATE, name)]
+    return _given(*((f"--{name.replace('_', '-')}", value) for name, value in said))
 
 
 def _planning(setting: Setting, hardware_name: str, search: str) -> Flags:

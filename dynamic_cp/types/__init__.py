@@ -5,7 +5,7 @@
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
 this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `mask_rules`, `placement`, `plan`, then
-what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`, `problem`.
+what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `state`, `options`, `problem`.
 """
 
 from dynamic_cp.types.attention import (
@@ -77,6 +77,7 @@ from dynamic_cp.types.plan import (
 )
 from dynamic_cp.types.problem import Problem
 from dynamic_cp.types.stage_layers import PipelineLayers
+from dynamic_cp.types.state import DTYPES_OF, FP32_STATE, StateDtypes
 from dynamic_cp.types.topology import (
     MAX_LANES,
     Topology,
@@ -90,7 +91,9 @@ __all__ = [
     "CHOICES",
     "CHOOSES_INNER_SIZE",
     "CP_COMM_TYPES",
+    "DTYPES_OF",
     "EXPERT_IMBALANCE",
+    "FP32_STATE",
     "FULL",
     "IN_NODE",
     "MAX_COUNT",
@@ -133,6 +136,7 @@ __all__ = [
     "SearchEffort",
     "SharedQuestion",
     "Stage",
+    "StateDtypes",
     "Topology",
     "Traits",
     "check_latents",

@@ -27,7 +27,8 @@ class Problem:
     distributed_optimizer: bool = True
 
     def __post_init__(self) -> None:
-        topology = self.topology
+        topology, options = self.topology, self.options
+        options.state.check(options.element_bytes.weight, distributed_optimizer=self.distributed_optimizer)
         reason = self.model.why_no_expert_split(ep_size=topology.ep_size, tp_size=topology.tp_size)
         if reason is not None:
             raise InvalidInputError(
