@@ -141,19 +141,18 @@ def _plan(
         why = f"{setting.layout}, exchange {setting.cp_comm_type}: {why_fastest(found.policies[policy])}"
     options = replace(options, **of_pool)
     steps(1, 3, "plan")
-    planned, memory = plan_in_memory(
-        samples,
+    problem = Problem(
         topology=topology,
         model=model,
         hardware=hardware,
         options=options,
         policy=policy,
-        limit_from_memory=limit_from_memory,
         distributed_optimizer=not job.no_distributed_optimizer,
     )
+    planned, memory = plan_in_memory(problem, samples, limit_from_memory=limit_from_memory)
     options = replace(options, max_tokens_per_rank=planned.plan.max_tokens_per_rank)
     steps(2, 3, "lower bound" if bound else "figures")
-    priced = Problem(topology=topology, model=model, hardware=hardware, options=options)
+    priced = replace(problem, options=options, policy="dynamic")
     figures = {
         "policy": planned.plan.policy,
         **({"layout": why} if why else {}),

@@ -30,9 +30,8 @@ def num_communicators(model: ModelShape, topology: Topology, options: PlanOption
     )
     largest = min(options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
     sizes = [1 << k for k in range(1, largest.bit_length())]
-    of_mechanisms = sum(
-        MECHANISMS[name].num_more_groups(size, sharing) for name in options.cp_comm_types for size in sizes
-    )
-    # Where groups have inner ones, those are CP groups of smaller sizes.
-    least = 2 if of_mechanisms else options.min_cp_size
-    return of_megatron + sum(size >= least for size in sizes) + of_mechanisms + (options.pool != "off")
+    used = [size for size in sizes if size >= options.min_cp_size]
+    mechanisms = [MECHANISMS[name] for name in options.cp_comm_types]
+    of_mechanisms = sum(mechanism.num_more_groups(size, sharing) for mechanism in mechanisms for size in used)
+    # Inner groups of a mechanism are CP groups of smaller sizes.
+    return of_megatron + len(sizes if of_mechanisms else used) + of_mechanisms + (options.pool != "off")

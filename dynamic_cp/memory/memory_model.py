@@ -263,7 +263,7 @@ class MemoryModel:
         """Return what helps and is not done already."""
         least = 2 * self.topology.rank_token_multiple
         ways = []
-        if parts.state_bytes < self.available_bytes:  # else no fewer tokens help
+        if parts.state_bytes < self.available_bytes and not parts.step_bytes:  # else no fewer tokens help
             ways += ["lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"] * (limit > least)
             ways += ["recompute more"] * (self.options.recompute != "full")
         experts, ep_size = self._model.experts, self.topology.ep_size

@@ -30,6 +30,7 @@ from dynamic_cp.pricing.resolution import allowed_exchanges
 from dynamic_cp.search.plan_in_memory import plan_in_memory
 from dynamic_cp.types import (
     AUTO,
+    FP32_STATE,
     MAX_COUNT,
     TRAITS,
     UNPLACED,
@@ -39,8 +40,10 @@ from dynamic_cp.types import (
     ModelShape,
     PlannedBatch,
     PlanOptions,
+    Problem,
     Recompute,
     SearchEffort,
+    StateDtypes,
     Topology,
     is_placed,
     masks_by_rule,
@@ -182,6 +185,7 @@ def plan_lengths(
     search: SearchEffort = "fast",
     policy: str = "dynamic",
     distributed_optimizer: bool = True,
+    state: StateDtypes = FP32_STATE,
     check_memory: bool = True,
 ) -> PlanArrays:
     """Return the fastest legal plan of one global batch, by simulation, as arrays; a pure function of its arguments.
@@ -203,7 +207,7 @@ def plan_lengths(
             the model has multi-latent attention: --cp-comm-type auto without placed attention.
         recompute, bytes_per_element, search: as in `types.PlanOptions`.
         policy: one of `search.POLICIES`.
-        distributed_optimizer: the optimizer state is sharded over the lanes.
+        distributed_optimizer: the optimizer state is sharded over the lanes; state: its dtypes, and the gradients'.
         check_memory: refuse a plan that needs more memory than `hardware` has, with weights and gradients of the whole
             model (or its TP and PP part) on every lane. False: your loop holds less, as with FSDP or adapters.
 
@@ -237,20 +241,21 @@ def plan_lengths(
         cp_comm_types=_exchanges(cp_comm_types, shape),
         recompute=recompute,
         bytes_per_element=bytes_per_element,
+        state=state,
         search=search,
     )
+    batch = GlobalBatch(np.arange(len(lengths)), lengths, _masks(masks, lengths))
+    problem = Problem(
+        topology=topology,
+        model=shape,
+        hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
+        options=options,
+        policy=policy,
+        distributed_optimizer=_switch("distributed_optimizer", distributed_optimizer),
+    )
+    is_checked = _switch("check_memory", check_memory)
     try:
-        planned, _ = plan_in_memory(
-            GlobalBatch(np.arange(len(lengths)), lengths, _masks(masks, lengths)),
-            topology=topology,
-            model=shape,
-            hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
-            options=options,
-            policy=policy,
-            limit_from_memory=limit_from_memory,
-            distributed_optimizer=_switch("distributed_optimizer", distributed_optimizer),
-            check_memory=_switch("check_memory", check_memory),
-        )
+        planned, _ = plan_in_memory(problem, batch, limit_from_memory=limit_from_memory, check_memory=is_checked)
     except MemoryLimitError as error:
         raise MemoryLimitError(
             f"{error}; where your loop holds less than Megatron's, give tokens and check_memory=False", **error.details

@@ -12,12 +12,12 @@ import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import AUTO, RING_ALONE, UNPLACED, ModelShape, PipelineLayers
+from dynamic_cp.types import AUTO, RING_ALONE, UNPLACED, ModelShape, PipelineLayers, StateDtypes
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.arguments import (
     UNSUPPORTED,
@@ -375,6 +375,8 @@ def planned(asked: argparse.Namespace, args: argparse.Namespace) -> Planned:
     ours.context_parallel_size = asked.context_parallel_size
     ours.cp_comm_type = exchange_of(asked)
     ours.max_seqlen_per_dp_cp_rank = asked.max_seqlen_per_dp_cp_rank
+    for field in fields(StateDtypes):  # as they were typed: Megatron-LM makes torch's of the dtypes
+        setattr(ours, field.name, getattr(asked, field.name, field.default))
     if args.recompute_granularity == "full":
         check_auto_knows_recomputation(ours)
     settings = planning_settings(ours, auto_places=False)

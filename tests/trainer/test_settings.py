@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dynamic_cp.types import StateDtypes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.trainer.flags.arguments import ALREADY_SO, build_parser, parse_args
 from megatron.trainer.flags.settings import Settings
@@ -68,6 +69,7 @@ PLANNING_FLAGS = {
     "pipeline_model_parallel_size": "topology",
     "sequence_parallel": "topology",
     "use_distributed_optimizer": "distributed_optimizer",
+    **{field.name: "state" for field in fields(StateDtypes)},
     "distributed_timeout_minutes": "exchange_timeout_s",
     "recompute_granularity": "recompute",
     "recompute_modules": "recompute_modules",

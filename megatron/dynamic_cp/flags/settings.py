@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from dynamic_cp.pricing.resolution import exchanges_of
 from dynamic_cp.types import (
+    FP32_STATE,
     NOISE_MARGIN,
     CpCommType,
     PipelineLayers,
@@ -19,6 +20,7 @@ from dynamic_cp.types import (
     Recompute,
     RecomputeModule,
     SearchEffort,
+    StateDtypes,
     Topology,
 )
 
@@ -38,7 +40,7 @@ class PlanningSettings:
         recompute: activation recomputation; recompute_modules: what of it is selective.
         bytes_per_element: of an activation, follows from the model's precision.
         fp32_residual: the residual stays in float32 where other activations do not.
-        distributed_optimizer: its state is sharded over the lanes.
+        distributed_optimizer: its state is sharded over the lanes; state: its dtypes, and those of gradients.
         hardware: name or file for the cost and memory model, None: by the device.
         search: effort of the planner.
         lookahead: global batches that are planned ahead.
@@ -83,6 +85,7 @@ class PlanningSettings:
     has_latents: bool = False
     pipeline_layers: PipelineLayers = ()
     fp32_residual: bool = False
+    state: StateDtypes = FP32_STATE
     pool: PoolUse = "off"
     noise_margin: float = NOISE_MARGIN
     ping_pong: bool = True
@@ -136,6 +139,7 @@ class PlanningSettings:
             recompute_modules=self.recompute_modules,
             bytes_per_element=self.bytes_per_element,
             fp32_residual=self.fp32_residual,
+            state=self.state,
             search=self.search,
             pool=self.pool,
             noise_margin=self.noise_margin,

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types import DTYPES_OF
 from megatron.dynamic_cp.flags.arguments import add_dynamic_cp_arguments
 from megatron.dynamic_cp.flags.experts import BALANCING, DEFAULTS, layer_freq
 from megatron.dynamic_cp.flags.fp8 import ALIGNMENTS, FORMATS
@@ -176,6 +177,12 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "choice; passed on to TransformerEngine where its layers are used",
     )
     _switch(group, "--bf16", help="bfloat16 weights and activations, float32 gradients and optimizer")
+    _switch(
+        group,
+        "--grad-reduce-in-bf16",
+        help="with --bf16: gradients are added up, kept and reduced in bfloat16; the optimizer's step copies its share "
+        "of them to float32",
+    )
     _switch(
         group,
         "--fp32-residual-connection",
@@ -374,6 +381,15 @@ def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--adam-beta1", type=float, default=0.9)
     group.add_argument("--adam-beta2", type=float, default=0.999)
     group.add_argument("--adam-eps", type=float, default=1e-8)
+    _switch(
+        group,
+        "--use-precision-aware-optimizer",
+        help="with --bf16 and --use-distributed-optimizer: TransformerEngine's FusedAdam (CUDA) keeps its state in the "
+        "dtypes below, and of a float32 master weight the half that the bfloat16 weight lacks",
+    )
+    for name, dtypes in DTYPES_OF.items():
+        help = "with it: of gradients; bf16: as --grad-reduce-in-bf16" if name == "main_grads_dtype" else None
+        group.add_argument(f"--{name.replace('_', '-')}", choices=dtypes, default="fp32", help=help)
 
 
 def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.padding import padded_seqlens
-from dynamic_cp.types import Topology, is_power_of_two
+from dynamic_cp.types import StateDtypes, Topology, is_power_of_two
 from megatron.dynamic_cp.flags import experts, latent_attention
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.arguments import recompute_modules
@@ -346,6 +347,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         bytes_per_element=2 if args.bf16 else 4,
         fp32_residual=args.fp32_residual_connection,
         distributed_optimizer=args.use_distributed_optimizer,
+        state=_state_dtypes(args),
         hardware=args.dynamic_cp_hardware,
         search=args.dynamic_cp_search,
         lookahead=args.dynamic_cp_lookahead,
@@ -375,6 +377,13 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
 
     check_feasible(settings.seq_length, topology, settings.used(settings.options()))
     return settings
+
+
+def _state_dtypes(args: argparse.Namespace) -> StateDtypes:
+    """Return the dtypes of gradients and of the optimizer's state, which weights and optimizer have to have."""
+    state = StateDtypes(**{field.name: getattr(args, field.name) for field in fields(StateDtypes)})
+    state.check(2 if args.bf16 else 4, distributed_optimizer=args.use_distributed_optimizer)
+    return state
 
 
 def _check_cp_sizes(args: argparse.Namespace, topology: Topology) -> None:
