@@ -1,3 +1,1 @@
-"""Bytes of a rank: `activations` (of a layer), `communicators` (how many), then `memory_model` (all of them, against the
-device's memory).
-"""
+"""Bytes of a rank: `activations` (of a layer), `communicators` (how many), `memory_model` (all, against the device's)."""
