@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,55 +20,13 @@ import click
 
 from dynamic_cp.cli.app import COMMANDS, TRAINING_COMMANDS, group
 from dynamic_cp.cli.parameters import Argument
-from megatron.dynamic_cp.flags.arguments import UNSUPPORTED
 from megatron.dynamic_cp.flags.exclusions import EXCLUSIONS
+from megatron.dynamic_cp.flags.supported import UNSUPPORTED
 from megatron.trainer.flags.arguments import ALREADY_SO, build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 _MADE = "<!-- Made by `python -m tools.flags_page`: do not edit. -->\n\n"
-_HOW_COMMON = {
-    "--num-layers": "layers of the transformer",
-    "--hidden-size": "width of a token between layers",
-    "--num-attention-heads": "query heads",
-    "--position-embedding-type": "how tokens know their positions",
-    "--rotary-base": "base of RoPE's wavelengths",
-    "--rotary-percent": "share of a head's channels that RoPE rotates",
-    "--normalization": "norm of the layers",
-    "--norm-epsilon": "added to the variance in a norm",
-    "--make-vocab-size-divisible-by": "the vocabulary is padded to a multiple of this times TP",
-    "--init-method-std": "standard deviation of the initial weights",
-    "--hidden-dropout": "dropout after attention and MLP; above 0 a resume is exact on the same layout only",
-    "--seed": "seed of weights, order of samples and mock data",
-    "--recompute-granularity": "what is computed again in backward: whole layers, or core attention",
-    "--recompute-method": "which layers, with full recomputation",
-    "--recompute-num-layers": "layers per unit (uniform) or per stage (block)",
-    "--optimizer": "AdamW",
-    "--lr": "largest learning rate",
-    "--min-lr": "where the decay ends",
-    "--lr-decay-style": "shape of the decay",
-    "--lr-warmup-init": "learning rate before the warm-up",
-    "--lr-warmup-iters": "iterations of the warm-up",
-    "--lr-warmup-samples": "the same in samples",
-    "--lr-decay-samples": "the same in samples",
-    "--lr-wsd-decay-iters": "iterations of WSD's last part",
-    "--lr-wsd-decay-samples": "the same in samples",
-    "--lr-wsd-decay-style": "shape of WSD's last part",
-    "--weight-decay": "of AdamW",
-    "--clip-grad": "largest norm of the gradient; 0 does not clip",
-    "--adam-beta1": "of AdamW",
-    "--adam-beta2": "of AdamW",
-    "--adam-eps": "of AdamW",
-    "--tensor-model-parallel-size": "TP size",
-    "--pipeline-model-parallel-size": "PP size",
-    "--num-layers-per-virtual-pipeline-stage": "layers of a model chunk: interleaves the pipeline",
-    "--num-virtual-stages-per-pipeline-rank": "the same as a number of chunks per rank",
-    "--distributed-timeout-minutes": "a collective that takes longer ends the job",
-    "--save": "folder of checkpoints",
-    "--ckpt-format": "megatron-core's distributed checkpoint",
-    "--tensorboard-dir": "losses, times and facts of the plans as scalars",
-}
-"""What the parser leaves to its reader's knowledge of Megatron-LM."""
 
 
 def flags_page() -> str:
@@ -118,9 +78,7 @@ def _flag_row(action: argparse.Action) -> str:
     default = "required" if action.required else ""
     if action.nargs != 0 and action.default not in (None, []):
         default = _code(str(action.default))
-    text = action.help or _HOW_COMMON.get(action.option_strings[0], "")
-    assert text, f"{action.option_strings[0]} has no help: give it one in _HOW_COMMON"
-    return f"| {names}{value} | {default} | {_cell(text)} |\n"
+    return f"| {names}{value} | {default} | {_cell(action.help or '')} |\n"
 
 
 def command_page() -> str:
@@ -136,20 +94,30 @@ def command_page() -> str:
         "| command | what it does |\n| --- | --- |\n",
         *[f"| [{name}](#{name}) | {_cell(text)} |\n" for name, text in commands.items()],
     ]
+    sections: dict[str, click.Command] = {}
     for name in commands:
         command = group.get_command(context, name)
         assert command is not None
-        parts.append(f"\n## {name}\n" + _command_section(command, context))
+        sections[f"## {name}"] = command
         if isinstance(command, click.Group):
-            for below, one in command.commands.items():
-                parts.append(f"\n### {name} {below}\n" + _command_section(one, context))
+            sections |= {f"### {name} {below}": one for below, one in command.commands.items()}
+    num_commands = Counter(_option_row(one, context) for command in sections.values() for one in command.params)
+    shared = [row for row, count in num_commands.items() if count > 1]
+    parts += [f"\n{title}\n{_command_section(one, context, shared)}" for title, one in sections.items()]
+    parts.append("\n## Options of several commands\n" + _OPTIONS + "".join(shared))
     return "".join(parts)
 
 
-def _command_section(command: click.Command, context: click.Context) -> str:
-    rows = [_option_row(one, context) for one in command.params]
-    table = "\n| option | default | meaning |\n| --- | --- | --- |\n" + "".join(rows) if rows else ""
-    return f"\n{_cell(command.help or '')}\n{table}"
+_OPTIONS = "\n| option | default | meaning |\n| --- | --- | --- |\n"
+
+
+def _command_section(command: click.Command, context: click.Context, shared: Collection[str]) -> str:
+    """Return what a command does, and its options: in full if no other command has the same ones."""
+    rows = {one: _option_row(one, context) for one in command.params}
+    own = [row for row in rows.values() if row not in shared]
+    section = f"\n{_cell(command.help or '')}\n" + (_OPTIONS + "".join(own) if own else "")
+    names = [f"`{one.opts[0]}`" for one, row in rows.items() if row in shared]
+    return section + (f"\n[Also](#options-of-several-commands): {', '.join(names)}.\n" if names else "")
 
 
 def _option_row(parameter: click.Parameter, context: click.Context) -> str:

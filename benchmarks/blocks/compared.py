@@ -71,12 +71,12 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the table of all cells."""
-    header = " | ".join(["lengths", "mask", "scale", *NAMES, "exposed", "best / blocks"])
+    """Return the table of the cells with the lists' own lengths, if there are any; by scale see `shapes_markdown`."""
+    header = " | ".join(["lengths", "mask", *NAMES, "exposed", "best / blocks"])
     lines = []
-    for row in rows:
+    for row in [row for row in rows if row["scale"] == 1] or rows:
         numbers = [f"{row[name]:.2f}" for name in (*NAMES, "exposed")]
-        lines.append((row["data"], row["mask"].partition(":")[0], f"{row['scale']:g}", *numbers, f"{gain(row):.2f}"))
+        lines.append((row["data"], row["mask"].partition(":")[0], *numbers, f"{gain(row):.2f}"))
     return table(header, lines, left=2)
 
 

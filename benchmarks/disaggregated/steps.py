@@ -148,9 +148,10 @@ def pool_s(row: Row, *more: str) -> float | None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return a line for each case: seconds, and what the pool gives over the best of all others."""
+    """Return a line for each case of the longest documents: seconds, and the best of all others over the pool."""
     lines = []
-    for row in rows:
+    longest = max(row["case"].longest for row in rows)
+    for row in (row for row in rows if row["case"].longest == longest):
         cells = ["–" if row[name] is None else f"{row[name]:.2f}" for name in NAMES]
         best = pool_s(row)
         lines.append((row["case"].name, *cells, "–" if best is None else f"{without_s(row) / best:.2f}"))

@@ -123,19 +123,16 @@ def markdown(rows: Sequence[Row]) -> str:
         return "–" if seconds is None else f"{seconds:.3f} ({row[f'{name}_plan_s']:.1f} s)"
 
     return table(
-        "lengths | model | TP | PP | lanes | samples | bound s | dynamic s | thorough s | static s | balanced s "
-        "| dev tuned s | 0.16.1 s | WLB-like s | FlexSP-like s | best peer / dynamic",
+        "lengths | model | TP·PP·lanes | samples | bound s | dynamic s | static s | balanced s | dev tuned s "
+        "| 0.16.1 s | WLB-like s | FlexSP-like s | best peer / dynamic",
         (
             [
                 f"{row['workload']} {row['max_seqlen'] // 1024}k",
                 row["model"],
-                row["tp"],
-                row["pp"],
-                row["lanes"],
+                f"{row['tp']}·{row['pp']}·{row['lanes']}",
                 row["samples"],
                 f"{row['bound_s']:.3f}",
                 f"{row['fast_s']:.3f} ({row['warm_ms']:.0f} ms)",
-                f"{row['thorough_s']:.3f}",
                 f"{row['static_s']:.3f}",
                 f"{row['balanced_s']:.3f}",
                 f"{row['megatron_dev_s']:.3f}",

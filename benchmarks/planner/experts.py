@@ -110,24 +110,16 @@ def _compared(setting: Setting) -> Row:
 def markdown(rows: Sequence[Row]) -> str:
     """Return the table."""
     return table(
-        "lengths | model | PP | EP | lanes | limit | samples | bound s | plan s | / bound | ignorant of EP s | / bound "
-        "| / plan | won by | ms",
+        "lengths | model | PP·EP·lanes | plan s | / bound | ignorant of EP, / bound | / plan | ms",
         (
             [
                 row["workload"],
                 row["model"],
-                row["pp"],
-                row["ep"],
-                row["lanes"],
-                row["limit"],
-                row["samples"],
-                f"{row['bound_s']:.3f}",
+                f"{row['pp']}·{row['ep']}·{row['lanes']}",
                 f"{row['plan_s']:.3f}",
                 f"{row['plan_s'] / row['bound_s']:.3f}",
-                f"{row['ignorant_s']:.3f}",
                 f"{row['ignorant_s'] / row['bound_s']:.3f}",
                 f"{row['ignorant_s'] / row['plan_s']:.3f}",
-                row["reason"].split(":")[0],
                 f"{row['ms']:.0f}",
             ]
             for row in rows

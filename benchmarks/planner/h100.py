@@ -163,30 +163,20 @@ def measure(settings: Sequence[Setting], *, cold: bool) -> list[Row]:
 def markdown(rows: Sequence[Row]) -> str:
     """Return the table."""
     return table(
-        "lengths | model | TP | PP | VPP | lanes | longest | limit | seconds | thorough s | / bound | × static (CP) "
-        "| × balanced (CP) | × dev tuned | m | busy | pipeline | CP wait | DP wait | warm ms | cold ms",
+        "lengths | model | TP·PP·VPP·lanes | longest, limit | seconds | / bound | × static (CP) | × balanced (CP) "
+        "| × dev tuned | busy | warm ms",
         (
             [
                 row["workload"] + ("" if len(row["exchanges"]) == 1 else ", any exchange"),
                 row["model"],
-                row["tp"],
-                row["pp"],
-                row["vp"],
-                row["lanes"],
-                f"{row['longest'] / 1024:.0f}k",
-                f"{row['limit'] // 1024}k",
+                f"{row['tp']}·{row['pp']}·{row['vp']}·{row['lanes']}",
+                f"{row['longest'] / 1024:.0f}k, {row['limit'] // 1024}k",
                 f"{row['fast_s']:.3f}",
-                f"{row['thorough_s']:.3f}",
                 f"{row['fast_s'] / row['bound_s']:.3f}",
                 *(_static(row, policy) for policy in ("static", "balanced")),
                 f"{row['megatron_dev_s'] / row['fast_s']:.2f}",
-                row["num_microbatches"],
                 percent(row["busy"]),
-                percent(row["pipeline_bubble"]),
-                percent(row["cp_wait"]),
-                percent(row["dp_wait"]),
                 f"{row['warm_ms']:.0f}",
-                "" if row["cold_ms"] is None else f"{row['cold_ms']:.0f}",
             ]
             for row in rows
         ),

@@ -63,9 +63,10 @@ def measure(wanted: Callable[[str], bool]) -> list[Row]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return groups by packers: mean (worst) time without the packer over that with all."""
+    """Return groups by packers: mean (worst) time without the packer over that with all; 1 where it never differs."""
     groups = list(dict.fromkeys(row["group"] for row in rows))
     cells = {(row["group"], row["packer"]): f"{row['mean']:.3f} ({row['worst']:.3f})" for row in rows}
+    cells = {key: "1" if cell == "1.000 (1.000)" else cell for key, cell in cells.items()}
     num_cases = {row["group"]: row["cases"] for row in rows}
     return table(
         " | ".join(["group", "cases", *PACKERS]),

@@ -88,7 +88,6 @@ def markdown(rows: Sequence[Row]) -> str:
     cells = []
     for (workload, lanes), group in groupby(rows, key=lambda row: (row["workload"], row["lanes"])):
         seeds = list(group)
-        before, after = PUBLISHED[workload]
         cells.append(
             [
                 workload,
@@ -96,17 +95,15 @@ def markdown(rows: Sequence[Row]) -> str:
                 *(f"{fmean(row[f'{policy}_tflops'] for row in seeds):.0f}" for policy in policies),
                 *(_gain(seeds, policy, "static") for policy in ("megatron-dev", "dynamic")),
                 _gain(seeds, "dynamic", "megatron-dev"),
-                f"{before:.0f} → {after:.0f}",
-                f"{after / before:.2f}",
             ]
         )
     return table(
         "lengths | lanes (GPUs) | static | balanced | dev tuned | dynamic | dynamic, 64k limit | dev / static "
-        "| dynamic / static | dynamic / dev | published static → dynamic | published gain",
+        "| dynamic / static | dynamic / dev",
         cells,
     )
 
 
 def _gain(seeds: Sequence[Row], policy: str, over: str) -> str:
     gains = [row[f"{policy}_tflops"] / row[f"{over}_tflops"] for row in seeds]
-    return f"{fmean(gains):.2f} ({min(gains):.2f} … {max(gains):.2f})"
+    return f"{fmean(gains):.2f} ({min(gains):.2f}..{max(gains):.2f})"

@@ -1,1 +1,1 @@
-"""Bytes of a rank: `activations` (of a layer), `communicators` (how many), `memory_model` (all, against the device's)."""
+"""Bytes of a rank: `activations` (of a layer), `communicators` (how many), `memory_model` (all of them; what fits)."""

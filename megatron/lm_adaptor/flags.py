@@ -19,83 +19,66 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import AUTO, RING_ALONE, UNPLACED, ModelShape, PipelineLayers, StateDtypes
 from megatron.dynamic_cp.flags.activation import check_activation
-from megatron.dynamic_cp.flags.arguments import (
-    UNSUPPORTED,
-    Unsupported,
-    add_dynamic_cp_arguments,
-    tokens_or_auto,
-)
 from megatron.dynamic_cp.flags.experts import check_experts
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, is_on, qk_width
 from megatron.dynamic_cp.flags.layer_needs import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.positions import check_norms, check_positions
-from megatron.dynamic_cp.flags.settings import PlanningSettings
+from megatron.dynamic_cp.flags.settings import PlanningSettings, tokens_or_auto
+from megatron.dynamic_cp.flags.supported import UNSUPPORTED, Unsupported
+from megatron.dynamic_cp.flags.table import add_group, check_ranges
 from megatron.trainer.data.config import OVERLONG_POLICIES
 from megatron.trainer.flags import derive
-from megatron.trainer.flags.validation import check_auto_knows_recomputation, check_planning_values, planning_settings
+from megatron.trainer.flags.settings import DYNAMIC_CP, TABLE
+from megatron.trainer.flags.validation import check_auto_knows_recomputation, planning_settings
 
 _DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}  # where the name is not that of the flag
 _EXCHANGE_NAMES = {"allgather": "all_gather"}  # Megatron-LM's name -> ours
 _LOOP = "it changes the training loop that dynamic context parallelism takes part in"
 _DATA = "global batches are drawn in the order of one data set"
+_OURS = "(pretrain_gpt.py of this project has the flag)"
 _LIMIT = "--max-seqlen-per-dp-cp-rank"
 
 REFUSED: tuple[Unsupported, ...] = (
     *UNSUPPORTED,
-    Unsupported(flag="--use-legacy-models", reason="only megatron-core models take a CP group per micro-batch"),
-    Unsupported(flag="--spec", reason="--dynamic-cp has its own layer specification"),
+    Unsupported("--use-legacy-models", "only megatron-core models take a CP group per micro-batch"),
+    Unsupported("--spec", "--dynamic-cp has its own layer specification"),
     Unsupported(
-        flag="--transformer-impl",
-        off=TRANSFORMER_IMPLS,
-        reason="layers for inference do not train with a CP group per micro-batch",
+        "--transformer-impl", "layers for inference do not train with a CP group per micro-batch", off=TRANSFORMER_IMPLS
     ),
-    Unsupported(flag="--dataloader-type", off=("single",), reason=_DATA),
-    Unsupported(flag="--dataloader-save", reason="what was drawn ahead is not part of a loader's state"),
+    Unsupported("--dataloader-type", _DATA, off=("single",)),
+    Unsupported("--dataloader-save", "what was drawn ahead is not part of a loader's state"),
     Unsupported(
-        flag="--mtp-num-layers",
+        "--mtp-num-layers",
+        f"columns of later tokens are made where samples are read, which a checkout's script does itself {_OURS}",
         off=(0,),
-        reason="columns of later tokens are made where samples are read, which a checkout's script does itself "
-        "(pretrain_gpt.py of this project has the flag)",
     ),
-    Unsupported(
-        flag="--dynamic-cp-pool",
-        off=("off",),
-        reason="it was not checked in a checkout (pretrain_gpt.py of this project has the flag)",
-    ),
-    Unsupported(
-        flag="--fp8-format",
-        field="fp8",
-        reason="it was not checked in a checkout (pretrain_gpt.py of this project has the flag)",
-    ),
-    Unsupported(flag="--yaml-cfg", reason="give the flags on the command line"),
-    Unsupported(flag="--perform-rl-step", reason=_LOOP),
-    Unsupported(flag="--inprocess-restart", reason=_LOOP),
-    Unsupported(flag="--iterations-to-skip", off=([],), reason=_LOOP),
-    Unsupported(flag="--result-rejected-tracker-filename", reason=_LOOP),
-    Unsupported(flag="--save-wgrads-interval", reason=_LOOP),
-    Unsupported(flag="--save-dgrads-interval", reason=_LOOP),
-    Unsupported(flag="--save-activations-interval", reason=_LOOP),
-    Unsupported(flag="--save-tokens-per-expert-interval", reason=_LOOP),
-    Unsupported(flag="--logits-save-dir", reason=_LOOP),
-    Unsupported(flag="--logits-load-dir", reason=_LOOP),
-    Unsupported(flag="--optimizer-cuda-graph", reason=_LOOP),
-    Unsupported(flag="--vision-pretraining", reason=_LOOP),
-    Unsupported(flag="--decrease-batch-size-if-needed", reason="a global batch of any size is possible"),
-    Unsupported(
-        flag="--rampup-batch-size",
-        reason="global batches of a checkout are drawn with one size (pretrain_gpt.py of this project has the flag)",
-    ),
-    Unsupported(flag="--step-batch-size-schedule", reason="the global batch has one size for the whole run"),
-    Unsupported(flag="--eval-global-batch-size", reason="evaluation has the global batch size of training"),
-    Unsupported(flag="--eval-micro-batch-size", off=(1,), reason="a micro-batch is a pack of samples"),
-    Unsupported(flag="--dataloader-inter-document-masking", reason="--use-varlen-dataset makes documents samples"),
-    Unsupported(flag="--hybrid-layer-pattern", reason="state-space layers are sequential"),
-    Unsupported(flag="--full-validation", reason=_DATA),
-    Unsupported(flag="--multiple-validation-sets", reason=_DATA),
-    Unsupported(flag="--phase-transition-iterations", reason=_DATA),
-    Unsupported(flag="--data-parallel-random-init", reason="lanes hold the same weights"),
-    Unsupported(flag="--log-max-attention-logit", reason="the attention does not report it"),
-    Unsupported(flag="--fine-grained-activation-offloading", reason="activations stay on their device"),
+    Unsupported("--dynamic-cp-pool", f"it was not checked in a checkout {_OURS}", off=("off",)),
+    Unsupported("--fp8-format", f"it was not checked in a checkout {_OURS}", "fp8"),
+    Unsupported("--yaml-cfg", "give the flags on the command line"),
+    Unsupported("--perform-rl-step", _LOOP),
+    Unsupported("--inprocess-restart", _LOOP),
+    Unsupported("--iterations-to-skip", _LOOP, off=([],)),
+    Unsupported("--result-rejected-tracker-filename", _LOOP),
+    Unsupported("--save-wgrads-interval", _LOOP),
+    Unsupported("--save-dgrads-interval", _LOOP),
+    Unsupported("--save-activations-interval", _LOOP),
+    Unsupported("--save-tokens-per-expert-interval", _LOOP),
+    Unsupported("--logits-save-dir", _LOOP),
+    Unsupported("--logits-load-dir", _LOOP),
+    Unsupported("--optimizer-cuda-graph", _LOOP),
+    Unsupported("--vision-pretraining", _LOOP),
+    Unsupported("--decrease-batch-size-if-needed", "a global batch of any size is possible"),
+    Unsupported("--rampup-batch-size", f"global batches of a checkout are drawn with one size {_OURS}"),
+    Unsupported("--step-batch-size-schedule", "the global batch has one size for the whole run"),
+    Unsupported("--eval-global-batch-size", "evaluation has the global batch size of training"),
+    Unsupported("--eval-micro-batch-size", "a micro-batch is a pack of samples", off=(1,)),
+    Unsupported("--dataloader-inter-document-masking", "--use-varlen-dataset makes documents samples"),
+    Unsupported("--hybrid-layer-pattern", "state-space layers are sequential"),
+    Unsupported("--full-validation", _DATA),
+    Unsupported("--multiple-validation-sets", _DATA),
+    Unsupported("--phase-transition-iterations", _DATA),
+    Unsupported("--data-parallel-random-init", "lanes hold the same weights"),
+    Unsupported("--log-max-attention-logit", "the attention does not report it"),
 )
 
 
@@ -174,8 +157,6 @@ class _Additions:
         return _Additions(self._parser.add_argument_group(*args, **kwargs))
 
     def add_argument(self, *flags: str, **kwargs: Any) -> None:
-        if "feature" in kwargs:  # a refusal: Megatron-LM's own flag is looked at once it was read
-            return
         with contextlib.suppress(argparse.ArgumentError):  # Megatron-LM has it
             self._parser.add_argument(*flags, **kwargs)
 
@@ -183,7 +164,7 @@ class _Additions:
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to Megatron-LM's parser and return it."""
     additions = _Additions(parser)
-    add_dynamic_cp_arguments(additions)  # type: ignore[arg-type]
+    add_group(additions, DYNAMIC_CP, TABLE)
     group = additions.add_argument_group("samples of their own lengths")
     group.add_argument(
         "--use-varlen-dataset",
@@ -233,7 +214,7 @@ def refuse(args: argparse.Namespace) -> None:
     exchange = exchange_of(args)
     if exchange not in (AUTO, *UNPLACED):
         raise InvalidInputError(f"--cp-comm-type {exchange} is unknown: use auto, {', '.join(UNPLACED)}")
-    check_planning_values(args)
+    check_ranges(args, PlanningSettings)
     if args.use_varlen_dataset and (args.sft or args.fim_data):
         raise InvalidInputError("--use-varlen-dataset excludes --sft and --fim-data: leave one of them out")
 
@@ -264,8 +245,8 @@ def refuse_on_cpu(args: argparse.Namespace) -> None:
         UnsupportedFeatureError: naming the flag.
     """
     worker = Unsupported(
-        flag="--use-persistent-ckpt-worker",
-        reason="on CPU ranks Megatron-LM's worker ends, for lack of a CUDA device, and the first save waits for it",
+        "--use-persistent-ckpt-worker",
+        "on CPU ranks Megatron-LM's worker ends, for lack of a CUDA device, and the first save waits for it",
     )
     if getattr(args, destination(worker.flag), False):
         raise worker.error()

@@ -8,9 +8,9 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.dynamic_cp.flags.arguments import check_supported
 from megatron.dynamic_cp.flags.latent_attention import is_on, qk_width
 from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
+from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.flags.windows import set_sinks
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table

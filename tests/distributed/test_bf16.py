@@ -18,7 +18,7 @@ from dynamic_cp.types import Plan, Sample
 from megatron.dynamic_cp.attention.mechanisms import ring
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.model import norm
 from megatron.dynamic_cp.step import loss

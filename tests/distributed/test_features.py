@@ -12,8 +12,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from megatron.dynamic_cp.attention import merge
 from megatron.dynamic_cp.attention.mechanisms import heads
-from megatron.dynamic_cp.flags.arguments import check_supported
 from megatron.dynamic_cp.flags.positions import concentration
+from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.model import norm, rotary, self_attention
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks

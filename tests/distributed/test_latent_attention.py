@@ -13,7 +13,7 @@ from dynamic_cp.types import needs_latents
 from megatron.dynamic_cp.attention import torch_thd
 from megatron.dynamic_cp.attention.mechanisms.latents import LatentRing, LatentWidths, UpProjection
 from megatron.dynamic_cp.attention.thd import attention_from_latents
-from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model import latent_attention
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec

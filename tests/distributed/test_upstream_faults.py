@@ -24,7 +24,7 @@ from megatron.core.transformer.attention import CrossAttention
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
 from megatron.dynamic_cp.data import micro_batches
-from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.layout.sharding import shard_positions
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.repairs import releases

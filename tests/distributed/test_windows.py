@@ -17,7 +17,7 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import Lambda, Mask
 from megatron.dynamic_cp.attention import packs, placed_packs, torch_thd
 from megatron.dynamic_cp.attention.thd import executor_of
-from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.flags.windows import Windows, set_sinks, windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.harness import initialize_model_parallel, run_ranks

@@ -10,7 +10,7 @@ import pytest
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES
-from megatron.dynamic_cp.flags.arguments import UNSUPPORTED
+from megatron.dynamic_cp.flags.supported import UNSUPPORTED
 from megatron.lm_adaptor import flags
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES
-from megatron.dynamic_cp.flags.arguments import UNSUPPORTED, check_supported
+from megatron.dynamic_cp.flags.supported import UNSUPPORTED, check_supported
 from megatron.dynamic_cp.repairs import releases
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import ALREADY_SO, build_parser, parse_args

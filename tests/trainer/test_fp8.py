@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from megatron.dynamic_cp.flags import fp8
-from megatron.dynamic_cp.flags.arguments import check_supported
+from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import model

@@ -11,8 +11,9 @@ import pytest
 
 from dynamic_cp.types import StateDtypes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
-from megatron.trainer.flags.arguments import ALREADY_SO, build_parser, parse_args
-from megatron.trainer.flags.settings import Settings
+from megatron.dynamic_cp.flags.table import flags_of
+from megatron.trainer.flags.arguments import build_parser, parse_args
+from megatron.trainer.flags.settings import TABLE, Settings
 from tests.trainer.commandline import command_line
 
 MEGATRON = Path(__file__).parents[2] / "megatron"
@@ -26,8 +27,19 @@ SEES_PARSED_ARGUMENTS = {
     "lm_adaptor/session.py": "Megatron-LM's own arguments",
     "lm_adaptor/varlen.py": "Megatron-LM's own arguments",
 }
-# Flags that only decide what others become, that have one value, or that are accepted without effect.
-IN_NO_GROUP = {
+KEPT_IN_PLANNING = {
+    "seq_length": "seq_length",
+    "expert_model_parallel_size": "topology",
+    "tensor_model_parallel_size": "topology",
+    "pipeline_model_parallel_size": "topology",
+    "sequence_parallel": "topology",
+    "use_distributed_optimizer": "distributed_optimizer",
+    **{field.name: "state" for field in fields(StateDtypes)},
+    "distributed_timeout_minutes": "exchange_timeout_s",
+    "recompute_granularity": "recompute",
+    "recompute_modules": "recompute_modules",
+}
+ONLY_DECIDE = {
     "group_query_attention",
     "recompute_activations",
     "num_layers_per_virtual_pipeline_stage",
@@ -40,40 +52,8 @@ IN_NO_GROUP = {
     "ckpt_format",
     "moe_token_dispatcher_type",
     "use_varlen_dataset",
-    *(flag.removeprefix("--").replace("-", "_") for flag in ALREADY_SO),
 }
-PLANNING_FLAGS = {
-    "dynamic_cp": "policy",
-    "expert_model_parallel_size": "topology",
-    "static_cp_policy": "policy",
-    "seq_length": "seq_length",
-    "context_parallel_size": "static_cp_size",
-    "max_seqlen_per_dp_cp_rank": "max_tokens_per_rank",
-    "min_dynamic_cp_size": "min_cp_size",
-    "max_dynamic_cp_size": "max_cp_size",
-    "dynamic_cp_hardware": "hardware",
-    "dynamic_cp_search": "search",
-    "dynamic_cp_lookahead": "lookahead",
-    "dynamic_cp_plan_timeout": "plan_timeout_s",
-    "dynamic_cp_strict": "is_strict",
-    "dynamic_cp_refine": "refine_every",
-    "dynamic_cp_dump": "dump",
-    "dynamic_cp_replay": "replay",
-    "dynamic_cp_pool": "pool",
-    "dynamic_cp_noise_margin": "noise_margin",
-    "dynamic_cp_ping_pong": "ping_pong",
-    "dynamic_cp_verify": "verify",
-    "cp_comm_type": "cp_comm_type",
-    "dynamic_cp_inner_sizes": "inner_cp_sizes",
-    "tensor_model_parallel_size": "topology",
-    "pipeline_model_parallel_size": "topology",
-    "sequence_parallel": "topology",
-    "use_distributed_optimizer": "distributed_optimizer",
-    **{field.name: "state" for field in fields(StateDtypes)},
-    "distributed_timeout_minutes": "exchange_timeout_s",
-    "recompute_granularity": "recompute",
-    "recompute_modules": "recompute_modules",
-}
+"""Flags that only decide what others become, that have one value, or that are accepted without effect."""
 
 
 def groups(settings: Settings) -> list[object]:
@@ -93,16 +73,18 @@ def test_settings_cannot_change() -> None:
 
 
 def test_every_flag_is_a_setting_once() -> None:
-    flags = {action.dest for action in build_parser()._actions if action.help != "==SUPPRESS=="} - {"help"}
-    flags |= {flag.removeprefix("--").replace("-", "_") for flag in ALREADY_SO}
-    found = parse_args(command_line(), 4)
-    named = [
-        field.name for group in groups(found) if not isinstance(group, PlanningSettings) for field in fields(group)
-    ]  # type: ignore[arg-type]
-    assert len(named) == len(set(named))
-    derived = {"train_samples_left_out"}
-    assert flags - IN_NO_GROUP - set(PLANNING_FLAGS) == set(named) - derived
-    assert set(PLANNING_FLAGS.values()) <= {field.name for field in fields(PlanningSettings)}
+    rows = [(settings, row) for settings in TABLE for row in flags_of(settings)]
+    destinations = [row.destination for _, row in rows]
+    assert len(rows) > 150
+    assert len(destinations) == len(set(destinations))
+    assert set(destinations) == {action.dest for action in build_parser()._actions if action.help != "==SUPPRESS=="} - {
+        "help"
+    }
+    kept = {settings: {field.name for field in fields(settings)} for settings in TABLE}
+    parsed_only = {row.destination for settings, row in rows if row.field not in kept[settings]}
+    assert parsed_only == ONLY_DECIDE | set(KEPT_IN_PLANNING)
+    assert set(KEPT_IN_PLANNING.values()) <= kept[PlanningSettings]
+    assert {type(group) for group in groups(parse_args(command_line(), 4))} == set(TABLE)
 
 
 def test_what_is_written_down_of_a_run_has_every_flag_completed() -> None:

@@ -12,12 +12,12 @@ MOST_LINES = {
     "dynamic_cp": 1100,
     "dynamic_cp/bounds": 1640,
     "dynamic_cp/calibration": 930,
-    "dynamic_cp/cli": 3130,
-    "dynamic_cp/comparison": 1580,
+    "dynamic_cp/cli": 3180,  # gradients and optimizer states in lower precision
+    "dynamic_cp/comparison": 1600,  # gradients and optimizer states in lower precision
     "dynamic_cp/learning": 590,
     "dynamic_cp/lengths": 1200,
     "dynamic_cp/mechanisms": 1340,
-    "dynamic_cp/memory": 440,
+    "dynamic_cp/memory": 490,  # gradients and optimizer states in lower precision
     "dynamic_cp/models": 1540,
     "dynamic_cp/packing": 2660,
     "dynamic_cp/pipeline": 1000,
@@ -28,13 +28,13 @@ MOST_LINES = {
     "dynamic_cp/report": 2910,
     "dynamic_cp/search": 1760,
     "dynamic_cp/sweep": 1090,
-    "dynamic_cp/types": 2540,
+    "dynamic_cp/types": 2650,  # gradients and optimizer states in lower precision
     "megatron/dynamic_cp": 170,
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 4150,
     "megatron/dynamic_cp/calibration": 1260,
     "megatron/dynamic_cp/data": 1130,
-    "megatron/dynamic_cp/flags": 2330,
+    "megatron/dynamic_cp/flags": 2360,
     "megatron/dynamic_cp/foreign": 1450,
     "megatron/dynamic_cp/groups": 610,
     "megatron/dynamic_cp/layout": 430,
@@ -45,15 +45,15 @@ MOST_LINES = {
     "megatron/dynamic_cp/pool": 1500,
     "megatron/dynamic_cp/repairs": 650,
     "megatron/dynamic_cp/step": 790,
-    "megatron/lm_adaptor": 3170,
+    "megatron/lm_adaptor": 3150,
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1940,
     "megatron/trainer/data": 5100,
     "megatron/trainer/ending": 590,
-    "megatron/trainer/flags": 1660,
+    "megatron/trainer/flags": 1400,  # gradients and optimizer states in lower precision
     "megatron/trainer/loop": 490,
     "megatron/trainer/reporting": 560,
-    "megatron/trainer/setup": 1900,
+    "megatron/trainer/setup": 1920,  # gradients and optimizer states in lower precision
     "megatron/trainer/weights": 1810,
 }
 """Room -> lines of its Python files, rounded up to tens; files outside rooms count for their package."""

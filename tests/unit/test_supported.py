@@ -10,7 +10,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.types import CHOICES
 from megatron.dynamic_cp.attention import thd
-from megatron.dynamic_cp.flags.arguments import ALLOWED, check_supported
+from megatron.dynamic_cp.flags.supported import ALLOWED, check_supported
 from megatron.dynamic_cp.repairs import releases
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import model

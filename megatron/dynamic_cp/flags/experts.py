@@ -6,11 +6,13 @@ of experts `num_moe_experts`; the other names are those of the flags.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import is_placed, is_power_of_two, layers_with_experts
 from megatron.dynamic_cp.flags.layer_pattern import layer_pattern
+from megatron.dynamic_cp.flags.table import flag
 
 DEFAULTS: dict[str, Any] = {
     "moe_layer_freq": 1,
@@ -34,6 +36,8 @@ DEFAULTS: dict[str, Any] = {
     "moe_per_layer_logging": False,
 }
 """Flag -> what it is where it is not given: Megatron-LM's defaults, but for the dispatcher."""
+expert_flag = partial(flag, group="experts")
+"""A row of the table of flags; what is given without --num-experts is refused."""
 CHOICES = frozenset(
     {
         *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
@@ -201,10 +205,10 @@ def _check_losses(flags: Any) -> None:
                 f"{_UNBALANCED.get(name, 'it is not known here')}; use {', '.join(BALANCING)}",
                 flag="--moe-router-load-balancing-type",
             )
-    for flag, values in (("--moe-aux-loss-coeff", coeffs), ("--moe-z-loss-coeff", [flags.moe_z_loss_coeff or 0.0])):
+    for name, values in (("--moe-aux-loss-coeff", coeffs), ("--moe-z-loss-coeff", [flags.moe_z_loss_coeff or 0.0])):
         for value in values:
             if not value >= 0:
-                raise InvalidInputError(f"{flag} is {value}, it must be at least 0", value=value)
+                raise InvalidInputError(f"{name} is {value}, it must be at least 0", value=value)
 
 
 def _losses(flags: Any) -> tuple[list[str], list[float]]:

@@ -1,4 +1,5 @@
-"""How a run is planned: frozen settings, made once from the checked flags of this trainer or of a Megatron-LM checkout.
+"""How a run is planned: flags of dynamic context parallelism and the frozen settings that they become, made once from
+the checked flags of this trainer or of a Megatron-LM checkout.
 
 Facts that are found later (the token limit of `auto`, exchanges that the layers lack) are arguments here and part of
 the `PlanOptions` that are made from the settings; nothing changes a setting.
@@ -6,13 +7,18 @@ the `PlanOptions` that are made from the settings; nothing changes a setting.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from dynamic_cp.models import catalog
 from dynamic_cp.pricing.resolution import exchanges_of
+from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import (
-    FP32_STATE,
+    CHOICES,
     NOISE_MARGIN,
+    POOL_USES,
+    SEARCH_EFFORTS,
     CpCommType,
     PipelineLayers,
     PlanOptions,
@@ -23,72 +29,187 @@ from dynamic_cp.types import (
     StateDtypes,
     Topology,
 )
+from megatron.dynamic_cp.flags.table import NOT_NEGATIVE, POSITIVE, flag
+
+VERIFY_MODES = ("digest", "full", "off")
+
+
+def tokens_or_auto(text: str) -> int | str:
+    """Return the value of --max-seqlen-per-dp-cp-rank; an argparse type."""
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor 'auto'") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningSettings:
-    """What both training loops say of a run to have it planned.
+    """What both training loops say of a run to have it planned; what is a flag, its help explains.
 
     Attributes:
         topology: arrangement of the job's ranks.
         seq_length: longest sample in tokens.
-        policy: "dynamic" or a static one.
-        max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch; None: what its memory holds.
-        static_cp_size: CP size of the static policies; min_cp_size, max_cp_size: of the dynamic one, None: the largest.
-        cp_comm_type: the exchange inside a CP group, "auto": the planner chooses.
-        inner_cp_sizes: that a2a+p2p may use, None: every possible one.
         recompute: activation recomputation; recompute_modules: what of it is selective.
         bytes_per_element: of an activation, follows from the model's precision.
         fp32_residual: the residual stays in float32 where other activations do not.
         distributed_optimizer: its state is sharded over the lanes; state: its dtypes, and those of gradients.
-        hardware: name or file for the cost and memory model, None: by the device.
-        search: effort of the planner.
-        lookahead: global batches that are planned ahead.
-        plan_timeout_s: after which a step runs the static plan; is_strict: the run ends instead.
-        verify: what ranks compare in each step, of `arguments.VERIFY_MODES`.
-        refine_every: iterations between corrections of the cost model, 0: never.
-        dump, replay: folders that plans are written to and taken from.
         exchange_timeout_s: of every exchange between ranks.
         has_windows: some layers have a window, which not all exchanges serve.
         auto_places: `auto` may place attention where layers have windows; not where another loop's iterator hands out
             samples, which go to groups of lanes.
         has_latents: the model has multi-latent attention.
-        pool: whether servers of all stages may compute attention; noise_margin, ping_pong: as in `PlanOptions`.
         pipeline_layers: layers of every model chunk of every stage, () where all have the same number.
+        max_tokens_per_rank: None: what its memory holds.
+        inner_cp_sizes: None: every possible one.
     """
 
     topology: Topology
     seq_length: int
-    policy: str
-    max_tokens_per_rank: int | None
-    static_cp_size: int
-    min_cp_size: int
-    max_cp_size: int | None
-    cp_comm_type: CpCommType | Literal["auto"]
-    inner_cp_sizes: tuple[int, ...] | None
     recompute: Recompute
     recompute_modules: tuple[RecomputeModule, ...]
     bytes_per_element: int
+    fp32_residual: bool
     distributed_optimizer: bool
-    hardware: str | None
-    search: SearchEffort
-    lookahead: int
-    plan_timeout_s: float
-    is_strict: bool
-    verify: str
-    refine_every: int
-    dump: str | None
-    replay: str | None
+    state: StateDtypes
     exchange_timeout_s: float
-    has_windows: bool = False
-    auto_places: bool = True
-    has_latents: bool = False
-    pipeline_layers: PipelineLayers = ()
-    fp32_residual: bool = False
-    state: StateDtypes = FP32_STATE
-    pool: PoolUse = "off"
-    noise_margin: float = NOISE_MARGIN
-    ping_pong: bool = True
+    has_windows: bool
+    auto_places: bool
+    has_latents: bool
+    pipeline_layers: PipelineLayers
+    dynamic_cp: bool = flag(
+        "choose a CP size for every bucket of every micro-batch, from its samples; without this flag it is always "
+        "--context-parallel-size",
+        name="--dynamic-cp --dynamic-context-parallel",
+    )
+    static_cp_size: int = flag(
+        "CP size without --dynamic-cp, and of the static plan that --dynamic-cp falls back to; must divide world "
+        "size / (TP * PP)",
+        1,
+        name="--context-parallel-size",
+        within=POSITIVE,
+        metavar="C",
+    )
+    static_cp_policy: str = flag(
+        "packing without --dynamic-cp: static fills packs in sample order and never returns to an earlier one, as "
+        "Megatron's dp_balanced does (next-fit); balanced spreads the work by the cost model",
+        STATIC_POLICIES[0],
+        choices=STATIC_POLICIES,
+    )
+    max_tokens_per_rank: int | None = flag(
+        "most padded tokens of a rank in one micro-batch; auto: as many as fit in the memory that "
+        "--dynamic-cp-hardware states, with samples of --seq-length (the CPU hardware file states none); default: "
+        "what --seq-length needs at --context-parallel-size. A limit that does not fit in memory is refused",
+        name="--max-seqlen-per-dp-cp-rank",
+        parse=tokens_or_auto,
+        metavar="N|auto",
+    )
+    min_cp_size: int = flag(
+        "smallest CP size (1, 2, 4, ...)", 1, name="--min-dynamic-cp-size", within=POSITIVE, metavar="CP"
+    )
+    max_cp_size: int | None = flag(
+        "largest CP size; default: the largest the job allows",
+        name="--max-dynamic-cp-size",
+        within=POSITIVE,
+        metavar="CP",
+    )
+    hardware: str | None = flag(
+        f"hardware of the cost and memory model: {', '.join(catalog.hardware_names())} or a file like those; default: "
+        "on CPU ranks cpu, otherwise h100",
+        name="--dynamic-cp-hardware",
+        metavar="NAME|FILE",
+    )
+    search: SearchEffort = flag(
+        "effort of the planner: fast takes milliseconds; thorough takes about ten times as long, for better plans of "
+        "a pipeline; exact proves each plan the fastest, of tiny batches only, and needs pulp",
+        "fast",
+        name="--dynamic-cp-search",
+        choices=SEARCH_EFFORTS,
+    )
+    lookahead: int = flag(
+        "plan K global batches ahead, in the planner process beside rank 0; with 0 each step waits for its plan",
+        2,
+        name="--dynamic-cp-lookahead",
+        within=NOT_NEGATIVE,
+        metavar="K",
+    )
+    plan_timeout_s: float = flag(
+        "seconds to wait for a plan; then the step runs the static plan (CP size --context-parallel-size, or the "
+        "smallest that holds --seq-length), with a warning",
+        300.0,
+        name="--dynamic-cp-plan-timeout",
+        within=POSITIVE,
+        metavar="S",
+    )
+    is_strict: bool = flag(
+        "end the run if the planner fails or takes too long, instead of running the static plan",
+        name="--dynamic-cp-strict",
+    )
+    refine_every: int = flag(
+        "correct the cost model every N iterations, from the measured times of buckets (bounded, logged, saved); 0: "
+        "never",
+        0,
+        name="--dynamic-cp-refine",
+        within=NOT_NEGATIVE,
+        metavar="N",
+    )
+    dump: str | None = flag(
+        "write every plan and every iteration to DIR; `dynamic-cp report --run DIR` shows them",
+        name="--dynamic-cp-dump",
+        metavar="DIR",
+    )
+    replay: str | None = flag(
+        "take the plans from a dump instead of planning: the run repeats the recorded one bit for bit",
+        name="--dynamic-cp-replay",
+        metavar="DIR",
+    )
+    verify: str = flag(
+        "digest: compare the plan's digest over all ranks in each step; full: also judge the whole plan and the "
+        "messages of the pipeline on every rank, and follow each token from its sample to its shard; off: neither",
+        "digest",
+        name="--dynamic-cp-verify",
+        choices=VERIFY_MODES,
+    )
+    cp_comm_type: CpCommType | Literal["auto"] = flag(
+        "exchange inside a CP group: p2p is a ring; a2a an all-to-all of heads; all_gather one all-gather of keys "
+        "and values; a2a+p2p an all-to-all inside a node and a ring across nodes; latent: a ring of the latents of "
+        "multi-latent attention, which each lane projects up; blocks: each tile of attention on a lane of its own "
+        "choice; auto: the planner chooses for every bucket, among those that the attention of this run has, blocks "
+        "only where samples bring masks or layers have windows; p2p alone needs the fewest communicators",
+        "auto",
+        choices=CHOICES,
+    )
+    inner_cp_sizes: tuple[int, ...] | None = flag(
+        "lanes inside a node that exchange heads in a2a+p2p and blocks: groups are built for these sizes only; "
+        "default: all powers of two that divide the lanes of a node and the query heads of a tensor-parallel rank",
+        name="--dynamic-cp-inner-sizes",
+        metavar="N",
+    )
+    pool: PoolUse = flag(
+        "with a pipeline: servers of all stages compute attention, in ticks in which all stages go forward or all go "
+        "back; auto: in global batches in which that is faster by simulation; always: in all of them. Off by "
+        "default: it has not run on a GPU",
+        "off",
+        name="--dynamic-cp-pool",
+        choices=POOL_USES,
+    )
+    noise_margin: float = flag(
+        "by which ticks of a pool last longer than planned, because every layer waits for the slowest server",
+        NOISE_MARGIN,
+        name="--dynamic-cp-noise-margin",
+        within=NOT_NEGATIVE,
+        metavar="SHARE",
+    )
+    ping_pong: bool = flag(
+        "in ticks of a pool layers run in two nano-batches of a rank's tokens: one computes while what attention needs "
+        "of the other travels; without it every layer waits for its exchange",
+        True,
+        name="--dynamic-cp-ping-pong",
+    )
+
+    @property
+    def policy(self) -> str:
+        """ "dynamic" or a static one."""
+        return "dynamic" if self.dynamic_cp else self.static_cp_policy
 
     @property
     def exchanges(self) -> tuple[CpCommType, ...]:

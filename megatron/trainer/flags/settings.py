@@ -1,135 +1,69 @@
 """A run's settings: frozen values, made once from checked flags, in groups; a function takes the groups that it reads.
 
-Fields have the names of their flags, which are Megatron-LM's. What planning has to know, the parallel sizes among it,
-is in `megatron.dynamic_cp.flags.settings`, which checkouts of Megatron-LM share, and nowhere else.
+A field that is a flag is its row of the table, see `megatron.dynamic_cp.flags.table`; names are Megatron-LM's. What
+planning has to know, the parallel sizes among it, is kept in `PlanningSettings`, which checkouts of Megatron-LM share,
+and nowhere else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
+from dynamic_cp.types import DTYPES_OF
 from megatron.dynamic_cp.flags.settings import PlanningSettings
+from megatron.dynamic_cp.flags.table import FRACTION, NOT_NEGATIVE, POSITIVE, REQUIRED, flag, said
+from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
 from megatron.trainer.flags.batch_sizes import BatchSizes
+from megatron.trainer.flags.model import ModelSettings
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
-    """What is trained, and in which precision and kernels.
-
-    Attributes:
-        rotary_scaling_factor, yarn_original_max_position_embeddings and what follows: of YaRN; None: as
-            `positions.YARN` says.
-        expert_tensor_parallel_size: 1 with experts.
-        q_lora_rank and what follows: of multi-latent attention; None without it, q_lora_rank also where queries are
-            projected from the hidden states.
-        transformer_impl: None: TransformerEngine's layers where they can be used (`layers.choose`).
-        gradient_accumulation_fusion and its kin: None: on CUDA, where it can be had (`fusions.choose`).
-    """
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    window_size: tuple[int, ...] | None
-    window_attn_skip_freq: int | tuple[int, ...] | None
-    window_sink_tokens: int
-    max_position_embeddings: int
-    position_embedding_type: str
-    rotary_base: int
-    rotary_percent: float
-    rotary_interleaved: bool
-    no_rope_freq: int | tuple[int, ...] | None
-    rotary_seq_len_interpolation_factor: int | None
-    use_rope_scaling: bool
-    rope_scaling_factor: float
-    rotary_scaling_factor: float | None
-    yarn_original_max_position_embeddings: int | None
-    yarn_beta_fast: float | None
-    yarn_beta_slow: float | None
-    mscale: float | None
-    mscale_all_dim: float | None
-    yarn_correction_range_round_to_int: bool | None
-    qk_layernorm: bool
-    qk_l2_norm: bool
-    attention_output_gate: bool
-    softmax_type: str
-    multi_latent_attention: bool
-    q_lora_rank: int | None
-    kv_lora_rank: int | None
-    qk_head_dim: int | None
-    qk_pos_emb_head_dim: int | None
-    v_head_dim: int | None
-    rope_type: str | None
-    mtp_num_layers: int | None
-    mtp_loss_scaling_factor: float
-    normalization: str
-    norm_epsilon: float
-    swiglu: bool
-    quick_geglu: bool
-    activation_func_clamp_value: float | None
-    glu_linear_offset: float
-    disable_bias_linear: bool
-    add_qkv_bias: bool
-    num_experts: int | None
-    expert_tensor_parallel_size: int | None
-    moe_layer_freq: int | tuple[int, ...]
-    moe_ffn_hidden_size: int | None
-    moe_shared_expert_intermediate_size: int | None
-    moe_shared_expert_gate: bool
-    moe_grouped_gemm: bool
-    moe_router_load_balancing_type: str | tuple[str, ...]
-    moe_router_topk: int
-    moe_router_pre_softmax: bool
-    moe_router_num_groups: int | None
-    moe_router_group_topk: int | None
-    moe_router_topk_scaling_factor: float | None
-    moe_router_score_function: str
-    moe_router_dtype: str | None
-    moe_router_enable_expert_bias: bool
-    moe_router_bias_update_rate: float
-    moe_aux_loss_coeff: float | tuple[float, ...]
-    moe_z_loss_coeff: float | None
-    untie_embeddings_and_output_weights: bool
-    make_vocab_size_divisible_by: int
-    init_method_std: float
-    hidden_dropout: float
-    bf16: bool
-    fp8: str | None
-    fp8_recipe: str | None
-    fp32_residual_connection: bool
-    use_cpu_initialization: bool
-    attention_backend: str
-    transformer_impl: TransformerImpl | None
-    decoder_first_pipeline_num_layers: int | None
-    decoder_last_pipeline_num_layers: int | None
-    account_for_embedding_in_pipeline_split: bool
-    account_for_loss_in_pipeline_split: bool
-    recompute_method: str | None
-    recompute_num_layers: int | None
-    gradient_accumulation_fusion: bool | None
-    bias_swiglu_fusion: bool | None
-    bias_gelu_fusion: bool | None
-    bias_dropout_fusion: bool | None
-    cross_entropy_loss_fusion: bool
-    cross_entropy_fusion_impl: str | None
+DYNAMIC_CP = "dynamic context parallelism"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSettings:
     """What overlaps with what on the ranks, and how these meet; how many there are for what is in `planning`."""
 
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    distributed_backend: str | None
-    stopped_process_timeout: float
+    tensor_model_parallel_size: InitVar[int] = flag("TP size", 1, within=POSITIVE)
+    pipeline_model_parallel_size: InitVar[int] = flag("PP size", 1, within=POSITIVE)
+    expert_model_parallel_size: InitVar[int] = flag(
+        "neighbouring ranks of a stage that share the experts of a layer: 1, 2, 4, ...",
+        1,
+        within=POSITIVE,
+        metavar="EP",
+    )
+    num_layers_per_virtual_pipeline_stage: InitVar[int | None] = flag(
+        "layers of a model chunk: interleaves the pipeline", within=POSITIVE
+    )
+    num_virtual_stages_per_pipeline_rank: InitVar[int | None] = flag(
+        "the same as a number of chunks per rank", within=POSITIVE
+    )
+    sequence_parallel: InitVar[bool] = flag("split activations of norms and dropout over tensor-parallel ranks")
+    use_distributed_optimizer: InitVar[bool] = flag("shard the optimizer over the lanes")
+    grad_reduce_in_bf16: InitVar[bool] = flag(
+        "with --bf16: gradients are added up, kept and reduced in bfloat16; the optimizer's step copies its share of "
+        "them to float32"
+    )
+    overlap_grad_reduce: bool = flag("reduce gradients during the backward pass")
+    overlap_param_gather: bool = flag("gather parameters during the forward pass")
+    distributed_timeout_minutes: InitVar[float] = flag(
+        "a collective that takes longer ends the job", 10.0, within=POSITIVE
+    )
+    stopped_process_timeout: float = flag(
+        "seconds after which a stopped process of a rank (SIGSTOP) is killed; 0: never",
+        5.0,
+        within=NOT_NEGATIVE,
+        metavar="S",
+    )
+    distributed_backend: str | None = flag(
+        "gloo trains on CPU ranks; default: nccl, or gloo where torch is built without CUDA",
+        group="dynamic context parallelism",
+        choices=("nccl", "gloo"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,16 +74,30 @@ class TrainingSettings:
         train_samples: whole global batches; train_samples_left_out: what was asked for beyond them.
     """
 
-    global_batch_size: int
-    rampup_batch_size: tuple[int, ...] | None
-    train_iters: int
-    train_samples: int
     train_samples_left_out: int
-    seed: int
-    exit_interval: int | None
-    exit_duration_in_mins: float | None
-    eval_interval: int | None
-    eval_iters: int
+    micro_batch_size: InitVar[int] = flag("always 1: a micro-batch is a pack of samples", 1)
+    global_batch_size: int = flag("samples of one step; default: one per lane", within=POSITIVE)
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        "START INCREMENT SAMPLES: global batches begin with START samples and grow by INCREMENT, in equal shares of "
+        "the first SAMPLES samples, up to --global-batch-size",
+        metavar="N",
+    )
+    train_iters: int = flag("iterations of the whole run, including those before a resume", within=POSITIVE)
+    train_samples: int = flag("samples of the whole run, instead of --train-iters", within=POSITIVE)
+    seed: int = flag("seed of weights, order of samples and mock data", 1234)
+    exit_interval: int | None = flag("save and exit at every iteration that is a multiple of this", within=POSITIVE)
+    exit_duration_in_mins: float | None = flag("save and exit after this time", within=NOT_NEGATIVE)
+    eval_interval: int | None = flag("iterations between evaluations; default: only at the end", within=POSITIVE)
+    eval_iters: int = flag("global batches of one evaluation; 0 = no evaluation", 0, within=NOT_NEGATIVE)
+    recompute_granularity: InitVar[str | None] = flag(
+        "what is computed again in backward: whole layers, or core attention", choices=("full", "selective")
+    )
+    recompute_modules: InitVar[tuple[str, ...] | None] = flag(
+        "with --recompute-granularity selective: core_attn (attention with its exchange), mlp, layernorm (both norms "
+        "of a layer, local layers only), moe (router and experts with their exchange); default: core_attn",
+        metavar="NAME",
+    )
+    recompute_activations: InitVar[bool] = flag("same as --recompute-granularity selective")
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -161,82 +109,136 @@ class TrainingSettings:
 class OptimizerSettings:
     """The optimizer and the schedule of its learning rate, which is in samples."""
 
-    optimizer: str
-    lr: float
-    min_lr: float
-    lr_decay_style: str
-    lr_warmup_init: float
-    lr_warmup_samples: int
-    lr_decay_samples: int
-    lr_wsd_decay_samples: int | None
-    lr_wsd_decay_style: str
-    override_opt_param_scheduler: bool
-    use_checkpoint_opt_param_scheduler: bool
-    weight_decay: float
-    clip_grad: float
-    adam_beta1: float
-    adam_beta2: float
-    adam_eps: float
+    optimizer: str = flag("AdamW", "adam", choices=("adam",))
+    lr: float = flag("largest learning rate", REQUIRED, within=POSITIVE)
+    min_lr: float = flag("where the decay ends", 0.0, within=NOT_NEGATIVE)
+    lr_decay_style: str = flag(
+        "shape of the decay", "linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
+    lr_warmup_init: float = flag("learning rate before the warm-up", 0.0, within=NOT_NEGATIVE)
+    lr_warmup_iters: InitVar[int | None] = flag("iterations of the warm-up", within=NOT_NEGATIVE)
+    lr_warmup_samples: int = flag("the same in samples", within=NOT_NEGATIVE)
+    lr_warmup_fraction: InitVar[float | None] = flag("share of the decay", within=FRACTION)
+    lr_decay_iters: InitVar[int | None] = flag("default: the whole run", within=POSITIVE)
+    lr_decay_samples: int = flag("the same in samples", within=POSITIVE)
+    lr_wsd_decay_iters: InitVar[int | None] = flag("iterations of WSD's last part", within=NOT_NEGATIVE)
+    lr_wsd_decay_samples: int | None = flag("the same in samples", within=NOT_NEGATIVE)
+    lr_wsd_decay_style: str = flag(
+        "shape of WSD's last part", "exponential", choices=("linear", "cosine", "exponential")
+    )
+    override_opt_param_scheduler: bool = flag(
+        "after loading, keep the schedule of the command line", name="--override-opt_param-scheduler"
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        "after loading, keep the schedule of the checkpoint", name="--use-checkpoint-opt_param-scheduler"
+    )
+    weight_decay: float = flag("of AdamW", 0.01, within=NOT_NEGATIVE)
+    clip_grad: float = flag("largest norm of the gradient; 0 does not clip", 1.0, within=NOT_NEGATIVE)
+    adam_beta1: float = flag("of AdamW", 0.9, within=FRACTION)
+    adam_beta2: float = flag("of AdamW", 0.999, within=FRACTION)
+    adam_eps: float = flag("of AdamW", 1e-08)
+    use_precision_aware_optimizer: InitVar[bool] = flag(
+        "with --bf16 and --use-distributed-optimizer: TransformerEngine's FusedAdam (CUDA) keeps its state in the "
+        "dtypes below, and of a float32 master weight the half that the bfloat16 weight lacks"
+    )
+    main_grads_dtype: InitVar[str] = flag(
+        "with it: of gradients; bf16: as --grad-reduce-in-bf16", "fp32", choices=DTYPES_OF["main_grads_dtype"]
+    )
+    main_params_dtype: InitVar[str] = flag("with it: of master weights", "fp32", choices=DTYPES_OF["main_params_dtype"])
+    exp_avg_dtype: InitVar[str] = flag("with it: of the first moment", "fp32", choices=DTYPES_OF["exp_avg_dtype"])
+    exp_avg_sq_dtype: InitVar[str] = flag(
+        "with it: of the second moment", "fp32", choices=DTYPES_OF["exp_avg_sq_dtype"]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
     """Which samples there are, and who reads them; see `data.config.DataConfig`."""
 
-    data_path: tuple[str, ...]
-    data_glob: str
-    data_cache_path: str | None
-    json_key: str
-    overlong: str
-    split: str
-    tokenizer_type: str
-    tokenizer_model: str | None
-    eod_id: int | None
-    vocab_size: int | None
-    sft: bool
-    chat_template: str | None
-    mock_data: bool
-    varlen_mock_dataset_config_json: str | None
-    num_workers: int
+    data_path: tuple[str, ...] = flag(
+        "[WEIGHT] PATH ...: folders, JSONL, JSON or parquet files, .bin/.idx prefixes", []
+    )
+    num_workers: int = flag(
+        "processes per rank that read and pack the samples of coming steps; 0: the rank does it inside the step",
+        1,
+        within=NOT_NEGATIVE,
+    )
+    data_glob: str = flag("files of a folder in --data-path", "**/*")
+    data_cache_path: str | None = flag(
+        "where indexes of data, and lines of packed files, are kept; default: beside the data, or else in the user's "
+        "cache folder",
+        metavar="DIR",
+    )
+    json_key: str = flag("text field of a JSONL line", "text")
+    overlong: str = flag(
+        "documents longer than --seq-length: refuse, cut, leave out, or split into consecutive pieces; default: "
+        "split, with --sft error",
+        choices=OVERLONG_POLICIES,
+    )
+    split: str = flag("shares of training, validation and test documents", "969,30,1")
+    tokenizer_type: str = flag("text to tokens", "ByteTokenizer", choices=TOKENIZERS)
+    tokenizer_model: str | None = flag("local folder with the tokenizer.json of HuggingFaceTokenizer", metavar="DIR")
+    eod_id: int | None = flag("token that ends a document of .bin/.idx data, if it has one; or instead of eos_token")
+    vocab_size: int | None = flag("token ids of .bin/.idx data; text tokenizers know theirs", within=POSITIVE)
+    sft: bool = flag("records are chats (docs/how-to/sft.md); loss only on what the assistant wrote")
+    chat_template: str | None = flag("with --sft: Jinja, or chatml; default: the tokenizer's own", metavar="FILE|NAME")
+    mock_data: bool = flag("random tokens")
+    use_varlen_dataset: InitVar[bool] = flag("accepted: samples always have their own lengths")
+    varlen_mock_dataset_config_json: str | None = flag("lengths of --mock-data", metavar="JSON|FILE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
     """What is saved when and where, and what a run goes on from."""
 
-    save: str | None
-    save_interval: int | None
-    async_save: bool
-    load: str | None
-    finetune: bool
-    exit_on_missing_checkpoint: bool
+    save: str | None = flag("folder of checkpoints", metavar="DIR")
+    save_interval: int | None = flag("iterations between checkpoints; the last one is always saved", within=POSITIVE)
+    load: str | None = flag("resume from here; starts from scratch if the folder has no checkpoint", metavar="DIR")
+    async_save: bool = flag("write checkpoints in processes beside the training; the run waits for the last")
+    ckpt_format: InitVar[str] = flag("megatron-core's distributed checkpoint", "torch_dist", choices=("torch_dist",))
+    finetune: bool = flag("load the weights only and start at iteration 0")
+    exit_on_missing_checkpoint: bool = flag("end with an error if --load has no checkpoint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggingSettings:
     """Where figures go."""
 
-    log_interval: int
-    moe_per_layer_logging: bool
-    tensorboard_dir: str | None
-    wandb_project: str | None
-    wandb_exp_name: str | None
-    wandb_entity: str | None
-    wandb_save_dir: str | None
+    moe_per_layer_logging: bool = flag("router losses of each layer, to TensorBoard and W&B", None, group="experts")
+    log_interval: int = flag("iterations that one log line averages", 1, within=POSITIVE)
+    tensorboard_dir: str | None = flag("losses, times and facts of the plans as scalars", metavar="DIR")
+    wandb_project: str | None = flag("also log to this project of Weights & Biases", metavar="NAME")
+    wandb_exp_name: str | None = flag("the run's name there", metavar="NAME")
+    wandb_entity: str | None = flag("whose project it is; default: the logged-in user's", metavar="NAME")
+    wandb_save_dir: str | None = flag("where wandb keeps its files; default: wandb in --save", metavar="DIR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilingSettings:
     """Which iterations are recorded on which ranks, and how."""
 
-    profile: bool
-    profile_step_start: int
-    profile_step_end: int
-    profile_ranks: tuple[int, ...]
-    use_pytorch_profiler: bool
-    profile_dir: str | None
-    pytorch_profiler_collect_shapes: bool
-    pytorch_profiler_collect_callstack: bool
+    profile: bool = flag("record some iterations: NVTX ranges and the CUDA profiler's range, for nsys")
+    profile_step_start: int = flag("record after this iteration", 10, within=NOT_NEGATIVE, metavar="N")
+    profile_step_end: int = flag("... up to this one", 12, metavar="N")
+    profile_ranks: tuple[int, ...] = flag("ranks that record; default: 0", [0], metavar="RANK")
+    use_pytorch_profiler: bool = flag("with --profile: write a trace of torch.profiler instead")
+    profile_dir: str | None = flag("where the traces go; default: --tensorboard-dir", metavar="DIR")
+    pytorch_profiler_collect_shapes: bool = flag("shapes of operands in the trace")
+    pytorch_profiler_collect_callstack: bool = flag("Python call stacks in the trace")
+
+
+TABLE: Mapping[type, str] = {
+    TrainingSettings: "training",
+    OptimizerSettings: "optimizer",
+    ParallelSettings: "parallelism",
+    DataSettings: "data",
+    CheckpointSettings: "checkpoints",
+    ProfilingSettings: "profiling",
+    PlanningSettings: DYNAMIC_CP,
+    ModelSettings: "model",
+    LoggingSettings: "logging",
+}
+"""All flags: classes of settings -> the usual group of their flags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,5 +279,5 @@ def settings_of(arguments: Mapping[str, Any], planning: PlanningSettings) -> Set
 
 
 def _group(group: type[T], values: Mapping[str, Any]) -> T:
-    found = {field.name: values[field.name] for field in fields(group)}  # type: ignore[arg-type]
-    return group(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+    names = group.__dataclass_fields__  # type: ignore[attr-defined]
+    return group(**{name: values[name] for name in names} | said(values, group))

@@ -16,7 +16,6 @@ from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import StateDtypes, Topology, is_power_of_two
 from megatron.dynamic_cp.flags import experts, latent_attention
 from megatron.dynamic_cp.flags.activation import check_activation
-from megatron.dynamic_cp.flags.arguments import recompute_modules
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
 from megatron.dynamic_cp.flags.exclusions import POOL, refuse_pairs
 from megatron.dynamic_cp.flags.fp8 import check_fp8, complete_fp8, token_alignment
@@ -25,10 +24,12 @@ from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
 from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
+from megatron.dynamic_cp.flags.supported import recompute_modules
+from megatron.dynamic_cp.flags.table import POSITIVE, check_ranges, said
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.trainer.flags.batch_sizes import BatchSizes
 from megatron.trainer.flags.launcher import environment_number
-from megatron.trainer.flags.settings import Settings, settings_of
+from megatron.trainer.flags.settings import TABLE, Settings, settings_of
 
 
 def checked_settings(args: argparse.Namespace) -> Settings:
@@ -37,28 +38,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     Raises:
         DynamicCPError: two values disagree; the message has both numbers and the remedy.
     """
-    _positive(
-        args,
-        "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels seq_length num_query_groups "
-        "global_batch_size train_iters train_samples exit_interval eval_interval save_interval log_interval "
-        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-        "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank make_vocab_size_divisible_by "
-        "distributed_timeout_minutes lr vocab_size recompute_num_layers "
-        "lr_decay_iters lr_decay_samples max_position_embeddings rotary_base "
-        "kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
-        "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow num_experts moe_ffn_hidden_size "
-        "moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups moe_router_group_topk "
-        "moe_router_topk_scaling_factor moe_router_bias_update_rate expert_model_parallel_size",
-    )
-    _not_negative(
-        args,
-        "eval_iters min_lr weight_decay clip_grad lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters "
-        "lr_wsd_decay_samples mscale mscale_all_dim exit_duration_in_mins num_workers profile_step_start "
-        "stopped_process_timeout mtp_num_layers",
-    )
-    check_planning_values(args)
-    _fraction(args, "hidden_dropout adam_beta1 adam_beta2")
+    check_ranges(args, *TABLE)
     if args.micro_batch_size != 1:
         raise InvalidInputError(
             f"--micro-batch-size is {args.micro_batch_size}, it must be 1: a micro-batch is a pack of samples, "
@@ -80,39 +60,6 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     _check_logging(args)
     _check_profiling(args)
     return settings_of(vars(args), planning)
-
-
-def check_planning_values(args: argparse.Namespace) -> None:
-    """Check the numbers that only the planning reads.
-
-    Raises:
-        InvalidInputError: one is out of its range.
-    """
-    _positive(args, "min_dynamic_cp_size max_dynamic_cp_size dynamic_cp_plan_timeout")
-    _not_negative(args, "dynamic_cp_lookahead dynamic_cp_refine dynamic_cp_noise_margin")
-
-
-def _positive(args: argparse.Namespace, names: str) -> None:
-    for name in names.split():
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise InvalidInputError(f"{_flag(name)} is {value}, it must be greater than 0", name=name, value=value)
-
-
-def _not_negative(args: argparse.Namespace, names: str) -> None:
-    for name in names.split():
-        value = getattr(args, name)
-        if value is not None and not value >= 0:
-            raise InvalidInputError(f"{_flag(name)} is {value}, it must be at least 0", name=name, value=value)
-
-
-def _fraction(args: argparse.Namespace, names: str) -> None:
-    for name in names.split():
-        value = getattr(args, name)
-        if not 0 <= value < 1:
-            raise InvalidInputError(
-                f"{_flag(name)} is {value}, it must be at least 0 and less than 1", name=name, value=value
-            )
 
 
 def _flag(name: str) -> str:
@@ -329,49 +276,36 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         token_alignment=token_alignment(args),
     )
     _check_cp_sizes(args, topology)
-    windows = windows_of(args)
     limit = args.max_seqlen_per_dp_cp_rank
-    inner_sizes = args.dynamic_cp_inner_sizes
+    of_flags = said(vars(args), PlanningSettings)
+    of_flags["max_tokens_per_rank"] = None if limit == "auto" else _default_limit(args) if limit is None else limit
     settings = PlanningSettings(
+        **of_flags,
         topology=topology,
         seq_length=args.seq_length,
-        policy="dynamic" if args.dynamic_cp else args.static_cp_policy,
-        max_tokens_per_rank=None if limit == "auto" else _default_limit(args) if limit is None else limit,
-        static_cp_size=args.context_parallel_size,
-        min_cp_size=args.min_dynamic_cp_size,
-        max_cp_size=args.max_dynamic_cp_size,
-        cp_comm_type=args.cp_comm_type,
-        inner_cp_sizes=None if inner_sizes is None else tuple(inner_sizes),
         recompute=args.recompute_granularity or "none",
         recompute_modules=recompute_modules(args),
         bytes_per_element=2 if args.bf16 else 4,
         fp32_residual=args.fp32_residual_connection,
         distributed_optimizer=args.use_distributed_optimizer,
         state=_state_dtypes(args),
-        hardware=args.dynamic_cp_hardware,
-        search=args.dynamic_cp_search,
-        lookahead=args.dynamic_cp_lookahead,
-        plan_timeout_s=args.dynamic_cp_plan_timeout,
-        is_strict=args.dynamic_cp_strict,
-        verify=args.dynamic_cp_verify,
-        refine_every=args.dynamic_cp_refine,
-        dump=args.dynamic_cp_dump,
-        replay=args.dynamic_cp_replay,
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
-        has_windows=windows.are_there,
+        has_windows=windows_of(args).are_there,
         has_latents=latent_attention.is_on(args),
         auto_places=auto_places and experts.may_place(args) and topology.expert_lanes == 1,
         pipeline_layers=pipeline_layers(args),
-        pool=args.dynamic_cp_pool,
-        noise_margin=args.dynamic_cp_noise_margin,
-        ping_pong=args.dynamic_cp_ping_pong,
     )
     if args.dynamic_cp_pool != "off":
         refuse_pairs(POOL, args, value=args.dynamic_cp_pool)
     settings = with_exchange_sizes(settings, args.num_attention_heads // topology.tp_size)
     if settings.max_tokens_per_rank is None:  # --seq-length is checked once memory is known
         return settings
-    _positive(args, "max_seqlen_per_dp_cp_rank")
+    if limit is not None and not limit > 0:
+        raise InvalidInputError(
+            f"--max-seqlen-per-dp-cp-rank is {limit}, it must be {POSITIVE.text}",
+            name="max_seqlen_per_dp_cp_rank",
+            value=limit,
+        )
 
     from dynamic_cp.search.search import check_feasible  # here: numpy is needed only once the rest is right
 
@@ -448,7 +382,6 @@ def _complete_schedule(args: argparse.Namespace) -> None:
     if args.lr_warmup_fraction is not None:
         if args.lr_warmup_iters is not None or args.lr_warmup_samples is not None:
             raise InvalidInputError("--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples")
-        _fraction(args, "lr_warmup_fraction")
         args.lr_warmup_samples = int(args.lr_warmup_fraction * args.lr_decay_samples)
     else:
         args.lr_warmup_samples = _samples(args, "lr_warmup", default=0)

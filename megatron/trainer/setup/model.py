@@ -26,13 +26,13 @@ from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.activation import is_gated
-from megatron.dynamic_cp.flags.arguments import check_supported
 from megatron.dynamic_cp.flags.experts import DEFAULTS, DISPATCHER
 from megatron.dynamic_cp.flags.fp8 import DEFAULT_RECIPE
 from megatron.dynamic_cp.flags.latent_attention import latent_fields
 from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
 from megatron.dynamic_cp.flags.positions import yarn_attributes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
+from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.flags.windows import set_sinks
 from megatron.dynamic_cp.model.activation import quick_gelu
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel

@@ -1,0 +1,209 @@
+"""How far the model is from what was published: of steps, of ratios between two runs, of memory; and the limits.
+
+An error is modelled over published seconds. A limit fails where the model gets worse, never where it gets better.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from benchmarks.backtest.runs import Run
+from benchmarks.backtest.steps import Modelled
+from benchmarks.planner.report import percent, table
+
+BF16 = ("dense", "experts", "long context")
+"""Groups that ran on H100 in a known layout and in the precision that hardware files price, by NVIDIA's code."""
+
+
+class Limit(NamedTuple):
+    """What a group of runs may not leave.
+
+    Attributes:
+        least, most: of the median ratio.
+        worst: ratio of the run that is furthest off, either way.
+    """
+
+    least: float
+    most: float
+    worst: float
+
+
+LIMITS: Mapping[str, Limit] = {
+    "dense": Limit(0.95, 1.175, 1.22),
+    "experts": Limit(0.90, 1.08, 1.90),
+    "long context": Limit(0.90, 1.20, 1.36),
+    "weak scaling": Limit(0.95, 1.12, 1.75),
+    "A100, no flash attention": Limit(0.78, 1.10, 1.80),
+    "torchtitan": Limit(0.66, 1.00, 1.60),
+    "FP8": Limit(0.95, 1.19, 1.40),
+    "long context, FP8": Limit(0.60, 1.00, 2.90),
+}
+"""Group -> what fails at night. Narrower once the model is better."""
+LEAST_RUNS = 40
+MOST_REFUSED = 0.55
+"""Share of the runs that are known to have fitted which the memory model may refuse."""
+
+
+class Spread(NamedTuple):
+    """Errors of some runs: median and root mean square of (ratio - 1), the furthest, and shares that are close."""
+
+    num_runs: int
+    median: float
+    rms: float
+    furthest: float
+    within: Mapping[float, float]
+
+
+def spread(ratios: Sequence[float]) -> Spread:
+    """Return the distribution of modelled over published seconds."""
+    return Spread(
+        num_runs=len(ratios),
+        median=statistics.median(ratios),
+        rms=math.sqrt(statistics.fmean((ratio - 1) ** 2 for ratio in ratios)),
+        furthest=max(ratios, key=_distance),
+        within={share: statistics.fmean(abs(ratio - 1) <= share for ratio in ratios) for share in (0.1, 0.15, 0.2)},
+    )
+
+
+def groups_of(results: Sequence[Modelled]) -> dict[str, list[Modelled]]:
+    """Return the runs of each group, in order; then some of the groups together."""
+    groups: dict[str, list[Modelled]] = {}
+    for result in results:
+        groups.setdefault(result.run.group, []).append(result)
+    dense = groups.get("dense", [])
+    together = {
+        "dense, fitted": [one for one in dense if one.run.split == "fitted"],
+        "dense, held out": [one for one in dense if one.run.split == "held_out"],
+        "BF16 on H100, layout known": [one for one in results if one.run.group in BF16],
+        "all in BF16": [one for one in results if one.run.precision == "bf16"],
+        "all": list(results),
+    }
+    return groups | {name: members for name, members in together.items() if members}
+
+
+def steps_markdown(results: Sequence[Modelled]) -> str:
+    """Return the table of runs."""
+    return table(
+        "group | run | GPUs | layout | batch × tokens | published s | model s | reduction s | ratio | split | source",
+        [
+            [
+                one.run.group,
+                one.run.name,
+                one.run.gpus,
+                one.run.layout,
+                f"{one.run.global_batch_size} × {one.run.seqlen}",
+                f"{one.run.published_s:.2f}",
+                f"{one.iteration_s:.2f}",
+                f"{one.reduction_s:.2f}",
+                f"{one.ratio:.2f}",
+                one.run.split.replace("_", " "),
+                one.run.source.name,
+            ]
+            for one in results
+        ],
+        left=2,
+    )
+
+
+def sources_markdown(results: Sequence[Modelled]) -> str:
+    """Return where the runs stand."""
+    sources = dict.fromkeys(one.run.source for one in results)
+    return table("source | what | read", [[one.name, f"[{one.title}]({one.url})", one.read] for one in sources], left=3)
+
+
+def spread_markdown(results: Sequence[Modelled]) -> str:
+    """Return the distribution of errors of each group."""
+    rows = []
+    for name, members in groups_of(results).items():
+        errors = spread([one.ratio for one in members])
+        shares = [percent(share) for share in errors.within.values()]
+        layouts = len({(one.run.model_name, one.run.layout, one.run.seqlen) for one in members})
+        middle, furthest = f"{errors.median:.2f}", f"{errors.furthest:.2f}"
+        rows.append([name, errors.num_runs, layouts, middle, percent(errors.rms, 1), *shares, furthest])
+    return table(
+        "runs | number | layouts | median ratio | rms error | within 10% | within 15% | within 20% | furthest", rows
+    )
+
+
+class Pair(NamedTuple):
+    """Two runs of the file whose tokens per second and GPU are compared: which is faster, and by how much?"""
+
+    what: str
+    slower: str
+    faster: str
+
+
+PAIRS = (
+    Pair("selective over full recomputation, 22B", "22B, full", "22B, selective"),
+    Pair("selective over full recomputation, 175B", "175B, full", "175B, selective"),
+    Pair("8 over 128 GPUs, 8B", "Llama-3.1-8B, 128 GPUs", "Llama-3.1-8B, 8 GPUs"),
+    Pair("64 over 2048 GPUs, 70B", "Llama-3.1-70B, 2048 GPUs", "Llama-3.1-70B, 64 GPUs"),
+    Pair("PP 9 of 7 chunks over PP 8 of 8, 405B", "405B, PP8", "405B, PP9"),
+    Pair("PP 8 without CP over PP 4 with CP 2, 70B in FP8", "Llama-3.1-70B, FP8", "Llama-3.1-70B, FP8, PP8"),
+    Pair("async TP over TP, torchtitan 70B", "torchtitan 70B", "torchtitan 70B, async TP"),
+    Pair("TP 1 PP 8 over TP 2 PP 16, DeepSeek-V3", "DeepSeek-V3, PP16", "DeepSeek-V3, TP1"),
+    Pair("EP 32 PP 8 over EP 8 PP 32, Qwen3-235B", "Qwen3-235B, PP32", "Qwen3-235B, EP32"),
+    Pair("EP 8 of FSDP over EP 8 PP 32, Qwen3-235B", "Qwen3-235B, PP32", "Qwen3-235B, FSDP"),
+    Pair("EP 8 PP 32 over TP 4 PP 8, Qwen3-235B", "Qwen3-235B, TP4", "Qwen3-235B, PP32"),
+)
+
+
+def tokens_per_gpu(run: Run, seconds: float) -> float:
+    """Return tokens per second and GPU."""
+    return run.global_batch_size * run.seqlen / seconds / run.gpus
+
+
+def pairs_markdown(results: Sequence[Modelled]) -> str:
+    """Return what each second run of a pair gains over the first, published and modelled."""
+    by_name = {one.run.name: one for one in results}
+    rows = []
+    for pair in PAIRS:
+        both = by_name[pair.slower], by_name[pair.faster]
+        slower, faster = (tokens_per_gpu(one.run, one.run.published_s) for one in both)
+        model_slower, model_faster = (tokens_per_gpu(one.run, one.iteration_s) for one in both)
+        published, modelled = faster / slower, model_faster / model_slower
+        same = "yes" if (modelled > 1) == (published > 1) else "**no**"
+        rows.append([pair.what, f"{published:.2f}", f"{modelled:.2f}", f"{modelled / published:.2f}", same])
+    return table("pair | published gain | modelled gain | ratio | same winner", rows)
+
+
+def memory_markdown(results: Sequence[Modelled]) -> str:
+    """Return the runs that are known to have fitted into their devices, and whether the model lets them."""
+    fitted = [one for one in results if one.run.fits]
+    refused = [one for one in fitted if one.is_refused]
+    rows = []
+    for one in refused:
+        needed, allowed, there = (f"{size / 1e9:.0f}" for size in (one.peak_bytes, one.available_bytes, one.hbm_bytes))
+        by = "beyond the device" if one.peak_bytes > one.hbm_bytes else "in the reserve"
+        rows.append([one.run.name, one.run.layout, needed, allowed, there, by])
+    said = f"Refused: {len(refused)} of {len(fitted)} runs that are known to have fitted."
+    return said + "\n\n" + table("refused run | layout | modelled GB | allowed GB | device GB | by", rows, left=2)
+
+
+def broken_limits(results: Sequence[Modelled]) -> list[str]:
+    """Return what is worse than it may be, a line each; empty where all is well."""
+    broken = []
+    if len(results) < LEAST_RUNS:
+        broken.append(f"{len(results)} runs, at least {LEAST_RUNS} are needed")
+    groups = groups_of(results)
+    for name, limit in LIMITS.items():
+        if name not in groups:
+            broken.append(f"{name}: no runs")
+            continue
+        errors = spread([one.ratio for one in groups[name]])
+        if not limit.least <= errors.median <= limit.most:
+            broken.append(f"{name}: the median ratio is {errors.median:.3f}, allowed are {limit.least} to {limit.most}")
+        if _distance(errors.furthest) > limit.worst:
+            broken.append(f"{name}: a ratio is {errors.furthest:.3f}, further off than {limit.worst} times")
+    fitted = [one.is_refused for one in results if one.run.fits]
+    if sum(fitted) > MOST_REFUSED * len(fitted):
+        broken.append(f"memory: {sum(fitted)} of {len(fitted)} runs that fitted are refused, {MOST_REFUSED:.0%} may be")
+    return broken
+
+
+def _distance(ratio: float) -> float:
+    """Return how many times too long or too short."""
+    return max(ratio, 1 / ratio)

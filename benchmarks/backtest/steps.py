@@ -1,0 +1,106 @@
+"""A published run, built by hand in its layout and priced by the shipped hardware files: seconds and memory of a step.
+
+Sequences have a fixed length, so there is nothing to plan: each micro-batch gives every CP group as many sequences as
+the run's micro-batch size. Not priced: the optimizer's step, data and logging, which published seconds contain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+from benchmarks.backtest.runs import Run
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.pipeline.simulator import simulate
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.types import Bucket, CpCommType, Hardware, MicroBatch, Plan, PlanOptions, Problem, Recompute, Sample
+from dynamic_cp.types.options import RecomputeModule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modelled:
+    """What the project says of a run.
+
+    Attributes:
+        iteration_s: seconds of a step.
+        reduction_s: those of them after the last backward pass, in which gradients are reduced.
+        peak_bytes: memory of the rank that needs most.
+        available_bytes: memory that planning allows; hbm_bytes: that there is.
+    """
+
+    run: Run
+    iteration_s: float
+    reduction_s: float
+    peak_bytes: float
+    available_bytes: float
+    hbm_bytes: float
+
+    @property
+    def ratio(self) -> float:
+        """Modelled over published seconds; above 1 the model is too slow."""
+        return self.iteration_s / self.run.published_s
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the memory model refuses the run."""
+        return self.peak_bytes > self.available_bytes
+
+
+def problem_of(run: Run, hardware: Hardware | None = None) -> Problem:
+    """Return what the run was priced for, with another hardware where one is given."""
+    return Problem(
+        topology=run.topology,
+        model=run.model,
+        hardware=hardware or run.hardware,
+        options=PlanOptions(
+            max_tokens_per_rank=run.micro_batch_size * run.seqlen // run.cp,
+            static_cp_size=run.cp,
+            cp_comm_types=(cast(CpCommType, run.exchange),),
+            recompute=cast(Recompute, run.recompute),
+            recompute_modules=cast("tuple[RecomputeModule, ...]", run.recompute_modules),
+        ),
+        policy="static",
+    )
+
+
+def plan_of(run: Run) -> Plan:
+    """Return the run's global batch: sequences in order, as many for each CP group and micro-batch."""
+    topology = run.topology
+    num_groups = topology.num_lanes // run.cp
+    num_micro_batches = run.global_batch_size // (num_groups * run.micro_batch_size)
+    sequences = iter(range(run.global_batch_size))
+
+    def bucket(group: int) -> Bucket:
+        samples = tuple(Sample(sample_id=next(sequences), seqlen=run.seqlen) for _ in range(run.micro_batch_size))
+        exchange = cast(CpCommType, run.exchange if run.cp > 1 else "p2p")
+        return Bucket(first_lane=group * run.cp, cp_size=run.cp, samples=samples, cp_comm_type=exchange)
+
+    return Plan(
+        topology=topology,
+        max_tokens_per_rank=run.micro_batch_size * run.seqlen // run.cp,
+        micro_batches=tuple(
+            MicroBatch(buckets=tuple(bucket(group) for group in range(num_groups))) for _ in range(num_micro_batches)
+        ),
+        policy="static",
+    )
+
+
+def modelled(run: Run, hardware: Hardware | None = None) -> Modelled:
+    """Return seconds and memory of a step of `run`."""
+    problem, plan = problem_of(run, hardware), plan_of(run)
+    timeline = simulate(plan, CostModel(problem))
+    memory = MemoryModel(problem)
+    return Modelled(
+        run=run,
+        iteration_s=timeline.iteration_s,
+        reduction_s=timeline.gradient_reduction_s,
+        peak_bytes=max(stage.total_bytes for stage in memory.peak(plan)),
+        available_bytes=memory.available_bytes,
+        hbm_bytes=problem.hardware.hbm_bytes,
+    )
+
+
+def slower(hardware: Hardware, factor: float) -> Hardware:
+    """Return hardware on which products and attention take `factor` times as long: what limits have to notice."""
+    rates = [name for name in hardware.__dataclass_fields__ if name.endswith("flops_per_s") and name[:4] != "peak"]
+    return replace(hardware, **{name: getattr(hardware, name) / factor for name in rates})

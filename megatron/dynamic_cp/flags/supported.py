@@ -1,0 +1,263 @@
+"""What is refused by name: flags of features that are not supported, and any other field of a configuration.
+
+Importing this module needs neither torch nor megatron-core, so that a wrong flag is reported immediately.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.types import RECOMPUTE_MODULES, RecomputeModule
+from megatron.dynamic_cp.flags.activation import OF_QUICK_GEGLU, check_activation, has_biases, is_quick_geglu
+from megatron.dynamic_cp.flags.experts import DEFAULTS, check_experts, num_experts
+from megatron.dynamic_cp.flags.fp8 import check_fp8
+from megatron.dynamic_cp.flags.latent_attention import FIELDS as LATENT_FIELDS
+from megatron.dynamic_cp.flags.latent_attention import check_latent_attention
+from megatron.dynamic_cp.flags.multi_token import check_multi_token
+from megatron.dynamic_cp.flags.positions import check_norms
+from megatron.dynamic_cp.flags.windows import windows_of
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A feature of Megatron-LM outside the supported list.
+
+    Attributes:
+        flag: Megatron-LM's flag.
+        reason: what stands in the way.
+        field: the same switch in TransformerConfig, if there is one.
+        off: values of flag and field that switch the feature off; a field is also off when it is None or False.
+    """
+
+    flag: str
+    reason: str
+    field: str | None = None
+    off: tuple[Any, ...] = ()
+
+    def is_off(self, value: Any) -> bool:
+        """Return whether `value` (of the field, or a word of the command line) leaves the feature off."""
+        if value is None or value is False:
+            return True
+        try:
+            return float(value) in {float(off) for off in self.off}
+        except (TypeError, ValueError):
+            return value in self.off
+
+    def error(self) -> UnsupportedFeatureError:
+        """Return the error that names the flag."""
+        where = f" (TransformerConfig.{self.field})" if self.field else ""
+        return UnsupportedFeatureError(
+            f"{self.flag}{where} is not supported: {self.reason}; leave it out", flag=self.flag, field=self.field
+        )
+
+
+_UNTESTED = "it is not among the features that were checked with a CP group per micro-batch"
+_FSDP = "parameters are replicated or sharded by DDP and the distributed optimizer only"
+_DROPPED = "every token reaches its experts; which ones a full expert would drop follows the packing"
+_MOE_OVERLAP = "router and experts run one after the other"
+_MOE_FUSED = "padding is never sent to experts, which fused kernels expect"
+_MOE_TESTING = "it is for measuring, training with it learns nothing"
+_GRAPHS = "shapes change with every micro-batch"
+_OFFLOAD = "activations and weights stay on their device"
+_ATTENTION = "attention is that of a softmax over causal scores"
+_PRECISION = "train in fp32 or --bf16"
+
+
+def _field(flag: str, reason: str, field: str = "", off: tuple[Any, ...] = ()) -> Unsupported:
+    """Return a feature with a field of its own, whose name is the flag's unless it is given."""
+    return Unsupported(flag, reason, field or flag.removeprefix("--").replace("-", "_"), off)
+
+
+UNSUPPORTED: tuple[Unsupported, ...] = (
+    _field("--fp16", _PRECISION),
+    _field("--fp8-param-gather", "weights are kept in bfloat16", field="fp8_param"),
+    _field("--fp4-format", "matrix products are in bfloat16, or by --fp8-format in FP8", field="fp4"),
+    _field("--moe-expert-capacity-factor", _DROPPED, off=(-1,)),
+    _field("--moe-pad-expert-input-to-capacity", _DROPPED),
+    _field("--moe-token-dropping", _DROPPED),
+    _field("--moe-shared-expert-overlap", _MOE_OVERLAP),
+    _field("--overlap-moe-expert-parallel-comm", _MOE_OVERLAP),
+    _field("--moe-permute-fusion", _MOE_FUSED),
+    _field("--moe-router-fusion", _MOE_FUSED),
+    _field("--moe-use-legacy-grouped-gemm", "--moe-grouped-gemm takes TransformerEngine's"),
+    _field("--moe-enable-deepep", "--moe-token-dispatcher-type is alltoall"),
+    _field("--moe-layer-recompute", "--recompute-granularity selective --recompute-modules moe takes its place"),
+    _field("--moe-input-jitter-eps", "what is drawn would follow the packing"),
+    _field("--moe-router-force-load-balancing", _MOE_TESTING),
+    _field("--moe-apply-probs-on-input", _UNTESTED),
+    _field("--moe-latent-size", _UNTESTED),
+    _field("--moe-enable-routing-replay", _UNTESTED),
+    _field("--moe-router-padding-for-quantization", _PRECISION),
+    _field("--moe-router-padding-for-fp8", _PRECISION),
+    _field("--moe-router-topk-limited-devices", "--moe-router-num-groups and --moe-router-group-topk take its place"),
+    Unsupported("--moe-use-upcycling", "--load takes checkpoints of the same model"),
+    _field("--experimental-attention-variant", _ATTENTION),
+    _field("--linear-attention-freq", _ATTENTION),
+    _field("--hybrid-override-pattern", "state-space layers are sequential", field="is_hybrid_model"),
+    Unsupported("--hybrid-attention-ratio", "state-space layers are sequential", off=(0,)),
+    _field("--hybrid-context-parallel", "--dynamic-cp takes its place"),
+    _field(
+        "--hierarchical-context-parallel-sizes",
+        "--cp-comm-type a2a+p2p takes its place, with sizes from --dynamic-cp-inner-sizes",
+    ),
+    Unsupported("--use-custom-fsdp", _FSDP),
+    Unsupported("--use-megatron-fsdp", _FSDP),
+    Unsupported("--use-torch-fsdp2", _FSDP),
+    Unsupported("--num-distributed-optimizer-instances", "the lanes form one optimizer instance", off=(1,)),
+    Unsupported("--use-tp-pp-dp-mapping", "it puts neighbouring lanes on different nodes"),
+    _field("--enable-cuda-graph", _GRAPHS),
+    _field("--external-cuda-graph", _GRAPHS),
+    _field("--cuda-graph-impl", _GRAPHS, off=("none",)),
+    _field("--tp-comm-overlap", "its buffers have one fixed length"),
+    _field("--cpu-offloading", _OFFLOAD),
+    _field("--cpu-offloading-num-layers", _OFFLOAD, off=(0,)),
+    Unsupported("--optimizer-cpu-offload", _OFFLOAD),
+    _field("--fine-grained-activation-offloading", _OFFLOAD),
+    _field("--attention-dropout", "the block-wise attention has no dropout (set it to 0)", off=(0.0,)),
+    _field("--qk-clip", _UNTESTED),
+    _field("--apply-query-key-layer-scaling", "it needs fp16 training"),
+    _field("--heterogeneous-layers-config-path", _UNTESTED, field="heterogeneous_block_specs"),
+    _field("--use-kitchen-config-file", _UNTESTED, field="use_kitchen"),
+    Unsupported("--reset-position-ids", "each document already is a sequence of its own"),
+    Unsupported("--reset-attention-mask", "each document already is a sequence of its own"),
+)
+
+# Fields of TransformerConfig that may differ from a plain config: the sizes and choices that are tested against stock
+# megatron-core, what follows from them, and what changes neither a tensor nor a schedule.
+_FIELDS = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels mtp_num_layers "
+    "mtp_loss_scaling_factor window_size window_attn_skip_freq softmax_type normalization fp32_residual_connection "
+    "layernorm_epsilon qk_layernorm qk_l2_norm attention_output_gate no_rope_freq rotary_interleaved activation_func "
+    "gated_linear_unit add_bias_linear add_qkv_bias hidden_dropout attention_dropout attention_backend "
+    "init_method init_method_std output_layer_init_method embedding_init_method embedding_init_method_std "
+    "perform_initialization use_cpu_initialization bf16 fp8 fp8_recipe "
+    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+    "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split "
+    "account_for_loss_in_pipeline_split sequence_parallel async_tensor_model_parallel_allreduce "
+    "expert_tensor_parallel_size "  # follows the tensor-parallel size, also without experts
+    "variable_seq_lengths moe_token_dispatcher_type overlap_p2p_comm batch_p2p_comm batch_p2p_sync "
+    "recompute_granularity recompute_method recompute_modules recompute_num_layers "
+    "finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func "
+    "timers barrier_with_L1_time config_logger_dir deterministic_mode"
+)
+ALLOWED = LATENT_FIELDS | frozenset(_FIELDS.split())
+# More of them for a model with experts.
+_ALLOWED_OF_EXPERTS = frozenset({"num_moe_experts", "expert_model_parallel_size", *DEFAULTS})
+# Any of the two precisions; compared by name, because this module does not import torch.
+_DTYPE_FIELDS = frozenset({"params_dtype", "pipeline_dtype", "autocast_dtype"})
+
+
+class _Refuse(argparse.Action):
+    """Raises UnsupportedFeatureError when its flag is given with a value that switches the feature on."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, feature: Unsupported, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **kwargs)
+        self.feature = feature
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if not values or not all(self.feature.is_off(value) for value in values):
+            raise self.feature.error()
+
+
+def add_refusals(parser: argparse.ArgumentParser) -> None:
+    """Have a parser refuse the flags of UNSUPPORTED, each with its reason."""
+    for feature in UNSUPPORTED:
+        parser.add_argument(feature.flag, nargs="*", action=_Refuse, feature=feature, help=argparse.SUPPRESS)
+
+
+def recompute_modules(config: Any) -> tuple[RecomputeModule, ...]:
+    """Return what selective recomputation repeats, each once; megatron-core's default where nothing is said.
+
+    Args:
+        config: flags or a configuration.
+
+    Raises:
+        UnsupportedFeatureError: modules of experts, the projections up of latent attention, or an MLP with bias.
+    """
+    given = getattr(config, "recompute_modules", None)
+    names = ["core_attn"] if given is None else list(dict.fromkeys(given))
+    has_experts = num_experts(config) is not None
+    possible = [name for name in RECOMPUTE_MODULES if has_experts or name != "moe"]
+    for name in names:
+        if name not in possible:
+            raise UnsupportedFeatureError(
+                f"--recompute-modules {name} is not supported: a {'' if has_experts else 'dense '}model "
+                f"{'with experts ' if has_experts else ''}has {', '.join(possible)}; give some of them",
+                flag="--recompute-modules",
+                name=name,
+            )
+    if "mlp" in names and getattr(config, "recompute_granularity", None) == "selective" and has_biases(config):
+        raise UnsupportedFeatureError(
+            "--recompute-modules mlp is not supported with biases: megatron-core recomputes the MLP's bias as well, "
+            "which so becomes its own input: backward never ends; add --disable-bias-linear, or leave mlp out",
+            flag="--recompute-modules",
+            name="mlp",
+        )
+    return tuple(names)
+
+
+def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> None:
+    """Check a TransformerConfig: nothing of the table is on, and only fields in ALLOWED differ from a plain config.
+
+    The plain config has the same layers, width and heads. Without this a field that our modules do not read, such as a
+    norm's or the attention's, would be ignored silently.
+
+    Args:
+        config: TransformerConfig.
+        also_allowed: more fields that may differ.
+
+    Raises:
+        UnsupportedFeatureError: an unsupported feature is on, or a field has a value nobody checked; the message names
+            the flag or the field with its value and its default.
+        InvalidInputError: a window that cannot be, two norms of queries and keys, experts, activations, latents or
+            modules of multi-token prediction that do not fit.
+    """
+    for feature in UNSUPPORTED:
+        if feature.field is not None and not feature.is_off(getattr(config, feature.field, None)):
+            raise feature.error()
+    windows_of(config)
+    check_norms(config)
+    check_experts(config)
+    check_activation(config)
+    check_latent_attention(config)
+    check_multi_token(config)
+    check_fp8(config)
+    recompute_modules(config)
+    plain = type(config)(
+        num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads
+    )
+    allowed = ALLOWED | also_allowed | _DTYPE_FIELDS
+    if num_experts(config) is not None:
+        allowed |= _ALLOWED_OF_EXPERTS
+    if is_quick_geglu(config):
+        allowed |= OF_QUICK_GEGLU
+    wanted = {f.name: getattr(plain, f.name) for f in fields(config) if f.name not in allowed}
+    # The planner simulates this order of model chunks, and a loss is a sum over tokens, divided once per step.
+    wanted["microbatch_group_size_per_vp_stage"] = config.pipeline_model_parallel_size
+    wanted["calculate_per_token_loss"] = True
+    for name, default in wanted.items():
+        value = getattr(config, name)
+        if value != default:
+            raise UnsupportedFeatureError(
+                f"TransformerConfig.{name} is {value!r}, only {default!r} is supported: {_UNTESTED}; leave it out",
+                field=name,
+                value=repr(value),
+            )
+    if config.fp32_residual_connection and str(config.pipeline_dtype) not in ("None", "torch.float32"):
+        raise UnsupportedFeatureError(
+            f"--fp32-residual-connection with TransformerConfig.pipeline_dtype {config.pipeline_dtype}: stages send "
+            "each other the residual, set it to torch.float32",
+            flag="--fp32-residual-connection",
+        )
+    for name in sorted(_DTYPE_FIELDS):
+        value = getattr(config, name)
+        if str(value) not in ("None", "torch.float32", "torch.bfloat16"):
+            raise UnsupportedFeatureError(
+                f"TransformerConfig.{name} is {value}, its default is {getattr(plain, name)}: {_PRECISION}",
+                field=name,
+                value=repr(value),
+            )

@@ -1,0 +1,145 @@
+"""The table of flags: classes of settings whose fields are flags. Parser, ranges, settings and docs are made from it.
+
+    class TrainingSettings:
+        seed: int = flag("seed of weights and of the order of samples", 1234)  # --seed N
+        recompute_activations: InitVar[bool] = flag("...")  # parsed, and no setting: it only decides another one
+
+A field's type says what its flag takes: a number, text, several of them (`tuple`), or nothing (`bool`; where that may
+be None or is on by default, --no-... can be given, too).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dynamic_cp.errors import InvalidInputError
+
+REQUIRED = object()
+"""Default of a flag that must be given."""
+_USUAL = object()
+
+
+class Range(NamedTuple):
+    """What a number must be, in words, and whether one is."""
+
+    text: str
+    has: Callable[[Any], bool]
+
+
+POSITIVE = Range("greater than 0", lambda value: value > 0)
+NOT_NEGATIVE = Range("at least 0", lambda value: value >= 0)
+FRACTION = Range("at least 0 and less than 1", lambda value: 0 <= value < 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """A row of the table.
+
+    Attributes:
+        field: of the settings; names: of the flag; destination: its name among parsed arguments.
+        group: title on --help, None: that of the class.
+        options: of `ArgumentParser.add_argument`.
+    """
+
+    field: str
+    names: tuple[str, ...]
+    destination: str
+    group: str | None
+    within: Range | None
+    options: Mapping[str, Any]
+
+
+def flag(
+    help: str,
+    default: Any = _USUAL,
+    *,
+    name: str = "",
+    group: str | None = None,
+    within: Range | None = None,
+    parse: Callable[[str], Any] | None = None,
+    choices: Sequence[str] | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """Return a field of a class of settings that is a flag.
+
+    Args:
+        default: of the parser: REQUIRED, [] for any number of values; usually False of a `bool`, None of others.
+        name: where it is not the field's: all names of the flag, and "=destination" where that is not the first.
+        group: title, where it is not the class's.
+        within: what each value but None is checked against.
+        parse: type of the parser, where it is not the field's.
+    """
+    options = {"help": help, "type": parse, "choices": choices, "metavar": metavar}
+    given = {option: value for option, value in options.items() if value is not None}
+    return field(metadata={"flag": (name, default, group, within, given)})
+
+
+def flags_of(settings: type) -> Iterator[Flag]:
+    """Yield the flags among the fields of a class."""
+    for entry in settings.__dataclass_fields__.values():  # type: ignore[attr-defined]  # `fields` leaves out InitVar
+        if "flag" not in entry.metadata:
+            continue
+        name, default, group, within, given = entry.metadata["flag"]
+        words, _, destination = (name or "--" + entry.name.replace("_", "-")).partition("=")
+        names = tuple(words.split())
+        yield Flag(
+            field=entry.name,
+            names=names,
+            destination=destination or names[0].removeprefix("--").replace("-", "_"),
+            group=group,
+            within=within,
+            options=_options_of(entry.type, default, given),
+        )
+
+
+def _options_of(kind: str, default: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a field's type (which nobody evaluates), its default and what is `given` mean to a parser."""
+    kinds = set(re.findall(r"\w+", kind))
+    if "bool" in kinds:
+        action = argparse.BooleanOptionalAction if "None" in kinds or default is True else "store_true"
+        usual = None if "None" in kinds else False
+        return {**given, "action": action, "default": usual if default is _USUAL else default}
+    options: dict[str, Any] = {} if default is _USUAL else {"default": default}
+    if default is REQUIRED:
+        options = {"required": True}
+    if "type" in given:
+        return options | given
+    if "tuple" in kinds:
+        options["nargs"] = "*" if default == [] else "+"
+    number = next((number for number in (int, float) if number.__name__ in kinds), None)
+    return {**options, **({} if number is None else {"type": number}), **given}
+
+
+def add_group(parser: Any, title: str, table: Mapping[type, str]) -> None:
+    """Add a group of flags to a parser.
+
+    Args:
+        table: classes of settings -> the usual title of their flags.
+    """
+    group = parser.add_argument_group(title)
+    for settings, usual in table.items():
+        for row in flags_of(settings):
+            if title == (row.group or usual):
+                group.add_argument(*row.names, dest=row.destination, **row.options)
+
+
+def check_ranges(arguments: Any, *table: type) -> None:
+    """Check each number of parsed arguments alone.
+
+    Raises:
+        InvalidInputError: one is out of its range.
+    """
+    for row in (row for settings in table for row in flags_of(settings) if row.within is not None):
+        name, value = row.destination, getattr(arguments, row.destination)
+        if row.within is not None and value is not None and not row.within.has(value):
+            raise InvalidInputError(f"{row.names[0]} is {value}, it must be {row.within.text}", name=name, value=value)
+
+
+def said(arguments: Mapping[str, Any], settings: type) -> dict[str, Any]:
+    """Return what parsed arguments say of the fields of a class; lists become tuples."""
+    found = {row.field: arguments[row.destination] for row in flags_of(settings)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}

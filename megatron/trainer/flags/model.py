@@ -1,0 +1,229 @@
+"""What of a model flags say: frozen values under the names of their flags, which are Megatron-LM's."""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass
+
+from megatron.dynamic_cp.flags.experts import BALANCING, DEFAULTS, expert_flag, layer_freq
+from megatron.dynamic_cp.flags.fp8 import ALIGNMENTS, FORMATS
+from megatron.dynamic_cp.flags.latent_attention import ROPE_TYPES
+from megatron.dynamic_cp.flags.layer_needs import TRANSFORMER_IMPLS, TransformerImpl
+from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES, no_rope_freq
+from megatron.dynamic_cp.flags.table import FRACTION, NOT_NEGATIVE, POSITIVE, REQUIRED, flag
+from megatron.dynamic_cp.flags.windows import skip_freq, window_size
+
+_ON_CUDA = "default: on CUDA, where it is available"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """What is trained, and in which precision and kernels.
+
+    Attributes:
+        rotary_scaling_factor, yarn_original_max_position_embeddings and what follows: of YaRN; None: as
+            `positions.YARN` says.
+        expert_tensor_parallel_size: 1 with experts.
+        q_lora_rank and what follows: of multi-latent attention; None without it, q_lora_rank also where queries are
+            projected from the hidden states.
+        transformer_impl: None: TransformerEngine's layers where they can be used (`layers.choose`).
+        gradient_accumulation_fusion and its kin: None: on CUDA, where it can be had (`fusions.choose`).
+    """
+
+    num_layers: int = flag("layers of the transformer", REQUIRED, within=POSITIVE)
+    hidden_size: int = flag("width of a token between layers", REQUIRED, within=POSITIVE)
+    num_attention_heads: int = flag("query heads", REQUIRED, within=POSITIVE)
+    ffn_hidden_size: int = flag("default: 4 * hidden, with --swiglu 8/3 * hidden (mod 64)", within=POSITIVE)
+    kv_channels: int = flag("width of a head; default: hidden / heads", within=POSITIVE)
+    group_query_attention: InitVar[bool] = flag("several query heads share each KV head")
+    num_query_groups: int = flag("KV heads, with --group-query-attention", within=POSITIVE)
+    seq_length: InitVar[int] = flag("longest sample in tokens", REQUIRED, within=POSITIVE)
+    max_position_embeddings: int = flag("default: --seq-length", within=POSITIVE)
+    window_size: tuple[int, ...] | None = flag(
+        "tokens before itself that a token attends to, a window; default: all", parse=window_size, metavar="BEFORE,0"
+    )
+    window_attn_skip_freq: int | tuple[int, ...] | None = flag(
+        "layers without the window: every N-th, or a list with 1 for each layer with it and 0 without, such as "
+        "[1,1,0]*4; default: none",
+        parse=skip_freq,
+        metavar="N|LIST",
+    )
+    position_embedding_type: str = flag(
+        "how tokens know their positions", "learned_absolute", choices=("rope", "yarn", "learned_absolute", "none")
+    )
+    rotary_base: int = flag("base of RoPE's wavelengths", 10000, within=POSITIVE)
+    rotary_percent: float = flag("share of a head's channels that RoPE rotates", 1.0)
+    rotary_interleaved: bool = flag("rotate neighbouring channels instead of halves")
+    no_rope_freq: int | tuple[int, ...] | None = flag(
+        "layers without RoPE: every N-th, or a list with 1 for each layer without it and 0 with it, such as "
+        "[0,0,0,1]*4; default: none",
+        parse=no_rope_freq,
+        metavar="N|LIST",
+    )
+    rotary_seq_len_interpolation_factor: int | None = flag("RoPE: divide positions by this", metavar="N")
+    use_rope_scaling: bool = flag("RoPE: lower the slow frequencies, as Llama 3.1, for samples beyond 8192")
+    rope_scaling_factor: float = flag("with --use-rope-scaling: by how much", 8.0)
+    rotary_scaling_factor: float | None = flag("YaRN: stretch positions by this, above 1")
+    yarn_original_max_position_embeddings: int | None = flag(
+        "YaRN: longest sample before positions were stretched; default: 4096", within=POSITIVE
+    )
+    yarn_beta_fast: float | None = flag("YaRN: turns from which on none is stretched; default: 32", within=POSITIVE)
+    yarn_beta_slow: float | None = flag("YaRN: turns up to which all are stretched; default: 1", within=POSITIVE)
+    mscale: float | None = flag("YaRN: weight of its concentration; default: 1", within=NOT_NEGATIVE)
+    mscale_all_dim: float | None = flag(
+        "YaRN: weight of what the concentration is divided by; default: 0", within=NOT_NEGATIVE
+    )
+    yarn_correction_range_round_to_int: bool | None = flag(
+        "YaRN: round where stretching begins and ends to whole channels; default: yes"
+    )
+    qk_layernorm: bool = flag("normalize queries and keys")
+    qk_l2_norm: bool = flag("normalize queries and keys without weights, as Llama 4")
+    attention_output_gate: bool = flag("multiply what attention finds by a gate of its own, as Qwen3-Next")
+    softmax_type: str = flag(
+        "scores of keys alone; or one of 0, or a learned one for each head, beside them, as gpt-oss (local layers "
+        "only)",
+        SOFTMAX_TYPES[0],
+        choices=SOFTMAX_TYPES,
+    )
+    multi_latent_attention: bool = flag("queries, keys and values are projected from narrow latents")
+    q_lora_rank: int | None = flag("width of the latent of queries; default: none, no latent", within=POSITIVE)
+    kv_lora_rank: int | None = flag("width of the latent of keys and values; default: 32", within=POSITIVE)
+    qk_head_dim: int | None = flag("channels of a key that are not rotated; default: 128", within=POSITIVE)
+    qk_pos_emb_head_dim: int | None = flag("channels of a key that are rotated; default: 64", within=POSITIVE)
+    v_head_dim: int | None = flag("channels of a value; default: 128", within=POSITIVE)
+    rope_type: str | None = flag(
+        "with --multi-latent-attention: how positions are rotated; default: yarn with --rotary-scaling-factor above "
+        "1, else rope",
+        choices=ROPE_TYPES,
+    )
+    mtp_num_layers: int | None = flag(
+        "modules behind the last layer, each predicts a token one place further on", within=NOT_NEGATIVE
+    )
+    mtp_loss_scaling_factor: float = flag("weight of the mean of their losses; with --mtp-num-layers", 0.1)
+    normalization: str = flag("norm of the layers", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = flag("added to the variance in a norm", 1e-05)
+    swiglu: bool = flag("gated MLP with SiLU")
+    quick_geglu: bool = flag("gated MLP with x * sigmoid(1.702 x), as gpt-oss (local layers only)")
+    activation_func_clamp_value: float | None = flag(
+        "with --quick-geglu: what is gated stays between -X and X, and its gate below X; default: no limits",
+        metavar="X",
+    )
+    glu_linear_offset: float = flag(
+        "with --quick-geglu: added to what is gated; 1 in gpt-oss; default: 0", 0.0, metavar="X"
+    )
+    disable_bias_linear: bool = flag("no biases in the linear layers")
+    add_qkv_bias: bool = flag("biases in the QKV projection only")
+    untie_embeddings_and_output_weights: bool = flag("separate output layer")
+    make_vocab_size_divisible_by: int = flag(
+        "the vocabulary is padded to a multiple of this times TP", 128, within=POSITIVE
+    )
+    init_method_std: float = flag("standard deviation of the initial weights", 0.02)
+    hidden_dropout: float = flag(
+        "dropout after attention and MLP; above 0 a resume is exact on the same layout only", 0.0, within=FRACTION
+    )
+    attention_backend: str = flag(
+        "kernels of torch's attention: FlashAttention-2, cuDNN, or block-wise matrix products; auto logs its choice; "
+        "passed on to TransformerEngine where its layers are used",
+        "auto",
+        choices=("auto", "flash", "fused", "unfused"),
+    )
+    bf16: bool = flag("bfloat16 weights and activations, float32 gradients and optimizer")
+    fp32_residual_connection: bool = flag(
+        "with --bf16: what attention and MLP add up stays in float32 from layer to layer (local layers only)"
+    )
+    fp8: str | None = flag(
+        "with --bf16 and TransformerEngine's layers: their matrix products are in FP8; hybrid: gradients in e5m2; a "
+        "rank's tokens are padded to multiples of 16, of 32 for mxfp8, times TP with sequence parallelism",
+        name="--fp8-format=fp8",
+        choices=FORMATS,
+    )
+    fp8_recipe: str | None = flag(
+        "how products in FP8 are scaled; delayed (the default, as in Megatron-LM) follows what was packed before",
+        choices=tuple(ALIGNMENTS),
+    )
+    use_cpu_initialization: bool = flag("initialise weights on the CPU (always so on CPU ranks)")
+    transformer_impl: TransformerImpl | None = flag(
+        "layers of megatron-core with torch's attention, or those of TransformerEngine; default: the latter where "
+        "they can be used (installed, CUDA, --bf16), otherwise local",
+        choices=TRANSFORMER_IMPLS,
+    )
+    gradient_accumulation_fusion: bool | None = flag(
+        f"matrix products add weight gradients to their buffers; needs apex's kernel; {_ON_CUDA}"
+    )
+    bias_swiglu_fusion: bool | None = flag("compile bias and SwiGLU into one kernel; " + _ON_CUDA)
+    bias_gelu_fusion: bool | None = flag(
+        "compile bias and GELU into one kernel, which uses the tanh form of GELU; " + _ON_CUDA
+    )
+    bias_dropout_fusion: bool | None = flag("compile bias, dropout and residual into one kernel; " + _ON_CUDA)
+    cross_entropy_loss_fusion: bool = flag("fewer passes over the logits in the loss")
+    cross_entropy_fusion_impl: str | None = flag(
+        "with --cross-entropy-loss-fusion: megatron-core's compiled one or TransformerEngine's; default: native",
+        choices=("native", "te"),
+    )
+    num_experts: int | None = expert_flag("experts of a layer that has some; default: a dense model", within=POSITIVE)
+    moe_layer_freq: int | tuple[int, ...] = expert_flag(
+        "layers with experts: the first of every N, or a list with 1 for each layer that has some and 0 for a dense "
+        "one, such as [0]+[1]*3; default: all",
+        parse=layer_freq,
+        metavar="N|LIST",
+    )
+    moe_ffn_hidden_size: int | None = expert_flag("of each expert; default: --ffn-hidden-size", within=POSITIVE)
+    moe_shared_expert_intermediate_size: int | None = expert_flag(
+        "of the expert that every token goes to; default: none", within=POSITIVE
+    )
+    moe_shared_expert_gate: bool = expert_flag("weigh the shared expert by a gate", None)
+    moe_grouped_gemm: bool = expert_flag("all experts of a rank in one product (TransformerEngine's layers only)", None)
+    moe_router_topk: int = expert_flag(f"experts of a token; default: {DEFAULTS['moe_router_topk']}", within=POSITIVE)
+    moe_router_score_function: str = expert_flag("weights of experts; default: softmax", choices=("softmax", "sigmoid"))
+    moe_router_pre_softmax: bool = expert_flag("softmax over all experts, before some are chosen", None)
+    moe_router_num_groups: int | None = expert_flag(
+        "groups of experts that tokens are limited to some of", within=POSITIVE
+    )
+    moe_router_group_topk: int | None = expert_flag("groups of a token", within=POSITIVE)
+    moe_router_topk_scaling_factor: float | None = expert_flag(
+        "factor of the weights of chosen experts", within=POSITIVE
+    )
+    moe_router_dtype: str | None = expert_flag("default: that of activations", choices=("fp32", "fp64"))
+    moe_router_enable_expert_bias: bool = expert_flag("shift the choice towards experts that had fewer tokens", None)
+    moe_router_bias_update_rate: float = expert_flag(
+        f"by how much in each step; default: {DEFAULTS['moe_router_bias_update_rate']}", within=POSITIVE
+    )
+    moe_router_load_balancing_type: str | tuple[str, ...] = expert_flag(
+        f"{', '.join(BALANCING)}; the first two are the same here: each sample has a loss; default: aux_loss",
+        metavar="NAME",
+    )
+    moe_aux_loss_coeff: float | tuple[float, ...] = expert_flag("factor of it, one for each; default: 0", metavar="X")
+    moe_z_loss_coeff: float | None = expert_flag("factor of the loss on large logits; default: 0")
+    moe_token_dispatcher_type: InitVar[str | None] = expert_flag(
+        "alltoall is the one supported", choices=("alltoall", "allgather", "flex")
+    )
+    recompute_method: str | None = flag(
+        "which layers, with full recomputation", group="training", choices=("uniform", "block")
+    )
+    recompute_num_layers: int | None = flag(
+        "layers per unit (uniform) or per stage (block)", group="training", within=POSITIVE
+    )
+    expert_tensor_parallel_size: int | None = flag(
+        "always 1 here, which is the default: whole experts", group="parallelism", metavar="1"
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(
+        "layers of the first stage; the others share the rest evenly; default: as many as every stage",
+        group="parallelism",
+        within=POSITIVE,
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        "layers of the last stage; the others share the rest evenly; default: as many as every stage",
+        group="parallelism",
+        within=POSITIVE,
+    )
+    account_for_embedding_in_pipeline_split: bool = flag(
+        "the embedding counts as a layer of its stage", group="parallelism"
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        "LM head and loss count as a layer of their stage", group="parallelism"
+    )
+    window_sink_tokens: int = flag(
+        "first tokens of each sequence that layers with a window (--window-size) see besides it",
+        0,
+        group="dynamic context parallelism",
+        metavar="N",
+    )
