@@ -179,8 +179,8 @@ FAULTS = {
         "tests/unit/command/test_comparison.py -k placed",
     ),
     "tiles have the color of who holds their keys": Fault(
-        "of_tile = tiles[:, 2] // lanes_per_color",
-        "of_tile = placement.homes[tiles[:, 1], 3] // lanes_per_color",
+        "of_tile = tiles[:, LANE] // lanes_per_color",
+        "of_tile = placement.homes[tiles[:, COLUMN], HOLDER] // lanes_per_color",
         "tests/unit/report/test_pictures.py -k test_tiles_are_drawn",
     ),
     "full attention is placed as causal": Fault(

@@ -18,9 +18,10 @@ from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.pool.homes import TILE_TOKENS
 from dynamic_cp.pool.rows import even_homes, longest_first
 from dynamic_cp.pool.scheduler import Rules, schedule, work_of
-from dynamic_cp.pool.tasks import SERVER, START, STOP, Tasks
+from dynamic_cp.pool.tasks import SERVER, Tasks
 from dynamic_cp.pool.tiling import tasks_of
 from dynamic_cp.pool.traffic import Servers
+from dynamic_cp.types.placement import START, STOP
 
 SERVERS, TOKENS = (64, 256, 512), (16 * K, 64 * K, 128 * K)
 LAYER = TokenBytes(query=8192.0, kv=4096.0, lse=0.0)

@@ -117,11 +117,12 @@ def _play(
     A step of the game: the work lies as it was spread last, so every operation has a duration; the path player moves
     towards the longest paths; the other one moves work to rows that these crossed less.
 
-    Two stages, two rows, one class, F lasts 1 s and B 2 s. Mixes begin even: half of what reaches B1 of the first stage
-    came by its own list, half from the second stage. The second half is longer, regret grows there, and soon nearly
-    all paths are F1, then F1 B1 F2 B2 of the second stage, then B2: 9 s. They cross row 1 for 4 s and row 2 for 5 s, so
-    some work moves from row 2 to row 1, until the cheapest spread against the average of the crossings is the best
-    proof that there is.
+    Example:
+        Two stages, two rows, one class, F lasts 1 s and B 2 s. Mixes begin even: half of what reaches B1 of the first
+        stage came by its own list, half from the second stage. The second half is longer, regret grows there, and soon
+        nearly all paths are F1, then F1 B1 F2 B2 of the second stage, then B2: 9 s. They cross row 1 for 4 s and row 2
+        for 5 s, so some work moves from row 2 to row 1, until the cheapest spread against the average of the crossings
+        is the best proof that there is.
 
     Args:
         slot: of `_slots`.
@@ -135,16 +136,7 @@ def _play(
     parts, paid = np.empty((3, num_classes, num_rows)), np.zeros((3, num_classes, num_rows))
     for lanes in range(num_classes):
         parts[:, lanes, :] = shares[lanes] / num_rows
-    paths = _Paths(
-        np.full((num_classes, num_operations), 0.5),
-        np.zeros((num_classes, num_operations, 2)),
-        np.full((num_classes, num_stages), 1.0 / num_stages),
-        np.zeros((num_classes, num_stages)),
-        np.full(num_classes, 1.0 / num_classes),
-        np.zeros(num_classes),
-        np.zeros(num_classes),
-        np.zeros((num_classes, num_rows, 3)),
-    )
+    paths = _even_paths(num_classes, num_operations, num_stages, num_rows)
     durations, average = np.zeros(num_rows * NUM_SLOTS), np.zeros((num_classes, num_rows, 3))
     values, end_values = np.zeros(num_operations), np.zeros(num_stages)
     best_s = -np.inf
@@ -169,6 +161,21 @@ def _play(
             weights = _weights(kind, spread.least_ratio, spread.inverse_ratio)
             _spread_again(paths.crossings, weights, shares, paid[kind], parts[kind])
     return best_s
+
+
+@compiled
+def _even_paths(num_classes: int, num_operations: int, num_stages: int, num_rows: int) -> _Paths:
+    """Return even mixes, from which nothing is learned yet."""
+    return _Paths(
+        np.full((num_classes, num_operations), 0.5),
+        np.zeros((num_classes, num_operations, 2)),
+        np.full((num_classes, num_stages), 1.0 / num_stages),
+        np.zeros((num_classes, num_stages)),
+        np.full(num_classes, 1.0 / num_classes),
+        np.zeros(num_classes),
+        np.zeros(num_classes),
+        np.zeros((num_classes, num_rows, 3)),
+    )
 
 
 @compiled

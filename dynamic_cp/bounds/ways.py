@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp._jit import compiled
+from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.pricing.table import PriceTable
-from dynamic_cp.pricing.terms import NUM_KINKS, NUM_TERMS, kink_at, linear_parts, price
+from dynamic_cp.pricing.terms import CONSTANT, NUM_KINKS, NUM_TERMS, PER_TOKEN, kink_at, linear_parts, price
 
 
 class Ways(NamedTuple):
@@ -58,14 +58,14 @@ def ways_of(table: PriceTable, max_tokens_per_rank: int) -> Ways:
     sizes = np.array([size for size, _, _ in rows], np.int64)
     capacities = sizes * max_tokens_per_rank
     longest = np.where([allowed for _, allowed, _ in rows], capacities, 0)
-    floors_s = linear_parts(terms)[:, :, 0].min(axis=0)
+    floors_s = linear_parts(terms)[:, :, CONSTANT].min(axis=0)
     return Ways(sizes, longest, capacities, terms, level_terms, floors_s, table.is_even, ratios, expert_s)
 
 
 def without_experts(ways: Ways) -> Ways:
     """Return the ways with nothing of what tokens cost at experts that other lanes share."""
     terms = ways.level_terms.copy()
-    terms[:, :, 1] -= ways.expert_s / ways.cp_sizes[:, None]
+    terms[:, :, PER_TOKEN] -= ways.expert_s / ways.cp_sizes[:, None]
     return ways._replace(terms=terms)
 
 
@@ -105,30 +105,14 @@ def ratio_range(ways: Ways, longest: float, least_density: float, largest_densit
         least_density, largest_density: of all samples.
     """
     least, largest = np.inf, 0.0
-    lines = np.zeros((2 * NUM_KINKS + 4, 3))  # constant + per_token * T + per_token2 * Q = 0
     for way in range(ways.cp_sizes.shape[0]):
         capacity = float(ways.capacities[way])
-        lines[:] = 0.0
-        for direction in range(2):
-            for kink in range(NUM_KINKS):
-                weight, constant, per_token, per_token2 = kink_at(ways.terms, way, direction, kink)
-                if weight > 0.0:
-                    line = lines[direction * NUM_KINKS + kink]
-                    line[0], line[1], line[2] = constant, per_token, -per_token2
-        lines[-4] = np.array([0.0, 1.0, 0.0])  # no tokens
-        lines[-3] = np.array([-capacity, 1.0, 0.0])
-        lines[-2] = np.array([0.0, least_density, -1.0])  # samples of one token
-        lines[-1] = np.array([0.0, largest_density * longest, -1.0])  # longest samples only
+        close = 1e-9 * capacity
+        lines = _lines_of(ways, way, least_density, largest_density * longest)
         for first in range(lines.shape[0]):
             for second in range(first):
-                a, b = lines[first], lines[second]
-                determinant = a[1] * b[2] - a[2] * b[1]
-                if abs(determinant) <= 1e-14 * (abs(a[1] * b[2]) + abs(a[2] * b[1])):
-                    continue
-                tokens = (a[2] * b[0] - a[0] * b[2]) / determinant
-                squares = (a[0] * b[1] - a[1] * b[0]) / determinant
-                close = 1e-9 * capacity
-                if tokens < -close or tokens > capacity + close:
+                tokens, squares = _crossing(lines[first], lines[second])
+                if not -close <= tokens <= capacity + close:  # also where there is none
                     continue
                 if squares < least_density * tokens - close or squares > largest_density * longest * (tokens + close):
                     continue
@@ -139,3 +123,32 @@ def ratio_range(ways: Ways, longest: float, least_density: float, largest_densit
                 elif backward > 1e-12:
                     largest = np.inf
     return least, largest
+
+
+@compiled
+def _lines_of(ways: Ways, way: int, least_square: float, largest_square: float) -> Floats:
+    """Return [line] (constant, per_token, per_token2) where constant + per_token * T + per_token2 * Q is 0.
+
+    The lines where an exchange of the way begins to show, then four borders; a token's square lies between the two.
+    """
+    lines = np.zeros((2 * NUM_KINKS + 4, 3))
+    for direction in range(2):
+        for kink in range(NUM_KINKS):
+            weight, constant, per_token, per_token2 = kink_at(ways.terms, way, direction, kink)
+            if weight > 0.0:
+                line = lines[direction * NUM_KINKS + kink]
+                line[0], line[1], line[2] = constant, per_token, -per_token2
+    lines[-4] = np.array([0.0, 1.0, 0.0])  # no tokens
+    lines[-3] = np.array([-float(ways.capacities[way]), 1.0, 0.0])
+    lines[-2] = np.array([0.0, least_square, -1.0])  # samples of one token
+    lines[-1] = np.array([0.0, largest_square, -1.0])  # longest samples only
+    return lines
+
+
+@inlined
+def _crossing(a: Floats, b: Floats) -> tuple[float, float]:
+    """Return (tokens, tokens squared) where two lines cross, NaN where they are parallel."""
+    determinant = a[1] * b[2] - a[2] * b[1]
+    if abs(determinant) <= 1e-14 * (abs(a[1] * b[2]) + abs(a[2] * b[1])):
+        return np.nan, np.nan
+    return (a[2] * b[0] - a[0] * b[2]) / determinant, (a[0] * b[1] - a[1] * b[0]) / determinant

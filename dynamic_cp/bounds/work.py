@@ -129,39 +129,23 @@ def _raise_lambdas(
     lengths: Lengths, counts: Floats, ways: Ways, weights: Floats, lambdas: Floats, rounds: int, bisections: int
 ) -> None:
     """Raise `lambdas` ([way, 2, NUM_KINKS]) in place, one by one, for `counts` samples of each of `lengths`."""
-    seqlens, densities = lengths
     num_ways = ways.cp_sizes.shape[0]
     per_token, per_token2 = _additive_prices(ways, weights, lambdas)
-    others = np.zeros(seqlens.shape[0])
     for _ in range(rounds):
         for way in range(num_ways):
-            for index in range(seqlens.shape[0]):
-                tokens, density = float(seqlens[index]), density_of(densities, index)
-                others[index] = np.inf
-                for other in range(num_ways):
-                    if other != way and tokens <= ways.longest[other]:
-                        price = _price(tokens, per_token[other], density * per_token2[other])
-                        others[index] = min(others[index], price)
+            others = _least_of_others(lengths, ways, way, per_token, per_token2)
             for direction in range(2):
                 for kink in range(NUM_KINKS):
-                    weight, a, b, c = kink_at(ways.level_terms, way, direction, kink)
+                    weight, constant, linear, square = kink_at(ways.level_terms, way, direction, kink)
                     # A negative constant would be gained by empty buckets too.
-                    if weight <= 0.0 or a < 0.0 or weights[direction] <= 0.0:
+                    if weight <= 0.0 or constant < 0.0 or weights[direction] <= 0.0:
                         continue
+                    gain = constant / ways.capacities[way] + linear
                     low, high, value = 0.0, 1.0, 1.0
                     for _ in range(bisections):
                         lambdas[way, direction, kink] = value
-                        linear, square = _additive_price(ways, way, weights, lambdas[way])
-                        slope = -1.0
-                        if square >= 0.0:
-                            slope = 0.0
-                            gain = a / ways.capacities[way] + b
-                            for index in range(seqlens.shape[0]):
-                                tokens, density = float(seqlens[index]), density_of(densities, index)
-                                price = _price(tokens, linear, density * square)
-                                if tokens <= ways.longest[way] and price < others[index]:
-                                    slope += counts[index] * tokens * (gain - c * density * tokens)
-                        if slope >= 0.0:
+                        prices = _additive_price(ways, way, weights, lambdas[way])
+                        if _slope(lengths, counts, ways.longest[way], others, prices, gain, square) >= 0.0:
                             low = value
                         else:
                             high = value
@@ -170,3 +154,43 @@ def _raise_lambdas(
                         value = 0.5 * (low + high)
                     lambdas[way, direction, kink] = low
             per_token[way], per_token2[way] = _additive_price(ways, way, weights, lambdas[way])
+
+
+@compiled
+def _least_of_others(lengths: Lengths, ways: Ways, way: int, per_token: Floats, per_token2: Floats) -> Floats:
+    """Return [sample] -> its least additive price in another way; infinite where it has none."""
+    seqlens, densities = lengths
+    least = np.full(seqlens.shape[0], np.inf)
+    for sample in range(seqlens.shape[0]):
+        tokens, density = float(seqlens[sample]), density_of(densities, sample)
+        for other in range(ways.cp_sizes.shape[0]):
+            if other != way and tokens <= ways.longest[other]:
+                least[sample] = min(least[sample], _price(tokens, per_token[other], density * per_token2[other]))
+    return least
+
+
+@compiled
+def _slope(
+    lengths: Lengths, counts: Floats, longest: int, others: Floats, prices: tuple[float, float],
+    gain: float, loss: float,
+) -> float:  # fmt: skip
+    """Return how the work grows with a lambda: a sum over the samples for which the way is the cheapest.
+
+    Args:
+        lengths, counts: samples, and how many there are of each.
+        longest: tokens of the longest sample that may run so.
+        others: [sample] of `_least_of_others`.
+        prices: of the way, per token and per token squared.
+        gain, loss: of the kink, per token and per token squared.
+    """
+    per_token, per_token2 = prices
+    if per_token2 < 0.0:
+        return -1.0
+    seqlens, densities = lengths
+    slope = 0.0
+    for sample in range(seqlens.shape[0]):
+        tokens, density = float(seqlens[sample]), density_of(densities, sample)
+        price = _price(tokens, per_token, density * per_token2)
+        if tokens <= longest and price < others[sample]:
+            slope += counts[sample] * tokens * (gain - loss * density * tokens)
+    return slope

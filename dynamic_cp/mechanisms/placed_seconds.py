@@ -20,6 +20,7 @@ from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.times import lane_ends_s
 from dynamic_cp.placement.transport import fetches_of
 from dynamic_cp.types import CAUSAL, Causal, Full, Lambda, Placement, Sample
+from dynamic_cp.types.placement import COLUMN, DIVISION, LANE, ROW, SAMPLE
 
 
 def placed_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], lanes: Lanes) -> Floats:
@@ -34,7 +35,7 @@ def placed_seconds(stage: StageAttention, placement: Placement, samples: Sequenc
 
 
 def _placed_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], lanes: Lanes) -> Floats:
-    tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
+    tokens = placement.tokens_of_homes
     fetches = fetches_of(placement, lanes)
     attention_s, of_token = _kernel_seconds(stage, placement, samples, lanes.number), token_bytes(stage)
     ends_s = [
@@ -59,7 +60,7 @@ def kernel_seconds(stage: StageAttention, placement: Placement, samples: Sequenc
 def _kernel_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], num_lanes: int) -> Floats:
     """Return [forward or backward, division, lane] seconds of kernels."""
     tiles = np.ascontiguousarray(placement.tiles, np.int64)
-    tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
+    tokens = placement.tokens_of_homes
     work = work_of_tiles(placement, samples, stage.mask)
     return _attention_s(*work, tiles, tokens, *kernel_rates(stage), placement.num_divisions, num_lanes)
 
@@ -106,7 +107,7 @@ def work_of_tiles(placement: Placement, samples: Sequence[Sample], mask: Causal 
     """Return the work of all tiles of a placement; `mask` is that of samples that bring none."""
     tiles = np.ascontiguousarray(placement.tiles, np.int64)
     wanted = tiles_between(placement, samples, mask)
-    homes_causal = _is_causal(samples, mask)[placement.homes[:, 0]]
+    homes_causal = _is_causal(samples, mask)[placement.homes[:, SAMPLE]]
     work, is_square = _work(tiles, wanted, homes_causal)
     return TileWork(work / mask.pairs_per_token2, is_square)
 
@@ -128,7 +129,7 @@ def _work(tiles: Ints, wanted: Tiles, is_causal: Bools) -> tuple[Ints, Ints]:
     work, is_square = np.empty(len(tiles), np.int64), np.empty(len(tiles), np.int64)
     place = 0
     for tile in range(len(tiles)):
-        row, column = tiles[tile, 0], tiles[tile, 1]
+        row, column = tiles[tile, ROW], tiles[tile, COLUMN]
         if place == len(tiles) or wanted.rows[place] != row or wanted.columns[place] != column:
             first = first_not_below(wanted.rows, 0, len(tiles), row)
             place = first_not_below(
@@ -160,15 +161,15 @@ def _attention_s(
     # A row pays once for being short, in however many tiles its keys are.
     row_before = np.full((num_divisions, num_lanes), -1)
     is_first = np.zeros(len(tiles), np.bool_)
-    by_row, _ = sorted_by(tiles[:, 0], len(tokens))
+    by_row, _ = sorted_by(tiles[:, ROW], len(tokens))
     for tile in by_row:
-        row, lane, division = tiles[tile, 0], tiles[tile, 2], tiles[tile, 3]
+        row, lane, division = tiles[tile, ROW], tiles[tile, LANE], tiles[tile, DIVISION]
         is_launched[division, lane] = True
         if not is_square[tile] and row_before[division, lane] != row:
             is_first[tile] = True
             row_before[division, lane] = row
     for tile in range(len(tiles)):
-        row, lane, division = tiles[tile, 0], tiles[tile, 2], tiles[tile, 3]
+        row, lane, division = tiles[tile, ROW], tiles[tile, LANE], tiles[tile, DIVISION]
         short = float(tokens[row]) if is_square[tile] or is_first[tile] else 0.0
         for direction in range(2):
             kernel = 0 if is_square[tile] else 2

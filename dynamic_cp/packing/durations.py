@@ -9,8 +9,8 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.padded import padded_seqlen
-from dynamic_cp.pricing.table import PriceTable
-from dynamic_cp.pricing.terms import NUM_TERMS_OF_BOTH, both_ns, price_inlined
+from dynamic_cp.pricing.table import PER_MEAN, PER_ROUTED, PriceTable
+from dynamic_cp.pricing.terms import NUM_TERMS_OF_BOTH, PER_TOKEN, both_ns, price_inlined
 from dynamic_cp.types import ACROSS_NODES, IN_NODE
 
 
@@ -56,8 +56,8 @@ def apart_durations_of(table: PriceTable, num_lanes: int) -> Durations:
     terms = table.level_terms.copy()
     for k in range(len(table.first_option)):
         for row in {*range(*_ends(table, k, IN_NODE)), *range(*_ends(table, k, ACROSS_NODES))}:
-            without = table.expert_terms[:, 1] + (table.imbalance - 1.0) * table.expert_terms[:, 2]
-            terms[row, :, 1] -= without / (1 << k)
+            without = table.expert_terms[:, PER_MEAN] + (table.imbalance - 1.0) * table.expert_terms[:, PER_ROUTED]
+            terms[row, :, PER_TOKEN] -= without / (1 << k)
     return durations_of(table._replace(level_terms=terms), num_lanes)
 
 

@@ -35,6 +35,21 @@ def skip(unused: Ints, sample: int) -> None:
     unused[sample] = sample + 1
 
 
+@inlined
+def first_at_most(values: Ints | Floats, start: int, most: float) -> int:
+    """Return the first place from `start` on of a descending array with a value of at most `most`; its end if none."""
+    low, high = start, len(values)
+    if low < high and values[high - 1] > most:
+        low = high
+    while low < high:
+        middle = (low + high) >> 1
+        if values[middle] <= most:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
 @compiled
 def longest_that_fits(
     lengths: Lengths, durations: Durations, unused: Ints, start: int,
@@ -79,15 +94,7 @@ def longest_within(
         most = min(room, (np.sqrt(linear * linear + 4.0 * quadratic * slack_ns) - linear) / (2.0 * quadratic))
     elif slack_ns < np.inf and linear > 0.0:
         most = min(room, slack_ns / linear)
-    low, high = start, num_samples
-    if most < seqlens[num_samples - 1]:
-        low = num_samples
-    while low < high:
-        middle = (low + high) >> 1
-        if seqlens[middle] <= most:
-            high = middle
-        else:
-            low = middle + 1
+    low = first_at_most(seqlens, start, most)
     # Without kinks, padding and other masks the root is exact. Else it is close: walk from there, in growing steps.
     if num_exchanges[k] > 1 or has_kinks or multiples[k] > 1 or not grows_with_length(densities):
         guess, step = low, 1

@@ -73,10 +73,7 @@ def grid_of_priced(priced: PricedPacking, cost_model: CostModel) -> Grid:
         np.empty((2, 2, *shape), np.int64),
         np.empty(shape, np.int64),
     )
-    fill_grid(
-        grid, cost_model.table, topology.vp_size, packing.rows, packing.first_lanes, packing.log2_cp_sizes,
-        priced.tokens, priced.squares, priced.price_rows,
-    )  # fmt: skip
+    fill_grid(grid, cost_model.table, topology.vp_size, priced)
     return grid
 
 
@@ -138,13 +135,11 @@ def build_plan(samples: Sequence[Sample], priced: PricedPacking, cost_model: Cos
 
 
 @compiled
-def fill_grid(
-    grid: Grid, table: PriceTable, vp_size: int, rows: Ints, first_lanes: Ints, log2_cp_sizes: Ints,
-    tokens: Floats, squares: Floats, price_rows: Ints,
-) -> None:  # fmt: skip
+def fill_grid(grid: Grid, table: PriceTable, vp_size: int, priced: PricedPacking) -> None:
     """Write the durations of all buckets into `grid`, those of an empty place everywhere else; couple what waits."""
     # An array is taken out of its tuple once: compiled code counts references, and that took most of the time.
-    sizes, all_chunk_ns, all_edge_ns, all_hop_ns = grid.sizes, grid.chunk_ns, grid.edge_ns, grid.hop_ns
+    (_, _, rows, first_lanes, log2_cp_sizes), tokens, squares, price_rows = priced
+    sizes, all_chunk_ns, all_edge_ns, all_hop_ns = grid
     terms, edges_s_per_token = table.terms, table.edges_s_per_token
     empty = float(table.rank_token_multiple)
     is_coupled = table.expert_lanes > 1
@@ -174,10 +169,17 @@ def fill_grid(
                 for lane in range(first_lane, first_lane + lanes):
                     all_edge_ns[edge, direction, row, lane] = edge_ns
         if bucket < 0:
-            sizes[:], all_hop_ns[:] = 1, hop_ns
-            for direction in range(2):
-                all_chunk_ns[direction] = all_chunk_ns[direction, 0, 0]
-                for edge in range(2):
-                    all_edge_ns[edge, direction] = all_edge_ns[edge, direction, 0, 0]
+            _repeat_first(grid)
     if is_coupled:
         couple_lanes(grid, all_tokens, table, vp_size)
+
+
+@compiled
+def _repeat_first(grid: Grid) -> None:
+    """Write what the first lane of the first row has everywhere."""
+    sizes, chunk_ns, edge_ns, hop_ns = grid
+    sizes[:], hop_ns[:] = sizes[0, 0], hop_ns[0, 0]
+    for direction in range(2):
+        chunk_ns[direction] = chunk_ns[direction, 0, 0]
+        for edge in range(2):
+            edge_ns[edge, direction] = edge_ns[edge, direction, 0, 0]

@@ -28,7 +28,7 @@ from dynamic_cp.packing.critical_path import simulate_blocks
 from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
 from dynamic_cp.packing.judge import grid_of_packing
 from dynamic_cp.packing.profile import SMALLEST_SHARE, Lanes, Work, best_profiles
-from dynamic_cp.packing.rows import alone_ns, fill_least
+from dynamic_cp.packing.rows import Rows, alone_ns, fill_least
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, pipeline_graph
 from dynamic_cp.plans.padding import round_up
@@ -381,15 +381,14 @@ class _BlockPacker:
         self, targets: Floats, floors: Floats, low: float, high: float, num_steps: int
     ) -> tuple[Packing | None, float]:
         num_rows = targets.shape[1]
-        row_lanes = np.repeat(self.blocks.num_lanes, num_rows)
-        factor, bucket_of_sample, rows, lanes, sizes = fill_least(
-            self.lengths, self.durations, self.alone, row_lanes, targets.ravel(), floors.ravel(), low, high, num_steps
-        )
+        rows = Rows(np.repeat(self.blocks.num_lanes, num_rows), targets.ravel(), floors.ravel())
+        factor, filling = fill_least(self.lengths, self.durations, self.alone, rows, (low, high), num_steps)
         if factor < 0:
             return None, factor
-        blocks = rows // num_rows
-        first_lanes = self.blocks.first_lanes[blocks] + lanes
-        return Packing(num_rows, bucket_of_sample, rows % num_rows, first_lanes, sizes), factor
+        blocks, rows_of_block = np.divmod(filling.rows, num_rows)
+        first_lanes = self.blocks.first_lanes[blocks] + filling.first_lanes
+        packing = Packing(num_rows, filling.bucket_of_sample, rows_of_block, first_lanes, filling.log2_cp_sizes)
+        return packing, factor
 
     def _simulate(self, packing: Packing) -> tuple[Ints, Floats, Floats]:
         """Return [block] -> makespan, [block, row] -> longest lane, [block, row] -> crossings by the critical path."""

@@ -20,7 +20,7 @@ from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.durations import apart_durations_of, bucket_ns
 from dynamic_cp.packing.judge import grid_of_packing
 from dynamic_cp.packing.lane_blocks import cut, widths_of
-from dynamic_cp.packing.rows import alone_ns, fill_least
+from dynamic_cp.packing.rows import Rows, alone_ns, fill_least
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths
@@ -59,20 +59,18 @@ def pack_level(lengths: Lengths, cost_model: CostModel, base: int, fewest_rows: 
         for low, steps in ((1.0, 0), (_LOWEST, _STEPS)):
             # Row by row over all blocks, so that the last slots are those that stay empty.
             slot_lanes = np.tile(num_lanes, num_rows)
-            targets = np.full(len(slot_lanes), target_ns)
-            filled = fill_least(
-                lengths, durations, alone, slot_lanes, targets, np.zeros(len(targets)), low, 1.0, steps, slack
-            )
-            if filled[0] < 0:
+            slots = Rows(slot_lanes, np.full(len(slot_lanes), target_ns), np.zeros(len(slot_lanes)))
+            least, filling = fill_least(lengths, durations, alone, slots, (low, 1.0), steps, slack)
+            if least < 0:
                 break
-            found, num_rows = filled, int(filled[2].max()) // num_blocks + 1
+            found, num_rows = filling, int(filling.rows.max()) // num_blocks + 1
         if found is not None:
-            _, bucket_of_sample, slots, lanes, sizes = found
-            rows, blocks = np.divmod(slots, num_blocks)
+            bucket_of_sample, slot_of_bucket, lanes, sizes = found
+            rows, blocks = np.divmod(slot_of_bucket, num_blocks)
             packing = Packing(num_rows, bucket_of_sample, rows, first_lanes[blocks] + lanes, sizes)
             if num_blocks > 1:
                 places = _dealt(_slot_ns(lengths, packing, cost_model, first_lanes), num_lanes)
-                rows, blocks = np.divmod(places[slots], num_blocks)
+                rows, blocks = np.divmod(places[slot_of_bucket], num_blocks)
                 packing = packing._replace(rows=rows, first_lanes=first_lanes[blocks] + lanes)
             yield f"level m={num_rows} width={1 << k} share=1/{factor} slack={slack}", packing
 

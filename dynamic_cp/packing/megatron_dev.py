@@ -29,7 +29,7 @@ import numpy as np
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InfeasibleSampleError
-from dynamic_cp.packing.fit import first_unused, next_unused, skip
+from dynamic_cp.packing.fit import first_at_most, first_unused, next_unused, skip
 from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.plans import padding
@@ -73,7 +73,7 @@ def pack_megatron_dev(
     limit = max(max_tokens_per_rank, ceil(padding.padded_seqlen(longest, int(table.multiples[k])) / (1 << k)))
     capacities = np.minimum(capacities, limit * sizes) // table.multiples * table.multiples
 
-    group_of_sample, groups = _place(seqlens, capacities, table.multiples, num_lanes, float(limit))
+    groups = _place(seqlens, capacities, table.multiples, num_lanes, float(limit))
     rows, log2_sizes = groups.rows, groups.log2_sizes
     first_lanes = np.zeros(len(rows), np.int64)
     _fill_lanes(groups, first_lanes, seqlens, capacities, table.multiples, num_lanes)
@@ -84,7 +84,7 @@ def pack_megatron_dev(
         if num_rows == before:
             break
         _fill_lanes(groups, first_lanes, seqlens, capacities, table.multiples, num_lanes)
-    return Packing(num_rows, group_of_sample, rows, first_lanes, log2_sizes)
+    return Packing(num_rows, groups.of_sample, rows, first_lanes, log2_sizes)
 
 
 class _Groups(NamedTuple):
@@ -93,12 +93,14 @@ class _Groups(NamedTuple):
     Attributes:
         rows, log2_sizes: [group] -> row, log2 of CP size.
         last: [group] -> its last sample; previous: [sample] -> the sample before it in its group, -1: none.
+        of_sample: [sample] -> group.
     """
 
     rows: Ints
     log2_sizes: Ints
     last: Ints
     previous: Ints
+    of_sample: Ints
 
 
 class _Row(NamedTuple):
@@ -124,21 +126,21 @@ class _Row(NamedTuple):
 
 
 @compiled
-def _place(seqlens: Ints, capacities: Ints, multiples: Ints, num_lanes: int, limit: float) -> tuple[Ints, _Groups]:
-    """Return the group of each sample, and the groups (steps 1 and 2).
+def _place(seqlens: Ints, capacities: Ints, multiples: Ints, num_lanes: int, limit: float) -> _Groups:
+    """Return the groups of all samples (steps 1 and 2).
 
     A new group is never larger than the one before it, as that size would suit its sample too. So the groups of a row
     and CP size are neighbours, and laid out in order they are aligned.
-
-    Two lanes of 10 tokens and samples of 8, 5, 4 and 1: 8 opens group 0, worth 64 of at most 1.05 * 8 * 10 = 84. For 5
-    there is no room in group 0 but a free lane: group 1, worth 25. 4 fits group 1, which is worth 41 then. 1 raises the
-    largest work in group 0, to 65, and not in group 1: it goes there. Both groups are in row 0.
     """
     num_samples, num_sizes, num_blocks = len(seqlens), len(capacities), (num_lanes >> _BLOCK_BITS) + 1
-    group_of_sample, previous = np.zeros(num_samples, np.int64), np.full(num_samples, -1, np.int64)
-    rows, log2_sizes = np.zeros(num_samples, np.int64), np.zeros(num_samples, np.int64)
-    last = np.zeros(num_samples, np.int64)
-    groups = _Row(
+    groups = _Groups(
+        np.zeros(num_samples, np.int64),
+        np.zeros(num_samples, np.int64),
+        np.full(num_samples, -1, np.int64),
+        np.full(num_samples, -1, np.int64),
+        np.zeros(num_samples, np.int64),
+    )
+    row_groups = _Row(
         capacities,
         np.zeros(num_lanes, np.int64),
         np.zeros(num_lanes, np.float64),
@@ -149,46 +151,61 @@ def _place(seqlens: Ints, capacities: Ints, multiples: Ints, num_lanes: int, lim
         np.zeros(num_sizes, np.int64),
     )
     waiting = next_unused(num_samples, 0)
-    shortest_waiting = num_samples - 1
-    is_placed = np.zeros(num_samples + 1, np.bool_)
-    num_groups, row = 0, 0
-    sample = first_unused(waiting, 0)
-    while sample < num_samples:
-        opened, free, most_work = 0, num_lanes, 0.0
-        most_allowed = seqlens[sample] * limit * _WORK_LIMIT_FACTOR
-        groups.first[:], groups.end[:] = 0, 0
-        smallest = num_sizes - 1
-        while capacities[smallest] == 0:
-            smallest -= 1
-        while sample < num_samples:
-            seqlen = seqlens[sample]
-            while smallest > 0 and seqlen <= capacities[smallest - 1]:
-                smallest -= 1
-            k, place = _best_place(groups, seqlen, smallest, free, opened, most_work, most_allowed)
-            if k < 0:
-                sample = first_unused(waiting, _first_that_fits(groups, seqlens, sample, free, opened, most_allowed))
-                continue
-            group = num_groups + place
-            if place == opened:
-                _open(groups, k, place)
-                opened += 1
-                free -= 1 << k
-                rows[group], log2_sizes[group], last[group] = row, k, -1
-            group_of_sample[sample] = group
-            previous[sample] = last[group]
-            last[group] = sample
-            skip(waiting, sample)
-            is_placed[sample] = True
-            while shortest_waiting >= 0 and is_placed[shortest_waiting]:
-                shortest_waiting -= 1
-            _take(groups, k, place, seqlen, multiples[k], most_allowed)
-            most_work = max(most_work, groups.work[place])
-            _update(groups, k, place, opened, seqlens[max(shortest_waiting, 0)])
-            sample = first_unused(waiting, sample)
+    num_groups, row, shortest = 0, 0, num_samples - 1
+    while first_unused(waiting, 0) < num_samples:
+        opened, shortest = _fill_row(seqlens, multiples, limit, waiting, shortest, row_groups, groups, num_groups)
+        groups.rows[num_groups : num_groups + opened] = row
         num_groups += opened
         row += 1
-        sample = first_unused(waiting, 0)
-    return group_of_sample, _Groups(rows[:num_groups], log2_sizes[:num_groups], last[:num_groups], previous)
+    rows, log2_sizes, last = groups.rows[:num_groups], groups.log2_sizes[:num_groups], groups.last[:num_groups]
+    return _Groups(rows, log2_sizes, last, groups.previous, groups.of_sample)
+
+
+@compiled
+def _fill_row(
+    seqlens: Ints, multiples: Ints, limit: float, waiting: Ints, shortest: int, row: _Row, groups: _Groups, start: int
+) -> tuple[int, int]:
+    """Fill a row with samples that wait; return (groups that it opened, the shortest sample that waits then).
+
+    Example:
+        Two lanes of 10 tokens and samples of 8, 5, 4 and 1. 8 opens group 0, worth 64 of at most 1.05 * 8 * 10 = 84.
+        For 5 there is no room in group 0 but a free lane: group 1, worth 25. 4 fits group 1, which is worth 41 then. 1
+        raises the largest work in group 0, to 65, and not in group 1: it goes there, and no sample waits.
+
+        >>> _place(np.array([8, 5, 4, 1]), np.array([10, 20]), np.array([1, 2]), 2, 10.0).of_sample.tolist()
+        [0, 1, 1, 1]
+    """
+    capacities, of_sample, last, previous = row.capacities, groups.of_sample, groups.last, groups.previous
+    opened, free, most_work = 0, len(row.room), 0.0
+    sample = first_unused(waiting, 0)
+    most_allowed = seqlens[sample] * limit * _WORK_LIMIT_FACTOR
+    row.first[:], row.end[:] = 0, 0
+    smallest = len(capacities) - 1
+    while capacities[smallest] == 0:
+        smallest -= 1
+    while sample < len(seqlens):
+        seqlen = seqlens[sample]
+        while smallest > 0 and seqlen <= capacities[smallest - 1]:
+            smallest -= 1
+        k, place = _best_place(row, seqlen, smallest, free, opened, most_work, most_allowed)
+        if k < 0:
+            sample = first_unused(waiting, _first_that_fits(row, seqlens, sample, free, opened, most_allowed))
+            continue
+        group = start + place
+        if place == opened:
+            _open(row, k, place)
+            groups.log2_sizes[group] = k
+            opened += 1
+            free -= 1 << k
+        of_sample[sample], previous[sample], last[group] = group, last[group], sample
+        skip(waiting, sample)
+        while shortest >= 0 and waiting[shortest] != shortest:
+            shortest -= 1
+        _take(row, k, place, seqlen, multiples[k], most_allowed)
+        most_work = max(most_work, row.work[place])
+        _update(row, k, place, opened, seqlens[max(shortest, 0)])
+        sample = first_unused(waiting, sample)
+    return opened, shortest
 
 
 @inlined
@@ -232,14 +249,7 @@ def _first_that_fits(groups: _Row, seqlens: Ints, sample: int, free: int, opened
     for size in range(len(groups.capacities)):
         if 1 << size <= free:
             longest_taken = max(longest_taken, _largest(groups.capacities[size], most_allowed * (1 << size)))
-    low, high = sample + 1, len(seqlens)
-    while low < high:
-        middle = (low + high) >> 1
-        if seqlens[middle] <= longest_taken:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return first_at_most(seqlens, sample + 1, longest_taken)
 
 
 @compiled

@@ -106,13 +106,12 @@ def _pack(
     most = num_blocks * num_rows
     bucket_of_sample = np.full(num_samples, -1, np.int64)
     rows, first_lanes, sizes = np.zeros(most, np.int64), np.zeros(most, np.int64), np.full(most, base, np.int64)
-    num_large, large_sizes, tokens, squares = _gather(lengths, durations, log2_cp_sizes, base, most, bucket_of_sample)
+    fits, buckets = _gather(lengths, durations, log2_cp_sizes, base, most, bucket_of_sample)
     lane_ns, lane_rows = np.zeros(num_lanes), np.zeros(num_lanes, np.int64)
-    if num_large < 0 or not _place(
-        durations, large_sizes, tokens, squares, num_rows, lane_ns, lane_rows, rows, first_lanes
-    ):
+    if not fits or not _place(durations, buckets, num_rows, lane_ns, lane_rows, rows, first_lanes):
         return num_samples, 0.0, 0, bucket_of_sample, rows, first_lanes, sizes
-    sizes[:num_large] = large_sizes
+    num_large = len(buckets.log2_sizes)
+    sizes[:num_large] = buckets.log2_sizes
 
     # The free places, block after block: bins of the short samples.
     first_bin = np.zeros(num_blocks + 1, np.int64)
@@ -126,6 +125,19 @@ def _pack(
     block_ns = lane_ns[: num_blocks << base : 1 << base].copy()
     num_missing, end_ns = _spread(lengths, durations, base, first_bin, block_ns, bucket_of_sample)
     return num_missing, end_ns, num_buckets, bucket_of_sample, rows, first_lanes, sizes
+
+
+class _Buckets(NamedTuple):
+    """Buckets of large samples, the largest CP sizes first.
+
+    Attributes:
+        log2_sizes: [bucket] log2 of the CP size.
+        tokens, squares: [bucket] sums; squares by density.
+    """
+
+    log2_sizes: Ints
+    tokens: Floats
+    squares: Floats
 
 
 class _Large(NamedTuple):
@@ -146,7 +158,7 @@ class _Large(NamedTuple):
 @compiled
 def _gather(
     lengths: Lengths, durations: Durations, log2_cp_sizes: Ints, base: int, most: int, bucket_of_sample: Ints
-) -> tuple[int, Ints, Floats, Floats]:
+) -> tuple[bool, _Buckets]:
     """Put the large samples into buckets, each into its own where memory allows; fill `bucket_of_sample` for them.
 
     Four lanes, two rows (`most` is 8), a limit of 16 tokens. Samples of 56 and 24 tokens get CP 4 and CP 2: they take 6
@@ -155,8 +167,7 @@ def _gather(
     until the others fit.
 
     Returns:
-        (number of buckets, -1 where they need more than `most` places; log2 CP size, tokens, tokens squared of each,
-        the largest CP sizes first.)
+        (whether they need at most `most` places, the buckets.)
     """
     seqlens, densities = lengths
     num_large = 0
@@ -175,12 +186,11 @@ def _gather(
     small_tokens = float(seqlens[num_large:].sum())
     places = _share_buckets(lengths, durations, base, most, (places, spare, small_tokens), large)
     if places > most:
-        return -1, log2_cp_sizes[:0], large.tokens, large.squares
+        return False, _Buckets(log2_cp_sizes[:0], large.tokens, large.squares)
     hosts = _number_buckets(large)
-    sizes, tokens, squares = log2_cp_sizes[hosts], large.tokens[hosts], large.squares[hosts]
-    _top_up(lengths, durations, num_large, small_tokens - (most - places) * capacity, bucket_of_sample, sizes, tokens,
-            squares)  # fmt: skip
-    return len(hosts), sizes, tokens, squares
+    buckets = _Buckets(log2_cp_sizes[hosts], large.tokens[hosts], large.squares[hosts])
+    _top_up(lengths, durations, num_large, small_tokens - (most - places) * capacity, bucket_of_sample, buckets)
+    return True, buckets
 
 
 @compiled
@@ -220,14 +230,20 @@ def _share_buckets(
                 own = log2_sizes[sample]
                 places -= 1 << (own - base)
                 spare -= durations.capacities[own] - tokens[sample]
-                padded = float(padded_seqlen(lengths.seqlens[sample], durations.multiples[k]))
-                spare -= padded
-                tokens[host] += padded
-                squares[host] += density_of(lengths.densities, sample) * padded * padded
-                bucket_of_sample[sample] = host
+                spare -= _join(lengths, durations, large, sample, host)
                 has_taken[host] = True
                 skip(unused, sample)
     return places
+
+
+@compiled
+def _join(lengths: Lengths, durations: Durations, large: _Large, sample: int, host: int) -> float:
+    """Put a large sample into the bucket of another one; return the tokens that it takes there."""
+    padded = float(padded_seqlen(lengths.seqlens[sample], durations.multiples[large.log2_sizes[host]]))
+    large.tokens[host] += padded
+    large.squares[host] += density_of(lengths.densities, sample) * padded * padded
+    large.bucket_of_sample[sample] = host
+    return padded
 
 
 @compiled
@@ -266,9 +282,10 @@ def _is_hidden(durations: Durations, k: int, tokens: float, squares: float, leng
 @compiled
 def _top_up(
     lengths: Lengths, durations: Durations, num_large: int, missing_tokens: float, bucket_of_sample: Ints,
-    sizes: Ints, tokens: Floats, squares: Floats,
+    buckets: _Buckets,
 ) -> None:  # fmt: skip
     """Move short samples, longest first, to the large buckets until `missing_tokens` are placed, or none fits."""
+    sizes, tokens, squares = buckets
     seqlens, densities = lengths
     num_samples = len(seqlens)
     unused = next_unused(num_samples, num_large)
@@ -293,10 +310,11 @@ def _top_up(
 
 @compiled
 def _place(
-    durations: Durations, sizes: Ints, tokens: Floats, squares: Floats, num_rows: int,
-    lane_ns: Floats, lane_rows: Ints, rows: Ints, first_lanes: Ints,
+    durations: Durations, buckets: _Buckets, num_rows: int, lane_ns: Floats, lane_rows: Ints,
+    rows: Ints, first_lanes: Ints,
 ) -> bool:  # fmt: skip
     """Give each large bucket the block of lanes that ends first, the largest CP sizes first; False: no rows left."""
+    sizes, tokens, squares = buckets
     num_lanes = len(lane_ns)
     block_ns, blocks = np.zeros(num_lanes), np.zeros(num_lanes, np.int64)
     num_open, present = 0, -1
@@ -335,19 +353,16 @@ def _spread(
     """
     seqlens, densities = lengths
     num_blocks = len(block_ns)
-    capacity = durations.capacities[base]
+    capacity = float(durations.capacities[base])
     empty_ns = bucket_ns(durations, base, 0.0, 0.0)
-    filled = np.full(first_bin[num_blocks], -float(capacity))  # minus the room of each bin
+    # Minus the room of each bin, and of the emptiest one of each block.
+    filled, minus_room = np.full(first_bin[num_blocks], -capacity), np.full(num_blocks, -capacity)
     bins = np.arange(first_bin[num_blocks])  # of each block: a heap, the emptiest first
-    end_ns = block_ns.copy()
-    minus_room = np.zeros(num_blocks)
+    end_ns = block_ns + (first_bin[1:] - first_bin[:-1]) * empty_ns
     by_end, by_room = np.zeros(num_blocks, np.int64), np.zeros(num_blocks, np.int64)
     num_open = num_parked = num_missing = 0
     for block in range(num_blocks):
-        num_bins = first_bin[block + 1] - first_bin[block]
-        end_ns[block] += num_bins * empty_ns
-        if num_bins:
-            minus_room[block] = -float(capacity)
+        if first_bin[block] < first_bin[block + 1]:
             push(end_ns, by_end, num_open, block)
             num_open += 1
     for sample in range(len(seqlens)):

@@ -13,7 +13,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Ints
-from dynamic_cp.packing.judge import fill_grid, num_microbatches_of
+from dynamic_cp.packing.judge import PricedPacking, fill_grid, num_microbatches_of
 from dynamic_cp.packing.judge import makespan_ns as exact_makespan_ns
 from dynamic_cp.packing.padded import padded_seqlen, sums_of_buckets
 from dynamic_cp.packing.table import Packing, without_empty_rows
@@ -269,5 +269,6 @@ def _makespan(
     bucket_of_sample, row_of, first_of, size_of = trial
     tokens, squares = sums_of_buckets(lengths, bucket_of_sample, size_of, table.multiples, table.rank_token_multiple)
     price_rows = best_options(table, first_of, size_of, tokens, squares)
-    fill_grid(grid, table, vp_size, row_of, first_of, size_of, tokens, squares, price_rows)
+    packing = Packing(len(grid.sizes), bucket_of_sample, row_of, first_of, size_of)
+    fill_grid(grid, table, vp_size, PricedPacking(packing, tokens, squares, price_rows))
     return end_times(graph, grid, ends)

@@ -7,14 +7,43 @@ fit. One factor on all targets is bisected until every sample has a place.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.durations import Durations, sample_ns
-from dynamic_cp.packing.fit import first_unused, longest_within, next_unused, skip
+from dynamic_cp.packing.fit import first_at_most, first_unused, longest_within, next_unused, skip
 from dynamic_cp.packing.padded import padded_seqlen
 from dynamic_cp.pricing.lengths import Lengths, density_of
+
+
+class Rows(NamedTuple):
+    """Rows to fill.
+
+    Attributes:
+        num_lanes: [row] lanes of the row.
+        targets_ns, floors_ns: [row] wanted nanoseconds; the floor is not scaled. Both 0: the row stays empty.
+    """
+
+    num_lanes: Ints
+    targets_ns: Floats
+    floors_ns: Floats
+
+
+class Filling(NamedTuple):
+    """Samples in buckets, buckets in rows.
+
+    Attributes:
+        bucket_of_sample: [sample] -> bucket.
+        rows, first_lanes, log2_cp_sizes: [bucket] -> row, first lane within its row, log2 of its CP size.
+    """
+
+    bucket_of_sample: Ints
+    rows: Ints
+    first_lanes: Ints
+    log2_cp_sizes: Ints
 
 
 @compiled
@@ -30,57 +59,49 @@ def alone_ns(lengths: Lengths, durations: Durations, num_sizes: int) -> Floats:
 
 @compiled
 def fill_least(
-    lengths: Lengths, durations: Durations, alone: Floats, row_lanes: Ints, targets: Floats, floors: Floats,
-    low: float, high: float, num_steps: int, slack: float = 0.0,
-) -> tuple[float, Ints, Ints, Ints, Ints]:  # fmt: skip
-    """Return the filling with the smallest factor on the targets that places all samples.
+    lengths: Lengths, durations: Durations, alone: Floats, rows: Rows, factors: tuple[float, float], num_steps: int,
+    slack: float = 0.0,
+) -> tuple[float, Filling]:  # fmt: skip
+    """Return the smallest factor on the targets that places all samples, -1 where there is none, and that filling.
 
     Args:
         lengths: the samples.
         durations: prices and limits of buckets.
         alone: of `alone_ns`, up to the largest CP size that rows may use.
-        row_lanes: [row] -> lanes of the row.
-        targets, floors: [row] -> wanted nanoseconds; the floor is not scaled. Both 0: the row stays empty.
-        low, high: range of the factor.
-        num_steps: halvings of the range; the result's factor is within (high - low) / 2^num_steps of the least.
+        rows: to fill.
+        factors: (least, largest) to try.
+        num_steps: halvings of their range; the result is within range / 2^num_steps of the least.
         slack: a row may last so many times what its first sample, the longest left, takes at least; 0: as its target
             says.
-
-    Returns:
-        (factor, bucket of each sample, row, first lane within its row, log2 of CP size of each bucket); the factor is
-        -1 when `high` is too small.
     """
-    wanted = np.maximum(targets, floors)
+    wanted = np.maximum(rows.targets_ns, rows.floors_ns)
     order = np.argsort(-wanted, kind="mergesort")
     order = order[: np.count_nonzero(wanted)]
+    low, high = factors
     factor = -1.0
     nothing = np.zeros(0, np.int64)
-    best = (nothing, nothing, nothing, nothing)
+    best = Filling(nothing, nothing, nothing, nothing)
     for step in range(num_steps + 1):
         middle = high if step == 0 else (low + high) / 2
-        wanted = np.maximum(targets * middle, floors)
-        num_left, bucket_of_sample, rows, first_lanes, sizes = _fill(
-            lengths, durations, alone, row_lanes, wanted, order, slack
-        )
+        wanted = np.maximum(rows.targets_ns * middle, rows.floors_ns)
+        num_left, filling = _fill(lengths, durations, alone, rows.num_lanes, wanted, order, slack)
         if num_left == 0:
             factor = high = middle
-            best = (bucket_of_sample, rows, first_lanes, sizes)
+            best = filling
         elif step == 0:
             break
         else:
             low = middle
-    return factor, best[0], best[1], best[2], best[3]
+    return factor, best
 
 
 @compiled
 def _fill(
     lengths: Lengths, durations: Durations, alone: Floats, row_lanes: Ints, wanted_ns: Floats, order: Ints,
     slack: float,
-) -> tuple[int, Ints, Ints, Ints, Ints]:  # fmt: skip
-    """Return samples without a place; bucket of each sample; row, first lane in the row, log2 CP size of buckets."""
-    seqlens, densities = lengths
-    terms, num_exchanges, multiples, capacities = durations
-    num_samples, num_sizes = len(seqlens), len(alone)
+) -> tuple[int, Filling]:  # fmt: skip
+    """Return how many samples find no place, and the filling; `order`: rows to fill, one after the other."""
+    num_samples, num_sizes = len(lengths.seqlens), len(alone)
     unused = next_unused(num_samples, 0)
     num_left = num_samples
     most = 0
@@ -95,7 +116,7 @@ def _fill(
         if slack > 0.0:
             limit_ns = max(limit_ns, slack * _least_of_longest(alone, unused, row_lanes[row]))
         for k in range(num_sizes):
-            meets[k] = _first_that_meets(alone[k], limit_ns)
+            meets[k] = first_at_most(alone[k], 0, limit_ns)
         lane = 0
         while lane < row_lanes[row] and num_left:
             sample, k = _opener(meets, unused, lane, row_lanes[row])
@@ -103,23 +124,36 @@ def _fill(
                 lane += 1
                 continue
             rows[bucket], first_lanes[bucket], sizes[bucket] = row, lane, k
-            tokens = squares = 0.0
-            while sample < num_samples:
-                padded = float(padded_seqlen(seqlens[sample], multiples[k]))
-                tokens += padded
-                squares += density_of(densities, sample) * padded * padded
-                bucket_of_sample[sample] = bucket
-                num_left -= 1
-                skip(unused, sample)
-                sample = longest_within(
-                    seqlens, densities, terms, num_exchanges, multiples, capacities,
-                    unused, sample, k, tokens, squares, limit_ns,
-                )  # fmt: skip
+            num_left -= _fill_bucket(lengths, durations, unused, sample, k, limit_ns, bucket, bucket_of_sample)
             bucket += 1
             lane += 1 << k
         if num_left == 0:
             break
-    return num_left, bucket_of_sample, rows[:bucket], first_lanes[:bucket], sizes[:bucket]
+    return num_left, Filling(bucket_of_sample, rows[:bucket], first_lanes[:bucket], sizes[:bucket])
+
+
+@compiled
+def _fill_bucket(
+    lengths: Lengths, durations: Durations, unused: Ints, sample: int, k: int, limit_ns: float, bucket: int,
+    bucket_of_sample: Ints,
+) -> int:  # fmt: skip
+    """Put `sample` into a new bucket of CP size 2^k, then the longest that fit; return how many it takes."""
+    seqlens, densities = lengths
+    terms, num_exchanges, multiples, capacities = durations
+    tokens = squares = 0.0
+    num_taken = 0
+    while sample < len(seqlens):
+        padded = float(padded_seqlen(seqlens[sample], multiples[k]))
+        tokens += padded
+        squares += density_of(densities, sample) * padded * padded
+        bucket_of_sample[sample] = bucket
+        num_taken += 1
+        skip(unused, sample)
+        sample = longest_within(
+            seqlens, densities, terms, num_exchanges, multiples, capacities,
+            unused, sample, k, tokens, squares, limit_ns,
+        )  # fmt: skip
+    return num_taken
 
 
 @compiled
@@ -135,24 +169,11 @@ def _least_of_longest(alone: Floats, unused: Ints, num_lanes: int) -> float:
 
 
 @compiled
-def _first_that_meets(alone_ns: Floats, limit_ns: float) -> int:
-    """Return the longest sample that alone lasts at most `limit_ns`; the number of samples when none does."""
-    low, high = 0, len(alone_ns)
-    while low < high:
-        middle = (low + high) >> 1
-        if alone_ns[middle] <= limit_ns:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-@compiled
 def _opener(meets: Ints, unused: Ints, lane: int, num_lanes: int) -> tuple[int, int]:
     """Return (longest unused sample that meets the limit at some aligned CP size, the smallest such log2 CP size).
 
     Args:
-        meets: [log2 of CP size] -> `_first_that_meets`.
+        meets: [log2 of CP size] -> the longest sample that alone meets the limit.
     """
     chosen, chosen_k = len(unused) - 1, 0
     for k in range(len(meets)):

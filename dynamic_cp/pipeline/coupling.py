@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.arrays import Floats
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.pipeline.longest_path import Grid
-from dynamic_cp.pricing.table import PriceTable
+from dynamic_cp.pricing.table import PER_MEAN, PER_ROUTED, PriceTable
+from dynamic_cp.pricing.terms import CONSTANT
 
 
 @compiled
@@ -26,39 +27,56 @@ def couple_lanes(grid: Grid, tokens: Floats, table: PriceTable, vp_size: int) ->
         table: how many lanes share experts, and what these cost.
         vp_size: model chunks of a stage.
     """
-    block = table.expert_lanes
-    sizes, chunk_ns, terms = grid.sizes, grid.chunk_ns, table.expert_terms
+    sizes, chunk_ns = grid.sizes, grid.chunk_ns
     num_rows, num_lanes = sizes.shape
     for row in range(num_rows):
         first = 0
         while first < num_lanes:
-            # All blocks that groups of CP tie to this one.
-            end, lane = first + block, first
-            while lane < end:
-                lane += sizes[row, lane]
-                end = max(end, (lane + block - 1) // block * block)
+            end = _end_of_tied(sizes[row], first, table.expert_lanes)
             for direction in range(2):
-                experts_s = 0.0
-                for start in range(first, end, block):
-                    total = most = 0.0
-                    for lane in range(start, start + block):
-                        total += tokens[row, lane]
-                        most = max(most, tokens[row, lane])
-                    mean = total / block
-                    routed = max(most, table.imbalance * mean)
-                    experts_s = max(
-                        experts_s, terms[direction, 0] + terms[direction, 1] * mean + terms[direction, 2] * routed
-                    )
                 longest_ns = chunk_ns[direction, row, first]
                 for lane in range(first + 1, end):
                     longest_ns = max(longest_ns, chunk_ns[direction, row, lane])
                 # Rounded up: no bound that leaves the rounding of lanes out has to know of this one.
-                longest_ns += int(np.ceil(experts_s / vp_size * 1e9))
+                longest_ns += int(np.ceil(_experts_s(tokens[row, first:end], table, direction) / vp_size * 1e9))
                 for lane in range(first, end):
                     chunk_ns[direction, row, lane] = longest_ns
             for lane in range(first, end):
                 sizes[row, lane] = end - first
             first = end
+
+
+@compiled
+def _end_of_tied(sizes: Ints, first: int, block: int) -> int:
+    """Return the lane after the last that waits for lane `first`: behind all blocks that groups of CP tie to its own.
+
+    Args:
+        sizes: [lane] -> lanes of its CP group.
+        first: where a block and a group begin.
+        block: lanes that share experts.
+    """
+    end, lane = first + block, first
+    while lane < end:
+        lane += sizes[lane]
+        end = max(end, (lane + block - 1) // block * block)
+    return end
+
+
+@compiled
+def _experts_s(tokens: Floats, table: PriceTable, direction: int) -> float:
+    """Return what the experts of the slowest block take for these [lane] tokens, in whole blocks."""
+    block, terms = table.expert_lanes, table.expert_terms
+    slowest_s = 0.0
+    for start in range(0, len(tokens), block):
+        total = most = 0.0
+        for lane in range(start, start + block):
+            total += tokens[lane]
+            most = max(most, tokens[lane])
+        mean = total / block
+        routed = max(most, table.imbalance * mean)
+        seconds = terms[direction, CONSTANT] + terms[direction, PER_MEAN] * mean
+        slowest_s = max(slowest_s, seconds + terms[direction, PER_ROUTED] * routed)
+    return slowest_s
 
 
 def waiting_groups(groups: Sequence[range], block: int) -> list[range]:

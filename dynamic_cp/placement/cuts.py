@@ -17,8 +17,9 @@ from dynamic_cp.placement.divisions import LinkRates
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between, with_masks
 from dynamic_cp.placement.order import ascending, sorted_by
-from dynamic_cp.placement.runs import Runs, runs_of, seen_in_run
+from dynamic_cp.placement.runs import FIRST_ROW, ROW_STOP, Runs, runs_of, seen_in_run
 from dynamic_cp.types import Mask, Placement, Sample
+from dynamic_cp.types.placement import COLUMN, HOLDER, LANE, ROW, SAMPLE, START, STOP
 
 _NUM_STEPS = 32
 """Homes are cut at multiples of a step: so many whole steps, and what is left."""
@@ -54,13 +55,13 @@ def trimmed(whole: Cut, samples: Sequence[Sample], mask: Mask) -> Cut:
         samples: of its bucket; mask: of those that bring none.
     """
     homes, tiles = _as_ints(whole.placement)
-    steps = np.maximum(1, (homes[:, 2] - homes[:, 1]) // _NUM_STEPS)
+    steps = np.maximum(1, (homes[:, STOP] - homes[:, START]) // _NUM_STEPS)
     is_cut = _ends_of_use(runs_of(with_masks(samples, mask)), homes, tiles, steps)
     few = np.flatnonzero(is_cut.sum(axis=(1, 2)) <= (_MOST_TIMES - 1) * len(homes))
     if not len(few):
         return whole
     home, step = np.nonzero(is_cut[few[0]])
-    return _cut(whole, _Points(home, homes[home, 1] + step * steps[home]), samples, mask)[0]
+    return _cut(whole, _Points(home, homes[home, START] + step * steps[home]), samples, mask)[0]
 
 
 def spread(whole: Cut, samples: Sequence[Sample], mask: Mask, lanes: Lanes, rates: LinkRates, most_tokens: int) -> Cut:
@@ -80,7 +81,7 @@ def spread(whole: Cut, samples: Sequence[Sample], mask: Mask, lanes: Lanes, rate
     if cut is whole:
         return whole
     parts, _ = _as_ints(cut.placement)
-    parts[:, 3] = _shared_out(homes, parts, parents, num_parts, sent_s, lanes, most_tokens)
+    parts[:, HOLDER] = _shared_out(homes, parts, parents, num_parts, sent_s, lanes, most_tokens)
     return cut._replace(placement=Placement(parts.astype(np.int32), cut.placement.tiles, cut.placement.layer_masks))
 
 
@@ -107,11 +108,11 @@ def _parts(homes: Ints, points: _Points) -> tuple[Ints, Ints]:
     parts, parents = np.empty((num_parts, 4), np.int64), np.empty(num_parts, np.int64)
     part, point = 0, 0
     for home in range(len(homes)):
-        start = homes[home, 1]
+        start = homes[home, START]
         while True:
             is_last = point == len(points.home) or points.home[point] != home
-            stop = homes[home, 2] if is_last else points.token[point]
-            parts[part] = (homes[home, 0], start, stop, homes[home, 3])
+            stop = homes[home, STOP] if is_last else points.token[point]
+            parts[part] = (homes[home, SAMPLE], start, stop, homes[home, HOLDER])
             parents[part] = home
             part += 1
             if is_last:
@@ -124,7 +125,7 @@ def _parts(homes: Ints, points: _Points) -> tuple[Ints, Ints]:
 @compiled
 def _tiles_of(tiles: Ints, rows: Ints, columns: Ints, num_homes: int) -> Ints:
     """Return the tile of each pair of homes; pairs ascend by row."""
-    by_row, firsts = sorted_by(tiles[:, 0], num_homes)
+    by_row, firsts = sorted_by(tiles[:, ROW], num_homes)
     tile_of = np.full(num_homes, -1)  # [column], in the row that is looked at
     found = np.empty(len(rows), np.int64)
     row = -1
@@ -132,7 +133,7 @@ def _tiles_of(tiles: Ints, rows: Ints, columns: Ints, num_homes: int) -> Ints:
         if rows[pair] != row:
             row = rows[pair]
             for place in range(firsts[row], firsts[row + 1]):
-                tile_of[tiles[by_row[place], 1]] = by_row[place]
+                tile_of[tiles[by_row[place], COLUMN]] = by_row[place]
         found[pair] = tile_of[columns[pair]]
     return found
 
@@ -145,47 +146,61 @@ def _ends_of_use(runs: Runs, homes: Ints, tiles: Ints, steps: Ints) -> Bools:
         steps: [home] tokens of a step of it.
     """
     num_homes, num_tiles = len(homes), len(tiles)
-    first_runs = np.empty(num_homes, np.int64)
-    run = 0
-    for home in range(num_homes):
-        run = max(run, runs.starts[homes[home, 0]])
-        while runs.table[run, 1] <= homes[home, 1]:
-            run += 1
-        first_runs[home] = run
+    first_runs = _first_runs(runs, homes)
     # A step is rounded down: there are less than twice as many.
     is_cut = np.zeros((len(_STRIDES), num_homes, 2 * _NUM_STEPS), np.bool_)
     is_used = np.empty(2 * _NUM_STEPS, np.bool_)
     num_lanes = 0
     for tile in range(num_tiles):
-        num_lanes = max(num_lanes, tiles[tile, 2] + 1)
+        num_lanes = max(num_lanes, tiles[tile, LANE] + 1)
     for side in range(2):
-        in_order, _ = sorted_by(tiles[:, 2], num_lanes)
+        in_order, _ = sorted_by(tiles[:, LANE], num_lanes)
         in_order = in_order[sorted_by(tiles[in_order, side], num_homes)[0]]
         place = 0
         while place < num_tiles:
-            home, lane = tiles[in_order[place], side], tiles[in_order[place], 2]
-            start, step = homes[home, 1], steps[home]
-            count = -(-(homes[home, 2] - start) // step)
+            home, lane = tiles[in_order[place], side], tiles[in_order[place], LANE]
+            start, step = homes[home, START], steps[home]
+            count = -(-(homes[home, STOP] - start) // step)
             is_used[:count] = False
-            while place < num_tiles and tiles[in_order[place], side] == home and tiles[in_order[place], 2] == lane:
-                row, column = tiles[in_order[place], 0], tiles[in_order[place], 1]
-                for run in range(first_runs[row], runs.starts[homes[row, 0] + 1]):
-                    if runs.table[run, 0] >= homes[row, 2] or homes[home, 3] == lane:
+            while place < num_tiles and tiles[in_order[place], side] == home and tiles[in_order[place], LANE] == lane:
+                row, column = tiles[in_order[place], ROW], tiles[in_order[place], COLUMN]
+                for run in range(first_runs[row], runs.starts[homes[row, SAMPLE] + 1]):
+                    if runs.table[run, FIRST_ROW] >= homes[row, STOP] or homes[home, HOLDER] == lane:
                         break
                     seen = seen_in_run(
-                        runs.table[run], homes[row, 1], homes[row, 2], homes[column, 1], homes[column, 2]
+                        runs.table[run], homes[row, START], homes[row, STOP], homes[column, START], homes[column, STOP]
                     )
                     if seen[0] < seen[1]:
                         is_used[(seen[2 * side] - start) // step : -(-(seen[2 * side + 1] - start) // step)] = True
                 place += 1
-            if homes[home, 3] != lane:
-                for number, stride in enumerate(_STRIDES):
-                    before = is_used[:stride].any()
-                    for one in range(stride, count, stride):
-                        now = is_used[one : min(one + stride, count)].any()
-                        is_cut[number, home, one] |= now != before
-                        before = now
+            if homes[home, HOLDER] != lane:
+                _add_ends(is_used[:count], is_cut[:, home])
     return is_cut
+
+
+@compiled
+def _first_runs(runs: Runs, homes: Ints) -> Ints:
+    """Return [home] the first run with rows in it."""
+    first_runs = np.empty(len(homes), np.int64)
+    run = 0
+    for home in range(len(homes)):
+        run = max(run, runs.starts[homes[home, SAMPLE]])
+        while runs.table[run, ROW_STOP] <= homes[home, START]:
+            run += 1
+        first_runs[home] = run
+    return first_runs
+
+
+@compiled
+def _add_ends(is_used: Bools, is_cut: Bools) -> None:
+    """Mark in `is_cut` [stride, step] where use of the steps of a home begins or ends, in strides of several steps."""
+    count = len(is_used)
+    for number, stride in enumerate(_STRIDES):
+        before = is_used[:stride].any()
+        for step in range(stride, count, stride):
+            now = is_used[step : min(step + stride, count)].any()
+            is_cut[number, step] |= now != before
+            before = now
 
 
 @compiled
@@ -195,19 +210,19 @@ def _sent_s(homes: Ints, tiles: Ints, lanes: Lanes, rates: LinkRates) -> Floats:
     seconds = np.zeros(num_homes)
     for side in range(2):
         of_token = rates.column_bytes if side else rates.row_bytes
-        in_order, _ = sorted_by(tiles[:, 2], lanes.number)
+        in_order, _ = sorted_by(tiles[:, LANE], lanes.number)
         in_order = in_order[sorted_by(tiles[in_order, side], num_homes)[0]]
         before, lane_before, node_before = -1, -1, -1
         for tile in in_order:
-            home, lane = tiles[tile, side], tiles[tile, 2]
-            node, own = (lanes.first + lane) // lanes.of_node, (lanes.first + homes[home, 3]) // lanes.of_node
-            num_bytes = of_token * (homes[home, 2] - homes[home, 1])
+            home, lane = tiles[tile, side], tiles[tile, LANE]
+            node, own = (lanes.first + lane) // lanes.of_node, (lanes.first + homes[home, HOLDER]) // lanes.of_node
+            num_bytes = of_token * (homes[home, STOP] - homes[home, START])
             if home != before:
                 lane_before, node_before = -1, -1
             if node != own:
                 if node != node_before:
                     seconds[home] += num_bytes / rates.across_bytes_per_s
-            elif lane not in (lane_before, homes[home, 3]):
+            elif lane not in (lane_before, homes[home, HOLDER]):
                 seconds[home] += num_bytes / rates.inside_bytes_per_s
             before, lane_before, node_before = home, lane, node
     return seconds
@@ -224,17 +239,17 @@ def _parts_of_hubs(homes: Ints, sent_s: Floats, lanes: Lanes) -> Ints:
         first_of[node] = min(first_of[node], lane)
         lanes_of[node] += 1
     for home in range(len(homes)):
-        of_lane[homes[home, 3]] += sent_s[home]
-        of_node[(lanes.first + homes[home, 3]) // lanes.of_node] += sent_s[home]
+        of_lane[homes[home, HOLDER]] += sent_s[home]
+        of_node[(lanes.first + homes[home, HOLDER]) // lanes.of_node] += sent_s[home]
     num_parts = np.ones(len(homes), np.int64)
     for home in ascending(-sent_s):
-        lane = homes[home, 3]
+        lane = homes[home, HOLDER]
         node = (lanes.first + lane) // lanes.of_node
         mean_s = of_node[node] / lanes_of[node]
         if of_lane[lane] <= _MUCH * mean_s or sent_s[home] <= _LARGE * mean_s:
             continue
         wanted = int(np.ceil(sent_s[home] / (_LARGE * mean_s)))
-        most = (homes[home, 2] - homes[home, 1]) // _FEWEST_TOKENS
+        most = (homes[home, STOP] - homes[home, START]) // _FEWEST_TOKENS
         number = min(min(wanted, most), lanes_of[node])
         if number > 1:
             num_parts[home] = number
@@ -250,10 +265,10 @@ def _even_points(homes: Ints, num_parts: Ints) -> tuple[Ints, Ints]:
     owner, token = np.empty(num_parts.sum(), np.int64), np.empty(num_parts.sum(), np.int64)
     count = 0
     for home in range(len(homes)):
-        size = homes[home, 2] - homes[home, 1]
+        size = homes[home, STOP] - homes[home, START]
         step = -(-size // num_parts[home])
         for offset in range(step, size, step):
-            owner[count], token[count] = home, homes[home, 1] + offset
+            owner[count], token[count] = home, homes[home, START] + offset
             count += 1
     return owner[:count].copy(), token[:count].copy()
 
@@ -270,27 +285,27 @@ def _shared_out(
         sent_s: [home] how long its lane sends it.
         most_tokens: that a lane may hold; one that holds more is given none.
     """
-    holder = parts[:, 3].copy()
+    holder = parts[:, HOLDER].copy()
     of_lane, tokens = np.zeros(lanes.number), np.zeros(lanes.number, np.int64)
     for home in range(len(homes)):
-        tokens[homes[home, 3]] += homes[home, 2] - homes[home, 1]
+        tokens[homes[home, HOLDER]] += homes[home, STOP] - homes[home, START]
         if num_parts[home] == 1:
-            of_lane[homes[home, 3]] += sent_s[home]
+            of_lane[homes[home, HOLDER]] += sent_s[home]
     by_home, firsts = sorted_by(parents, len(homes))
     for home in ascending(-sent_s):
         if num_parts[home] == 1:
             continue
-        node = (lanes.first + homes[home, 3]) // lanes.of_node
+        node = (lanes.first + homes[home, HOLDER]) // lanes.of_node
         low = max(node * lanes.of_node - lanes.first, 0)
         high = min((node + 1) * lanes.of_node - lanes.first, lanes.number)
         for part in by_home[firsts[home] : firsts[home + 1]]:
-            size = parts[part, 2] - parts[part, 1]
-            best = homes[home, 3]
+            size = parts[part, STOP] - parts[part, START]
+            best = homes[home, HOLDER]
             tokens[best] -= size
             for lane in range(low, high):
                 if tokens[lane] + size <= most_tokens and of_lane[lane] < of_lane[best]:
                     best = lane
             holder[part] = best
-            of_lane[best] += sent_s[home] * size / (homes[home, 2] - homes[home, 1])
+            of_lane[best] += sent_s[home] * size / (homes[home, STOP] - homes[home, START])
             tokens[best] += size
     return holder  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from dynamic_cp.heap import pop, sift_down
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.order import ascending, sorted_by
 from dynamic_cp.types import Placement
+from dynamic_cp.types.placement import DIVISION, HOLDER, LANE, START, STOP
 
 _LAST_SHARE = 0.4
 """Of the last division, where the others have 1: what it gives back travels while nothing computes."""
@@ -73,10 +74,10 @@ def divided(placement: Placement, work: Ints, lanes: Lanes, rates: LinkRates, sc
         lanes: of the placement.
     """
     tiles = placement.tiles.copy()
-    tiles[:, 3] = 0
+    tiles[:, DIVISION] = 0
     if len(schedule.shares) > 1 and len(tiles):
         homes, until = np.ascontiguousarray(placement.homes, np.int64), np.cumsum(schedule.shares)
-        tiles[:, 3] = _divisions(
+        tiles[:, DIVISION] = _divisions(
             homes, tiles.astype(np.int64), work.astype(np.float64), lanes, rates, until / until[-1], schedule.rotates
         )
     return Placement(placement.homes, tiles, placement.layer_masks)
@@ -133,47 +134,49 @@ def _divisions(
 @compiled
 def _fetched_of(homes: Ints, tiles: Ints, work: Floats, lanes: Lanes) -> _Fetched:
     """Return what the lanes of tiles do not hold."""
-    num_homes, num_tiles = len(homes), len(tiles)
-    side_of, tile_of = np.empty(2 * num_tiles, np.int64), np.empty(2 * num_tiles, np.int64)
-    receiver, home_of = np.empty(2 * num_tiles, np.int64), np.empty(2 * num_tiles, np.int64)
-    crosses_of = np.empty(2 * num_tiles, np.int64)
-    count = 0
-    for side in range(2):
-        for tile in range(num_tiles):
-            home, lane = tiles[tile, side], tiles[tile, 2]
-            holder = homes[home, 3]
-            if holder != lane:
-                node = (lanes.first + lane) // lanes.of_node
-                side_of[count], tile_of[count], home_of[count] = side, tile, home
-                crosses_of[count] = 1 if (lanes.first + holder) // lanes.of_node != node else 0
-                # The lanes of a node fetch together what comes from another one.
-                receiver[count] = max(node * lanes.of_node - lanes.first, 0) if crosses_of[count] else lane
-                count += 1
-    in_order, _ = sorted_by(home_of[:count], num_homes)
-    in_order = in_order[sorted_by(crosses_of[in_order] * 2 + side_of[in_order], 4)[0]]
+    side, tile, home, receiver, crosses = _used_elsewhere(homes, tiles, lanes)
+    in_order, _ = sorted_by(home, len(homes))
+    in_order = in_order[sorted_by(crosses[in_order] * 2 + side[in_order], 4)[0]]
     in_order = in_order[sorted_by(receiver[in_order], lanes.number)[0]]
-    of_side = np.full((2, num_tiles), -1)
-    things, work_of = np.empty((4, count), np.int64), np.zeros(count)
-    number, before = -1, -1
-    for entry in in_order:
+    of_side = np.full((2, len(tiles)), -1)
+    users, work_of = np.empty(len(in_order), np.int64), np.zeros(len(in_order))
+    thing, before = -1, -1
+    for use in in_order:
         if (
             before < 0
-            or home_of[entry] != home_of[before]
-            or receiver[entry] != receiver[before]
-            or side_of[entry] != side_of[before]
-            or crosses_of[entry] != crosses_of[before]
+            or home[use] != home[before]
+            or receiver[use] != receiver[before]
+            or side[use] != side[before]
+            or crosses[use] != crosses[before]
         ):
-            number += 1
-            things[0, number], things[1, number] = receiver[entry], side_of[entry]
-            things[2, number], things[3, number] = home_of[entry], crosses_of[entry]
-        of_side[side_of[entry], tile_of[entry]] = number
-        work_of[number] += work[tile_of[entry]]
-        before = entry
-    number += 1
-    return _Fetched(
-        things[0, :number].copy(), things[1, :number].copy(), things[2, :number].copy(), things[3, :number].copy(),
-        work_of[:number].copy(), of_side,
-    )  # fmt: skip
+            thing += 1
+            users[thing] = use
+        of_side[side[use], tile[use]] = thing
+        work_of[thing] += work[tile[use]]
+        before = use
+    users = users[: thing + 1]
+    return _Fetched(receiver[users], side[users], home[users], crosses[users], work_of[: thing + 1].copy(), of_side)
+
+
+@compiled
+def _used_elsewhere(homes: Ints, tiles: Ints, lanes: Lanes) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Return [use] (ROW or COLUMN, tile, home, lane that fetches, 1 where from another node), where homes are away."""
+    most = 2 * len(tiles)
+    sides, users, used = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    receivers, crosses = np.empty(most, np.int64), np.empty(most, np.int64)
+    count = 0
+    for side in range(2):
+        for tile in range(len(tiles)):
+            home, lane = tiles[tile, side], tiles[tile, LANE]
+            holder = homes[home, HOLDER]
+            if holder != lane:
+                node = (lanes.first + lane) // lanes.of_node
+                sides[count], users[count], used[count] = side, tile, home
+                crosses[count] = 1 if (lanes.first + holder) // lanes.of_node != node else 0
+                # The lanes of a node fetch together what comes from another one.
+                receivers[count] = max(node * lanes.of_node - lanes.first, 0) if crosses[count] else lane
+                count += 1
+    return sides[:count], users[:count], used[:count], receivers[:count], crosses[:count]
 
 
 @compiled
@@ -181,12 +184,12 @@ def _arrivals(homes: Ints, fetched: _Fetched, lanes: Lanes, rates: LinkRates, ro
     """Return when each thing is there, in seconds after all links began."""
     number = len(fetched.home)
     there_s = np.zeros(number)
-    sender = homes[fetched.home, 3]
+    sender = homes[fetched.home, HOLDER]
     num_bytes = np.empty(number)
     for thing in range(number):
         home = fetched.home[thing]
         token_bytes = rates.column_bytes if fetched.kind[thing] else rates.row_bytes
-        num_bytes[thing] = token_bytes * (homes[home, 2] - homes[home, 1])
+        num_bytes[thing] = token_bytes * (homes[home, STOP] - homes[home, START])
     order = _in_turn(fetched, sender, num_bytes, lanes) if rotates else ascending(-fetched.work / num_bytes)
     for crosses in range(2):
         own = order[fetched.crosses[order] == crosses]
@@ -223,13 +226,7 @@ def _through_links(queue_of: Ints, queue: Ints, sender: Ints, needs_s: Floats) -
         queue, sender, needs_s: [thing] which queue it is in, whose link sends it, and for how long.
     """
     number, num_lanes = len(queue), len(queue_of)
-    head, tail, following = np.full(num_lanes, -1), np.full(num_lanes, -1), np.full(number, -1)
-    for thing in range(number):
-        if head[queue[thing]] < 0:
-            head[queue[thing]] = thing
-        else:
-            following[tail[queue[thing]]] = thing
-        tail[queue[thing]] = thing
+    head, following = _chained(queue, num_lanes)
     receives_s, sends_s, ends_s = np.zeros(num_lanes), np.zeros(num_lanes), np.zeros(number)
     waiting = np.arange(num_lanes)
     num_waiting = num_lanes
@@ -257,3 +254,16 @@ def _through_links(queue_of: Ints, queue: Ints, sender: Ints, needs_s: Floats) -
         ends_s[chosen] = receives_s[lane] = sends_s[sender[chosen]] = begins_s + needs_s[chosen]
         sift_down(receives_s, waiting, num_waiting)
     return ends_s
+
+
+@compiled
+def _chained(queue: Ints, num_queues: int) -> tuple[Ints, Ints]:
+    """Return ([queue] its first thing, [thing] the one behind it in its queue); -1: none."""
+    head, tail, following = np.full(num_queues, -1), np.full(num_queues, -1), np.full(len(queue), -1)
+    for thing in range(len(queue)):
+        if head[queue[thing]] < 0:
+            head[queue[thing]] = thing
+        else:
+            following[tail[queue[thing]]] = thing
+        tail[queue[thing]] = thing
+    return head, following

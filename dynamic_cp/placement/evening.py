@@ -39,6 +39,15 @@ def even_out(
 ) -> Pieces:
     """Return homes of which no lane has more than `most_tokens`.
 
+    Example:
+        Two lanes, at most 5 tokens; lane 0 holds a block of 6 tokens and a short sample of 2, lane 1 a block of 2. The
+        short sample moves. Then lane 0 still has one too many: the last token of its block moves.
+
+        >>> lanes, lane_work = np.array([0, 0, 1]), np.array([9.0, 1.0])
+        >>> pieces = even_out(np.array([6, 2, 2]), lanes, np.array([-1.0, 3.0, -1.0]), lane_work, 2, 5, 10.0)
+        >>> list(zip(pieces.blocks.tolist(), pieces.starts.tolist(), pieces.stops.tolist(), pieces.lanes.tolist()))
+        [(0, 0, 5, 0), (0, 5, 6, 1), (1, 0, 2, 1), (2, 0, 2, 1)]
+
     Args:
         sizes: [block] tokens.
         lanes: [block] home; changed where a short sample moves.
@@ -53,26 +62,22 @@ def even_out(
     for block in range(num_blocks):
         held[lanes[block]] += sizes[block]
     left = sizes.copy()
-    cut = np.empty((4, 4 * num_lanes + num_blocks), np.int64)  # a cut ends a block, an excess or a room
+    cut = np.empty((4 * num_lanes + num_blocks, 4), np.int64)  # a cut ends a block, an excess or a room
     count = 0
     by_lane, first = sorted_by(lanes, num_lanes)
     for step in range(4):
-        is_anywhere, is_cutting = step % 2 == 1, step >= 2
+        is_cutting, width = step >= 2, num_lanes if step % 2 else node_lanes
         for lane in ascending(-held.astype(np.float64)):
-            low, high = lane // node_lanes * node_lanes, min((lane // node_lanes + 1) * node_lanes, num_lanes)
-            if is_anywhere:
-                low, high = 0, num_lanes
+            low = lane // width * width
+            high = min(low + width, num_lanes)
             own = by_lane[first[lane] : first[lane + 1]]
             while held[lane] > most_tokens:
-                there = low
-                for other in range(low, high):
-                    if held[other] < held[there]:
-                        there = other
+                there = low + np.argmin(held[low:high])
                 excess, room = held[lane] - most_tokens, most_tokens - held[there]
                 if room <= 0:
                     break
-                free_work = most_work - lane_work[there]
-                block = _short_to_move(own, lane, lanes, left, sizes, short_work, (excess, room, free_work))
+                limits = excess, room, most_work - lane_work[there]
+                block = _short_to_move(own, lane, lanes, left, sizes, short_work, limits)
                 if block >= 0:
                     size = sizes[block]
                     lanes[block] = there
@@ -82,15 +87,13 @@ def even_out(
                     break
                 else:
                     block = _largest(own, lane, lanes, left)
-                    grain = _GRAIN if room >= 2 * _GRAIN else 1
-                    size = min(-(-excess // grain) * grain, room // grain * grain, left[block])
+                    size = _size_of_cut(excess, room, left[block])
                     left[block] -= size
-                    cut[0, count], cut[1, count] = block, left[block]
-                    cut[2, count], cut[3, count] = left[block] + size, there
+                    cut[count] = (block, left[block], left[block] + size, there)
                     count += 1
                 held[lane] -= size
                 held[there] += size
-    return _pieces(lanes, left, cut[:, :count].copy())
+    return _pieces(lanes, left, cut[:count])
 
 
 @compiled
@@ -114,6 +117,13 @@ def _short_to_move(
 
 
 @compiled
+def _size_of_cut(excess: int, room: int, left: int) -> int:
+    """Return tokens to cut off what is left of a block, for a lane with this excess and another with this room."""
+    grain = _GRAIN if room >= 2 * _GRAIN else 1
+    return min(-(-excess // grain) * grain, room // grain * grain, left)
+
+
+@compiled
 def _largest(own: Ints, lane: int, lanes: Ints, left: Ints) -> int:
     """Return the block on a lane of which most is left."""
     best = -1
@@ -125,18 +135,17 @@ def _largest(own: Ints, lane: int, lanes: Ints, left: Ints) -> int:
 
 @compiled
 def _pieces(lanes: Ints, left: Ints, cut: Ints) -> Pieces:
-    """Return what is left of blocks, and what was cut off, in order."""
-    num_blocks, count = len(lanes), cut.shape[1]
-    found = np.empty((4, num_blocks + count), np.int64)
+    """Return what is left of blocks, and what was cut off, in order; `cut`: [piece, (block, start, stop, lane)]."""
+    num_blocks = len(lanes)
+    pieces = np.empty((num_blocks + len(cut), 4), np.int64)
     num_pieces = 0
-    by_block, first = sorted_by(cut[0], num_blocks)
+    by_block, first = sorted_by(cut[:, 0], num_blocks)
     for block in range(num_blocks):
         if left[block]:
-            found[0, num_pieces], found[1, num_pieces] = block, 0
-            found[2, num_pieces], found[3, num_pieces] = left[block], lanes[block]
+            pieces[num_pieces] = (block, 0, left[block], lanes[block])
             num_pieces += 1
         for place in range(first[block + 1] - 1, first[block] - 1, -1):  # the last one cut lies first
-            for column in range(4):
-                found[column, num_pieces] = cut[column, by_block[place]]
+            pieces[num_pieces] = cut[by_block[place]]
             num_pieces += 1
-    return Pieces(found[0, :num_pieces], found[1, :num_pieces], found[2, :num_pieces], found[3, :num_pieces])
+    blocks, starts = pieces[:num_pieces, 0].copy(), pieces[:num_pieces, 1].copy()
+    return Pieces(blocks, starts, pieces[:num_pieces, 2].copy(), pieces[:num_pieces, 3].copy())

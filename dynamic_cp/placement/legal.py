@@ -11,6 +11,7 @@ from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Ints
 from dynamic_cp.placement.runs import Tiles, count_tiles, runs_of
 from dynamic_cp.types import CAUSAL, Mask, Placement, Sample
+from dynamic_cp.types.placement import COLUMN, DIVISION, HOLDER, LANE, ROW, SAMPLE, START, STOP
 
 
 def why_misplaced(placement: Placement, samples: Sequence[Sample], num_lanes: int, mask: Mask = CAUSAL) -> str | None:
@@ -25,13 +26,13 @@ def why_misplaced(placement: Placement, samples: Sequence[Sample], num_lanes: in
     """
     homes, tiles = placement.homes.astype(np.int64), placement.tiles.astype(np.int64)
     remedy = ": plan these samples again"
-    for what, lanes in (("home", homes[:, 3]), ("tile", tiles[:, 2])):
+    for what, lanes in (("home", homes[:, HOLDER]), ("tile", tiles[:, LANE])):
         (wrong,) = np.nonzero((lanes < 0) | (lanes >= num_lanes))
         if wrong.size:
             number = int(wrong[0])
             return f"{what} {number} of its placement is on lane {lanes[number]} of {num_lanes}{remedy}"
-    if tiles[:, 3].min(initial=0) < 0:
-        return f"a tile of its placement is in division {tiles[:, 3].min()}, the first one is 0{remedy}"
+    if tiles[:, DIVISION].min(initial=0) < 0:
+        return f"a tile of its placement is in division {tiles[:, DIVISION].min()}, the first one is 0{remedy}"
     if (reason := why_not_tiled(homes, samples)) is not None:
         return reason + remedy
     (strange,) = np.nonzero((tiles[:, :2].min(axis=1) < 0) | (tiles[:, :2].max(axis=1) >= len(homes)))
@@ -39,7 +40,7 @@ def why_misplaced(placement: Placement, samples: Sequence[Sample], num_lanes: in
         number = int(strange[0])
         return f"tile {number} of its placement names homes {tiles[number, :2].tolist()} of {len(homes)}{remedy}"
     wanted = tiles_between(placement, samples, mask)
-    given = np.sort(tiles[:, 0] * len(homes) + tiles[:, 1])
+    given = np.sort(tiles[:, ROW] * len(homes) + tiles[:, COLUMN])
     needed = wanted.rows * len(homes) + wanted.columns
     if np.array_equal(given, needed):
         return None
@@ -70,12 +71,12 @@ def _cuts_of(homes: Ints, seqlens: Ints) -> tuple[Ints, Ints]:
     """Return where homes cut their samples, as `runs.cut_samples` does."""
     starts = np.zeros(len(seqlens) + 1, np.int64)
     for home in range(len(homes)):
-        starts[homes[home, 0] + 1] += 1
+        starts[homes[home, SAMPLE] + 1] += 1
     for sample in range(len(seqlens)):
         starts[sample + 1] += starts[sample] + 1
     cuts = np.empty(len(homes) + len(seqlens), np.int64)
     for home in range(len(homes)):
-        cuts[home + homes[home, 0]] = homes[home, 1]
+        cuts[home + homes[home, SAMPLE]] = homes[home, START]
     for sample in range(len(seqlens)):
         cuts[starts[sample + 1] - 1] = seqlens[sample]
     return starts, cuts
@@ -96,7 +97,7 @@ def why_not_tiled(homes: Ints, samples: Sequence[Sample]) -> str | None:
         samples: that they are of.
     """
     wanted = [(number, 0, sample.seqlen) for number, sample in enumerate(samples)]
-    sample, start, stop = homes[:, 0], homes[:, 1], homes[:, 2]
+    sample, start, stop = homes[:, SAMPLE], homes[:, START], homes[:, STOP]
     begins = np.flatnonzero(np.diff(sample, prepend=-1) != 0)
     ends = np.append(begins[1:], len(homes)) - 1
     found = list(zip(sample[begins].tolist(), start[begins].tolist(), stop[ends].tolist(), strict=True))

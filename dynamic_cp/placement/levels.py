@@ -101,13 +101,44 @@ def _place_over(graph: Graph, caps: Caps, effort: Effort) -> tuple[Ints, Ints]:
     best_homes, best_lanes = np.zeros(len(graph.tokens), np.int64), np.zeros(len(graph.work), np.int64)
     if num_parts == 1 or len(graph.tokens) == 0:
         return best_homes, best_lanes
+    prices = _prices_of(graph)
+    starts, costs = _beginnings(graph, caps, prices, effort)
+    num_vertices = len(graph.tokens)
+    lowest, before, num_improved = np.inf, -1, 0
+    for start in ascending(costs):
+        if costs[start] == np.inf or num_improved == _NUM_IMPROVED:
+            break
+        if before >= 0 and (starts[start] == starts[before]).all():
+            continue
+        before = start
+        num_improved += 1
+        homes, lanes = starts[start, :num_vertices].copy(), starts[start, num_vertices:].copy()
+        state = state_of(graph, homes, lanes, num_parts)
+        improve_tiles(graph, state, caps, effort.num_rounds)
+        cost = _cost(graph, state, caps, prices)
+        if cost < lowest:
+            best_homes, best_lanes, lowest = homes, lanes, cost
+    return best_homes, best_lanes
+
+
+@compiled
+def _prices_of(graph: Graph) -> Prices:
+    """Return what tokens and work above the caps are worth."""
     keys_bytes = total_of(graph.net_bytes[1])
-    prices = Prices(
+    return Prices(
         (total_of(graph.net_bytes[0]) + keys_bytes) / max(total_of(graph.tokens), 1),
         _WORK_PRICE * keys_bytes / max(total_of(graph.work), 1),
     )
+
+
+@compiled
+def _beginnings(graph: Graph, caps: Caps, prices: Prices, effort: Effort) -> tuple[Ints, Floats]:
+    """Return ([beginning] -> part of each vertex, then of each tile; [beginning] -> its cost, infinite: it is none).
+
+    Documents are spread in every other one; the last two push no rows.
+    """
+    num_parts, num_vertices = len(caps.tokens), len(graph.tokens)
     pushed = pushed_rows(graph, num_parts)
-    num_vertices = len(graph.tokens)
     starts = np.empty((effort.num_starts, num_vertices + len(graph.work)), np.int64)
     costs = np.full(effort.num_starts, np.inf)
     for start in range(effort.num_starts):
@@ -125,21 +156,7 @@ def _place_over(graph: Graph, caps: Caps, effort: Effort) -> tuple[Ints, Ints]:
             lanes[tile] = homes[graph.ends[pushed[graph.ends[0, tile]], tile]]
         starts[start, :num_vertices], starts[start, num_vertices:] = homes, lanes
         costs[start] = _cost(graph, state_of(graph, homes, lanes, num_parts), caps, prices)
-    lowest, before, num_improved = np.inf, -1, 0
-    for start in ascending(costs):
-        if costs[start] == np.inf or num_improved == _NUM_IMPROVED:
-            break
-        if before >= 0 and (starts[start] == starts[before]).all():
-            continue
-        before = start
-        num_improved += 1
-        homes, lanes = starts[start, :num_vertices].copy(), starts[start, num_vertices:].copy()
-        state = state_of(graph, homes, lanes, num_parts)
-        improve_tiles(graph, state, caps, effort.num_rounds)
-        cost = _cost(graph, state, caps, prices)
-        if cost < lowest:
-            best_homes, best_lanes, lowest = homes, lanes, cost
-    return best_homes, best_lanes
+    return starts, costs
 
 
 @compiled

@@ -9,6 +9,7 @@ import numpy as np
 from dynamic_cp.arrays import Ints
 from dynamic_cp.placement.placed import Placed
 from dynamic_cp.placement.problem import PlacementProblem
+from dynamic_cp.types.placement import HOLDER, LANE, START, STOP
 
 
 class Traffic(NamedTuple):
@@ -32,17 +33,17 @@ class Traffic(NamedTuple):
 def traffic_of(placed: Placed, problem: PlacementProblem) -> Traffic:
     """Return what `placed` moves: `row_bytes` per token of queries used elsewhere, `column_bytes` per token of keys."""
     homes, tiles = placed.homes.astype(np.int64), placed.tiles.astype(np.int64)
-    sizes = homes[:, 2] - homes[:, 1]
+    sizes = homes[:, STOP] - homes[:, START]
     direct = multicast = inside = 0
     for side, token_bytes in enumerate((problem.row_bytes, problem.column_bytes)):
-        home, lane = _distinct(tiles[:, side], tiles[:, 2], problem.num_lanes)
-        is_away = homes[home, 3] // problem.node_lanes != lane // problem.node_lanes
+        home, lane = _distinct(tiles[:, side], tiles[:, LANE], problem.num_lanes)
+        is_away = homes[home, HOLDER] // problem.node_lanes != lane // problem.node_lanes
         direct += token_bytes * int(sizes[home[is_away]].sum())
-        inside += token_bytes * int(sizes[home[~is_away & (homes[home, 3] != lane)]].sum())
+        inside += token_bytes * int(sizes[home[~is_away & (homes[home, HOLDER] != lane)]].sum())
         home, _ = _distinct(home[is_away], lane[is_away] // problem.node_lanes, problem.num_lanes)
         multicast += token_bytes * int(sizes[home].sum())
-    tokens = np.bincount(homes[:, 3], sizes, problem.num_lanes)
-    work = np.bincount(tiles[:, 2], placed.touched, problem.num_lanes)
+    tokens = np.bincount(homes[:, HOLDER], sizes, problem.num_lanes)
+    work = np.bincount(tiles[:, LANE], placed.touched, problem.num_lanes)
     return Traffic(direct, multicast, inside, float(work.max() / work.mean()), float(tokens.max() / tokens.mean()))
 
 

@@ -16,6 +16,7 @@ from dynamic_cp.placement.divisions import COMMON, Schedule, divided
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between
 from dynamic_cp.types import Lambda, Mask, Placement, Sample
+from dynamic_cp.types.placement import HOLDER
 
 
 def placement_under(placement: Placement, samples: Sequence[Sample], mask: Mask, lanes: Lanes) -> Placement:
@@ -35,7 +36,7 @@ def placement_under(placement: Placement, samples: Sequence[Sample], mask: Mask,
 def narrowed(placement: Placement, samples: Sequence[Sample], mask: Lambda, lanes: Lanes) -> Placement:
     """Return the placement of layers with a window, from one of layers that see more; arguments as above."""
     found = tiles_between(Placement(placement.homes, placement.tiles[:0]), samples, mask)
-    holder = placement.homes[:, 3]
+    holder = placement.homes[:, HOLDER]
     tiles = np.column_stack([found.rows, found.columns, holder[found.rows], np.zeros(len(found.rows), np.int64)])
     whole = Cut(Placement(placement.homes, tiles.astype(np.int32), (mask,)), found.touched)
     cut = trimmed(whole, samples, mask)

@@ -14,6 +14,7 @@ from dynamic_cp.placement.order import first_not_below
 from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.placement.runs import Tiles, count_tiles
 from dynamic_cp.placement.token_graph import Blocks
+from dynamic_cp.types.placement import SAMPLE
 
 Int32s = NDArray[np.int32]
 
@@ -74,7 +75,7 @@ def _in_order_of_samples(blocks: Blocks, tile_lanes: Ints, pieces: Pieces) -> Pl
     first_tokens = cuts[np.arange(len(samples)) + samples]
     stops = cuts[np.arange(len(samples)) + samples + 1]
     homes = np.stack([blocks.order[samples], first_tokens, stops, pieces.lanes], axis=1).astype(np.int32)
-    by_sample = np.argsort(homes[:, 0], kind="stable")
+    by_sample = np.argsort(homes[:, SAMPLE], kind="stable")
     number = np.empty(len(homes), np.int64)
     number[by_sample] = np.arange(len(homes))
     found = np.stack([number[tiles.rows], number[tiles.columns], tile_lanes], axis=1)

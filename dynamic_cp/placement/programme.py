@@ -21,8 +21,9 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.placement.buffers import places_in_buffers
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.narrow import placement_under
-from dynamic_cp.placement.transport import ACROSS, COLLECT, COLUMN, DELIVER, INSIDE, ROW, Fetches, fetches_of
+from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, Fetches, fetches_of
 from dynamic_cp.types import CAUSAL, Lambda, Mask, Placement, Sample
+from dynamic_cp.types.placement import COLUMN, ROW
 
 
 class Held(NamedTuple):
@@ -194,7 +195,7 @@ def _programmes(placement: Placement, samples_of: Sequence[Sequence[int]], fetch
         number_of.append(numbers)
     exchanges = _exchanges(fetches, number_of, num_lanes)
     tiles: list[list[list[tuple[int, int]]]] = [[[] for _ in range(num_divisions)] for _ in range(num_lanes)]
-    in_order = np.lexsort((placement.tiles[:, 1], placement.tiles[:, 0]))
+    in_order = np.lexsort((placement.tiles[:, COLUMN], placement.tiles[:, ROW]))
     for row, column, lane, division in placement.tiles[in_order].tolist():
         numbers = number_of[lane]
         tiles[lane][division].append((numbers[row, ROW], numbers[column, COLUMN]))
@@ -253,5 +254,5 @@ def _places(fetches: Fetches, placement: Placement, num_lanes: int) -> tuple[Int
     A place is taken from the round that fills it, begun two divisions ahead (one inside the node), until what is given
     back for it has been sent, which is waited for before the division after the next.
     """
-    tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
+    tokens = placement.tokens_of_homes
     return places_in_buffers(fetches, tokens, num_lanes)

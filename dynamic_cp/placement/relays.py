@@ -73,24 +73,13 @@ def relays_by_load(lane: Ints, kind: Ints, first: Ints, tokens: Ints, group: Int
         lane, kind, first, tokens: [fetch] who needs how many tokens of what, and from which division on.
         group, firsts: of `crossing_groups`.
     """
-    num_groups = len(firsts)
-    begins = np.empty(num_groups, np.int64)
-    for one in range(num_groups):
-        begins[one] = first[firsts[one]]
-    uses, starts = sorted_by(group + 1, num_groups + 1)
-    order = np.empty(num_groups)
-    largest = 1
-    for one in range(num_groups):
-        for place in range(starts[one + 1], starts[one + 2]):
-            begins[one] = min(begins[one], first[uses[place]])
-        largest = max(largest, tokens[firsts[one]] + 1)
-    for one in range(num_groups):
-        order[one] = begins[one] * float(largest) - tokens[firsts[one]]
+    uses, starts = sorted_by(group + 1, len(firsts) + 1)
+    begins, order = _by_division(first, tokens, firsts, uses, starts)
     load, total = np.zeros((2, lanes.number), np.int64), np.zeros(lanes.number, np.int64)
     is_user = np.zeros(lanes.number, np.bool_)
-    relays = np.empty(num_groups, np.int64)
+    relays = np.empty(len(firsts), np.int64)
     division = -1
-    for one in ascending(order):
+    for one in order:
         if begins[one] != division:
             division = begins[one]
             load[:] = 0
@@ -99,17 +88,36 @@ def relays_by_load(lane: Ints, kind: Ints, first: Ints, tokens: Ints, group: Int
         node = (lane[fetch] + lanes.first) // lanes.of_node
         low = max(node * lanes.of_node - lanes.first, 0)
         high = min((node + 1) * lanes.of_node - lanes.first, lanes.number)
-        for place in range(starts[one + 1], starts[one + 2]):
-            is_user[lane[uses[place]]] = True
+        users = lane[uses[starts[one + 1] : starts[one + 2]]]
+        is_user[users] = True
         best, least = -1, (0, 0, 0)
         for relay in range(low, high):
             own = _WHOLE * load[what, relay] + (0 if is_user[relay] else _HANDED_ON * needed)
             cost = own, load[0, relay] + load[1, relay], total[relay]
             if best < 0 or cost < least:
                 best, least = relay, cost
+        is_user[users] = False
         relays[one] = best
         load[what, best] += needed
         total[best] += needed
-        for place in range(starts[one + 1], starts[one + 2]):
-            is_user[lane[uses[place]]] = False
     return relays
+
+
+@compiled
+def _by_division(first: Ints, tokens: Ints, firsts: Ints, uses: Ints, starts: Ints) -> tuple[Ints, Ints]:
+    """Return ([group] the division in which it is needed first; groups in the order of these, the largest first).
+
+    Args:
+        first, tokens, firsts: as for `relays_by_load`.
+        uses, starts: the fetches of group g are uses[starts[g + 1] : starts[g + 2]].
+    """
+    num_groups = len(firsts)
+    begins, order, largest = np.empty(num_groups, np.int64), np.empty(num_groups), 1
+    for one in range(num_groups):
+        begins[one] = first[firsts[one]]
+        for place in range(starts[one + 1], starts[one + 2]):
+            begins[one] = min(begins[one], first[uses[place]])
+        largest = max(largest, tokens[firsts[one]] + 1)
+    for one in range(num_groups):
+        order[one] = begins[one] * float(largest) - tokens[firsts[one]]
+    return begins, ascending(order)

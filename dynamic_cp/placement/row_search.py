@@ -32,6 +32,26 @@ class Prices(NamedTuple):
     pair: float
 
 
+class _Rows(NamedTuple):
+    """Rows on their way to better parts.
+
+    Attributes:
+        vertex_work, pushed, parts: [vertex] touched pairs that go where it goes, 1 where its queries go to the keys,
+            and where it is.
+        users: [vertex, part] of `_users_of_keys`.
+        held: by each part.
+    """
+
+    graph: Graph
+    vertex_work: Floats
+    pushed: Ints
+    parts: Ints
+    users: Ints
+    held: Held
+    caps: Caps
+    prices: Prices
+
+
 @compiled
 def pushed_rows(graph: Graph, num_parts: int) -> Ints:
     """Return [vertex] -> 1 where its queries go to the keys: fetching keys that few others need would cost more."""
@@ -65,10 +85,8 @@ def improve_rows(
     """Change `parts` [vertex] where that saves bytes, until nothing does or for `num_sweeps` sweeps."""
     num_vertices, num_parts = len(parts), len(caps.tokens)
     users = _users_of_keys(graph, pushed, parts, num_parts)
-    held = Held(np.zeros(num_parts), np.zeros(num_parts))
-    for vertex in range(num_vertices):
-        held.tokens[parts[vertex]] += graph.tokens[vertex]
-        held.work[parts[vertex]] += vertex_work[vertex]
+    held = _held_by(graph, vertex_work, parts, num_parts)
+    rows = _Rows(graph, vertex_work, pushed, parts, users, held, caps, prices)
     state = next_state(np.uint64(88172645463325252 + seed * 7919000021))
     saved = np.empty(num_parts)
     for sweep in range(num_sweeps):
@@ -93,28 +111,57 @@ def improve_rows(
                 _move(graph, vertex_work, pushed[vertex], vertex, best, parts, users, held)
                 num_changes += 1
                 continue
-            if wanted == here:
-                continue
-            for _ in range(_NUM_PARTNERS):
-                state = next_state(state)
-                other = draw(state, num_vertices)
-                if parts[other] != wanted:
-                    continue
-                relief = _relief(
-                    here, wanted, graph.tokens[vertex] - graph.tokens[other], vertex_work[vertex] - vertex_work[other],
-                    held, caps, prices,
-                )  # fmt: skip
-                if wanted_most + relief <= 0.5:
-                    continue
-                _move(graph, vertex_work, pushed[vertex], vertex, wanted, parts, users, held)
-                _saved_by_moving(graph, pushed[other], other, wanted, users, saved)
-                if wanted_most + saved[here] + relief > 0.5:
-                    _move(graph, vertex_work, pushed[other], other, here, parts, users, held)
-                    num_changes += 1
-                    break
-                _move(graph, vertex_work, pushed[vertex], vertex, here, parts, users, held)
+            if wanted != here:
+                state, is_exchanged = _exchange(rows, vertex, wanted, wanted_most, saved, state)
+                num_changes += is_exchanged
         if num_changes == 0 and sweep > 1:
             break
+
+
+@compiled
+def _exchange(rows: _Rows, vertex: int, wanted: int, most: float, saved: Floats, state: int) -> tuple[int, bool]:
+    """Exchange a vertex for one of the part that it wants, if one of some that are drawn makes it worthwhile.
+
+    Args:
+        rows: changed where two are exchanged.
+        vertex, wanted: who wants to go where.
+        most: bytes that its move saves.
+        saved: room for `_saved_by_moving`.
+        state: of the generator.
+
+    Returns:
+        (state of the generator, whether they were exchanged).
+    """
+    graph, vertex_work, pushed, parts, users, held, caps, prices = rows
+    here = parts[vertex]
+    for _ in range(_NUM_PARTNERS):
+        state = next_state(state)
+        other = draw(state, len(parts))
+        if parts[other] != wanted:
+            continue
+        relief = _relief(
+            here, wanted, graph.tokens[vertex] - graph.tokens[other], vertex_work[vertex] - vertex_work[other],
+            held, caps, prices,
+        )  # fmt: skip
+        if most + relief <= 0.5:
+            continue
+        _move(graph, vertex_work, pushed[vertex], vertex, wanted, parts, users, held)
+        _saved_by_moving(graph, pushed[other], other, wanted, users, saved)
+        if most + saved[here] + relief > 0.5:
+            _move(graph, vertex_work, pushed[other], other, here, parts, users, held)
+            return state, True
+        _move(graph, vertex_work, pushed[vertex], vertex, here, parts, users, held)
+    return state, False
+
+
+@compiled
+def _held_by(graph: Graph, vertex_work: Floats, parts: Ints, num_parts: int) -> Held:
+    """Return what each part holds."""
+    held = Held(np.zeros(num_parts), np.zeros(num_parts))
+    for vertex in range(len(parts)):
+        held.tokens[parts[vertex]] += graph.tokens[vertex]
+        held.work[parts[vertex]] += vertex_work[vertex]
+    return held
 
 
 @compiled

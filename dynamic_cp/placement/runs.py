@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dynamic_cp._jit import compiled
+from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Ints
 from dynamic_cp.placement.order import ascending, first_not_below
 from dynamic_cp.types.masks import CAUSAL, Mask
@@ -24,6 +24,8 @@ from dynamic_cp.types.plan import Sample
 if TYPE_CHECKING:
     from dynamic_cp.types.masks import Ranges
 
+FIRST_ROW, ROW_STOP, BEGIN, END, BEGIN_STEP, END_STEP = range(6)
+"""Columns of runs: rows from the first to before the stop, the keys of the first of them, and what each row adds."""
 SUB_TILE = 128
 """Queries and keys of a sub-tile: what attention kernels compute at a time."""
 _MIN_BLOCK = 64
@@ -36,8 +38,7 @@ class Runs(NamedTuple):
     Attributes:
         seqlens: [sample] tokens.
         starts: [sample + 1] -> run: those of a sample are neighbours, ascending by their first row.
-        table: [run, 6] first row, row behind the last, begin and end of the keys of the first row, and what is added
-            to begin and to end from row to row, 0 or 1.
+        table: [run, (FIRST_ROW, .. END_STEP)] keys from begin to before end; steps are 0 or 1.
     """
 
     seqlens: Ints
@@ -95,13 +96,12 @@ def _runs_in(ranges: Ranges) -> Ints:
             begin, end = np.int64(ranges[row, 2 * half]), np.int64(ranges[row, 2 * half + 1])
             run = open_run[half]
             if run >= 0 and begin < end:
-                length = row - table[run, 0]
-                if length == 1:
-                    begin_step, end_step = begin - table[run, 2], end - table[run, 3]
+                if row == table[run, FIRST_ROW] + 1:
+                    begin_step, end_step = begin - table[run, BEGIN], end - table[run, END]
                     if 0 <= begin_step <= 1 and 0 <= end_step <= 1:
-                        table[run, 4], table[run, 5] = begin_step, end_step
-                if begin == table[run, 2] + length * table[run, 4] and end == table[run, 3] + length * table[run, 5]:
-                    table[run, 1] = row + 1
+                        table[run, BEGIN_STEP], table[run, END_STEP] = begin_step, end_step
+                if (begin, end) == _keys_of(table[run], row):
+                    table[run, ROW_STOP] = row + 1
                     continue
             open_run[half] = -1
             if begin < end:
@@ -109,6 +109,13 @@ def _runs_in(ranges: Ranges) -> Ints:
                 open_run[half] = count
                 count += 1
     return table[:count].copy()  # type: ignore[no-any-return]
+
+
+@inlined
+def _keys_of(run: Ints, row: int) -> tuple[int, int]:
+    """Return from which to before which key a row of a run sees."""
+    further = row - run[FIRST_ROW]
+    return run[BEGIN] + further * run[BEGIN_STEP], run[END] + further * run[END_STEP]
 
 
 @compiled
@@ -188,39 +195,50 @@ def count_tiles(runs: Runs, starts: Ints, cuts: Ints) -> Tiles:
         num_blocks = starts[sample + 1] - starts[sample] - 1
         most += num_blocks * num_blocks
         widest = max(widest, num_blocks)
-    found = np.empty((4, most), np.int64)
+    rows, columns = np.empty(most, np.int64), np.empty(most, np.int64)
+    all_pairs, all_touched = np.empty(most, np.int64), np.empty(most, np.int64)
     count = 0
     pairs, touched = np.empty(widest, np.int64), np.empty(widest, np.int64)
     keys = np.empty((2 * SUB_TILE + 2, 2), np.int64)
     for sample in range(len(runs.seqlens)):
         own = cuts[starts[sample] : starts[sample + 1]]
         table = runs.table[runs.starts[sample] : runs.starts[sample + 1]]
-        seqlen = runs.seqlens[sample]
         first_block = starts[sample] - sample
         first_run = 0
         for row in range(len(own) - 1):
-            pairs[:] = 0
-            touched[:] = 0
-            while table[first_run, 1] <= own[row] // SUB_TILE * SUB_TILE:
+            while table[first_run, ROW_STOP] <= own[row] // SUB_TILE * SUB_TILE:
                 first_run += 1
-            for run in range(first_run, len(table)):
-                if table[run, 0] >= own[row + 1]:
-                    break
-                _add_pairs(table[run], own[row], own[row + 1], own, pairs)
-            for sub_row in range(own[row] // SUB_TILE, (own[row + 1] - 1) // SUB_TILE + 1):
-                low, high = sub_row * SUB_TILE, min((sub_row + 1) * SUB_TILE, seqlen)
-                num_rows = min(high, own[row + 1]) - max(low, own[row])
-                for part in range(_touched_keys(table, first_run, low, high, seqlen, keys)):
-                    _add_keys(keys[part, 0], keys[part, 1], num_rows, own, touched)
+            _count_row(table[first_run:], own, row, keys, pairs, touched)
             for column in range(len(own) - 1):
                 if pairs[column]:
-                    found[0, count] = first_block + row
-                    found[1, count] = first_block + column
-                    found[2, count] = pairs[column]
-                    found[3, count] = touched[column]
+                    rows[count], columns[count] = first_block + row, first_block + column
+                    all_pairs[count], all_touched[count] = pairs[column], touched[column]
                     count += 1
-    found = found[:, :count]
-    return Tiles(found[0].copy(), found[1].copy(), found[2].copy(), found[3].copy())
+    return Tiles(rows[:count].copy(), columns[:count].copy(), all_pairs[:count].copy(), all_touched[:count].copy())
+
+
+@compiled
+def _count_row(table: Ints, cuts: Ints, row: int, keys: Ints, pairs: Ints, touched: Ints) -> None:
+    """Fill `pairs` and `touched` [column] for a row of blocks of one sample.
+
+    Args:
+        table: runs of the sample, from the first on that may have rows there.
+        cuts: of the sample.
+        row: block of the queries.
+        keys: room for `_touched_keys`.
+        pairs, touched: filled; as in `Tiles`.
+    """
+    pairs[:], touched[:] = 0, 0
+    start, stop, seqlen = cuts[row], cuts[row + 1], cuts[-1]
+    for run in range(len(table)):
+        if table[run, FIRST_ROW] >= stop:
+            break
+        _add_pairs(table[run], start, stop, cuts, pairs)
+    for sub_row in range(start // SUB_TILE, (stop - 1) // SUB_TILE + 1):
+        low, high = sub_row * SUB_TILE, min((sub_row + 1) * SUB_TILE, seqlen)
+        num_rows = min(high, stop) - max(low, start)
+        for part in range(_touched_keys(table, low, high, seqlen, keys)):
+            _add_keys(keys[part, 0], keys[part, 1], num_rows, cuts, touched)
 
 
 @compiled
@@ -230,32 +248,33 @@ def seen_in_run(run: Ints, first_row: int, row_stop: int, low: int, high: int) -
     Returns:
         (first row, row behind the last, first key, key behind the last); no rows: the first is not below the second.
     """
-    from_row, to_row = max(first_row, run[0]), min(row_stop, run[1])
-    begin, end = run[2] + (from_row - run[0]) * run[4], run[3] + (from_row - run[0]) * run[5]
+    from_row, to_row = max(first_row, run[FIRST_ROW]), min(row_stop, run[ROW_STOP])
+    begin, end = _keys_of(run, from_row)
     # Of the rows from there on, those whose keys end behind the first key and begin before the last.
-    if run[4] == 1:
+    if run[BEGIN_STEP] == 1:
         to_row = min(to_row, from_row + high - begin)
     elif begin >= high:
         to_row = from_row
     if end <= low:
-        from_row = from_row + low + 1 - end if run[5] == 1 else to_row
-    begin, end = run[2] + (from_row - run[0]) * run[4], run[3] + (to_row - 1 - run[0]) * run[5]
+        from_row = from_row + low + 1 - end if run[END_STEP] == 1 else to_row
+    begin, end = _keys_of(run, from_row)[0], _keys_of(run, to_row - 1)[1]
     return from_row, to_row, max(begin, low), min(end, high)
 
 
 @compiled
 def _add_pairs(run: Ints, first_row: int, row_stop: int, cuts: Ints, pairs: Ints) -> None:
     """Add to `pairs` [column] those of some rows of a run with the keys between two cuts."""
-    low, high = max(run[0], first_row), min(run[1], row_stop)
+    low, high = max(run[FIRST_ROW], first_row), min(run[ROW_STOP], row_stop)
     if low >= high:
         return
-    num_rows, offset = high - low, low - run[0]
-    begin, end = run[2] + offset * run[4], run[3] + offset * run[5]
-    last_end = end + (num_rows - 1) * run[5]
+    num_rows = high - low
+    begin, end = _keys_of(run, low)
+    last_end = _keys_of(run, high - 1)[1]
     column = first_not_below(cuts, 0, len(cuts), begin + 1) - 1
     while column < len(cuts) - 1 and cuts[column] < last_end:
         low, high = cuts[column], cuts[column + 1]
-        pairs[column] += _sum_within(end, run[5], num_rows, low, high) - _sum_within(begin, run[4], num_rows, low, high)
+        pairs[column] += _sum_within(end, run[END_STEP], num_rows, low, high)
+        pairs[column] -= _sum_within(begin, run[BEGIN_STEP], num_rows, low, high)
         column += 1
 
 
@@ -272,21 +291,20 @@ def _sum_within(first: int, step: int, count: int, low: int, high: int) -> int:
 
 
 @compiled
-def _touched_keys(table: Ints, first_run: int, low: int, high: int, seqlen: int, keys: Ints) -> int:
+def _touched_keys(table: Ints, low: int, high: int, seqlen: int, keys: Ints) -> int:
     """Fill `keys` with the ranges of keys in sub-tiles that the rows from `low` to before `high` touch.
 
     Returns:
         how many ranges there are; they are disjoint.
     """
     count = 0
-    for run in range(first_run, len(table)):
-        if table[run, 0] >= high:
+    for run in range(len(table)):
+        if table[run, FIRST_ROW] >= high:
             break
-        from_row, to_row = max(table[run, 0], low), min(table[run, 1], high)
+        from_row, to_row = max(table[run, FIRST_ROW], low), min(table[run, ROW_STOP], high)
         if from_row >= to_row:
             continue
-        begin = table[run, 2] + (from_row - table[run, 0]) * table[run, 4]
-        end = table[run, 3] + (to_row - 1 - table[run, 0]) * table[run, 5]
+        begin, end = _keys_of(table[run], from_row)[0], _keys_of(table[run], to_row - 1)[1]
         begin, end = begin // SUB_TILE * SUB_TILE, min(-(-end // SUB_TILE) * SUB_TILE, seqlen)
         place = 0
         while place < count:  # swallow those that it meets

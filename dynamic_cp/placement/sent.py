@@ -95,7 +95,7 @@ def sent_by_lanes(placement: Placement, lanes: Lanes, of_token: TokenBytes) -> S
         of_token: what a token takes: of one layer, or of as many as the bytes are to be of.
     """
     fetches = fetches_of(placement, lanes)
-    tokens = (placement.homes[:, 2] - placement.homes[:, 1]).astype(np.int64)
+    tokens = placement.tokens_of_homes
     forward, backward = (of_token.messages(fetches, tokens, backward=backward) for backward in (False, True))
     directions = zip((forward, backward), np.eye(2), strict=True)
     return added([Sent(one.sender, one.receiver, np.outer(which, one.num_bytes)) for one, which in directions])

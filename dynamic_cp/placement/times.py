@@ -12,10 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.arrays import Floats
-from dynamic_cp.placement.transport import Messages
-
-_ACROSS, _INSIDE, _COLLECT, _DELIVER = 0, 1, 2, 3
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, NUM_ROUNDS, Messages
 
 
 class Link(NamedTuple):
@@ -35,6 +33,15 @@ class Link(NamedTuple):
 def lane_ends_s(messages: Messages, attention_s: Floats, latency_s: float, inside: float, across: float) -> Floats:
     """Return when each lane is done with one direction, in seconds after all of them began.
 
+    Example:
+        Lane 1 fetches 100 bytes while it computes for 3 s: they are there after 10.5 s. It computes with them until
+        16.5 s and gives 50 bytes back, which lane 0 has after 22 s.
+
+        >>> rounds = [1, 1], [ACROSS, DELIVER], [0, 1], [1, 0]
+        >>> messages = Messages(*map(np.array, rounds), np.array([100.0, 50.0]))
+        >>> lane_ends_s(messages, np.array([[4.0, 3.0], [0.0, 6.0]]), 0.5, 1e9, 10.0).tolist()
+        [22.0, 16.5]
+
     Args:
         messages: of that direction, in the order of `messages_of`.
         attention_s: [division, lane] what its kernels take.
@@ -42,42 +49,48 @@ def lane_ends_s(messages: Messages, attention_s: Floats, latency_s: float, insid
         inside, across: bytes per second of a lane's links in its node, and to other nodes.
     """
     num_divisions, num_lanes = attention_s.shape
-    divisions, rounds = messages.division, messages.round
-    ends = np.zeros((num_divisions * 4 + 1,), np.int64)
-    for index in range(len(divisions)):
-        ends[divisions[index] * 4 + rounds[index] + 1] = index + 1
-    for slot in range(1, len(ends)):
-        ends[slot] = max(ends[slot], ends[slot - 1])
+    ends = _ends_of_rounds(messages, num_divisions)
     across_nodes = Link(np.zeros(num_lanes), latency_s, across)
     in_node = Link(np.zeros(num_lanes), latency_s, inside)
     arrived = np.zeros((2, num_divisions + 2, num_lanes))
     begun, now, returned = np.zeros(num_lanes), np.zeros(num_lanes), np.zeros(num_lanes)
-    _exchange(messages, 0, ends[_ACROSS + 1], begun, across_nodes, arrived[_ACROSS, 0])
+    _exchange(messages, 0, ends[ACROSS + 1], begun, across_nodes, arrived[ACROSS, 0])
     # A link serves rounds in the order in which lanes begin them: what later divisions fetch goes before what this one
     # gives back.
     for division in range(-1, num_divisions):
         if division >= 0:
             for lane in range(num_lanes):
-                begun[lane] = max(now[lane], arrived[_ACROSS, division, lane], arrived[_INSIDE, division, lane])
+                begun[lane] = max(now[lane], arrived[ACROSS, division, lane], arrived[INSIDE, division, lane])
                 now[lane] = begun[lane] + attention_s[division, lane]
         if division + 1 < num_divisions:
-            slot = 4 * (division + 1) + _INSIDE
-            posted = np.maximum(begun, arrived[_ACROSS, division + 1])
-            _exchange(messages, ends[slot], ends[slot + 1], posted, in_node, arrived[_INSIDE, division + 1])
+            slot = NUM_ROUNDS * (division + 1) + INSIDE
+            posted = np.maximum(begun, arrived[ACROSS, division + 1])
+            _exchange(messages, ends[slot], ends[slot + 1], posted, in_node, arrived[INSIDE, division + 1])
         if division + 2 < num_divisions:
-            slot = 4 * (division + 2) + _ACROSS
-            _exchange(messages, ends[slot], ends[slot + 1], begun, across_nodes, arrived[_ACROSS, division + 2])
+            slot = NUM_ROUNDS * (division + 2) + ACROSS
+            _exchange(messages, ends[slot], ends[slot + 1], begun, across_nodes, arrived[ACROSS, division + 2])
         if division < 0:
             continue
         collected = now.copy()
-        slot = 4 * division + _COLLECT
+        slot = NUM_ROUNDS * division + COLLECT
         _exchange(messages, ends[slot], ends[slot + 1], now, in_node, collected)
         delivered = collected.copy()
-        slot = 4 * division + _DELIVER
+        slot = NUM_ROUNDS * division + DELIVER
         _exchange(messages, ends[slot], ends[slot + 1], collected, across_nodes, delivered)
         for lane in range(num_lanes):
             returned[lane] = max(returned[lane], delivered[lane])
     return np.maximum(now, returned)
+
+
+@compiled
+def _ends_of_rounds(messages: Messages, num_divisions: int) -> Ints:
+    """Return where the messages of each round of each division begin, and at the end how many there are."""
+    ends = np.zeros(num_divisions * NUM_ROUNDS + 1, np.int64)
+    for index in range(len(messages.division)):
+        ends[messages.division[index] * NUM_ROUNDS + messages.round[index] + 1] = index + 1
+    for slot in range(1, len(ends)):
+        ends[slot] = max(ends[slot], ends[slot - 1])
+    return ends
 
 
 @compiled

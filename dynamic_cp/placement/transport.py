@@ -23,9 +23,8 @@ from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.order import sorted_by
 from dynamic_cp.placement.relays import crossing_groups, relays_by_load, relays_by_order
 from dynamic_cp.types import Placement
+from dynamic_cp.types.placement import DIVISION, HOLDER, LANE, START, STOP
 
-ROW, COLUMN = 0, 1
-"""What of a home is fetched: queries with all that belongs to them, or keys and values."""
 ACROSS, INSIDE, COLLECT, DELIVER = range(4)
 """The rounds of a division, in their order."""
 NUM_ROUNDS = 4
@@ -35,7 +34,7 @@ class Fetches(NamedTuple):
     """All that lanes use and do not hold, or hand on, one entry for each lane, kind and home, in this order.
 
     Attributes:
-        lane, kind, home: who fetches what.
+        lane, kind, home: who fetches what: ROW, queries with all that belongs to them, or COLUMN, keys and values.
         source: the lane that it is fetched from and given back to: the holder or a relay.
         crosses: whether the source is in another node.
         first, last: divisions in which it is fetched and given back; a relay's are those of its whole node.
@@ -59,7 +58,7 @@ def fetches_of(placement: Placement, lanes: Lanes, order: Ints | None = None) ->
     """
     homes = np.ascontiguousarray(placement.homes, np.int64)
     tiles = np.ascontiguousarray(placement.tiles, np.int64)
-    return fetches_used(homes[:, 3], homes[:, 2] - homes[:, 1], *_used(homes, tiles), lanes, order)
+    return fetches_used(homes[:, HOLDER], homes[:, STOP] - homes[:, START], *_used(homes, tiles), lanes, order)
 
 
 @compiled
@@ -69,10 +68,10 @@ def _used(homes: Ints, tiles: Ints) -> tuple[Ints, Ints]:
     count = 0
     for kind in range(2):
         for tile in range(len(tiles)):
-            home, lane = tiles[tile, kind], tiles[tile, 2]
-            if homes[home, 3] != lane:
+            home, lane = tiles[tile, kind], tiles[tile, LANE]
+            if homes[home, HOLDER] != lane:
                 used[count] = (lane * 2 + kind) * len(homes) + home
-                divisions[count] = tiles[tile, 3]
+                divisions[count] = tiles[tile, DIVISION]
                 count += 1
     return used[:count].copy(), divisions[:count].copy()
 
@@ -88,70 +87,89 @@ def fetches_used(
         lanes, order: as in `fetches_of`.
     """
     order = np.zeros(0, np.int64) if order is None else order
-    return Fetches(*_fetches(np.ascontiguousarray(holder), tokens, used, divisions, lanes, order))
+    return _fetches(np.ascontiguousarray(holder), tokens, used, divisions, lanes, order)
 
 
 @compiled
-def _fetches(
-    holder: Ints, tokens: Ints, used: Ints, divisions: Ints, lanes: Lanes, order: Ints
-) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints]:
-    """Return the columns of `fetches_used`; no `order`: relays by load."""
+def _fetches(holder: Ints, tokens: Ints, used: Ints, divisions: Ints, lanes: Lanes, order: Ints) -> Fetches:
+    """Return `fetches_used`; no `order`: relays by load."""
     num_homes = len(holder)
+    direct = _direct_fetches(holder, used, divisions, lanes)
+    lane, kind, home, _, crosses, first, _ = direct
+    group, firsts = crossing_groups(lane, kind * num_homes + home, crosses, lanes)
+    if len(order):
+        relays = relays_by_order(lane, first, order[home], group, len(firsts), lanes.of_node)
+    else:
+        relays = relays_by_load(lane, kind, first, tokens[home], group, firsts, lanes)
+    fetches = _through_relays(direct, group, firsts, relays)
+    in_order, _ = sorted_by(fetches.home, num_homes)
+    in_order = in_order[sorted_by((fetches.lane * 2 + fetches.kind)[in_order], 2 * lanes.number)[0]]
+    return _taken(fetches, in_order)
+
+
+@compiled
+def _direct_fetches(holder: Ints, used: Ints, divisions: Ints, lanes: Lanes) -> Fetches:
+    """Return one entry for each lane, kind and home that it uses, fetched from the holder; arguments as above."""
+    num_homes, most = len(holder), len(used)
     by_home, _ = sorted_by(used % num_homes, num_homes)
     by_user, _ = sorted_by(used[by_home] // num_homes, 2 * lanes.number)
-    columns = np.empty((7, len(used)), np.int64)
-    user, kind, home, source, crosses, first, last = columns
-    count = 0
+    lane, kind, home = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    source, crosses = np.empty(most, np.int64), np.empty(most, np.int64)
+    first, last = np.empty(most, np.int64), np.empty(most, np.int64)
+    count, before = 0, -1
     for place in by_user:
         key, division = used[by_home[place]], divisions[by_home[place]]
-        if (
-            count
-            and user[count - 1] == key // num_homes // 2
-            and (kind[count - 1] == key // num_homes % 2 and home[count - 1] == key % num_homes)
-        ):
+        if key == before:
             first[count - 1] = min(first[count - 1], division)
             last[count - 1] = max(last[count - 1], division)
             continue
-        user[count], kind[count], home[count] = key // num_homes // 2, key // num_homes % 2, key % num_homes
+        before = key
+        user, home[count] = key // num_homes, key % num_homes
+        lane[count], kind[count] = user // 2, user % 2
         source[count], first[count], last[count] = holder[home[count]], division, division
         there = (lanes.first + source[count]) // lanes.of_node
-        crosses[count] = (lanes.first + user[count]) // lanes.of_node != there
+        crosses[count] = (lanes.first + lane[count]) // lanes.of_node != there
         count += 1
-    group, firsts = crossing_groups(user[:count], kind[:count] * num_homes + home[:count], crosses[:count], lanes)
-    if len(order):
-        order_of = order[home[:count]]
-        relays = relays_by_order(user[:count], first[:count], order_of, group, len(firsts), lanes.of_node)
-    else:
-        needed = tokens[home[:count]]
-        relays = relays_by_load(user[:count], kind[:count], first[:count], needed, group, firsts, lanes)
-    # One entry of each group is that of its relay, whose divisions are those of all.
+    return _taken(Fetches(lane, kind, home, source, crosses, first, last), np.arange(count))
+
+
+@compiled
+def _through_relays(direct: Fetches, group: Ints, firsts: Ints, relays: Ints) -> Fetches:
+    """Return the same where other lanes of a node fetch from its relay, whose divisions are those of all.
+
+    A relay that does not use what it hands on has an entry, too, behind all others.
+
+    Args:
+        direct: what lanes use, from who holds it.
+        group, firsts: of `crossing_groups`.
+        relays: [group] lane.
+    """
+    count = len(direct.lane)
     of_relay = np.full(len(firsts), -1)
     for fetch in range(count):
-        if group[fetch] >= 0 and user[fetch] == relays[group[fetch]]:
+        if group[fetch] >= 0 and direct.lane[fetch] == relays[group[fetch]]:
             of_relay[group[fetch]] = fetch
-    found = np.empty((7, count + len(firsts)), np.int64)
-    found[:, :count] = columns[:, :count]
-    num_found = count
-    for one in range(len(firsts)):
-        if of_relay[one] < 0:
-            found[:, num_found] = columns[:, firsts[one]]
-            found[0, num_found] = relays[one]
-            of_relay[one] = num_found
-            num_found += 1
+    absent = np.flatnonzero(of_relay < 0)
+    fetches = _taken(direct, np.concatenate((np.arange(count), firsts[absent])))
+    fetches.lane[count:] = relays[absent]
+    of_relay[absent] = count + np.arange(len(absent))
     for fetch in range(count):
         if group[fetch] >= 0:
             relay = of_relay[group[fetch]]
-            found[5, relay] = min(found[5, relay], first[fetch])
-            found[6, relay] = max(found[6, relay], last[fetch])
+            fetches.first[relay] = min(fetches.first[relay], direct.first[fetch])
+            fetches.last[relay] = max(fetches.last[relay], direct.last[fetch])
             if fetch != relay:
-                found[3, fetch], found[4, fetch] = found[0, relay], 0
-    in_order, _ = sorted_by(found[2, :num_found], num_homes)
-    in_order = in_order[sorted_by(found[0, in_order] * 2 + found[1, in_order], 2 * lanes.number)[0]]
-    found = found[:, in_order]
-    return (
-        found[0].copy(), found[1].copy(), found[2].copy(), found[3].copy(), found[4].copy(), found[5].copy(),
-        found[6].copy(),
-    )  # fmt: skip
+                fetches.source[fetch], fetches.crosses[fetch] = fetches.lane[relay], 0
+    return fetches
+
+
+@compiled
+def _taken(fetches: Fetches, entries: Ints) -> Fetches:
+    """Return some of the entries, in this order."""
+    lane, kind, home, source, crosses, first, last = fetches
+    return Fetches(
+        lane[entries], kind[entries], home[entries], source[entries], crosses[entries], first[entries], last[entries]
+    )
 
 
 class Messages(NamedTuple):
@@ -177,56 +195,55 @@ def messages_of(fetches: Fetches, tokens: Ints, there: Floats, back: Floats) -> 
         tokens: of each home.
         there, back: bytes per token of a fetched (row, column), and of what is given back for one.
     """
-    return Messages(*_messages(fetches, tokens, there, back))
+    return _messages(fetches, tokens, there, back)
 
 
 @compiled
-def _messages(fetches: Fetches, tokens: Ints, there: Floats, back: Floats) -> tuple[Ints, Ints, Ints, Ints, Floats]:
-    """Return the columns of `messages_of`."""
-    num_fetches, num_lanes, num_divisions = len(fetches.lane), 0, 0
-    for fetch in range(num_fetches):
-        num_lanes = max(num_lanes, max(fetches.lane[fetch], fetches.source[fetch]) + 1)
-        num_divisions = max(num_divisions, fetches.last[fetch] + 1)
-    # First all that is fetched, then all that is given back.
-    slot, sender = np.empty(2 * num_fetches, np.int64), np.empty(2 * num_fetches, np.int64)
-    receiver, num_bytes = np.empty(2 * num_fetches, np.int64), np.empty(2 * num_fetches)
+def _messages(fetches: Fetches, tokens: Ints, there: Floats, back: Floats) -> Messages:
+    """Return `messages_of`: transfers of one round between the same lanes become one message."""
+    slot, sender, receiver, num_bytes = _transfers(fetches, tokens, there, back)
+    num_lanes = num_slots = 0
+    for transfer in range(len(slot)):
+        num_lanes = max(num_lanes, max(sender[transfer], receiver[transfer]) + 1)
+        num_slots = max(num_slots, slot[transfer] + 1)
+    order, _ = sorted_by(receiver, num_lanes)
+    order = order[sorted_by(sender[order], num_lanes)[0]]
+    order = order[sorted_by(slot[order], num_slots)[0]]
+    begins, sums = np.empty(len(order), np.int64), np.empty(len(order))
+    count, before = 0, -1
+    for transfer in order:
+        is_same = before >= 0 and slot[transfer] == slot[before]
+        if is_same and sender[transfer] == sender[before] and receiver[transfer] == receiver[before]:
+            sums[count - 1] += num_bytes[transfer]
+        else:
+            begins[count], sums[count] = transfer, num_bytes[transfer]
+            count += 1
+        before = transfer
+    begins = begins[:count]
+    division, round_ = slot[begins] // NUM_ROUNDS, slot[begins] % NUM_ROUNDS
+    return Messages(division, round_, sender[begins], receiver[begins], sums[:count].copy())
+
+
+@compiled
+def _transfers(fetches: Fetches, tokens: Ints, there: Floats, back: Floats) -> tuple[Ints, Ints, Ints, Floats]:
+    """Return (NUM_ROUNDS * division + round, sender, receiver, bytes) of all fetching, then of all giving back."""
+    lane, all_kinds, home, source, all_cross, first, last = fetches
+    most = 2 * len(lane)
+    slot, num_bytes = np.empty(most, np.int64), np.empty(most)
+    sender, receiver = np.empty(most, np.int64), np.empty(most, np.int64)
     count = 0
     for is_back in range(2):
-        for fetch in range(num_fetches):
-            kind, crosses = fetches.kind[fetch], fetches.crosses[fetch]
-            taken = tokens[fetches.home[fetch]] * (back[kind] if is_back else there[kind])
+        for fetch in range(len(lane)):
+            kind, crosses = all_kinds[fetch], all_cross[fetch]
+            taken = tokens[home[fetch]] * (back[kind] if is_back else there[kind])
             if not taken > 0.0:
                 continue
             if is_back:
-                slot[count] = fetches.last[fetch] * NUM_ROUNDS + (DELIVER if crosses else COLLECT)
-                sender[count], receiver[count] = fetches.lane[fetch], fetches.source[fetch]
+                slot[count] = last[fetch] * NUM_ROUNDS + (DELIVER if crosses else COLLECT)
+                sender[count], receiver[count] = lane[fetch], source[fetch]
             else:
-                slot[count] = fetches.first[fetch] * NUM_ROUNDS + (ACROSS if crosses else INSIDE)
-                sender[count], receiver[count] = fetches.source[fetch], fetches.lane[fetch]
+                slot[count] = first[fetch] * NUM_ROUNDS + (ACROSS if crosses else INSIDE)
+                sender[count], receiver[count] = source[fetch], lane[fetch]
             num_bytes[count] = taken
             count += 1
-    order, _ = sorted_by(receiver[:count], num_lanes)
-    order = order[sorted_by(sender[order], num_lanes)[0]]
-    order = order[sorted_by(slot[order], NUM_ROUNDS * num_divisions)[0]]
-    found = np.empty((4, count), np.int64)
-    sums = np.empty(count)
-    last = -1
-    for entry in order:
-        if (
-            last >= 0
-            and slot[entry] == NUM_ROUNDS * found[0, last] + found[1, last]
-            and (sender[entry] == found[2, last] and receiver[entry] == found[3, last])
-        ):
-            sums[last] += num_bytes[entry]
-            continue
-        last += 1
-        found[0, last], found[1, last] = slot[entry] // NUM_ROUNDS, slot[entry] % NUM_ROUNDS
-        found[2, last], found[3, last], sums[last] = sender[entry], receiver[entry], num_bytes[entry]
-    last += 1
-    return (
-        found[0, :last].copy(),
-        found[1, :last].copy(),
-        found[2, :last].copy(),
-        found[3, :last].copy(),
-        sums[:last].copy(),
-    )
+    return slot[:count], sender[:count], receiver[:count], num_bytes[:count]

@@ -15,6 +15,7 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.placement.order import ascending
+from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP
 
 TILE_TOKENS = 128
 """Queries are cut at multiples of this: attention kernels compute rows in blocks of 64 or 128."""
@@ -32,8 +33,7 @@ def quota_homes(
 
     Args:
         seqlens: int64 [document], descending.
-        num_lanes: any number.
-        capacity: tokens that a lane may hold.
+        num_lanes, capacity: any number, and tokens that each may hold.
         tile: cuts are at multiples of it.
         num_nano_batches: 1, or 2 where lanes compute their tokens in two nano-batches (`homes_in_nano_batches`).
         is_last_attempt: what has no room in whole tiles is cut at any token: all fits that lanes can hold.
@@ -60,7 +60,7 @@ def quota_homes(
             shares -= firsts
         count = _spread(document, middle, seqlen, chosen, shares, work, room, homes, count, grid)
     homes = homes[:count]
-    place = (homes[:, 0] * 2.0**32 + homes[:, 1]).astype(np.float64)
+    place = (homes[:, SAMPLE] * 2.0**32 + homes[:, START]).astype(np.float64)
     return homes[ascending(place)]
 
 
@@ -143,26 +143,27 @@ def homes_in_nano_batches(homes: Ints, num_lanes: int, tile: int) -> Ints:
         homes: as of `quota_homes`.
         num_lanes: that there are; tile: cuts are at multiples of it.
     """
-    documents, counts = np.unique(homes[:, 0], return_counts=True)
+    documents, counts = np.unique(homes[:, SAMPLE], return_counts=True)
     ends = np.zeros(int(documents.max()) + 1, np.int64)
-    np.maximum.at(ends, homes[:, 0], homes[:, 2])
+    np.maximum.at(ends, homes[:, SAMPLE], homes[:, STOP])
     is_spread = np.zeros(len(ends), bool)
     is_spread[documents[counts > 1]] = True
     cut = np.where(is_spread, ends // (2 * tile) * tile, 0)
-    whole = ~is_spread[homes[:, 0]]
-    tokens = homes[:, 2] - homes[:, 1]
-    first = np.where(whole, 0, np.clip(cut[homes[:, 0]] - homes[:, 1], 0, tokens))
-    wanted = np.bincount(homes[:, 3], tokens, num_lanes) / 2 - np.bincount(homes[:, 3], first, num_lanes)
+    whole = ~is_spread[homes[:, SAMPLE]]
+    tokens = homes[:, STOP] - homes[:, START]
+    first = np.where(whole, 0, np.clip(cut[homes[:, SAMPLE]] - homes[:, START], 0, tokens))
+    wanted = np.bincount(homes[:, HOLDER], tokens, num_lanes) / 2 - np.bincount(homes[:, HOLDER], first, num_lanes)
     for home in np.flatnonzero(whole).tolist():
-        lane = homes[home, 3]
+        lane = homes[home, HOLDER]
         share = min(int(tokens[home]), max(0, round(wanted[lane] / tile) * tile))
         wanted[lane] -= share
         first[home] = share
     parts = []
     for nano_batch, (start, stop) in enumerate(
-        ((homes[:, 1], homes[:, 1] + first), (homes[:, 1] + first, homes[:, 2]))
+        ((homes[:, START], homes[:, START] + first), (homes[:, START] + first, homes[:, STOP]))
     ):
-        parts.append(np.stack([homes[:, 0], start, stop, homes[:, 3], np.full(len(homes), nano_batch)], axis=1))
+        own = np.full(len(homes), nano_batch)
+        parts.append(np.stack([homes[:, SAMPLE], start, stop, homes[:, HOLDER], own], axis=1))
     rows = np.concatenate(parts)
-    rows = rows[rows[:, 2] > rows[:, 1]]
-    return rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+    rows = rows[rows[:, STOP] > rows[:, START]]
+    return rows[np.lexsort((rows[:, START], rows[:, SAMPLE]))]

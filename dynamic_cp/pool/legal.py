@@ -14,21 +14,11 @@ from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.placement.legal import why_not_tiled
 from dynamic_cp.pool.plan import micro_batches_of, pool_of, samples_of, ticks_of
-from dynamic_cp.pool.tasks import (
-    HOLDER,
-    NANO_BATCH,
-    SAMPLE,
-    SERVER,
-    START,
-    STOP,
-    TASKS_PER_DOCUMENT,
-    PoolTasks,
-    Tasks,
-    runs_of,
-)
+from dynamic_cp.pool.tasks import NANO_BATCH, SERVER, TASKS_PER_DOCUMENT, PoolTasks, Tasks, runs_of
 from dynamic_cp.pool.ticks import num_ticks
 from dynamic_cp.pool.traffic import Servers, fetched_tokens
 from dynamic_cp.types import BY_PLACEMENT, Bucket, MicroBatch, Plan, Topology
+from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP
 
 _AGAIN = "plan these samples again"
 
@@ -148,8 +138,8 @@ def why_not_homed(bucket: Bucket, plan: Plan) -> str | None:
             "layers, in a plan with a pool 0: tasks say who computes"
         )
     homes = bucket.placement.homes.astype(np.int64)
-    if len(homes) and not 0 <= homes[:, 3].min() <= homes[:, 3].max() < num_lanes:
-        return f"homes are on lanes {homes[:, 3].min()} to {homes[:, 3].max()} of {num_lanes}"
+    if len(homes) and not 0 <= homes[:, HOLDER].min() <= homes[:, HOLDER].max() < num_lanes:
+        return f"homes are on lanes {homes[:, HOLDER].min()} to {homes[:, HOLDER].max()} of {num_lanes}"
     return why_not_tiled(homes, bucket.samples)
 
 
@@ -161,17 +151,17 @@ def _why_tasks_wrong(plan: Plan, pool: PoolTasks, rows: Ints, parts: Sequence[tu
             )
     homes = homes_in_tick(plan, parts)
     # The home of a row is the last one that begins no later.
-    key, at = homes[:, 0] * 2**32 + homes[:, 1], rows[:, SAMPLE] * 2**32 + rows[:, START]
+    key, at = homes[:, SAMPLE] * 2**32 + homes[:, START], rows[:, SAMPLE] * 2**32 + rows[:, START]
     home = homes[np.searchsorted(key, at, side="right") - 1]
-    elsewhere = (home[:, 3] != rows[:, HOLDER]) | (home[:, 2] < rows[:, STOP])
+    elsewhere = (home[:, HOLDER] != rows[:, HOLDER]) | (home[:, STOP] < rows[:, STOP])
     if elsewhere.any():
         first = int(elsewhere.argmax())
         sample, start, stop, holder = rows[first, : HOLDER + 1].tolist()
         return (
             f"tokens {start} to {stop} of sample {sample} are held by server {holder}, their home "
-            f"{home[first, 1:3].tolist()} is on {home[first, 3]}"
+            f"{home[first, 1:3].tolist()} is on {home[first, HOLDER]}"
         )
-    off = (rows[:, STOP] % pool.tile_tokens != 0) & (rows[:, STOP] != home[:, 2])
+    off = (rows[:, STOP] % pool.tile_tokens != 0) & (rows[:, STOP] != home[:, STOP])
     if off.any():
         sample, _, stop, _ = rows[int(off.argmax()), : HOLDER + 1].tolist()
         return f"a task of sample {sample} ends at token {stop}, which {pool.tile_tokens} does not divide"

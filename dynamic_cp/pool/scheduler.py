@@ -33,6 +33,7 @@ from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.placement.order import ascending, first_not_below, sorted_by
 from dynamic_cp.pool.tasks import TASKS_PER_DOCUMENT
+from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP
 
 _NUM_ROOMY = 4
 """Servers with most room that are tried for a range."""
@@ -57,6 +58,10 @@ class Rules(NamedTuple):
     extra_tokens: float
 
 
+_USER, _END, _NUM_RANGES, _NEXT = range(4)
+"""Columns of users: the server, the end of the keys that it needs, its number of ranges, and the next entry."""
+
+
 class _State(NamedTuple):
     """Ranges of queries as they lie now.
 
@@ -64,7 +69,7 @@ class _State(NamedTuple):
         ranges: [range, (document, start, stop, server)]; empty ones are gone.
         first, after: [server] -> its first range; [range] -> the next one of its server. -1: none.
         load: [server] work.
-        users: [entry, (server, end of the keys that it needs, its number of ranges, next entry)] of a document.
+        users: [entry, (_USER, _END, _NUM_RANGES, _NEXT)] of a document; the last has the next entry -1.
         first_user: [document] -> its first entry.
         sizes: number of (ranges, entries).
     """
@@ -106,11 +111,11 @@ def schedule(homes: Ints, queries: Ints, earlier: Ints, busy: Floats, rules: Rul
     num_servers = len(busy)
     num_documents = 0
     for home in range(len(homes)):
-        num_documents = max(num_documents, homes[home, 0] + 1)
-    by_server = homes[sorted_by(homes[:, 3].copy(), num_servers)[0]]
-    order, firsts = sorted_by(by_server[:, 0].copy(), num_documents)
+        num_documents = max(num_documents, homes[home, SAMPLE] + 1)
+    by_server = homes[sorted_by(homes[:, HOLDER].copy(), num_servers)[0]]
+    order, firsts = sorted_by(by_server[:, SAMPLE].copy(), num_documents)
     rows = by_server[order]
-    by_document = _Homes(rows, rows[:, 3].copy(), firsts)
+    by_document = _Homes(rows, rows[:, HOLDER].copy(), firsts)
     state = _begin(queries, earlier, num_servers, num_documents, rules)
     mean = state.load.sum() / num_servers
     level = _level(busy, mean)
@@ -121,7 +126,7 @@ def schedule(homes: Ints, queries: Ints, earlier: Ints, busy: Floats, rules: Rul
         while state.load[giver] > most and _give(giver, most, state, by_document, rules):
             pass
     ranges = state.ranges[: state.sizes[0]]
-    return ranges[ranges[:, 2] > ranges[:, 1]]
+    return ranges[ranges[:, STOP] > ranges[:, START]]
 
 
 @compiled
@@ -153,9 +158,9 @@ def _begin(queries: Ints, earlier: Ints, num_servers: int, num_documents: int, r
         np.zeros(2, np.int64),
     )
     for task in range(len(earlier)):
-        _use_keys(earlier[task, 0], earlier[task, 2], earlier[task, 3], 0, state)
+        _use_keys(earlier[task, SAMPLE], earlier[task, STOP], earlier[task, HOLDER], 0, state)
     for row in range(len(queries)):
-        _add(queries[row, 0], queries[row, 1], queries[row, 2], queries[row, 3], state, rules)
+        _add(queries[row, SAMPLE], queries[row, START], queries[row, STOP], queries[row, HOLDER], state, rules)
     return state
 
 
@@ -163,8 +168,8 @@ def _begin(queries: Ints, earlier: Ints, num_servers: int, num_documents: int, r
 def _user(document: int, server: int, state: _State) -> int:
     """Return the entry of a server among the users of a document; -1: it is none."""
     entry = state.first_user[document]
-    while entry >= 0 and state.users[entry, 0] != server:
-        entry = state.users[entry, 3]
+    while entry >= 0 and state.users[entry, _USER] != server:
+        entry = state.users[entry, _NEXT]
     return entry  # type: ignore[no-any-return]
 
 
@@ -177,8 +182,8 @@ def _use_keys(document: int, stop: int, server: int, num_ranges: int, state: _St
         state.sizes[1] += 1
         state.users[entry] = server, 0, 0, state.first_user[document]
         state.first_user[document] = entry
-    state.users[entry, 1] = max(state.users[entry, 1], stop)
-    state.users[entry, 2] += num_ranges
+    state.users[entry, _END] = max(state.users[entry, _END], stop)
+    state.users[entry, _NUM_RANGES] += num_ranges
 
 
 @compiled
@@ -188,7 +193,7 @@ def _absent(document: int, server: int, start: int, stop: int, homes: _Homes) ->
     end = homes.firsts[document + 1]
     home = first_not_below(homes.servers, homes.firsts[document], end, server)
     while absent > 0 and home < end and homes.servers[home] == server:
-        absent -= max(0, min(stop, homes.rows[home, 2]) - max(start, homes.rows[home, 1]))
+        absent -= max(0, min(stop, homes.rows[home, STOP]) - max(start, homes.rows[home, START]))
         home += 1
     return absent
 
@@ -198,8 +203,8 @@ def _neighbour(document: int, start: int, stop: int, server: int, state: _State)
     """Return a range of a server that ends where this one begins, or begins where it ends; -1: there is none."""
     one = state.first[server]
     while one >= 0:
-        touches = state.ranges[one, 2] == start or state.ranges[one, 1] == stop
-        if touches and state.ranges[one, 0] == document:
+        touches = state.ranges[one, STOP] == start or state.ranges[one, START] == stop
+        if touches and state.ranges[one, SAMPLE] == document:
             return one  # type: ignore[no-any-return]
         one = state.after[one]
     return -1
@@ -211,8 +216,8 @@ def _add(document: int, start: int, stop: int, server: int, state: _State, rules
     state.load[server] += work_of(start, stop, rules.extra_tokens)
     one = _neighbour(document, start, stop, server, state)
     if one >= 0:
-        state.ranges[one, 1] = min(state.ranges[one, 1], start)
-        state.ranges[one, 2] = max(state.ranges[one, 2], stop)
+        state.ranges[one, START] = min(state.ranges[one, START], start)
+        state.ranges[one, STOP] = max(state.ranges[one, STOP], stop)
         _use_keys(document, stop, server, 0, state)
     else:
         _append(document, start, stop, server, state)
@@ -234,8 +239,8 @@ def _end_without(document: int, without: int, server: int, state: _State) -> int
     end = 0
     one = state.first[server]
     while one >= 0:
-        if one != without and state.ranges[one, 0] == document:
-            end = max(end, state.ranges[one, 2])
+        if one != without and state.ranges[one, SAMPLE] == document:
+            end = max(end, state.ranges[one, STOP])
         one = state.after[one]
     return end
 
@@ -267,19 +272,19 @@ def _give(giver: int, most: float, state: _State, homes: _Homes, rules: Rules) -
     best, best_ratio = np.zeros(4, np.int64), 0.0  # range, start, stop, receiver
     one = state.first[giver]
     while one >= 0:
-        document = state.ranges[one, 0]
+        document = state.ranges[one, SAMPLE]
         is_whole = homes.firsts[document + 1] - homes.firsts[document] == 1
         # What is held nowhere else saves no keys where it is, so its queries are the least that travels.
-        bound = (2.0 * state.ranges[one, 2] + rules.extra_tokens) / rules.query_bytes
+        bound = (2.0 * state.ranges[one, STOP] + rules.extra_tokens) / rules.query_bytes
         if not is_whole or bound > best_ratio:
             for place in range(num_roomy):
                 best_ratio = _improve(best, best_ratio, one, roomy[place], most, state, homes, rules)
             entry = state.first_user[document]
             while entry >= 0:
-                receiver = state.users[entry, 0]
+                receiver = state.users[entry, _USER]
                 if receiver != giver and most - state.load[receiver] >= least_room:
                     best_ratio = _improve(best, best_ratio, one, receiver, most, state, homes, rules)
-                entry = state.users[entry, 3]
+                entry = state.users[entry, _NEXT]
         one = state.after[one]
     if best_ratio <= 0.0:
         return False
@@ -292,16 +297,16 @@ def _improve(
     best: Ints, best_ratio: float, one: int, receiver: int, most: float, state: _State, homes: _Homes, rules: Rules
 ) -> float:
     """Put the best part of a range for `receiver` into `best` if it beats what is there; return the better ratio."""
-    document, low = state.ranges[one, 0], state.ranges[one, 1]
-    high, giver = state.ranges[one, 2], state.ranges[one, 3]
+    document, low = state.ranges[one, SAMPLE], state.ranges[one, START]
+    high, giver = state.ranges[one, STOP], state.ranges[one, HOLDER]
     room = most - state.load[receiver]
     wanted = min(state.load[giver] - most, room)
     if room <= 0.0:
         return best_ratio
     entry = _user(document, receiver, state)
-    there = state.users[entry, 1] if entry >= 0 else 0
-    is_full = entry >= 0 and state.users[entry, 2] >= TASKS_PER_DOCUMENT
-    may_split = state.users[_user(document, giver, state), 2] < TASKS_PER_DOCUMENT
+    there = state.users[entry, _END] if entry >= 0 else 0
+    is_full = entry >= 0 and state.users[entry, _NUM_RANGES] >= TASKS_PER_DOCUMENT
+    may_split = state.users[_user(document, giver, state), _NUM_RANGES] < TASKS_PER_DOCUMENT
     is_small = work_of(low, high, rules.extra_tokens) <= wanted
     for candidate in range(1 if is_small else 4):
         start, stop = low, high
@@ -347,12 +352,12 @@ def _bytes(
     one: int, start: int, stop: int, receiver: int, there: int, state: _State, homes: _Homes, rules: Rules
 ) -> float:
     """Return the bytes that travel more when a part of a range moves, but at least 5% of those that it brings."""
-    document, low, giver = state.ranges[one, 0], state.ranges[one, 1], state.ranges[one, 3]
+    document, low, giver = state.ranges[one, SAMPLE], state.ranges[one, START], state.ranges[one, HOLDER]
     brought = (stop - start) * rules.query_bytes + _absent(document, receiver, there, stop, homes) * rules.kv_bytes
     saved = 0.0
     if homes.firsts[document + 1] - homes.firsts[document] > 1:
         end = _end_without(document, one, giver, state)
-        if end < stop and state.users[_user(document, giver, state), 1] == stop:
+        if end < stop and state.users[_user(document, giver, state), _END] == stop:
             saved = _absent(document, giver, max(end, start if start > low else 0), stop, homes) * rules.kv_bytes
     return max(brought - saved, 0.05 * brought)
 
@@ -360,28 +365,28 @@ def _bytes(
 @compiled
 def _move(one: int, start: int, stop: int, receiver: int, state: _State, rules: Rules) -> None:
     """Move the part [start, stop) of a range."""
-    document, low = state.ranges[one, 0], state.ranges[one, 1]
-    high, giver = state.ranges[one, 2], state.ranges[one, 3]
+    document, low = state.ranges[one, SAMPLE], state.ranges[one, START]
+    high, giver = state.ranges[one, STOP], state.ranges[one, HOLDER]
     entry = _user(document, giver, state)
     state.load[giver] -= work_of(start, stop, rules.extra_tokens)
     if start > low:
-        state.ranges[one, 2] = start
+        state.ranges[one, STOP] = start
         if stop < high:
             _append(document, stop, high, giver, state)
-            state.users[entry, 2] += 1
+            state.users[entry, _NUM_RANGES] += 1
     elif stop < high:
-        state.ranges[one, 1] = stop
+        state.ranges[one, START] = stop
     else:
         _unlink(one, giver, state)
-        state.users[entry, 2] -= 1
-    state.users[entry, 1] = _end_without(document, -1, giver, state)
+        state.users[entry, _NUM_RANGES] -= 1
+    state.users[entry, _END] = _end_without(document, -1, giver, state)
     _add(document, start, stop, receiver, state, rules)
 
 
 @compiled
 def _unlink(one: int, server: int, state: _State) -> None:
     """Take a range off its server."""
-    state.ranges[one, 2] = state.ranges[one, 1]
+    state.ranges[one, STOP] = state.ranges[one, START]
     if state.first[server] == one:
         state.first[server] = state.after[one]
         return

@@ -35,6 +35,7 @@ from dynamic_cp.pool.traffic import Servers
 from dynamic_cp.pricing.capacity import capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
 from dynamic_cp.types import BY_PLACEMENT, Bucket, MicroBatch, Placement, Plan, PlannedBatch, Sample, Topology
+from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP
 
 _MORE_ROWS = (1.0, 1.25, 1.6, 2.0, 3.0, 4.0)
 """Numbers of micro-batches, as multiples of the fewest."""
@@ -335,7 +336,7 @@ def rows_of(search: TaskSearch, samples: Sequence[Sample], number: int) -> list[
         homes = even_homes(row, lanes, limit, tile, search.prices.options.num_nano_batches)
         if homes is None:
             return None
-        held = np.bincount(homes[:, 3], homes[:, 2] - homes[:, 1], lanes).astype(np.int64).tolist()
+        held = np.bincount(homes[:, HOLDER], homes[:, STOP] - homes[:, START], lanes).astype(np.int64).tolist()
         padded = [placed_share(tokens, 1, topology.rank_token_multiple) for tokens in held]
         split_homes = np.insert(homes, 4, 0, axis=1)
         if search.prices.options.ping_pong:
@@ -436,8 +437,8 @@ def merged(search: TaskSearch, parts: _Parts, which: str) -> Ints:
     found, first = [], 0
     for stage, row in parts:
         table: Ints = getattr(row, which).copy()
-        table[:, 0] += first
-        table[:, 3] += stage * search.cost_model.topology.num_lanes
+        table[:, SAMPLE] += first
+        table[:, HOLDER] += stage * search.cost_model.topology.num_lanes
         found.append(table)
         first += len(row.samples)
     return np.concatenate(found)

@@ -8,7 +8,8 @@ from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.mechanisms.placed_seconds import add_launches, kernel_rates, tile_s
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.pool.tasks import Tasks
+from dynamic_cp.pool.tasks import NANO_BATCH, SERVER, Tasks
+from dynamic_cp.types.placement import START, STOP
 
 
 def task_seconds(stage: StageAttention, tasks: Tasks, num_servers: int) -> Floats:
@@ -29,8 +30,8 @@ def _tasks_s(rows: Ints, rates: Floats, overheads_s: Floats, num_nano_batches: i
     seconds = np.zeros((2, num_nano_batches, num_servers))
     is_launched = np.zeros((num_nano_batches, num_servers), np.bool_)
     for row in range(len(rows)):
-        start, server, nano_batch = float(rows[row, 1]), rows[row, 4], rows[row, 5]
-        queries = rows[row, 2] - start
+        start, server, nano_batch = float(rows[row, START]), rows[row, SERVER], rows[row, NANO_BATCH]
+        queries = rows[row, STOP] - start
         is_launched[nano_batch, server] = True
         for direction in range(2):
             seconds[direction, nano_batch, server] += tile_s(rates[direction], 0, queries * (queries + 1.0), queries)

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from dynamic_cp.mechanisms.links import lanes_in_one_node
-from dynamic_cp.pool.tasks import HOLDER, SAMPLE, SERVER, START, Tasks
+from dynamic_cp.pool.tasks import SERVER, Tasks
 from dynamic_cp.types import Topology
+from dynamic_cp.types.placement import HOLDER, SAMPLE, START
 
 
 def num_shifts(topology: Topology) -> int:

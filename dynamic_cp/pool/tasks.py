@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import counted, require_at_least
-from dynamic_cp.types.placement import Placement
+from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP, Placement
 
 if TYPE_CHECKING:  # as in `placement`
     import numpy as np
@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # as in `placement`
     Ints = NDArray[np.int64]
     Int32s = NDArray[np.int32]
 
-SAMPLE, START, STOP, HOLDER, SERVER, NANO_BATCH = range(6)
-"""Columns of `Tasks.rows`."""
+SERVER, NANO_BATCH = 4, 5
+"""Columns of `Tasks.rows`, behind those of homes (`types.placement`)."""
 
 TASKS_PER_DOCUMENT = 2
 """Ranges of one document that a server computes at most in a nano-batch: some kernels copy the keys for each."""
@@ -35,9 +35,9 @@ class Tasks:
     """Queries by holder and server; compared by content, not to be changed once made.
 
     Attributes:
-        rows: int32 [row, 6], in the order of samples and tokens: sample, first token, token after the last, server that
-            holds them, server that computes them, nano-batch. Where layers run in two nano-batches, tokens of the first
-            one (0) go before those of the second (1); else all are 0.
+        rows: int32 [row, (SAMPLE, START, STOP, HOLDER, SERVER, NANO_BATCH)], in the order of samples and tokens: a
+            server holds them, a server computes them. Where layers run in two nano-batches, tokens of the first one (0)
+            go before those of the second (1); else all are 0.
     """
 
     rows: Int32s

@@ -9,6 +9,10 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Ints
 from dynamic_cp.pool.tasks import Tasks
+from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP
+
+_SERVER, _NANO_BATCH = 3, 4
+"""Columns of tasks that do not say who holds them, behind SAMPLE, START and STOP."""
 
 
 def tasks_of(homes: Ints, tasks: Sequence[Ints]) -> Tasks:
@@ -21,7 +25,7 @@ def tasks_of(homes: Ints, tasks: Sequence[Ints]) -> Tasks:
     with_nano_batch = np.concatenate(
         [np.insert(of_nano_batch, 4, nano_batch, axis=1) for nano_batch, of_nano_batch in enumerate(tasks)]
     )
-    with_nano_batch = with_nano_batch[np.lexsort((with_nano_batch[:, 1], with_nano_batch[:, 0]))]
+    with_nano_batch = with_nano_batch[np.lexsort((with_nano_batch[:, START], with_nano_batch[:, SAMPLE]))]
     return Tasks(_overlaid(homes, with_nano_batch).astype(np.int32))
 
 
@@ -31,11 +35,12 @@ def _overlaid(homes: Ints, tasks: Ints) -> Ints:
     rows = np.empty((len(homes) + len(tasks), 6), np.int64)
     count, home, task = 0, 0, 0
     while home < len(homes) and task < len(tasks):
-        start, stop = max(homes[home, 1], tasks[task, 1]), min(homes[home, 2], tasks[task, 2])
-        rows[count] = homes[home, 0], start, stop, homes[home, 3], tasks[task, 3], tasks[task, 4]
+        start, stop = max(homes[home, START], tasks[task, START]), min(homes[home, STOP], tasks[task, STOP])
+        server, nano_batch = tasks[task, _SERVER], tasks[task, _NANO_BATCH]
+        rows[count] = homes[home, SAMPLE], start, stop, homes[home, HOLDER], server, nano_batch
         count += 1
-        if homes[home, 2] == stop:
+        if homes[home, STOP] == stop:
             home += 1
-        if tasks[task, 2] == stop:
+        if tasks[task, STOP] == stop:
             task += 1
     return rows[:count]

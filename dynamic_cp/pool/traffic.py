@@ -8,9 +8,10 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.placement.lanes import Lanes
-from dynamic_cp.placement.transport import COLUMN, NUM_ROUNDS, ROW, Fetches, Messages, fetches_used
-from dynamic_cp.pool.tasks import HOLDER, NANO_BATCH, SAMPLE, SERVER, START, Tasks
+from dynamic_cp.placement.transport import NUM_ROUNDS, Fetches, Messages, fetches_used
+from dynamic_cp.pool.tasks import NANO_BATCH, SERVER, Tasks
 from dynamic_cp.types import ACROSS_NODES, IN_NODE
+from dynamic_cp.types.placement import COLUMN, HOLDER, ROW, SAMPLE, START
 
 _TURN_TOKENS = 128
 """Rows are cut at multiples of this, most of them: neighbouring ones of a holder have different relays."""

@@ -10,6 +10,9 @@ from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Bools, Floats, Ints
 from dynamic_cp.pricing.terms import price, prices_of
 
+PER_MEAN, PER_ROUTED = 1, 2
+"""Columns of `PriceTable.expert_terms`, behind CONSTANT: per mean token, per routed token."""
+
 
 class PriceTable(NamedTuple):
     """All prices of one cost model. `k` is log2 of a CP size, `link` IN_NODE or ACROSS_NODES.
@@ -29,8 +32,8 @@ class PriceTable(NamedTuple):
         edges_s_per_token: [embedding forward, embedding backward, head forward, head backward], per token of a rank.
         slowest_s_per_token: what the slowest stage pays of the edges, forward + backward, per token of a rank.
         expert_lanes: lanes that share experts; where it is 1, experts are part of `terms`.
-        expert_terms: [forward or backward, (constant, per mean token, per routed token)] seconds that lanes which share
-            experts take on top of the longest of their own `terms` (`experts.ExpertPrice`).
+        expert_terms: [forward or backward, (CONSTANT, PER_MEAN, PER_ROUTED)] seconds that lanes which share experts
+            take on top of the longest of their own `terms` (`experts.ExpertPrice`).
         imbalance: tokens routed to the rank that gets most, over their mean.
         level_terms: as `terms`, with what experts cost in a block whose lanes all have as many tokens.
         level_floors: the same of `floors`: the mean over all lanes of a plan is never less.

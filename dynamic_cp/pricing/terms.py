@@ -19,9 +19,10 @@ from dynamic_cp.convex import Convex, Kink, Linear, merged
 
 NUM_KINKS = 4
 """Kinks of one direction: two of its own (first and later steps) and two of the forward pass that it repeats."""
-_FIRST_KINK, _NUMBERS_OF_KINK = 3, 4
+CONSTANT, PER_TOKEN, PER_TOKEN2, _FIRST_KINK = range(4)
+_NUMBERS_OF_KINK = 4
 NUM_TERMS = _FIRST_KINK + _NUMBERS_OF_KINK * NUM_KINKS + 1
-"""constant, per_token, per_token2, then (weight, a, b, c) of every kink; a weight of 0 ends them, always."""
+"""CONSTANT, PER_TOKEN, PER_TOKEN2, then (weight, a, b, c) of every kink; a weight of 0 ends them, always."""
 NUM_TERMS_OF_BOTH = _FIRST_KINK + _NUMBERS_OF_KINK * 2 * NUM_KINKS + 1
 """The same for forward and backward together."""
 
@@ -98,7 +99,8 @@ def price(terms: Floats, row: int, column: int, tokens: float, squares: float) -
 @inlined
 def price_inlined(terms: Floats, row: int, column: int, tokens: float, squares: float) -> float:
     """Return `price`; for the innermost loops, in which a call would take longer than the price."""
-    total = terms[row, column, 0] + terms[row, column, 1] * tokens + terms[row, column, 2] * squares
+    total = terms[row, column, CONSTANT] + terms[row, column, PER_TOKEN] * tokens
+    total += terms[row, column, PER_TOKEN2] * squares
     at = _FIRST_KINK
     while terms[row, column, at] != 0.0:
         exposed = (
@@ -116,8 +118,8 @@ def tangent(terms: Floats, row: int, column: int, tokens: float, squares: float)
 
     The slopes are those of a bucket in which what hides now goes on hiding.
     """
-    per_token, per_token2 = terms[row, column, 1], terms[row, column, 2]
-    total = terms[row, column, 0] + per_token * tokens + per_token2 * squares
+    per_token, per_token2 = terms[row, column, PER_TOKEN], terms[row, column, PER_TOKEN2]
+    total = terms[row, column, CONSTANT] + per_token * tokens + per_token2 * squares
     at = _FIRST_KINK
     while terms[row, column, at] != 0.0:
         exposed = (
@@ -139,7 +141,7 @@ def growth_while_hidden(terms: Floats, row: int, column: int, padded: float, squ
         terms, row, column: of the price.
         padded, square: its tokens, and their square by its density.
     """
-    return terms[row, column, 1] * padded + terms[row, column, 2] * square  # type: ignore[no-any-return]
+    return terms[row, column, PER_TOKEN] * padded + terms[row, column, PER_TOKEN2] * square  # type: ignore[no-any-return]
 
 
 @inlined
@@ -158,7 +160,8 @@ def line_below(terms: Floats, row: int, column: int, shares: Floats, floor: floa
         shares: [kink] in [0, 1]: max(0, x) is never below share * x.
         floor: is taken off the constant.
     """
-    constant, per_token, per_token2 = terms[row, column, 0] - floor, terms[row, column, 1], terms[row, column, 2]
+    constant = terms[row, column, CONSTANT] - floor
+    per_token, per_token2 = terms[row, column, PER_TOKEN], terms[row, column, PER_TOKEN2]
     for kink in range(NUM_KINKS):
         weight, a, b, c = kink_at(terms, row, column, kink)
         weight *= shares[kink]

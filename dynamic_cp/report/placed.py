@@ -32,6 +32,7 @@ from dynamic_cp.report.page import picture
 from dynamic_cp.report.placed_tiles import MAX_SAMPLES, placed_tiles, samples_by_work
 from dynamic_cp.report.theme import Theme
 from dynamic_cp.types import Bucket, Causal, Full, Lambda, Mask, Placement, Plan, Problem, counted
+from dynamic_cp.types.placement import LANE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -178,7 +179,7 @@ def lane_shares(
 def _lane_pairs(placement: Placement, bucket: Bucket, mask: LayerMask) -> Floats:
     """Return [inner group] pairs that kernels of a layer compute."""
     pairs = work_of_tiles(placement, bucket.samples, mask).squared_tokens * mask.pairs_per_token2
-    return np.bincount(placement.tiles[:, 2], pairs, bucket.num_inner_groups).astype(np.float64)
+    return np.bincount(placement.tiles[:, LANE], pairs, bucket.num_inner_groups).astype(np.float64)
 
 
 def placed_section(name: str, plan: Plan, problem: Problem) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from dynamic_cp.report.drawing import (
 )
 from dynamic_cp.report.theme import Theme
 from dynamic_cp.types import CAUSAL, Bucket, Mask, Placement
+from dynamic_cp.types.placement import COLUMN, DIVISION, HOLDER, LANE, ROW, SAMPLE, START, STOP
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,11 +68,11 @@ def placed_tiles(bucket: Bucket, mask: Mask, theme: Theme, *, width_in: float = 
             panel = panels[row][column]
             if row == 0:
                 colors = {color: (theme.cp_sizes[color], 1.0) for color in range(len(theme.cp_sizes))}
-                of_tile = tiles[:, 2] // lanes_per_color
+                of_tile = tiles[:, LANE] // lanes_per_color
             else:
                 steps = np.linspace(_PALEST, 1.0, placement.num_divisions).tolist()
                 colors = {division: (theme.series[0], alpha) for division, alpha in enumerate(steps)}
-                of_tile = tiles[:, 3]
+                of_tile = tiles[:, DIVISION]
             _draw(panel, bucket, number, of_tile, colors, mask, theme)
             _draw_homes(panel, placement, number, bucket.samples[number].seqlen, lanes_per_color, theme)
             _describe(panel, bucket, number, row, column == 0, num_rows, placement.num_divisions)
@@ -102,7 +103,7 @@ def _draw(
     placement, sample = bucket.placement, bucket.samples[number]
     assert placement is not None
     tiles = placement.tiles.astype(np.int64)
-    mine = placement.homes[tiles[:, 0], 0] == number
+    mine = placement.homes[tiles[:, ROW], SAMPLE] == number
     is_exact = int(mine.sum()) <= _MAX_TILES
     rectangles = (_exact if is_exact else _reduced)(placement, tiles[mine], of_tile[mine])
     outline = _allowed(sample.mask_in(mask), sample.seqlen)
@@ -126,14 +127,14 @@ def _exact(placement: Placement, tiles: Ints, of_tile: Ints) -> dict[int, list[R
 
 def _reduced(placement: Placement, tiles: Ints, of_tile: Ints) -> dict[int, list[Rectangle]]:
     """Return cells that stand for what lies in their middle, neighbours of one color joined."""
-    number = placement.homes[tiles[0, 0], 0]
-    own = np.flatnonzero(placement.homes[:, 0] == number)
-    first, seqlen = int(own[0]), int(placement.homes[own[-1], 2])
+    number = placement.homes[tiles[0, ROW], SAMPLE]
+    own = np.flatnonzero(placement.homes[:, SAMPLE] == number)
+    first, seqlen = int(own[0]), int(placement.homes[own[-1], STOP])
     colors = np.full((len(own), len(own)), -1, np.int16)
-    colors[tiles[:, 0] - first, tiles[:, 1] - first] = of_tile
+    colors[tiles[:, ROW] - first, tiles[:, COLUMN] - first] = of_tile
     edges = np.linspace(0, seqlen, _CELLS + 1).tolist()
     middles = (np.arange(_CELLS) + 0.5) * (seqlen / _CELLS)
-    home = np.searchsorted(placement.homes[own, 1], middles, side="right") - 1
+    home = np.searchsorted(placement.homes[own, START], middles, side="right") - 1
     cells = colors[home[:, None], home[None, :]]
     found: dict[int, list[Rectangle]] = defaultdict(list)
     begins = np.concatenate([[0], np.flatnonzero((cells[1:] != cells[:-1]).any(axis=1)) + 1, [_CELLS]]).tolist()
@@ -168,11 +169,11 @@ def _draw_homes(
     """Draw the strips; neighbours of one color are one."""
     strips: dict[int, list[Rectangle]] = defaultdict(list)
     near, far = -_GAP * seqlen, -(_GAP + _STRIP) * seqlen
-    homes = placement.homes[placement.homes[:, 0] == number].astype(np.int64)
-    colors = homes[:, 3] // lanes_per_color
+    homes = placement.homes[placement.homes[:, SAMPLE] == number].astype(np.int64)
+    colors = homes[:, HOLDER] // lanes_per_color
     begins = np.flatnonzero(np.diff(colors, prepend=-1)).tolist()
     for first, following in zip(begins, [*begins[1:], len(homes)], strict=True):
-        start, stop = int(homes[first, 1]), int(homes[following - 1, 2])
+        start, stop = int(homes[first, START]), int(homes[following - 1, STOP])
         strips[int(colors[first])] += [Rectangle(start, stop, far, near), Rectangle(far, near, start, stop)]
     for color, rectangles in sorted(strips.items()):
         add_rectangles(panel, rectangles, theme.cp_sizes[color])

@@ -25,8 +25,9 @@ from dynamic_cp.pipeline.schedule import Operation
 from dynamic_cp.pipeline.timeline import Span, Timeline, durations_ns
 from dynamic_cp.plans.lane_tokens import lane_tokens_of
 from dynamic_cp.pool.plan import ticks_of
-from dynamic_cp.pool.tasks import HOLDER, SERVER
+from dynamic_cp.pool.tasks import SERVER
 from dynamic_cp.report.files import write_whole
+from dynamic_cp.types.placement import HOLDER
 
 if TYPE_CHECKING:
     from dynamic_cp.pool.search import PlannedTasks  # compiled: most traces have no pool

@@ -37,6 +37,10 @@ if TYPE_CHECKING:  # numpy takes longer to import than `dynamic-cp --help` may
     Positions = NDArray[np.int64]
 
 
+BEGIN, END, SECOND_BEGIN, SECOND_END = range(4)
+"""Columns of `Mask.key_ranges`."""
+
+
 class Rectangle(NamedTuple):
     """Neighbouring queries against neighbouring keys of one sequence.
 
@@ -77,10 +81,9 @@ class Mask:
         raise NotImplementedError
 
     def key_ranges(self, seqlen: int) -> Ranges:
-        """Return the keys that each token of a sequence of `seqlen` tokens sees, int32 [token, 4].
+        """Return the keys that each token of a sequence sees, int32 [token, (BEGIN, END, SECOND_BEGIN, SECOND_END)].
 
-        They go from the first to before the second number, and from the third to before the fourth; the second range
-        lies behind the first, and is empty where one range says all.
+        They go from a begin to before an end; the second range lies behind the first, and is empty where one says all.
         """
         raise NotImplementedError
 
@@ -151,7 +154,7 @@ class Full(Mask):
 
     def key_ranges(self, seqlen: int) -> Ranges:
         ranges = _up_to_itself(seqlen)
-        ranges[:, 1] = seqlen
+        ranges[:, END] = seqlen
         return ranges
 
     def rectangles(self, seqlen: int) -> tuple[Rectangle, ...]:
@@ -266,9 +269,9 @@ class SharedQuestion(Mask):
         ranges = _up_to_itself(seqlen)
         start = self.prompt + self.answers[0]  # the first answer touches the prompt: one range
         for answer in self.answers[1:]:
-            ranges[start : start + answer, 2] = start
-            ranges[start : start + answer, 3] = ranges[start : start + answer, 1]
-            ranges[start : start + answer, 1] = self.prompt
+            ranges[start : start + answer, SECOND_BEGIN] = start
+            ranges[start : start + answer, SECOND_END] = ranges[start : start + answer, END]
+            ranges[start : start + answer, END] = self.prompt
             start += answer
         return ranges
 
@@ -280,7 +283,7 @@ class SharedQuestion(Mask):
 
     def positions(self, seqlen: int) -> Positions:
         """Every answer goes on from the end of the prompt."""
-        positions = _up_to_itself(seqlen)[:, 1].astype("int64") - 1
+        positions = _up_to_itself(seqlen)[:, END].astype("int64") - 1
         start = self.prompt
         for answer in self.answers:
             positions[start : start + answer] -= start - self.prompt
@@ -312,7 +315,7 @@ class KeyRanges(Mask):
         if ranges.ndim != 2 or ranges.shape[1] != 4:
             raise InvalidInputError(f"key ranges have the shape {ranges.shape}, [tokens, 4] is needed")
         begin, end, second, last = ranges.T
-        own = _up_to_itself(len(ranges))[:, 1] - 1
+        own = _up_to_itself(len(ranges))[:, END] - 1
         ordered = (begin >= 0) & (begin <= end) & (second <= last) & ((second == last) | (end <= second))
         inside = (end <= len(ranges)) & (last <= len(ranges))
         sees_itself = ((begin <= own) & (own < end)) | ((second <= own) & (own < last))
@@ -472,14 +475,14 @@ def _up_to_itself(seqlen: int) -> Ranges:
     import numpy as np
 
     ranges = np.zeros((seqlen, 4), np.int32)
-    ranges[:, 1] = np.arange(1, seqlen + 1)
+    ranges[:, END] = np.arange(1, seqlen + 1)
     return ranges
 
 
 def _sink_and_window(seqlen: int, sink: int, window: int) -> Ranges:
     ranges = _up_to_itself(seqlen)
     first = sink + window  # tokens before see all before them: there the window touches the sink
-    ranges[first:, 2] = ranges[first:, 1] - window
-    ranges[first:, 3] = ranges[first:, 1]
-    ranges[first:, 1] = sink
+    ranges[first:, SECOND_BEGIN] = ranges[first:, END] - window
+    ranges[first:, SECOND_END] = ranges[first:, END]
+    ranges[first:, END] = sink
     return ranges

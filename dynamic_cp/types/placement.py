@@ -23,6 +23,13 @@ if TYPE_CHECKING:  # numpy takes longer to import than `dynamic-cp --help` may
     from numpy.typing import NDArray
 
     Int32s = NDArray[np.int32]
+    Ints = NDArray[np.int64]
+
+
+SAMPLE, START, STOP, HOLDER = range(4)
+"""Columns of homes: the sample, its first token and the one after the last, and the lane that holds them."""
+ROW, COLUMN, LANE, DIVISION = range(4)
+"""Columns of tiles: the home of the queries and that of the keys, the lane that computes, and when."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,9 +40,9 @@ class Placement:
     lane of it computes all its tiles for some of the heads, and holds an equal run of its tokens (`placed_share`).
 
     Attributes:
-        homes: int32 [home, 4]: sample, first token, token after the last one, lane; in the order of samples and tokens.
-        tiles: int32 [tile, 4]: home of the queries, home of the keys, lane, division. None in plans with a pool, whose
-            tasks say who computes (`Plan.pool`).
+        homes: int32 [home, (SAMPLE, START, STOP, HOLDER)], in the order of samples and tokens.
+        tiles: int32 [tile, (ROW, COLUMN, LANE, DIVISION)]. None in plans with a pool, whose tasks say who computes
+            (`Plan.pool`).
         layer_masks: different masks of layers, where some have a window. The tiles are those of the first; layers with
             another one keep the homes (`dynamic_cp.placement.narrow`). (): one causal or full mask for all layers.
     """
@@ -73,21 +80,26 @@ class Placement:
     @property
     def num_divisions(self) -> int:
         """How many divisions the programmes of its lanes have."""
-        return int(self.tiles[:, 3].max(initial=0)) + 1
+        return int(self.tiles[:, DIVISION].max(initial=0)) + 1
+
+    @property
+    def tokens_of_homes(self) -> Ints:
+        """[home] tokens."""
+        return (self.homes[:, STOP] - self.homes[:, START]).astype("int64")
 
     def home_tokens(self, num_lanes: int) -> list[int]:
         """Return how many tokens each lane holds."""
         import numpy as np
 
         tokens = np.zeros(num_lanes, np.int64)
-        np.add.at(tokens, self.homes[:, 3], self.homes[:, 2] - self.homes[:, 1])
+        np.add.at(tokens, self.homes[:, HOLDER], self.tokens_of_homes)
         held: list[int] = tokens.tolist()
         return held
 
     def samples_of(self, lane: int) -> list[int]:
         """Return the samples of which a lane holds or computes anything, ascending."""
-        held = self.homes[self.homes[:, 3] == lane, 0].tolist()
-        computed = self.homes[self.tiles[self.tiles[:, 2] == lane, 0], 0].tolist()
+        held = self.homes[self.homes[:, HOLDER] == lane, SAMPLE].tolist()
+        computed = self.homes[self.tiles[self.tiles[:, LANE] == lane, ROW], SAMPLE].tolist()
         return sorted({*held, *computed})
 
     def __str__(self) -> str:

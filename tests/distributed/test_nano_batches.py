@@ -14,10 +14,11 @@ from megatron.core import parallel_state
 
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.mechanisms.blocks import AGAIN_KEYS, AGAIN_QUERIES, COLLECTED_KEYS, FETCHED_KEYS, FETCHED_QUERIES
-from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, ROW
+from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
 from dynamic_cp.plans.padding import placed_share
 from dynamic_cp.pool.layer_steps import Repeats, Step, steps_of
 from dynamic_cp.pool.server_ticks import decode_ticks, encode_ticks
+from dynamic_cp.types.placement import ROW
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums

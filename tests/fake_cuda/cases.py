@@ -38,8 +38,9 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from dynamic_cp.calibration.measurements import Measurement
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.programme import Programme, programmes_of
-from dynamic_cp.placement.transport import ACROSS, INSIDE, ROW
+from dynamic_cp.placement.transport import ACROSS, INSIDE
 from dynamic_cp.types import CAUSAL, FULL, Sample, Topology
+from dynamic_cp.types.placement import ROW
 from megatron.dynamic_cp.agreement import verify
 from megatron.dynamic_cp.attention import packs, placed_packs
 from megatron.dynamic_cp.attention.kernels import choice as kernels

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("dynamic_cp", "megatron/dynamic_cp", "megatron/trainer", "megatron/lm_adaptor")
 MOST_LINES = {
     "dynamic_cp": 1100,
-    "dynamic_cp/bounds": 1640,
+    "dynamic_cp/bounds": 1680,
     "dynamic_cp/calibration": 930,
     "dynamic_cp/cli": 3180,  # gradients and optimizer states in lower precision
     "dynamic_cp/comparison": 1600,  # gradients and optimizer states in lower precision
@@ -19,16 +19,16 @@ MOST_LINES = {
     "dynamic_cp/mechanisms": 1340,
     "dynamic_cp/memory": 490,  # gradients and optimizer states in lower precision
     "dynamic_cp/models": 1540,
-    "dynamic_cp/packing": 2660,
-    "dynamic_cp/pipeline": 1000,
-    "dynamic_cp/placement": 3580,
+    "dynamic_cp/packing": 2710,
+    "dynamic_cp/pipeline": 1020,
+    "dynamic_cp/placement": 3740,
     "dynamic_cp/plans": 1110,
     "dynamic_cp/pool": 2840,
     "dynamic_cp/pricing": 1680,
     "dynamic_cp/report": 2910,
     "dynamic_cp/search": 1760,
     "dynamic_cp/sweep": 1090,
-    "dynamic_cp/types": 2650,  # gradients and optimizer states in lower precision
+    "dynamic_cp/types": 2660,  # gradients and optimizer states in lower precision
     "megatron/dynamic_cp": 170,
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 4150,
@@ -56,10 +56,13 @@ MOST_LINES = {
     "megatron/trainer/setup": 1920,  # gradients and optimizer states in lower precision
     "megatron/trainer/weights": 1810,
 }
-"""Room -> lines of its Python files, rounded up to tens; files outside rooms count for their package."""
-MOST_LONG_FUNCTIONS = 18
+"""Room -> lines of its Python files, rounded up to tens; files outside rooms count for their package.
+
+In rooms with compiled kernels, large ones are cut into parts with names and docstrings, or shown by examples.
+"""
+MOST_LONG_FUNCTIONS = 17
 """Functions of more than LONG lines, and of more than MANY parameters: fewer is the aim."""
-MOST_WIDE_FUNCTIONS = 25
+MOST_WIDE_FUNCTIONS = 22
 LONG, MANY = 60, 8
 
 

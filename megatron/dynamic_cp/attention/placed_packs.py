@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynamic_cp.placement.programme import Held, Programme
-from dynamic_cp.placement.transport import COLUMN, INSIDE, ROW
+from dynamic_cp.placement.transport import INSIDE
 from dynamic_cp.types import CAUSAL, FULL, Mask, Sample
+from dynamic_cp.types.placement import COLUMN, ROW
 from megatron.dynamic_cp.attention.packs import Pack, to_device
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.placement.programme import Programme
-from dynamic_cp.placement.transport import ROW
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pool.layer_steps import NUM_NANO_BATCHES, Repeats, steps_of
+from dynamic_cp.types.placement import ROW
 from megatron.dynamic_cp.attention.kernels.choice import kernel_for
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, Fetched, ForwardPass
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.packing.durations import bucket_ns, durations_of, sample_ns
-from dynamic_cp.packing.rows import alone_ns, fill_least
+from dynamic_cp.packing.rows import Rows, alone_ns, fill_least
 from dynamic_cp.packing.table import Packing
 from dynamic_cp.types import Topology
 from tests.unit.packing.packings import check_packing, contents, descending
@@ -25,12 +25,11 @@ def filled(lengths, row_lanes, targets, floors=None, low=1.0, high=1.0, num_step
     seqlens, durations = descending(lengths), durations or setting()
     alone = alone_ns(causal(seqlens), durations, max(row_lanes).bit_length())
     floors = np.zeros(len(targets)) if floors is None else np.array(floors, float)
-    factor, bucket_of_sample, rows, first_lanes, sizes = fill_least(
-        causal(seqlens), durations, alone, np.array(row_lanes), np.array(targets, float), floors, low, high, num_steps
-    )
+    rows = Rows(np.array(row_lanes), np.array(targets, float), floors)
+    factor, filling = fill_least(causal(seqlens), durations, alone, rows, (low, high), num_steps)
     if factor < 0:
         return factor, None
-    packing = Packing(len(row_lanes), bucket_of_sample, rows, first_lanes, sizes)
+    packing = Packing(len(row_lanes), *filling)
     check_packing(packing, seqlens, durations, max(row_lanes))
     return factor, packing
 

@@ -15,8 +15,9 @@ from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
 from dynamic_cp.placement.narrow import narrowed, placement_under
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of, programmes_of
-from dynamic_cp.placement.transport import COLUMN, ROW, fetches_of
+from dynamic_cp.placement.transport import fetches_of
 from dynamic_cp.types import CAUSAL, FULL, Bucket, Lambda, Mask, Placement, Sample, Topology, parse_placement
+from dynamic_cp.types.placement import COLUMN, ROW
 from tests.placements import random_placement
 from tests.unit.placement.instances import dense
 

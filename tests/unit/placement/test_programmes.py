@@ -19,15 +19,14 @@ from dynamic_cp.placement.times import lane_ends_s
 from dynamic_cp.placement.transport import (
     ACROSS,
     COLLECT,
-    COLUMN,
     DELIVER,
     INSIDE,
-    ROW,
     Messages,
     fetches_of,
     messages_of,
 )
 from dynamic_cp.types import CAUSAL, FULL, Placement, Sample, parse_placement
+from dynamic_cp.types.placement import COLUMN, ROW
 from tests.placements import random_placement, random_samples
 
 SEEDS = range(40)

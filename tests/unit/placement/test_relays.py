@@ -10,8 +10,9 @@ import pytest
 
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.programme import programmes_of
-from dynamic_cp.placement.transport import ACROSS, COLUMN, INSIDE, ROW, fetches_of, messages_of
+from dynamic_cp.placement.transport import ACROSS, INSIDE, fetches_of, messages_of
 from dynamic_cp.types import Placement
+from dynamic_cp.types.placement import COLUMN, ROW
 from tests.placements import random_lanes, random_placement, random_samples
 
 SEEDS = range(120)

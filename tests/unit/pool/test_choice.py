@@ -21,11 +21,12 @@ from dynamic_cp.pool.choice import choose
 from dynamic_cp.pool.legal import most_fetched
 from dynamic_cp.pool.memory import peak_in_ticks
 from dynamic_cp.pool.prices import TaskOptions
-from dynamic_cp.pool.tasks import HOLDER, SERVER
+from dynamic_cp.pool.tasks import SERVER
 from dynamic_cp.pool.ticks import num_ticks
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_batch, plan_problem
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types.placement import HOLDER
 from tests.unit.pool.test_task_plans import HARDWARE, MODEL, K
 
 OPTIONS = PlanOptions(max_tokens_per_rank=64 * K, recompute="full", cp_comm_types=CP_COMM_TYPES)

@@ -39,7 +39,7 @@ from dynamic_cp.pool.scheduler import Rules, schedule
 from dynamic_cp.pool.search import PlannedTasks, TaskSearch, _planned, plan_tasks
 from dynamic_cp.pool.seconds import task_seconds
 from dynamic_cp.pool.server_ticks import decode_ticks
-from dynamic_cp.pool.tasks import HOLDER, NANO_BATCH, SERVER, STOP, Tasks
+from dynamic_cp.pool.tasks import NANO_BATCH, SERVER, Tasks
 from dynamic_cp.pool.ticks import Tick, num_ticks, tick_order
 from dynamic_cp.pool.tiling import tasks_of
 from dynamic_cp.pool.timeline import TickTime, tick_timeline
@@ -58,6 +58,7 @@ from dynamic_cp.types import (
     Sample,
     Topology,
 )
+from dynamic_cp.types.placement import HOLDER, STOP
 
 K = 1024
 MODEL, HARDWARE = load_model("llama-3-8b"), load_hardware("h100")
