@@ -58,6 +58,7 @@ def problem_of(run: Run, hardware: Hardware | None = None) -> Problem:
             cp_comm_types=(cast(CpCommType, run.exchange),),
             recompute=cast(Recompute, run.recompute),
             recompute_modules=cast("tuple[RecomputeModule, ...]", run.recompute_modules),
+            state=run.source.state,
         ),
         policy="static",
     )
