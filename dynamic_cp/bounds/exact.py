@@ -74,8 +74,7 @@ def exact_plan(
     samples: Iterable[Sample],
     cost_model: CostModel,
     *,
-    min_microbatches: int | None = None,
-    max_microbatches: int | None = None,
+    counts: tuple[int, int] | None = None,
     allow_empty: bool = True,
     padded: bool = True,
     known_s: float = float("inf"),
@@ -87,7 +86,7 @@ def exact_plan(
     Args:
         samples: a tiny global batch.
         cost_model: prices, topology and limits.
-        min_microbatches, max_microbatches: the range; default the fewest that hold all tokens, to one per sample.
+        counts: least and most micro-batches; None: from the fewest that hold all tokens, to one per sample.
         allow_empty: whether lanes may be without samples in a micro-batch.
         padded: whether prices and limits are of padded lengths; False only with a cost model that ignores padding.
         known_s: makespan of a plan that is known; only better ones are looked for.
@@ -100,33 +99,16 @@ def exact_plan(
     """
     pulp = _pulp()
     samples = tuple(sorted(samples, key=lambda sample: (-sample.seqlen, sample.sample_id)))
-    topology, table = cost_model.topology, cost_model.table
-    if table.rank_token_multiple > 1:
-        raise InvalidInputError(
-            f"tokens of a rank are rounded to a multiple of {table.rank_token_multiple}, the exact search needs 1: "
-            "plan without sequence parallelism",
-            rank_token_multiple=table.rank_token_multiple,
-        )
-    if not samples:
-        raise InvalidInputError("the global batch has 0 samples, at least 1 is needed: give samples")
-    longest, held = max(sample.seqlen for sample in samples), int(table.capacities.max())
-    if longest > held:
-        raise InfeasibleSampleError(
-            f"a sample has {longest} tokens, the largest group holds {held}: raise the token limit or the CP size",
-            seqlen=longest,
-            capacity_tokens=held,
-        )
+    _check_provable(samples, cost_model)
+    topology, limit = cost_model.topology, cost_model.options.max_tokens_per_rank
     multiple = topology.num_microbatches_multiple
-    fewest = -(
-        -sum(sample.seqlen for sample in samples) // (topology.num_lanes * cost_model.options.max_tokens_per_rank)
-    )
-    first = round_up(max(1, fewest if min_microbatches is None else min_microbatches), multiple)
-    last = max(first, round_up(len(samples), multiple)) if max_microbatches is None else max_microbatches
+    fewest = -(-sum(sample.seqlen for sample in samples) // (topology.num_lanes * limit))
+    first = round_up(max(1, fewest if counts is None else counts[0]), multiple)
+    last = max(first, round_up(len(samples), multiple)) if counts is None else counts[1]
     best, best_s, bound_s, is_cut = None, known_s, known_s, False
     tried = tuple(range(first, last + 1, multiple))
     lengths = lengths_of(samples, cost_model.model)
-    limit = cost_model.options.max_tokens_per_rank
-    below_s = {count: bound_at(lengths, table, topology, limit, count) for count in tried}
+    below_s = {count: bound_at(lengths, cost_model.table, topology, limit, count) for count in tried}
     for num_microbatches in sorted(tried, key=lambda count: below_s[count]):
         if below_s[num_microbatches] >= best_s:
             continue
@@ -148,6 +130,26 @@ def exact_plan(
     bound_s = min(bound_s, best_s)
     status: Literal["optimal", "limit"] = "limit" if is_cut and bound_s < best_s * (1 - TOLERANCE) else "optimal"
     return ExactPlan(plan=best, makespan_s=best_s, bound_s=bound_s, status=status, num_microbatches=tried)
+
+
+def _check_provable(samples: Sequence[Sample], cost_model: CostModel) -> None:
+    """Refuse samples and a model for which there is no plan, or whose plan the program does not describe."""
+    table = cost_model.table
+    if table.rank_token_multiple > 1:
+        raise InvalidInputError(
+            f"tokens of a rank are rounded to a multiple of {table.rank_token_multiple}, the exact search needs 1: "
+            "plan without sequence parallelism",
+            rank_token_multiple=table.rank_token_multiple,
+        )
+    if not samples:
+        raise InvalidInputError("the global batch has 0 samples, at least 1 is needed: give samples")
+    longest, held = max(sample.seqlen for sample in samples), int(table.capacities.max())
+    if longest > held:
+        raise InfeasibleSampleError(
+            f"a sample has {longest} tokens, the largest group holds {held}: raise the token limit or the CP size",
+            seqlen=longest,
+            capacity_tokens=held,
+        )
 
 
 def _pulp() -> Any:

@@ -149,7 +149,7 @@ def _plan(
         policy=policy,
         distributed_optimizer=not job.no_distributed_optimizer,
     )
-    planned, memory = plan_in_memory(problem, samples, limit_from_memory=limit_from_memory)
+    planned, memory = plan_in_memory(samples, problem, limit_from_memory=limit_from_memory)
     options = replace(options, max_tokens_per_rank=planned.plan.max_tokens_per_rank)
     steps(2, 3, "lower bound" if bound else "figures")
     priced = replace(problem, options=options, policy="dynamic")

@@ -132,33 +132,40 @@ def refine(
     if len(fitting) < MIN_OBSERVATIONS:
         reason = f"{len(fitting)} can be fitted, at least {MIN_OBSERVATIONS} are needed"
         return replace(unchanged, reason=reason)
+    found = _fitted(fitting, cost_model, present)
+    if found is None:
+        return replace(unchanged, reason="no factors fit better than the present ones")
+    fitted, at_bound = found
+    fitted = replace(fitted, first_iteration=first, last_iteration=last, num_observations=len(fitting))
+    after = priced.error(cost_model(fitted))
+    return replace(unchanged, hardware=fitted.apply(base), multipliers=fitted, after=after, at_bound=at_bound)
+
+
+def _fitted(
+    observations: PricedObservations, cost_model: Callable[[Multipliers], CostModel], present: Multipliers
+) -> tuple[Multipliers, tuple[str, ...]] | None:
+    """Return the factors that fit best, and which of them are at their bound; None: none fit better than `present`.
+
+    Args:
+        observations: of buckets, with what predicts them.
+        cost_model: of some factors.
+        present: the factors in use.
+    """
 
     def residuals(logarithms: Floats) -> Floats:
-        predicted = fitting.predicted_s(cost_model(_multipliers(np.exp(logarithms))))
-        return np.asarray(np.log(fitting.measured_s / predicted).ravel())
+        predicted = observations.predicted_s(cost_model(_multipliers(np.exp(logarithms))))
+        return np.asarray(np.log(observations.measured_s / predicted).ravel())
 
     start = np.log(present.values)
     low = np.maximum(start - log(MOST_AT_ONCE), -log(MOST))
     high = np.minimum(start + log(MOST_AT_ONCE), log(MOST))
     found = _fit(residuals, start, low, high)
-    fitted = replace(
-        _multipliers(np.asarray(np.round(np.exp(found), _DIGITS), np.float64)),
-        first_iteration=first,
-        last_iteration=last,
-        num_observations=len(fitting),
-    )
+    fitted = _multipliers(np.asarray(np.round(np.exp(found), _DIGITS), np.float64))
     at_start, at_end = residuals(start), residuals(np.log(fitted.values))
     scale = _scale(at_start)
     if _huber_sum(at_end / scale) >= _huber_sum(at_start / scale):
-        return replace(unchanged, reason="no factors fit better than the present ones")
-    at_bound = (name for name, x, *bounds in zip(TERMS, found, low, high, strict=True) if x in bounds)
-    return replace(
-        unchanged,
-        hardware=fitted.apply(base),
-        multipliers=fitted,
-        after=priced.error(cost_model(fitted)),
-        at_bound=tuple(at_bound),
-    )
+        return None
+    return fitted, tuple(name for name, x, *bounds in zip(TERMS, found, low, high, strict=True) if x in bounds)
 
 
 def _cost_model(

@@ -10,4 +10,5 @@ Read in this order:
 - without one, where lanes share experts: `level`
 - afterwards: `orders` of rows, `polish` by simulated annealing
 - what others do: `static`, `megatron_dev`
+- whole samples to rows of any width, for placed attention and the pool: `dealing`
 """

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dynamic_cp.arrays import Ints
+from dynamic_cp.packing.dealing import deal
 from dynamic_cp.pool.homes import quota_homes
 from dynamic_cp.types import Sample
 
@@ -29,26 +30,17 @@ def even_rows(samples: Sequence[Sample], num_rows: int, most_tokens: int) -> lis
         num_rows: micro-batches, at most as many as samples.
         most_tokens: of a row.
     """
-    lengths = np.array([sample.seqlen for sample in samples], np.float64)
-    mean = lengths.sum() / num_rows
+    if any(sample.seqlen > most_tokens for sample in samples):
+        return None
+    items = [(sample.seqlen, float(sample.seqlen) * sample.seqlen) for sample in samples]
+    mean = sum(tokens for tokens, _ in items) / num_rows
     for limit in (*(min(uneven * mean, most_tokens) for uneven in _UNEVEN), most_tokens):
-        rows: list[list[Sample]] = [[] for _ in range(num_rows)]
-        tokens, work = np.zeros(num_rows), np.zeros(num_rows)
-        for sample, length in zip(samples, lengths.tolist(), strict=True):
-            fits = tokens + length <= limit
-            if not fits.any():
-                # An empty row takes a sample that is longer than the mean.
-                fits = (tokens == 0) & (length <= most_tokens)
-                if not fits.any():
-                    break
-            row = int(np.where(fits, work, np.inf).argmin())
-            rows[row].append(sample)
-            tokens[row] += length
-            work[row] += length * length
-        else:
-            if all(rows):
-                order = np.argsort(-work, kind="stable").tolist()
-                return [rows[place] for place in (*order[::-2], *order[len(order) % 2 :: 2])]
+        dealt = deal(items, num_rows, limit)
+        if dealt is not None and all(dealt[0]):
+            rows, work = dealt
+            order = np.argsort(-work, kind="stable").tolist()
+            middle_last = (*order[::-2], *order[len(order) % 2 :: 2])
+            return [[samples[place] for place in rows[row]] for row in middle_last]
     return None
 
 

@@ -15,6 +15,7 @@ from dynamic_cp.mechanisms.blocks import why_too_much_fetched
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.placed_seconds import link_rates
 from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.packing.dealing import deal
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.placement import Maker, PlacementProblem, candidates
 from dynamic_cp.placement.cuts import Cut, spread, trimmed
@@ -188,18 +189,9 @@ def _level_rows(samples: Sequence[Sample], num_rows: int, cost_model: CostModel)
     work = [
         cost_model.duration_ns(1, 0, sample.seqlen, squared) for sample, squared in zip(samples, squares, strict=True)
     ]
-    rows: list[list[Sample]] = [[] for _ in range(num_rows)]
-    held, load = np.zeros(num_rows), np.zeros(num_rows)
-    for index in np.argsort(-np.array(work), kind="stable").tolist():
-        sample = samples[index]
-        fits = (held + sample.seqlen <= most_tokens) | (held == 0)
-        if not fits.any():
-            return None
-        row = int(np.where(fits, load, np.inf).argmin())
-        rows[row].append(sample)
-        held[row] += sample.seqlen
-        load[row] += work[index]
-    return [row for row in rows if row]
+    order = np.argsort(-np.array(work), kind="stable").tolist()
+    dealt = deal(((samples[index].seqlen, work[index]) for index in order), num_rows, most_tokens)
+    return None if dealt is None else [[samples[order[place]] for place in row] for row in dealt[0] if row]
 
 
 def place_row(samples: Sequence[Sample], cost_model: CostModel, most_candidates: int = MAX_COUNT) -> MicroBatch | None:

@@ -253,9 +253,10 @@ def plan_lengths(
         policy=policy,
         distributed_optimizer=_switch("distributed_optimizer", distributed_optimizer),
     )
-    is_checked = _switch("check_memory", check_memory)
     try:
-        planned, _ = plan_in_memory(problem, batch, limit_from_memory=limit_from_memory, check_memory=is_checked)
+        planned, _ = plan_in_memory(
+            batch, problem, limit_from_memory=limit_from_memory, check_memory=_switch("check_memory", check_memory)
+        )
     except MemoryLimitError as error:
         raise MemoryLimitError(
             f"{error}; where your loop holds less than Megatron's, give tokens and check_memory=False", **error.details

@@ -14,12 +14,12 @@ from dynamic_cp.types import PlannedBatch, Problem, Sample
 
 
 def plan_in_memory(
-    problem: Problem, samples: Sequence[Sample], *, limit_from_memory: bool = False, check_memory: bool = True
+    samples: Sequence[Sample], problem: Problem, *, limit_from_memory: bool = False, check_memory: bool = True
 ) -> tuple[PlannedBatch, MemoryModel]:
     """Return the plan of `search.plan_batch`, and the memory model that says what it needs.
 
     Args:
-        problem, samples: as there.
+        samples, problem: as there.
         limit_from_memory: take the largest limit that memory holds instead of that of the options.
         check_memory: refuse a plan that memory does not hold; one of hardware that does not say how much it has cannot
             be checked.

@@ -146,12 +146,11 @@ class ModelShape:
                 "multi-latent attention each query head has a KV head of its own, give the same",
                 num_query_groups=self.num_query_groups,
             )
-        if self.attention_output_gate or self.window_tokens:
-            other = "attention_output_gate" if self.attention_output_gate else "window_tokens"
+        if self.attention_output_gate:
             raise InvalidInputError(
-                f"kv_lora_rank is {self.kv_lora_rank} and {other} {getattr(self, other)}: multi-latent attention has "
-                "none, leave one of them out",
-                other=other,
+                f"kv_lora_rank is {self.kv_lora_rank} and attention_output_gate True: multi-latent attention has none, "
+                "leave one of them out",
+                other="attention_output_gate",
             )
 
     def _check_pipeline_layers(self) -> None:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import AUTO, RING_ALONE, UNPLACED, ModelShape, PipelineLayers, StateDtypes
@@ -25,11 +25,15 @@ from megatron.dynamic_cp.flags.layer_needs import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.positions import check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings, tokens_or_auto
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED, Unsupported
-from megatron.dynamic_cp.flags.table import add_group, check_ranges
+from megatron.dynamic_cp.flags.table import add_group, check_ranges, destination_of
 from megatron.trainer.data.config import OVERLONG_POLICIES
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.settings import DYNAMIC_CP, TABLE
-from megatron.trainer.flags.validation import check_auto_knows_recomputation, planning_settings
+from megatron.trainer.flags.validation import (
+    check_auto_knows_recomputation,
+    check_micro_batch_size,
+    planning_settings,
+)
 
 _DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}  # where the name is not that of the flag
 _EXCHANGE_NAMES = {"allgather": "all_gather"}  # Megatron-LM's name -> ours
@@ -82,8 +86,7 @@ REFUSED: tuple[Unsupported, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Setting(NamedTuple):
     """A value of Megatron-LM's arguments that --dynamic-cp sets, regardless of the command line.
 
     Attributes:
@@ -98,51 +101,34 @@ class Setting:
     is_planned: bool = False
 
 
+_STATIC = "every micro-batch brings its own CP group; the flag's value is the CP size of the static plan"
 FORCED: tuple[Setting, ...] = (
+    Setting("context_parallel_size", "--context-parallel-size", 1, _STATIC, is_planned=True),
+    Setting("cp_comm_type", "--cp-comm-type", [*RING_ALONE], "each bucket of the plan has its own", is_planned=True),
+    Setting("max_seqlen_per_dp_cp_rank", _LIMIT, None, "the planner keeps the limit", is_planned=True),
     Setting(
-        name="context_parallel_size",
-        flag="--context-parallel-size",
-        value=1,
-        reason="every micro-batch brings its own CP group; the flag's value is the CP size of the static plan",
-        is_planned=True,
+        "calculate_per_token_loss",
+        "--calculate-per-token-loss",
+        True,
+        "gradients are sums over tokens, divided once: exact for any mixture of CP sizes",
     ),
     Setting(
-        name="cp_comm_type",
-        flag="--cp-comm-type",
-        value=[*RING_ALONE],
-        reason="each bucket of the plan has its own",
-        is_planned=True,
+        "moe_token_dispatcher_type",
+        "--moe-token-dispatcher-type",
+        "alltoall",
+        "megatron-core accepts variable_seq_lengths with it only, also without experts",
     ),
     Setting(
-        name="max_seqlen_per_dp_cp_rank",
-        flag="--max-seqlen-per-dp-cp-rank",
-        value=None,
-        reason="the planner keeps the limit",
-        is_planned=True,
+        "create_attention_mask_in_dataloader",
+        "--no-create-attention-mask-in-dataloader",
+        False,
+        "attention is causal within each sample",
     ),
     Setting(
-        name="calculate_per_token_loss",
-        flag="--calculate-per-token-loss",
-        value=True,
-        reason="gradients are sums over tokens, divided once: exact for any mixture of CP sizes",
-    ),
-    Setting(
-        name="moe_token_dispatcher_type",
-        flag="--moe-token-dispatcher-type",
-        value="alltoall",
-        reason="megatron-core accepts variable_seq_lengths with it only, also without experts",
-    ),
-    Setting(
-        name="create_attention_mask_in_dataloader",
-        flag="--no-create-attention-mask-in-dataloader",
-        value=False,
-        reason="attention is causal within each sample",
-    ),
-    Setting(
-        name="rerun_mode",
-        flag="--rerun-mode",
-        value="disabled",
-        reason="a step cannot be run again from its micro-batches; losses are still checked for NaN",
+        "rerun_mode",
+        "--rerun-mode",
+        "disabled",
+        "a step cannot be run again from its micro-batches; losses are still checked for NaN",
     ),
 )
 
@@ -200,12 +186,7 @@ def refuse(args: argparse.Namespace) -> None:
     for feature in REFUSED:
         if not feature.is_off(getattr(args, destination(feature.flag), None)):
             raise feature.error()
-    if args.micro_batch_size not in (None, 1):
-        raise InvalidInputError(
-            f"--micro-batch-size is {args.micro_batch_size}, it must be 1: a micro-batch is a pack of samples, "
-            "--max-seqlen-per-dp-cp-rank sets its size",
-            micro_batch_size=args.micro_batch_size,
-        )
+    check_micro_batch_size(args.micro_batch_size)
     if len(args.cp_comm_type) != 1:
         raise InvalidInputError(
             f"--cp-comm-type has {len(args.cp_comm_type)} values, one per layer is not possible: give one",
@@ -285,7 +266,7 @@ def refuse_loaded(args: argparse.Namespace) -> None:
 
 def destination(flag: str) -> str:
     """Return where Megatron-LM's parser puts the value of `flag`."""
-    return _DESTINATIONS.get(flag, flag.removeprefix("--").replace("-", "_"))
+    return _DESTINATIONS.get(flag, destination_of(flag))
 
 
 def exchange_of(args: argparse.Namespace) -> str:

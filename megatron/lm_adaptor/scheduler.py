@@ -22,11 +22,12 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_problem
-from dynamic_cp.types import Experts, ModelShape, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
 from megatron.dynamic_cp.repairs import releases, triton_imports
 from megatron.lm_adaptor.checkout import SCHEDULERS, SUPPORTED_VERSIONS
 from megatron.lm_adaptor.flags import add_flags
 from megatron.lm_adaptor.groups import Groups, check_groups, groups_ns, groups_of, groups_of_greedy
+from megatron.trainer.flags.derive import experts_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,41 +89,48 @@ def scheduler_class(base: type, *, hardware: str = "h100", search: str = "fast")
             Raises:
                 DynamicCPError: a sample that no CP size can hold, or too few samples.
             """
-            if self.model is None:
-                raise UnsupportedFeatureError(f"{NAME} plans inside run(), or with `model` set")
-            seqlens = {int(sample): int(seqlen) for sample, seqlen in sample_id_seqlens}
-            problem = Problem(
-                topology=self.topology,
-                model=self.model,
-                hardware=load_hardware(hardware),
-                options=PlanOptions(
-                    max_tokens_per_rank=self.max_seq_len_per_rank,
-                    min_cp_size=self.min_cp_size,
-                    bytes_per_element=self.bytes_per_element,
-                    search=search,  # type: ignore[arg-type]
-                ),
-            )
-            samples = [Sample(sample_id=sample, seqlen=seqlen) for sample, seqlen in seqlens.items()]
-            planned = plan_problem(problem, samples)
-            multiple = self.microbatch_group_size_per_vp_stage or 1
-            limits = {"multiple": multiple, "max_samples": self.max_num_seqs}
-            # Both as they will run: filling empty places can make a plan slower than what it was chosen against.
-            cost_model = CostModel(problem)
-            candidates = {planned.reason: groups_of(planned.plan, **limits)}
-            with contextlib.suppress(InvalidInputError):  # its rows may not come to a multiple where ours do
-                candidates["Megatron-LM's greedy"] = groups_of_greedy(seqlens, cost_model, problem.options, **limits)
-            reason, groups = min(candidates.items(), key=lambda named: groups_ns(named[1], seqlens, cost_model))
-            sizes = check_groups(
-                groups,
-                seqlens,
-                num_lanes=self.topology.num_lanes,
-                max_tokens_per_rank=self.max_seq_len_per_rank,
-                multiple=multiple,
-            )
-            logger.debug("%d micro-batches, packs by CP size %s; %s", len(groups), dict(sizes), reason)
-            return groups
+            return _planned_groups(self, sample_id_seqlens, load_hardware(hardware), search)
 
     return DynamicCPPlannerScheduler
+
+
+def _planned_groups(
+    scheduler: Any, sample_id_seqlens: Sequence[tuple[int, int]], hardware: Hardware, search: str
+) -> Groups:
+    """Return the groups of a plan, or Megatron-LM's greedy ones where they are faster."""
+    if scheduler.model is None:
+        raise UnsupportedFeatureError(f"{NAME} plans inside run(), or with `model` set")
+    seqlens = {int(sample): int(seqlen) for sample, seqlen in sample_id_seqlens}
+    problem = Problem(
+        topology=scheduler.topology,
+        model=scheduler.model,
+        hardware=hardware,
+        options=PlanOptions(
+            max_tokens_per_rank=scheduler.max_seq_len_per_rank,
+            min_cp_size=scheduler.min_cp_size,
+            bytes_per_element=scheduler.bytes_per_element,
+            search=search,  # type: ignore[arg-type]
+        ),
+    )
+    samples = [Sample(sample_id=sample, seqlen=seqlen) for sample, seqlen in seqlens.items()]
+    planned = plan_problem(problem, samples)
+    multiple = scheduler.microbatch_group_size_per_vp_stage or 1
+    limits = {"multiple": multiple, "max_samples": scheduler.max_num_seqs}
+    # Both as they will run: filling empty places can make a plan slower than what it was chosen against.
+    cost_model = CostModel(problem)
+    candidates = {planned.reason: groups_of(planned.plan, **limits)}
+    with contextlib.suppress(InvalidInputError):  # its rows may not come to a multiple where ours do
+        candidates["Megatron-LM's greedy"] = groups_of_greedy(seqlens, cost_model, problem.options, **limits)
+    reason, groups = min(candidates.items(), key=lambda named: groups_ns(named[1], seqlens, cost_model))
+    sizes = check_groups(
+        groups,
+        seqlens,
+        num_lanes=scheduler.topology.num_lanes,
+        max_tokens_per_rank=scheduler.max_seq_len_per_rank,
+        multiple=multiple,
+    )
+    logger.debug("%d micro-batches, packs by CP size %s; %s", len(groups), dict(sizes), reason)
+    return groups
 
 
 def _topology(num_lanes: int) -> Topology:
@@ -152,24 +160,8 @@ def model_shape(config: Any) -> ModelShape:
         kv_channels=config.kv_channels,
         vocab_size=_vocab_size(),
         gated_linear_unit=config.gated_linear_unit,
-        experts=_experts(config),
+        experts=experts_of(config),
         source="configuration of the checkout",
-    )
-
-
-def _experts(config: Any) -> Experts | None:
-    """Return the experts of a checkout's model, whose configuration names them otherwise than its flags do."""
-    num_experts = getattr(config, "num_moe_experts", None)
-    if not num_experts:
-        return None
-    freq = config.moe_layer_freq
-    return Experts(
-        num_experts=num_experts,
-        topk=config.moe_router_topk,
-        ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
-        shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
-        shared_gate=bool(getattr(config, "moe_shared_expert_gate", False)),
-        layer_freq=freq if isinstance(freq, int) else tuple(freq),
     )
 
 

@@ -354,16 +354,24 @@ def window_mask(seqlen: int, window_size: tuple[int, int], sink_tokens: int = 0)
 
 
 class TwoWidths(torch.nn.Module):
-    """Causal attention of keys and values of different widths, by its definition: megatron-core's local one has one."""
+    """Causal attention of keys and values of different widths, by its definition: megatron-core's local one has one.
 
-    def __init__(self, softmax_scale: float, **_unused: Any) -> None:
+    In layers with a window megatron-core's own mask hides keys, as `reference_step` has it.
+    """
+
+    def __init__(self, softmax_scale: float, config: Any, layer_number: int, **_unused: Any) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
+        has_window = utils.is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window_size = config.window_size if has_window else None
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Return [S, 1, heads * value width] of query and key [S, 1, heads, width]."""
         scores = torch.einsum("sbhd,tbhd->bhst", query, key) * self.softmax_scale
-        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        if self.window_size is not None:
+            hidden = fused_softmax.get_sliding_window_causal_mask(*hidden.shape, self.window_size)
+        scores.masked_fill_(hidden, float("-inf"))
         return torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), value).flatten(2)
 
 

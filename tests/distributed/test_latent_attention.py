@@ -249,7 +249,6 @@ def test_a_plan_with_latents_for_plain_attention_is_told() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"window_size": (7, 0)}, "--window-size is not supported: its layers were not checked with one"),
         ({"softmax_type": "learnable"}, "--softmax-type is not supported: it has scores of keys alone"),
         ({"no_rope_freq": 2}, "--no-rope-freq is not supported: all layers rotate"),
         ({"fp32_residual_connection": True}, "--fp32-residual-connection is not supported"),

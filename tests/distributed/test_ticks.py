@@ -77,6 +77,8 @@ LAYOUTS = {
         2, pp=2, vpp=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True
     ),
     "pp2_relays": Layout(2, pp=2, ranks_per_node=1, config=FULL_RECOMPUTE),
+    "pp2_learned_offset": Layout(2, pp=2, variant="learned_offset"),
+    "pp2_learned_offset_full_recompute": Layout(2, pp=2, variant="learned_offset", config=FULL_RECOMPUTE),
 }
 EACH_NIGHT = {
     "pp4": Layout(2, pp=4, ranks_per_node=4),
@@ -96,6 +98,8 @@ IN_NANO_BATCHES = {
     "tp2_sp_pp2_selective_recompute": Layout(2, tp=2, sp=True, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE),
     "pp2_norms_recomputed": Layout(2, pp=2, config=NORMS_RECOMPUTE),
     "pp2_gated": Layout(2, pp=2, variant="gated"),
+    "pp2_off_by_one": Layout(2, pp=2, variant="off_by_one", config=SELECTIVE_RECOMPUTE),
+    "tp2_pp2_learned_offset": Layout(2, tp=2, pp=2, variant="learned_offset", config=SELECTIVE_RECOMPUTE),
     "pp2_unrotated": Layout(2, pp=2, variant="unrotated"),
     "pp2_fp32_residual": Layout(2, pp=2, variant="fp32_residual_gpt2"),
 }
@@ -112,7 +116,7 @@ RANDOM_ROWS: dict[str, tuple[int, ...]] = {
 or for the last group of them."""
 ROWS = (4,)
 BATCHES_OF_THEIR_OWN = {"pp2_cut": "cut", "pp2_cut_selective_recompute": "cut"}
-IN_ONE_STREAM = ("pp2_one_lane", "pp2_relays")
+IN_ONE_STREAM = ("pp2_one_lane", "pp2_relays", "pp2_learned_offset")
 """Layouts that are planned without ping-pong, too."""
 RELAYS = {"pp2_relays": 2, "pp2_vpp2_relays": 4}
 """Servers to which what several use travels once, where none share a node."""
@@ -352,7 +356,6 @@ def pool_group(layout: Layout) -> dist.ProcessGroup:
         ({"mtp_num_layers": 1}, "mtp_num_layers is 1, in a pool it must be off, because all stages run as many layers"),
         ({"num_moe_experts": 8}, "num_moe_experts is 8, .* stages without a micro-batch have no tokens for experts"),
         ({"window_size": (4, 0)}, "window_size is "),
-        ({"softmax_type": "off-by-one"}, "softmax_type is off-by-one"),
         ({**FULL_RECOMPUTE, "recompute_method": "block"}, "method block and 1 layers"),
         ({**FULL_RECOMPUTE, "recompute_num_layers": 2}, "method uniform and 2 layers"),
     ],

@@ -47,6 +47,10 @@ LAYOUTS = {
     # With a gate, norms of queries and keys, scaled positions, and layers without positions.
     "dp4_all_gather": Layout(4, exchange="all_gather", variant="all_but_yarn", config=EVERY_SECOND),
     "pp2_a2a": Layout(2, pp=2, exchange="a2a", config=WITH_SINK),
+    "dp4_a2a_latent": Layout(4, exchange="a2a", variant="latent", config=EVERY_SECOND),
+    "tp2_sp_all_gather_latent": Layout(
+        2, tp=2, sp=True, exchange="all_gather", variant="latent_plain", config=WITH_SINK
+    ),
     "tp2_sp_all_gather": Layout(2, tp=2, sp=True, exchange="all_gather", config=WITH_SINK),
 }
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -63,6 +67,7 @@ EACH_NIGHT = {
 PLACED_LAYOUTS = {
     "dp4_placed": Layout(4, exchange="all_gather", config=EVERY_SECOND, ranks_per_node=2),
     "pp2_placed": Layout(2, pp=2, exchange="a2a", variant="all_with_yarn", config=WITH_SINK),
+    "dp3_placed_latent": Layout(3, exchange="all_gather", variant="latent", config=EVERY_SECOND),
 }
 PLANNED_BLOCKS = {
     "dp4_planned": (Layout(4, config=WITH_SINK, ranks_per_node=2), 300),

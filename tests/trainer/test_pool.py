@@ -115,7 +115,6 @@ PP2 = "--dynamic-cp --dynamic-cp-pool always --pipeline-model-parallel-size 2"
         (f"{PP2} --mtp-num-layers 1", "--mtp-num-layers, 0 is possible"),
         (f"{PP2} --window-size 15,0", "--window-size, off is possible"),
         (f"{PP2} --bf16 --fp8-format hybrid", "--fp8-format, off is possible"),
-        (f"{PP2} --softmax-type learnable", "--softmax-type learnable, vanilla is possible"),
         (f"{PP2} --transformer-impl transformer_engine", "--transformer-impl transformer_engine, local is possible"),
         (
             f"{PP2} --recompute-granularity full --recompute-method block --recompute-num-layers 1",

@@ -19,7 +19,7 @@ MOST_LINES = {
     "dynamic_cp/mechanisms": 1340,
     "dynamic_cp/memory": 490,  # gradients and optimizer states in lower precision
     "dynamic_cp/models": 1540,
-    "dynamic_cp/packing": 2710,
+    "dynamic_cp/packing": 2750,
     "dynamic_cp/pipeline": 1020,
     "dynamic_cp/placement": 3740,
     "dynamic_cp/plans": 1110,
@@ -31,38 +31,38 @@ MOST_LINES = {
     "dynamic_cp/types": 2660,  # gradients and optimizer states in lower precision
     "megatron/dynamic_cp": 170,
     "megatron/dynamic_cp/agreement": 520,
-    "megatron/dynamic_cp/attention": 4150,
+    "megatron/dynamic_cp/attention": 4160,
     "megatron/dynamic_cp/calibration": 1260,
     "megatron/dynamic_cp/data": 1130,
-    "megatron/dynamic_cp/flags": 2360,
+    "megatron/dynamic_cp/flags": 2330,
     "megatron/dynamic_cp/foreign": 1450,
-    "megatron/dynamic_cp/groups": 610,
+    "megatron/dynamic_cp/groups": 650,
     "megatron/dynamic_cp/layout": 430,
     "megatron/dynamic_cp/measuring": 220,
     "megatron/dynamic_cp/model": 1040,
     "megatron/dynamic_cp/outside": 930,
     "megatron/dynamic_cp/plans": 790,
-    "megatron/dynamic_cp/pool": 1500,
+    "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
     "megatron/dynamic_cp/repairs": 650,
     "megatron/dynamic_cp/step": 790,
-    "megatron/lm_adaptor": 3150,
+    "megatron/lm_adaptor": 3140,
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1940,
     "megatron/trainer/data": 5100,
     "megatron/trainer/ending": 590,
-    "megatron/trainer/flags": 1400,  # gradients and optimizer states in lower precision
+    "megatron/trainer/flags": 1410,  # gradients and optimizer states in lower precision
     "megatron/trainer/loop": 490,
     "megatron/trainer/reporting": 560,
-    "megatron/trainer/setup": 1920,  # gradients and optimizer states in lower precision
+    "megatron/trainer/setup": 1940,  # gradients and optimizer states in lower precision
     "megatron/trainer/weights": 1810,
 }
 """Room -> lines of its Python files, rounded up to tens; files outside rooms count for their package.
 
 In rooms with compiled kernels, large ones are cut into parts with names and docstrings, or shown by examples.
 """
-MOST_LONG_FUNCTIONS = 17
+MOST_LONG_FUNCTIONS = 10
 """Functions of more than LONG lines, and of more than MANY parameters: fewer is the aim."""
-MOST_WIDE_FUNCTIONS = 22
+MOST_WIDE_FUNCTIONS = 20
 LONG, MANY = 60, 8
 
 

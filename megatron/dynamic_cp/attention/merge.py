@@ -96,9 +96,20 @@ class RowSums:
         Args:
             offset_H: the score, for each head.
         """
-        lse_HT, offset_H1 = self.lse_HT.to(SUM_DTYPE), offset_H.to(SUM_DTYPE)[:, None]
-        self.out_THD = self.out_THD * torch.sigmoid(lse_HT - offset_H1).t()[..., None].to(self.out_THD.dtype)
-        self.lse_HT = torch.logaddexp(lse_HT, offset_H1)
+        self.out_THD, self.lse_HT = with_offset(self.out_THD, self.lse_HT, offset_H)
+
+
+def with_offset(out_THD: Tensor, lse_HT: Tensor, offset_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of rows that see one more score, `offset_H` for each head, of a value of 0."""
+    lse_HT, offset_H1 = lse_HT.to(SUM_DTYPE), offset_H.to(SUM_DTYPE)[:, None]
+    out_THD = out_THD * torch.sigmoid(lse_HT - offset_H1).t()[..., None].to(out_THD.dtype)
+    return out_THD, torch.logaddexp(lse_HT, offset_H1)
+
+
+def offset_gradient(offset_H: Tensor, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor) -> Tensor:
+    """Return the gradient of the offset of `with_offset`, float32 [heads]: minus its share of what rows get."""
+    share_TH = torch.exp(offset_H.to(SUM_DTYPE) - lse_TH)
+    return -(share_TH * (grad_THD.to(SUM_DTYPE) * out_THD.to(SUM_DTYPE)).sum(dim=-1)).sum(dim=0)
 
 
 class RowGradients:
@@ -127,10 +138,9 @@ class RowGradients:
         return rows
 
     def offset_gradient(self, offset_H: Tensor) -> Tensor:
-        """Return the gradient of `RowSums.add_offset`'s offset, float32 [heads]: minus its share of what rows get."""
+        """Return the gradient of `RowSums.add_offset`'s offset, float32 [heads]."""
         grad_THD, _, out_THD, lse_TH = self.tensors
-        share_TH = torch.exp(offset_H.to(SUM_DTYPE) - lse_TH)
-        return -(share_TH * (grad_THD.to(SUM_DTYPE) * out_THD.to(SUM_DTYPE)).sum(dim=-1)).sum(dim=0)
+        return offset_gradient(offset_H, grad_THD, out_THD, lse_TH)
 
     def take(self, rows: RowGradients) -> None:
         """Make the first rows of `rows` these ones."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS as PIPELINE_FLAGS
+from megatron.dynamic_cp.flags.table import destination_of
 from megatron.dynamic_cp.flags.windows import windows_of
 
 FP8, LATENTS, MODULES, POOL = "--fp8-format", "--multi-latent-attention", "--mtp-num-layers", "--dynamic-cp-pool"
@@ -30,15 +31,28 @@ class Exclusion(NamedTuple):
 
     Attributes:
         other: its flag and value, as docs/flags.md names them.
-        said: what a run says of it.
         why: in the way; may name fields of the configuration.
         remedy: what its `_MESSAGES` leave open.
+        off: values of the flag that leave it off, besides None; shows: its value is part of the message.
+        said: what a run says of it, where that is not the value of one flag.
     """
 
     other: str
-    said: Said
     why: str
     remedy: str = ""
+    off: tuple[Any, ...] = (False,)
+    shows: bool = False
+    said: Said | None = None
+
+    def said_by(self, config: Any) -> str | None:
+        """Return what flags or a configuration say of it, as messages name it; None: they leave it off."""
+        if self.said is not None:
+            return self.said(config)
+        flag = self.other.split()[0]
+        value = getattr(config, destination_of(flag), None)
+        if value is None or value in self.off:
+            return None
+        return f"{flag} {value}" if self.shows else flag
 
 
 def refuse_pairs(feature: str, config: Any, *, value: Any = None) -> None:
@@ -53,7 +67,7 @@ def refuse_pairs(feature: str, config: Any, *, value: Any = None) -> None:
         UnsupportedFeatureError: naming both features.
     """
     for exclusion in EXCLUSIONS[feature]:
-        other = exclusion.said(config)
+        other = exclusion.said_by(config)
         if other is None:
             continue
         message = _MESSAGES.get(feature, "{feature} with {other} is not supported: {why}; leave one of them out")
@@ -65,25 +79,6 @@ def refuse_pairs(feature: str, config: Any, *, value: Any = None) -> None:
         raise UnsupportedFeatureError(
             message.format(feature=given, other=other, why=why, remedy=exclusion.remedy), **details
         )
-
-
-def _given(flag: str, *off: Any, name: str = "", shows: bool = False, at_zero: bool = False) -> Said:
-    """Return what says whether a flag is on.
-
-    Args:
-        off: values that leave it off, besides None and, unless `at_zero`, all that are false.
-        name: of its value; default: the flag's own.
-        shows: its value is part of the message.
-    """
-    name = name or flag.removeprefix("--").replace("-", "_")
-
-    def said(config: Any) -> str | None:
-        value = getattr(config, name, None)
-        if value is None or value in off or not (value or at_zero):
-            return None
-        return f"{flag} {value}" if shows else flag
-
-    return said
 
 
 def _recomputed_layers(config: Any) -> str | None:
@@ -135,7 +130,11 @@ def _no_pipeline(flags: Any) -> str | None:
 
 
 def _experts(config: Any) -> str | None:
-    return f"--num-experts {num_experts(config)}" if num_experts(config) is not None else None
+    return "--num-experts" if num_experts(config) else None
+
+
+def _fp8(flags: Any) -> str | None:
+    return FP8 if getattr(flags, "fp8", None) is not None else None
 
 
 def _windows(flags: Any) -> str | None:
@@ -144,144 +143,104 @@ def _windows(flags: Any) -> str | None:
 
 _AS_MANY = "all stages run as many layers, one beside the other"
 _UNTRIED = "it was not tried with one"
-_WINDOW = _given("--window-size", at_zero=True)
-_FP32_RESIDUAL = _given("--fp32-residual-connection")
 
 EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
     FP8: (
-        Exclusion(
-            "--num-experts",
-            lambda config: "--num-experts" if num_experts(config) else None,
-            "what an expert gets is no multiple of anything",
-        ),
-        Exclusion(MODULES, _given(MODULES), "their projections were not checked in it"),
-        Exclusion("--recompute-modules", _repeated_modules, "parts of a layer were not checked in it"),
+        Exclusion("--num-experts", "what an expert gets is no multiple of anything", said=_experts),
+        Exclusion(MODULES, "their projections were not checked in it"),
+        Exclusion("--recompute-modules", "parts of a layer were not checked in it", said=_repeated_modules),
     ),
     LATENTS: (
         Exclusion(
-            "--num-query-groups", _grouped_heads, "each of its {config.num_attention_heads} heads has keys of its own"
+            "--num-query-groups",
+            "each of its {config.num_attention_heads} heads has keys of its own",
+            said=_grouped_heads,
         ),
         Exclusion(
-            "--position-embedding-type other than rope",
-            _given("--position-embedding-type", "rope", shows=True),
-            "it rotates by --rope-type alone",
+            "--position-embedding-type other than rope", "it rotates by --rope-type alone", off=("rope",), shows=True
         ),
-        Exclusion("--softmax-type", _given("--softmax-type", "vanilla"), "it has scores of keys alone"),
-        Exclusion("--attention-output-gate", _given("--attention-output-gate"), "it has no gate"),
-        Exclusion("--qk-l2-norm", _given("--qk-l2-norm"), "it normalizes latents"),
-        Exclusion("--no-rope-freq", _given("--no-rope-freq"), "all layers rotate"),
-        Exclusion("--window-size", _WINDOW, "its layers were not checked with one"),
-        Exclusion("--rotary-interleaved", _given("--rotary-interleaved"), "its channels are paired in one way"),
-        Exclusion("--add-qkv-bias", _biases_of_projections, "its projections have none"),
-        Exclusion("--use-rope-scaling", _given("--use-rope-scaling"), "its RoPE is not scaled"),
-        Exclusion(
-            "--rotary-seq-len-interpolation-factor",
-            _given("--rotary-seq-len-interpolation-factor", 1, at_zero=True),
-            "its positions are not divided",
-        ),
-        Exclusion(
-            "--rotary-percent",
-            _given("--rotary-percent", 1, at_zero=True),
-            "--qk-pos-emb-head-dim says what is rotated",
-        ),
-        Exclusion(
-            "--fp32-residual-connection", _FP32_RESIDUAL, "latents were not checked with a residual of another type"
-        ),
-        Exclusion(
-            "--yarn-correction-range-round-to-int",
-            _given("--yarn-correction-range-round-to-int", at_zero=True),
-            "its YaRN always rounds",
-        ),
+        Exclusion("--softmax-type", "it has scores of keys alone", off=("vanilla",)),
+        Exclusion("--attention-output-gate", "it has no gate"),
+        Exclusion("--qk-l2-norm", "it normalizes latents"),
+        Exclusion("--no-rope-freq", "all layers rotate"),
+        Exclusion("--rotary-interleaved", "its channels are paired in one way"),
+        Exclusion("--add-qkv-bias", "its projections have none", said=_biases_of_projections),
+        Exclusion("--use-rope-scaling", "its RoPE is not scaled"),
+        Exclusion("--rotary-seq-len-interpolation-factor", "its positions are not divided", off=(1,)),
+        Exclusion("--rotary-percent", "--qk-pos-emb-head-dim says what is rotated", off=(1,)),
+        Exclusion("--fp32-residual-connection", "latents were not checked with a residual of another type"),
+        Exclusion("--yarn-correction-range-round-to-int", "its YaRN always rounds", off=()),
     ),
     MODULES: (
-        Exclusion("--window-size", _WINDOW, "which modules have one is not the same in all releases of megatron-core"),
-        Exclusion("--no-rope-freq", _given("--no-rope-freq"), "it says nothing of layers behind the last"),
-        Exclusion("--fp32-residual-connection", _FP32_RESIDUAL, "what the modules project is rounded"),
+        Exclusion("--window-size", "which modules have one is not the same in all releases of megatron-core"),
+        Exclusion("--no-rope-freq", "it says nothing of layers behind the last"),
+        Exclusion("--fp32-residual-connection", "what the modules project is rounded"),
         Exclusion(
             "--recompute-method, but for uniform and 1",
-            _recomputed_layers,
             "megatron-core recomputes its modules one at a time only (uniform and 1)",
+            said=_recomputed_layers,
         ),
         Exclusion(
             "--position-embedding-type learned_absolute",
-            _learned_in_pipeline,
             "the last stage would learn positions of its own",
+            said=_learned_in_pipeline,
         ),
     ),
     BIASED_EXPERTS: (
         Exclusion(
-            "--moe-shared-expert-intermediate-size",
-            _given("--moe-shared-expert-intermediate-size", at_zero=True),
-            "megatron-core's shared experts have none",
-            "leave it out",
+            "--moe-shared-expert-intermediate-size", "megatron-core's shared experts have none", "leave it out", off=()
         ),
-        Exclusion(
-            "--moe-grouped-gemm",
-            _given("--moe-grouped-gemm"),
-            "they were checked with experts one after the other",
-            "leave it out",
-        ),
+        Exclusion("--moe-grouped-gemm", "they were checked with experts one after the other", "leave it out"),
         Exclusion(
             "--bias-swiglu-fusion",
-            _fused_swiglu,
             "megatron-core's fused kernel of experts has none",
             "give --no-bias-swiglu-fusion",
+            said=_fused_swiglu,
         ),
     ),
     POOL: (
-        Exclusion("--dynamic-cp off", _static_policy, "other policies have one CP size for all samples", "on"),
-        Exclusion("--pipeline-model-parallel-size 1", _no_pipeline, "it has servers of all stages", "at least 2"),
-        *(Exclusion(flag, _given(flag), _AS_MANY, "off") for flag in PIPELINE_FLAGS),
-        Exclusion("--num-experts", _experts, "stages without a micro-batch have no tokens for experts", "0"),
-        Exclusion(MODULES, _given(MODULES), _AS_MANY, "0"),
-        Exclusion(LATENTS, _given(LATENTS), _UNTRIED, "off"),
-        Exclusion("--window-size", _windows, _UNTRIED, "off"),
-        Exclusion("--softmax-type", _given("--softmax-type", "vanilla", shows=True), _UNTRIED, "vanilla"),
+        Exclusion("--dynamic-cp off", "other policies have one CP size for all samples", "on", said=_static_policy),
+        Exclusion("--pipeline-model-parallel-size 1", "it has servers of all stages", "at least 2", said=_no_pipeline),
+        *(Exclusion(flag, _AS_MANY, "off") for flag in PIPELINE_FLAGS),
+        Exclusion("--num-experts", "stages without a micro-batch have no tokens for experts", "0", shows=True),
+        Exclusion(MODULES, _AS_MANY, "0"),
+        Exclusion(LATENTS, _UNTRIED, "off"),
+        Exclusion("--window-size", _UNTRIED, "off", said=_windows),
+        Exclusion(FP8, "it is for layers of TransformerEngine, whose attention is not placed", "off", said=_fp8),
         Exclusion(
-            FP8,
-            _given(FP8, name="fp8", at_zero=True),
-            "it is for layers of TransformerEngine, whose attention is not placed",
-            "off",
-        ),
-        Exclusion(
-            "--transformer-impl transformer_engine",
-            _given("--transformer-impl", "local", shows=True),
-            "its attention is not placed",
-            "local",
+            "--transformer-impl transformer_engine", "its attention is not placed", "local", off=("local",), shows=True
         ),
         Exclusion(
             "--recompute-method, but for uniform and 1",
-            _recomputed_layers,
             "all ranks recompute layer by layer",
             "uniform and 1",
+            said=_recomputed_layers,
         ),
         Exclusion(
-            "--dynamic-cp-refine",
-            _given("--dynamic-cp-refine", shows=True),
-            "the times of micro-batches in ticks are those of all stages",
-            "0",
+            "--dynamic-cp-refine", "the times of micro-batches in ticks are those of all stages", "0", shows=True
         ),
     ),
     MASKS: (
         Exclusion(
             MODULES,
-            _given(MODULES, shows=True),
             "after a prompt with several responses more than one token is the next, and both together are not "
             "supported",
             "the flag",
+            shows=True,
         ),
         Exclusion(
             "--window-sink-tokens",
-            _given("--window-sink-tokens", shows=True),
             "a response sees itself, the end of its prompt and the sink, three ranges of keys, and two are supported",
             "the sink",
+            shows=True,
         ),
         Exclusion(
             POOL,
-            _given(POOL, "off", shows=True),
-            "prompts with several responses have masks of their own, and servers compute queries with all keys before "
-            "them",
+            "prompts with several responses have masks of their own, and servers compute queries with all keys "
+            "before them",
             "the flag",
+            off=("off",),
+            shows=True,
         ),
     ),
 }

@@ -11,6 +11,7 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.flags.exclusions import LATENTS, refuse_pairs
 from megatron.dynamic_cp.flags.positions import YARN
+from megatron.dynamic_cp.flags.table import flag_of
 
 FLAG = "--multi-latent-attention"
 WIDTHS = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
@@ -53,7 +54,8 @@ def complete_latent_attention(flags: Any) -> None:
         for name in (*WIDTHS, "rope_type"):
             if getattr(flags, name) is not None:
                 raise InvalidInputError(
-                    f"{_flag(name)} {getattr(flags, name)} is for multi-latent attention: add {FLAG}, or leave it out",
+                    f"{flag_of(name)} {getattr(flags, name)} is for multi-latent attention: add {FLAG}, or leave it "
+                    "out",
                     name=name,
                 )
         return
@@ -140,7 +142,3 @@ def latent_attention_of(flags: Any) -> dict[str, Any]:
 def shape_of(model: Any) -> dict[str, int]:
     """Return the numbers of `ModelShape` that only latent attention has; {} without it."""
     return {name: getattr(model, name) or 0 for name in WIDTHS} if is_on(model) else {}
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

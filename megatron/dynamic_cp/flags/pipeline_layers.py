@@ -10,6 +10,7 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import PipelineLayers
+from megatron.dynamic_cp.flags.table import destination_of
 
 _OWN = {"--decoder-first-pipeline-num-layers": 0, "--decoder-last-pipeline-num-layers": -1}
 _COUNTED = {"--account-for-embedding-in-pipeline-split": 0, "--account-for-loss-in-pipeline-split": -1}
@@ -83,4 +84,4 @@ def _said(flags: Any) -> str:
 
 
 def _value(flags: Any, flag: str) -> Any:
-    return getattr(flags, flag.removeprefix("--").replace("-", "_"), None)
+    return getattr(flags, destination_of(flag), None)

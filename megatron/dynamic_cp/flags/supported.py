@@ -19,6 +19,7 @@ from megatron.dynamic_cp.flags.latent_attention import FIELDS as LATENT_FIELDS
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.positions import check_norms
+from megatron.dynamic_cp.flags.table import destination_of
 from megatron.dynamic_cp.flags.windows import windows_of
 
 
@@ -69,7 +70,7 @@ _PRECISION = "train in fp32 or --bf16"
 
 def _field(flag: str, reason: str, field: str = "", off: tuple[Any, ...] = ()) -> Unsupported:
     """Return a feature with a field of its own, whose name is the flag's unless it is given."""
-    return Unsupported(flag, reason, field or flag.removeprefix("--").replace("-", "_"), off)
+    return Unsupported(flag, reason, field or destination_of(flag), off)
 
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
@@ -247,6 +248,10 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
                 field=name,
                 value=repr(value),
             )
+    _check_dtypes(config, plain)
+
+
+def _check_dtypes(config: Any, plain: Any) -> None:
     if config.fp32_residual_connection and str(config.pipeline_dtype) not in ("None", "torch.float32"):
         raise UnsupportedFeatureError(
             f"--fp32-residual-connection with TransformerConfig.pipeline_dtype {config.pipeline_dtype}: stages send "

@@ -78,18 +78,28 @@ def flag(
     return field(metadata={"flag": (name, default, group, within, given)})
 
 
+def destination_of(name: str) -> str:
+    """Return where a parser puts the value of a flag that says nothing else."""
+    return name.removeprefix("--").replace("-", "_")
+
+
+def flag_of(destination: str) -> str:
+    """Return the flag that a parser keeps under a name."""
+    return "--" + destination.replace("_", "-")
+
+
 def flags_of(settings: type) -> Iterator[Flag]:
     """Yield the flags among the fields of a class."""
     for entry in settings.__dataclass_fields__.values():  # type: ignore[attr-defined]  # `fields` leaves out InitVar
         if "flag" not in entry.metadata:
             continue
         name, default, group, within, given = entry.metadata["flag"]
-        words, _, destination = (name or "--" + entry.name.replace("_", "-")).partition("=")
+        words, _, destination = (name or flag_of(entry.name)).partition("=")
         names = tuple(words.split())
         yield Flag(
             field=entry.name,
             names=names,
-            destination=destination or names[0].removeprefix("--").replace("-", "_"),
+            destination=destination or destination_of(names[0]),
             group=group,
             within=within,
             options=_options_of(entry.type, default, given),
@@ -133,7 +143,7 @@ def check_ranges(arguments: Any, *table: type) -> None:
     Raises:
         InvalidInputError: one is out of its range.
     """
-    for row in (row for settings in table for row in flags_of(settings) if row.within is not None):
+    for row in (row for settings in table for row in flags_of(settings)):
         name, value = row.destination, getattr(arguments, row.destination)
         if row.within is not None and value is not None and not row.within.has(value):
             raise InvalidInputError(f"{row.names[0]} is {value}, it must be {row.within.text}", name=name, value=value)

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -53,6 +54,47 @@ def two_level_blocks(
         for first, size in blocks
         for inner in sorted(inner_sizes)
         if 1 < inner < size
+    }
+
+
+def _new_group(lane_ranks: Sequence[int], timeout_s: float, lanes: range) -> dist.ProcessGroup:
+    """Return a new group of some lanes; call on its members."""
+    step = f"_step_{lanes.step}" if lanes.step > 1 else ""
+    return dist.new_group(
+        [lane_ranks[member] for member in lanes],
+        timeout=timedelta(seconds=timeout_s),
+        use_local_synchronization=True,
+        group_desc=f"dynamic_cp_lanes_{lanes[0]}_to_{lanes[-1]}{step}",
+    )
+
+
+def _groups_of_blocks(
+    blocks: Sequence[tuple[int, int]],
+    num_lanes: int,
+    has_placed: bool,
+    new_group: Callable[[range], dist.ProcessGroup],
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Return (first lane, size) -> group, ascending in size; for placed buckets, which span any lanes, one of all."""
+    # torch names a group by how many a rank has: that of all lanes comes first.
+    is_more = has_placed and (0, num_lanes) not in blocks
+    every = [(0, num_lanes), *blocks] if is_more else blocks
+    groups = {(first, size): new_group(range(first, first + size)) for first, size in every}
+    return dict(sorted(groups.items(), key=lambda built: built[0][1]))
+
+
+def _groups_inside(
+    lane: int,
+    num_lanes: int,
+    sizes: Sequence[int],
+    groups: Mapping[tuple[int, int], dist.ProcessGroup],
+    new_group: Callable[[range], dist.ProcessGroup],
+) -> dict[int, dist.ProcessGroup]:
+    """Return inner size -> the group of `lane`: one of `groups` where it is there, else a new one."""
+    firsts = {size: lane - lane % size for size in sizes}
+    return {
+        size: groups.get((first, size)) or new_group(range(first, first + size))
+        for size, first in firsts.items()
+        if first + size <= num_lanes
     }
 
 
@@ -119,16 +161,7 @@ class DynamicCPGroups:
             _check_lanes(lane_ranks, topology)
         lane = lane_ranks.index(dist.get_rank())
         started = time.perf_counter()
-
-        def new_group(lanes: range) -> dist.ProcessGroup:
-            step = f"_step_{lanes.step}" if lanes.step > 1 else ""
-            return dist.new_group(
-                [lane_ranks[member] for member in lanes],
-                timeout=timedelta(seconds=timeout_s),
-                use_local_synchronization=True,
-                group_desc=f"dynamic_cp_lanes_{lanes[0]}_to_{lanes[-1]}{step}",
-            )
-
+        new_group = partial(_new_group, lane_ranks, timeout_s)
         placed = [name for name in exchanges if is_placed(name)]
         has_rings = any(TRAITS[name].inner == "chosen" for name in exchanges)
         blocks = lane_blocks(lane, topology.num_lanes, min_cp_size, max_cp_size)
@@ -138,43 +171,51 @@ class DynamicCPGroups:
         with _members_only():
             stage, tp_rank = divmod(dist.get_rank() - lane * topology.tp_size, topology.num_lanes * topology.tp_size)
             pool = _pool(topology, tp_rank, timeout_s) if has_pool else None
-            groups = {}
-            # Placed buckets span any lanes. torch names a group by how many a rank has: that of all lanes comes first.
-            if placed and (0, topology.num_lanes) not in blocks:
-                groups[0, topology.num_lanes] = new_group(range(topology.num_lanes))
-            groups |= {(first, size): new_group(range(first, first + size)) for first, size in blocks}
-            groups = dict(sorted(groups.items(), key=lambda built: built[0][1]))
-            inner_groups = {}
-            for size in sorted(inner):
-                first = lane - lane % size
-                if first + size <= topology.num_lanes:
-                    inner_groups[size] = groups.get((first, size)) or new_group(range(first, first + size))
+            groups = _groups_of_blocks(blocks, topology.num_lanes, bool(placed), new_group)
+            inner_groups = _groups_inside(lane, topology.num_lanes, sorted(inner), groups, new_group)
             outer_groups = {place: new_group(lanes) for place, lanes in two_levels.items()}
-        built = time.perf_counter()
         cold = cls(
             lane=lane,
             num_lanes=topology.num_lanes,
             groups=groups,
             inner_groups=inner_groups,
             outer_groups=outer_groups,
-            build_s=built - started,
+            build_s=time.perf_counter() - started,
             pool=pool,
             stage=stage,
         )
+        return cold._warmed(exchanges, blocks, query_heads, device or collective_device())
+
+    def _warmed(
+        self,
+        exchanges: Sequence[CpCommType],
+        blocks: Sequence[tuple[int, int]],
+        query_heads: int | None,
+        device: torch.device,
+    ) -> DynamicCPGroups:
+        """Do the first exchanges of every group; return the groups with what these took.
+
+        Args:
+            exchanges, query_heads: as of `build`.
+            blocks: whose groups do any of the exchanges; others are for placed attention.
+            device: where they happen.
+        """
+        started = time.perf_counter()
+        placed = [name for name in exchanges if is_placed(name)]
         # Blocks ascend in size, so all members of a group warm it after the same others.
         stats, done = ExchangeStats(), set[tuple[Transfer, dist.ProcessGroup]]()
-        for (first, size), group in groups.items():
+        for (first, size), group in self.groups.items():
             used = exchanges if (first, size) in blocks else placed
-            for attention in possible_attentions(used, size, query_heads, tuple(inner_groups)) if size > 1 else ():
+            for attention in possible_attentions(used, size, query_heads, tuple(self.inner_groups)) if size > 1 else ():
                 inner_size = attention.inner_cp_size
                 if attention.cp_comm_type in placed:
-                    levels = cold.placed_levels(group, inner_size)
+                    levels = self.placed_levels(group, inner_size)
                 else:
-                    levels = cold.levels(first, size, inner_size)
-                warm_up(attention, group, levels, done, stats, device or collective_device())
-        if pool is not None:  # all of its members have warmed all others by now
-            warm_up(Attention(BY_PLACEMENT), pool, (None, pool), done, stats, device or collective_device())
-        return replace(cold, warm_up_s=time.perf_counter() - built, warm_up_bytes=stats.bytes_sent)
+                    levels = self.levels(first, size, inner_size)
+                warm_up(attention, group, levels, done, stats, device)
+        if self.pool is not None:  # all of its members have warmed all others by now
+            warm_up(Attention(BY_PLACEMENT), self.pool, (None, self.pool), done, stats, device)
+        return replace(self, warm_up_s=time.perf_counter() - started, warm_up_bytes=stats.bytes_sent)
 
     def group(self, first_lane: int, cp_size: int) -> dist.ProcessGroup:
         """Return the group of the block (first_lane, cp_size).

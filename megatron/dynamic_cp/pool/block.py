@@ -176,7 +176,8 @@ class _Layer:
         layer, begun = self._layer, self._begun[nano_batch]
         if self._kept is not None and layer.hidden_dropout > 0.0:
             self._kept.random.append(random._get_all_rng_states())
-        out_THD = Wait.apply(self.exchange, nano_batch, self._tickets[nano_batch])
+        offset_H = layer.self_attention.core_attention.softmax_offset
+        out_THD = Wait.apply(self.exchange, nano_batch, self._tickets[nano_batch], offset_H)
         context = out_THD.reshape(len(out_THD), 1, -1)
         projected = layer.self_attention.projected(context, begun.gate)
         if begun.norm is not None:

@@ -27,7 +27,7 @@ from dynamic_cp.pool.layer_steps import NUM_NANO_BATCHES, Repeats, steps_of
 from dynamic_cp.types.placement import ROW
 from megatron.dynamic_cp.attention.kernels.choice import kernel_for
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, Fetched, ForwardPass
-from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
+from megatron.dynamic_cp.attention.merge import RowGradients, RowSums, offset_gradient, with_offset
 from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane, PlacedPacks
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
@@ -257,6 +257,13 @@ class NanoBatchedLayer:
         self._fill(rows, of_nano_batch if self._kept is None else (of_nano_batch[0], *of_nano_batch[2:]), nano_batch)
         self._direction.launch(_slot(nano_batch))
 
+    def offset_gradient(self, grad_THD: Tensor, nano_batch: int) -> Tensor | None:
+        """Return what a nano-batch adds to the gradient of the score beside those of keys, None without one."""
+        offset_H = self._core.softmax_offset
+        if offset_H is None or not offset_H.requires_grad:
+            return None
+        return offset_gradient(offset_H, grad_THD, *self._found[nano_batch]).to(offset_H.dtype)
+
     def attend_backward(self, nano_batch: int) -> None:
         """Compute what is this rank's of the gradients of a nano-batch, and beside both what is computed again."""
         if self.beside is not None and nano_batch == NUM_NANO_BATCHES - 1:
@@ -321,10 +328,13 @@ class NanoBatchedLayer:
     def _output(self, nano_batch: int, *, keep: bool) -> Tensor:
         """Return the output of a nano-batch, and keep for backward what it needs of it."""
         sums, rows = self._direction.one.sums, self._nano_batches.range_of(nano_batch)
-        out_THD: Tensor = sums.out_THD[rows].to(self._brought[nano_batch][0].dtype, copy=True)
+        out_THD, lse_HT, offset_H = sums.out_THD[rows], sums.lse_HT[:, rows], self._core.softmax_offset
+        if offset_H is not None:
+            out_THD, lse_HT = with_offset(out_THD, lse_HT, offset_H.detach())
+        found: Tensor = out_THD.to(self._brought[nano_batch][0].dtype, copy=True)
         if keep:
-            self._found.append((out_THD.detach(), sums.lse_HT[:, rows].t().contiguous()))
-        return out_THD
+            self._found.append((found.detach(), lse_HT.t().contiguous()))
+        return found
 
 
 def _slot(nano_batch: int) -> int:
@@ -365,11 +375,13 @@ class Wait(torch.autograd.Function):
     """Return the output of a nano-batch, [T, heads, dim], for its ticket."""
 
     @staticmethod
-    def forward(ctx: Any, one: NanoBatchedLayer, nano_batch: int, ticket: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, one: NanoBatchedLayer, nano_batch: int, ticket: Tensor, _softmax_offset_H: Tensor | None
+    ) -> Tensor:
         ctx.one, ctx.nano_batch = one, nano_batch
         return one.wait(nano_batch)
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
         ctx.one.launch_backward(grad_THD, ctx.nano_batch)
-        return None, None, grad_THD.new_zeros(0)
+        return None, None, grad_THD.new_zeros(0), ctx.one.offset_gradient(grad_THD, ctx.nano_batch)

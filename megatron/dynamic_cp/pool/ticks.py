@@ -121,7 +121,6 @@ _REFUSED = {
     "num_moe_experts": "stages without a micro-batch have no tokens for experts",
     "window_size": _UNTRIED,
     "multi_latent_attention": _UNTRIED,
-    "softmax_type": _UNTRIED,
 }
 """Field of a configuration that would have ranks of a pool wait for ever, or that was not tried -> why."""
 
@@ -156,7 +155,7 @@ def repeats_attention(config: Any) -> bool:
 def check_config(config: Any) -> None:
     """Raise UnsupportedFeatureError where ranks would not run the same layers at once."""
     for name, why in _REFUSED.items():
-        if getattr(config, name, None) not in (None, False, 0, "vanilla"):
+        if getattr(config, name, None) not in (None, False, 0):
             raise UnsupportedFeatureError(
                 f"{name} is {getattr(config, name)}, in a pool it must be off, because {why}: leave it out, or plan "
                 "without the pool"

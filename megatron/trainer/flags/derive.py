@@ -63,9 +63,9 @@ def experts_of(model: Any) -> Experts | None:
     """Return the experts of a model by the names of Megatron-LM's flags, None of a dense one.
 
     Args:
-        model: as for `model_shape`; a flag that it lacks is off.
+        model: as for `model_shape`, or a configuration; a flag that it lacks is off.
     """
-    num_experts = getattr(model, "num_experts", None)
+    num_experts = experts.num_experts(model)
     if not num_experts:
         return None
     freq, ffn_hidden_size = getattr(model, "moe_layer_freq", 1), getattr(model, "moe_ffn_hidden_size", None)

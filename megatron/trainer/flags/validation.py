@@ -25,7 +25,7 @@ from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_
 from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import recompute_modules
-from megatron.dynamic_cp.flags.table import POSITIVE, check_ranges, said
+from megatron.dynamic_cp.flags.table import POSITIVE, check_ranges, destination_of, flag_of, said
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.trainer.flags.batch_sizes import BatchSizes
 from megatron.trainer.flags.launcher import environment_number
@@ -39,12 +39,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
         DynamicCPError: two values disagree; the message has both numbers and the remedy.
     """
     check_ranges(args, *TABLE)
-    if args.micro_batch_size != 1:
-        raise InvalidInputError(
-            f"--micro-batch-size is {args.micro_batch_size}, it must be 1: a micro-batch is a pack of samples, "
-            "--max-seqlen-per-dp-cp-rank sets its size",
-            micro_batch_size=args.micro_batch_size,
-        )
+    check_micro_batch_size(args.micro_batch_size)
     args.overlong = args.overlong or ("error" if args.sft else "split")
     _complete_model(args)
     _complete_model_parallel(args)
@@ -62,8 +57,14 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     return settings_of(vars(args), planning)
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def check_micro_batch_size(size: int | None) -> None:
+    """Raise InvalidInputError unless --micro-batch-size is 1, or left to that."""
+    if size not in (None, 1):
+        raise InvalidInputError(
+            f"--micro-batch-size is {size}, it must be 1: a micro-batch is a pack of samples, "
+            "--max-seqlen-per-dp-cp-rank sets its size",
+            micro_batch_size=size,
+        )
 
 
 def _divides(divisor: int, value: int, what: str, by: str, remedy: str) -> None:
@@ -73,8 +74,7 @@ def _divides(divisor: int, value: int, what: str, by: str, remedy: str) -> None:
         )
 
 
-def _complete_model(args: argparse.Namespace) -> None:
-    complete_latent_attention(args)
+def _complete_sizes(args: argparse.Namespace) -> None:
     if args.kv_channels is None:
         _divides(
             args.num_attention_heads,
@@ -119,6 +119,11 @@ def _complete_model(args: argparse.Namespace) -> None:
             max_position_embeddings=args.max_position_embeddings,
             seq_length=args.seq_length,
         )
+
+
+def _complete_model(args: argparse.Namespace) -> None:
+    complete_latent_attention(args)
+    _complete_sizes(args)
     if not 0 < args.rotary_percent <= 1:
         raise InvalidInputError(f"--rotary-percent is {args.rotary_percent}, it must be in (0, 1]")
     complete_fp8(args)
@@ -158,8 +163,8 @@ def _refuse_without_effect(args: argparse.Namespace) -> None:
             break
         if getattr(args, name) is not None and args.position_embedding_type != "yarn":
             raise InvalidInputError(
-                f"{_flag(name)} is for --position-embedding-type yarn, this model has {args.position_embedding_type}: "
-                "leave one of them out",
+                f"{flag_of(name)} is for --position-embedding-type yarn, this model has "
+                f"{args.position_embedding_type}: leave one of them out",
                 name=name,
             )
 
@@ -175,7 +180,7 @@ def _complete_model_parallel(args: argparse.Namespace) -> None:
             pp_size=pp_size,
         )
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-        _divides(tp_size, getattr(args, name), _flag(name), "--tensor-model-parallel-size", "lower TP")
+        _divides(tp_size, getattr(args, name), flag_of(name), "--tensor-model-parallel-size", "lower TP")
     if args.multi_latent_attention:
         # megatron-core's layers share out what they project down, and the latents with it.
         of_keys = args.kv_lora_rank + args.qk_pos_emb_head_dim
@@ -184,7 +189,12 @@ def _complete_model_parallel(args: argparse.Namespace) -> None:
         _divides(tp_size, args.q_lora_rank or 0, "--q-lora-rank", by, "lower TP")
     # One TP rank has nothing to split: Megatron-LM scripts pass the flag all the same.
     args.sequence_parallel = args.sequence_parallel and tp_size > 1
+    _complete_chunks(args)
 
+
+def _complete_chunks(args: argparse.Namespace) -> None:
+    """Find the virtual stages of a pipeline, and check that layers can be shared over them."""
+    pp_size = args.pipeline_model_parallel_size
     per_stage, stages = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     args.virtual_pipeline_model_parallel_size = None
     if per_stage is not None and stages is not None:
@@ -239,7 +249,7 @@ def _complete_experts(args: argparse.Namespace) -> None:
     for name, default in experts.DEFAULTS.items():
         value = getattr(args, name)
         if args.num_experts is None and value is not None:
-            raise InvalidInputError(f"{_flag(name)} is for layers with experts: give --num-experts, or leave it out")
+            raise InvalidInputError(f"{flag_of(name)} is for layers with experts: give --num-experts, or leave it out")
         setattr(args, name, default if value is None else value)
     if args.num_experts is not None:
         if args.expert_tensor_parallel_size is None:
@@ -333,7 +343,7 @@ def _check_cp_sizes(args: argparse.Namespace, topology: Topology) -> None:
         value = getattr(args, name)
         if value is not None and (not is_power_of_two(value) or value > topology.max_cp_size):
             raise InvalidInputError(
-                f"{_flag(name)} is {value}: give a power of two up to {topology.max_cp_size}, the largest group of "
+                f"{flag_of(name)} is {value}: give a power of two up to {topology.max_cp_size}, the largest group of "
                 f"{topology.num_lanes} lanes",
                 value=value,
                 num_lanes=topology.num_lanes,
@@ -394,7 +404,7 @@ def _samples(args: argparse.Namespace, name: str, default: Any) -> Any:
     iters, samples = getattr(args, f"{name}_iters"), getattr(args, f"{name}_samples")
     if iters is not None and samples is not None:
         raise InvalidInputError(
-            f"{_flag(name)}-iters {iters} and {_flag(name)}-samples {samples} say the same: give one of them"
+            f"{flag_of(name)}-iters {iters} and {flag_of(name)}-samples {samples} say the same: give one of them"
         )
     if iters is not None and name == "lr_wsd_decay":  # the last ones, behind any ramp
         return iters * args.global_batch_size
@@ -454,13 +464,13 @@ def _complete_recompute(args: argparse.Namespace) -> None:
 def _complete_fusions(args: argparse.Namespace) -> None:
     """Refuse fusions of what the model does not have; what depends on the device is decided there."""
     for flag in ("--bias-swiglu-fusion", "--bias-gelu-fusion") if args.quick_geglu else ():
-        if getattr(args, flag[2:].replace("-", "_")):
+        if getattr(args, destination_of(flag)):
             raise InvalidInputError(f"{flag} is not for this model, which has --quick-geglu: leave it out")
     for flag, other, is_there in (
         ("--bias-swiglu-fusion", "--bias-gelu-fusion", args.swiglu),
         ("--bias-gelu-fusion", "--bias-swiglu-fusion", not args.swiglu),
     ):
-        if getattr(args, flag[2:].replace("-", "_")) and not is_there:
+        if getattr(args, destination_of(flag)) and not is_there:
             raise InvalidInputError(
                 f"{flag} is not for this model, which has {'SwiGLU' if args.swiglu else 'GELU'}: "
                 f"take {other} or {'drop' if args.swiglu else 'add'} --swiglu"
@@ -505,7 +515,7 @@ def _check_utf8(args: argparse.Namespace, name: str, writer: str) -> None:
         (value or "").encode()
     except UnicodeEncodeError as error:
         raise InvalidInputError(
-            f"{_flag(name)} {value!r} is not UTF-8, {writer} needs that: name another folder", name=name, value=value
+            f"{flag_of(name)} {value!r} is not UTF-8, {writer} needs that: name another folder", name=name, value=value
         ) from error
 
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import DTYPES_OF
+from dynamic_cp.types import DTYPES_OF, Topology
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
@@ -99,8 +99,7 @@ def transformer_config(
     """Return megatron-core's configuration; checked against the supported features."""
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     topology, recompute = planning.topology, planning.recompute
-    skip, unrotated = model.window_attn_skip_freq, model.no_rope_freq
-    interleaved = topology.vp_size > 1
+    skip = model.window_attn_skip_freq
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     config = kind(
         num_layers=model.num_layers,
@@ -113,22 +112,7 @@ def transformer_config(
         window_attn_skip_freq=list(skip) if isinstance(skip, tuple) else skip,
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=is_gated(model),
-        activation_func=_activation(model),
-        activation_func_clamp_value=model.activation_func_clamp_value,
-        glu_linear_offset=model.glu_linear_offset,
-        add_bias_linear=not model.disable_bias_linear,
-        add_qkv_bias=model.add_qkv_bias,
-        qk_layernorm=model.qk_layernorm,
-        qk_l2_norm=model.qk_l2_norm,
-        attention_output_gate=model.attention_output_gate,
-        softmax_type=model.softmax_type,  # type: ignore[arg-type]  # one of three, as checked
-        **latent_fields(model),
-        mtp_num_layers=model.mtp_num_layers,
-        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
-        no_rope_freq=list(unrotated) if isinstance(unrotated, tuple) else unrotated,
-        rotary_interleaved=model.rotary_interleaved,
-        init_method_std=model.init_method_std,
+        **_of_layers(model),
         hidden_dropout=model.hidden_dropout,
         attention_dropout=0.0,
         attention_backend=AttnBackend[model.attention_backend],
@@ -138,14 +122,7 @@ def transformer_config(
         fp32_residual_connection=model.fp32_residual_connection,
         params_dtype=dtype,
         pipeline_dtype=torch.float32 if model.fp32_residual_connection else dtype,
-        tensor_model_parallel_size=topology.tp_size,
-        pipeline_model_parallel_size=topology.pp_size,
-        num_layers_in_first_pipeline_stage=model.decoder_first_pipeline_num_layers,
-        num_layers_in_last_pipeline_stage=model.decoder_last_pipeline_num_layers,
-        account_for_embedding_in_pipeline_split=model.account_for_embedding_in_pipeline_split,
-        account_for_loss_in_pipeline_split=model.account_for_loss_in_pipeline_split,
-        virtual_pipeline_model_parallel_size=topology.vp_size if interleaved else None,
-        sequence_parallel=topology.sequence_parallel,
+        **_of_stages(model, topology),
         use_cpu_initialization=model.use_cpu_initialization or device.type == "cpu",
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_modules=list(planning.recompute_modules),
@@ -158,19 +135,58 @@ def transformer_config(
         cross_entropy_fusion_impl=model.cross_entropy_fusion_impl or "native",
         # Gradients are sums over tokens, divided by the count of the whole job: any mixture of CP sizes is then exact.
         calculate_per_token_loss=True,
-        # Micro-batches have their own lengths; megatron-core accepts that only with this dispatcher, even without MoE.
-        variable_seq_lengths=topology.pp_size > 1,
+        # megatron-core accepts micro-batches with their own lengths only with this one, even without experts.
         moe_token_dispatcher_type=DISPATCHER,
         **_of_experts(model, topology.ep_size),
-        # With two stages the batched exchange of interleaving matches messages in the wrong order on gloo.
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
     )
     set_sinks(config, model.window_sink_tokens)
     for name, value in yarn_attributes(model).items():
         setattr(config, name, value)  # megatron-core has no fields for them
     check_supported(config, also_allowed=CONFIG_FIELDS)
     return config
+
+
+def _of_layers(model: ModelSettings) -> dict[str, Any]:
+    """Return the fields that say what a layer computes, besides its sizes."""
+    unrotated = model.no_rope_freq
+    return {
+        "gated_linear_unit": is_gated(model),
+        "activation_func": _activation(model),
+        "activation_func_clamp_value": model.activation_func_clamp_value,
+        "glu_linear_offset": model.glu_linear_offset,
+        "add_bias_linear": not model.disable_bias_linear,
+        "add_qkv_bias": model.add_qkv_bias,
+        "qk_layernorm": model.qk_layernorm,
+        "qk_l2_norm": model.qk_l2_norm,
+        "attention_output_gate": model.attention_output_gate,
+        "softmax_type": model.softmax_type,  # one of three, as checked
+        **latent_fields(model),
+        "mtp_num_layers": model.mtp_num_layers,
+        "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
+        "no_rope_freq": list(unrotated) if isinstance(unrotated, tuple) else unrotated,
+        "rotary_interleaved": model.rotary_interleaved,
+        "init_method_std": model.init_method_std,
+    }
+
+
+def _of_stages(model: ModelSettings, topology: Topology) -> dict[str, Any]:
+    """Return the fields that say how the model is split over ranks, and how stages exchange."""
+    interleaved = topology.vp_size > 1
+    return {
+        "tensor_model_parallel_size": topology.tp_size,
+        "pipeline_model_parallel_size": topology.pp_size,
+        "num_layers_in_first_pipeline_stage": model.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": model.decoder_last_pipeline_num_layers,
+        "account_for_embedding_in_pipeline_split": model.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": model.account_for_loss_in_pipeline_split,
+        "virtual_pipeline_model_parallel_size": topology.vp_size if interleaved else None,
+        "sequence_parallel": topology.sequence_parallel,
+        # Micro-batches have their own lengths.
+        "variable_seq_lengths": topology.pp_size > 1,
+        # With two stages the batched exchange of interleaving matches messages in the wrong order on gloo.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
 
 
 def _activation(model: ModelSettings) -> Callable[[torch.Tensor], torch.Tensor]:

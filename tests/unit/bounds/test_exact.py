@@ -37,7 +37,7 @@ def check_against_brute_force(seeds: range, most_assignments: int) -> Counter[st
     for seed in seeds:
         samples, model, counts = tiny_case(seed, most_assignments)
         best = best_plan(samples, model, counts)
-        limits = {"min_microbatches": counts[0], "max_microbatches": counts[-1]}
+        limits = {"counts": (counts[0], counts[-1])}
         if best is None:
             with pytest.raises(InvalidInputError, match="no plan with"):
                 exact_plan(samples, model, **limits)
@@ -87,7 +87,7 @@ def test_exact_is_what_brute_force_finds_where_lanes_share_experts(num_lanes, ep
         samples_of(lengths),
     )
     best = best_plan(samples, model, range(1, 3))
-    exact = exact_plan(samples, model, min_microbatches=1, max_microbatches=2)
+    exact = exact_plan(samples, model, counts=(1, 2))
     check_plan(exact.plan, samples)
     assert exact.status == "optimal"
     assert exact.makespan_s == pytest.approx(best.makespan_s, rel=1e-6)
@@ -110,7 +110,7 @@ def test_a_hierarchy_is_found_where_it_pays(lengths, pp_size):
     model = CostModel(Problem(topology=topology, model=TINY_MODEL, hardware=hardware, options=options))
     samples, counts = samples_of(lengths), range(1, 3)
     best = best_plan(samples, model, counts)
-    exact = exact_plan(samples, model, min_microbatches=counts[0], max_microbatches=counts[-1])
+    exact = exact_plan(samples, model, counts=(counts[0], counts[-1]))
     assert exact.makespan_s == pytest.approx(best.makespan_s, rel=1e-6)
     planned = plan_global_batch(samples, topology=topology, model=TINY_MODEL, hardware=hardware, options=options)
     check_plan(exact.plan, samples)
@@ -165,8 +165,7 @@ def test_empty_places_can_only_help():
     model = tiny_cost_model(Topology(num_lanes=2, pp_size=2), max_tokens_per_rank=64)
     samples = samples_of([73, 51, 44])
     makespans = [
-        exact_plan(samples, model, min_microbatches=3, max_microbatches=3, allow_empty=allow_empty).makespan_s
-        for allow_empty in (True, False)
+        exact_plan(samples, model, counts=(3, 3), allow_empty=allow_empty).makespan_s for allow_empty in (True, False)
     ]
     assert makespans[0] < makespans[1]
 
@@ -186,7 +185,7 @@ def test_a_known_plan_is_only_improved():
 def test_a_search_that_is_cut_short_says_so_and_bounds():
     model = tiny_cost_model(Topology(num_lanes=4, pp_size=2), max_tokens_per_rank=64)
     samples = samples_of([200, 60, 50, 40, 30, 20, 9, 8])
-    cut = exact_plan(samples, model, min_microbatches=3, max_microbatches=3, max_nodes=1)
+    cut = exact_plan(samples, model, counts=(3, 3), max_nodes=1)
     assert cut.status == "limit"
     assert 0 < cut.bound_s < cut.makespan_s
 

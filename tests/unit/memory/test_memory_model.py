@@ -180,7 +180,7 @@ def test_latent_attention_by_hand():
         ({"v_head_dim": 5}, "v_head_dim is 5, queries and keys have 4 channels"),
         ({"num_query_groups": 1}, "num_query_groups is 1, num_attention_heads 4"),
         ({"kv_lora_rank": 0}, "q_lora_rank is 6 and kv_lora_rank 0: only multi-latent attention has it"),
-        ({"window_tokens": 4}, "kv_lora_rank is 4 and window_tokens 4: multi-latent attention has none"),
+        ({"attention_output_gate": True}, "kv_lora_rank is 4 and attention_output_gate True: multi-latent"),
         ({"qk_head_dim": 0}, "qk_head_dim is 0"),
     ],
 )
