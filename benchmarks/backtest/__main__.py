@@ -5,7 +5,7 @@
     python -m benchmarks.backtest --markdown             # all, into docs/backtest.md between its markers
     python -m benchmarks.backtest --check                # 1 where the model is further off than errors.LIMITS allows
 
-Runs and figures stand in published.json, each with its source. No price was fitted to any of them.
+Runs and figures stand in published.json, each with its source; hardware files say which price was fitted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.backtest import errors, layouts, variable
+from benchmarks.backtest import causes, errors, layouts, variable
 from benchmarks.backtest.runs import Run, read_runs
 from benchmarks.backtest.steps import Modelled, modelled
 from benchmarks.planner.report import inserted
@@ -48,7 +48,9 @@ def tables_of(section: str, runs: Sequence[Run], results: Sequence[Modelled]) ->
     """Return the Markdown of each table of a section."""
     if section == "steps":
         return {
+            "backtest-goals": errors.goals_markdown(results),
             "backtest-spread": errors.spread_markdown(results),
+            "backtest-causes": causes.markdown(causes.measure(runs)),
             "backtest-pairs": errors.pairs_markdown(results),
             "backtest-steps": errors.steps_markdown(results),
             "backtest-sources": errors.sources_markdown(results),

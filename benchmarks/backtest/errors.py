@@ -17,6 +17,9 @@ from benchmarks.planner.report import percent, table
 BF16 = ("dense", "experts", "long context")
 """Groups that ran on H100 in a known layout and in the precision that hardware files price, by NVIDIA's code."""
 
+KNOWN = "BF16 on H100, layout known"
+"""Those groups together."""
+
 
 class Limit(NamedTuple):
     """What a group of runs may not leave.
@@ -77,7 +80,7 @@ def groups_of(results: Sequence[Modelled]) -> dict[str, list[Modelled]]:
     together = {
         "dense, fitted": [one for one in dense if one.run.split == "fitted"],
         "dense, held out": [one for one in dense if one.run.split == "held_out"],
-        "BF16 on H100, layout known": [one for one in results if one.run.group in BF16],
+        KNOWN: [one for one in results if one.run.group in BF16],
         "all in BF16": [one for one in results if one.run.precision == "bf16"],
         "all": list(results),
     }
@@ -126,6 +129,25 @@ def spread_markdown(results: Sequence[Modelled]) -> str:
     return table(
         "runs | number | layouts | median ratio | rms error | within 10% | within 15% | within 20% | furthest", rows
     )
+
+
+def goals_markdown(results: Sequence[Modelled]) -> str:
+    """Return what the model is to reach, and what it reaches."""
+    groups = groups_of(results)
+    rows = []
+    for name, most in (("dense, fitted", 0.05), ("dense, held out", 0.07)):
+        errors = spread([one.ratio for one in groups[name]])
+        rows.append([f"{name}: rms error", f"≤ {most:.0%}", percent(errors.rms, 1), errors.rms <= most])
+        share = errors.within[0.1]
+        rows.append([f"{name}: runs within 10%", "all", percent(share), share == 1])
+    known = spread([one.ratio for one in groups[KNOWN]]).within[0.15]
+    rows.append([f"{KNOWN}: runs within 15%", "≥ 90%", percent(known), known >= 0.9])
+    fitted = [one.is_refused for one in results if one.run.fits]
+    share = sum(fitted) / len(fitted)
+    rows.append(
+        ["runs that fitted, refused by memory", "≤ 2 of 15", f"{sum(fitted)} of {len(fitted)}", share <= 2 / 15]
+    )
+    return table("figure | goal | reached | met", [[*row[:3], "met" if row[3] else "missed"] for row in rows])
 
 
 class Pair(NamedTuple):
