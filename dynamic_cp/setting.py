@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dynamic_cp.types import (
+    EVERY_LAYER,
     RING_ALONE,
     CpCommType,
     PipelineLayers,
     PlanOptions,
     PoolUse,
     Recompute,
+    RecomputedLayers,
     SearchEffort,
     Topology,
 )
@@ -35,6 +37,7 @@ class Setting:
             smallest that holds the longest sample.
         max_cp_size: largest CP size of the other policies; None = the largest of the topology.
         pipeline_layers: layers of every model chunk of every stage, () where all have as many.
+        recompute_layers: which layers full recomputation repeats.
     """
 
     policy: str
@@ -45,6 +48,7 @@ class Setting:
     static_cp_size: int | None = None
     max_cp_size: int | None = None
     pipeline_layers: PipelineLayers = ()
+    recompute_layers: RecomputedLayers = EVERY_LAYER
 
     @property
     def is_static(self) -> bool:
@@ -76,13 +80,18 @@ class Setting:
         return [f"{name} {size}{more}" for name, size, more in sizes if size > 1]
 
     @property
+    def recomputed(self) -> str:
+        """What backward repeats: none, selective, full, or the first layers of every model chunk, such as `block 3`."""
+        return self.recompute if self.recompute_layers == EVERY_LAYER else " ".join(map(str, self.recompute_layers))
+
+    @property
     def layout(self) -> str:
         """Layout in words, such as `TP 2, PP 4, VPP 2, 8 lanes, full recomputation`."""
         topology = self.topology
         words = ["TP 1"] * (topology.tp_size == 1) + self.split
         words[1:1] = ["PP 1"] * (topology.pp_size == 1)
         words.append(f"{topology.num_lanes} lane{'' if topology.num_lanes == 1 else 's'}")
-        words += [f"{self.recompute} recomputation"] * (self.recompute != "none")
+        words += [f"{self.recomputed} recomputation"] * (self.recompute != "none")
         return ", ".join(words)
 
     @property
@@ -101,6 +110,7 @@ class Setting:
             static_cp_size=self.static_cp_size,
             cp_comm_types=self.cp_comm_types,
             recompute=self.recompute,
+            recompute_layers=self.recompute_layers,
             search=search,
             pool=POOL_POLICIES.get(self.policy, "off"),
         )

@@ -60,10 +60,10 @@ def show(comparison: Comparison, batch: BatchInput, out: Console) -> None:
 
 
 def _show_inputs(comparison: Comparison, batch: BatchInput, out: Console) -> None:
-    topology, options = comparison.topology, comparison.options
+    topology, setting = comparison.topology, comparison.policies[0].setting
     cross = "×" if can_draw(out) else "x"
-    split = "".join(f" {cross} {words}" for words in comparison.policies[0].setting.split)
-    layout = f"= {topology.num_lanes} lanes{split}, recompute {options.recompute}"
+    split = "".join(f" {cross} {words}" for words in setting.split)
+    layout = f"= {topology.num_lanes} lanes{split}, recompute {setting.recomputed}"
     out.print(
         heading(f"{comparison.model_name} on {topology.world_size} {cross} {comparison.hardware_name}"),
         Text("every policy at its own fastest layout" if comparison.is_tuned else layout),

@@ -24,13 +24,17 @@ from dynamic_cp.types import (
     CAUSAL,
     CHOICES,
     DTYPES_OF,
+    EVERY_LAYER,
     NOISE_MARGIN,
+    RECOMPUTE_METHODS,
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
     Hardware,
     ModelShape,
     PlanOptions,
     Recompute,
+    RecomputedLayers,
+    RecomputeMethod,
     Sample,
     SearchEffort,
     StateDtypes,
@@ -370,6 +374,13 @@ def job_options() -> Callable[[_Command], _Command]:
             help="What the backward pass recomputes to save memory: nothing, core attention, or whole layers. "
             f"{_searched('none')}",
         ),
+        _option(
+            "--recompute-method",
+            type=click.Choice(RECOMPUTE_METHODS),
+            help="Which layers --recompute full recomputes: all, in units of so many, or the first so many of every "
+            "model chunk, and the others keep their activations. [default: uniform]",
+        ),
+        _option("--recompute-num-layers", type=int, metavar="N", help="Number of these layers. [default: 1]"),
         NO_DISTRIBUTED_OPTIMIZER,
         *STATE,
         _option(
@@ -609,6 +620,8 @@ class JobInput:
     ep: int | None
     ranks_per_node: int
     recompute: str | None
+    recompute_method: str | None
+    recompute_num_layers: int | None
     no_distributed_optimizer: bool
     max_tokens_per_rank: int | str
     settings: tuple[str, ...] = ()
@@ -672,6 +685,12 @@ class JobInput:
         """Whether the token limit still has to follow from memory."""
         return self.max_tokens_per_rank == "auto"
 
+    @property
+    def recompute_layers(self) -> RecomputedLayers:
+        """Which layers full recomputation repeats."""
+        method = "uniform" if self.recompute_method is None else cast(RecomputeMethod, self.recompute_method)
+        return RecomputedLayers(method, 1 if self.recompute_num_layers is None else self.recompute_num_layers)
+
     @cached_property
     def options(self) -> PlanOptions:
         """The planner's options, with --lanes; with a limit of 1 token where it still has to follow from memory."""
@@ -692,8 +711,18 @@ class JobInput:
             cp_comm_types=exchanges,
             recompute=cast(Recompute, self.recompute or "none"),
             state=self.state,
+            recompute_layers=self.recompute_layers,
             search=self.effort,
         )
+
+    def _check_searched_layers(self) -> None:
+        """Refuse what --gpus does not search of full recomputation: its layers in units, or other recomputation."""
+        method, number = self.recompute_layers
+        if self.recompute_layers != EVERY_LAYER and (self.recompute != "full" or method == "uniform"):
+            raise InvalidInputError(
+                f"--recompute-method {method} --recompute-num-layers {number} with --recompute {self.recompute}: "
+                "with --gpus use --recompute full --recompute-method block, or leave them out"
+            )
 
     def check(self) -> None:
         """Find what is wrong with the options before any work; DynamicCPError says what.
@@ -711,6 +740,7 @@ class JobInput:
         _ = self.model_shape, self.hardware_values
         self.state.check(weight_bytes=2, distributed_optimizer=not self.no_distributed_optimizer)
         if self.gpus is not None:
+            self._check_searched_layers()
             return
         topology, model, _ = self.topology, self.model_shape, self.options
         reason = model.why_no_split(

@@ -27,7 +27,7 @@ from dynamic_cp.cli.parameters import (
 from dynamic_cp.cli.tuned import searched, shared_of, space_of, why_fastest
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.nearest import did_you_mean
-from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, PlanOptions, PoolUse, Problem, counted
+from dynamic_cp.types import Hardware, Plan, PlannedBatch, PoolUse, Problem, counted
 from dynamic_cp.types.stage_layers import in_words
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _plan(
         "imbalance": planned.imbalance,
         "padding_fraction": padding_fraction(planned.plan),
         **_memory_figures(planned.plan, memory, hardware),
-        **_flops_figures(planned, model, hardware, options),
+        **_flops_figures(planned, priced),
         "reason": planned.reason,
         "digest": digest(planned.plan),
     }
@@ -277,18 +277,16 @@ def _memory_figures(plan: Plan, memory: Any, hardware: Hardware) -> dict[str, An
     }
 
 
-def _flops_figures(
-    planned: PlannedBatch, model: ModelShape, hardware: Hardware, options: PlanOptions
-) -> dict[str, Any]:
+def _flops_figures(planned: PlannedBatch, problem: Problem) -> dict[str, Any]:
     """Return rates of true tokens and model FLOPs; hardware_flops has padding and recomputation in it."""
     from dynamic_cp.pricing.flops import mfu, plan_flops, tflops_per_rank
 
-    true, padded = plan_flops(model, planned.plan, options.recompute)
+    true, padded = plan_flops(problem.model, planned.plan, problem.options.recompute, problem.recomputed_share())
     seconds, num_ranks = planned.predicted_s, planned.plan.topology.world_size
     return {
         "tokens_per_s_per_gpu": planned.plan.num_tokens / seconds / num_ranks,
         "tflops_per_gpu": tflops_per_rank(true.model_flops, seconds, num_ranks),
-        "mfu": mfu(true.model_flops, seconds, num_ranks, hardware),
+        "mfu": mfu(true.model_flops, seconds, num_ranks, problem.hardware),
         "model_flops": true.model_flops,
         "hardware_flops": padded.hardware_flops,
     }

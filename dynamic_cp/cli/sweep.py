@@ -31,8 +31,8 @@ from dynamic_cp.cli.simulate import policies_in, policy_option
 from dynamic_cp.cli.tuned import check_memory_is_known, exchanges_tried, searched
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models import catalog
-from dynamic_cp.tried import LIMIT_DIVISORS, MAX_VP_SIZE
-from dynamic_cp.types import RECOMPUTE_MODES, Hardware, ModelShape, StateDtypes
+from dynamic_cp.tried import LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED
+from dynamic_cp.types import Hardware, ModelShape, StateDtypes
 
 if TYPE_CHECKING:
     from dynamic_cp.comparison import Comparison
@@ -108,10 +108,11 @@ Examples:
     ),
     one_option(
         "--recompute",
-        default=",".join(RECOMPUTE_MODES),
+        default=",".join(RECOMPUTED),
         show_default=True,
         metavar="MODE,..",
-        help="What the backward pass may recompute to save memory.",
+        help="What the backward pass may recompute to save memory; block: the first layers of every model chunk, as "
+        "few as hold a limit.",
     ),
     one_option(
         "--max-tokens-per-rank",

@@ -90,7 +90,7 @@ def _front(front: Sequence[Point], out: Console) -> Table:
         *[Column[Point]("EP", lambda one: str(one.setting.topology.ep_size))] * shares_experts,
         Column("lanes", lambda one: str(one.setting.topology.num_lanes), WIDE),
         Column("limit", lambda one: str(one.setting.max_tokens_per_rank)),
-        Column("recompute", lambda one: one.setting.recompute),
+        Column("recompute", lambda one: one.setting.recomputed),
         Column("exchange", lambda one: one.setting.cp_comm_type),
         Column("CP", lambda one: f"{'' if one.setting.is_static else '1-'}{one.largest_cp_size}"),
     ]

@@ -11,10 +11,9 @@ import click
 from dynamic_cp.cli.console import Progress
 from dynamic_cp.cli.parameters import BatchInput, JobInput
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.tried import EXCHANGES
+from dynamic_cp.tried import EXCHANGES, RECOMPUTED
 from dynamic_cp.types import (
     AUTO,
-    RECOMPUTE_MODES,
     CpCommType,
     Hardware,
     ModelShape,
@@ -59,6 +58,7 @@ def space_of(job: JobInput) -> Space:
         return None if value is None else (value,)
 
     assert job.gpus is not None
+    recompute = "block" if job.recompute_method == "block" else job.recompute
     return Space(
         num_gpus=job.gpus,
         ranks_per_node=job.ranks_per_node,
@@ -67,7 +67,8 @@ def space_of(job: JobInput) -> Space:
         vp_sizes=alone(job.vpp),
         ep_sizes=alone(job.ep),
         limits=None if job.limit_from_memory else alone(job.max_tokens_per_rank),
-        recompute=alone(job.recompute) or RECOMPUTE_MODES,
+        recompute=alone(recompute) or RECOMPUTED,
+        recompute_num_layers=job.recompute_num_layers,
         exchanges=exchanges_tried(job.cp_comm_type, job.model_shape),
         static_cp_size=job.static_cp_size,
     )

@@ -89,6 +89,8 @@ def setting_to_dict(setting: Setting) -> dict[str, Any]:
         "ep": topology.ep_size,
         "lanes": topology.num_lanes,
         "recompute": setting.recompute,
+        "recompute_method": setting.recompute_layers.method if setting.recompute == "full" else None,
+        "recompute_num_layers": setting.recompute_layers.num_layers if setting.recompute == "full" else None,
         "max_tokens_per_rank": setting.max_tokens_per_rank,
         "cp_comm_type": setting.cp_comm_type,
         "static_cp_size": setting.static_cp_size,

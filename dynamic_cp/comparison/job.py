@@ -150,6 +150,7 @@ class Job(NamedTuple):
             policy=policy,
             topology=self.topology,
             recompute=options.recompute,
+            recompute_layers=options.recompute_layers,
             max_tokens_per_rank=options.max_tokens_per_rank,
             cp_comm_types=options.cp_comm_types,
             static_cp_size=options.static_cp_size,

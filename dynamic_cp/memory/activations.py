@@ -18,10 +18,11 @@ MLPs counted by their true widths):
 
 A rank computes topk / TP copies of each token of a lane, on average over its EP block, times their imbalance.
 
-Sequence parallelism also splits the first line. Full recomputation keeps only the input of each layer, and needs one
-layer in full while it runs backward; selective recomputation of the attention drops the log-sum-exp, of the MLP of
-dense layers the inputs and output of its activation function, of experts what they keep, of the norms what these have
-put out (half of the first line).
+Sequence parallelism also splits the first line. Full recomputation keeps only the input of each layer, or of each unit
+of layers, and needs such a unit in full while it runs backward. Where it leaves out layers of a chunk, these keep all,
+and are done with when the first layer is computed again. Selective recomputation of the attention drops the
+log-sum-exp, of the MLP of dense layers the inputs and output of its activation function, of experts what they keep, of
+the norms what these have put out (half of the first line).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ActivationBytes(NamedTuple):
     """Bytes per token of a rank, except `ring_per_bucket_token`.
 
     Attributes:
-        per_layer: kept from forward to backward by every layer of a chunk.
+        per_layer: kept from forward to backward by every layer of a chunk, on average.
         working: held by the layer that runs: gradients of its MLP, with full recomputation all of its activations.
         head: final norm, logits, their fp32 softmax and gradient, of each head.
         hops: activations and gradients that are sent and received, with pipelining.
@@ -61,9 +62,16 @@ class ActivationBytes(NamedTuple):
 
 
 def activation_bytes(
-    model: ModelShape, topology: Topology, options: PlanOptions, layer: Layer | None = None
+    model: ModelShape,
+    topology: Topology,
+    options: PlanOptions,
+    layer: Layer | None = None,
+    recomputed_share: float = 1.0,
 ) -> ActivationBytes:
     """Return the bytes per token of `model`, in a layer of one kind (None: of the one that it has).
+
+    Args:
+        recomputed_share: of the layers of a chunk, which full recomputation computes again.
 
     Limits: a TransformerEngine that keeps the partial outputs of all ring steps needs more; cross-attention of a DiT is
     not counted.
@@ -85,10 +93,16 @@ def activation_bytes(
     dropped = {"core_attn": log_sum_exp, "mlp": 0.0, "moe": 0.0, "layernorm": 2 * hidden} | {of_mlp: mlp}
     routed_kept = routed * layer.routed_kept_channels
     is_full, repeated = options.recompute == "full", options.repeated
-    kept = residual if is_full else whole - sum(dropped[name] for name in repeated)
+    unit = options.recompute_layers.num_layers if options.recomputes_all else 1
+    others = 1.0 - recomputed_share  # keep all that they compute
+    inputs = recomputed_share * residual / unit
+    kept = others * whole + inputs if is_full else whole - sum(dropped[name] for name in repeated)
     # The layer that runs has what it computes again; a log-sum-exp is lost in the rounding of all this.
-    again = whole if is_full else sum(dropped[name] for name in repeated - {"core_attn"})
-    experts_run_again = "moe" in repeated
+    again = unit * whole if is_full else sum(dropped[name] for name in repeated - {"core_attn"})
+    routed_again = unit * routed_kept if "moe" in repeated else 0.0
+    routed_kept *= others if "moe" in repeated else 1.0
+    if others:  # by then at least one whole layer is done with
+        again = routed_again = 0.0
     return ActivationBytes(
         per_layer=kept,
         working=mlp + 2 * residual + again,
@@ -96,8 +110,8 @@ def activation_bytes(
         hops=4 * residual if topology.pp_size > 1 else 0.0,
         ring_per_bucket_token=keys_and_values,
         a2a_queries=2 * query,
-        routed_per_layer=0.0 if experts_run_again else routed_kept,
+        routed_per_layer=routed_kept,
         # Copies before and after the exchange, there and back.
-        routed_working=2 * routed * layer.routed_channels + (routed_kept if experts_run_again else 0.0),
+        routed_working=2 * routed * layer.routed_channels + routed_again,
         latents=layer.latent_size * element,
     )

@@ -90,8 +90,14 @@ class MemoryModel:
         self._hardware = problem.hardware
         self._distributed_optimizer = problem.distributed_optimizer
         self._stages = model.stages(topology.pp_size)
-        kinds = {layer for stage in self._stages for _, layer in stage.layers}
-        self.layer_bytes = {layer: activation_bytes(model, topology, options, layer) for layer in kinds}
+        # All chunks of a stage are taken as its largest, which keeps most whole layers.
+        largest = [(max(chunks),) for chunks in model.chunks(topology.pp_size, topology.vp_size)]
+        shares = map(options.recompute_layers.share_of, largest)
+        self._stage_bytes = [
+            {layer: activation_bytes(model, topology, options, layer, share) for _, layer in stage.layers}
+            for stage, share in zip(self._stages, shares, strict=True)
+        ]
+        self.layer_bytes = {layer: kept for kinds in self._stage_bytes for layer, kept in kinds.items()}
         self._sharing = Sharing.of(model, topology, options.inner_cp_sizes)
         self._num_communicators = num_communicators(model, topology, options, self._sharing)
 
@@ -212,7 +218,7 @@ class MemoryModel:
         raise MemoryLimitError(
             f"a sample of {max_seqlen} tokens needs {-(-(max_seqlen or 0) // largest)} tokens per rank at CP size "
             f"{largest}, memory holds {limit}: "
-            f"{'' if options.recompute == 'full' else 'use full recomputation, '}more lanes, a larger "
+            f"{'' if options.recomputes_all else 'use full recomputation, '}more lanes, a larger "
             "tp_size (--tensor-model-parallel-size) or lower seqlen (--seq-length)",
             max_seqlen=max_seqlen,
             max_tokens_per_rank=limit,
@@ -265,7 +271,7 @@ class MemoryModel:
         ways = []
         if parts.state_bytes < self.available_bytes and not parts.step_bytes:  # else no fewer tokens help
             ways += ["lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"] * (limit > least)
-            ways += ["recompute more"] * (self.options.recompute != "full")
+            ways += ["recompute more"] * (not self.options.recomputes_all)
         experts, ep_size = self._model.experts, self.topology.ep_size
         ranks = self.topology.num_lanes * self.topology.tp_size
         if experts is not None and ep_size < min(ranks, experts.num_experts):
@@ -303,11 +309,11 @@ class MemoryModel:
             alive, most, buffers: [lane] tokens alive (once a chunk), largest micro-batch, exchange bytes.
             routed, most_routed: [lane] the same tokens of the mean lane of its EP block.
         """
-        topology, layers = self.topology, self._stages[stage]
+        topology, layers, kinds = self.topology, self._stages[stage], self._stage_bytes[stage]
         chunks = self._largest_chunks(stage)
-        kept = layers.sum(lambda layer: self.layer_bytes[layer].per_layer) / chunks
-        routed_kept = layers.sum(lambda layer: self.layer_bytes[layer].routed_per_layer) / chunks
-        of_kinds = [self.layer_bytes[layer] for _, layer in layers.layers]
+        kept = layers.sum(lambda layer: kinds[layer].per_layer) / chunks
+        routed_kept = layers.sum(lambda layer: kinds[layer].routed_per_layer) / chunks
+        of_kinds = [kinds[layer] for _, layer in layers.layers]
         activations = alive * kept + routed * routed_kept
         working = np.max(
             [most * (one.working + one.hops) + most_routed * one.routed_working for one in of_kinds], axis=0
@@ -338,7 +344,5 @@ class MemoryModel:
         is_even = not model.pipeline_layers or topology.pp_size == 1
         if is_even and not modules:
             return topology.vp_size
-        even = model.num_layers / (topology.pp_size * topology.vp_size)
-        chunks = [even] * topology.vp_size if is_even else [*map(float, model.pipeline_layers[stage])]
-        chunks[-1] += modules
+        chunks = model.chunks(topology.pp_size, topology.vp_size)[stage]
         return sum(chunks) / max(1.0, *chunks) or 1.0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp._jit import compiled
+from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.packing.durations import Durations, sample_ns
 from dynamic_cp.packing.fit import first_at_most, first_unused, longest_within, next_unused, skip
@@ -132,7 +132,7 @@ def _fill(
     return num_left, Filling(bucket_of_sample, rows[:bucket], first_lanes[:bucket], sizes[:bucket])
 
 
-@compiled
+@inlined
 def _fill_bucket(
     lengths: Lengths, durations: Durations, unused: Ints, sample: int, k: int, limit_ns: float, bucket: int,
     bucket_of_sample: Ints,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dynamic_cp._jit import compiled
+from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.pricing.table import PER_MEAN, PER_ROUTED, PriceTable
@@ -27,18 +27,20 @@ def couple_lanes(grid: Grid, tokens: Floats, table: PriceTable, vp_size: int) ->
         table: how many lanes share experts, and what these cost.
         vp_size: model chunks of a stage.
     """
-    sizes, chunk_ns = grid.sizes, grid.chunk_ns
+    # An array is taken out of its tuple once: compiled code counts references.
+    sizes, chunk_ns, block, terms = grid.sizes, grid.chunk_ns, table.expert_lanes, table.expert_terms
     num_rows, num_lanes = sizes.shape
     for row in range(num_rows):
         first = 0
         while first < num_lanes:
-            end = _end_of_tied(sizes[row], first, table.expert_lanes)
+            end = _end_of_tied(sizes[row], first, block)
             for direction in range(2):
                 longest_ns = chunk_ns[direction, row, first]
                 for lane in range(first + 1, end):
                     longest_ns = max(longest_ns, chunk_ns[direction, row, lane])
                 # Rounded up: no bound that leaves the rounding of lanes out has to know of this one.
-                longest_ns += int(np.ceil(_experts_s(tokens[row, first:end], table, direction) / vp_size * 1e9))
+                experts_s = _experts_s(tokens[row, first:end], block, terms[direction], table.imbalance)
+                longest_ns += int(np.ceil(experts_s / vp_size * 1e9))
                 for lane in range(first, end):
                     chunk_ns[direction, row, lane] = longest_ns
             for lane in range(first, end):
@@ -46,7 +48,7 @@ def couple_lanes(grid: Grid, tokens: Floats, table: PriceTable, vp_size: int) ->
             first = end
 
 
-@compiled
+@inlined
 def _end_of_tied(sizes: Ints, first: int, block: int) -> int:
     """Return the lane after the last that waits for lane `first`: behind all blocks that groups of CP tie to its own.
 
@@ -62,10 +64,9 @@ def _end_of_tied(sizes: Ints, first: int, block: int) -> int:
     return end
 
 
-@compiled
-def _experts_s(tokens: Floats, table: PriceTable, direction: int) -> float:
+@inlined
+def _experts_s(tokens: Floats, block: int, terms: Floats, imbalance: float) -> float:
     """Return what the experts of the slowest block take for these [lane] tokens, in whole blocks."""
-    block, terms = table.expert_lanes, table.expert_terms
     slowest_s = 0.0
     for start in range(0, len(tokens), block):
         total = most = 0.0
@@ -73,9 +74,9 @@ def _experts_s(tokens: Floats, table: PriceTable, direction: int) -> float:
             total += tokens[lane]
             most = max(most, tokens[lane])
         mean = total / block
-        routed = max(most, table.imbalance * mean)
-        seconds = terms[direction, CONSTANT] + terms[direction, PER_MEAN] * mean
-        slowest_s = max(slowest_s, seconds + terms[direction, PER_ROUTED] * routed)
+        routed = max(most, imbalance * mean)
+        seconds = terms[CONSTANT] + terms[PER_MEAN] * mean
+        slowest_s = max(slowest_s, seconds + terms[PER_ROUTED] * routed)
     return slowest_s
 
 

@@ -50,8 +50,12 @@ def copying_s_per_token(stage: Stage, problem: Problem) -> float:
     return COPY_PASSES * _routed_bytes(stage, problem) / bandwidth if bandwidth else 0.0
 
 
-def expert_prices(stage: Stage, problem: Problem) -> tuple[ExpertPrice, ExpertPrice]:
-    """Return the price of the experts of a stage (forward, backward); all 0 of a dense one."""
+def expert_prices(stage: Stage, problem: Problem, recomputed_share: float = 1.0) -> tuple[ExpertPrice, ExpertPrice]:
+    """Return the price of the experts of a stage (forward, backward); all 0 of a dense one.
+
+    Args:
+        recomputed_share: of its layers, in which backward repeats what the options say.
+    """
     hardware, topology, options = problem.hardware, problem.topology, problem.options
     num_layers = stage.sum(lambda layer: layer.num_experts > 0)
     if not num_layers:
@@ -69,7 +73,7 @@ def expert_prices(stage: Stage, problem: Problem) -> tuple[ExpertPrice, ExpertPr
     forward = gemms.plus(sorting).plus(exchanged)
     backward = ExpertPrice().plus(gemms, hardware.linear_backward_over_forward).plus(sorting).plus(exchanged)
     if "moe" in options.repeated:
-        backward = backward.plus(forward)
+        backward = backward.plus(forward, recomputed_share)
     return forward, backward
 
 

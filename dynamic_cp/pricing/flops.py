@@ -37,11 +37,16 @@ class BatchFlops(NamedTuple):
 
 
 def batch_flops(
-    model: ModelShape, seqlen_sum: int, seqlen_squared_sum: float, recompute: Recompute = "none"
+    model: ModelShape,
+    seqlen_sum: int,
+    seqlen_squared_sum: float,
+    recompute: Recompute = "none",
+    recomputed_share: float = 1.0,
 ) -> BatchFlops:
     """Return the FLOPs of sequences with these sums of S and S^2.
 
-    Full recomputation repeats the forward pass of the layers, selective that of the attention, neither the head.
+    Full recomputation repeats the forward pass of the layers, or a share of them, selective that of the attention,
+    neither the head.
 
     Source: Narayanan et al. (arXiv 2104.04473), appendix, with the causal half and grouped KV heads.
     Limits: embedding, norms and activation functions are not counted, as usual.
@@ -52,7 +57,7 @@ def batch_flops(
     head = 2.0 * model.num_heads * model.hidden_size * model.vocab_size * seqlen_sum
     forward = layers + attention + head
     repeated = {"none": 0.0, "selective": attention, "full": layers + attention}[recompute]
-    return BatchFlops(forward, 2 * forward, repeated)
+    return BatchFlops(forward, 2 * forward, recomputed_share * repeated)
 
 
 def length_sums(samples: Iterable[Sample], model: ModelShape) -> tuple[int, float]:
@@ -61,13 +66,16 @@ def length_sums(samples: Iterable[Sample], model: ModelShape) -> tuple[int, floa
     return sum(sample.seqlen for sample in samples), sum(model.squared_tokens(sample) for sample in samples)
 
 
-def plan_flops(model: ModelShape, plan: Plan, recompute: Recompute = "none") -> tuple[BatchFlops, BatchFlops]:
+def plan_flops(
+    model: ModelShape, plan: Plan, recompute: Recompute = "none", recomputed_share: float = 1.0
+) -> tuple[BatchFlops, BatchFlops]:
     """Return (true, padded) FLOPs of `plan`; the padded ones hold its empty places too."""
     multiple = plan.topology.rank_token_multiple
     tokens = sum(micro_batch_padded_tokens(micro_batch, multiple) for micro_batch in plan.micro_batches)
     squares = sum(squared_tokens(bucket.samples, padded_of(bucket, multiple), model) for bucket in plan.buckets)
     true = length_sums(plan.samples, model)
-    return batch_flops(model, *true, recompute), batch_flops(model, tokens, squares, recompute)
+    again = recompute, recomputed_share
+    return batch_flops(model, *true, *again), batch_flops(model, tokens, squares, *again)
 
 
 def tflops_per_rank(model_flops: float, iteration_s: float, world_size: int) -> float:

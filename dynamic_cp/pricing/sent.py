@@ -73,7 +73,8 @@ def _of_stages(problem: Problem, stages: range) -> _OfMasks:
 def _sent_on_stage(plan: Plan, problem: Problem, of_token: _OfMasks, nodes: Ints) -> Floats:
     """Return [link] -> bytes of one TP rank of each lane."""
     multiple, total = problem.topology.rank_token_multiple, np.zeros(2)
-    times = np.array([2.0 if "core_attn" in problem.options.repeated else 1.0, 1.0])
+    again = problem.recomputed_share() if "core_attn" in problem.options.repeated else 0.0
+    times = np.array([1.0 + again, 1.0])
     # Where all lanes of a bucket hold as much, its bytes are in proportion to that.
     of_one_token: dict[Bucket, Floats] = {}
     for bucket in plan.buckets:

@@ -5,8 +5,8 @@ tensor    = TPC * tokens / cp                 collectives of tensor and sequence
 copying   = CPY * tokens / cp                 copies of tokens for routed experts, and back (`experts.py`)
 attention, exposed                            `mechanisms/`
 forward   = overhead + linear + tensor + copying + attention + exposed
-backward  = the same at their backward ratios + what recomputation repeats (full: forward; selective: attention and
-            exposed, and of linear, tensor and copying those of the MLP or of experts)
+backward  = the same at their backward ratios + what recomputation repeats (full: forward, in block the share of its
+            layers; selective: attention and exposed, and of linear, tensor and copying those of the MLP or of experts)
 
 Routed experts themselves are on top: here, where a lane has all that its tokens meet, else between lanes
 (`pipeline/coupling.py`).
@@ -78,10 +78,13 @@ class StagePrices:
         model, hardware, topology = problem.model, problem.hardware, problem.topology
         node_lanes = lanes_in_one_node(topology)
         self.sharing = Sharing.of(model, topology, problem.options.inner_cp_sizes)
-        stage = max(model.stages(topology.pp_size), key=lambda stage: stage.sum(lambda layer: layer.linear_weights))
+        stages = model.stages(topology.pp_size)
+        heaviest = max(range(len(stages)), key=lambda index: stages[index].sum(lambda layer: layer.linear_weights))
+        stage = stages[heaviest]
         self._attention = StageAttention(stage, problem, node_lanes)
         self._hardware = hardware
         self._is_full, self._repeated = problem.options.recompute == "full", problem.options.repeated
+        self._recomputed_share = problem.recomputed_share([heaviest])
         layers = stage.num_layers
         own_weights = stage.sum(lambda layer: layer.linear_weights - layer.expert_weights)
         self._mlp_share = stage.sum(lambda layer: layer.mlp_weights) / own_weights
@@ -95,7 +98,7 @@ class StagePrices:
         self._mlp_tensor_s_per_token = 0.5 * dense * tensor_s
         self._moe_tensor_s_per_token = 0.5 * (layers - dense - routed_only) * tensor_s
         self._copying_s_per_token = copying_s_per_token(stage, problem)
-        self.experts = expert_prices(stage, problem)
+        self.experts = expert_prices(stage, problem, self._recomputed_share)
         self.expert_lanes, self.imbalance = topology.expert_lanes, model.imbalance(topology.ep_size)
         ahead = stage.sum(lambda layer: model.hidden_size * (layer.query_size + layer.gate_size + 2 * layer.kv_size))
         self.share_before_attention = ahead / own_weights
@@ -189,8 +192,10 @@ class StagePrices:
         backward = backward.plus(attention_back.linear)
         kinks = attention_back.kinks
         if self._is_full:
-            backward = backward.plus(forward).plus(Linear(-hardware.recompute_overhead_credit * overhead_s))
-            kinks += attention.kinks
+            share = self._recomputed_share
+            credit_s = share * hardware.recompute_overhead_credit * overhead_s
+            backward = backward.plus(forward, share).plus(Linear(-credit_s))
+            kinks += tuple(kink._replace(weight=share * kink.weight) for kink in attention.kinks)
         elif self._repeated:
             if "core_attn" in self._repeated:
                 backward = backward.plus(attention.linear)

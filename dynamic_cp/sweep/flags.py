@@ -137,7 +137,8 @@ def _lengths(max_seqlen: int, global_batch_size: int) -> Flags:
 
 def _recompute(setting: Setting) -> Flags:
     if setting.recompute == "full":
-        return "--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"
+        method, number = setting.recompute_layers
+        return "--recompute-granularity full", f"--recompute-method {method}", f"--recompute-num-layers {number}"
     return ("--recompute-granularity selective",) if setting.recompute == "selective" else ()
 
 

@@ -27,7 +27,7 @@ from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
 from dynamic_cp.sweep.evaluate import Point, evaluate, evaluate_first, least_s
 from dynamic_cp.sweep.space import Refused, Space, exchanges_tried, layouts_of, settings_of, variants, what_helps
 from dynamic_cp.sweep.workers import Run, workers
-from dynamic_cp.types import Recompute, Topology
+from dynamic_cp.types import RecomputedLayers, Topology
 
 TRAINED_POLICIES = ("dynamic", *POOL_POLICIES, *STATIC_POLICIES)
 """What pretrain_gpt.py can run."""
@@ -41,9 +41,10 @@ _ROUND = 16
 """Settings that are planned before the bounds are looked at again."""
 
 Progress = Callable[[int, int, str], None]
-_Layout = tuple[Topology, Recompute]
-_Bounded = tuple[Topology, Recompute, bool]
-"""A layout, and whether it has a pool."""
+_Layout = tuple[Topology, str, str]
+"""Topology, and what backward repeats, in which layers."""
+_Bounded = tuple[Topology, str, RecomputedLayers, bool]
+"""Topology, what backward repeats, in how many layers; and whether there is a pool."""
 _Result = TypeVar("_Result")
 
 
@@ -223,8 +224,8 @@ class _Race:
         order = sorted(self._candidates[policy], key=lambda setting: self._bounds[_bounded(setting)])
         looks: dict[Setting, float] = {}
         for start in range(0, len(order), _ROUND):
-            enough_s = SHOWN * min(looks.values(), default=float("inf"))
-            few = [one for one in order[start : start + _ROUND] if self._bounds[_bounded(one)] <= enough_s]
+            fastest_s = min(looks.values(), default=float("inf"))
+            few = [one for one in order[start : start + _ROUND] if self._may_matter(one, fastest_s)]
             if not few:
                 break
             looks |= self._look(few)
@@ -236,6 +237,11 @@ class _Race:
             settings = [_as_dynamic(point.setting) for point in others if point is not None]
             allowed = exchanges_tried(policy, self._space, self._job)
             self._plan(policy, [setting for setting in settings if setting.cp_comm_types in allowed])
+
+    def _may_matter(self, setting: Setting, fastest_s: float) -> bool:
+        """Return whether a setting may be shown; one that recomputes some layers only where it may be the fastest."""
+        is_block = setting.recompute_layers.method == "block"
+        return self._bounds[_bounded(setting)] <= (1.0 if is_block else SHOWN) * fastest_s
 
     def found(self, policy: str) -> Found:
         """Return what is known of a policy."""
@@ -318,11 +324,11 @@ class _Race:
 
 
 def _layout(setting: Setting) -> _Layout:
-    return setting.topology, setting.recompute
+    return setting.topology, setting.recompute, setting.recompute_layers.method
 
 
 def _bounded(setting: Setting) -> _Bounded:
-    return *_layout(setting), setting.has_pool
+    return setting.topology, setting.recompute, setting.recompute_layers, setting.has_pool
 
 
 def _as_dynamic(setting: Setting) -> Setting:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain, product
 from typing import NamedTuple
 
@@ -13,13 +15,15 @@ from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pool.prices import refuse_model
 from dynamic_cp.pricing.resolution import exchanges_of_policy
 from dynamic_cp.setting import POOL_POLICIES, Setting
-from dynamic_cp.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, sizes_in
-from dynamic_cp.types import RECOMPUTE_MODES, CpCommType, ModelShape, Recompute, Topology
+from dynamic_cp.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
+from dynamic_cp.types import EVERY_LAYER, CpCommType, ModelShape, RecomputedLayers, Topology
 from dynamic_cp.types.stage_layers import is_level
 
 MORE_ROOM = "use more GPUs or shorter samples (--max-seqlen)"
 _LIMIT_STEP = 256
 """Limits are rounded down to a multiple of this, for flags that can be read."""
+_MORE_TOKENS = 1.5
+"""More layers are recomputed only for a limit that is larger by this factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,8 @@ class Space:
     Attributes:
         num_gpus: ranks of the job, a multiple of ranks_per_node or below it.
         tp_sizes, pp_sizes, vp_sizes, ep_sizes: None = all that make sense.
+        recompute: of `tried.RECOMPUTED`.
+        recompute_num_layers: of every model chunk, with "block"; None = as few as hold a limit.
         limits: of tokens per rank; None = what memory holds and parts of it.
         exchanges: sets of exchanges that a bucket may use; those after the first are tried for what is close to the
             fastest.
@@ -41,7 +47,8 @@ class Space:
     pp_sizes: tuple[int, ...] | None = None
     vp_sizes: tuple[int, ...] | None = None
     ep_sizes: tuple[int, ...] | None = None
-    recompute: tuple[str, ...] = RECOMPUTE_MODES
+    recompute: tuple[str, ...] = RECOMPUTED
+    recompute_num_layers: int | None = None
     limits: tuple[int, ...] | None = None
     exchanges: tuple[tuple[CpCommType, ...], ...] = EXCHANGES
     static_cp_size: int | None = None
@@ -55,6 +62,7 @@ class Space:
             ("vpp", self.vp_sizes or ()),
             ("ep", self.ep_sizes or ()),
             ("max_tokens_per_rank", self.limits or ()),
+            ("recompute_num_layers", () if self.recompute_num_layers is None else (self.recompute_num_layers,)),
         ):
             if any(value < 1 for value in values):
                 raise InvalidInputError(f"{name} is {min(values)}, at least 1 is needed: change it")
@@ -65,9 +73,9 @@ class Space:
                 num_gpus=self.num_gpus,
                 ranks_per_node=self.ranks_per_node,
             )
-        if not self.recompute or set(self.recompute) - set(RECOMPUTE_MODES):
+        if not self.recompute or set(self.recompute) - set(RECOMPUTED):
             raise InvalidInputError(
-                f"recompute is {', '.join(self.recompute) or 'empty'}: use some of {', '.join(RECOMPUTE_MODES)}"
+                f"recompute is {', '.join(self.recompute) or 'empty'}: use some of {', '.join(RECOMPUTED)}"
             )
 
 
@@ -96,7 +104,7 @@ def what_helps(refused: Collection[Refused], space: Space) -> str:
     return f"give other {' or '.join(name for name in given if name in named)}"
 
 
-def layouts_of(space: Space, model: ModelShape) -> Iterator[tuple[Topology, Recompute] | Refused]:
+def layouts_of(space: Space, model: ModelShape) -> Iterator[tuple[Topology, str] | Refused]:
     """Yield the layouts in a fixed order, and for each that the model rules out the reason."""
     powers = [1 << k for k in range(space.num_gpus.bit_length())]
     tp_sizes = space.tp_sizes or tuple(size for size in powers if size <= min(space.ranks_per_node, space.num_gpus))
@@ -124,13 +132,16 @@ def layouts_of(space: Space, model: ModelShape) -> Iterator[tuple[Topology, Reco
                 yield Refused("blocks of EP lanes do not divide the lanes")
                 continue
             for recompute in space.recompute:
-                yield topology, recompute  # type: ignore[misc]
+                yield topology, recompute
 
 
 def settings_of(
-    topology: Topology, recompute: Recompute, policy: str, space: Space, job: SweepJob
+    topology: Topology, recompute: str, policy: str, space: Space, job: SweepJob
 ) -> tuple[Setting, ...] | Refused:
     """Return the settings of a layout that memory and the longest sample allow, the largest limit first.
+
+    Where the first layers of chunks may be recomputed, those are none that no number of them suits and that full
+    recomputation is tried for, too: that says why nothing runs.
 
     A static policy has every CP size that divides the lanes, each with the memory of groups of that size; others have
     all sizes, or where these leave no memory as many of the smaller ones as do. Of the sets of exchanges it is the
@@ -140,13 +151,18 @@ def settings_of(
     reason = why_no_pool(model, topology) if policy in POOL_POLICIES else None
     if reason is not None:
         return Refused(reason, "leave out policies with a pool (--policy)")
+    is_block = recompute == "block"
+    if is_block and (policy in POOL_POLICIES or model.mtp_num_layers):
+        refused = Refused("every layer is recomputed with a pool and with multi-token prediction", "use full")
+        return () if "full" in space.recompute else refused
     found: list[Setting] = []
     refused = Refused("no allowed CP size divides the lanes", "give another --static-cp-size")
     for exchanges in exchanges_tried(policy, space, job):
         base = Setting(
             policy=policy,
             topology=topology,
-            recompute=recompute,
+            recompute="full" if is_block else recompute,  # type: ignore[arg-type]
+            recompute_layers=RecomputedLayers("block", space.recompute_num_layers or 1) if is_block else EVERY_LAYER,
             max_tokens_per_rank=1,
             cp_comm_types=exchanges,
             pipeline_layers=model.pipeline_layers,
@@ -154,7 +170,7 @@ def settings_of(
         sizes = _static_sizes(topology, space) if base.is_static else _largest_sizes(topology)
         for cp_size in sizes:
             sized = replace(base, static_cp_size=cp_size) if base.is_static else replace(base, max_cp_size=cp_size)
-            one = _with_limits(sized, space, job)
+            one = (_with_layers if is_block else _with_limits)(sized, space, job)
             if isinstance(one, Refused):
                 refused = one
             else:
@@ -163,7 +179,7 @@ def settings_of(
                 break
         if found:
             return tuple(found)
-    return refused
+    return () if is_block and "full" in space.recompute else refused
 
 
 def why_no_pool(model: ModelShape, topology: Topology) -> str | None:
@@ -198,6 +214,9 @@ def variants(setting: Setting, space: Space, job: SweepJob) -> tuple[Setting, ..
             if one[0].max_tokens_per_rank > limit:
                 found.append(one[0])
                 limit = one[0].max_tokens_per_rank
+                if setting.recompute_layers.method == "block":
+                    fewest = _with_layers(one[0], space, job)
+                    found += () if isinstance(fewest, Refused) else fewest[:1]
     return tuple(one for one in dict.fromkeys(found) if one != setting)
 
 
@@ -241,6 +260,41 @@ def _with_limits(base: Setting, space: Space, job: SweepJob) -> tuple[Setting, .
         remedy = MORE_ROOM if space.limits is None else "give another --max-tokens-per-rank"
         return Refused("no token limit fits both memory and the longest sample", remedy)
     return tuple(replace(base, max_tokens_per_rank=limit) for limit in dict.fromkeys(kept))
+
+
+def _with_layers(base: Setting, space: Space, job: SweepJob) -> tuple[Setting, ...] | Refused:
+    """Return `base` with the first layers of every model chunk recomputed, each time with the largest limit.
+
+    As few layers as memory asks for; and as few as hold limits that are larger than without.
+    """
+    topology = base.topology
+    largest = max(chain.from_iterable(job.model_of(base).chunks(topology.pp_size, topology.vp_size)))
+    refused = Refused("a model chunk has no layer that need not be recomputed", "give another --recompute")
+
+    @cache
+    def at(number: int) -> tuple[Setting, ...] | Refused:
+        if not number:
+            return _with_limits(replace(base, recompute="none", recompute_layers=EVERY_LAYER), space, job)
+        return _with_limits(replace(base, recompute_layers=RecomputedLayers("block", number)), space, job)
+
+    def limit(number: int) -> int:
+        settings = at(number)
+        return 0 if isinstance(settings, Refused) else settings[0].max_tokens_per_rank
+
+    given = space.recompute_num_layers
+    if given is not None:
+        return at(given) if given <= largest else refused
+    numbers = range(1, int(largest))
+    found: list[Setting] = []
+    enough = max(1.0, _MORE_TOKENS * limit(0))
+    while (index := bisect_left(numbers, enough, key=limit)) < len(numbers):
+        settings = at(numbers[index])
+        assert not isinstance(settings, Refused)
+        found.append(settings[0])
+        enough = _MORE_TOKENS * settings[0].max_tokens_per_rank
+    if found or (limit(0) and "none" in space.recompute):
+        return tuple(found)
+    return at(1 if limit(0) else numbers[-1]) if numbers else refused
 
 
 def _static_sizes(topology: Topology, space: Space) -> list[int]:

@@ -472,11 +472,19 @@ class ModelShape:
         *others, last = stages
         return (*others, Stage((*last.layers, (self.mtp_num_layers, self.mtp_module))))
 
+    def chunks(self, pp_size: int, vp_size: int) -> tuple[tuple[float, ...], ...]:
+        """Return [stage][model chunk] -> its layers, modules of multi-token prediction among them; as even shares where
+        `pipeline_layers` say nothing.
+        """
+        is_said = pp_size > 1 and self.pipeline_layers
+        even = ((self.num_layers / (pp_size * vp_size),) * vp_size,) * pp_size
+        *others, last = self.pipeline_layers if is_said else even
+        return (*others, (*last[:-1], last[-1] + self.mtp_num_layers))
+
     def chunks_of_heaviest(self, stage: int, chunk: int, vp_size: int) -> float:
         """Return the layers of the stage that has most over those of a model chunk; inf of one that has none."""
         if not self.pipeline_layers:
             return vp_size
-        chunks = [list(of_stage) for of_stage in self.pipeline_layers]
-        chunks[-1][-1] += self.mtp_num_layers
+        chunks = self.chunks(len(self.pipeline_layers), vp_size)
         layers = chunks[stage][chunk]
         return max(map(sum, chunks)) / layers if layers else inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -16,6 +17,8 @@ RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe"]
 RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = get_args(RecomputeModule)
 """What selective recomputation may repeat in backward: attention with its exchange, the MLP of dense layers, both norms
 of a layer, router and experts with their exchange."""
+RecomputeMethod = Literal["uniform", "block"]
+RECOMPUTE_METHODS: tuple[str, ...] = get_args(RecomputeMethod)
 
 SearchEffort = Literal["fast", "thorough", "exact"]
 SEARCH_EFFORTS: tuple[str, ...] = get_args(SearchEffort)
@@ -46,6 +49,52 @@ class ElementBytes(NamedTuple):
     gradient: int
 
 
+class RecomputedLayers(NamedTuple):
+    """Which layers full recomputation computes again; Megatron's --recompute-method and --recompute-num-layers.
+
+    Attributes:
+        method: "uniform", all layers, in units of num_layers that are computed again at once; "block", the first
+            num_layers of every model chunk, one by one, and the others keep their activations.
+        num_layers: at least 1.
+    """
+
+    method: RecomputeMethod = "uniform"
+    num_layers: int = 1
+
+    def share_of(self, chunks: Sequence[float]) -> float:
+        """Return the share that is computed again of the layers of `chunks`."""
+        if self.method == "uniform" or not sum(chunks):
+            return 1.0
+        return sum(min(self.num_layers, layers) for layers in chunks) / sum(chunks)
+
+    def check(self, chunks: Sequence[float]) -> None:
+        """Refuse what model chunks of so many layers cannot have.
+
+        Raises:
+            InvalidInputError: more layers than the largest chunk has, or units that do not divide one of them.
+        """
+        number, largest = self.num_layers, max(chunks)
+        if number > max(1, largest):
+            raise InvalidInputError(
+                f"--recompute-num-layers {number} is more than the {largest:g} layers of a model chunk: "
+                f"give at most {int(largest)}",
+                recompute_num_layers=number,
+                layers_per_chunk=largest,
+            )
+        uneven = [layers for layers in sorted(set(chunks)) if layers % number]
+        if self.method == "uniform" and number > 1 and uneven:
+            raise InvalidInputError(
+                f"the layers of a model chunk, {uneven[0]:g} is not a multiple of --recompute-num-layers {number}: "
+                "change one of them",
+                recompute_num_layers=number,
+                layers_per_chunk=uneven[0],
+            )
+
+
+EVERY_LAYER = RecomputedLayers()
+"""All layers, one by one: what full recomputation is where nothing else is said."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """What the user allows the planner.
@@ -58,6 +107,7 @@ class PlanOptions:
         inner_cp_sizes: inner sizes that a2a+p2p and blocks may use, powers of two above 1; None = every possible one.
         recompute: activation recomputation of the run.
         recompute_modules: what selective recomputation repeats; without it they say nothing.
+        recompute_layers: which layers full recomputation repeats.
         bytes_per_element: bytes of an activation or a weight (2 for bf16, 4 for fp32); by kind: `element_bytes`.
         fp32_residual: the residual takes 4 bytes whatever the others take.
         state: dtypes of gradients and of the optimizer's state.
@@ -77,6 +127,7 @@ class PlanOptions:
     inner_cp_sizes: tuple[int, ...] | None = None
     recompute: Recompute = "none"
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    recompute_layers: RecomputedLayers = EVERY_LAYER
     bytes_per_element: int = 2
     fp32_residual: bool = False
     state: StateDtypes = FP32_STATE
@@ -98,12 +149,7 @@ class PlanOptions:
                 raise InvalidInputError(
                     f"inner_cp_sizes: {value} is not a power of two above 1: use 2, 4, ...", value=value
                 )
-        if self.recompute not in RECOMPUTE_MODES:
-            raise InvalidInputError(f"recompute {self.recompute!r} is unknown: use one of {', '.join(RECOMPUTE_MODES)}")
-        if unknown := [name for name in self.recompute_modules if name not in RECOMPUTE_MODULES]:
-            raise InvalidInputError(
-                f"recompute_modules: {unknown[0]!r} is unknown: use some of {', '.join(RECOMPUTE_MODULES)}"
-            )
+        self._check_recompute()
         if self.search not in SEARCH_EFFORTS:
             raise InvalidInputError(f"search {self.search!r} is unknown: use one of {', '.join(SEARCH_EFFORTS)}")
         if self.pool not in POOL_USES:
@@ -131,9 +177,43 @@ class PlanOptions:
                     cp_comm_type=exchange,
                 )
 
+    def _check_recompute(self) -> None:
+        if self.recompute not in RECOMPUTE_MODES:
+            raise InvalidInputError(f"recompute {self.recompute!r} is unknown: use one of {', '.join(RECOMPUTE_MODES)}")
+        if unknown := [name for name in self.recompute_modules if name not in RECOMPUTE_MODULES]:
+            raise InvalidInputError(
+                f"recompute_modules: {unknown[0]!r} is unknown: use some of {', '.join(RECOMPUTE_MODULES)}"
+            )
+        method, number = self.recompute_layers
+        if method not in RECOMPUTE_METHODS:
+            raise InvalidInputError(
+                f"recompute method {method!r} is unknown: use one of {', '.join(RECOMPUTE_METHODS)}"
+            )
+        require_at_least(1, recompute_num_layers=number)
+        if self.recompute_layers == EVERY_LAYER:
+            return
+        if self.recompute != "full":
+            raise InvalidInputError(
+                f"--recompute-method {method} --recompute-num-layers {number} says which layers full recomputation "
+                f"repeats, it is {self.recompute}: use full recomputation, or leave them out",
+                recompute=self.recompute,
+                recompute_num_layers=number,
+            )
+        if self.pool != "off":
+            raise UnsupportedFeatureError(
+                f"in a pool all ranks recompute layer by layer, it is --recompute-method {method} "
+                f"--recompute-num-layers {number}: use uniform and 1, or leave the pool out",
+                pool=self.pool,
+            )
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether every layer is computed again, so that no more can be."""
+        return self.recompute == "full" and self.recompute_layers.method == "uniform"
+
     @property
     def repeated(self) -> frozenset[RecomputeModule]:
-        """What backward computes again."""
+        """What backward computes again, of block recomputation in the first layers of a model chunk alone."""
         if self.recompute == "full":
             return frozenset(RECOMPUTE_MODULES)
         return frozenset(self.recompute_modules) if self.recompute == "selective" else frozenset()

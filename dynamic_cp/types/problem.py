@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types.hardware import Hardware
 from dynamic_cp.types.model import ModelShape
-from dynamic_cp.types.options import PlanOptions
+from dynamic_cp.types.options import EVERY_LAYER, PlanOptions
 from dynamic_cp.types.topology import Topology
 
 
@@ -36,3 +38,23 @@ class Problem:
                 ep_size=topology.ep_size,
                 tp_size=topology.tp_size,
             )
+        self._check_recomputed_layers()
+
+    def recomputed_share(self, stages: Iterable[int] | None = None) -> float:
+        """Return the share of the layers of some pipeline stages (None: of all) in which backward repeats something."""
+        if self.options.recompute_layers == EVERY_LAYER:
+            return 1.0
+        chunks = self.model.chunks(self.topology.pp_size, self.topology.vp_size)
+        chosen = chunks if stages is None else [chunks[stage] for stage in stages]
+        return self.options.recompute_layers.share_of([*chain.from_iterable(chosen)])
+
+    def _check_recomputed_layers(self) -> None:
+        layers, topology = self.options.recompute_layers, self.topology
+        if layers == EVERY_LAYER:
+            return
+        if self.model.mtp_num_layers:
+            raise UnsupportedFeatureError(
+                f"--recompute-method {layers.method} --recompute-num-layers {layers.num_layers} does not go with "
+                "multi-token prediction, whose modules megatron-core recomputes one at a time only: use uniform and 1"
+            )
+        layers.check([*chain.from_iterable(self.model.chunks(topology.pp_size, topology.vp_size))])

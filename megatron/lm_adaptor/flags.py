@@ -29,11 +29,7 @@ from megatron.dynamic_cp.flags.table import add_group, check_ranges, destination
 from megatron.trainer.data.config import OVERLONG_POLICIES
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.settings import DYNAMIC_CP, TABLE
-from megatron.trainer.flags.validation import (
-    check_auto_knows_recomputation,
-    check_micro_batch_size,
-    planning_settings,
-)
+from megatron.trainer.flags.validation import check_micro_batch_size, planning_settings
 
 _DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}  # where the name is not that of the flag
 _EXCHANGE_NAMES = {"allgather": "all_gather"}  # Megatron-LM's name -> ours
@@ -339,8 +335,6 @@ def planned(asked: argparse.Namespace, args: argparse.Namespace) -> Planned:
     ours.max_seqlen_per_dp_cp_rank = asked.max_seqlen_per_dp_cp_rank
     for field in fields(StateDtypes):  # as they were typed: Megatron-LM makes torch's of the dtypes
         setattr(ours, field.name, getattr(asked, field.name, field.default))
-    if args.recompute_granularity == "full":
-        check_auto_knows_recomputation(ours)
     settings = planning_settings(ours, auto_places=False)
     return Planned(settings=settings, arguments=MappingProxyType({**vars(ours), **settings.completed_flags()}))
 

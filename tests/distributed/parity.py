@@ -266,7 +266,10 @@ def exchanges_of(plan: Plan) -> set[tuple[str, int]]:
 def planned_bytes(plan: Plan, layout: Layout, lane: int, stage: int = 0) -> float:
     """Return what the planner says that a rank of `lane` sends for attention in the step."""
     is_repeated = "core_attn" in layout.config.get("recompute_modules", ["core_attn"])
-    forwards = 2 if "recompute_granularity" in layout.config and is_repeated else 1
+    chunk_layers = layout.num_layers / layout.pp / layout.vpp
+    is_block = layout.config.get("recompute_method") == "block"
+    share = layout.config["recompute_num_layers"] / chunk_layers if is_block else 1.0
+    forwards = 1 + share * ("recompute_granularity" in layout.config and is_repeated)
     num_modules = layout.model.mtp_num_layers if stage == layout.pp - 1 else 0
     total = 0.0
     for micro_batch in plan.micro_batches:

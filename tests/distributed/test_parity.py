@@ -14,6 +14,7 @@ from tests.distributed.parity import (
     assert_all_equal_to_reference,
     assert_bytes_as_planned,
     assert_equal_to_reference,
+    compare_with_reference,
     exchanges_of,
     mixed_plan,
     plans_of_blocks,
@@ -193,3 +194,22 @@ def test_four_lanes_equal_single_process(reference_of) -> None:
     plan = static_plan(samples, layout, cp_size=4)
     comparisons = run_ranks(4, run_step, layout, samples, plan, expected, None)
     assert_equal_to_reference(comparisons, layout, expected)
+
+
+def test_which_layers_are_recomputed_changes_no_bit(reference_of) -> None:
+    """On two stages of two model chunks of two layers; errors are equal to the last digit."""
+    few = {
+        "block": FULL_RECOMPUTE | {"recompute_method": "block"},
+        "units": FULL_RECOMPUTE | {"recompute_num_layers": 2},
+    }
+    ways = {"none": {}, "full": FULL_RECOMPUTE, **few}
+    samples, cases = BATCHES["long_tail"], {}
+    for name, config in ways.items():
+        layout = Layout(2, pp=2, vpp=2, config={"num_layers": 8, **config})
+        cases[name] = Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
+    found = compare_with_reference(cases)
+    without = [(rank.loss_error, rank.gradient_errors) for rank in found["none"]]
+    for name, ranks in found.items():
+        assert_equal_to_reference(ranks, cases[name].layout, cases[name].expected)
+        assert_bytes_as_planned(ranks, cases[name].layout, cases[name].plan)
+        assert [(rank.loss_error, rank.gradient_errors) for rank in ranks] == without, name

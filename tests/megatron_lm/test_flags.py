@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.types import CP_COMM_TYPES
+from dynamic_cp.types import CP_COMM_TYPES, RecomputedLayers
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED
 from megatron.lm_adaptor import flags
 
@@ -124,6 +124,7 @@ def planned(*argv: str, **validated: Any) -> flags.Planned:
         "group_query_attention": False,
         "seq_length": 64,
         "global_batch_size": 4,
+        "num_layers": 4,
         "recompute_granularity": None,
         "recompute_method": None,
         "recompute_num_layers": None,
@@ -141,8 +142,10 @@ def test_auto_is_found_once_the_memory_is_known() -> None:
     assert found.arguments["max_seqlen_per_dp_cp_rank"] == "auto", "Megatron-LM itself gets none"
     full = {"recompute_granularity": "full", "recompute_num_layers": 1}
     assert planned(**full, recompute_method="uniform").settings.max_tokens_per_rank is None
-    with pytest.raises(InvalidInputError, match="auto knows full recomputation of one layer at a time only"):
-        planned(**full, recompute_method="block")
+    assert planned(**full, recompute_method="block").settings.recompute_layers == RecomputedLayers("block", 1)
+    few = {"pipeline_model_parallel_size": 2, "num_layers": 4, "recompute_method": "block"}
+    with pytest.raises(InvalidInputError, match=r"--recompute-num-layers 3 is more than the 2 layers .* at most 2"):
+        planned(**full | few | {"recompute_num_layers": 3})
 
 
 def test_without_grouped_queries_every_head_has_its_own_keys() -> None:

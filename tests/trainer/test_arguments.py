@@ -78,12 +78,6 @@ WRONG_PAIRS = [
     ("--dynamic", 4, ("unrecognized", "--dynamic")),
     ("--max-seqlen-per-dp-cp-rank many", 4, ("--max-seqlen-per-dp-cp-rank", "'many'", "'auto'")),
     ("--max-seqlen-per-dp-cp-rank 0", 4, ("--max-seqlen-per-dp-cp-rank is 0", "greater than 0")),
-    (
-        "--max-seqlen-per-dp-cp-rank auto --recompute-granularity full --recompute-method block "
-        "--recompute-num-layers 2",
-        4,
-        ("auto", "block", "--recompute-num-layers 2", "use uniform and 1"),
-    ),
     ("--dynamic-cp-search slow", 4, ("--dynamic-cp-search", "slow", "thorough")),
     ("--cp-comm-type ring", 4, ("--cp-comm-type", "ring", "p2p")),
     ("--position-embedding-type relative", 4, ("--position-embedding-type", "relative")),

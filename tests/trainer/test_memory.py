@@ -60,6 +60,8 @@ def test_auto_grows_with_memory_and_sharding():
     sharded = limit_of(f"{AUTO} --use-distributed-optimizer", 6e6)
     recomputed = limit_of(f"{AUTO} --recompute-granularity full", 6e6)
     assert small < min(large, sharded, recomputed)
+    some = limit_of(f"{AUTO} --recompute-granularity full --recompute-method block --recompute-num-layers 2", 6e6)
+    assert small < some < recomputed
 
 
 def test_without_dynamic_cp_only_the_static_groups_count():

@@ -9,32 +9,32 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("dynamic_cp", "megatron/dynamic_cp", "megatron/trainer", "megatron/lm_adaptor")
 MOST_LINES = {
-    "dynamic_cp": 1100,
+    "dynamic_cp": 1120,
     "dynamic_cp/bounds": 1680,
     "dynamic_cp/calibration": 930,
-    "dynamic_cp/cli": 3180,  # gradients and optimizer states in lower precision
+    "dynamic_cp/cli": 3210,  # gradients and optimizer states in lower precision
     "dynamic_cp/comparison": 1600,  # gradients and optimizer states in lower precision
     "dynamic_cp/learning": 590,
     "dynamic_cp/lengths": 1200,
     "dynamic_cp/mechanisms": 1340,
-    "dynamic_cp/memory": 490,  # gradients and optimizer states in lower precision
+    "dynamic_cp/memory": 510,  # gradients and optimizer states in lower precision
     "dynamic_cp/models": 1540,
     "dynamic_cp/packing": 2750,
     "dynamic_cp/pipeline": 1020,
     "dynamic_cp/placement": 3740,
     "dynamic_cp/plans": 1110,
     "dynamic_cp/pool": 2840,
-    "dynamic_cp/pricing": 1680,
+    "dynamic_cp/pricing": 1710,
     "dynamic_cp/report": 2910,
     "dynamic_cp/search": 1760,
-    "dynamic_cp/sweep": 1090,
-    "dynamic_cp/types": 2660,  # gradients and optimizer states in lower precision
+    "dynamic_cp/sweep": 1150,
+    "dynamic_cp/types": 2780,  # gradients and optimizer states in lower precision
     "megatron/dynamic_cp": 170,
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 4160,
     "megatron/dynamic_cp/calibration": 1260,
     "megatron/dynamic_cp/data": 1130,
-    "megatron/dynamic_cp/flags": 2330,
+    "megatron/dynamic_cp/flags": 2340,  # gradients and optimizer states in lower precision
     "megatron/dynamic_cp/foreign": 1450,
     "megatron/dynamic_cp/groups": 650,
     "megatron/dynamic_cp/layout": 430,

@@ -24,6 +24,7 @@ from dynamic_cp.types import (
     PlanOptions,
     PoolUse,
     Recompute,
+    RecomputedLayers,
     RecomputeModule,
     SearchEffort,
     StateDtypes,
@@ -49,7 +50,8 @@ class PlanningSettings:
     Attributes:
         topology: arrangement of the job's ranks.
         seq_length: longest sample in tokens.
-        recompute: activation recomputation; recompute_modules: what of it is selective.
+        recompute: activation recomputation; recompute_modules: what of it is selective; recompute_layers: which layers
+            have it where it is full.
         bytes_per_element: of an activation, follows from the model's precision.
         fp32_residual: the residual stays in float32 where other activations do not.
         distributed_optimizer: its state is sharded over the lanes; state: its dtypes, and those of gradients.
@@ -67,6 +69,7 @@ class PlanningSettings:
     seq_length: int
     recompute: Recompute
     recompute_modules: tuple[RecomputeModule, ...]
+    recompute_layers: RecomputedLayers
     bytes_per_element: int
     fp32_residual: bool
     distributed_optimizer: bool
@@ -258,6 +261,7 @@ class PlanningSettings:
             inner_cp_sizes=self.inner_cp_sizes,
             recompute=self.recompute,
             recompute_modules=self.recompute_modules,
+            recompute_layers=self.recompute_layers,
             bytes_per_element=self.bytes_per_element,
             fp32_residual=self.fp32_residual,
             state=self.state,

@@ -200,7 +200,9 @@ class ModelSettings:
         "which layers, with full recomputation", group="training", choices=("uniform", "block")
     )
     recompute_num_layers: int | None = flag(
-        "layers per unit (uniform) or per stage (block)", group="training", within=POSITIVE
+        "layers of a unit (uniform), or first ones of every model chunk (block); default: 1",
+        group="training",
+        within=POSITIVE,
     )
     expert_tensor_parallel_size: int | None = flag(
         "always 1 here, which is the default: whole experts", group="parallelism", metavar="1"

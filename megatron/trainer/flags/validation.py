@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.padding import padded_seqlens
-from dynamic_cp.types import StateDtypes, Topology, is_power_of_two
+from dynamic_cp.types import EVERY_LAYER, RecomputedLayers, StateDtypes, Topology, is_power_of_two
 from megatron.dynamic_cp.flags import experts, latent_attention
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
@@ -295,6 +295,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         seq_length=args.seq_length,
         recompute=args.recompute_granularity or "none",
         recompute_modules=recompute_modules(args),
+        recompute_layers=_recomputed_layers(args, topology),
         bytes_per_element=2 if args.bf16 else 4,
         fp32_residual=args.fp32_residual_connection,
         distributed_optimizer=args.use_distributed_optimizer,
@@ -453,8 +454,6 @@ def _complete_recompute(args: argparse.Namespace) -> None:
     if args.recompute_granularity == "full":
         args.recompute_method = args.recompute_method or "uniform"
         args.recompute_num_layers = args.recompute_num_layers or 1
-        _check_recompute_layers(args)
-        check_auto_knows_recomputation(args)
     elif args.recompute_method is not None or args.recompute_num_layers is not None:
         raise InvalidInputError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
@@ -550,35 +549,11 @@ def _check_profiling(args: argparse.Namespace) -> None:
         )
 
 
-def check_auto_knows_recomputation(args: argparse.Namespace) -> None:
-    """Check that the memory model knows the full recomputation of `args`.
-
-    Raises:
-        InvalidInputError: the token limit is `auto`, and it does not.
-    """
-    if args.max_seqlen_per_dp_cp_rank == "auto" and (args.recompute_method, args.recompute_num_layers) != (
-        "uniform",
-        1,
-    ):
-        raise InvalidInputError(
-            "--max-seqlen-per-dp-cp-rank auto knows full recomputation of one layer at a time only, it is "
-            f"--recompute-method {args.recompute_method} --recompute-num-layers {args.recompute_num_layers}: "
-            "use uniform and 1, or give the limit in tokens",
-            recompute_num_layers=args.recompute_num_layers,
-        )
-
-
-def _check_recompute_layers(args: argparse.Namespace) -> None:
-    even = args.num_layers // args.pipeline_model_parallel_size // (args.virtual_pipeline_model_parallel_size or 1)
-    of_chunks = sorted({number for stage in pipeline_layers(args) for number in stage} - {0}) or [even]
-    number, per_chunk = args.recompute_num_layers, of_chunks[-1]
-    if number > per_chunk:
-        raise InvalidInputError(
-            f"--recompute-num-layers {number} is more than the {per_chunk} layers of a model chunk: "
-            f"give at most {per_chunk}",
-            recompute_num_layers=number,
-            layers_per_chunk=per_chunk,
-        )
-    if args.recompute_method == "uniform":
-        for per_chunk in of_chunks:
-            _divides(number, per_chunk, "the layers of a model chunk,", "--recompute-num-layers", "change one of them")
+def _recomputed_layers(args: argparse.Namespace, topology: Topology) -> RecomputedLayers:
+    """Return which layers full recomputation repeats, checked against those of the model chunks."""
+    if args.recompute_granularity != "full":
+        return EVERY_LAYER
+    layers = RecomputedLayers(args.recompute_method or "uniform", args.recompute_num_layers or 1)
+    even = args.num_layers / (topology.pp_size * topology.vp_size)
+    layers.check([number for stage in pipeline_layers(args) for number in stage] or [even])
+    return layers

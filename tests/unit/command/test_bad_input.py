@@ -84,6 +84,12 @@ ANY_JOB = [
     (["--static-cp-size", "3"], "--static-cp-size 3 does not divide --lanes 4"),
     (["--cp-comm-type", "ring"], "Invalid value for '--cp-comm-type'"),
     (["--recompute", "some"], "Invalid value for '--recompute'"),
+    (["--recompute-num-layers", "2"], "says which layers full recomputation repeats, it is none: use full"),
+    (["--recompute", "full", "--recompute-num-layers", "0"], "recompute_num_layers is 0, the smallest allowed value"),
+    (
+        ["--recompute", "full", "--recompute-method", "block", "--recompute-num-layers", "99"],
+        " layers of a model chunk: give at most ",
+    ),
     (["--mask", "shared_question:1000000x0.2"], "mask shared_question:1000000x0.2 fits no sample: the longest has "),
     (["--mask", "shared_question:4x0.00001"], "tokens of the longest is empty: raise the share"),
     (["--mask", "shared_question:3x1.5"], "the prompt has a share of 1.5 of the tokens"),

@@ -30,7 +30,7 @@ from dynamic_cp.sweep.flags import launcher
 from dynamic_cp.sweep.search import SHOWN, STATIC_POLICIES
 from dynamic_cp.sweep.space import Refused, settings_of, variants
 from dynamic_cp.tried import EXCHANGES
-from dynamic_cp.types import CP_COMM_TYPES, Experts, Lambda, Topology
+from dynamic_cp.types import CP_COMM_TYPES, Experts, Lambda, RecomputedLayers, Topology
 from tests.unit.support import samples_of
 
 ROOT = str(Path(__file__).parents[3])
@@ -234,6 +234,44 @@ def test_refusals_are_counted_with_their_reasons():
         sweep(Space(num_gpus=4), replace(JOB, max_seqlen=10**8))
     with pytest.raises(InvalidInputError, match="12 GPUs are not a whole number of nodes of 8"):
         Space(num_gpus=12)
+
+
+def test_as_few_layers_are_recomputed_as_hold_a_limit():
+    """Of chunks of 8 layers, where nothing fits without: each number holds what no smaller one does."""
+    tight = replace(JOB, hardware=replace(HARDWARE, hbm_bytes=0.4 * HARDWARE.hbm_bytes))
+    topology = Topology(num_lanes=1, tp_size=4, pp_size=2, vp_size=2, sequence_parallel=True)
+    space = replace(SPACE, recompute=("none", "block", "full"))
+    assert isinstance(settings_of(topology, "none", "dynamic", space, tight), Refused)
+    found = settings_of(topology, "block", "dynamic", space, tight)
+    numbers = [one.recompute_layers.num_layers for one in found]
+    assert len(numbers) >= 2
+    assert numbers == sorted(set(numbers))
+    assert numbers[0] > 1
+    assert numbers[-1] < 8
+    for setting in found:
+        fewer = setting.recompute_layers.num_layers - 1
+        less = replace(setting, recompute_layers=RecomputedLayers("block", fewer))
+        with pytest.raises(MemoryLimitError):
+            tight.memory(less).check_limit_fits(setting.max_tokens_per_rank)
+    (given,) = settings_of(topology, "block", "dynamic", replace(space, recompute_num_layers=7, limits=(9216,)), tight)
+    assert (given.recompute_layers.num_layers, given.layout.split(", ")[-1]) == (7, "block 7 recomputation")
+    lines = launch_flags(given, model=MODEL, architecture=None, hardware_name="h100", max_seqlen=9, global_batch_size=1)
+    assert ("--recompute-granularity full", "--recompute-method block", "--recompute-num-layers 7") in lines
+    best = sweep(replace(space, tp_sizes=(4,), pp_sizes=(2,), vp_sizes=(2,)), tight).best["dynamic"].setting
+    assert best.recompute_layers.method == "block"
+
+
+def test_layers_that_need_not_be_recomputed_are_not():
+    """Where all limits fit without, only larger ones are tried with some; pools and modules have no such layers."""
+    topology = Topology(num_lanes=4, tp_size=2, sequence_parallel=True)
+    space = replace(SPACE, recompute=("none", "block", "full"))
+    (without, *_) = settings_of(topology, "none", "dynamic", space, JOB)
+    for one in settings_of(topology, "block", "dynamic", space, JOB):
+        assert one.max_tokens_per_rank > without.max_tokens_per_rank
+    later = replace(JOB, model=replace(MODEL, mtp_num_layers=1))
+    assert settings_of(topology, "block", "dynamic", space, later) == ()
+    alone = replace(space, recompute=("block",))
+    assert "every layer is recomputed" in settings_of(topology, "block", "dynamic", alone, later).reason
 
 
 def test_only_the_given_exchange_is_tried():

@@ -7,13 +7,23 @@ from dataclasses import replace
 
 import pytest
 
-from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.memory import communicators
 from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.memory.memory_model import SAFETY_FRACTION, MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.types import Bucket, MicroBatch, ModelShape, Plan, PlanOptions, Problem, StateDtypes, Topology
+from dynamic_cp.types import (
+    Bucket,
+    MicroBatch,
+    ModelShape,
+    Plan,
+    PlanOptions,
+    Problem,
+    RecomputedLayers,
+    StateDtypes,
+    Topology,
+)
 from tests.unit.support import TINY_HARDWARE, samples_of
 
 # 4 layers of 192 + 256 weights and two norms of 8, two tables of 80, a last norm: 2024 in all.
@@ -274,6 +284,60 @@ def test_activations_of_a_token_by_hand():
     # Four TP ranks share two KV heads: each keeps a whole one.
     assert activation_bytes(MODEL, Topology(num_lanes=1, tp_size=4), OPTIONS).ring_per_bucket_token == 8
     assert activation_bytes(MODEL, Topology(num_lanes=1, pp_size=2), OPTIONS).hops == 64
+
+
+def test_activations_of_recomputed_layers_by_hand():
+    """Half of the layers keep their input alone, and no layer is whole beside those that keep all; units keep one."""
+    full = replace(OPTIONS, recompute="full")
+    block = replace(full, recompute_layers=RecomputedLayers("block", 2))
+    half = activation_bytes(MODEL, Topology(num_lanes=1), block, recomputed_share=0.5)
+    assert (half.per_layer, half.working) == ((192 + 16) / 2, 64 + 32)
+    units = replace(full, recompute_layers=RecomputedLayers("uniform", 2))
+    two = activation_bytes(MODEL, Topology(num_lanes=1), units)
+    assert (two.per_layer, two.working) == (16 / 2, 2 * 192 + 64 + 32)
+
+
+def test_layers_that_keep_their_activations_take_memory():
+    """Of chunks of two layers one is recomputed: the limit is between those of none and all, and all is all."""
+    topology = Topology(num_lanes=4, pp_size=2, vp_size=2)
+    model = replace(MODEL, num_layers=8)
+
+    def limit(recompute, *layers):
+        given = {"recompute_layers": RecomputedLayers(*layers)} if layers else {}
+        return memory(topology, model, recompute=recompute, **given).max_tokens_per_rank()
+
+    assert limit("none") < limit("full", "block", 1) < limit("full") == limit("full", "block", 2)
+    # The last stage has chunks of one layer, all recomputed; the first keeps one of two.
+    uneven = replace(model, num_layers=6, pipeline_layers=((2, 2), (1, 1)))
+    first, last = memory(topology, uneven, recompute="full", recompute_layers=RecomputedLayers("block", 1)).peak_at(100)
+    whole = memory(topology, uneven, recompute="full").peak_at(100)
+    assert last == whole[1]
+    assert first.activations_bytes == pytest.approx(whole[0].activations_bytes * (192 + 16) / 2 / 16)
+
+
+def test_recomputed_layers_that_cannot_be_are_refused():
+    def refused(match, **options):
+        model = options.pop("model", replace(MODEL, num_layers=8))
+        with pytest.raises(InvalidInputError, match=match) as caught:
+            memory(Topology(num_lanes=1, pp_size=2, vp_size=2), model, **options)
+        assert "\n" not in str(caught.value)
+
+    three = RecomputedLayers("block", 3)
+    refused("--recompute-num-layers 3 is more than the 2 layers of a model chunk: give at most 2", recompute="full",
+            recompute_layers=three)  # fmt: skip
+    units = RecomputedLayers("uniform", 2)
+    refused("1 is not a multiple of --recompute-num-layers 2: change one", recompute="full", recompute_layers=units,
+            model=replace(MODEL, num_layers=6, pipeline_layers=((2, 2), (1, 1))))  # fmt: skip
+    for mode in ("none", "selective"):
+        refused(f"block --recompute-num-layers 3 says which layers .*, it is {mode}: use full", recompute=mode,
+                recompute_layers=three)  # fmt: skip
+    refused("smallest allowed value is 1", recompute="full", recompute_layers=RecomputedLayers("block", 0))
+    refused("recompute method 'some' is unknown", recompute="full", recompute_layers=RecomputedLayers("some", 1))
+    with pytest.raises(UnsupportedFeatureError, match="in a pool all ranks recompute layer by layer"):
+        memory(Topology(num_lanes=2), recompute="full", recompute_layers=units, pool="auto")
+    later = replace(MODEL, num_layers=8, mtp_num_layers=1)
+    with pytest.raises(UnsupportedFeatureError, match="does not go with multi-token prediction"):
+        memory(Topology(num_lanes=2), later, recompute="full", recompute_layers=units)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])

@@ -8,7 +8,7 @@ import pytest
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import Bucket, Hardware, ModelShape, PlanOptions, Problem, Topology
+from dynamic_cp.types import EVERY_LAYER, Bucket, Hardware, ModelShape, PlanOptions, Problem, RecomputedLayers, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
 
 
@@ -185,6 +185,26 @@ def test_recomputation_repeats_the_exposed_exchange():
     assert unit_cost(hardware=overhead, recompute="full").backward_s == pytest.approx(
         1 + without.backward_s + without.forward_s + 1
     )
+
+
+def test_layers_that_are_recomputed_share_the_price_of_all():
+    """Three of four layers, on two stages of two chunks three of five and of all three: 6 of 8 on the heavier one."""
+    model = replace(UNIT_MODEL, num_layers=4)
+    some = RecomputedLayers("block", 3)
+    none, full, block = (
+        unit_cost(model=model, recompute=mode, recompute_layers=layers).backward_s
+        for mode, layers in (("none", EVERY_LAYER), ("full", EVERY_LAYER), ("full", some))
+    )
+    assert block == pytest.approx(none + 0.75 * (full - none))
+    units = unit_cost(model=model, recompute="full", recompute_layers=RecomputedLayers("uniform", 2))
+    assert units.backward_s == full
+    uneven = replace(UNIT_MODEL, num_layers=11, pipeline_layers=((3, 5), (1, 2)))
+    staged = Topology(num_lanes=4, pp_size=2, vp_size=2)
+    none, full, block = (
+        unit_cost(model=uneven, topology=staged, recompute=mode, recompute_layers=layers).backward_s
+        for mode, layers in (("none", EVERY_LAYER), ("full", EVERY_LAYER), ("full", some))
+    )
+    assert block == pytest.approx(none + 0.75 * (full - none))
 
 
 def test_recomputed_modules_by_hand():
