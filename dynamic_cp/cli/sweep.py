@@ -223,9 +223,9 @@ def _why_no_line(found: Sweep, job: SweepJob, architecture: Architecture | None)
 
 def _flags(point: Point, job: SweepJob, architecture: Architecture | None, given: dict[str, Any]) -> list[str]:
     """Return the lines of the command that starts `point`."""
-    from dynamic_cp.sweep.flags import launch_flags, launcher
+    from dynamic_cp.sweep.flags import launch_flags, launcher, state_flags
 
-    groups = launch_flags(
+    parallelism, *others = launch_flags(
         point.setting,
         model=job.model,
         architecture=architecture,
@@ -234,9 +234,8 @@ def _flags(point: Point, job: SweepJob, architecture: Architecture | None, given
         global_batch_size=len(job.batches[0]),
         search=job.search,
         distributed_optimizer=job.distributed_optimizer,
-        state=job.state,
     )
-    lines = [line for group in groups for line in _wrapped(group)]
+    lines = [line for group in (parallelism + state_flags(job.state), *others) for line in _wrapped(group)]
     return [f"{launcher(point.setting)} pretrain_gpt.py", *lines]
 
 

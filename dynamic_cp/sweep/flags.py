@@ -42,7 +42,6 @@ def launch_flags(
     global_batch_size: int,
     search: str = "fast",
     distributed_optimizer: bool = True,
-    state: StateDtypes = FP32_STATE,
 ) -> tuple[tuple[str, ...], ...]:
     """Return the flags, each with its value if it has one, in groups of one line: parallelism, dynamic CP, model.
 
@@ -58,7 +57,7 @@ def launch_flags(
         raise UnsupportedFeatureError(f"pretrain_gpt.py does not train this model: {reason}")
     architecture = architecture or Architecture.assumed(gated=model.gated_linear_unit)
     return (
-        _parallelism(setting, distributed_optimizer) + _state(state),
+        _parallelism(setting, distributed_optimizer),
         _planning(setting, hardware_name, search),
         _lengths(max_seqlen, global_batch_size),
         _recompute(setting),
@@ -115,7 +114,8 @@ def _parallelism(setting: Setting, distributed_optimizer: bool) -> Flags:
     )
 
 
-def _state(state: StateDtypes) -> Flags:
+def state_flags(state: StateDtypes) -> Flags:
+    """Return the flags of dtypes that are not the usual ones; they belong to the line of parallelism."""
     said = [(name, value) for name, value in asdict(state).items() if value != getattr(FP32_STATE, name)]
     return _given(*((f"--{name.replace('_', '-')}", value) for name, value in said))
 
