@@ -45,7 +45,7 @@ def flags_page() -> str:
         if not actions:
             continue
         title = (part.title or "").capitalize()
-        parts.append(f"\n## {title}\n\n| flag | default | meaning |\n| --- | --- | --- |\n")
+        parts.append(f"\n## {title}\n\n| flag (default) | meaning |\n| --- | --- |\n")
         parts += [_flag_row(one) for one in actions]
     parts.append(
         "\n## Already so\n\nScripts for Megatron-LM carry these. They are accepted and change nothing, because the "
@@ -78,7 +78,7 @@ def _flag_row(action: argparse.Action) -> str:
     default = "required" if action.required else ""
     if action.nargs != 0 and action.default not in (None, []):
         default = _code(str(action.default))
-    return f"| {names}{value} | {default} | {_cell(action.help or '')} |\n"
+    return f"| {names}{value}{_bracketed(default)} | {_cell(action.help or '')} |\n"
 
 
 def command_page() -> str:
@@ -108,7 +108,7 @@ def command_page() -> str:
     return "".join(parts)
 
 
-_OPTIONS = "\n| option | default | meaning |\n| --- | --- | --- |\n"
+_OPTIONS = "\n| option (default) | meaning |\n| --- | --- |\n"
 
 
 def _command_section(command: click.Command, context: click.Context, shared: Collection[str]) -> str:
@@ -126,7 +126,7 @@ def _option_row(parameter: click.Parameter, context: click.Context) -> str:
     if not isinstance(parameter, click.Option):
         default = "required" if parameter.required and parameter.nargs == 1 else ""
         text = parameter.text if isinstance(parameter, Argument) else "argument"
-        return f"| {_code(metavar)} | {default} | {_cell(text)} |\n"
+        return f"| {_code(metavar)}{_bracketed(default)} | {_cell(text)} |\n"
     names = ", ".join(f"`{name}`" for name in parameter.opts)
     if not record.get("is_flag"):
         names += " " + _code(metavar)
@@ -141,7 +141,12 @@ def _option_row(parameter: click.Parameter, context: click.Context) -> str:
         default = _code(str(parameter.default))
     if isinstance(parameter.show_default, str):
         default = parameter.show_default
-    return f"| {names} | {_cell(default)} | {_cell(text)} |\n"
+    return f"| {names}{_bracketed(_cell(default))} | {_cell(text)} |\n"
+
+
+def _bracketed(default: str) -> str:
+    """Return a default in brackets, to stand behind the name; nothing if there is none."""
+    return f" ({default})" if default else ""
 
 
 def _code(text: str) -> str:

@@ -5,7 +5,7 @@ python -m tools.quoted_figures
 Headline figures are tuned against tuned: `dynamic-cp sweep`, every policy at its own fastest layout. Those at a given
 layout are `dynamic-cp simulate`, and say so. All follow from the planner and the cost model: run this when one of them
 has changed, some minutes on 2 cores; what a job took is printed. Measured figures come from `make bench`
-(docs/figures/cpu.md) and are typed here. The date is that of the run.
+(docs/figures/planner.md#measured-on-cpu-ranks) and are typed here. The date is that of the run.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.plans.serialize import format_plan, parse_plan
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
+from dynamic_cp.pricing.reduction import Reduction
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import Bucket, CpCommType, Experts, Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
 
@@ -97,7 +98,7 @@ class RoundPrices:
         "prices: 1 us forward, 2 us backward per padded token of a rank and stage (divided by its chunks); hop 100 us; "
         "embedding 10 + 20 us; head 200 + 400 us"
     )
-    gradient_reduction_s = 0.0
+    reduction = Reduction(np.zeros(1), np.zeros(1), 1, hides_reduce=False, hides_gather=False)
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology

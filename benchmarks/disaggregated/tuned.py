@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.disaggregated.setting import Case, K, cost_model_of, memory_of
-from benchmarks.disaggregated.steps import PIPELINES, dynamic_s, faster, geometric
+from benchmarks.disaggregated.steps import PIPELINES, faster, geometric
 from benchmarks.planner.report import Row, table
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.pool.search import plan_tasks
+from dynamic_cp.search.search import plan_problem
 from dynamic_cp.sweep import Space, SweepJob, sweep
 
 CASES = tuple(case for case in PIPELINES if case.longest == 512 * K and case.rows <= 2 * case.pp)
@@ -27,13 +28,12 @@ def measure(case: Case) -> Row:
     row: Row = {"case": case, "dynamic": None, "pool": None}
     for vp_size in (1, 2):
         problem = case.problem(vp_size)
-        reduction_s = cost_model_of(problem).gradient_reduction_s
-        row["dynamic"] = faster(row["dynamic"], dynamic_s(problem, samples) + reduction_s)
+        row["dynamic"] = faster(row["dynamic"], plan_problem(problem, samples).predicted_s)
         try:
             found = plan_tasks(samples, cost_model_of(problem), memory=memory_of(problem))
         except DynamicCPError:
             continue
-        row["pool"] = faster(row["pool"], found.makespan_s + reduction_s)
+        row["pool"] = faster(row["pool"], found.iteration_s(cost_model_of(problem)))
     job = SweepJob(
         batches=(tuple(samples),), max_seqlen=max(one.seqlen for one in samples), model=case.problem().model,
         hardware=case.hardware,

@@ -29,6 +29,7 @@ from dynamic_cp.types import (
     RECOMPUTE_METHODS,
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
+    DataParallel,
     Hardware,
     ModelShape,
     PlanOptions,
@@ -297,6 +298,12 @@ RANKS_PER_NODE = _option(
 NO_DISTRIBUTED_OPTIMIZER = _option(
     "--no-distributed-optimizer", is_flag=True, help="Have every lane hold the whole optimizer state."
 )
+NO_OVERLAP_GRAD_REDUCE = _option(
+    "--no-overlap-grad-reduce",
+    is_flag=True,
+    help="Reduce gradients and gather parameters with nothing beside them, as without --overlap-grad-reduce and "
+    "--overlap-param-gather.",
+)
 _KEPT = {
     "main_grads_dtype": "gradients",
     "main_params_dtype": "master weights",
@@ -382,6 +389,7 @@ def job_options() -> Callable[[_Command], _Command]:
         ),
         _option("--recompute-num-layers", type=int, metavar="N", help="Number of these layers. [default: 1]"),
         NO_DISTRIBUTED_OPTIMIZER,
+        NO_OVERLAP_GRAD_REDUCE,
         *STATE,
         _option(
             "--max-tokens-per-rank",
@@ -606,6 +614,17 @@ class BatchInput:
         }
 
 
+def data_parallel_of(given: Mapping[str, Any]) -> DataParallel:
+    """Return how lanes share gradients and optimizer state, from the options of a job."""
+    is_sharded, overlaps = not given["no_distributed_optimizer"], not given["no_overlap_grad_reduce"]
+    return DataParallel(
+        distributed_optimizer=is_sharded,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps and is_sharded,
+        state=taken(given, StateDtypes),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobInput:
     """Options of `job_options` and `planner_options`."""
@@ -623,6 +642,7 @@ class JobInput:
     recompute_method: str | None
     recompute_num_layers: int | None
     no_distributed_optimizer: bool
+    no_overlap_grad_reduce: bool
     max_tokens_per_rank: int | str
     settings: tuple[str, ...] = ()
     search: str = "fast"
@@ -637,11 +657,6 @@ class JobInput:
     exp_avg_dtype: str = "fp32"
     exp_avg_sq_dtype: str = "fp32"
 
-    @property
-    def state(self) -> StateDtypes:
-        """Dtypes of gradients and of the optimizer's state."""
-        return taken(vars(self), StateDtypes)
-
     @cached_property
     def model_shape(self) -> ModelShape:
         """The model; with --lanes in stages that are unlike where they have to be."""
@@ -649,6 +664,11 @@ class JobInput:
         if self.lanes is None or model.num_layers % (self.topology.pp_size * self.topology.vp_size) == 0:
             return model
         return model.in_stages(self.topology.pp_size, self.topology.vp_size)
+
+    @property
+    def data_parallel(self) -> DataParallel:
+        """How lanes share gradients and optimizer state."""
+        return data_parallel_of(vars(self))
 
     @cached_property
     def hardware_values(self) -> Hardware:
@@ -710,7 +730,6 @@ class JobInput:
             static_cp_size=size,
             cp_comm_types=exchanges,
             recompute=cast(Recompute, self.recompute or "none"),
-            state=self.state,
             recompute_layers=self.recompute_layers,
             search=self.effort,
         )
@@ -737,8 +756,7 @@ class JobInput:
                 else "--gpus searches a layout, --lanes is a given one: leave one of them out.",
                 click.get_current_context(silent=True),
             )
-        _ = self.model_shape, self.hardware_values
-        self.state.check(weight_bytes=2, distributed_optimizer=not self.no_distributed_optimizer)
+        _ = self.model_shape, self.hardware_values, self.data_parallel
         if self.gpus is not None:
             self._check_searched_layers()
             return

@@ -133,11 +133,10 @@ def _plan(
     if job.gpus is None:
         topology, options, limit_from_memory = job.topology, job.options, job.limit_from_memory
     else:
-        shared = shared_of(job, batch, batches)
-        found = searched(space_of(job), shared, (policy,), steps)
+        found = searched(space_of(job), shared_of(job, batch, batches), (policy,), steps)
         setting = found.best[policy].setting
         model = replace(model, pipeline_layers=setting.pipeline_layers)
-        topology, options, limit_from_memory = setting.topology, shared.options(setting), False
+        topology, options, limit_from_memory = setting.topology, setting.options(job.effort), False
         why = f"{setting.layout}, exchange {setting.cp_comm_type}: {why_fastest(found.policies[policy])}"
     options = replace(options, **of_pool)
     steps(1, 3, "plan")
@@ -147,7 +146,7 @@ def _plan(
         hardware=hardware,
         options=options,
         policy=policy,
-        distributed_optimizer=not job.no_distributed_optimizer,
+        data_parallel=job.data_parallel,
     )
     planned, memory = plan_in_memory(samples, problem, limit_from_memory=limit_from_memory)
     options = replace(options, max_tokens_per_rank=planned.plan.max_tokens_per_rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +14,7 @@ from dynamic_cp.cli.parameters import (
     Command,
     JobInput,
     batch_options,
+    data_parallel_of,
     job_options,
     json_option,
     noise_margin_option,
@@ -77,7 +79,7 @@ def command(policy: str, noise_margin: float, no_ping_pong: bool, json: str | No
         from dynamic_cp.comparison import to_dict
 
         settings = {
-            "distributed_optimizer": not given["no_distributed_optimizer"],
+            **asdict(data_parallel_of(given)),
             "max_tokens_per_rank": given["max_tokens_per_rank"],
             "gpus": given["gpus"],
         }
@@ -127,7 +129,7 @@ def compared(
             options=job.options,
             policies=names,
             limit_from_memory=job.limit_from_memory,
-            distributed_optimizer=not job.no_distributed_optimizer,
+            data_parallel=job.data_parallel,
             model_name=job.model,
             hardware_name=job.hardware_name,
             task_options=tasks,

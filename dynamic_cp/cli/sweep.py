@@ -14,12 +14,14 @@ from dynamic_cp.cli.parameters import (
     EXPERT_IMBALANCE,
     MODEL_AND_HARDWARE,
     NO_DISTRIBUTED_OPTIMIZER,
+    NO_OVERLAP_GRAD_REDUCE,
     RANKS_PER_NODE,
     SEARCH,
     STATE,
     BatchInput,
     Command,
     batch_options,
+    data_parallel_of,
     exchange_option,
     json_option,
     load_model,
@@ -32,7 +34,7 @@ from dynamic_cp.cli.tuned import check_memory_is_known, exchanges_tried, searche
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models import catalog
 from dynamic_cp.tried import LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED
-from dynamic_cp.types import Hardware, ModelShape, StateDtypes
+from dynamic_cp.types import Hardware, ModelShape
 
 if TYPE_CHECKING:
     from dynamic_cp.comparison import Comparison
@@ -88,6 +90,7 @@ Examples:
     EXPERT_IMBALANCE,
     RANKS_PER_NODE,
     NO_DISTRIBUTED_OPTIMIZER,
+    NO_OVERLAP_GRAD_REDUCE,
     *STATE,
 )
 @options_in(
@@ -189,8 +192,7 @@ def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[s
         model=model,
         hardware=hardware,
         search=given["search"],
-        distributed_optimizer=not given["no_distributed_optimizer"],
-        state=taken(given, StateDtypes),
+        data_parallel=data_parallel_of(given),
     )
 
 
@@ -201,8 +203,7 @@ def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any
         "batches": len(job.batches),
         "gpus": space.num_gpus,
         "ranks_per_node": space.ranks_per_node,
-        "distributed_optimizer": job.distributed_optimizer,
-        **asdict(job.state),
+        **asdict(job.data_parallel),
         "search": job.search,
         "recompute": space.recompute,
         **{name: given[name] for name in as_given},
@@ -223,9 +224,9 @@ def _why_no_line(found: Sweep, job: SweepJob, architecture: Architecture | None)
 
 def _flags(point: Point, job: SweepJob, architecture: Architecture | None, given: dict[str, Any]) -> list[str]:
     """Return the lines of the command that starts `point`."""
-    from dynamic_cp.sweep.flags import launch_flags, launcher, state_flags
+    from dynamic_cp.sweep.flags import launch_flags, launcher
 
-    parallelism, *others = launch_flags(
+    groups = launch_flags(
         point.setting,
         model=job.model,
         architecture=architecture,
@@ -233,9 +234,9 @@ def _flags(point: Point, job: SweepJob, architecture: Architecture | None, given
         max_seqlen=job.max_seqlen,
         global_batch_size=len(job.batches[0]),
         search=job.search,
-        distributed_optimizer=job.distributed_optimizer,
+        data_parallel=job.data_parallel,
     )
-    lines = [line for group in (parallelism + state_flags(job.state), *others) for line in _wrapped(group)]
+    lines = [line for group in groups for line in _wrapped(group)]
     return [f"{launcher(point.setting)} pretrain_gpt.py", *lines]
 
 

@@ -85,8 +85,7 @@ def shared_of(job: JobInput, batch: BatchInput, batches: Batches) -> SweepJob:
         model=job.model_shape,
         hardware=job.hardware_values,
         search=job.effort,
-        distributed_optimizer=not job.no_distributed_optimizer,
-        state=job.state,
+        data_parallel=job.data_parallel,
     )
 
 

@@ -27,7 +27,7 @@ from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.pricing.resolution import options_serving
 from dynamic_cp.search.search import POLICIES, plan_global_batch
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
-from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+from dynamic_cp.types import SHARDED, DataParallel, Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
 
 COMPARED_BY_DEFAULT = POLICIES
 _STATIC_DIVISORS = (2, 4, 8)
@@ -64,7 +64,7 @@ def compare_policies(
     options: PlanOptions,
     policies: Sequence[str] = COMPARED_BY_DEFAULT,
     limit_from_memory: bool = False,
-    distributed_optimizer: bool = True,
+    data_parallel: DataParallel = SHARDED,
     model_name: str = "",
     hardware_name: str = "",
     task_options: TaskOptions | None = None,
@@ -77,7 +77,7 @@ def compare_policies(
         topology, model, hardware, options: as for planning; options.static_cp_size binds the static policies.
         policies: names of POLICIES and POOL_POLICIES.
         limit_from_memory: take the largest limit of tokens that memory holds, not that of the options.
-        distributed_optimizer: the optimizer state is sharded over the lanes.
+        data_parallel: of the run.
         model_name, hardware_name: kept in the result.
         task_options: of POOL_POLICIES.
         progress: called before every policy and after every batch.
@@ -97,7 +97,7 @@ def compare_policies(
         hardware=hardware,
         options=options_serving((sample for batch in batches for sample in batch), model, options),
         limit_from_memory=limit_from_memory,
-        distributed_optimizer=distributed_optimizer,
+        data_parallel=data_parallel,
     )
     base = job.options_of("dynamic", None)
     outcomes = tuple(run.outcome(name, job, partial(_options_of, name, job, base)) for name in names)
@@ -136,7 +136,7 @@ def compare_settings(
         run.outcome(policy, job, partial(getattr, job, "options")) for policy, job in zip(policies, jobs, strict=True)
     )
     run.start("done")
-    return _comparison(jobs[settings.index(main)], shared.options(main), outcomes, names, is_tuned=True)
+    return _comparison(jobs[settings.index(main)], main.options(shared.search), outcomes, names, is_tuned=True)
 
 
 def _comparison(

@@ -19,7 +19,8 @@ from dynamic_cp.pricing.resolution import exchanges_of_policy, problem_of_prices
 from dynamic_cp.pricing.sent import sent_by_plan
 from dynamic_cp.setting import Setting
 from dynamic_cp.types import (
-    FP32_STATE,
+    SHARDED,
+    DataParallel,
     Hardware,
     ModelShape,
     PlannedBatch,
@@ -27,7 +28,6 @@ from dynamic_cp.types import (
     Problem,
     Sample,
     SearchEffort,
-    StateDtypes,
     Topology,
 )
 
@@ -46,15 +46,7 @@ class SweepJob:
     model: ModelShape
     hardware: Hardware
     search: SearchEffort = "fast"
-    distributed_optimizer: bool = True
-    state: StateDtypes = FP32_STATE
-
-    def __post_init__(self) -> None:
-        self.state.check(weight_bytes=2, distributed_optimizer=self.distributed_optimizer)
-
-    def options(self, setting: Setting) -> PlanOptions:
-        """Return the planner's options of `setting`."""
-        return replace(setting.options(self.search), state=self.state)
+    data_parallel: DataParallel = SHARDED
 
     def model_of(self, setting: Setting) -> ModelShape:
         """Return the model in the stages of `setting`."""
@@ -66,9 +58,9 @@ class SweepJob:
             topology=setting.topology,
             model=self.model_of(setting),
             hardware=self.hardware,
-            options=self.options(setting),
+            options=setting.options(self.search),
             policy="dynamic" if setting.has_pool else setting.policy,
-            distributed_optimizer=self.distributed_optimizer,
+            data_parallel=self.data_parallel,
         )
 
     def memory(self, setting: Setting) -> MemoryModel:
@@ -89,13 +81,13 @@ class Job(NamedTuple):
     hardware: Hardware
     options: PlanOptions
     limit_from_memory: bool
-    distributed_optimizer: bool
+    data_parallel: DataParallel
 
     @classmethod
     def at(cls, setting: Setting, shared: SweepJob) -> Job:
         """Return the job of a setting; its limit of tokens is given."""
         # Bounds and prices are those of all CP sizes at this limit; memory is that of the policy's own.
-        options = replace(shared.options(setting), min_cp_size=1, max_cp_size=setting.max_cp_size)
+        options = replace(setting.options(shared.search), min_cp_size=1, max_cp_size=setting.max_cp_size)
         return cls(
             batches=shared.batches,
             topology=setting.topology,
@@ -103,7 +95,7 @@ class Job(NamedTuple):
             hardware=shared.hardware,
             options=options,
             limit_from_memory=False,
-            distributed_optimizer=shared.distributed_optimizer,
+            data_parallel=shared.data_parallel,
         )
 
     @property
@@ -130,7 +122,7 @@ class Job(NamedTuple):
             model=self.model,
             hardware=self.hardware,
             options=options,
-            distributed_optimizer=self.distributed_optimizer,
+            data_parallel=self.data_parallel,
         )
 
     def allowed_to(self, policy: str, options: PlanOptions) -> PlanOptions:
@@ -190,20 +182,22 @@ def batch_outcome(
         sent_across_nodes_bytes=sent.across_nodes,
         plan_s=plan_s,
         note=note,
-        **rates(job, tuple(plan.samples), timeline.makespan_s, prices),
+        **rates(job, tuple(plan.samples), timeline.makespan_s, timeline.iteration_s, prices),
     )
 
 
-def rates(job: Job, samples: Sequence[Sample], makespan_s: float, prices: PricesByPart) -> dict[str, Any]:
-    """Return the figures of `BatchOutcome` that need no plan, from the samples and the makespan."""
-    seconds, num_ranks = makespan_s + prices.all.gradient_reduction_s, job.topology.world_size
+def rates(
+    job: Job, samples: Sequence[Sample], makespan_s: float, iteration_s: float, prices: PricesByPart
+) -> dict[str, Any]:
+    """Return the figures of `BatchOutcome` that need no plan, from the samples and the seconds of a step."""
+    num_ranks = job.topology.world_size
     num_tokens, squared = length_sums(samples, job.model)
     flops = batch_flops(job.model, num_tokens, squared, job.options.recompute)
     return {
-        "iteration_s": seconds,
+        "iteration_s": iteration_s,
         "makespan_s": makespan_s,
         "lower_bound_s": lower_bound(samples, prices.all).seconds,
         "num_tokens": num_tokens,
-        "tokens_per_s_per_gpu": num_tokens / seconds / num_ranks,
-        "tflops_per_gpu": tflops_per_rank(flops.model_flops, seconds, num_ranks),
+        "tokens_per_s_per_gpu": num_tokens / iteration_s / num_ranks,
+        "tflops_per_gpu": tflops_per_rank(flops.model_flops, iteration_s, num_ranks),
     }

@@ -47,7 +47,7 @@ class TimeParts:
         cp_wait_s: waiting for other lanes of the CP group.
         expert_wait_s: waiting, in layers with experts, for other lanes that share them.
         dp_wait_s: done, while other lanes still work.
-        gradient_reduction_s: reduction of gradients at the end, an upper bound.
+        gradient_reduction_s: what reducing gradients and gathering parameters adds.
     """
 
     compute_s: float

@@ -69,5 +69,5 @@ def _outcome(
         plan_s=plan_s,
         note=note,
         pool=pool,
-        **rates(job, tuple(batch), pool.makespan_s, prices),
+        **rates(job, tuple(batch), pool.makespan_s, pool.iteration_s(prices.all), prices),
     )

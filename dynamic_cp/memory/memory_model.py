@@ -2,7 +2,7 @@
 
 Weights, gradients and optimizer state follow Megatron-LM's theoretical memory report: 2 bytes of bf16 weight, 4 of
 fp32 gradient and 12 of fp32 master weight and Adam's moments, the 12 divided by the lanes with the distributed
-optimizer (fp32 training: 4 + 4 + 8); less where `PlanOptions.state` says so. Of routed experts a rank has 1 / EP of
+optimizer (fp32 training: 4 + 4 + 8); less where `StateDtypes` say so. Of routed experts a rank has 1 / EP of
 those of a stage, and shares the 12 with the ranks that have the same. Activations: `activations.py`, times the tokens
 in flight on the stage, which come from the actual micro-batches of a plan and the order of the schedule.
 Communicators: `communicators.py`.
@@ -88,7 +88,7 @@ class MemoryModel:
             options = replace(options, min_cp_size=size, max_cp_size=size)
         self._model, self.topology, self.options = model, topology, options
         self._hardware = problem.hardware
-        self._distributed_optimizer = problem.distributed_optimizer
+        self._data_parallel = problem.data_parallel
         self._stages = model.stages(topology.pp_size)
         # All chunks of a stage are taken as its largest, which keeps most whole layers.
         largest = [(max(chunks),) for chunks in model.chunks(topology.pp_size, topology.vp_size)]
@@ -268,26 +268,30 @@ class MemoryModel:
     def _remedy(self, limit: int, parts: StageMemory) -> str:
         """Return what helps and is not done already."""
         least = 2 * self.topology.rank_token_multiple
-        ways = []
+        remedies = []
         if parts.state_bytes < self.available_bytes and not parts.step_bytes:  # else no fewer tokens help
-            ways += ["lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"] * (limit > least)
-            ways += ["recompute more"] * (not self.options.recomputes_all)
+            remedies += ["lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"] * (limit > least)
+            remedies += ["recompute more"] * (not self.options.recomputes_all)
         experts, ep_size = self._model.experts, self.topology.ep_size
         ranks = self.topology.num_lanes * self.topology.tp_size
         if experts is not None and ep_size < min(ranks, experts.num_experts):
-            ways.append("use a larger ep_size (--expert-model-parallel-size)")
+            remedies.append("use a larger ep_size (--expert-model-parallel-size)")
         if parts.communicators_bytes > _MANY_GROUPS * self.available_bytes:
             always = self._sharing.serves_always
             alone = num_communicators(
                 self._model, self.topology, replace(self.options, cp_comm_types=(always,)), self._sharing
             )
-            ways += [f"exchange by {always} alone (--cp-comm-type)"] * (alone < self._num_communicators)
-            ways.append("lower max_cp_size (--max-dynamic-cp-size)")
-        element = self.options.element_bytes
-        ways += ["reduce gradients in bf16 (--grad-reduce-in-bf16)"] * (element.weight < element.gradient)
-        ways += ["use the distributed optimizer"] * (not self._distributed_optimizer and self.topology.num_lanes > 1)
-        ways.append("use a larger tp_size (--tensor-model-parallel-size) or pp_size (--pipeline-model-parallel-size)")
-        return f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
+            remedies += [f"exchange by {always} alone (--cp-comm-type)"] * (alone < self._num_communicators)
+            remedies.append("lower max_cp_size (--max-dynamic-cp-size)")
+        in_fp32 = self.options.element_bytes.weight < self._data_parallel.gradient_bytes
+        remedies += ["reduce gradients in bf16 (--grad-reduce-in-bf16)"] * in_fp32
+        remedies += ["use the distributed optimizer"] * (
+            not self._data_parallel.distributed_optimizer and self.topology.num_lanes > 1
+        )
+        remedies.append(
+            "use a larger tp_size (--tensor-model-parallel-size) or pp_size (--pipeline-model-parallel-size)"
+        )
+        return f"{', '.join(remedies[:-1])} or {remedies[-1]}" if len(remedies) > 1 else remedies[0]
 
     def _exchange_bytes(self, tokens: int, cp_size: int, attention: Attention) -> float:
         """Return what the exchange of one layer keeps: heads in their other layout, keys and values of the ring."""
@@ -322,12 +326,12 @@ class MemoryModel:
         lane = int(np.argmax(activations + working + logits + buffers))
         weights, experts = self.num_weights(stage), self.num_expert_weights(stage)
         lanes, copies = topology.num_lanes, topology.num_lanes * topology.tp_size / topology.ep_size
-        sharded = weights / lanes + experts / copies if self._distributed_optimizer else weights + experts
-        element, state = self.options.element_bytes, self.options.state
+        sharded = weights / lanes + experts / copies if self._data_parallel.distributed_optimizer else weights + experts
+        element, state = self.options.element_bytes.weight, self._data_parallel.state
         memory = StageMemory(
-            weights_bytes=(weights + experts) * element.weight,
-            gradients_bytes=(weights + experts) * element.gradient,
-            optimizer_bytes=sharded * state.optimizer_bytes(element.weight),
+            weights_bytes=(weights + experts) * element,
+            gradients_bytes=(weights + experts) * state.gradient_bytes,
+            optimizer_bytes=sharded * state.optimizer_bytes(element),
             communicators_bytes=self._num_communicators * self._hardware.communicator_bytes_per_group,
             activations_bytes=float(activations[lane]),
             working_bytes=float(working[lane]),

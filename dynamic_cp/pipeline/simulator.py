@@ -8,8 +8,8 @@ nanoseconds, so two candidates compare the same on every CPU.
 The rules stand in `longest_path`, the compiled kernel for Megatron-Core's schedule. Lists of operations that differ
 from lane to lane first need an order in which they can run (`deadlock.resolve`) and go through a plain loop.
 
-Limits: a group's operation is one event (how its lanes wait for each other inside it is part of its price); the
-end-of-step gradient reduction is a constant after the makespan; a hop takes no time of its sender and links are not
+Limits: a group's operation is one event (how its lanes wait for each other inside it is part of its price); a
+hop takes no time of its sender and links are not
 shared.
 """
 
@@ -21,13 +21,14 @@ from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import IllegalPlanError, UnsupportedFeatureError
 from dynamic_cp.pipeline.coupling import couple_lanes, waiting_groups
 from dynamic_cp.pipeline.deadlock import LaneOperations, resolve
-from dynamic_cp.pipeline.graph import Graph, pipeline_graph, places_of
+from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, Graph, pipeline_graph, places_of
 from dynamic_cp.pipeline.longest_path import Grid, end_times, longest_path_ns
 from dynamic_cp.pipeline.timeline import Timeline, durations_ns
 from dynamic_cp.plans.extension import kind_of
 from dynamic_cp.plans.lane_tokens import lane_tokens_of
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs, nanoseconds
-from dynamic_cp.types import Plan
+from dynamic_cp.pricing.reduction import Edges
+from dynamic_cp.types import Plan, Topology
 
 
 def simulate(
@@ -52,14 +53,29 @@ def simulate(
         end_times(graph, grid, ends_ns)
     else:
         _end_times_of_lists(plan, grid, graph, operations, ends_ns)
+    edges = _edges(topology, grid, graph, ends_ns)
     return Timeline(
         plan=plan,
         grid=grid,
         graph=graph,
         ends_ns=ends_ns,
-        gradient_reduction_s=cost_model.gradient_reduction_s,
+        gradient_reduction_s=cost_model.reduction.exposed_s(edges, float(ends_ns.max()) / 1e9),
         lane_operations=operations,
     )
+
+
+def _edges(topology: Topology, grid: Grid, graph: Graph, ends_ns: Ints) -> Edges:
+    """Return the first forward and the last backward pass of every model chunk."""
+    shape = topology.pp_size, topology.vp_size, topology.num_lanes
+    starts_s, ends_s, lasts_s = np.zeros(shape), np.zeros(shape), np.zeros((2, *shape))
+    for kind, micro_batch in ((FORWARD, 0), (BACKWARD, graph.micro_batch.max())):
+        which = np.flatnonzero((graph.kind == kind) & (graph.micro_batch == micro_batch))
+        places = graph.stage[which], graph.chunk[which]
+        lasts_s[kind][places] = durations_ns(grid, graph, which) / 1e9
+        ends_s[places] = ends_ns[which] / 1e9
+        if kind == FORWARD:
+            starts_s[places] = ends_s[places] - lasts_s[kind][places]
+    return Edges(starts_s, lasts_s[FORWARD], ends_s, lasts_s[BACKWARD])
 
 
 def makespan_ns(plan: Plan, cost_model: CostModel) -> int:

@@ -115,7 +115,7 @@ class Timeline:
         grid: durations of the plan's buckets.
         graph: the operations of all stages and what each waits for.
         ends_ns: [operation, lane] -> its end; the iteration starts at 0.
-        gradient_reduction_s: what the end-of-step reduction adds at most.
+        gradient_reduction_s: what reducing gradients and gathering parameters add.
         lane_operations: the lists that each (stage, lane) ran; None = Megatron-Core's.
     """
 
@@ -141,7 +141,7 @@ class Timeline:
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of the iteration with the gradient reduction at its end (an upper bound: it may overlap)."""
+        """Seconds of the iteration, with what no computation hides of the gradient reduction."""
         return self.makespan_s + self.gradient_reduction_s
 
     @property
@@ -237,10 +237,11 @@ class Timeline:
         return arrivals
 
 
-def durations_ns(grid: Grid, graph: Graph) -> Ints:
-    """Return [operation, lane] -> nanoseconds from start to end, with embedding and head where they belong."""
-    durations: Ints = grid.chunk_ns[graph.kind, graph.micro_batch]
+def durations_ns(grid: Grid, graph: Graph, which: Ints | slice = slice(None)) -> Ints:
+    """Return [operation of `which`, lane] -> nanoseconds from start to end, embedding and head included."""
+    kind, micro_batch, pays = graph.kind[which], graph.micro_batch[which], graph.pays[which]
+    durations: Ints = grid.chunk_ns[kind, micro_batch]
     for edge in (EMBEDDING, HEAD):
-        pays = graph.pays[:, edge]
-        durations[pays] += grid.edge_ns[edge, graph.kind[pays], graph.micro_batch[pays]]
+        paid = pays[:, edge]
+        durations[paid] += grid.edge_ns[edge, kind[paid], micro_batch[paid]]
     return durations

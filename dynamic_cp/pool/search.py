@@ -30,7 +30,7 @@ from dynamic_cp.pool.shifts import num_shifts, shifted_tasks
 from dynamic_cp.pool.tasks import PoolTasks, Tasks
 from dynamic_cp.pool.ticks import Tick, Unit, tick_order
 from dynamic_cp.pool.tiling import tasks_of
-from dynamic_cp.pool.timeline import TickSpan, TickTime, tick_timeline
+from dynamic_cp.pool.timeline import TickSpan, TickTime, edges_of_ticks, tick_timeline
 from dynamic_cp.pool.traffic import Servers
 from dynamic_cp.pricing.capacity import capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
@@ -73,11 +73,16 @@ class PlannedTasks(NamedTuple):
     fetched: tuple[float, float]
     reason: str
 
+    def iteration_s(self, cost_model: CostModel) -> float:
+        """Return the seconds of a step, with the reduction of gradients."""
+        edges = edges_of_ticks(self.spans, self.plan.topology, self.plan.num_microbatches)
+        return self.makespan_s + cost_model.reduction.exposed_s(edges, self.makespan_s)
+
     def planned_batch(self, cost_model: CostModel, reason: str | None = None) -> PlannedBatch:
         """Return the same as of any other plan, with the reduction of gradients in its time."""
         return PlannedBatch(
             plan=self.plan,
-            predicted_s=self.makespan_s + cost_model.gradient_reduction_s,
+            predicted_s=self.iteration_s(cost_model),
             predicted_busy_s=self.busy_s,
             reason=self.reason if reason is None else reason,
         )

@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from dynamic_cp.pipeline.graph import needed_operation
-from dynamic_cp.pipeline.schedule import Operation
+from dynamic_cp.pipeline.schedule import KINDS, Operation
 from dynamic_cp.pool.ticks import Tick
+from dynamic_cp.pricing.reduction import Edges
+from dynamic_cp.types import Topology
 
 
 class TickTime(NamedTuple):
@@ -70,3 +74,21 @@ def tick_timeline(times: Sequence[TickTime], pp_size: int, vp_size: int, num_mic
                 arrives[stage, operation] = free[stage] + one.hop_ns[stage]
         spans.append(TickSpan(one.tick, start, end, tuple(free)))
     return spans
+
+
+def edges_of_ticks(spans: Sequence[TickSpan], topology: Topology, num_microbatches: int) -> Edges:
+    """Return the first forward and the last backward pass of every model chunk."""
+    edges = Edges(*np.zeros((4, topology.pp_size, topology.vp_size, 1)))
+    for span in spans:
+        for stage in range(topology.pp_size):
+            unit = span.tick.unit(stage, topology.pp_size, topology.vp_size, num_microbatches)
+            if unit is None:
+                continue
+            place = stage, unit.chunk
+            if span.tick.kind == KINDS[0] and unit.micro_batch == 0:
+                edges.first_start_s[place] = span.start_ns / 1e9
+                edges.first_s[place] = (span.end_ns - span.start_ns) / 1e9
+            if span.tick.kind == KINDS[1] and unit.micro_batch == num_microbatches - 1:
+                edges.last_end_s[place] = span.stage_ends_ns[stage] / 1e9
+                edges.last_s[place] = edges.last_end_s[place] - span.start_ns / 1e9
+    return edges

@@ -7,7 +7,8 @@ Read in this order:
 - `table`: all prices as arrays, and the two questions that compiled loops ask of them
 - `capacity`: which CP sizes a bucket may have and how many tokens it may hold
 - `resolution`: which mechanisms a job may use; decided once, asked by everything
-- `edges`: what a step pays besides its layers: embedding, head and loss, TP collectives, gradients
+- `edges`: what a step pays besides its layers: embedding, head and loss, TP collectives
+- `reduction`: gradients reduced and parameters gathered once a step, and what hides that
 - `experts`: routed experts, and how they couple lanes
 - `stage`: the formulas of one stage's layers, and the table of all prices made of them
 - `cost_model`: the price of a bucket, and which way to compute attention is the fastest for it

@@ -24,8 +24,8 @@ from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.plans.padding import padded_of
 from dynamic_cp.pricing.capacity import token_capacity
-from dynamic_cp.pricing.edges import gradient_reduction_s
 from dynamic_cp.pricing.lengths import squared_tokens
+from dynamic_cp.pricing.reduction import Reduction
 from dynamic_cp.pricing.stage import StagePrices, make_table
 from dynamic_cp.pricing.table import best_option, duration_ns
 from dynamic_cp.pricing.terms import price
@@ -75,8 +75,7 @@ class CostModel:
         table: all prices as arrays.
         attentions: row of `table.terms` -> how the lanes of a bucket that pays it compute attention.
         sharing: what limits that.
-        gradient_reduction_s: end-of-step reduction of gradients and gathering of parameters, an upper bound (they may
-            overlap); it does not depend on the plan.
+        reduction: of gradients, and gathering of parameters, once a step.
 
     Args:
         problem: its model, hardware (each coefficient has its source in `dynamic_cp/data/hardware/`), topology, and of
@@ -93,7 +92,7 @@ class CostModel:
         check_latents(self.options.cp_comm_types, self.model.kv_lora_rank)
         self._stage = StagePrices(problem)
         self.sharing = self._stage.sharing
-        self.gradient_reduction_s = gradient_reduction_s(problem)
+        self.reduction = Reduction.of(problem)
         self.table, self.attentions = make_table(problem, self._stage)
         if not self.table.capacities.any():
             for cp_size in (1 << k for k in range(len(self.table.capacities))):

@@ -1,4 +1,4 @@
-"""What a step pays besides its layers: embedding, LM head and loss, TP collectives, the gradient reduction.
+"""What a step pays besides its layers: embedding, LM head and loss, TP collectives.
 
 All are optional: a hardware file without their coefficient leaves them at 0.
 """
@@ -17,13 +17,12 @@ LOSS_BACKWARD_BYTES_PER_LOGIT = 14
 def edges_s_per_token(problem: Problem) -> tuple[float, float, float, float]:
     """Return seconds per token of a rank: embedding forward and backward, head with loss forward and backward."""
     model, hardware, topology = problem.model, problem.hardware, problem.topology
-    element_bytes = problem.options.element_bytes
-    row_bytes = model.hidden_size * element_bytes.activation
+    row_bytes = model.hidden_size * problem.options.element_bytes.activation
     collective_s = _collective_s(row_bytes, hardware, topology)
-    # Read a row and write it; add a row to those of the gradients of the table (read, add, write).
+    # Read a row and write it; add a row of gradients to the table (read, add, write).
     embedding_s = _memory_s(2 * row_bytes, hardware) + collective_s
     embedding_back_s = (
-        _memory_s(row_bytes + 2 * element_bytes.gradient * model.hidden_size, hardware) + collective_s / 2
+        _memory_s(row_bytes + 2 * problem.data_parallel.gradient_bytes * model.hidden_size, hardware) + collective_s / 2
     )
     logits = model.vocab_size / topology.tp_size
     gemm_s = 2 * model.hidden_size * logits / hardware.head_flops_per_s if hardware.head_flops_per_s else 0.0
@@ -51,31 +50,6 @@ def tensor_s_per_token(problem: Problem) -> float:
     """
     row_bytes = problem.model.hidden_size * problem.options.element_bytes.activation
     return 2 * _collective_s(row_bytes, problem.hardware, problem.topology)
-
-
-def gradient_reduction_s(problem: Problem) -> float:
-    """Return the seconds of reducing the gradients of a rank over all lanes and gathering its parameters.
-
-    An upper bound: nothing of it overlaps with backward, and the rank is of the stage with the most parameters. A
-    ring over nodes uses the NICs of all lanes of a node.
-    """
-    model, hardware, topology = problem.model, problem.hardware, problem.topology
-    bandwidth = hardware.collective_bandwidth_in_node_bytes_per_s
-    if not bandwidth or topology.num_lanes == 1:
-        return 0.0
-    if topology.spans_nodes(0, topology.num_lanes):
-        bandwidth = min(bandwidth, topology.lanes_per_node * hardware.bandwidth_across_nodes_bytes_per_s)
-    # The last of several stages has the head, with modules of multi-token prediction the embedding, too.
-    has_both = topology.pp_size == 1 or model.mtp_num_layers > 0
-    tables = model.vocabulary_weights if has_both else model.vocab_size * model.hidden_size
-    of_layers = max(stage.sum(lambda layer: layer.held_weights) for stage in model.stages(topology.pp_size))
-    weights = (of_layers + tables) / topology.tp_size
-    moved_bytes = problem.options.element_bytes.gradient + problem.options.element_bytes.weight
-    dense_s = weights * moved_bytes * (topology.num_lanes - 1) / topology.num_lanes / bandwidth
-    # Only ranks with the same experts reduce them: blocks of lanes apart, so they pay the same link.
-    copies = max(1.0, topology.num_lanes * topology.tp_size / topology.ep_size)
-    experts = max(stage.sum(lambda layer: layer.held_expert_weights) for stage in model.stages(topology.pp_size))
-    return dense_s + experts / topology.ep_size * moved_bytes * (copies - 1) / copies / bandwidth
 
 
 def _collective_s(bytes_per_token: float, hardware: Hardware, topology: Topology) -> float:

@@ -30,11 +30,11 @@ from dynamic_cp.pricing.resolution import allowed_exchanges
 from dynamic_cp.search.plan_in_memory import plan_in_memory
 from dynamic_cp.types import (
     AUTO,
-    FP32_STATE,
     MAX_COUNT,
     TRAITS,
     UNPLACED,
     CpCommType,
+    DataParallel,
     Hardware,
     Mask,
     ModelShape,
@@ -43,7 +43,6 @@ from dynamic_cp.types import (
     Problem,
     Recompute,
     SearchEffort,
-    StateDtypes,
     Topology,
     is_placed,
     masks_by_rule,
@@ -185,7 +184,6 @@ def plan_lengths(
     search: SearchEffort = "fast",
     policy: str = "dynamic",
     distributed_optimizer: bool = True,
-    state: StateDtypes = FP32_STATE,
     check_memory: bool = True,
 ) -> PlanArrays:
     """Return the fastest legal plan of one global batch, by simulation, as arrays; a pure function of its arguments.
@@ -207,7 +205,7 @@ def plan_lengths(
             the model has multi-latent attention: --cp-comm-type auto without placed attention.
         recompute, bytes_per_element, search: as in `types.PlanOptions`.
         policy: one of `search.POLICIES`.
-        distributed_optimizer: the optimizer state is sharded over the lanes; state: its dtypes, and the gradients'.
+        distributed_optimizer: the optimizer state is sharded over the lanes.
         check_memory: refuse a plan that needs more memory than `hardware` has, with weights and gradients of the whole
             model (or its TP and PP part) on every lane. False: your loop holds less, as with FSDP or adapters.
 
@@ -241,7 +239,6 @@ def plan_lengths(
         cp_comm_types=_exchanges(cp_comm_types, shape),
         recompute=recompute,
         bytes_per_element=bytes_per_element,
-        state=state,
         search=search,
     )
     batch = GlobalBatch(np.arange(len(lengths)), lengths, _masks(masks, lengths))
@@ -251,7 +248,7 @@ def plan_lengths(
         hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
         options=options,
         policy=policy,
-        distributed_optimizer=_switch("distributed_optimizer", distributed_optimizer),
+        data_parallel=DataParallel(distributed_optimizer=_switch("distributed_optimizer", distributed_optimizer)),
     )
     try:
         planned, _ = plan_in_memory(

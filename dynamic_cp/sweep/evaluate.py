@@ -85,4 +85,4 @@ def least_s(setting: Setting, job: SweepJob) -> float:
         bound_s = bound.work_s if setting.has_pool else bound.seconds
     except (InfeasibleSampleError, UnsupportedFeatureError):
         return 0.0  # `evaluate` says why
-    return _SLACK * (bound_s + prices.gradient_reduction_s)
+    return _SLACK * (bound_s + prices.reduction.least_s)

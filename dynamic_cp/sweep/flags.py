@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict
 from math import lcm
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.setting import POOL_POLICIES, Setting
-from dynamic_cp.types import FP32_STATE, Experts, ModelShape, StateDtypes
+from dynamic_cp.types import FP32_STATE, SHARDED, DataParallel, Experts, ModelShape, StateDtypes
 from dynamic_cp.types.stage_layers import flags_of
 
 _POLICY_FLAGS = {
@@ -41,7 +42,7 @@ def launch_flags(
     max_seqlen: int,
     global_batch_size: int,
     search: str = "fast",
-    distributed_optimizer: bool = True,
+    data_parallel: DataParallel = SHARDED,
 ) -> tuple[tuple[str, ...], ...]:
     """Return the flags, each with its value if it has one, in groups of one line: parallelism, dynamic CP, model.
 
@@ -57,7 +58,7 @@ def launch_flags(
         raise UnsupportedFeatureError(f"pretrain_gpt.py does not train this model: {reason}")
     architecture = architecture or Architecture.assumed(gated=model.gated_linear_unit)
     return (
-        _parallelism(setting, distributed_optimizer),
+        _parallelism(setting, data_parallel),
         _planning(setting, hardware_name, search),
         _lengths(max_seqlen, global_batch_size),
         _recompute(setting),
@@ -99,7 +100,7 @@ def _given(*flags: tuple[str, Any]) -> Flags:
     )
 
 
-def _parallelism(setting: Setting, distributed_optimizer: bool) -> Flags:
+def _parallelism(setting: Setting, data_parallel: DataParallel) -> Flags:
     topology = setting.topology
     return (
         f"--tensor-model-parallel-size {topology.tp_size}",
@@ -109,15 +110,19 @@ def _parallelism(setting: Setting, distributed_optimizer: bool) -> Flags:
             ("--num-virtual-stages-per-pipeline-rank", topology.vp_size > 1 and topology.vp_size),
             ("--expert-model-parallel-size", topology.ep_size > 1 and topology.ep_size),
             ("--sequence-parallel", topology.sequence_parallel),
-            ("--use-distributed-optimizer", distributed_optimizer),
+            ("--use-distributed-optimizer", data_parallel.distributed_optimizer),
+            ("--overlap-grad-reduce", data_parallel.overlap_grad_reduce),
+            ("--overlap-param-gather", data_parallel.overlap_param_gather),
+            *_dtypes(data_parallel.state),
         ),
     )
 
 
-def state_flags(state: StateDtypes) -> Flags:
-    """Return the flags of dtypes that are not the usual ones; they belong to the line of parallelism."""
-    said = [(name, value) for name, value in asdict(state).items() if value != getattr(FP32_STATE, name)]
-    return _given(*((f"--{name.replace('_', '-')}", value) for name, value in said))
+def _dtypes(state: StateDtypes) -> Iterator[tuple[str, Any]]:
+    """Yield the flags of dtypes that are not the usual ones, and their values."""
+    for name, value in asdict(state).items():
+        if value != getattr(FP32_STATE, name):
+            yield f"--{name.replace('_', '-')}", value
 
 
 def _planning(setting: Setting, hardware_name: str, search: str) -> Flags:

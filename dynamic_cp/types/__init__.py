@@ -5,7 +5,8 @@
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
 this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `mask_rules`, `placement`, `plan`, then
-what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `state`, `options`, `problem`.
+what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`, `state`,
+`data_parallel`, `problem`.
 """
 
 from dynamic_cp.types.attention import (
@@ -32,6 +33,7 @@ from dynamic_cp.types.counts import (
     is_power_of_two,
     largest_power_of_two,
 )
+from dynamic_cp.types.data_parallel import SHARDED, DataParallel
 from dynamic_cp.types.experts import EXPERT_IMBALANCE, Experts, layers_with_experts
 from dynamic_cp.types.hardware import (
     Hardware,
@@ -110,6 +112,7 @@ __all__ = [
     "RECOMPUTE_MODULES",
     "RING_ALONE",
     "SEARCH_EFFORTS",
+    "SHARDED",
     "TRAITS",
     "UNPLACED",
     "Attention",
@@ -117,6 +120,7 @@ __all__ = [
     "Causal",
     "CausalBlockwise",
     "CpCommType",
+    "DataParallel",
     "Experts",
     "Full",
     "Hardware",

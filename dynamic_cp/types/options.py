@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple, get_args
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types.attention import RING_ALONE, TRAITS, CpCommType
 from dynamic_cp.types.counts import is_power_of_two, require_at_least
-from dynamic_cp.types.state import FP32_STATE, StateDtypes
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_MODES: tuple[str, ...] = get_args(Recompute)
@@ -38,15 +37,13 @@ class ElementBytes(NamedTuple):
         activation: what layers keep, and send between TP ranks.
         residual: what goes from layer to layer, and to the next stage.
         exchanged: queries, keys, values and outputs that lanes of a CP group send each other.
-        weight: parameters.
-        gradient: gradients of parameters, as they are kept and reduced.
+        weight: parameters; gradients and optimizer state have their own constants.
     """
 
     activation: int
     residual: int
     exchanged: int
     weight: int
-    gradient: int
 
 
 class RecomputedLayers(NamedTuple):
@@ -110,7 +107,6 @@ class PlanOptions:
         recompute_layers: which layers full recomputation repeats.
         bytes_per_element: bytes of an activation or a weight (2 for bf16, 4 for fp32); by kind: `element_bytes`.
         fp32_residual: the residual takes 4 bytes whatever the others take.
-        state: dtypes of gradients and of the optimizer's state.
         search: how long to look for a plan: "fast" (milliseconds), "thorough" (some ten times as long), or "exact": of
             the dynamic policy until it is proven the fastest, which only tiny batches can be.
         pool: whether servers of all stages may compute attention in ticks: never, where that is faster by simulation,
@@ -130,7 +126,6 @@ class PlanOptions:
     recompute_layers: RecomputedLayers = EVERY_LAYER
     bytes_per_element: int = 2
     fp32_residual: bool = False
-    state: StateDtypes = FP32_STATE
     search: SearchEffort = "fast"
     pool: PoolUse = "off"
     noise_margin: float = NOISE_MARGIN
@@ -227,5 +222,4 @@ class PlanOptions:
             residual=residual,
             exchanged=self.bytes_per_element,
             weight=self.bytes_per_element,
-            gradient=self.state.gradient_bytes,
         )

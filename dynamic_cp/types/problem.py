@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.types.data_parallel import SHARDED, DataParallel
 from dynamic_cp.types.hardware import Hardware
 from dynamic_cp.types.model import ModelShape
 from dynamic_cp.types.options import EVERY_LAYER, PlanOptions
@@ -18,7 +19,7 @@ class Problem:
     """All that a plan depends on besides the samples; arguments of `search.plan_global_batch`.
 
     Attributes:
-        distributed_optimizer: its state is sharded over the lanes; only pools of servers are planned by memory.
+        data_parallel: of it plans with a pool follow, which are planned by memory; others have their seconds of it.
     """
 
     topology: Topology
@@ -26,11 +27,11 @@ class Problem:
     hardware: Hardware
     options: PlanOptions
     policy: str = "dynamic"
-    distributed_optimizer: bool = True
+    data_parallel: DataParallel = SHARDED
 
     def __post_init__(self) -> None:
-        topology, options = self.topology, self.options
-        options.state.check(options.element_bytes.weight, distributed_optimizer=self.distributed_optimizer)
+        topology = self.topology
+        self.data_parallel.state.check_weights(self.options.element_bytes.weight)
         reason = self.model.why_no_expert_split(ep_size=topology.ep_size, tp_size=topology.tp_size)
         if reason is not None:
             raise InvalidInputError(

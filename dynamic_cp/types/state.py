@@ -70,12 +70,11 @@ class StateDtypes:
             return moments
         return moments + (_REMAINDER_BYTES if self.use_precision_aware_optimizer else 4)
 
-    def check(self, weight_bytes: int, *, distributed_optimizer: bool) -> None:
-        """Refuse what weights of so many bytes, or the optimizer, do not have.
+    def check_weights(self, weight_bytes: int) -> None:
+        """Refuse what only weights in bfloat16 have, where they have more bytes.
 
         Raises:
-            InvalidInputError: gradients in bf16, or the precision-aware optimizer, of fp32 weights; the latter where
-                every lane holds the whole state.
+            InvalidInputError: gradients in bf16, or the precision-aware optimizer, of fp32 weights.
         """
         flags = {
             "--grad-reduce-in-bf16": self.grad_reduce_in_bf16,
@@ -84,11 +83,6 @@ class StateDtypes:
         for flag, is_on in flags.items():
             if is_on and weight_bytes >= 4:
                 raise InvalidInputError(f"{flag} is for weights in bfloat16: add --bf16, or leave it out", flag=flag)
-        if self.use_precision_aware_optimizer and not distributed_optimizer:
-            raise InvalidInputError(
-                "--use-precision-aware-optimizer needs an optimizer whose state the lanes share: use the distributed "
-                "optimizer, or leave it out"
-            )
 
 
 FP32_STATE = StateDtypes()

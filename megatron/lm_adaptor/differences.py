@@ -1,6 +1,6 @@
 """What checkouts of newer releases do otherwise: the one place of the adaptor that knows releases.
 
-`replacements` says by these which of its rows a checkout has; docs/how-to/megatron-lm.md shows them.
+`replacements` says by these which of its rows a checkout has; docs/how-to/megatron-lm.md has those that users see.
 """
 
 from __future__ import annotations
@@ -56,19 +56,6 @@ WEIGHT_SHARDS = Difference(
     since="0.19",
     what="TransformerConfig has the tensor-parallel sizes a second time, as numbers of shards",
     why="two fields more that Megatron-LM sets",
-)
-
-DIFFERENCES = (
-    TOKENIZERS_OF_CORE,
-    CHATS_WITHOUT_EOD,
-    TOKENIZER_TAKES_DICTS,
-    NULL_TOKENIZER_COUNTS_EOD,
-    FLAGS_BEFORE_PRETRAIN,
-    BATCH_OF_FIELDS,
-    EVALUATION_BATCH,
-    TRACKER_OF_ROUTERS,
-    MODEL_FROM_CONFIG,
-    WEIGHT_SHARDS,
 )
 
 

@@ -1,4 +1,4 @@
-"""The table of what is replaced in a checkout, where, and why; docs/how-to/megatron-lm.md shows it.
+"""The table of what is replaced in a checkout, where, and why.
 
 A replacement is made only when its symbol is there: a checkout that was changed is refused before anything is built,
 naming the symbol. Without --dynamic-cp every replaced function calls what it replaced.
@@ -294,9 +294,3 @@ def find(replacement: Replacement) -> Any:
         "an unchanged checkout of a supported version",
         symbol=replacement.where,
     )
-
-
-def table_row(replacement: Replacement) -> str:
-    """Return the row of the table in docs/how-to/megatron-lm.md."""
-    where = f"`{replacement.where}`" if replacement.module != SCRIPT else f"`{replacement.symbol}` of the script"
-    return f"| {where} | {replacement.releases} | {replacement.reason} |"

@@ -51,7 +51,7 @@ from tests.distributed.upstream_faults import (
 )
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "upstream-faults.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "releases.md").read_text(encoding="utf-8")
 UNKNOWN = {"7452.12", "7452.13"}
 """What was not found to read."""
 

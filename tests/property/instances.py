@@ -322,7 +322,7 @@ def check_case(case: Case, seed: int, *, is_light: bool = False) -> Counter[str]
     for policy, one in planned.items() if bound is not None else ():
         if policy in ("static", "balanced") and not comparable(case):
             continue
-        makespan_s = one.predicted_s - cost_model.gradient_reduction_s
+        makespan_s = one.predicted_s - cost_model.reduction.least_s
         assert bound.proven_s <= makespan_s * (1 + 1e-9) + 1e-8, f"{policy} is below what is proven, {bound.proven_s}"
         if bound.seconds > makespan_s and not bound.is_proven:
             bound = lower_bound(samples, cost_model, "report")  # "quick" tries few places of the longest sample
@@ -395,7 +395,7 @@ def _check_static_sizes(dynamic: PlannedBatch, case: Case) -> int:
     cost_model = case.cost_model
     peer_s = wlb.peer(case.samples, cost_model).seconds
     if peer_s is not None:
-        assert dynamic.predicted_s - cost_model.gradient_reduction_s <= peer_s * (1 + 1e-9), "slower than WLB-like"
+        assert dynamic.predicted_s - cost_model.reduction.least_s <= peer_s * (1 + 1e-9), "slower than WLB-like"
     num_sizes = 0
     for cp_size in allowed_cp_sizes(case.topology, case.options):
         if max(case.seqlens) <= cost_model.table.capacities[cp_size.bit_length() - 1]:

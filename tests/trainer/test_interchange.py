@@ -136,7 +136,7 @@ class Stock:
 
     def _metadata(self) -> dict[str, Any]:
         metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-        if self.settings.planning.distributed_optimizer:
+        if self.settings.planning.data_parallel.distributed_optimizer:
             metadata["distrib_optim_sharding_type"] = "fully_reshardable"
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
         return metadata
@@ -148,7 +148,7 @@ class Stock:
             **MEGATRON_LM_ARGUMENTS,
             world_size=dist.get_world_size(),
             data_parallel_size=dist.get_world_size() // CP_SIZE,
-            use_distributed_optimizer=self.settings.planning.distributed_optimizer,
+            use_distributed_optimizer=self.settings.planning.data_parallel.distributed_optimizer,
             consumed_train_samples=self.consumed_samples,
         )
         state = {"args": args, "checkpoint_version": 3.0, "iteration": self.iteration}

@@ -12,7 +12,7 @@ import dynamic_cp
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
-from dynamic_cp.types import Problem
+from dynamic_cp.types import DataParallel, Problem
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import memory
@@ -37,7 +37,7 @@ def needed_bytes(extra, tokens, cp_size, distributed_optimizer=False):
             model=derive.model_shape(settings.model, 264),
             hardware=CPU,
             options=planning.used(planning.options(tokens)),
-            distributed_optimizer=distributed_optimizer,
+            data_parallel=DataParallel(distributed_optimizer=distributed_optimizer),
         )
     )
     return max(stage.total_bytes for stage in model.peak_at(tokens, cp_size))

@@ -59,7 +59,7 @@ def test_flags_are_those_of_the_plans() -> None:
         exp_avg_dtype="fp8",
         exp_avg_sq_dtype="bf16",
     )
-    assert planning.options(64).state == planning.state == state
+    assert planning.data_parallel.state == state
 
 
 def test_the_precision_aware_optimizer_needs_transformer_engine_on_a_device() -> None:
@@ -105,7 +105,7 @@ def planned_bytes(words: list[str], world_size: int) -> StageMemory:
         model=derive.model_shape(settings.model, VOCAB_SIZE),
         hardware=hardware,
         options=planning.options(64),
-        distributed_optimizer=planning.distributed_optimizer,
+        data_parallel=planning.data_parallel,
     )
     return MemoryModel(problem).peak_at(0)[0]
 

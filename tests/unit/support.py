@@ -17,6 +17,7 @@ from benchmarks.planner.frozen import (
 )
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
 from dynamic_cp.pricing.lengths import Lengths
+from dynamic_cp.pricing.reduction import Reduction
 from dynamic_cp.types import Bucket, Hardware, MicroBatch, ModelShape, Plan, PlanOptions, Problem, Sample, Topology
 
 __all__ = [
@@ -88,7 +89,7 @@ class GivenCosts:
 
     def __init__(self, costs: dict[int, BucketCost], gradient_reduction_s: float = 0.0) -> None:
         self.costs = costs
-        self.gradient_reduction_s = gradient_reduction_s
+        self.reduction = Reduction(np.array([gradient_reduction_s]), np.zeros(1), 1, False, False)
 
     def bucket_cost(self, bucket: Bucket) -> BucketCost:
         return self.costs[bucket.samples[0].sample_id]

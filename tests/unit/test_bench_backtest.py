@@ -136,7 +136,7 @@ def test_what_a_source_had_switched_on_reaches_memory() -> None:
     state = run_of("Nemotron-4 340B").source.state
     assert (state.grad_reduce_in_bf16, state.exp_avg_dtype, state.main_params_dtype) == (True, "bf16", "fp32")
     assert run_of("Nemotron-4 15B, 16 GPUs").source.state == StateDtypes()
-    assert problem_of(run_of("Nemotron-4 340B")).options.state == state
+    assert problem_of(run_of("Nemotron-4 340B")).data_parallel.state == state
 
 
 def test_limits_hold_and_fail_when_a_price_is_doubled() -> None:

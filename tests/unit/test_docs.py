@@ -35,7 +35,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
 EXAMPLES = sorted(
     ROOT / "examples" / name
-    for name in re.findall(r"`examples/([\w]+\.py)`", (DOCS / "how-to" / "examples.md").read_text(encoding="utf-8"))
+    for name in re.findall(r"`examples/([\w]+\.py)`", (DOCS / "api.md").read_text(encoding="utf-8"))
 )
 EACH_NIGHT = {"accelerate_hugging_face", "shared_questions", "torch_device_mesh", "video_dit"}
 """The costly examples of what tests/distributed tries, too."""
@@ -376,6 +376,14 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
         loaded += re.findall(r'<link[^>]*href="([^"]+)"[^>]*rel="(?:stylesheet|preconnect|icon)"', html)
         assert len(loaded) >= 3
         assert not [one for one in loaded if re.match(r"(https?:)?//", one)], page
+    ids = {page: set(re.findall(r'\bid="([^"]+)"', page.read_text(encoding="utf-8"))) for page in pages}
+    looked_at = 0
+    for page in pages:  # mkdocs lets dead anchors pass
+        for target, anchor in re.findall(r'href="([^":/][^":#]*|)#([^"]+)"', page.read_text(encoding="utf-8")):
+            place = (page.parent / target).resolve() if target else page
+            assert anchor in ids[place] or anchor.startswith("__"), f"{page.name}: {target}#{anchor}"
+            looked_at += 1
+    assert looked_at > 500
     api = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
     assert "plan_global_batch" in api
     assert "fastest legal plan" in api

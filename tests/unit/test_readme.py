@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 def test_table_explains_every_flag_of_make_train() -> None:
     script = (ROOT / "examples" / "train_cpu.sh").read_text(encoding="utf-8")
     command = script[script.index("torchrun") :]
-    page = (ROOT / "docs" / "how-to" / "train-cpu.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "quick-start.md").read_text(encoding="utf-8")
     table = [line for line in page.splitlines() if line.startswith("| `--")]
     explained = " ".join(line.split("|")[1] for line in table)
     flags = set(re.findall(r"(?<!\S)--[a-z][\w-]*", command))
@@ -37,7 +37,7 @@ def test_tree_names_what_exists() -> None:
 
 def test_fields_of_the_log_line_are_the_trainers() -> None:
     source = (ROOT / "megatron" / "trainer" / "reporting" / "log.py").read_text(encoding="utf-8")
-    for page in ("README.md", "docs/how-to/train-cpu.md"):
+    for page in ("README.md", "docs/quick-start.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
         line = next(block for block in text.split("```") if "] iteration " in block)
         fields = re.findall(r"\| ([\w/ ()]+?):", line)

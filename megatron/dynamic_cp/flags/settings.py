@@ -20,6 +20,7 @@ from dynamic_cp.types import (
     POOL_USES,
     SEARCH_EFFORTS,
     CpCommType,
+    DataParallel,
     PipelineLayers,
     PlanOptions,
     PoolUse,
@@ -27,7 +28,6 @@ from dynamic_cp.types import (
     RecomputedLayers,
     RecomputeModule,
     SearchEffort,
-    StateDtypes,
     Topology,
 )
 from megatron.dynamic_cp.flags.table import NOT_NEGATIVE, POSITIVE, flag
@@ -54,7 +54,7 @@ class PlanningSettings:
             have it where it is full.
         bytes_per_element: of an activation, follows from the model's precision.
         fp32_residual: the residual stays in float32 where other activations do not.
-        distributed_optimizer: its state is sharded over the lanes; state: its dtypes, and those of gradients.
+        data_parallel: how lanes share gradients and optimizer state.
         exchange_timeout_s: of every exchange between ranks.
         has_windows: some layers have a window, which not all exchanges serve.
         auto_places: `auto` may place attention where layers have windows; not where another loop's iterator hands out
@@ -72,8 +72,7 @@ class PlanningSettings:
     recompute_layers: RecomputedLayers
     bytes_per_element: int
     fp32_residual: bool
-    distributed_optimizer: bool
-    state: StateDtypes
+    data_parallel: DataParallel
     exchange_timeout_s: float
     has_windows: bool
     auto_places: bool
@@ -264,7 +263,6 @@ class PlanningSettings:
             recompute_layers=self.recompute_layers,
             bytes_per_element=self.bytes_per_element,
             fp32_residual=self.fp32_residual,
-            state=self.state,
             search=self.search,
             pool=self.pool,
             noise_margin=self.noise_margin,

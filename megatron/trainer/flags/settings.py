@@ -48,8 +48,8 @@ class ParallelSettings:
         "with --bf16: gradients are added up, kept and reduced in bfloat16; the optimizer's step copies its share of "
         "them to float32"
     )
-    overlap_grad_reduce: bool = flag("reduce gradients during the backward pass")
-    overlap_param_gather: bool = flag("gather parameters during the forward pass")
+    overlap_grad_reduce: InitVar[bool] = flag("reduce gradients during the backward pass")
+    overlap_param_gather: InitVar[bool] = flag("gather parameters during the forward pass")
     distributed_timeout_minutes: InitVar[float] = flag(
         "a collective that takes longer ends the job", 10.0, within=POSITIVE
     )
@@ -180,7 +180,7 @@ class DataSettings:
     tokenizer_model: str | None = flag("local folder with the tokenizer.json of HuggingFaceTokenizer", metavar="DIR")
     eod_id: int | None = flag("token that ends a document of .bin/.idx data, if it has one; or instead of eos_token")
     vocab_size: int | None = flag("token ids of .bin/.idx data; text tokenizers know theirs", within=POSITIVE)
-    sft: bool = flag("records are chats (docs/how-to/sft.md); loss only on what the assistant wrote")
+    sft: bool = flag("records are chats (docs/how-to/data.md); loss only on what the assistant wrote")
     chat_template: str | None = flag("with --sft: Jinja, or chatml; default: the tokenizer's own", metavar="FILE|NAME")
     mock_data: bool = flag("random tokens")
     use_varlen_dataset: InitVar[bool] = flag("accepted: samples always have their own lengths")

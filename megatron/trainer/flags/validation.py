@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.padding import padded_seqlens
-from dynamic_cp.types import EVERY_LAYER, RecomputedLayers, StateDtypes, Topology, is_power_of_two
+from dynamic_cp.types import EVERY_LAYER, DataParallel, RecomputedLayers, StateDtypes, Topology, is_power_of_two
 from megatron.dynamic_cp.flags import experts, latent_attention
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
@@ -298,8 +298,12 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         recompute_layers=_recomputed_layers(args, topology),
         bytes_per_element=2 if args.bf16 else 4,
         fp32_residual=args.fp32_residual_connection,
-        distributed_optimizer=args.use_distributed_optimizer,
-        state=_state_dtypes(args),
+        data_parallel=DataParallel(
+            distributed_optimizer=args.use_distributed_optimizer,
+            overlap_grad_reduce=args.overlap_grad_reduce,
+            overlap_param_gather=args.overlap_param_gather,
+            state=_state_dtypes(args),
+        ),
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
         has_windows=windows_of(args).are_there,
         has_latents=latent_attention.is_on(args),
@@ -325,9 +329,9 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
 
 
 def _state_dtypes(args: argparse.Namespace) -> StateDtypes:
-    """Return the dtypes of gradients and of the optimizer's state, which weights and optimizer have to have."""
+    """Return the dtypes of gradients and of the optimizer's state, which weights have to have."""
     state = StateDtypes(**{field.name: getattr(args, field.name) for field in fields(StateDtypes)})
-    state.check(2 if args.bf16 else 4, distributed_optimizer=args.use_distributed_optimizer)
+    state.check_weights(2 if args.bf16 else 4)
     return state
 
 

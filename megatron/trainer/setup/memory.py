@@ -54,7 +54,7 @@ def max_tokens_per_rank(
             model=model,
             hardware=hardware,
             options=options,
-            distributed_optimizer=settings.distributed_optimizer,
+            data_parallel=settings.data_parallel,
         )
     )
     try:

@@ -254,11 +254,12 @@ def wrap_chunks(
     device: torch.device,
 ) -> list[DistributedDataParallel]:
     """Return the chunks on their device, in their precision, with gradient buffers over the lanes."""
+    data_parallel = settings.planning.data_parallel
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=settings.planning.state.gradient_bytes == 4,
-        overlap_grad_reduce=settings.parallel.overlap_grad_reduce,
-        overlap_param_gather=settings.parallel.overlap_param_gather,
-        use_distributed_optimizer=settings.planning.distributed_optimizer,
+        grad_reduce_in_fp32=data_parallel.gradient_bytes == 4,
+        overlap_grad_reduce=data_parallel.overlap_grad_reduce,
+        overlap_param_gather=data_parallel.overlap_param_gather,
+        use_distributed_optimizer=data_parallel.distributed_optimizer,
         bucket_size=bucket_size,
     )
     wrapped = []
@@ -273,7 +274,7 @@ def build_optimizer(
     settings: Settings, config: TransformerConfig, model: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
     """Return the optimizer of `model` and hand `config` the functions that megatron-core's schedules call."""
-    ddp_config, state = model[0].ddp_config, settings.planning.state
+    ddp_config, state = model[0].ddp_config, settings.planning.data_parallel.state
     optimizer_config = OptimizerConfig(
         optimizer=settings.optimizer.optimizer,
         lr=settings.optimizer.lr,

@@ -175,7 +175,7 @@ class PlannedRuntime:
             hardware=self.hardware,
             options=self.options,
             policy=self.settings.policy,
-            distributed_optimizer=self.settings.distributed_optimizer,
+            data_parallel=self.settings.data_parallel,
         )
         planner: list[Planner] = []
 

@@ -169,7 +169,7 @@ def _layers(settings: Settings, device: torch.device) -> LayerChoice:
     choice = layers.choose(
         layer_needs(settings.model, settings.planning),
         device,
-        fused_adam=settings.planning.state.use_precision_aware_optimizer,
+        fused_adam=settings.planning.data_parallel.state.use_precision_aware_optimizer,
     )
     logger.info("%s", choice.describe())
     return choice
@@ -221,7 +221,7 @@ def _trainable(
         },
         layout={"tp": topology.tp_size, "pp": topology.pp_size, "vp": topology.vp_size, "lanes": topology.num_lanes},
         has_dropout=settings.model.hidden_dropout > 0,
-        gathers_params=settings.parallel.overlap_param_gather,
+        gathers_params=settings.planning.data_parallel.overlap_param_gather,
     )
 
 

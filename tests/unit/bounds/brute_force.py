@@ -26,7 +26,7 @@ class Remembered:
     """Prices of a cost model, each bucket priced once."""
 
     def __init__(self, model: CostModel) -> None:
-        self.gradient_reduction_s = model.gradient_reduction_s
+        self.reduction = model.reduction
         self.table = model.table
         self._costs: dict[Bucket, BucketCost] = {}
         self._model = model

@@ -30,12 +30,13 @@ from dynamic_cp.sweep.flags import launcher
 from dynamic_cp.sweep.search import SHOWN, STATIC_POLICIES
 from dynamic_cp.sweep.space import Refused, settings_of, variants
 from dynamic_cp.tried import EXCHANGES
-from dynamic_cp.types import CP_COMM_TYPES, Experts, Lambda, RecomputedLayers, Topology
+from dynamic_cp.types import CP_COMM_TYPES, DataParallel, Experts, Lambda, RecomputedLayers, Topology
 from tests.unit.support import samples_of
 
 ROOT = str(Path(__file__).parents[3])
 MODEL = load_model("llama-3-8b")
 HARDWARE = load_hardware("h100")
+OVERLAPPED = DataParallel(overlap_grad_reduce=True, overlap_param_gather=True)
 SPACE = Space(num_gpus=8, tp_sizes=(2, 4), pp_sizes=(1, 2), vp_sizes=(1, 2), recompute=("none", "full"))
 LENGTHS = [9000, 3000, 700, 700, 90, 40]
 JOB = SweepJob(
@@ -449,7 +450,14 @@ def parsed(setting, model, architecture, monkeypatch, **more):
         setting,
         model=model,
         architecture=architecture,
-        **{"hardware_name": "h100", "max_seqlen": 9000, "global_batch_size": 18, "search": "thorough", **more},
+        **{
+            "hardware_name": "h100",
+            "max_seqlen": 9000,
+            "global_batch_size": 18,
+            "search": "thorough",
+            "data_parallel": OVERLAPPED,
+            **more,
+        },
     )
     words = launcher(setting)
     (per_node,) = [int(number) for number in re.findall(r"--nproc-per-node (\d+)", words)]
@@ -483,7 +491,7 @@ def test_the_trainer_takes_the_flags(recompute, topology, monkeypatch):
     assert (options.recompute, options.search, options.bytes_per_element) == (recompute, "thorough", 2)
     assert planning.policy == "dynamic"
     assert (planning.seq_length, settings.training.global_batch_size) == (9000, 18)
-    assert planning.distributed_optimizer
+    assert planning.data_parallel == OVERLAPPED
 
 
 LLAMA_CONFIG = {

@@ -14,7 +14,9 @@ from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.memory.memory_model import SAFETY_FRACTION, MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.types import (
+    SHARDED,
     Bucket,
+    DataParallel,
     MicroBatch,
     ModelShape,
     Plan,
@@ -40,14 +42,14 @@ OPTIONS = PlanOptions(max_tokens_per_rank=100)
 HARDWARE = replace(TINY_HARDWARE, hbm_bytes=1e6, hbm_reserved_bytes=1e5, communicator_bytes_per_group=1000)
 
 
-def memory(topology, model=MODEL, hardware=HARDWARE, distributed_optimizer=True, **options):
+def memory(topology, model=MODEL, hardware=HARDWARE, data_parallel=SHARDED, **options):
     return MemoryModel(
         Problem(
             topology=topology,
             model=model,
             hardware=hardware,
             options=replace(OPTIONS, **options),
-            distributed_optimizer=distributed_optimizer,
+            data_parallel=data_parallel,
         )
     )
 
@@ -63,7 +65,7 @@ def test_weights_and_state_by_hand():
     # CP groups of 2 and 4, and of all lanes, which the job, the optimizer's norm and gradients have one each.
     assert stage.communicators_bytes == 5000
     assert stage.total_bytes == 2024 * 9 + 5000
-    (whole,) = memory(Topology(num_lanes=4), distributed_optimizer=False).peak_at(0)
+    (whole,) = memory(Topology(num_lanes=4), data_parallel=DataParallel(distributed_optimizer=False)).peak_at(0)
     assert whole.optimizer_bytes == 12 * 2024
     (fp32,) = memory(Topology(num_lanes=4), bytes_per_element=4).peak_at(0)
     assert fp32[:3] == (4 * 2024, 4 * 2024, 8 * 2024 / 4)
@@ -85,7 +87,7 @@ AWARE = {"use_precision_aware_optimizer": True}
     ],
 )
 def test_state_in_lower_precision_by_hand(state, gradient, optimizer, copied):
-    model = memory(Topology(num_lanes=4), state=state)
+    model = memory(Topology(num_lanes=4), data_parallel=DataParallel(state=state))
     (stage,) = model.peak_at(0)
     assert stage[:3] == (2 * 2024, gradient * 2024, optimizer * 2024 / 4)
     # Copies of gradients take the room that activations leave while the optimizer steps.
@@ -103,7 +105,8 @@ def test_copies_of_gradients_can_be_what_does_not_fit():
     needed = 2024 * (2 + 2 + 12 / 4 + 4 / 4) + 5000
     for spare, fits in ((1.0, True), (-1.0, False)):
         hardware = replace(HARDWARE, hbm_bytes=(needed + spare) / SAFETY_FRACTION + HARDWARE.hbm_reserved_bytes)
-        model = memory(Topology(num_lanes=4), state=BF16_GRADIENTS, hardware=hardware, recompute="full")
+        given = {"data_parallel": DataParallel(state=BF16_GRADIENTS), "hardware": hardware, "recompute": "full"}
+        model = memory(Topology(num_lanes=4), **given)
         if fits:
             assert model.max_tokens_per_rank() >= 2
         else:

@@ -366,7 +366,7 @@ def test_terms_without_a_coefficient_cost_nothing():
     model = tiny_cost_model(Topology(num_lanes=4, tp_size=2, pp_size=2))
     assert model.cost(2, 0, 512, 512)[3:] == (0, 0, 0, 0)
     assert model.table.slowest_s_per_token == 0
-    assert model.gradient_reduction_s == 0
+    assert model.reduction.least_s == 0
 
 
 @pytest.mark.parametrize("pp_size", [1, 2])
@@ -417,7 +417,7 @@ def test_gradient_reduction_by_hand():
     def reduction_s(model=UNIT_MODEL, **sizes):
         return CostModel(
             Problem(topology=Topology(**sizes), model=model, hardware=hardware, options=options)
-        ).gradient_reduction_s
+        ).reduction.least_s
 
     assert reduction_s(num_lanes=4) == pytest.approx(54 * 6 * 0.75 / 9)
     assert reduction_s(replace(UNIT_MODEL, share_embeddings_and_output_weights=True), num_lanes=4) == pytest.approx(

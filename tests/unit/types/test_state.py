@@ -8,20 +8,19 @@ import pytest
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.pricing import edges
-from dynamic_cp.types import PlanOptions, Problem, StateDtypes, Topology
+from dynamic_cp.pricing.reduction import Reduction
+from dynamic_cp.types import DataParallel, PlanOptions, Problem, StateDtypes, Topology
 
 BF16_GRADIENTS = StateDtypes(grad_reduce_in_bf16=True)
 
 
 def problem(state: StateDtypes, **changed: Any) -> Problem:
-    element = {"bytes_per_element": changed.pop("bytes_per_element", 2)}
     return Problem(
         topology=Topology(num_lanes=16),
         model=load_model("llama-3-8b"),
         hardware=load_hardware("h100"),
-        options=PlanOptions(max_tokens_per_rank=4096, state=state, **element),
-        **changed,
+        options=PlanOptions(max_tokens_per_rank=4096, bytes_per_element=changed.pop("bytes_per_element", 2)),
+        data_parallel=DataParallel(state=state, **changed),
     )
 
 
@@ -66,5 +65,5 @@ def test_weights_and_optimizer_have_to_have_it(state: StateDtypes, changed: dict
 
 def test_gradients_in_bf16_are_reduced_in_two_thirds_of_the_time() -> None:
     """4 bytes of a gradient and 2 of the parameter that is gathered become 2 and 2."""
-    whole, half = (edges.gradient_reduction_s(problem(state)) for state in (StateDtypes(), BF16_GRADIENTS))
-    assert half == pytest.approx(whole * 4 / 6)
+    whole, half = (Reduction.of(problem(state)) for state in (StateDtypes(), BF16_GRADIENTS))
+    assert half.reduce_s + half.gather_s == pytest.approx((whole.reduce_s + whole.gather_s) * 4 / 6)
