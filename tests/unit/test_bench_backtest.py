@@ -14,7 +14,8 @@ from benchmarks.backtest import causes, errors, layouts, variable
 from benchmarks.backtest.runs import FILE, IN_FULL, Run, read_runs
 from benchmarks.backtest.steps import modelled, plan_of, problem_of, slower
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pricing.edges import gradient_reduction_s, tensor_s_per_token
+from dynamic_cp.pricing.edges import tensor_s_per_token
+from dynamic_cp.pricing.reduction import Reduction
 from dynamic_cp.types import StateDtypes
 
 
@@ -102,7 +103,7 @@ def test_settings_of_a_run_reach_the_prices() -> None:
     run = run_of("Llama-3.1-70B, 64 GPUs")
     problem = problem_of(run)
     assert tensor_s_per_token(problem) > 0 == tensor_s_per_token(problem_of(run_of("Llama-3.1-8B, 8 GPUs")))
-    assert gradient_reduction_s(problem) > 0
+    assert Reduction.of(problem).least_s > 0
     fp8 = run_of("Llama-3.1-70B, FP8")
     assert fp8.hardware.linear_flops_per_s == 933e12 > run.hardware.linear_flops_per_s
     assert modelled(fp8).iteration_s < modelled(run).iteration_s
