@@ -2,8 +2,9 @@
 
     constant + per_token * T + per_token2 * Q + sum over k of weight_k * max(0, a_k + b_k * T + c_k * Q)
 
-A kink is a step of an exchange that hides behind the attention of the whole bucket, so prices are not additive over
-samples. Mechanisms say in this form what attention takes; `pricing/terms.py` has it as numbers for compiled loops.
+or what the host takes, where that is longer. A kink is a step of an exchange that hides behind the attention of the
+whole bucket, so prices are not additive over samples. Mechanisms say in this form what attention takes;
+`pricing/terms.py` has it as numbers for compiled loops.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ class Kink(NamedTuple):
 
 
 class Convex(NamedTuple):
-    """Seconds of one direction: a linear part and what is exposed of hidden exchanges."""
+    """Seconds of one direction: a linear part and what is exposed of hidden exchanges, or `host_s` if that is more."""
 
     linear: Linear
     kinks: tuple[Kink, ...] = ()
+    host_s: float = 0.0
 
 
 def merged(kinks: tuple[Kink, ...]) -> tuple[Kink, ...]:

@@ -159,8 +159,8 @@ FAULTS = {
         "tests/distributed/test_placed_attention.py -k heads",
     ),
     "heads exchanged around blocks cost nothing": Fault(
-        "seconds = seconds + heads.constant + heads.per_token * np",
-        "seconds = seconds + 0.0 * np",
+        "heads_s = heads.constant + heads.per_token * np",
+        "heads_s = 0.0 * np",
         "tests/unit/mechanisms/test_blocks.py -k a2a",
     ),
     "what is given back is not sent": Fault(

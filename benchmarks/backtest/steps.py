@@ -13,7 +13,18 @@ from benchmarks.backtest.runs import Run
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import Bucket, CpCommType, Hardware, MicroBatch, Plan, PlanOptions, Problem, Recompute, Sample
+from dynamic_cp.types import (
+    Bucket,
+    CpCommType,
+    DataParallel,
+    Hardware,
+    MicroBatch,
+    Plan,
+    PlanOptions,
+    Problem,
+    Recompute,
+    Sample,
+)
 from dynamic_cp.types.options import RecomputeModule
 
 
@@ -59,6 +70,7 @@ def problem_of(run: Run, hardware: Hardware | None = None) -> Problem:
             recompute=cast(Recompute, run.recompute),
             recompute_modules=cast("tuple[RecomputeModule, ...]", run.recompute_modules),
         ),
+        data_parallel=DataParallel(state=run.source.state),
         policy="static",
     )
 

@@ -64,8 +64,8 @@ def divided(placed: Placed, samples: Sequence[Sample], num_divisions: int, setti
 def price(bucket: Bucket, setting: Setting) -> Price:
     """Return what a placed bucket takes in this setting."""
     row = MicroBatch(buckets=(bucket,))
-    seconds = BLOCKS.lane_seconds(setting.stage, bucket, row)
-    alone = BLOCKS.lane_seconds(setting.stage_with_free_links, bucket, row)
+    seconds = BLOCKS.lane_seconds(setting.stage, bucket, row).attention
+    alone = BLOCKS.lane_seconds(setting.stage_with_free_links, bucket, row).attention
     assert bucket.placement is not None
     work = np.bincount(
         bucket.placement.tiles[:, 2],

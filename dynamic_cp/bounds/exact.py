@@ -318,6 +318,8 @@ class _Program:
                 price = price / self.unit_s + pulp.lpSum(exposed)
                 most = 0.0 if len(group.options) == 1 else self._most_s(convex, group) / self.unit_s
                 self.problem += duration >= price - most * (runs - used[option])
+                if convex.host_s:
+                    self.problem += duration >= convex.host_s / self.unit_s * used[option]
             if empty is not None:
                 # A bucket with samples costs at least as much as an empty place.
                 self.problem += duration >= empty[direction] / self.unit_s * runs

@@ -9,7 +9,7 @@ import numpy as np
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.pricing.table import PriceTable
-from dynamic_cp.pricing.terms import CONSTANT, NUM_KINKS, NUM_TERMS, PER_TOKEN, kink_at, linear_parts, price
+from dynamic_cp.pricing.terms import CONSTANT, HOST, NUM_KINKS, NUM_TERMS, PER_TOKEN, kink_at, linear_parts, price
 
 
 class Ways(NamedTuple):
@@ -92,17 +92,33 @@ def longest_within(ways: Ways, times: float, edge_s_per_token: float, limit_s: f
     return longest  # type: ignore[no-any-return]
 
 
-@compiled
 def ratio_range(ways: Ways, longest: float, least_density: float, largest_density: float) -> tuple[float, float]:
     """Return the least and the largest backward / forward above the floors, over all buckets of all ways.
 
-    Both prices are linear in (tokens, tokens squared) between the lines where an exchange begins to show, so the
-    ratio is least and largest at a crossing of two of these lines or of the borders of what a bucket can hold.
+    Where the host is slower in one direction only, the ratio lies between that of the GPU and that of the host.
 
     Args:
         ways: the prices.
         longest: padded tokens of the longest sample.
         least_density, largest_density: of all samples.
+    """
+    of_gpu = ways.terms.copy()
+    of_gpu[..., HOST] = 0.0
+    least, largest = _ratio_range(ways._replace(terms=of_gpu), longest, least_density, largest_density)
+    for forward, backward in np.maximum(0.0, ways.terms[..., HOST] - ways.floors_s).tolist():
+        if forward > 0.0:
+            least, largest = min(least, backward / forward), max(largest, backward / forward)
+        elif backward > 0.0:
+            largest = np.inf
+    return least, largest
+
+
+@compiled
+def _ratio_range(ways: Ways, longest: float, least_density: float, largest_density: float) -> tuple[float, float]:
+    """Return `ratio_range` of the GPU.
+
+    Both prices are linear in (tokens, tokens squared) between the lines where an exchange begins to show, so the
+    ratio is least and largest at a crossing of two of these lines or of the borders of what a bucket can hold.
     """
     least, largest = np.inf, 0.0
     for way in range(ways.cp_sizes.shape[0]):

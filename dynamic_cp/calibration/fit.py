@@ -15,7 +15,7 @@ fitted to `held_out`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,8 @@ class _Fit:
         self._set("forward_overhead_s_per_layer", overheads[0], "constants of a layer and of its attention")
         self._set("backward_overhead_s_per_layer", overheads[1], "the same, backward")
         self._set("linear_extra_tokens", 0.0, "0: what a short pack costs more is in the overhead of a layer")
+        for name in (field.name for field in fields(Hardware) if field.name.startswith("host_")):
+            self._set(name, 0.0, "0: what the host takes is in the overheads that were measured")
         self._ring()
         self._edges()
         self._links()

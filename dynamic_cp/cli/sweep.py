@@ -17,7 +17,11 @@ from dynamic_cp.cli.parameters import (
     NO_OVERLAP_GRAD_REDUCE,
     RANKS_PER_NODE,
     SEARCH,
+<<<<<<< HEAD
     TP_OVERLAP,
+=======
+    STATE,
+>>>>>>> 703851cc884d772292175f4ffe58ffd77b044ffd
     BatchInput,
     Command,
     batch_options,
@@ -91,7 +95,11 @@ Examples:
     RANKS_PER_NODE,
     NO_DISTRIBUTED_OPTIMIZER,
     NO_OVERLAP_GRAD_REDUCE,
+<<<<<<< HEAD
     TP_OVERLAP,
+=======
+    *STATE,
+>>>>>>> 703851cc884d772292175f4ffe58ffd77b044ffd
 )
 @options_in(
     "What is tried",

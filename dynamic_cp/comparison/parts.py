@@ -125,6 +125,8 @@ def prices_by_part(problem: Problem) -> PricesByPart:
         bandwidth_across_nodes_bytes_per_s=_FREE_BYTES_PER_S,
         exchange_latency_s_per_layer=0.0,
         ring_step_overhead_s_per_layer=0.0,
+        host_ring_step_s_per_layer=0.0,
+        host_message_s_per_layer=0.0,
     )
     nothing = replace(no_exchange, collective_bandwidth_in_node_bytes_per_s=0.0)  # 0: not priced
     return PricesByPart(

@@ -12,7 +12,8 @@ class AllGather(Mechanism):
 
     Every token has all keys of its sample at hand; with a window, each of a lane's two chunks is as much work.
 
-    Limits: its tiles are priced as those of the ring, its shards as if each crossed every NIC in turn.
+    Limits: its tiles are priced as those of the ring, its shards as if each crossed every NIC in turn. To the host it
+    is one more step and one message.
     """
 
     name = "all_gather"
@@ -25,6 +26,7 @@ class AllGather(Mechanism):
     def price(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
         shard = stage.narrow_kv_shard(cp_size, link)
         forward, backward = (
-            Convex(side.tiles(cp_size).plus(side.transfer(shard), cp_size - 1)) for side in stage.sides
+            Convex(side.tiles(cp_size).plus(side.transfer(shard), cp_size - 1), host_s=stage.host_s(1, 1))
+            for side in stage.sides
         )
         return forward, backward

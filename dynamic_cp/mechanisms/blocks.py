@@ -14,7 +14,7 @@ import numpy as np
 from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Convex, Linear
 from dynamic_cp.mechanisms.links import lanes_in_one_node, why_inner_groups_are_split
-from dynamic_cp.mechanisms.mechanism import Mechanism, Sharing, pairs_of_inner_groups
+from dynamic_cp.mechanisms.mechanism import LaneSeconds, Mechanism, Sharing, pairs_of_inner_groups
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.types import CAUSAL, FULL, Bucket, Causal, Lambda, Mask, MicroBatch, Placement, Topology
@@ -73,7 +73,7 @@ class Blocks(Mechanism):
             return reason
         return why_too_much_fetched(bucket, buffer_tokens_of(placement, bucket.samples, groups), max_tokens_per_rank)
 
-    def lane_seconds(self, stage: StageAttention, bucket: Bucket, micro_batch: MicroBatch) -> Floats:
+    def lane_seconds(self, stage: StageAttention, bucket: Bucket, micro_batch: MicroBatch) -> LaneSeconds:
         from dynamic_cp.mechanisms.placed_seconds import placed_seconds
 
         assert bucket.placement is not None
@@ -84,8 +84,9 @@ class Blocks(Mechanism):
         if inner == 1:
             return seconds
         heads = stage.heads_of_group(inner)
-        seconds = seconds + heads.constant + heads.per_token * np.array(bucket.placement.home_tokens(groups.number))
-        return np.repeat(seconds, inner, axis=1)
+        heads_s = heads.constant + heads.per_token * np.array(bucket.placement.home_tokens(groups.number))
+        both = seconds.attention + heads_s, seconds.host + stage.host_s(0, 1)
+        return LaneSeconds(*(np.repeat(one, inner, axis=1) for one in both))
 
     def kernel_seconds(self, stage: StageAttention, bucket: Bucket) -> Floats:
         from dynamic_cp.mechanisms.placed_seconds import kernel_seconds

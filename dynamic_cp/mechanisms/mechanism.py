@@ -91,6 +91,18 @@ def serves_any_size(*, has_windows: bool) -> CpCommType:
     return "all_gather" if has_windows else "p2p"
 
 
+class LaneSeconds(NamedTuple):
+    """Seconds of attention, each [forward or backward, lane of a bucket].
+
+    Attributes:
+        attention: on the GPU, with what is exposed of its exchange.
+        host: of its exchange.
+    """
+
+    attention: Floats
+    host: Floats
+
+
 class Mechanism:
     """One way for the lanes of a group to compute attention; without state, so that one of each kind is enough.
 
@@ -135,8 +147,8 @@ class Mechanism:
         """Return what a bucket takes at least, in the mean of its lanes, where `price` cannot say it; as there."""
         raise NotImplementedError
 
-    def lane_seconds(self, stage: StageAttention, bucket: Bucket, micro_batch: MicroBatch) -> Floats:
-        """Return [forward or backward, lane of `bucket`] seconds of attention with what is exposed of its exchange.
+    def lane_seconds(self, stage: StageAttention, bucket: Bucket, micro_batch: MicroBatch) -> LaneSeconds:
+        """Return what attention takes on each lane of `bucket`.
 
         Args:
             stage: what attention of the pipeline stage is made of.

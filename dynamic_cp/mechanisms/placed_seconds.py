@@ -9,6 +9,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Bools, Floats, Ints
+from dynamic_cp.mechanisms.mechanism import LaneSeconds
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.placement.divisions import LinkRates
 from dynamic_cp.placement.lanes import Lanes
@@ -23,29 +24,30 @@ from dynamic_cp.types import CAUSAL, Causal, Full, Lambda, Placement, Sample
 from dynamic_cp.types.placement import COLUMN, DIVISION, LANE, ROW, SAMPLE
 
 
-def placed_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], lanes: Lanes) -> Floats:
-    """Return [forward or backward, lane] seconds of attention, transfers that nothing hides among them.
+def placed_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], lanes: Lanes) -> LaneSeconds:
+    """Return what attention takes on every lane, transfers that nothing hides among it.
 
     Layers with and without a window run different programmes, whose times add up lane by lane.
     """
-    total = np.zeros((2, lanes.number))
+    total = np.zeros((2, 2, lanes.number))
     for kind in stage.kinds:
         total += _placed_seconds(kind, placement_under(placement, samples, kind.mask, lanes), samples, lanes)
-    return total
+    return LaneSeconds(*total)
 
 
-def _placed_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], lanes: Lanes) -> Floats:
+def _placed_seconds(
+    stage: StageAttention, placement: Placement, samples: Sequence[Sample], lanes: Lanes
+) -> LaneSeconds:
     tokens = placement.tokens_of_homes
     fetches = fetches_of(placement, lanes)
     attention_s, of_token = _kernel_seconds(stage, placement, samples, lanes.number), token_bytes(stage)
+    messages = [of_token.messages(fetches, tokens, backward=bool(direction)) for direction in range(2)]
     ends_s = [
-        lane_ends_s(
-            of_token.messages(fetches, tokens, backward=bool(direction)), attention_s[direction], stage.latency_s,
-            *stage.bandwidths,
-        )
-        for direction in range(2)
-    ]  # fmt: skip
-    return np.array(ends_s)
+        lane_ends_s(sent, kernels_s, stage.latency_s, *stage.bandwidths)
+        for sent, kernels_s in zip(messages, attention_s, strict=True)
+    ]
+    received = [np.bincount(sent.receiver, minlength=lanes.number) for sent in messages]
+    return LaneSeconds(np.array(ends_s), stage.host_s(0, np.array(received, np.float64)))
 
 
 def kernel_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], lanes: Lanes) -> Floats:

@@ -14,8 +14,9 @@ bytes backward (keys and values, and their gradients); all-to-alls carry as many
 from __future__ import annotations
 
 from copy import copy
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Convex, Kink, Linear, merged
 from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
@@ -23,6 +24,9 @@ from dynamic_cp.types import ACROSS_NODES, FULL, IN_NODE, Causal, Full, Hardware
 
 _BACKWARD_FLOPS_OVER_FORWARD = 2.5
 """Five GEMMs backward (scores once more, and four gradients) for two forward: arXiv 2307.08691, section 4.1."""
+
+
+_Counts = TypeVar("_Counts", float, Floats)
 
 
 class _Kernel(NamedTuple):
@@ -153,6 +157,11 @@ class StageAttention:
         forward, backward = self.sides
         return Convex(forward.first.on_parts(1)), Convex(backward.first.on_parts(1))
 
+    def host_s(self, ring_steps: int, messages: _Counts) -> _Counts:
+        """Return the seconds of the host for an exchange of all layers, in one direction."""
+        each_s = messages * self.hardware.host_message_s_per_layer
+        return self.layers * (each_s + ring_steps * self.hardware.host_ring_step_s_per_layer)
+
     def kv_shard(self, cp_size: int, copies: int, link: int) -> Linear:
         """Return what sending a lane's keys and values once takes, each KV head `copies` times."""
         return Linear(self.latency_s, copies * self.kv_bytes / cp_size / self.bandwidths[link])
@@ -206,7 +215,7 @@ class StageAttention:
             first, later = (step.plus(besides) for step in side.steps(outer, inner))
             transfer = side.transfer(shard)
             kinks = (Kink(1.0, transfer.plus(first, -1.0)), Kink(outer - 2.0, transfer.plus(later, -1.0)))
-        return Convex(linear, merged(kinks))
+        return Convex(linear, merged(kinks), self.host_s(outer - 1, int(inner > 1)))
 
 
 _Kernels = tuple[tuple[_Kernel, _Kernel], tuple[_Kernel, _Kernel]]

@@ -4,7 +4,7 @@ linear    = LIN * (tokens / cp + T0)          T0: a short pack does not fill the
 tensor    = TPC * tokens / cp                 collectives of tensor and sequence parallelism
 copying   = CPY * tokens / cp                 copies of tokens for routed experts, and back (`experts.py`)
 attention, exposed                            `mechanisms/`
-forward   = overhead + linear + tensor + copying + attention + exposed
+forward   = overhead + linear + tensor + copying + attention + exposed, or what the host takes if that is more
 backward  = the same at their backward ratios + what recomputation repeats (full: forward, in block the share of its
             layers; selective: attention and exposed, and of linear, tensor and copying those of the MLP or of experts)
 
@@ -22,7 +22,7 @@ import numpy as np
 from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Convex, Linear, merged
 from dynamic_cp.mechanisms.links import lanes_in_one_node, links_of
-from dynamic_cp.mechanisms.mechanism import Sharing
+from dynamic_cp.mechanisms.mechanism import LaneSeconds, Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.plans.padding import sample_multiple
@@ -106,6 +106,7 @@ class StagePrices:
             layers * hardware.forward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
             layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
         )
+        self._host_s = layers * hardware.host_forward_s_per_layer, layers * hardware.host_backward_s_per_layer
 
     def terms(self, of: Attention, cp_size: int, link: int, *, is_level: bool = False) -> _Terms:
         """Return the NUM_TERMS numbers of forward and of backward; without a closed form, of the least it takes.
@@ -172,18 +173,24 @@ class StagePrices:
         if with_exchange:
             attention = mechanism.lane_seconds(self._attention, bucket, micro_batch)
         else:
-            attention = mechanism.kernel_seconds(self._attention, bucket)
+            kernels_s = mechanism.kernel_seconds(self._attention, bucket)
+            attention = LaneSeconds(kernels_s, np.zeros_like(kernels_s))
         # The numbers of all lanes take the place of one.
-        of_lanes = [Convex(Linear(cast(float, seconds))) for seconds in attention]
+        of_lanes = [
+            Convex(Linear(cast(float, gpu_s)), host_s=cast(float, host_s))
+            for gpu_s, host_s in zip(*attention, strict=True)
+        ]
         both = self._with_attention((of_lanes[0], of_lanes[1]), 1)
         held = np.array(tokens, np.float64)
-        return np.array([side.linear.constant + side.linear.per_token * held for side in both])
+        seconds = [side.linear.constant + side.linear.per_token * held for side in both]
+        return np.array([np.maximum(one, side.host_s) for one, side in zip(seconds, both, strict=True)])
 
     def _with_attention(self, of_attention: tuple[Convex, Convex], cp_size: int) -> tuple[Convex, Convex]:
         """Return (forward, backward) of all layers from those of attention, for tokens that `cp_size` lanes share."""
         hardware = self._hardware
         attention, attention_back = of_attention
         overhead_s, overhead_back_s = self._overheads_s
+        host_s, host_back_s = self._host_s[0] + attention.host_s, self._host_s[1] + attention_back.host_s
         floor_s = self._linear_s_per_token * hardware.linear_extra_tokens
         linear = Linear(floor_s, self._linear_s_per_token / cp_size)
         tensor = Linear(0.0, (self._tensor_s_per_token + self._copying_s_per_token) / cp_size)
@@ -195,11 +202,13 @@ class StagePrices:
             share = self._recomputed_share
             credit_s = share * hardware.recompute_overhead_credit * overhead_s
             backward = backward.plus(forward, share).plus(Linear(-credit_s))
+            host_back_s += share * host_s
             kinks += tuple(kink._replace(weight=share * kink.weight) for kink in attention.kinks)
         elif self._repeated:
             if "core_attn" in self._repeated:
                 backward = backward.plus(attention.linear)
                 kinks += attention.kinks
+                host_back_s += attention.host_s
             if "mlp" in self._repeated:  # one of a layer's two collectives is that of its MLP
                 of_mlp = Linear(0.0, self._mlp_tensor_s_per_token / cp_size)
                 backward = backward.plus(linear, self._mlp_share).plus(of_mlp)
@@ -211,7 +220,7 @@ class StagePrices:
                 own.plus(_expert_line(price, cp_size, 1.0, self.imbalance))
                 for own, price in zip((forward, backward), self.experts, strict=True)
             )
-        return Convex(forward, attention.kinks), Convex(backward, merged(kinks))
+        return Convex(forward, attention.kinks, host_s), Convex(backward, merged(kinks), host_back_s)
 
     def _attention_of(self, of: Attention, cp_size: int, link: int) -> tuple[Convex, Convex]:
         if cp_size == 1:

@@ -2,7 +2,7 @@
 
 The *terms* of a price, on one stage and in one direction, stand for
 
-    constant + per_token * T + per_token2 * Q + sum over k of weight_k * max(0, a_k + b_k * T - c_k * Q)
+    max(host, constant + per_token * T + per_token2 * Q + sum over k of weight_k * max(0, a_k + b_k * T - c_k * Q))
 
 with T = sum of the padded lengths of a bucket and Q = sum of their squares (`convex.py` has the same as a formula).
 Only this file knows what stands where in such a row. Everyone else asks for the price itself (`price`, or `prices_of`
@@ -19,17 +19,17 @@ from dynamic_cp.convex import Convex, Kink, Linear, merged
 
 NUM_KINKS = 4
 """Kinks of one direction: two of its own (first and later steps) and two of the forward pass that it repeats."""
-CONSTANT, PER_TOKEN, PER_TOKEN2, _FIRST_KINK = range(4)
+CONSTANT, PER_TOKEN, PER_TOKEN2, HOST, _FIRST_KINK = range(5)
 _NUMBERS_OF_KINK = 4
 NUM_TERMS = _FIRST_KINK + _NUMBERS_OF_KINK * NUM_KINKS + 1
-"""CONSTANT, PER_TOKEN, PER_TOKEN2, then (weight, a, b, c) of every kink; a weight of 0 ends them, always."""
+"""CONSTANT, PER_TOKEN, PER_TOKEN2, HOST, then (weight, a, b, c) of every kink; a weight of 0 ends them, always."""
 NUM_TERMS_OF_BOTH = _FIRST_KINK + _NUMBERS_OF_KINK * 2 * NUM_KINKS + 1
 """The same for forward and backward together."""
 
 
 def terms_of(convex: Convex, num_terms: int = NUM_TERMS) -> list[float]:
     """Return the row of numbers of `convex`."""
-    numbers = list(convex.linear)
+    numbers = [*convex.linear, convex.host_s]
     for weight, inner in convex.kinks:
         numbers += (weight, inner.constant, inner.per_token, -inner.per_token2)
     return numbers + [0.0] * (num_terms - len(numbers))
@@ -44,11 +44,13 @@ def convex_of(terms: Floats) -> Convex:
         weight, constant, per_token, per_token2 = numbers[at : at + _NUMBERS_OF_KINK]
         kinks.append(Kink(weight, Linear(constant, per_token, -per_token2)))
         at += _NUMBERS_OF_KINK
-    return Convex(Linear(*numbers[:_FIRST_KINK]), tuple(kinks))
+    return Convex(Linear(*numbers[:HOST]), tuple(kinks), numbers[HOST])
 
 
 def both_ns(terms: Floats, more_s_per_token: float) -> list[float]:
     """Return the NUM_TERMS_OF_BOTH numbers of forward and backward together, in nanoseconds.
+
+    Where the host is slower in only one of them, that is less than their sum.
 
     Args:
         terms: [forward or backward, NUM_TERMS] seconds.
@@ -58,12 +60,12 @@ def both_ns(terms: Floats, more_s_per_token: float) -> list[float]:
     constant, per_token, per_token2 = forward.linear.plus(backward.linear)
     linear = Linear(1e9 * constant, 1e9 * per_token + 1e9 * more_s_per_token, 1e9 * per_token2)
     kinks = tuple(Kink(1e9 * weight, inner) for weight, inner in merged(forward.kinks + backward.kinks))
-    return terms_of(Convex(linear, kinks), NUM_TERMS_OF_BOTH)
+    return terms_of(Convex(linear, kinks, 1e9 * (forward.host_s + backward.host_s)), NUM_TERMS_OF_BOTH)
 
 
 def linear_parts(terms: Floats) -> Floats:
-    """Return [..., (constant, per token, per token squared)] of [..., terms]: the price while every exchange hides."""
-    return terms[..., :_FIRST_KINK]
+    """Return [..., (constant, per token, per token squared)] of [..., terms]: the GPU while every exchange hides."""
+    return terms[..., :HOST]
 
 
 def kinks_of(terms: Floats) -> tuple[Floats, Floats, Floats, Floats]:
@@ -83,7 +85,7 @@ def prices_of(terms: Floats, tokens: Floats, squares: Floats) -> Floats:
     total = constant + per_token * tokens + per_token2 * squares
     for weight, a, b, c in zip(*(np.moveaxis(part, -1, 0) for part in kinks_of(terms)), strict=True):
         total += weight * np.maximum(0.0, a + b * tokens - c * squares)
-    return np.asarray(total)
+    return np.asarray(np.maximum(total, terms[..., HOST]))
 
 
 @compiled
@@ -109,14 +111,14 @@ def price_inlined(terms: Floats, row: int, column: int, tokens: float, squares: 
         if exposed > 0.0:
             total += terms[row, column, at] * exposed
         at += _NUMBERS_OF_KINK
-    return total  # type: ignore[no-any-return]
+    return max(total, terms[row, column, HOST])  # type: ignore[no-any-return]
 
 
 @inlined
 def tangent(terms: Floats, row: int, column: int, tokens: float, squares: float) -> tuple[float, float, float, bool]:
-    """Return (price, its slope per token and per token squared, whether it has kinks) of `terms[row, column]`.
+    """Return (price, its slope per token and per token squared, whether it bends) of `terms[row, column]`.
 
-    The slopes are those of a bucket in which what hides now goes on hiding.
+    The slopes are those of a bucket in which what hides now goes on hiding, and the host remains the slower one.
     """
     per_token, per_token2 = terms[row, column, PER_TOKEN], terms[row, column, PER_TOKEN2]
     total = terms[row, column, CONSTANT] + per_token * tokens + per_token2 * squares
@@ -130,6 +132,8 @@ def tangent(terms: Floats, row: int, column: int, tokens: float, squares: float)
             per_token += terms[row, column, at] * terms[row, column, at + 2]
             per_token2 -= terms[row, column, at] * terms[row, column, at + 3]
         at += _NUMBERS_OF_KINK
+    if total < terms[row, column, HOST]:
+        return terms[row, column, HOST], 0.0, 0.0, True
     return total, per_token, per_token2, at > _FIRST_KINK
 
 

@@ -32,6 +32,10 @@ class Hardware:
         tp_overlap_exposed_fraction: share of the TP collectives that GEMMs do not hide where they overlap
             (--tp-comm-overlap); 1 = overlapping gains nothing.
         ring_step_overhead_s_per_layer: kernels and merging of one more ring step, not hidden; twice that backward.
+        host_forward_s_per_layer, host_backward_s_per_layer: what the host takes to launch a layer; a bucket lasts as
+            long as the slower of GPU and host.
+        host_ring_step_s_per_layer, host_message_s_per_layer: what it takes for one more ring step, and for each message
+            or all-to-all of an exchange, in either direction.
         hbm_bytes: memory of the device; 0 = unknown.
         hbm_reserved_bytes: what context, libraries and fragmentation take of it.
         communicator_bytes_per_group: buffers of one process group.
@@ -67,6 +71,10 @@ class Hardware:
     collective_bandwidth_in_node_bytes_per_s: float = 0.0
     tp_overlap_exposed_fraction: float = 1.0
     ring_step_overhead_s_per_layer: float = 0.0
+    host_forward_s_per_layer: float = 0.0
+    host_backward_s_per_layer: float = 0.0
+    host_ring_step_s_per_layer: float = 0.0
+    host_message_s_per_layer: float = 0.0
     hbm_bytes: float = 0.0
     hbm_reserved_bytes: float = 0.0
     communicator_bytes_per_group: float = 0.0

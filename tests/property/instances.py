@@ -42,7 +42,7 @@ from dynamic_cp.types import (
     parse_mask_rule,
 )
 from tests.unit.packing.packings import DEEP_MODEL
-from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE
+from tests.unit.support import CURVED_HARDWARE, HOST_HARDWARE, TINY_HARDWARE
 
 MODELS = {
     "tiny": DEEP_MODEL,
@@ -85,6 +85,7 @@ def _exchanging(hardware: Hardware, in_node: float, across_nodes: float) -> Hard
 HARDWARE = {
     "tiny": TINY_HARDWARE,
     "curved": CURVED_HARDWARE,
+    "slow-host": HOST_HARDWARE,
     "free": _FREE,
     "fast-exchange": _exchanging(CURVED_HARDWARE, 1e12, 1e11),
     "slow-exchange": _exchanging(TINY_HARDWARE, 1e6, 1e5),

@@ -77,7 +77,16 @@ CURVED_HARDWARE = replace(
     collective_bandwidth_in_node_bytes_per_s=2e8,
     ring_step_overhead_s_per_layer=1e-6,
 )
-"""As TINY_HARDWARE, with every optional term."""
+"""As TINY_HARDWARE, with every optional term of the device."""
+HOST_HARDWARE = replace(
+    CURVED_HARDWARE,
+    name="slow host",
+    host_forward_s_per_layer=8e-5,
+    host_backward_s_per_layer=1.2e-4,
+    host_ring_step_s_per_layer=2e-5,
+    host_message_s_per_layer=1e-5,
+)
+"""Half of the buckets of a few hundred tokens wait for the host."""
 
 
 def samples_of(seqlens: Iterable[int]) -> tuple[Sample, ...]:

@@ -15,13 +15,16 @@ from dynamic_cp.bounds.ways import ratio_range, ways_of
 from dynamic_cp.bounds.work import least_work
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.pipeline.simulator import makespan_ns
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import CP_COMM_TYPES, Bucket, MicroBatch, Plan, PlanOptions, Problem, Topology
 from tests.unit.bounds.brute_force import best_plan, exchanges_of, tiny_case
 from tests.unit.packing.packings import DEEP_MODEL, deep_cost_model
 from tests.unit.support import (
     CASES,
+    HOST_HARDWARE,
     TINY_HARDWARE,
+    TINY_MODEL,
     UnpaddedCostModel,
     causal,
     frozen_hardware,
@@ -243,9 +246,17 @@ def test_a_bucket_costs_no_less_than_the_sum_of_its_samples(seqlens, exchanges, 
 
 
 @settings(max_examples=100)
-@given(SEQLENS, EXCHANGES, st.sampled_from(["none", "selective", "full"]), st.sampled_from([1, 2, 4]))
-def test_no_bucket_is_outside_the_range_of_backward_over_forward(seqlens, exchanges, recompute, cp_size):
-    model = tiny_cost_model(Topology(num_lanes=4), cp_comm_types=exchanges, recompute=recompute)
+@given(
+    SEQLENS,
+    EXCHANGES,
+    st.sampled_from(["none", "selective", "full"]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([TINY_HARDWARE, HOST_HARDWARE]),
+)
+def test_no_bucket_is_outside_the_range_of_backward_over_forward(seqlens, exchanges, recompute, cp_size, hardware):
+    options = PlanOptions(max_tokens_per_rank=256, cp_comm_types=exchanges, recompute=recompute)
+    topology = Topology(num_lanes=4)
+    model = CostModel(Problem(topology=topology, model=TINY_MODEL, hardware=hardware, options=options))
     ways = ways_of(model.table, model.options.max_tokens_per_rank)
     least, largest = ratio_range(ways, 256.0, 1.0, 1.0)
     assert 0 < least < largest

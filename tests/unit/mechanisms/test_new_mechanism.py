@@ -10,7 +10,7 @@ import pytest
 from dynamic_cp.bounds.lower import lower_bound
 from dynamic_cp.convex import Convex, Linear
 from dynamic_cp.errors import IllegalPlanError
-from dynamic_cp.mechanisms.mechanism import Mechanism, Sharing
+from dynamic_cp.mechanisms.mechanism import LaneSeconds, Mechanism, Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.memory.memory_model import MemoryModel
@@ -46,7 +46,8 @@ class Lopsided(Mechanism):
     def lane_seconds(self, stage, bucket, micro_batch):
         users = sum(one.cp_comm_type == NAME for one in micro_batch.buckets)
         even = sum(sample.seqlen for sample in bucket.samples) // bucket.cp_size
-        return users * np.outer((FORWARD_S, BACKWARD_S), self.lane_tokens(bucket, even))
+        seconds = users * np.outer((FORWARD_S, BACKWARD_S), self.lane_tokens(bucket, even))
+        return LaneSeconds(seconds, np.zeros_like(seconds))
 
     def lane_parts(self, bucket, topology):
         return [{"holds": tokens} for tokens in self.lane_tokens(bucket, 16)]

@@ -14,7 +14,7 @@ from dynamic_cp.pricing import terms as prices
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
 from dynamic_cp.pricing.table import best_option, duration_ns
 from dynamic_cp.types import PlanOptions, Problem, Topology
-from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, tiny_cost_model
+from tests.unit.support import CURVED_HARDWARE, HOST_HARDWARE, TINY_HARDWARE, TINY_MODEL, tiny_cost_model
 
 EXCHANGES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -29,23 +29,26 @@ def python_of(function):
 
 
 def test_seconds_by_hand():
-    terms = terms_of(1, 2, 3, 2, 1, 1, 1, 3, 10, 0, 1)
+    terms = terms_of(1, 2, 3, 38, 2, 1, 1, 1, 3, 10, 0, 1)
     # 1 + 2*5 + 3*8 = 35; the first kink is max(0, 1 + 5 - 8) = 0, the second 3 * max(0, 10 - 8) = 6.
     assert prices.price(terms, 0, 0, 5.0, 8.0) == 41
     assert prices.price(terms, 0, 0, 5.0, 1.0) == 1 + 10 + 3 + 2 * 5 + 3 * 9
+    # 1 + 3*5 + 3*5 = 31, but the host takes 38.
+    assert prices.price(terms, 0, 0, 0.0, 5.0) == 38
 
 
 def random_convex(rng: random.Random, num_kinks: int) -> Convex:
     def line() -> Linear:
         return Linear(rng.uniform(0, 1e-3), rng.uniform(0, 1e-6), rng.uniform(-1e-9, 1e-9))
 
-    return Convex(line(), tuple(Kink(rng.uniform(0.5, 7), line()) for _ in range(num_kinks)))
+    kinks = tuple(Kink(rng.uniform(0.5, 7), line()) for _ in range(num_kinks))
+    return Convex(line(), kinks, rng.choice([0.0, rng.uniform(0, 10.0)]))
 
 
 def test_all_forms_of_a_price_agree():
     """Compiled, interpreted, as an array, as a formula, as a tangent; forward and backward together; lines below it."""
     rng = random.Random(3)
-    num_exposed = 0
+    num_exposed = num_waiting = 0
     for _ in range(200):
         sides = [random_convex(rng, rng.randrange(prices.NUM_KINKS + 1)) for _ in range(2)]
         terms = np.array([[prices.terms_of(side) for side in sides]])
@@ -56,15 +59,19 @@ def test_all_forms_of_a_price_agree():
         by_rows = prices.prices_of(np.repeat(terms, 3, axis=0), np.array([[tokens]]), np.array([[squares]]))
         assert (by_rows == whole).all()
         assert by_rows.shape == (3, 2)
-        for column, (linear, kinks) in enumerate(sides):
+        for column, (linear, kinks, host_s) in enumerate(sides):
             found = prices.price(terms, 0, column, tokens, squares)
             assert found == python_of(prices.price_inlined)(terms, 0, column, tokens, squares) == whole[column]
             lines = [(weight, line[0] + line[1] * tokens + line[2] * squares) for weight, line in kinks]
             by_formula = linear[0] + linear[1] * tokens + linear[2] * squares
             by_formula += sum(weight * max(0.0, exposed) for weight, exposed in lines)
-            assert found == pytest.approx(by_formula, rel=1e-12, abs=1e-12)
+            assert found == pytest.approx(max(by_formula, host_s), rel=1e-12, abs=1e-12)
             num_exposed += sum(exposed > 0 for _, exposed in lines)
             value, per_token, per_token2, has_kinks = python_of(prices.tangent)(terms, 0, column, tokens, squares)
+            if by_formula < host_s:
+                num_waiting += 1
+                assert (value, per_token, per_token2, has_kinks) == (found, 0.0, 0.0, True)
+                continue
             assert (value, has_kinks) == (found, bool(kinks))
             assert per_token == pytest.approx(
                 linear[1] + sum(w * k[1] for (w, k), (_, at) in zip(kinks, lines, strict=True) if at > 0)
@@ -76,8 +83,12 @@ def test_all_forms_of_a_price_agree():
             assert grown == pytest.approx(linear[1] * tokens + linear[2] * tokens**2)
         both = np.array([[prices.both_ns(terms[0], 1e-7)]])
         assert both.shape == (1, 1, prices.NUM_TERMS_OF_BOTH)
-        assert prices.price(both, 0, 0, tokens, squares) == pytest.approx(1e9 * (sum(whole) + 1e-7 * tokens), rel=1e-12)
+        of_both = prices.price(both, 0, 0, tokens, squares)
+        if not any(side.host_s for side in sides) and min(whole) > 0:
+            assert of_both == pytest.approx(1e9 * (sum(whole) + 1e-7 * tokens), rel=1e-12)
+        assert of_both <= 1e9 * (sum(whole) + 1e-7 * tokens) + 1e-3
     assert num_exposed > 100
+    assert num_waiting > 50
 
 
 def test_kinks_and_lines_below():
@@ -108,7 +119,9 @@ def test_a_weight_of_zero_ends_the_kinks():
     assert prices.price(terms_of(1, 0, 0, 0, 0, 0, 0, 5, 5, 0, 0), 0, 0, 1.0, 1.0) == 1
 
 
-@pytest.mark.parametrize("hardware", [TINY_HARDWARE, CURVED_HARDWARE], ids=lambda hardware: hardware.name)
+@pytest.mark.parametrize(
+    "hardware", [TINY_HARDWARE, CURVED_HARDWARE, HOST_HARDWARE], ids=lambda hardware: hardware.name
+)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_kernels_and_cost_model_agree_to_the_bit(hardware, recompute):
     rng = random.Random(recompute)

@@ -232,7 +232,7 @@ def test_placed_layers_cost_what_those_of_each_mask_cost(sink):
     attention = []
     for one, of_model in halves:
         stage = StageAttention(of_model.stages(1)[0], Problem(model=of_model, **job), 2)
-        seconds = MECHANISMS["blocks"].lane_seconds(stage, one, MicroBatch(buckets=(one,)))
+        seconds = MECHANISMS["blocks"].lane_seconds(stage, one, MicroBatch(buckets=(one,))).attention
         kernels = MECHANISMS["blocks"].kernel_seconds(stage, one)
         assert (seconds >= kernels).all()
         attention.append(np.stack((seconds, kernels)))
