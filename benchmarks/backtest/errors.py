@@ -46,7 +46,7 @@ LIMITS: Mapping[str, Limit] = {
 }
 """Group -> what fails at night. Narrower once the model is better."""
 LEAST_RUNS = 40
-MOST_REFUSED = 0.55
+MOST_REFUSED = 0.1
 """Share of the runs that are known to have fitted which the memory model may refuse."""
 
 

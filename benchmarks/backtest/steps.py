@@ -81,7 +81,7 @@ def data_parallel_of(run: Run) -> DataParallel:
     return DataParallel(
         overlap_grad_reduce="overlap_grad_reduce" in flags,
         overlap_param_gather="overlap_param_gather" in flags,
-        gradient_bytes=2 if "grad_reduce_in_bf16" in flags else 4,
+        state=run.source.state,
     )
 
 
