@@ -18,6 +18,7 @@ from dynamic_cp.cli.flag_names import with_own_flags
 from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputError
 from dynamic_cp.lengths.streams import STDIN, is_pipe
 from dynamic_cp.models import catalog
+from dynamic_cp.setting import TP_OVERLAPS, TpOverlap
 from dynamic_cp.tried import sizes_in
 from dynamic_cp.types import (
     AUTO,
@@ -298,6 +299,14 @@ RANKS_PER_NODE = _option(
 NO_DISTRIBUTED_OPTIMIZER = _option(
     "--no-distributed-optimizer", is_flag=True, help="Have every lane hold the whole optimizer state."
 )
+TP_OVERLAP = _option(
+    "--tp-overlap",
+    type=click.Choice(TP_OVERLAPS),
+    default="none",
+    show_default=True,
+    help="Jobs of --gpus whose TP collectives overlap with GEMMs (--tp-comm-overlap): none, as pretrain_gpt.py runs "
+    "them; static ones alone, as if padding every pack to one shape cost nothing; or all.",
+)
 NO_OVERLAP_GRAD_REDUCE = _option(
     "--no-overlap-grad-reduce",
     is_flag=True,
@@ -390,7 +399,11 @@ def job_options() -> Callable[[_Command], _Command]:
         _option("--recompute-num-layers", type=int, metavar="N", help="Number of these layers. [default: 1]"),
         NO_DISTRIBUTED_OPTIMIZER,
         NO_OVERLAP_GRAD_REDUCE,
+<<<<<<< HEAD
+        TP_OVERLAP,
+=======
         *STATE,
+>>>>>>> 703851cc884d772292175f4ffe58ffd77b044ffd
         _option(
             "--max-tokens-per-rank",
             type=TokensOrAuto(),
@@ -643,6 +656,7 @@ class JobInput:
     recompute_num_layers: int | None
     no_distributed_optimizer: bool
     no_overlap_grad_reduce: bool
+    tp_overlap: TpOverlap
     max_tokens_per_rank: int | str
     settings: tuple[str, ...] = ()
     search: str = "fast"

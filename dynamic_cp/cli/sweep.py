@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,7 +17,11 @@ from dynamic_cp.cli.parameters import (
     NO_OVERLAP_GRAD_REDUCE,
     RANKS_PER_NODE,
     SEARCH,
+<<<<<<< HEAD
+    TP_OVERLAP,
+=======
     STATE,
+>>>>>>> 703851cc884d772292175f4ffe58ffd77b044ffd
     BatchInput,
     Command,
     batch_options,
@@ -91,7 +95,11 @@ Examples:
     RANKS_PER_NODE,
     NO_DISTRIBUTED_OPTIMIZER,
     NO_OVERLAP_GRAD_REDUCE,
+<<<<<<< HEAD
+    TP_OVERLAP,
+=======
     *STATE,
+>>>>>>> 703851cc884d772292175f4ffe58ffd77b044ffd
 )
 @options_in(
     "What is tried",
@@ -153,6 +161,7 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
         found = searched(space, job, policies, steps, jobs)
         names = given["model"], hardware.name if given["settings"] else given["hardware"]
         comparison = compare_settings(job, found.settings, names=names, progress=steps)
+        comparison = replace(comparison, other_prices=found.other_prices)
     refusal = _why_no_line(found, job, architecture)
     flags = [] if refusal else _flags(found.front[0], job, architecture, given)
     if json:
@@ -193,6 +202,7 @@ def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[s
         hardware=hardware,
         search=given["search"],
         data_parallel=data_parallel_of(given),
+        tp_overlap=given["tp_overlap"],
     )
 
 
@@ -204,6 +214,7 @@ def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any
         "gpus": space.num_gpus,
         "ranks_per_node": space.ranks_per_node,
         **asdict(job.data_parallel),
+        "tp_overlap": job.tp_overlap,
         "search": job.search,
         "recompute": space.recompute,
         **{name: given[name] for name in as_given},
