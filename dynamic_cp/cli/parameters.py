@@ -399,11 +399,8 @@ def job_options() -> Callable[[_Command], _Command]:
         _option("--recompute-num-layers", type=int, metavar="N", help="Number of these layers. [default: 1]"),
         NO_DISTRIBUTED_OPTIMIZER,
         NO_OVERLAP_GRAD_REDUCE,
-<<<<<<< HEAD
-        TP_OVERLAP,
-=======
         *STATE,
->>>>>>> 703851cc884d772292175f4ffe58ffd77b044ffd
+        TP_OVERLAP,
         _option(
             "--max-tokens-per-rank",
             type=TokensOrAuto(),

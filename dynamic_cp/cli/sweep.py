@@ -17,11 +17,8 @@ from dynamic_cp.cli.parameters import (
     NO_OVERLAP_GRAD_REDUCE,
     RANKS_PER_NODE,
     SEARCH,
-<<<<<<< HEAD
-    TP_OVERLAP,
-=======
     STATE,
->>>>>>> 703851cc884d772292175f4ffe58ffd77b044ffd
+    TP_OVERLAP,
     BatchInput,
     Command,
     batch_options,
@@ -95,11 +92,8 @@ Examples:
     RANKS_PER_NODE,
     NO_DISTRIBUTED_OPTIMIZER,
     NO_OVERLAP_GRAD_REDUCE,
-<<<<<<< HEAD
-    TP_OVERLAP,
-=======
     *STATE,
->>>>>>> 703851cc884d772292175f4ffe58ffd77b044ffd
+    TP_OVERLAP,
 )
 @options_in(
     "What is tried",

@@ -12,8 +12,8 @@ MOST_LINES = {
     "dynamic_cp": 1120,
     "dynamic_cp/bounds": 1700,
     "dynamic_cp/calibration": 930,
-    "dynamic_cp/cli": 3230,  # gradients and optimizer states in lower precision
-    "dynamic_cp/comparison": 1610,
+    "dynamic_cp/cli": 3270,  # gradients and optimizer states in lower precision
+    "dynamic_cp/comparison": 1650,
     "dynamic_cp/learning": 590,
     "dynamic_cp/lengths": 1200,
     "dynamic_cp/mechanisms": 1360,
@@ -27,7 +27,7 @@ MOST_LINES = {
     "dynamic_cp/pricing": 1840,
     "dynamic_cp/report": 2910,
     "dynamic_cp/search": 1780,
-    "dynamic_cp/sweep": 1160,  # gradients and optimizer states in lower precision
+    "dynamic_cp/sweep": 1270,  # gradients and optimizer states in lower precision
     "dynamic_cp/types": 2830,  # gradients and optimizer states in lower precision
     "megatron/dynamic_cp": 170,
     "megatron/dynamic_cp/agreement": 520,
