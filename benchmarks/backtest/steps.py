@@ -69,6 +69,7 @@ def problem_of(run: Run, hardware: Hardware | None = None) -> Problem:
             cp_comm_types=(cast(CpCommType, run.exchange),),
             recompute=cast(Recompute, run.recompute),
             recompute_modules=cast("tuple[RecomputeModule, ...]", run.recompute_modules),
+            tp_comm_overlap="tp_comm_overlap" in run.source.flags,
         ),
         policy="static",
         data_parallel=data_parallel_of(run),
@@ -107,9 +108,12 @@ def plan_of(run: Run) -> Plan:
     )
 
 
-def modelled(run: Run, hardware: Hardware | None = None) -> Modelled:
-    """Return seconds and memory of a step of `run`."""
+def modelled(run: Run, hardware: Hardware | None = None, *, overlaps: bool = True) -> Modelled:
+    """Return seconds and memory of a step of `run`; overlaps: gradients and parameters where its source says so."""
     problem, plan = problem_of(run, hardware), plan_of(run)
+    if not overlaps:
+        exposed = replace(problem.data_parallel, overlap_grad_reduce=False, overlap_param_gather=False)
+        problem = replace(problem, data_parallel=exposed)
     timeline = simulate(plan, CostModel(problem))
     memory = MemoryModel(problem)
     return Modelled(
