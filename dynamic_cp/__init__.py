@@ -19,6 +19,7 @@ from dynamic_cp.types import (
     PlanOptions,
     Problem,
     Sample,
+    StateDtypes,
     Topology,
 )
 
@@ -47,6 +48,7 @@ __all__ = [
     "PlannedBatch",
     "Problem",
     "Sample",
+    "StateDtypes",
     "Topology",
     "check_plan",
     "format_plan",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from dynamic_cp.types import (
     EVERY_LAYER,
@@ -21,6 +22,11 @@ from dynamic_cp.types.stage_layers import in_words
 
 STATIC_POLICIES = ("static", "balanced")
 """Policies with one CP size for all samples."""
+
+TpOverlap = Literal["none", "static", "all"]
+TP_OVERLAPS: tuple[str, ...] = get_args(TpOverlap)
+"""Jobs whose TP collectives overlap with GEMMs. Userbuffers have one shape: a static job can pad each pack to it, which
+is priced as free, so that "static" says at most what this gives a baseline; dynamic CP has no such shape."""
 
 POOL_POLICIES: Mapping[str, PoolUse] = {"pool": "always", "with-pool": "auto"}
 """Policies whose attention servers of all stages may compute -> the dynamic policy's use of the pool that they are."""

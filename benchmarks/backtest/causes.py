@@ -15,48 +15,36 @@ from benchmarks.planner.report import percent, table
 from dynamic_cp.types import Hardware
 
 SHOWN = ("dense, fitted", "dense, held out", "experts", "long context", "weak scaling")
-EXPOSED = 0.25
-"""Share of the collectives of TP that stays exposed where they overlap: what fitted dense runs agree with best."""
 _FREE = 1e15
 
 
-def _overlapped(hardware: Hardware) -> Hardware:
-    return replace(
-        hardware,
-        collective_bandwidth_in_node_bytes_per_s=hardware.collective_bandwidth_in_node_bytes_per_s / EXPOSED,
-    )
+def _as_run(hardware: Hardware) -> Hardware:
+    return hardware
+
+
+def _all_exposed(hardware: Hardware) -> Hardware:
+    return replace(hardware, tp_overlap_exposed_fraction=1.0)
 
 
 def _free_links(hardware: Hardware) -> Hardware:
     return replace(hardware, bandwidth_in_node_bytes_per_s=_FREE, bandwidth_across_nodes_bytes_per_s=_FREE)
 
 
-def _as_shipped(hardware: Hardware) -> Hardware:
-    return hardware
-
-
 CAUSES: Mapping[str, tuple[Callable[[Hardware], Hardware], bool]] = {
-    "as shipped": (_as_shipped, True),
-    "reduction hidden": (_as_shipped, False),
-    f"and {EXPOSED} of TP collectives exposed": (_overlapped, False),
-    "and no exchange of experts or CP": (lambda hardware: _free_links(_overlapped(hardware)), False),
+    "nothing overlaps": (_all_exposed, False),
+    "gradients and parameters overlap": (_all_exposed, True),
+    "TP collectives overlap, too: as shipped": (_as_run, True),
+    "and no exchange of experts or CP": (_free_links, True),
 }
-"""What is changed -> (hardware, whether the reduction counts)."""
+"""What is priced -> (hardware, whether the run reduces gradients beside computation where its source says so)."""
 
 
 def measure(runs: Sequence[Run]) -> dict[str, list[Modelled]]:
     """Return the runs as each change prices them."""
     return {
-        name: [_priced(run, change, with_reduction) for run in runs]
-        for name, (change, with_reduction) in CAUSES.items()
+        name: [modelled(run, change(run.hardware), overlaps=overlaps) for run in runs]
+        for name, (change, overlaps) in CAUSES.items()
     }
-
-
-def _priced(run: Run, change: Callable[[Hardware], Hardware], with_reduction: bool) -> Modelled:
-    result = modelled(run, change(run.hardware))
-    if with_reduction:
-        return result
-    return replace(result, iteration_s=result.iteration_s - result.reduction_s, reduction_s=0.0)
 
 
 def markdown(priced: Mapping[str, Sequence[Modelled]]) -> str:

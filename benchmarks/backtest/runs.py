@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.flops import batch_flops
-from dynamic_cp.types import Hardware, ModelShape, Recompute, Topology
+from dynamic_cp.types import Hardware, ModelShape, Recompute, StateDtypes, Topology
 
 FILE = Path(__file__).with_name("published.json")
 SPLITS = ("fitted", "held_out")
@@ -35,7 +35,7 @@ class Source:
         name: what the file calls it.
         title, url: with the version that was read.
         read: how it was read, one of READ.
-        flags: what its runs had switched on, by Megatron's names.
+        flags: what its runs had switched on, by Megatron's names; with =VALUE where it is no switch.
     """
 
     name: str
@@ -43,6 +43,13 @@ class Source:
     url: str
     read: str
     flags: tuple[str, ...] = ()
+
+    @property
+    def state(self) -> StateDtypes:
+        """Dtypes of gradients and of the optimizer's state; apex's optimizers by those that keep as many bytes."""
+        said = {name: value or True for name, _, value in (flag.partition("=") for flag in self.flags)}
+        names = {field.name for field in fields(StateDtypes)}
+        return StateDtypes(**{name: value for name, value in said.items() if name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,18 @@ from benchmarks.backtest.runs import Run
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import Bucket, CpCommType, Hardware, MicroBatch, Plan, PlanOptions, Problem, Recompute, Sample
+from dynamic_cp.types import (
+    Bucket,
+    CpCommType,
+    DataParallel,
+    Hardware,
+    MicroBatch,
+    Plan,
+    PlanOptions,
+    Problem,
+    Recompute,
+    Sample,
+)
 from dynamic_cp.types.options import RecomputeModule
 
 
@@ -23,7 +34,7 @@ class Modelled:
 
     Attributes:
         iteration_s: seconds of a step.
-        reduction_s: those of them after the last backward pass, in which gradients are reduced.
+        reduction_s: those of them in which lanes reduce gradients or gather parameters and nothing hides it.
         peak_bytes: memory of the rank that needs most.
         available_bytes: memory that planning allows; hbm_bytes: that there is.
     """
@@ -58,8 +69,20 @@ def problem_of(run: Run, hardware: Hardware | None = None) -> Problem:
             cp_comm_types=(cast(CpCommType, run.exchange),),
             recompute=cast(Recompute, run.recompute),
             recompute_modules=cast("tuple[RecomputeModule, ...]", run.recompute_modules),
+            tp_comm_overlap="tp_comm_overlap" in run.source.flags,
         ),
         policy="static",
+        data_parallel=data_parallel_of(run),
+    )
+
+
+def data_parallel_of(run: Run) -> DataParallel:
+    """Return how lanes share gradients and parameters, as the flags of its source say."""
+    flags = run.source.flags
+    return DataParallel(
+        overlap_grad_reduce="overlap_grad_reduce" in flags,
+        overlap_param_gather="overlap_param_gather" in flags,
+        state=run.source.state,
     )
 
 
@@ -85,9 +108,12 @@ def plan_of(run: Run) -> Plan:
     )
 
 
-def modelled(run: Run, hardware: Hardware | None = None) -> Modelled:
-    """Return seconds and memory of a step of `run`."""
+def modelled(run: Run, hardware: Hardware | None = None, *, overlaps: bool = True) -> Modelled:
+    """Return seconds and memory of a step of `run`; overlaps: gradients and parameters where its source says so."""
     problem, plan = problem_of(run, hardware), plan_of(run)
+    if not overlaps:
+        exposed = replace(problem.data_parallel, overlap_grad_reduce=False, overlap_param_gather=False)
+        problem = replace(problem, data_parallel=exposed)
     timeline = simulate(plan, CostModel(problem))
     memory = MemoryModel(problem)
     return Modelled(

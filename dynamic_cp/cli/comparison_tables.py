@@ -56,6 +56,7 @@ def show(comparison: Comparison, batch: BatchInput, out: Console) -> None:
         out.print()
         show_headline(verdict, out)
         out.print(Text(verdict.reason))
+        show_other_prices(verdict, out)
     _show_notes(comparison, out)
 
 
@@ -179,6 +180,12 @@ def _show_bars(comparison: Comparison, out: Console) -> None:
 def show_headline(verdict: Verdict, out: Console) -> None:
     """Print the judgement as a sentence."""
     out.print(Text(verdict.headline[0].upper() + verdict.headline[1:] + ".", style=f"bold {_MARKS[verdict.pays]}"))
+
+
+def show_other_prices(verdict: Verdict, out: Console) -> None:
+    """Print what becomes of the gain under other prices, where some were tried."""
+    if verdict.other_prices:
+        out.print(Text(verdict.other_prices))
 
 
 def _show_notes(comparison: Comparison, out: Console) -> None:

@@ -18,11 +18,13 @@ from dynamic_cp.cli.flag_names import with_own_flags
 from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputError
 from dynamic_cp.lengths.streams import STDIN, is_pipe
 from dynamic_cp.models import catalog
+from dynamic_cp.setting import TP_OVERLAPS, TpOverlap
 from dynamic_cp.tried import sizes_in
 from dynamic_cp.types import (
     AUTO,
     CAUSAL,
     CHOICES,
+    DTYPES_OF,
     EVERY_LAYER,
     NOISE_MARGIN,
     RECOMPUTE_METHODS,
@@ -37,6 +39,7 @@ from dynamic_cp.types import (
     RecomputeMethod,
     Sample,
     SearchEffort,
+    StateDtypes,
     Topology,
     is_power_of_two,
     masks_by_rule,
@@ -296,12 +299,50 @@ RANKS_PER_NODE = _option(
 NO_DISTRIBUTED_OPTIMIZER = _option(
     "--no-distributed-optimizer", is_flag=True, help="Have every lane hold the whole optimizer state."
 )
+TP_OVERLAP = _option(
+    "--tp-overlap",
+    type=click.Choice(TP_OVERLAPS),
+    default="none",
+    show_default=True,
+    help="Jobs of --gpus whose TP collectives overlap with GEMMs (--tp-comm-overlap): none, as pretrain_gpt.py runs "
+    "them; static ones alone, as if padding every pack to one shape cost nothing; or all.",
+)
 NO_OVERLAP_GRAD_REDUCE = _option(
     "--no-overlap-grad-reduce",
     is_flag=True,
     help="Reduce gradients and gather parameters with nothing beside them, as without --overlap-grad-reduce and "
     "--overlap-param-gather.",
 )
+_KEPT = {
+    "main_grads_dtype": "gradients",
+    "main_params_dtype": "master weights",
+    "exp_avg_dtype": "the first moment",
+    "exp_avg_sq_dtype": "the second moment",
+}
+STATE = (
+    _option(
+        "--grad-reduce-in-bf16",
+        is_flag=True,
+        help="Keep and reduce gradients in bf16, not in fp32: half of their memory and of what is sent.",
+    ),
+    _option(
+        "--use-precision-aware-optimizer",
+        is_flag=True,
+        help="Step by TransformerEngine's FusedAdam: its state has the dtypes below, an fp32 master weight takes 2 "
+        "bytes beside the bf16 weight, and gradients in bf16 need no copy in fp32.",
+    ),
+    *(
+        _option(
+            f"--{name.replace('_', '-')}",
+            type=click.Choice(dtypes),
+            default="fp32",
+            show_default=True,
+            help=f"With it: dtype of {_KEPT[name]}.",
+        )
+        for name, dtypes in DTYPES_OF.items()
+    ),
+)
+"""Options of `types.StateDtypes`."""
 
 
 def _searched(given: str) -> str:
@@ -358,6 +399,8 @@ def job_options() -> Callable[[_Command], _Command]:
         _option("--recompute-num-layers", type=int, metavar="N", help="Number of these layers. [default: 1]"),
         NO_DISTRIBUTED_OPTIMIZER,
         NO_OVERLAP_GRAD_REDUCE,
+        *STATE,
+        TP_OVERLAP,
         _option(
             "--max-tokens-per-rank",
             type=TokensOrAuto(),
@@ -585,7 +628,10 @@ def data_parallel_of(given: Mapping[str, Any]) -> DataParallel:
     """Return how lanes share gradients and optimizer state, from the options of a job."""
     is_sharded, overlaps = not given["no_distributed_optimizer"], not given["no_overlap_grad_reduce"]
     return DataParallel(
-        distributed_optimizer=is_sharded, overlap_grad_reduce=overlaps, overlap_param_gather=overlaps and is_sharded
+        distributed_optimizer=is_sharded,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps and is_sharded,
+        state=taken(given, StateDtypes),
     )
 
 
@@ -607,6 +653,7 @@ class JobInput:
     recompute_num_layers: int | None
     no_distributed_optimizer: bool
     no_overlap_grad_reduce: bool
+    tp_overlap: TpOverlap
     max_tokens_per_rank: int | str
     settings: tuple[str, ...] = ()
     search: str = "fast"
@@ -614,6 +661,12 @@ class JobInput:
     static_cp_size: int | None = None
     mask: str = CAUSAL.name
     expert_imbalance: float | None = None
+    grad_reduce_in_bf16: bool = False
+    use_precision_aware_optimizer: bool = False
+    main_grads_dtype: str = "fp32"
+    main_params_dtype: str = "fp32"
+    exp_avg_dtype: str = "fp32"
+    exp_avg_sq_dtype: str = "fp32"
 
     @cached_property
     def model_shape(self) -> ModelShape:
@@ -714,7 +767,7 @@ class JobInput:
                 else "--gpus searches a layout, --lanes is a given one: leave one of them out.",
                 click.get_current_context(silent=True),
             )
-        _ = self.model_shape, self.hardware_values
+        _ = self.model_shape, self.hardware_values, self.data_parallel
         if self.gpus is not None:
             self._check_searched_layers()
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -120,7 +120,7 @@ def compared(
             found = searched(space_of(job), shared, names, steps)
             called = (job.model, job.hardware_name)
             comparison = compare_settings(shared, found.settings, names=called, task_options=tasks, progress=steps)
-            return comparison, batch
+            return replace(comparison, other_prices=found.other_prices), batch
         comparison = compare_policies(
             batches,
             topology=job.topology,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +17,8 @@ from dynamic_cp.cli.parameters import (
     NO_OVERLAP_GRAD_REDUCE,
     RANKS_PER_NODE,
     SEARCH,
+    STATE,
+    TP_OVERLAP,
     BatchInput,
     Command,
     batch_options,
@@ -90,6 +92,8 @@ Examples:
     RANKS_PER_NODE,
     NO_DISTRIBUTED_OPTIMIZER,
     NO_OVERLAP_GRAD_REDUCE,
+    *STATE,
+    TP_OVERLAP,
 )
 @options_in(
     "What is tried",
@@ -151,6 +155,7 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
         found = searched(space, job, policies, steps, jobs)
         names = given["model"], hardware.name if given["settings"] else given["hardware"]
         comparison = compare_settings(job, found.settings, names=names, progress=steps)
+        comparison = replace(comparison, other_prices=found.other_prices)
     refusal = _why_no_line(found, job, architecture)
     flags = [] if refusal else _flags(found.front[0], job, architecture, given)
     if json:
@@ -191,6 +196,7 @@ def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[s
         hardware=hardware,
         search=given["search"],
         data_parallel=data_parallel_of(given),
+        tp_overlap=given["tp_overlap"],
     )
 
 
@@ -202,6 +208,7 @@ def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any
         "gpus": space.num_gpus,
         "ranks_per_node": space.ranks_per_node,
         **asdict(job.data_parallel),
+        "tp_overlap": job.tp_overlap,
         "search": job.search,
         "recompute": space.recompute,
         **{name: given[name] for name in as_given},

@@ -86,6 +86,7 @@ def shared_of(job: JobInput, batch: BatchInput, batches: Batches) -> SweepJob:
         hardware=job.hardware_values,
         search=job.effort,
         data_parallel=job.data_parallel,
+        tp_overlap=job.tp_overlap,
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from dynamic_cp.comparison.speedup import CONFIDENCE
+from dynamic_cp.comparison.speedup import CONFIDENCE, Speedup
 from dynamic_cp.comparison.values import BatchOutcome, Comparison, PolicyOutcome, mean_of
 from dynamic_cp.comparison.verdict import verdict_of
 from dynamic_cp.plans.serialize import digest
@@ -56,15 +56,10 @@ def judgement_to_dict(comparison: Comparison) -> dict[str, Any]:
     """Return speed-ups and verdict of `comparison` as plain data."""
     verdict = verdict_of(comparison)
     return {
-        "speedup": {
-            one.baseline: {
-                "ratio": one.ratio,
-                "low": one.low,
-                "high": one.high,
-                "confidence": CONFIDENCE,
-                "per_batch": list(one.per_batch),
-            }
-            for one in comparison.speedups
+        "speedup": {one.baseline: _speedup_to_dict(one) for one in comparison.speedups},
+        "other_prices": {
+            one.name: {"baseline": one.speedup.baseline, **_speedup_to_dict(one.speedup)}
+            for one in comparison.other_prices
         },
         "verdict": None
         if verdict is None
@@ -73,8 +68,19 @@ def judgement_to_dict(comparison: Comparison) -> dict[str, Any]:
             "baseline": verdict.baseline,
             "headline": verdict.headline,
             "reason": verdict.reason,
+            "other_prices": verdict.other_prices,
             "saved_s": dict(verdict.saved_s),
         },
+    }
+
+
+def _speedup_to_dict(speedup: Speedup) -> dict[str, Any]:
+    return {
+        "ratio": speedup.ratio,
+        "low": speedup.low,
+        "high": speedup.high,
+        "confidence": CONFIDENCE,
+        "per_batch": list(speedup.per_batch),
     }
 
 

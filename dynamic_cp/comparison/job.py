@@ -17,7 +17,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops, length_sums, tflops_per_rank
 from dynamic_cp.pricing.resolution import exchanges_of_policy, problem_of_prices
 from dynamic_cp.pricing.sent import sent_by_plan
-from dynamic_cp.setting import Setting
+from dynamic_cp.setting import Setting, TpOverlap
 from dynamic_cp.types import (
     SHARDED,
     DataParallel,
@@ -47,6 +47,7 @@ class SweepJob:
     hardware: Hardware
     search: SearchEffort = "fast"
     data_parallel: DataParallel = SHARDED
+    tp_overlap: TpOverlap = "none"
 
     def model_of(self, setting: Setting) -> ModelShape:
         """Return the model in the stages of `setting`."""
@@ -58,10 +59,15 @@ class SweepJob:
             topology=setting.topology,
             model=self.model_of(setting),
             hardware=self.hardware,
-            options=setting.options(self.search),
+            options=self.options_of(setting),
             policy="dynamic" if setting.has_pool else setting.policy,
             data_parallel=self.data_parallel,
         )
+
+    def options_of(self, setting: Setting) -> PlanOptions:
+        """Return the planner's options of `setting`."""
+        overlaps = self.tp_overlap == "all" or (self.tp_overlap == "static" and setting.is_static)
+        return replace(setting.options(self.search), tp_comm_overlap=overlaps)
 
     def memory(self, setting: Setting) -> MemoryModel:
         """Return the memory of `setting`."""
@@ -87,7 +93,7 @@ class Job(NamedTuple):
     def at(cls, setting: Setting, shared: SweepJob) -> Job:
         """Return the job of a setting; its limit of tokens is given."""
         # Bounds and prices are those of all CP sizes at this limit; memory is that of the policy's own.
-        options = replace(setting.options(shared.search), min_cp_size=1, max_cp_size=setting.max_cp_size)
+        options = replace(shared.options_of(setting), min_cp_size=1, max_cp_size=setting.max_cp_size)
         return cls(
             batches=shared.batches,
             topology=setting.topology,

@@ -46,6 +46,18 @@ class Speedup:
     per_batch: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class OtherPrice:
+    """The gain of dynamic CP over the fastest static policy under other prices.
+
+    Attributes:
+        name: what is priced otherwise, for a sentence that begins with "with".
+    """
+
+    name: str
+    speedup: Speedup
+
+
 def speedup_of(policy: str, policy_s: Sequence[float], baseline: str, baseline_s: Sequence[float]) -> Speedup:
     """Return the speed-up from the seconds of the same batches in the same order (at least one, all > 0)."""
     per_batch = tuple(theirs / ours for ours, theirs in zip(policy_s, baseline_s, strict=True))

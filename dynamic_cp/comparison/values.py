@@ -10,7 +10,7 @@ from operator import mul
 from typing import TYPE_CHECKING
 
 from dynamic_cp.comparison.parts import TimeParts, mean_parts
-from dynamic_cp.comparison.speedup import Speedup, speedup_of
+from dynamic_cp.comparison.speedup import OtherPrice, Speedup, speedup_of
 from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.setting import Setting
 from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
@@ -172,6 +172,7 @@ class Comparison:
         is_tuned: every policy has a layout of its own, on as many ranks; else all have `topology`.
         batches: the global batches, in order.
         policies: in the order in which they were asked for.
+        other_prices: gains under other prices, where a search has them.
     """
 
     model_name: str
@@ -183,6 +184,7 @@ class Comparison:
     batches: tuple[tuple[Sample, ...], ...]
     policies: tuple[PolicyOutcome, ...]
     is_tuned: bool = False
+    other_prices: tuple[OtherPrice, ...] = ()
 
     def policy(self, name: str) -> PolicyOutcome:
         """Return the outcome of a policy; KeyError when it was not compared."""

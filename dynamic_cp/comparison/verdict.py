@@ -7,11 +7,12 @@ leave nothing to gain), how many tokens changed their CP size, and what the leng
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from dynamic_cp.comparison.parts import PART_LABELS
-from dynamic_cp.comparison.speedup import Speedup
+from dynamic_cp.comparison.speedup import OtherPrice, Speedup
 from dynamic_cp.comparison.values import Comparison, PolicyOutcome
 from dynamic_cp.setting import STATIC_POLICIES
 
@@ -33,12 +34,13 @@ class Verdict:
     """Whether dynamic CP pays.
 
     Attributes:
-        pays: "unclear" where the interval holds both a gain that is worth it and one that is not, or where one batch
-            has a gain that is.
+        pays: "unclear" where the interval holds both a gain that is worth it and one that is not, where one batch has
+            a gain that is, or where other prices decide.
         baseline: the policy it was judged against: the fastest static one that fits in memory.
         headline: the judgement with its factor.
         reason: why, one to three sentences.
         saved_s: part -> seconds that dynamic CP saves of it (negative: it spends more), largest first.
+        other_prices: the gain under other prices, and which of them decide whether it pays; "" where none were tried.
     """
 
     pays: Pays
@@ -46,11 +48,12 @@ class Verdict:
     headline: str
     reason: str
     saved_s: tuple[tuple[str, float], ...]
+    other_prices: str = ""
 
     @property
     def text(self) -> str:
-        """Headline and reason."""
-        return f"{self.headline}\n{self.reason}"
+        """Headline, reason and what other prices say."""
+        return "\n".join(filter(None, (self.headline, self.reason, self.other_prices)))
 
 
 def verdict_of(comparison: Comparison) -> Verdict | None:
@@ -81,7 +84,8 @@ def verdict_of(comparison: Comparison) -> Verdict | None:
             reason=_moved_tokens(ours, baseline),
             saved_s=saved_s,
         )
-    pays = judged(speedup)
+    on_batches = judged(speedup)
+    pays, under_others = _with_other_prices(on_batches, comparison.other_prices)
     others_that_fit = [
         one for name, one in speedups.items() if name != baseline.policy and comparison.policy(name).fits_memory
     ]
@@ -92,13 +96,36 @@ def verdict_of(comparison: Comparison) -> Verdict | None:
         is_fastest = any(one.baseline in STATIC_POLICIES for one in others_that_fit)
         over = f" over {baseline.name}{' (the fastest static policy)' * is_fastest}"
         headline = _judgement(pays, speedup, over, others_that_fit)
-    if pays == "yes" or (pays == "unclear" and speedup.low is None):
+    if on_batches == "yes" or (on_batches == "unclear" and speedup.low is None):
         reason = _why_it_pays(ours, baseline, saved_s)
     else:
         reason = _why_it_does_not(comparison, ours, baseline, saved_s, speedup)
-        if pays == "unclear":
+        if on_batches == "unclear":
             reason += f" {len(comparison.batches)} global batches differ too much to tell: compare more of them."
-    return Verdict(pays=pays, baseline=baseline.policy, headline=headline, reason=reason, saved_s=saved_s)
+    return Verdict(
+        pays=pays,
+        baseline=baseline.policy,
+        headline=headline,
+        reason=reason,
+        other_prices=under_others,
+        saved_s=saved_s,
+    )
+
+
+def _with_other_prices(pays: Pays, others: Sequence[OtherPrice]) -> tuple[Pays, str]:
+    """Return whether a gain pays under all prices, and a sentence with their range and the prices that decide."""
+    if not others:
+        return pays, ""
+    low, high = (choose(others, key=lambda one: one.speedup.ratio) for choose in (min, max))
+    text = (
+        f"Under other prices the gain is {low.speedup.ratio:.2f}x (with {low.name}) to {high.speedup.ratio:.2f}x "
+        f"(with {high.name})."
+    )
+    decisive = [one for one in others if judged(one.speedup) != "yes"]
+    if pays != "yes" or not decisive:
+        return pays, text
+    least = "; ".join(f"with {one.name} {factor(one.speedup)}" for one in decisive)
+    return "unclear", f"{text} Prices decide whether it pays: {least}."
 
 
 def _at_its_best(one: PolicyOutcome) -> str:

@@ -1,1 +1,1 @@
-"""Bytes of a rank: `activations` (of a layer), then `memory_model` (all of them, against the device's memory)."""
+"""Bytes of a rank: `activations` (of a layer), `communicators` (how many), `memory_model` (all of them; what fits)."""

@@ -2,9 +2,10 @@
 
 Weights, gradients and optimizer state follow Megatron-LM's theoretical memory report: 2 bytes of bf16 weight, 4 of
 fp32 gradient and 12 of fp32 master weight and Adam's moments, the 12 divided by the lanes with the distributed
-optimizer (fp32 training: 4 + 4 + 8). Of routed experts a rank has 1 / EP of those of a stage, and shares the 12 with
-the ranks that have the same. Activations: `activations.py`, times the tokens in flight on the stage, which come
-from the actual micro-batches of a plan and the order of the schedule.
+optimizer (fp32 training: 4 + 4 + 8); less where `StateDtypes` say so. Of routed experts a rank has 1 / EP of
+those of a stage, and shares the 12 with the ranks that have the same. Activations: `activations.py`, times the tokens
+in flight on the stage, which come from the actual micro-batches of a plan and the order of the schedule.
+Communicators: `communicators.py`.
 """
 
 from __future__ import annotations
@@ -19,22 +20,26 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.memory.activations import activation_bytes
+from dynamic_cp.memory.communicators import num_communicators
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.plans.extension import kind_of, kind_of_all
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.pricing.resolution import may_place
-from dynamic_cp.types import Attention, Plan, PlanOptions, Problem
+from dynamic_cp.setting import STATIC_POLICIES
+from dynamic_cp.types import Attention, Plan, Problem
 
 SAFETY_FRACTION = 0.92
 """Share of the memory left by hbm_reserved_bytes that planning uses; the rest is for fragmentation. An estimate."""
-_MOMENT_BYTES = 8
-_MASTER_BYTES = 4
 _MANY_GROUPS = 0.25
 """Share of what is available from which communicators are worth a word."""
 
 
 class StageMemory(NamedTuple):
-    """Peak bytes of the rank of one stage that needs most."""
+    """Peak bytes of the rank of one stage that needs most.
+
+    Attributes:
+        step_bytes: fp32 copies of bf16 gradients that the optimizer's step makes, beyond the room of activations.
+    """
 
     weights_bytes: float
     gradients_bytes: float
@@ -44,11 +49,22 @@ class StageMemory(NamedTuple):
     working_bytes: float
     logits_bytes: float
     exchange_bytes: float
+    step_bytes: float = 0.0
 
     @property
     def total_bytes(self) -> float:
         """Sum of all parts."""
         return sum(self)
+
+    @property
+    def state_bytes(self) -> float:
+        """Parts that no number of tokens changes."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.communicators_bytes
+
+    @property
+    def micro_batch_bytes(self) -> float:
+        """Parts that grow with the tokens of micro-batches, and are free while the optimizer steps."""
+        return self.activations_bytes + self.working_bytes + self.logits_bytes + self.exchange_bytes
 
 
 class MemoryModel:
@@ -58,7 +74,7 @@ class MemoryModel:
         problem: whose plans have to fit.
 
     Attributes:
-        topology, options: of the problem.
+        topology, options: of the problem; a static policy has groups of its one CP size only.
         layer_bytes: kind of layer -> its activations.
 
     Limits: no biases; the working set of a layer is that of its MLP; memory of
@@ -67,6 +83,9 @@ class MemoryModel:
 
     def __init__(self, problem: Problem) -> None:
         model, topology, options = problem.model, problem.topology, problem.options
+        size = options.static_cp_size
+        if problem.policy in STATIC_POLICIES and size is not None:
+            options = replace(options, min_cp_size=size, max_cp_size=size)
         self._model, self.topology, self.options = model, topology, options
         self._hardware = problem.hardware
         self._data_parallel = problem.data_parallel
@@ -80,6 +99,7 @@ class MemoryModel:
         ]
         self.layer_bytes = {layer: kept for kinds in self._stage_bytes for layer, kept in kinds.items()}
         self._sharing = Sharing.of(model, topology, options.inner_cp_sizes)
+        self._num_communicators = num_communicators(model, topology, options, self._sharing)
 
     @property
     def available_bytes(self) -> float:
@@ -178,10 +198,11 @@ class MemoryModel:
         largest = min(options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
         sizes = [1 << k for k in range(options.min_cp_size.bit_length() - 1, largest.bit_length())] or [largest]
         for cp_size in sizes if max_seqlen is not None else sizes[-1:]:
-            base, one = self.peak_at(0, cp_size), self.peak_at(1, cp_size)
             free = [
-                (self.available_bytes - empty.total_bytes) / (full.total_bytes - empty.total_bytes)
-                for empty, full in zip(base, one, strict=True)
+                (self.available_bytes - stage.state_bytes) / stage.micro_batch_bytes
+                if stage.total_bytes <= self.available_bytes
+                else 0
+                for stage in self.peak_at(1, cp_size)
             ]
             limit = int(min(free) // multiple) * multiple
             if limit < multiple:
@@ -247,9 +268,8 @@ class MemoryModel:
     def _remedy(self, limit: int, parts: StageMemory) -> str:
         """Return what helps and is not done already."""
         least = 2 * self.topology.rank_token_multiple
-        state = parts.weights_bytes + parts.gradients_bytes + parts.optimizer_bytes + parts.communicators_bytes
         remedies = []
-        if state < self.available_bytes:  # else no fewer tokens help
+        if parts.state_bytes < self.available_bytes and not parts.step_bytes:  # else no fewer tokens help
             remedies += ["lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"] * (limit > least)
             remedies += ["recompute more"] * (not self.options.recomputes_all)
         experts, ep_size = self._model.experts, self.topology.ep_size
@@ -258,13 +278,16 @@ class MemoryModel:
             remedies.append("use a larger ep_size (--expert-model-parallel-size)")
         if parts.communicators_bytes > _MANY_GROUPS * self.available_bytes:
             always = self._sharing.serves_always
-            alone = replace(self.options, cp_comm_types=(always,))
-            remedies += [f"exchange by {always} alone (--cp-comm-type)"] * (
-                self._num_groups(alone) < self._num_groups()
+            alone = num_communicators(
+                self._model, self.topology, replace(self.options, cp_comm_types=(always,)), self._sharing
             )
+            remedies += [f"exchange by {always} alone (--cp-comm-type)"] * (alone < self._num_communicators)
             remedies.append("lower max_cp_size (--max-dynamic-cp-size)")
-        if not self._data_parallel.distributed_optimizer and self.topology.num_lanes > 1:
-            remedies.append("use the distributed optimizer")
+        in_fp32 = self.options.element_bytes.weight < self._data_parallel.gradient_bytes
+        remedies += ["reduce gradients in bf16 (--grad-reduce-in-bf16)"] * in_fp32
+        remedies += ["use the distributed optimizer"] * (
+            not self._data_parallel.distributed_optimizer and self.topology.num_lanes > 1
+        )
         remedies.append(
             "use a larger tp_size (--tensor-model-parallel-size) or pp_size (--pipeline-model-parallel-size)"
         )
@@ -304,18 +327,19 @@ class MemoryModel:
         weights, experts = self.num_weights(stage), self.num_expert_weights(stage)
         lanes, copies = topology.num_lanes, topology.num_lanes * topology.tp_size / topology.ep_size
         sharded = weights / lanes + experts / copies if self._data_parallel.distributed_optimizer else weights + experts
-        element = self.options.element_bytes.weight
-        state = _MOMENT_BYTES + (_MASTER_BYTES if element < _MASTER_BYTES else 0)
-        return StageMemory(
+        element, state = self.options.element_bytes.weight, self._data_parallel.state
+        memory = StageMemory(
             weights_bytes=(weights + experts) * element,
-            gradients_bytes=(weights + experts) * self._data_parallel.gradient_bytes,
-            optimizer_bytes=sharded * state,
-            communicators_bytes=self._num_groups() * self._hardware.communicator_bytes_per_group,
+            gradients_bytes=(weights + experts) * state.gradient_bytes,
+            optimizer_bytes=sharded * state.optimizer_bytes(element),
+            communicators_bytes=self._num_communicators * self._hardware.communicator_bytes_per_group,
             activations_bytes=float(activations[lane]),
             working_bytes=float(working[lane]),
             logits_bytes=float(logits[lane]),
             exchange_bytes=float(buffers[lane]),
         )
+        copies_bytes = sharded * state.copied_gradient_bytes
+        return memory._replace(step_bytes=max(0.0, copies_bytes - memory.micro_batch_bytes))
 
     def _largest_chunks(self, stage: int) -> float:
         """Return how many of its largest model chunk a stage is made of; all are taken as large as that."""
@@ -326,14 +350,3 @@ class MemoryModel:
             return topology.vp_size
         chunks = model.chunks(topology.pp_size, topology.vp_size)[stage]
         return sum(chunks) / max(1.0, *chunks) or 1.0
-
-    def _num_groups(self, options: PlanOptions | None = None) -> int:
-        """Return how many communicators a rank has: one per CP size above 1, TP, PP, all lanes, and mechanisms' own."""
-        topology, options = self.topology, options or self.options
-        largest = min(options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
-        others = (topology.tp_size > 1) + (topology.pp_size > 1) + (topology.num_lanes > 1)
-        others += 2 * (topology.ep_size > 1)  # of the block, and of the ranks with the same experts
-        sizes = [1 << k for k in range(1, largest.bit_length())]
-        for name in options.cp_comm_types:
-            others += sum(MECHANISMS[name].num_more_groups(cp_size, self._sharing) for cp_size in sizes)
-        return len(sizes) + others

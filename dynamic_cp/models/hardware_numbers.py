@@ -102,7 +102,7 @@ _ENDINGS = {
     "_bytes": _MEMORY,
 }
 """Ending of a name that says its unit -> what it is; a short name leaves it out."""
-_OTHER_ENDINGS = {"_tokens": _TOKENS, "_over_forward": _RATIO, "_credit": _SHARE}
+_OTHER_ENDINGS = {"_tokens": _TOKENS, "_over_forward": _RATIO, "_credit": _SHARE, "_fraction": _SHARE}
 
 
 def _kind_of(name: str) -> Kind:

@@ -46,10 +46,12 @@ def tensor_s_per_token(problem: Problem) -> float:
     """Return the seconds of one layer's TP collectives per token of a rank, the same forward and backward.
 
     Forward needs two all-reduces, or with sequence parallelism two all-gathers and two reduce-scatters: the same bytes.
-    Backward mirrors them; the all-gathers of sequence parallelism that it repeats run behind GEMMs.
+    Backward mirrors them; the all-gathers of sequence parallelism that it repeats run behind GEMMs. Where collectives
+    overlap with GEMMs, a part of them stays exposed.
     """
     row_bytes = problem.model.hidden_size * problem.options.element_bytes.activation
-    return 2 * _collective_s(row_bytes, problem.hardware, problem.topology)
+    exposed = problem.hardware.tp_overlap_exposed_fraction if problem.options.tp_comm_overlap else 1.0
+    return 2 * exposed * _collective_s(row_bytes, problem.hardware, problem.topology)
 
 
 def _collective_s(bytes_per_token: float, hardware: Hardware, topology: Topology) -> float:

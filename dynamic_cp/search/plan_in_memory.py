@@ -10,14 +10,13 @@ from dataclasses import replace
 
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.search.search import plan_batch
-from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import PlannedBatch, Problem, Sample
 
 
 def plan_in_memory(
     samples: Sequence[Sample], problem: Problem, *, limit_from_memory: bool = False, check_memory: bool = True
 ) -> tuple[PlannedBatch, MemoryModel]:
-    """Return the plan of `choice.plan_batch`, and the memory model that says what it needs.
+    """Return the plan of `search.plan_batch`, and the memory model that says what it needs.
 
     Args:
         samples, problem: as there.
@@ -28,21 +27,13 @@ def plan_in_memory(
     Raises:
         MemoryLimitError: the plan, or the smallest limit, needs more memory than there is.
         InvalidInputError: that hardware, and the limit is to follow from memory.
-        DynamicCPError: as `choice.plan_batch`.
+        DynamicCPError: as `search.plan_batch`.
     """
     if limit_from_memory and len(samples):  # without any, planning says so
-        limit = _memory_of(problem).max_tokens_per_rank(max(sample.seqlen for sample in samples))
+        limit = MemoryModel(problem).max_tokens_per_rank(max(sample.seqlen for sample in samples))
         problem = replace(problem, options=replace(problem.options, max_tokens_per_rank=limit))
     planned = plan_batch(problem, samples)
-    memory = _memory_of(problem)
+    memory = MemoryModel(problem)
     if check_memory and problem.hardware.hbm_bytes:
         memory.check_plan_fits(planned.plan)
     return planned, memory
-
-
-def _memory_of(problem: Problem) -> MemoryModel:
-    """Return the memory model of the CP sizes that the policy may use."""
-    options, size = problem.options, problem.options.static_cp_size
-    if problem.policy in STATIC_POLICIES and size is not None:
-        options = replace(options, min_cp_size=size, max_cp_size=size)
-    return MemoryModel(replace(problem, options=options))

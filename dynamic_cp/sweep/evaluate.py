@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dynamic_cp.bounds import lower_bound
@@ -38,6 +39,11 @@ class Point:
     def iteration_s(self) -> float:
         """Mean over the global batches."""
         return sum(self.batches_s) / len(self.batches_s)
+
+
+def fastest_first(points: Iterable[Point]) -> list[Point]:
+    """Return the points by their seconds; of equally fast ones that which needs least memory comes first."""
+    return sorted(points, key=lambda one: (one.iteration_s, one.peak_bytes))  # stable: ties keep their order
 
 
 def evaluate_first(setting: Setting, job: SweepJob) -> Point | Refused:

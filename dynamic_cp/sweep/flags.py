@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from dataclasses import asdict
 from math import lcm
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.setting import POOL_POLICIES, Setting
-from dynamic_cp.types import SHARDED, DataParallel, Experts, ModelShape
+from dynamic_cp.types import FP32_STATE, SHARDED, DataParallel, Experts, ModelShape, StateDtypes
 from dynamic_cp.types.stage_layers import flags_of
 
 _POLICY_FLAGS = {
@@ -111,8 +113,16 @@ def _parallelism(setting: Setting, data_parallel: DataParallel) -> Flags:
             ("--use-distributed-optimizer", data_parallel.distributed_optimizer),
             ("--overlap-grad-reduce", data_parallel.overlap_grad_reduce),
             ("--overlap-param-gather", data_parallel.overlap_param_gather),
+            *_dtypes(data_parallel.state),
         ),
     )
+
+
+def _dtypes(state: StateDtypes) -> Iterator[tuple[str, Any]]:
+    """Yield the flags of dtypes that are not the usual ones, and their values."""
+    for name, value in asdict(state).items():
+        if value != getattr(FP32_STATE, name):
+            yield f"--{name.replace('_', '-')}", value
 
 
 def _planning(setting: Setting, hardware_name: str, search: str) -> Flags:

@@ -20,11 +20,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dynamic_cp.comparison.job import SweepJob
-from dynamic_cp.comparison.speedup import Speedup, speedup_of
+from dynamic_cp.comparison.speedup import OtherPrice, Speedup, speedup_of
 from dynamic_cp.comparison.verdict import judged
 from dynamic_cp.errors import MemoryLimitError
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
-from dynamic_cp.sweep.evaluate import Point, evaluate, evaluate_first, least_s
+from dynamic_cp.sweep.evaluate import Point, evaluate, evaluate_first, fastest_first, least_s
+from dynamic_cp.sweep.other_prices import under_other_prices
 from dynamic_cp.sweep.space import Refused, Space, exchanges_tried, layouts_of, settings_of, variants, what_helps
 from dynamic_cp.sweep.workers import Run, workers
 from dynamic_cp.types import RecomputedLayers, Topology
@@ -73,11 +74,13 @@ class Sweep:
         policies: policy -> its fastest setting, in the order in which they were asked for.
         recommended: the policy to train with: dynamic where it gains enough over the fastest static one, else that.
         front: settings of the recommended policy that no other beats in both time and memory, its `best` first.
+        other_prices: the gain of dynamic CP over the fastest static policy where prices are others.
     """
 
     policies: Mapping[str, Found]
     recommended: str
     front: tuple[Point, ...]
+    other_prices: tuple[OtherPrice, ...] = ()
 
     @property
     def num_planned(self) -> int:
@@ -131,22 +134,19 @@ def sweep(
                 f"{what_helps(race.refused(policies[0]), space)}",
                 num_gpus=space.num_gpus,
             )
+        other_prices = race.other_prices()
     recommended = _recommended(best)
     return Sweep(
         policies=found,
         recommended=recommended,
         front=race.front(recommended),
+        other_prices=other_prices,
     )
 
 
 def speedup_over(best: Mapping[str, Point], baseline: str) -> Speedup:
     """Return the speed-up of the dynamic policy's best setting over that of another policy."""
     return speedup_of("dynamic", best["dynamic"].batches_s, baseline, best[baseline].batches_s)
-
-
-def fastest_first(points: Iterable[Point]) -> list[Point]:
-    """Return the points by their seconds; of equally fast ones that which needs least memory comes first."""
-    return sorted(points, key=lambda one: (one.iteration_s, one.peak_bytes))  # stable: ties keep their order
 
 
 def pareto_front(points: Iterable[Point]) -> tuple[Point, ...]:
@@ -263,6 +263,10 @@ class _Race:
         points = self._points[policy].values()
         enough_s = SHOWN * min(one.iteration_s for one in points)
         return pareto_front([one for one in points if one.iteration_s <= enough_s])
+
+    def other_prices(self) -> tuple[OtherPrice, ...]:
+        """Return the gain of dynamic CP under other prices, each policy with the fastest of its settings."""
+        return under_other_prices({name: points.values() for name, points in self._points.items()}, self._counted)
 
     def _look(self, settings: Sequence[Setting]) -> dict[Setting, float]:
         """Plan the first batch; return the seconds of the settings that can run."""

@@ -5,8 +5,8 @@
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
 this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `mask_rules`, `placement`, `plan`, then
-what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`, `data_parallel`,
-`problem`.
+what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`, `state`,
+`data_parallel`, `problem`.
 """
 
 from dynamic_cp.types.attention import (
@@ -83,6 +83,7 @@ from dynamic_cp.types.plan import (
 )
 from dynamic_cp.types.problem import Problem
 from dynamic_cp.types.stage_layers import PipelineLayers
+from dynamic_cp.types.state import DTYPES_OF, FP32_STATE, StateDtypes
 from dynamic_cp.types.topology import (
     MAX_LANES,
     Topology,
@@ -96,8 +97,10 @@ __all__ = [
     "CHOICES",
     "CHOOSES_INNER_SIZE",
     "CP_COMM_TYPES",
+    "DTYPES_OF",
     "EVERY_LAYER",
     "EXPERT_IMBALANCE",
+    "FP32_STATE",
     "FULL",
     "IN_NODE",
     "MAX_COUNT",
@@ -145,6 +148,7 @@ __all__ = [
     "SearchEffort",
     "SharedQuestion",
     "Stage",
+    "StateDtypes",
     "Topology",
     "Traits",
     "check_latents",

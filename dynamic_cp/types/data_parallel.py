@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamic_cp.errors import InvalidInputError
-
-_ELEMENT_BYTES = (2, 4)
+from dynamic_cp.types.state import FP32_STATE, StateDtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,24 +16,29 @@ class DataParallel:
         distributed_optimizer: its state is sharded over the lanes.
         overlap_grad_reduce: gradients are reduced bucket by bucket during the last backward pass.
         overlap_param_gather: parameters are gathered bucket by bucket during the first forward pass.
-        gradient_bytes: of an element of the gradients that are kept and reduced, 2 or 4.
+        state: dtypes of gradients and of the optimizer's state.
     """
 
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    gradient_bytes: int = 4
+    state: StateDtypes = FP32_STATE
 
     def __post_init__(self) -> None:
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
             raise InvalidInputError(
                 "overlap_param_gather needs distributed_optimizer and overlap_grad_reduce: set both, or leave it out"
             )
-        if self.gradient_bytes not in _ELEMENT_BYTES:
+        if self.state.use_precision_aware_optimizer and not self.distributed_optimizer:
             raise InvalidInputError(
-                f"gradient_bytes is {self.gradient_bytes}, gradients have 2 bytes (bf16) or 4 (fp32)",
-                gradient_bytes=self.gradient_bytes,
+                "--use-precision-aware-optimizer needs an optimizer whose state the lanes share: use the distributed "
+                "optimizer, or leave it out"
             )
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient, as it is kept and reduced."""
+        return self.state.gradient_bytes
 
 
 SHARDED = DataParallel()

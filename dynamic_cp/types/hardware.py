@@ -29,6 +29,8 @@ class Hardware:
         memory_bandwidth_bytes_per_s: of the device's memory; prices the embedding and the loss.
         collective_bandwidth_in_node_bytes_per_s: bus bandwidth inside a node; prices TP collectives and the gradient
             reduction.
+        tp_overlap_exposed_fraction: share of the TP collectives that GEMMs do not hide where they overlap
+            (--tp-comm-overlap); 1 = overlapping gains nothing.
         ring_step_overhead_s_per_layer: kernels and merging of one more ring step, not hidden; twice that backward.
         host_forward_s_per_layer, host_backward_s_per_layer: what the host takes to launch a layer; a bucket lasts as
             long as the slower of GPU and host.
@@ -67,6 +69,7 @@ class Hardware:
     head_flops_per_s: float = 0.0
     memory_bandwidth_bytes_per_s: float = 0.0
     collective_bandwidth_in_node_bytes_per_s: float = 0.0
+    tp_overlap_exposed_fraction: float = 1.0
     ring_step_overhead_s_per_layer: float = 0.0
     host_forward_s_per_layer: float = 0.0
     host_backward_s_per_layer: float = 0.0

@@ -105,6 +105,7 @@ class PlanOptions:
         recompute: activation recomputation of the run.
         recompute_modules: what selective recomputation repeats; without it they say nothing.
         recompute_layers: which layers full recomputation repeats.
+        tp_comm_overlap: TP collectives overlap with GEMMs (--tp-comm-overlap), in buffers of one shape.
         bytes_per_element: bytes of an activation or a weight (2 for bf16, 4 for fp32); by kind: `element_bytes`.
         fp32_residual: the residual takes 4 bytes whatever the others take.
         search: how long to look for a plan: "fast" (milliseconds), "thorough" (some ten times as long), or "exact": of
@@ -124,6 +125,7 @@ class PlanOptions:
     recompute: Recompute = "none"
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     recompute_layers: RecomputedLayers = EVERY_LAYER
+    tp_comm_overlap: bool = False
     bytes_per_element: int = 2
     fp32_residual: bool = False
     search: SearchEffort = "fast"

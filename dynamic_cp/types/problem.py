@@ -31,6 +31,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         topology = self.topology
+        self.data_parallel.state.check_weights(self.options.element_bytes.weight)
         reason = self.model.why_no_expert_split(ep_size=topology.ep_size, tp_size=topology.tp_size)
         if reason is not None:
             raise InvalidInputError(

@@ -12,12 +12,12 @@ import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import AUTO, RING_ALONE, UNPLACED, ModelShape, PipelineLayers
+from dynamic_cp.types import AUTO, RING_ALONE, UNPLACED, ModelShape, PipelineLayers, StateDtypes
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.experts import check_experts
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, is_on, qk_width
@@ -333,6 +333,8 @@ def planned(asked: argparse.Namespace, args: argparse.Namespace) -> Planned:
     ours.context_parallel_size = asked.context_parallel_size
     ours.cp_comm_type = exchange_of(asked)
     ours.max_seqlen_per_dp_cp_rank = asked.max_seqlen_per_dp_cp_rank
+    for field in fields(StateDtypes):  # as they were typed: Megatron-LM makes torch's of the dtypes
+        setattr(ours, field.name, getattr(asked, field.name, field.default))
     settings = planning_settings(ours, auto_places=False)
     return Planned(settings=settings, arguments=MappingProxyType({**vars(ours), **settings.completed_flags()}))
 

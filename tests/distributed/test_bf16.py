@@ -48,8 +48,14 @@ class Step:
     gradients: dict[str, tuple[float, float]]
 
 
-def run_bf16_step(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any]) -> Step:
-    """Run one step from the weights of `expected`, rounded to bf16, and compare gradients with its fp32 ones."""
+def run_bf16_step(
+    layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any], in_fp32: bool = True
+) -> Step:
+    """Run one step from the weights of `expected`, rounded to bf16, and compare gradients with its fp32 ones.
+
+    Args:
+        in_fp32: gradients are added up and reduced in it.
+    """
     initialize_model_parallel(layout.tp, layout.pp)
     groups = DynamicCPGroups.build(layout.topology, timeout_s=60)
     config, (chunk,) = parity.build_chunks(layout, reference.VARIANTS[layout.variant])
@@ -64,7 +70,7 @@ def run_bf16_step(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expec
     with torch.no_grad():
         for name, parameter in chunk.named_parameters():
             parameter.copy_(counterpart(name, parameter, expected["initial"]))
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=in_fp32)
     model = DistributedDataParallel(config, ddp_config, Float16Module(config, chunk))
     model.zero_grad_buffer()
 
@@ -98,7 +104,11 @@ def run_bf16_step(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expec
 
     gradients = {}
     for name, parameter in chunk.named_parameters():
-        got, wanted = parameter.main_grad.flatten(), counterpart(name, parameter, expected["gradients"]).flatten()
+        assert parameter.main_grad.dtype == (torch.float32 if in_fp32 else torch.bfloat16)
+        got, wanted = (
+            parameter.main_grad.float().flatten(),
+            counterpart(name, parameter, expected["gradients"]).flatten(),
+        )
         assert torch.isfinite(got).all()
         cosine = torch.nn.functional.cosine_similarity(got, wanted, dim=0).item()
         gradients[parity.reference_name(chunk, name)] = cosine, (got.norm() / wanted.norm()).item()
@@ -124,6 +134,25 @@ def test_bf16_step_is_close_to_fp32(name: str, reference_of) -> None:
         for parameter, (cosine, ratio) in step.gradients.items():
             assert cosine > 0.998, parameter
             assert ratio == pytest.approx(1, abs=0.02), parameter
+
+
+@pytest.mark.by_day("dp4")
+@pytest.mark.parametrize("name", ["dp4", "tp2_sp_pp2"])
+def test_gradients_in_bf16_are_close_to_fp32(name: str, reference_of) -> None:
+    """What adding up and reducing in bf16 costs is of the size of what computing in it does."""
+    layout, samples = LAYOUTS[name], BATCHES["long_tail"]
+    expected = reference_of(layout, "long_tail")
+    plan = mixed_plan(samples, layout)
+    in_fp32, in_bf16 = (
+        run_ranks(layout.topology.world_size, run_bf16_step, layout, samples, plan, expected, one)
+        for one in (True, False)
+    )
+    assert [step.loss_sum for step in in_bf16] == [step.loss_sum for step in in_fp32]
+    for step in in_bf16:
+        for parameter, (cosine, ratio) in step.gradients.items():
+            assert cosine > 0.998, parameter
+            assert ratio == pytest.approx(1, abs=0.02), parameter
+    assert median_error(in_fp32) < median_error(in_bf16) < 2 * median_error(in_fp32)
 
 
 def stream_dtypes(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any]) -> Any:

@@ -76,6 +76,7 @@ EACH_NIGHT = {
     "pp2": Layout(2, pp=2, variant="moe"),
     "pp2_ep2": Layout(2, pp=2, ep=2, variant="moe_sigmoid"),
     "pp2_ep2_recomputed": Layout(2, pp=2, ep=2, variant="moe", config=recomputing("moe")),
+    "pp2_ep2_block": Layout(2, pp=2, ep=2, variant="moe", config=FULL_RECOMPUTE | {"recompute_method": "block"}),
     "pp2_vpp2_ep2_full": Layout(2, pp=2, vpp=2, ep=2, variant="moe_top_1", config=FULL_RECOMPUTE),
     "tp2_sp_pp2_ep2": Layout(2, tp=2, pp=2, ep=2, sp=True, variant="moe", distributed_optimizer=True),
 }

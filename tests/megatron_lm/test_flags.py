@@ -131,6 +131,8 @@ def planned(*argv: str, **validated: Any) -> flags.Planned:
         "bf16": True,
         "fp32_residual_connection": False,
         "use_distributed_optimizer": False,
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
         "distributed_timeout_minutes": 10,
     }
     return flags.planned(asked, argparse.Namespace(**{**vars(args), **values, **validated}))

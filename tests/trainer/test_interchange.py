@@ -95,7 +95,7 @@ class Stock:
         self.wrapped = model.wrap_chunks(
             settings, config, [self.chunk], model.ddp_bucket_size(dist.get_world_size(), 1), CPU
         )
-        self.optimizer = model.build_optimizer(settings.optimizer, config, self.wrapped)
+        self.optimizer = model.build_optimizer(settings, config, self.wrapped)
         self.scheduler = model.build_scheduler(settings.optimizer, self.optimizer)
         data = data_config(settings)
         self.stream = build_splits(data, index_once(data, CPU)).train

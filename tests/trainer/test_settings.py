@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dynamic_cp.types import StateDtypes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.table import flags_of
 from megatron.trainer.flags.arguments import build_parser, parse_args
@@ -32,7 +33,10 @@ KEPT_IN_PLANNING = {
     "tensor_model_parallel_size": "topology",
     "pipeline_model_parallel_size": "topology",
     "sequence_parallel": "topology",
-    "use_distributed_optimizer": "distributed_optimizer",
+    "use_distributed_optimizer": "data_parallel",
+    "overlap_grad_reduce": "data_parallel",
+    "overlap_param_gather": "data_parallel",
+    **{field.name: "data_parallel" for field in fields(StateDtypes)},
     "distributed_timeout_minutes": "exchange_timeout_s",
     "recompute_granularity": "recompute",
     "recompute_modules": "recompute_modules",

@@ -12,12 +12,12 @@ MOST_LINES = {
     "dynamic_cp": 1120,
     "dynamic_cp/bounds": 1700,
     "dynamic_cp/calibration": 930,
-    "dynamic_cp/cli": 3180,
-    "dynamic_cp/comparison": 1610,
+    "dynamic_cp/cli": 3270,  # gradients and optimizer states in lower precision
+    "dynamic_cp/comparison": 1650,
     "dynamic_cp/learning": 590,
     "dynamic_cp/lengths": 1200,
     "dynamic_cp/mechanisms": 1360,
-    "dynamic_cp/memory": 470,
+    "dynamic_cp/memory": 510,  # gradients and optimizer states in lower precision
     "dynamic_cp/models": 1540,
     "dynamic_cp/packing": 2750,
     "dynamic_cp/pipeline": 1050,
@@ -27,8 +27,8 @@ MOST_LINES = {
     "dynamic_cp/pricing": 1840,
     "dynamic_cp/report": 2910,
     "dynamic_cp/search": 1780,
-    "dynamic_cp/sweep": 1150,
-    "dynamic_cp/types": 2740,
+    "dynamic_cp/sweep": 1270,  # gradients and optimizer states in lower precision
+    "dynamic_cp/types": 2830,  # gradients and optimizer states in lower precision
     "megatron/dynamic_cp": 170,
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 4160,
@@ -53,7 +53,7 @@ MOST_LINES = {
     "megatron/trainer/flags": 1400,
     "megatron/trainer/loop": 490,
     "megatron/trainer/reporting": 560,
-    "megatron/trainer/setup": 1920,
+    "megatron/trainer/setup": 1940,  # gradients and optimizer states in lower precision
     "megatron/trainer/weights": 1810,
 }
 """Room -> lines of its Python files, rounded up to tens; files outside rooms count for their package.

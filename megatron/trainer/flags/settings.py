@@ -12,6 +12,7 @@ from dataclasses import InitVar, dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from dynamic_cp.types import DTYPES_OF
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.table import FRACTION, NOT_NEGATIVE, POSITIVE, REQUIRED, flag, said
 from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
@@ -43,6 +44,10 @@ class ParallelSettings:
     )
     sequence_parallel: InitVar[bool] = flag("split activations of norms and dropout over tensor-parallel ranks")
     use_distributed_optimizer: InitVar[bool] = flag("shard the optimizer over the lanes")
+    grad_reduce_in_bf16: InitVar[bool] = flag(
+        "with --bf16: gradients are added up, kept and reduced in bfloat16; the optimizer's step copies its share of "
+        "them to float32"
+    )
     overlap_grad_reduce: InitVar[bool] = flag("reduce gradients during the backward pass")
     overlap_param_gather: InitVar[bool] = flag("gather parameters during the forward pass")
     distributed_timeout_minutes: InitVar[float] = flag(
@@ -132,6 +137,18 @@ class OptimizerSettings:
     adam_beta1: float = flag("of AdamW", 0.9, within=FRACTION)
     adam_beta2: float = flag("of AdamW", 0.999, within=FRACTION)
     adam_eps: float = flag("of AdamW", 1e-08)
+    use_precision_aware_optimizer: InitVar[bool] = flag(
+        "with --bf16 and --use-distributed-optimizer: TransformerEngine's FusedAdam (CUDA) keeps its state in the "
+        "dtypes below, and of a float32 master weight the half that the bfloat16 weight lacks"
+    )
+    main_grads_dtype: InitVar[str] = flag(
+        "with it: of gradients; bf16: as --grad-reduce-in-bf16", "fp32", choices=DTYPES_OF["main_grads_dtype"]
+    )
+    main_params_dtype: InitVar[str] = flag("with it: of master weights", "fp32", choices=DTYPES_OF["main_params_dtype"])
+    exp_avg_dtype: InitVar[str] = flag("with it: of the first moment", "fp32", choices=DTYPES_OF["exp_avg_dtype"])
+    exp_avg_sq_dtype: InitVar[str] = flag(
+        "with it: of the second moment", "fp32", choices=DTYPES_OF["exp_avg_sq_dtype"]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

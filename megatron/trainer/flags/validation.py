@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.padding import padded_seqlens
-from dynamic_cp.types import EVERY_LAYER, DataParallel, RecomputedLayers, Topology, is_power_of_two
+from dynamic_cp.types import EVERY_LAYER, DataParallel, RecomputedLayers, StateDtypes, Topology, is_power_of_two
 from megatron.dynamic_cp.flags import experts, latent_attention
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
@@ -301,6 +302,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
             distributed_optimizer=args.use_distributed_optimizer,
             overlap_grad_reduce=args.overlap_grad_reduce,
             overlap_param_gather=args.overlap_param_gather,
+            state=_state_dtypes(args),
         ),
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
         has_windows=windows_of(args).are_there,
@@ -324,6 +326,13 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
 
     check_feasible(settings.seq_length, topology, settings.used(settings.options()))
     return settings
+
+
+def _state_dtypes(args: argparse.Namespace) -> StateDtypes:
+    """Return the dtypes of gradients and of the optimizer's state, which weights have to have."""
+    state = StateDtypes(**{field.name: getattr(args, field.name) for field in fields(StateDtypes)})
+    state.check_weights(2 if args.bf16 else 4)
+    return state
 
 
 def _check_cp_sizes(args: argparse.Namespace, topology: Topology) -> None:

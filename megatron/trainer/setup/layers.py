@@ -8,6 +8,7 @@ import os
 
 import torch
 
+from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.agreement.verify import agree
 from megatron.dynamic_cp.attention.te.kernels import Capability, installed_flash_attn
 from megatron.dynamic_cp.attention.te.support import (
@@ -15,6 +16,7 @@ from megatron.dynamic_cp.attention.te.support import (
     choose_layers,
     installed_version,
     release_of,
+    why_not_installed,
 )
 from megatron.dynamic_cp.flags.layer_needs import LayerNeeds
 
@@ -41,17 +43,26 @@ def batch_the_ring() -> None:
         logger.info("%s=%s: TransformerEngine's rings use the connections of their groups", BATCHED_RING, value)
 
 
-def choose(needs: LayerNeeds, device: torch.device) -> LayerChoice:
+def choose(needs: LayerNeeds, device: torch.device, *, fused_adam: bool = False) -> LayerChoice:
     """Return the layers of this run and set the environment up for them; collective.
 
+    Args:
+        fused_adam: --use-precision-aware-optimizer.
+
     Raises:
-        DynamicCPError: they cannot be used, or ranks have other versions of TransformerEngine or its kernels; the same
-            on every rank.
+        DynamicCPError: they, or that optimizer, cannot be used, or ranks have other versions of TransformerEngine or
+            its kernels; the same on every rank.
     """
 
     def on_this_rank() -> LayerChoice:
         version, why_missing = installed_version()
         capability, flash_attn = compute_capability(device), None
+        if fused_adam and (obstacle := why_not_installed(capability, version, why_missing)):
+            raise UnsupportedFeatureError(
+                f"--use-precision-aware-optimizer steps by TransformerEngine's FusedAdam: {obstacle}; change that, or "
+                "leave it out",
+                installed=version,
+            )
         if capability is not None and version is not None:
             flash_attn = installed_flash_attn(capability, release_of(version))
         return choose_layers(

@@ -21,7 +21,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import Topology
+from dynamic_cp.types import DTYPES_OF, Topology
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
@@ -42,6 +42,9 @@ from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 from megatron.trainer.flags.settings import ModelSettings, OptimizerSettings, Settings
 from megatron.trainer.setup.fusions import CONFIG_FIELDS, NOTHING, Fusions
 from megatron.trainer.setup.planned_runtime import PlannedRuntime
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
+"""As megatron-core's optimizer wants them; it calls FP8 by its bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ def build(settings: Settings, runtime: PlannedRuntime, fused: Fusions) -> Built:
     chunks = build_chunks(settings.model, config, runtime.model_shape.vocab_size, impl)
     bucket_size = ddp_bucket_size(runtime.topology.num_lanes, runtime.settings.static_cp_size)
     wrapped = wrap_chunks(settings, config, chunks, bucket_size, device)
-    optimizer = build_optimizer(settings.optimizer, config, wrapped)
+    optimizer = build_optimizer(settings, config, wrapped)
     return Built(
         config=config,
         chunks=chunks,
@@ -253,7 +256,7 @@ def wrap_chunks(
     """Return the chunks on their device, in their precision, with gradient buffers over the lanes."""
     data_parallel = settings.planning.data_parallel
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=data_parallel.gradient_bytes == 4,
         overlap_grad_reduce=data_parallel.overlap_grad_reduce,
         overlap_param_gather=data_parallel.overlap_param_gather,
         use_distributed_optimizer=data_parallel.distributed_optimizer,
@@ -268,23 +271,25 @@ def wrap_chunks(
 
 
 def build_optimizer(
-    settings: OptimizerSettings, config: TransformerConfig, model: Sequence[DistributedDataParallel]
+    settings: Settings, config: TransformerConfig, model: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
     """Return the optimizer of `model` and hand `config` the functions that megatron-core's schedules call."""
-    ddp_config = model[0].ddp_config
+    ddp_config, state = model[0].ddp_config, settings.planning.data_parallel.state
     optimizer_config = OptimizerConfig(
-        optimizer=settings.optimizer,
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.adam_beta1,
-        adam_beta2=settings.adam_beta2,
-        adam_eps=settings.adam_eps,
-        clip_grad=settings.clip_grad,
+        optimizer=settings.optimizer.optimizer,
+        lr=settings.optimizer.lr,
+        min_lr=settings.optimizer.min_lr,
+        weight_decay=settings.optimizer.weight_decay,
+        adam_beta1=settings.optimizer.adam_beta1,
+        adam_beta2=settings.optimizer.adam_beta2,
+        adam_eps=settings.optimizer.adam_eps,
+        clip_grad=settings.optimizer.clip_grad,
         bf16=config.bf16,
         params_dtype=config.params_dtype,
         use_distributed_optimizer=ddp_config.use_distributed_optimizer,
         overlap_param_gather=ddp_config.overlap_param_gather,
+        use_precision_aware_optimizer=state.use_precision_aware_optimizer,
+        **{name: _DTYPES[getattr(state, name)] for name in DTYPES_OF},
     )
     optimizer = get_megatron_optimizer(
         optimizer_config, list(model), config_overrides=no_decay_of_vectors(optimizer_config)

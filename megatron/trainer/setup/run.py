@@ -166,7 +166,11 @@ def _masked_batch(stream: SampleStream, settings: Settings) -> Sequence[Sample]:
 
 
 def _layers(settings: Settings, device: torch.device) -> LayerChoice:
-    choice = layers.choose(layer_needs(settings.model, settings.planning), device)
+    choice = layers.choose(
+        layer_needs(settings.model, settings.planning),
+        device,
+        fused_adam=settings.planning.data_parallel.state.use_precision_aware_optimizer,
+    )
     logger.info("%s", choice.describe())
     return choice
 

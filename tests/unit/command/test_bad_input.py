@@ -259,7 +259,7 @@ REMEDIES = [
     ("simulate", ["--cp-comm-type", "latent"], "use p2p or auto (--cp-comm-type)", ["--cp-comm-type", "auto"]),
     ("plan", ["--lanes", "1000000", "--set", "hbm=9GB"], "exchange by p2p alone (--cp-comm-type)", [
         "--lanes", "1000000", "--set", "hbm=9GB", "--cp-comm-type", "p2p"]),
-    ("plan", ["--lanes", "1000000", "--set", "hbm=9.2GB"], "lower --lanes", ["--lanes", "64", "--set", "hbm=9.2GB"]),
+    ("plan", ["--lanes", "1000000", "--set", "hbm=9.5GB"], "lower --lanes", ["--lanes", "64", "--set", "hbm=9.5GB"]),
     ("sweep", ["--max-tokens-per-rank", "10000000"], ", or give another --max-tokens-per-rank", [
         "--max-tokens-per-rank", "10000"]),
     ("plan", ["--gpus", "4", "--static-cp-size", "5", "--policy", "static"], "; give another --static-cp-size", [

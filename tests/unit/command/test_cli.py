@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_refused(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("dynamic-cp: error: the plan needs ")
-    for part in (" GB on pipeline stage 0, 70.84 GB are available", "lower --max-tokens-per-rank"):
+    for part in (" GB on pipeline stage 0, 75.35 GB are available", "lower --max-tokens-per-rank"):
         assert part in err
     assert err.count("\n") == 1
     assert not output.exists()

@@ -15,6 +15,7 @@ from dynamic_cp.comparison.parts import prices_by_part
 from dynamic_cp.comparison.speedup import Speedup, t_quantile
 from dynamic_cp.comparison.verdict import MIN_GAIN, judged
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.sent import sent_by_plan
@@ -195,7 +196,9 @@ def test_the_limit_follows_from_memory_for_each_policy():
     comparison = compared(hardware=hardware, limit_from_memory=True)
     limits = {one.policy: one.max_tokens_per_rank for one in comparison.policies}
     assert limits["dynamic"] == comparison.options.max_tokens_per_rank > 200
-    assert limits["dynamic"] >= limits["balanced"] != limits["megatron-dev"]
+    # One CP size is one communicator of CP groups; of several each has its own.
+    assert limits["balanced"] > limits["dynamic"]
+    assert limits["balanced"] != limits["megatron-dev"]
     for one in comparison.policies:
         assert one.fits_memory
         assert one.peak_bytes <= one.available_bytes
@@ -231,7 +234,7 @@ def test_a_verdict_where_only_the_dynamic_plan_fits():
 
 def test_reserved_memory_is_no_reason_to_lose():
     """Communicators of large groups cost memory; dynamic CP may do without those that no sample needs."""
-    hardware = replace(CURVED_HARDWARE, hbm_bytes=3e7, communicator_bytes_per_group=4e6)
+    hardware = replace(CURVED_HARDWARE, hbm_bytes=3e7, communicator_bytes_per_group=3e6)
     given = [samples_of([100] * 64)] * 2
     comparison = compared(hardware=hardware, limit_from_memory=True, given=given, policies=("dynamic", "balanced"))
     ours, theirs = comparison.policy("dynamic"), comparison.policy("balanced")
@@ -239,14 +242,8 @@ def test_reserved_memory_is_no_reason_to_lose():
     assert ours.setting.max_cp_size < 8
     assert ours.fits_memory
     assert ours.iteration_s <= theirs.iteration_s * (1 + 1e-9)
-    largest = compared(
-        hardware=hardware,
-        given=given,
-        policies=("dynamic",),
-        limit_from_memory=True,
-        options=replace(OPTIONS, min_cp_size=8),
-    )
-    assert ours.max_tokens_per_rank > largest.policy("dynamic").max_tokens_per_rank
+    problem = Problem(topology=TOPOLOGIES[0], model=TINY_MODEL, hardware=hardware, options=OPTIONS)
+    assert ours.max_tokens_per_rank > MemoryModel(problem).max_tokens_per_rank(100)
     assert to_dict(comparison)["policies"]["dynamic"]["max_cp_size"] == comparison.options.max_cp_size
 
 

@@ -38,14 +38,14 @@ def test_a_changed_file_says_what_was_changed(tmp_path: Any, capsys: pytest.Capt
     assert printed(capsys, *words) == ""
     found = load_hardware(path)
     assert (found.name, found.bandwidth_across_nodes_bytes_per_s, found.hbm_bytes) == ("cloud", 1e9, 96e9)
-    assert found.source["hbm_bytes"] == "hbm=96 GB, set by hand; h100 has 80 GB"
+    assert found.source["hbm_bytes"] == "hbm=96 GB, set by hand; h100 has 84.9 GB"
     assert path.read_text() == printed(capsys, "hardware", str(path))
 
 
 def test_the_bundled_ones_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split() for line in printed(capsys, "hardware").splitlines()]
     (h100,) = [row for row in rows if row and row[0] == "h100"]
-    assert " ".join(h100) == "h100 989.4 TFLOP/s 80 GB 150 GB/s 40 GB/s"
+    assert " ".join(h100) == "h100 989.4 TFLOP/s 84.9 GB 150 GB/s 40 GB/s"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
+from dynamic_cp.mechanisms.mechanism import Sharing
+from dynamic_cp.memory import communicators
 from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.memory.memory_model import SAFETY_FRACTION, MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
@@ -21,6 +23,7 @@ from dynamic_cp.types import (
     PlanOptions,
     Problem,
     RecomputedLayers,
+    StateDtypes,
     Topology,
 )
 from tests.unit.support import TINY_HARDWARE, samples_of
@@ -59,14 +62,93 @@ def test_weights_and_state_by_hand():
     assert stage.weights_bytes == 2 * 2024
     assert stage.gradients_bytes == 4 * 2024
     assert stage.optimizer_bytes == 12 * 2024 / 4
-    # CP groups of 2 and 4, and the one of all lanes.
-    assert stage.communicators_bytes == 3000
-    assert stage.total_bytes == 2024 * 9 + 3000
+    # CP groups of 2 and 4, and of all lanes, which the job, the optimizer's norm and gradients have one each.
+    assert stage.communicators_bytes == 5000
+    assert stage.total_bytes == 2024 * 9 + 5000
     (whole,) = memory(Topology(num_lanes=4), data_parallel=DataParallel(distributed_optimizer=False)).peak_at(0)
     assert whole.optimizer_bytes == 12 * 2024
     (fp32,) = memory(Topology(num_lanes=4), bytes_per_element=4).peak_at(0)
     assert fp32[:3] == (4 * 2024, 4 * 2024, 8 * 2024 / 4)
-    assert memory(Topology(num_lanes=4), max_cp_size=2).peak_at(0)[0].communicators_bytes == 2000
+    assert memory(Topology(num_lanes=4), max_cp_size=2).peak_at(0)[0].communicators_bytes == 4000
+
+
+BF16_GRADIENTS = StateDtypes(grad_reduce_in_bf16=True)
+AWARE = {"use_precision_aware_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("state", "gradient", "optimizer", "copied"),
+    [
+        (StateDtypes(), 4, 12, 0),
+        (BF16_GRADIENTS, 2, 12, 4),
+        (StateDtypes(**AWARE), 4, 2 + 8, 0),
+        (StateDtypes(**AWARE, main_grads_dtype="bf16", main_params_dtype="fp16"), 2, 2 + 8, 0),
+        (StateDtypes(**AWARE, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp8", grad_reduce_in_bf16=True), 2, 2 + 3, 0),
+    ],
+)
+def test_state_in_lower_precision_by_hand(state, gradient, optimizer, copied):
+    model = memory(Topology(num_lanes=4), data_parallel=DataParallel(state=state))
+    (stage,) = model.peak_at(0)
+    assert stage[:3] == (2 * 2024, gradient * 2024, optimizer * 2024 / 4)
+    # Copies of gradients take the room that activations leave while the optimizer steps.
+    assert stage.step_bytes == copied * 2024 / 4
+    (busy,) = model.peak_at(1)
+    assert busy.total_bytes == max(stage.total_bytes, busy.state_bytes + busy.micro_batch_bytes)
+    assert model.peak_at(100)[0].step_bytes == 0
+    limit = model.max_tokens_per_rank()
+    model.check_limit_fits(limit, 4)
+    with pytest.raises(MemoryLimitError):
+        model.check_limit_fits(limit + 2, 4)
+
+
+def test_copies_of_gradients_can_be_what_does_not_fit():
+    needed = 2024 * (2 + 2 + 12 / 4 + 4 / 4) + 5000
+    for spare, fits in ((1.0, True), (-1.0, False)):
+        hardware = replace(HARDWARE, hbm_bytes=(needed + spare) / SAFETY_FRACTION + HARDWARE.hbm_reserved_bytes)
+        given = {"data_parallel": DataParallel(state=BF16_GRADIENTS), "hardware": hardware, "recompute": "full"}
+        model = memory(Topology(num_lanes=4), **given)
+        if fits:
+            assert model.max_tokens_per_rank() >= 2
+        else:
+            with pytest.raises(MemoryLimitError, match=r"2 tokens per rank .*: use a larger tp_size"):
+                model.max_tokens_per_rank()
+
+
+@pytest.mark.parametrize(
+    ("topology", "options", "num_communicators"),
+    [
+        (Topology(num_lanes=1), {}, 0),
+        (Topology(num_lanes=1, tp_size=2), {}, 2 + 1),
+        (Topology(num_lanes=1, pp_size=2), {}, 2 + 1),
+        (Topology(num_lanes=1, pp_size=2, vp_size=2), {}, 2 + 1),
+        (Topology(num_lanes=1, pp_size=4, vp_size=1), {}, 2 + 1),
+        (Topology(num_lanes=1, pp_size=4, vp_size=4), {}, 2 + 2),
+        (Topology(num_lanes=8), {}, 2 + 1 + 3),
+        (Topology(num_lanes=8), {"min_cp_size": 8}, 2 + 1 + 1),
+        (Topology(num_lanes=8), {"max_cp_size": 1}, 2 + 1),
+        (Topology(num_lanes=8), {"pool": "always"}, 2 + 1 + 3 + 1),
+        (Topology(num_lanes=8), {"min_cp_size": 8, "cp_comm_types": ("a2a+p2p",)}, 2 + 1 + 3 + 2),
+    ],
+)
+def test_communicators_that_are_made(topology, options, num_communicators):
+    model = replace(MODEL, num_layers=16)
+    sharing = Sharing.of(model, topology, None)
+    assert communicators.num_communicators(model, topology, replace(OPTIONS, **options), sharing) == num_communicators
+
+
+def test_stages_that_share_a_table_have_one_more_communicator():
+    tied = replace(MODEL, share_embeddings_and_output_weights=True)
+    for pp_size, more in ((1, 0), (2, 1)):
+        topology = Topology(num_lanes=1, tp_size=2, pp_size=pp_size)
+        counts = [memory(topology, model=one).peak_at(0)[0].communicators_bytes for one in (MODEL, tied)]
+        assert counts[1] - counts[0] == 1000 * more
+
+
+def test_a_static_policy_has_groups_of_its_size_only():
+    options = replace(OPTIONS, static_cp_size=4)
+    problem = Problem(topology=Topology(num_lanes=8), model=MODEL, hardware=HARDWARE, options=options, policy="static")
+    of_policies = [MemoryModel(replace(problem, policy=one)).peak_at(0)[0] for one in ("static", "dynamic")]
+    assert [one.communicators_bytes for one in of_policies] == [4000, 6000]
 
 
 def test_a_gate_by_hand():
@@ -141,7 +223,8 @@ def test_modules_of_multi_token_prediction_by_hand():
     of_module = activation_bytes(later, Topology(num_lanes=1), OPTIONS, later.mtp_module)
     assert of_module.per_layer - kept.per_layer == 6 * 8 * 2
     (peaks, plain_peaks) = (memory(split, model=model).peak_at(64) for model in (later, MODEL))
-    assert peaks[0] == plain_peaks[0]
+    # The first and the last stage add up the gradients of the embedding that both have.
+    assert peaks[0] == plain_peaks[0]._replace(communicators_bytes=plain_peaks[0].communicators_bytes + 1000)
     assert peaks[1].activations_bytes > plain_peaks[1].activations_bytes
 
 
@@ -339,9 +422,9 @@ def test_a_hierarchy_keeps_the_keys_and_values_of_its_ring():
     bucket = Bucket(first_lane=0, cp_size=8, samples=samples_of([80]), cp_comm_type="a2a+p2p", inner_cp_size=4)
     plan = Plan(topology=Topology(num_lanes=8), max_tokens_per_rank=100, micro_batches=(MicroBatch(buckets=(bucket,)),))
     assert model.peak(plan)[0].exchange_bytes == 10 * (32 + 2 * 32)
-    # Groups of 2, 4 and 8, all lanes, and outer rings: of 2 in 4 lanes; of 4 and of 2 in 8 lanes.
-    assert model.peak_at(0)[0].communicators_bytes == 1000 * (3 + 1 + 3)
-    assert memory(Topology(num_lanes=8)).peak_at(0)[0].communicators_bytes == 1000 * (3 + 1)
+    # Groups of 2, 4 and 8, three of all lanes, and outer rings: of 2 in 4 lanes; of 4 and of 2 in 8 lanes.
+    assert model.peak_at(0)[0].communicators_bytes == 1000 * (3 + 3 + 3)
+    assert memory(Topology(num_lanes=8)).peak_at(0)[0].communicators_bytes == 1000 * (3 + 3)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -379,7 +462,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
     model = memory(topology)
     with pytest.raises(MemoryLimitError) as caught:
         model.check_plan_fits(plan)
-    needed = 2024 * (2 + 4 + 6) + 2000 + 900 * (4 * 192 + 96 + 112)
+    needed = 2024 * (2 + 4 + 6) + 4000 + 900 * (4 * 192 + 96 + 112)
     assert caught.value.needed_bytes == needed
     assert caught.value.available_bytes == SAFETY_FRACTION * 9e5
     assert caught.value.stage == 0

@@ -155,7 +155,7 @@ def test_settings_change_numbers_and_say_so() -> None:
     changed = catalog.load_hardware("h100", ("bandwidth_across_nodes=12.5GB/s", "hbm_bytes=96GB"))
     assert (changed.bandwidth_across_nodes_bytes_per_s, changed.hbm_bytes) == (12.5e9, 96e9)
     assert changed.name == "h100 (bandwidth_across_nodes=12.5GB/s, hbm_bytes=96GB)"
-    assert changed.source["hbm_bytes"] == "hbm_bytes=96GB, set by hand; h100 has 80 GB"
+    assert changed.source["hbm_bytes"] == "hbm_bytes=96GB, set by hand; h100 has 84.9 GB"
     others = [name for name in NUMBERS if name not in ("bandwidth_across_nodes_bytes_per_s", "hbm_bytes")]
     assert all(getattr(changed, name) == getattr(H100, name) for name in others)
     assert catalog.load_hardware("h100", ("peak=900TFLOP/s",)).peak_flops_per_s == 9e14

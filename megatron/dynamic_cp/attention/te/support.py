@@ -175,7 +175,7 @@ def choose_layers(
     """
     if needs.requested == "local":
         return LayerChoice(impl="local", reason="--transformer-impl local")
-    kernel, obstacle = None, _why_not_installed(capability, version, why_missing) or needs.why_local
+    kernel, obstacle = None, why_not_installed(capability, version, why_missing) or needs.why_local
     if obstacle is None:
         assert capability is not None
         kernel, obstacle = choose_kernel(needs.backend, capability, flash_attn=flash_attn)
@@ -194,7 +194,7 @@ def choose_layers(
     return LayerChoice(impl="transformer_engine", reason=reason, left_out=left_out, kernel=kernel)
 
 
-def _why_not_installed(capability: Capability | None, version: str | None, why_missing: str) -> str | None:
+def why_not_installed(capability: Capability | None, version: str | None, why_missing: str) -> str | None:
     """Return why no layer of TransformerEngine runs here, whatever the model; None where some do."""
     if capability is None:
         return "TransformerEngine needs CUDA devices, this run trains on the CPU"

@@ -1,0 +1,131 @@
+"""Gradients and optimizer states in lower precision: what is kept is what is planned, and gradients in bf16 train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynamic_cp.errors import DynamicCPError
+from dynamic_cp.memory.memory_model import MemoryModel, StageMemory
+from dynamic_cp.models import catalog
+from dynamic_cp.types import Problem, StateDtypes
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup import model
+from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
+from tests.trainer.commandline import command_line
+from tests.trainer.conftest import SAVED, TO_LAST
+from tests.trainer.training_ranks import losses, train
+
+WORDS = "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 256 --bf16"
+IN_BF16 = "--grad-reduce-in-bf16"
+SHARDED = "--use-distributed-optimizer"
+AWARE = f"{SHARDED} --use-precision-aware-optimizer"
+VOCAB_SIZE = 264
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (IN_BF16, "--grad-reduce-in-bf16 is for weights in bfloat16: add --bf16, or leave it out"),
+        (AWARE, "--use-precision-aware-optimizer is for weights in bfloat16: add --bf16, or leave it out"),
+        (
+            "--bf16 --use-precision-aware-optimizer",
+            "needs an optimizer whose state the lanes share: use the distributed",
+        ),
+        (
+            "--bf16 --exp-avg-dtype bf16",
+            "is bf16, without the precision-aware optimizer it is fp32: add --use-precision",
+        ),
+        (f"--bf16 {SHARDED} --main-grads-dtype bf16", "add --use-precision-aware-optimizer, or leave it out"),
+    ],
+)
+def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
+    with pytest.raises(DynamicCPError, match=says):
+        parse_args(command_line(f"--dynamic-cp {flags}"), 4)
+
+
+def test_flags_are_those_of_the_plans() -> None:
+    flags = "--main-grads-dtype bf16 --main-params-dtype fp16 --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16"
+    planning = parse_args(command_line(f"{WORDS} {AWARE} {flags}"), 4).planning
+    state = StateDtypes(
+        use_precision_aware_optimizer=True,
+        main_grads_dtype="bf16",
+        main_params_dtype="fp16",
+        exp_avg_dtype="fp8",
+        exp_avg_sq_dtype="bf16",
+    )
+    assert planning.data_parallel.state == state
+
+
+def test_the_precision_aware_optimizer_needs_transformer_engine_on_a_device() -> None:
+    says = (
+        "--use-precision-aware-optimizer steps by TransformerEngine's FusedAdam: TransformerEngine needs CUDA devices"
+    )
+    with pytest.raises(RankError, match=says):
+        train(1, WORDS, AWARE)
+
+
+def kept_bytes(words: list[str], world_size: int) -> list[float]:
+    """Return the bytes of weights, gradients, optimizer state and copies of gradients of all ranks, after a step."""
+    settings = parse_args(words, world_size)
+    initialize_model_parallel()
+    cpu = torch.device("cpu")
+    config = model.transformer_config(settings.model, settings.planning, cpu)
+    chunks = model.build_chunks(settings.model, config, VOCAB_SIZE, "local")
+    wrapped = model.wrap_chunks(settings, config, chunks, model.ddp_bucket_size(world_size, 1), cpu)
+    optimizer: Any = model.build_optimizer(settings, config, wrapped)
+    parameters = list(wrapped[0].parameters())
+    for parameter in parameters:
+        parameter.main_grad.fill_(1.0)
+    optimizer.step()
+
+    def count(tensors: Any) -> float:
+        return sum(one.numel() * one.element_size() for one in tensors)
+
+    gradients = [parameter.main_grad for parameter in parameters]
+    masters = [one for group in optimizer.optimizer.param_groups for one in group["params"]]
+    states = [state[name] for state in optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    copies = [one.grad for one in masters if one.grad.untyped_storage().nbytes() <= one.grad.nbytes]
+    found = torch.tensor([count(part) for part in (parameters, gradients, [*masters, *states], copies)])
+    dist.all_reduce(found)
+    return found.tolist()
+
+
+def planned_bytes(words: list[str], world_size: int) -> StageMemory:
+    settings = parse_args(words, world_size)
+    planning = settings.planning
+    hardware = replace(catalog.load_hardware("cpu"), communicator_bytes_per_group=0)
+    problem = Problem(
+        topology=planning.topology,
+        model=derive.model_shape(settings.model, VOCAB_SIZE),
+        hardware=hardware,
+        options=planning.options(64),
+        data_parallel=planning.data_parallel,
+    )
+    return MemoryModel(problem).peak_at(0)[0]
+
+
+@pytest.mark.parametrize("flags", ["", IN_BF16, SHARDED, f"{SHARDED} {IN_BF16}"])
+def test_what_is_kept_is_what_is_planned_to_the_byte(flags: str) -> None:
+    words = command_line(f"{WORDS} {flags} --untie-embeddings-and-output-weights")
+    kept, planned = run_ranks(2, kept_bytes, words, 2)[0], planned_bytes(words, 2)
+    assert kept == [2 * one for one in (*planned[:3], planned.step_bytes)]
+    assert (planned.step_bytes > 0) == (IN_BF16 in flags)
+    assert planned.gradients_bytes == planned.weights_bytes * (1 if IN_BF16 in flags else 2)
+
+
+@pytest.mark.by_day(f"{SHARDED} --overlap-grad-reduce")
+@pytest.mark.parametrize("more", ["", f"{SHARDED} --overlap-grad-reduce"])
+def test_gradients_in_bf16_train_and_resume(uninterrupted: Any, saved_by: Any, more: str) -> None:
+    """Within 1e-3 of fp32 gradients, which are not the same; resumed to the bit."""
+    words = f"{WORDS} {more} {IN_BF16}"
+    expected = uninterrupted(words, 2)
+    plain = uninterrupted(f"{WORDS} {more}", 2)
+    assert expected == pytest.approx(plain, rel=1e-3)
+    assert expected != plain
+    assert losses(train(2, words, TO_LAST, f"--load {saved_by(words, 2)}")) == expected[SAVED:]

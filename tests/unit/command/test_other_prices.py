@@ -1,0 +1,90 @@
+"""Gains under other prices: each set changes what it names, and a verdict that one of them turns says which."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dynamic_cp.comparison.job import SweepJob
+from dynamic_cp.comparison.speedup import OtherPrice, speedup_of
+from dynamic_cp.comparison.verdict import verdict_of
+from dynamic_cp.models.catalog import load_hardware, load_model
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.setting import Setting
+from dynamic_cp.sweep import Space, sweep
+from dynamic_cp.sweep.other_prices import PRICE_SETS
+from dynamic_cp.types import DataParallel, Topology
+from tests.unit.report.support import comparison
+from tests.unit.support import samples_of
+
+JOB = SweepJob(
+    batches=(samples_of([9000, 500, 700, 4000] * 4), samples_of([6000, 300, 900, 2000] * 4)),
+    max_seqlen=9000,
+    model=load_model("llama-3-8b"),
+    hardware=load_hardware("h100"),
+    data_parallel=DataParallel(overlap_grad_reduce=True, overlap_param_gather=True),
+)
+STATIC, DYNAMIC = (
+    Setting(
+        policy=policy,
+        topology=Topology(num_lanes=4, tp_size=2, sequence_parallel=True),
+        recompute="none",
+        max_tokens_per_rank=16384,
+        cp_comm_types=("p2p",),
+        static_cp_size=2,
+    )
+    for policy in ("static", "dynamic")
+)
+
+
+def seconds(setting: Setting, job: SweepJob) -> float:
+    return CostModel(job.problem(setting)).cost(2, 0, 8000, 8000**2).forward_s
+
+
+@pytest.mark.parametrize("prices", PRICE_SETS, ids=lambda prices: prices.name)
+def test_each_set_changes_what_it_names(prices) -> None:
+    other = prices.change(JOB)
+    ours, theirs = (seconds(setting, other) / seconds(setting, JOB) for setting in (DYNAMIC, STATIC))
+    expected = {
+        "TP collectives overlapped in all jobs": ours == theirs < 1,
+        "TP collectives overlapped in static jobs alone": ours == 1 > theirs,
+        "attention 30% slower": ours == theirs > 1,
+        "attention 30% faster": ours == theirs < 1,
+        "links half as fast": ours == theirs > 1,
+        "gradients reduced in the open": ours == theirs == 1
+        and CostModel(other.problem(STATIC)).reduction.least_s > CostModel(JOB.problem(STATIC)).reduction.least_s,
+    }
+    assert expected[prices.name]
+    assert len(expected) == len(PRICE_SETS)
+
+
+def test_a_sweep_has_the_gain_under_all_prices() -> None:
+    space = Space(num_gpus=8, ranks_per_node=8, tp_sizes=(2,), pp_sizes=(1,), recompute=("none",))
+    found = sweep(space, JOB, policies=("static", "dynamic"))
+    assert [one.name for one in found.other_prices] == [prices.name for prices in PRICE_SETS]
+    shipped = found.best["static"].iteration_s / found.best["dynamic"].iteration_s
+    gains = {one.name: one.speedup.ratio for one in found.other_prices}
+    assert gains["TP collectives overlapped in static jobs alone"] < shipped
+    assert gains["TP collectives overlapped in static jobs alone"] < gains["TP collectives overlapped in all jobs"]
+    assert sweep(space, JOB, policies=("dynamic",)).other_prices == ()
+
+
+def gain(name: str, ratio: float) -> OtherPrice:
+    return OtherPrice(name, speedup_of("dynamic", [1.0, 1.0, 1.0], "static", [ratio, ratio, ratio]))
+
+
+def test_prices_that_decide_are_named() -> None:
+    shipped = comparison()
+    before = verdict_of(shipped)
+    assert before is not None
+    assert before.pays == "yes"
+    same = verdict_of(replace(shipped, other_prices=(gain("slow links", 1.2), gain("fast attention", 1.1))))
+    assert same is not None
+    assert (same.pays, same.headline) == (before.pays, before.headline)
+    assert "1.10x (with fast attention) to 1.20x (with slow links)" in same.other_prices
+    turned = verdict_of(replace(shipped, other_prices=(gain("slow links", 1.2), gain("fast attention", 1.01))))
+    assert turned is not None
+    assert turned.pays == "unclear"
+    assert "dynamic CP may pay" in turned.headline
+    assert "Prices decide whether it pays: with fast attention 1.01x" in turned.other_prices
