@@ -19,11 +19,22 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner import compared, exchanges, experts, first_use, frozen_bench, growth, h100, packers, published
+from benchmarks.planner import (
+    compared,
+    exchanges,
+    experts,
+    first_use,
+    frozen_bench,
+    growth,
+    h100,
+    masks,
+    packers,
+    published,
+)
 from benchmarks.planner.report import inserted
 
 DOCS = Path(__file__).parents[2] / "docs"
-SECTIONS = ("frozen", "h100", "exchanges", "experts", "packers", "published", "growth", "compared")
+SECTIONS = ("frozen", "h100", "exchanges", "experts", "packers", "published", "growth", "masks", "compared")
 QUICK_CASES = ("real_webprose_ccfit_pp1_n64_128k.seed0", "real_webprose_ccfit_pp4_n32_32k.seed0")
 QUICK_EXCHANGES = ("real_webprose_pp8_n32_128k.seed0",)
 QUICK_H100 = (h100.Setting("webprose_ccfit", h100.GQA, 4, 1, 8, 32768, 8192, samples=64),)
@@ -87,6 +98,9 @@ def measure(section: str, cases: Sequence[str], *, quick: bool, images: Path) ->
             published.measure((8,), 64, ("lognormal-github", "webprose_ccfit"), (0,)) if quick else published.measure()
         )
         figures, tables = {"cases": rows}, {"published": published.markdown(rows)}
+    elif section == "masks":
+        rows = masks.measure(masks.CELLS[:1] if quick else [cell for cell in masks.CELLS if wanted(cell.name)])
+        figures, tables = {"cells": rows}, {"masks": masks.markdown(rows)}
     elif section == "growth":
         curves = growth.series(1024, 32) if quick else growth.series()
         rows = growth.measure(curves)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from itertools import repeat, zip_longest
+from itertools import islice, repeat, zip_longest
 from math import ceil
 from typing import NamedTuple
 
@@ -59,9 +59,16 @@ _ROW_FILL = 0.97
 """Share of the lanes' tokens that level rows fill: lanes do not come out exactly even."""
 _MORE_ROWS = (1.2, 1.5, 2.0, 3.0, 4.0)
 """Numbers of level rows for a pipeline, as multiples of the fewest."""
-_CANDIDATES_PER_S, _MOST_CANDIDATES = {"fast": 6400, "thorough": 51200}, {"fast": 200, "thorough": 1024}
-"""Candidates that are tried for a plan, by lanes and for each second of its step, and in all. One takes about 0.15 ms
-for each lane, with its share of schedules and searches: planning takes about as long as a step."""
+_CANDIDATES_PER_S, _MOST_CANDIDATES = {"fast": 1600, "thorough": 51200}, {"fast": 200, "thorough": 1024}
+"""Candidates that are tried for a plan, by lanes and for each second of its step, and in all. One takes about 0.25 ms
+for each lane, with its share of schedules and searches: planning takes less than half as long as a step."""
+_FEWEST_EACH, _FEWEST_AGAIN = 8, 4
+"""Where rows have fewer candidates, all are placed by quick ones only, and those of the fastest plan share the rest,
+where they have at least so many."""
+_EACH_QUICKLY = 2
+"""As many candidates take as long as a row placed by quick ones: greedily where there is not even time for these."""
+_QUICK, _NUM_QUICK_AMONG = ("greedy", "zigzag"), 4
+"""Ways to place that search nothing, which on many lanes takes four times as long; they are among so many first."""
 _SHORTEST_STEP_S = 0.25
 """Steps that take less are planned as if they took so long: few do on devices that need such plans."""
 _INNER_SIZES = (1, 2, 8, 4)
@@ -94,57 +101,123 @@ def placed_rows(
         packed: micro-batches of a legal plan, or a guess.
         samples: descending by seqlen, ties by ascending sample_id.
         cost_model: its topology, limits and prices of attention.
-        step_s: that they take; placing them may take about as long.
+        step_s: that they take; placing them may take about half as long.
         is_guess: no mechanism may be used that `packed` uses on several lanes.
     """
-    topology = cost_model.topology
     rows = [row for row in packed if any(bucket.samples for bucket in row.buckets)]
     of_rows = [[sample for bucket in row.buckets for sample in bucket.samples] for row in rows]
     fixed = [not is_guess or all(bucket.cp_size == 1 for bucket in row.buckets) for row in rows]
     is_sparse = cost_model.model.window is not None or any(sample.mask is not None for sample in samples)
     if all(fixed) and not is_sparse and _is_hopeless(rows, of_rows, cost_model):
         return
+    in_time = _num_in_time(step_s, cost_model)
+    kept = [row if may_stay else None for row, may_stay in zip(rows, fixed, strict=True)]
+    levels = _levels(samples, len(rows), in_time, cost_model)
+    plans = [_Rows("", of_rows, kept), *(_Rows("level ", level, [None] * len(level)) for level in levels)]
+    num_distinct = len({_names_of(row) for each in plans for row in each.samples})
+    num_each = min(_MOST_CANDIDATES[cost_model.options.search], in_time) // num_distinct
+    if num_each < _FEWEST_EACH:
+        yield from _placed_quickly(plans, num_distinct, in_time, cost_model)
+        return
+    place = _placer(cost_model, num_each)
+    for each in plans:
+        yield from _in_full(each, place, cost_model)
+
+
+def _levels(
+    samples: Sequence[Sample], num_packed: int, in_time: int, cost_model: CostModel
+) -> list[list[list[Sample]]]:
+    """Return samples on rows of even work: on as few as hold them, on as many as are packed, and on other numbers of rows.
+
+    Args:
+        samples: descending by seqlen.
+        num_packed: rows of the plan that is packed.
+        in_time: candidates that there is time for.
+        cost_model: topology and limits.
+    """
+    topology, options = cost_model.topology, cost_model.options
     num_tokens = sum(sample.seqlen for sample in samples)
-    fewest = ceil(num_tokens / (_ROW_FILL * cost_model.options.max_tokens_per_rank * topology.num_lanes))
+    fewest = ceil(num_tokens / (_ROW_FILL * options.max_tokens_per_rank * topology.num_lanes))
     # More rows than needed fill a pipeline better.
     more = [ceil(times * fewest) for times in _MORE_ROWS] if topology.pp_size > 1 else []
-    most_rows = max(fewest + topology.pp_size, len(rows))
-    search, step_s = cost_model.options.search, max(_SHORTEST_STEP_S, step_s)
-    num_candidates = min(_MOST_CANDIDATES[search], int(_CANDIDATES_PER_S[search] * step_s / topology.num_lanes))
+    most_rows = max(fewest + topology.pp_size, num_packed)
+    most_in_all = min(_MOST_CANDIDATES[options.search], in_time // _EACH_QUICKLY)
     levels: list[list[list[Sample]]] = []
-    num_rows = len(rows)
-    for number in dict.fromkeys((fewest, len(rows), fewest + 1, *more)):
+    num_rows = num_packed
+    for number in dict.fromkeys((fewest, num_packed, fewest + 1, *more)):
         num_rows += number
-        if levels and (number > most_rows or num_rows > num_candidates):
+        if levels and (number > most_rows or num_rows > most_in_all):
             break
         level = _level_rows(samples, number, cost_model)
         if level is not None:
             levels.append(level)
-    most = num_candidates // len({_names_of(row) for of_plan in (of_rows, *levels) for row in of_plan})
+    return levels
+
+
+def _placed_quickly(
+    plans: Sequence[_Rows], num_distinct: int, in_time: int, cost_model: CostModel
+) -> Iterator[PlacedRows]:
+    """Yield `plans` placed by ways that search nothing, and then the fastest of them once more as time remains.
+
+    Args:
+        plans: to place.
+        num_distinct: rows of all plans, the same samples counted once.
+        in_time: candidates that there is time for.
+        cost_model: topology, limits and prices.
+    """
+    num_inner, num_quick = len(_inner_sizes(cost_model)), _EACH_QUICKLY * num_distinct
+    place_quickly = _placer(cost_model, num_inner if num_quick <= in_time else 0, quick_first=True)
+    quick = [(placed, each) for each in plans for placed in _in_full(each, place_quickly, cost_model)]
+    yield from (placed for placed, _ in quick)
+    if quick:
+        quickest, fastest = min(quick, key=lambda one: one[0].makespan_ns)
+        num_left = _num_in_time(quickest.makespan_ns / 1e9, cost_model) - num_quick
+        num_each = min(_MOST_CANDIDATES[cost_model.options.search], num_left) // len(fastest.samples)
+        # The first of each inner size are greedy, which takes half as long as others.
+        most = num_each - num_inner // 2
+        if most >= _FEWEST_AGAIN:
+            yield from _in_full(fastest, _placer(cost_model, most), cost_model)
+
+
+def _num_in_time(step_s: float, cost_model: CostModel) -> int:
+    """Return how many candidates a step that takes so long has time for."""
+    per_s = _CANDIDATES_PER_S[cost_model.options.search]
+    return int(per_s * max(_SHORTEST_STEP_S, step_s) / cost_model.topology.num_lanes)
+
+
+class _Rows(NamedTuple):
+    """A plan to place: its name for the user, the samples of each row, and the row itself where it may stay."""
+
+    name: str
+    samples: Sequence[Sequence[Sample]]
+    kept: Sequence[MicroBatch | None]
+
+
+_Place = Callable[[Sequence[Sample]], MicroBatch | None]
+"""Samples of a row -> it, placed."""
+
+
+def _placer(cost_model: CostModel, most_candidates: int, *, quick_first: bool = False) -> _Place:
+    """Return `place_row` with these arguments, which places the same samples once."""
     known: dict[tuple[int, ...], MicroBatch | None] = {}
 
     def place(row: Sequence[Sample]) -> MicroBatch | None:
         names = _names_of(row)
         if names not in known:
-            known[names] = place_row(row, cost_model, most)
+            known[names] = place_row(row, cost_model, most_candidates, quick_first=quick_first)
         return known[names]
 
-    chosen = [
-        _faster(row if may_stay else None, place(of_row), cost_model)
-        for row, of_row, may_stay in zip(rows, of_rows, fixed, strict=True)
-    ]
-    yield from _in_full("", chosen, cost_model)
-    for level in levels:
-        yield from _in_full("level ", [place(row) for row in level], cost_model)
+    return place
 
 
 def _names_of(row: Sequence[Sample]) -> tuple[int, ...]:
-    return tuple(sample.sample_id for sample in row)
+    return tuple(sorted(sample.sample_id for sample in row))
 
 
-def _in_full(name: str, rows: Sequence[MicroBatch | None], cost_model: CostModel) -> Iterator[PlacedRows]:
-    """Yield `rows` and as many empty ones as the schedule needs; nothing if one of them is not there."""
-    topology = cost_model.topology
+def _in_full(each: _Rows, place: _Place, cost_model: CostModel) -> Iterator[PlacedRows]:
+    """Yield the rows and as many empty ones as the schedule needs; nothing if one of them is not there."""
+    topology, name = cost_model.topology, each.name
+    rows = [_faster(row, place(of_row), cost_model) for row, of_row in zip(each.kept, each.samples, strict=True)]
     found = [row for row in rows if row is not None]
     if len(found) == len(rows):
         num_placed = sum(row.buckets[0].placement is not None for row in found)
@@ -194,7 +267,9 @@ def _level_rows(samples: Sequence[Sample], num_rows: int, cost_model: CostModel)
     return None if dealt is None else [[samples[order[place]] for place in row] for row in dealt[0] if row]
 
 
-def place_row(samples: Sequence[Sample], cost_model: CostModel, most_candidates: int = MAX_COUNT) -> MicroBatch | None:
+def place_row(
+    samples: Sequence[Sample], cost_model: CostModel, most_candidates: int = MAX_COUNT, *, quick_first: bool = False
+) -> MicroBatch | None:
     """Return the fastest placed micro-batch of `samples` on all lanes; None where none keeps the limits.
 
     All candidates are priced in one schedule, the best ones in others and searched again with other seeds.
@@ -203,6 +278,7 @@ def place_row(samples: Sequence[Sample], cost_model: CostModel, most_candidates:
         samples: of the micro-batch.
         cost_model: topology, limits and prices.
         most_candidates: to try after the first one of each inner size; more until one keeps the limits.
+        quick_first: first those that take little to find.
     """
     masked = with_masks(samples, cost_model.mask)
     num_tokens = sum(sample.seqlen for sample in samples)
@@ -210,7 +286,7 @@ def place_row(samples: Sequence[Sample], cost_model: CostModel, most_candidates:
         return None
     tried = _Tried(samples, cost_model)
     groupings = [_Grouping.of(inner, num_tokens, cost_model) for inner in _inner_sizes(cost_model)]
-    for number, (grouping, make) in enumerate(_round_robin(groupings, masked, tried)):
+    for number, (grouping, make) in enumerate(_round_robin(groupings, masked, tried, quick_first=quick_first)):
         if number >= len(groupings) + most_candidates and tried.fastest():
             break
         tried.add(grouping, make)
@@ -226,13 +302,23 @@ def place_row(samples: Sequence[Sample], cost_model: CostModel, most_candidates:
 
 
 def _round_robin(
-    groupings: Sequence[_Grouping], masked: Sequence[Sample], tried: _Tried
+    groupings: Sequence[_Grouping], masked: Sequence[Sample], tried: _Tried, *, quick_first: bool
 ) -> Iterator[tuple[_Grouping, Maker]]:
     """Yield a candidate of each grouping, then another of each, and so on, but of those that proved slow no more."""
-    rounds = zip_longest(*(zip(repeat(grouping), candidates(masked, grouping.problem)) for grouping in groupings))
+    order = _quick_first if quick_first else iter
+    rounds = zip_longest(
+        *(zip(repeat(grouping), order(candidates(masked, grouping.problem))) for grouping in groupings)
+    )
     for number, each in enumerate(rounds):
         slow = tried.groupings_beyond(_FAR) if number >= _NUM_ROUNDS else set()
         yield from (one for one in each if one is not None and one[0] not in slow)
+
+
+def _quick_first(makers: Iterator[Maker]) -> Iterator[Maker]:
+    """Yield of the first makers those that search nothing before the others."""
+    firsts = islice(makers, _NUM_QUICK_AMONG)
+    yield from sorted(firsts, key=lambda maker: maker.name.split()[0] not in _QUICK)
+    yield from makers
 
 
 class _Grouping(NamedTuple):

@@ -26,7 +26,7 @@ MOST_LINES = {
     "dynamic_cp/pool": 2870,
     "dynamic_cp/pricing": 1840,
     "dynamic_cp/report": 2910,
-    "dynamic_cp/search": 1780,
+    "dynamic_cp/search": 1820,  # two passes where rows have few candidates
     "dynamic_cp/sweep": 1270,  # gradients and optimizer states in lower precision
     "dynamic_cp/types": 2830,  # gradients and optimizer states in lower precision
     "megatron/dynamic_cp": 170,
