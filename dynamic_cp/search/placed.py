@@ -127,7 +127,7 @@ def placed_rows(
 def _levels(
     samples: Sequence[Sample], num_packed: int, in_time: int, cost_model: CostModel
 ) -> list[list[list[Sample]]]:
-    """Return samples on rows of even work: on as few as hold them, on as many as are packed, and on other numbers of rows.
+    """Return samples on rows of even work: on as few rows as hold them, on as many as are packed, and on others.
 
     Args:
         samples: descending by seqlen.
