@@ -8,8 +8,9 @@ import numpy as np
 
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.pricing import terms as of_prices
 from dynamic_cp.pricing.table import PriceTable
-from dynamic_cp.pricing.terms import CONSTANT, HOST, NUM_KINKS, NUM_TERMS, PER_TOKEN, kink_at, linear_parts, price
+from dynamic_cp.pricing.terms import CONSTANT, NUM_KINKS, NUM_TERMS, PER_TOKEN, kink_at, linear_parts, price
 
 
 class Ways(NamedTuple):
@@ -102,10 +103,9 @@ def ratio_range(ways: Ways, longest: float, least_density: float, largest_densit
         longest: padded tokens of the longest sample.
         least_density, largest_density: of all samples.
     """
-    of_gpu = ways.terms.copy()
-    of_gpu[..., HOST] = 0.0
-    least, largest = _ratio_range(ways._replace(terms=of_gpu), longest, least_density, largest_density)
-    for forward, backward in np.maximum(0.0, ways.terms[..., HOST] - ways.floors_s).tolist():
+    of_gpu = ways._replace(terms=of_prices.without_host(ways.terms))
+    least, largest = _ratio_range(of_gpu, longest, least_density, largest_density)
+    for forward, backward in np.maximum(0.0, ways.terms[..., of_prices.HOST] - ways.floors_s).tolist():
         if forward > 0.0:
             least, largest = min(least, backward / forward), max(largest, backward / forward)
         elif backward > 0.0:

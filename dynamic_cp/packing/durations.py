@@ -19,7 +19,8 @@ class Durations(NamedTuple):
 
     A packer does not know yet on which lanes a bucket will lie, so a CP size whose groups partly span nodes is priced
     as if all did; the simulator then prices each bucket by its own lanes. Nor does it know what other lanes of a block
-    that shares experts will hold: as many tokens each.
+    that shares experts will hold: as many tokens each. What the host takes is left to the simulator, too: by it, short
+    samples seem to cost nothing.
 
     Attributes:
         terms: [log2 of CP size, exchange, NUM_TERMS_OF_BOTH] nanoseconds of forward and backward together, of

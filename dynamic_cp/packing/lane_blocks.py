@@ -34,7 +34,7 @@ from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, pipeline_graph
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths
-from dynamic_cp.pricing.terms import price
+from dynamic_cp.pricing.terms import price, without_host
 from dynamic_cp.types import largest_power_of_two
 
 _CLOSE_BLOCKS = 0.02
@@ -217,8 +217,9 @@ class _BlockPacker:
         base = int(np.flatnonzero(durations.capacities)[0])
         first = int(table.first_option[base, 0])
         totals = float(lengths.seqlens.sum()), float(self.squares.sum())
-        self.empty_ns = [1e9 * price(table.level_terms, first, way, 0.0, 0.0) for way in (FORWARD, BACKWARD)]
-        batch_ns = [1e9 * price(table.level_terms, first, way, *totals) for way in (FORWARD, BACKWARD)]
+        terms = without_host(table.level_terms)
+        self.empty_ns = [1e9 * price(terms, first, way, 0.0, 0.0) for way in (FORWARD, BACKWARD)]
+        batch_ns = [1e9 * price(terms, first, way, *totals) for way in (FORWARD, BACKWARD)]
         both = [batch - empty for batch, empty in zip(batch_ns, self.empty_ns, strict=True)]
         self.backward_over_forward = both[BACKWARD] / both[FORWARD]
         self.total_ns = (1 << base) * (bucket_ns(durations, base, *totals) - bucket_ns(durations, base, 0.0, 0.0))

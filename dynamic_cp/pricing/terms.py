@@ -47,10 +47,18 @@ def convex_of(terms: Floats) -> Convex:
     return Convex(Linear(*numbers[:HOST]), tuple(kinks), numbers[HOST])
 
 
-def both_ns(terms: Floats, more_s_per_token: float) -> list[float]:
-    """Return the NUM_TERMS_OF_BOTH numbers of forward and backward together, in nanoseconds.
+def without_host(terms: Floats) -> Floats:
+    """Return [..., terms] of what the GPU takes.
 
-    Where the host is slower in only one of them, that is less than their sum.
+    Its prices of samples nearly add up, those of a slow host do not: short samples seem to cost nothing.
+    """
+    terms = terms.copy()
+    terms[..., HOST] = 0.0
+    return terms
+
+
+def both_ns(terms: Floats, more_s_per_token: float) -> list[float]:
+    """Return the NUM_TERMS_OF_BOTH numbers of forward and backward together on the GPU, in nanoseconds.
 
     Args:
         terms: [forward or backward, NUM_TERMS] seconds.
@@ -60,7 +68,7 @@ def both_ns(terms: Floats, more_s_per_token: float) -> list[float]:
     constant, per_token, per_token2 = forward.linear.plus(backward.linear)
     linear = Linear(1e9 * constant, 1e9 * per_token + 1e9 * more_s_per_token, 1e9 * per_token2)
     kinks = tuple(Kink(1e9 * weight, inner) for weight, inner in merged(forward.kinks + backward.kinks))
-    return terms_of(Convex(linear, kinks, 1e9 * (forward.host_s + backward.host_s)), NUM_TERMS_OF_BOTH)
+    return terms_of(Convex(linear, kinks), NUM_TERMS_OF_BOTH)
 
 
 def linear_parts(terms: Floats) -> Floats:
@@ -116,9 +124,9 @@ def price_inlined(terms: Floats, row: int, column: int, tokens: float, squares: 
 
 @inlined
 def tangent(terms: Floats, row: int, column: int, tokens: float, squares: float) -> tuple[float, float, float, bool]:
-    """Return (price, its slope per token and per token squared, whether it bends) of `terms[row, column]`.
+    """Return (price, slope per token, slope per token squared, whether it has kinks) of `terms[row, column]` on a GPU.
 
-    The slopes are those of a bucket in which what hides now goes on hiding, and the host remains the slower one.
+    The slopes are those of a bucket in which what hides now goes on hiding.
     """
     per_token, per_token2 = terms[row, column, PER_TOKEN], terms[row, column, PER_TOKEN2]
     total = terms[row, column, CONSTANT] + per_token * tokens + per_token2 * squares
@@ -132,8 +140,6 @@ def tangent(terms: Floats, row: int, column: int, tokens: float, squares: float)
             per_token += terms[row, column, at] * terms[row, column, at + 2]
             per_token2 -= terms[row, column, at] * terms[row, column, at + 3]
         at += _NUMBERS_OF_KINK
-    if total < terms[row, column, HOST]:
-        return terms[row, column, HOST], 0.0, 0.0, True
     return total, per_token, per_token2, at > _FIRST_KINK
 
 
