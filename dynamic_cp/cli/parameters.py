@@ -771,6 +771,11 @@ class JobInput:
         if self.gpus is not None:
             self._check_searched_layers()
             return
+        if self.tp_overlap != "none":
+            raise InvalidInputError(
+                f"--tp-overlap {self.tp_overlap} is for jobs of --gpus, --lanes {self.lanes} is a given layout: "
+                "give --gpus with the sizes of that layout, or leave it out"
+            )
         topology, model, _ = self.topology, self.model_shape, self.options
         reason = model.why_no_split(
             tp_size=topology.tp_size,

@@ -372,3 +372,18 @@ def test_the_remedy_names_what_is_not_done_yet(capsys):
         assert "recompute more" not in err
         assert "lower" not in err
         assert ("use the distributed optimizer" in err) == (more == ("--no-distributed-optimizer",))
+
+
+def test_tp_overlap_is_of_the_plan_too(lengths, capsys):
+    words = ["--lengths", lengths, "--gpus", "2", "--tp", "2", "--pp", "1", "--policy", "balanced"]
+    words += ["--set", "hbm=2TB", "--recompute", "none", "--max-tokens-per-rank", "2048"]
+    plain, overlapped = (report_of(capsys, *words, "--tp-overlap", jobs) for jobs in ("none", "static"))
+    assert overlapped["predicted_s"] < plain["predicted_s"]
+    assert overlapped["digest"] == plain["digest"]
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_tp_overlap_of_a_given_layout_is_refused(lengths, capsys, command):
+    words = [command, *plan_arguments(lengths)[1:], "--tp", "2", "--tp-overlap", "all"]
+    assert cli.main(words) == 2
+    assert "--tp-overlap all is for jobs of --gpus, --lanes 4 is a given layout" in capsys.readouterr().err
