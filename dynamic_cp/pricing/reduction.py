@@ -64,7 +64,8 @@ class Reduction(NamedTuple):
         copies = max(1.0, topology.num_lanes * topology.tp_size / topology.ep_size)
         shares = dense * (topology.num_lanes - 1) / topology.num_lanes + experts * (copies - 1) / copies
         moved_s = shares / bandwidth if (bandwidth := _bandwidth(problem)) else np.zeros_like(shares)
-        bucket_weights = max(_LEAST_BUCKET_WEIGHTS, _BUCKET_WEIGHTS_PER_LANE * topology.num_lanes)
+        num_lanes = topology.num_lanes // (problem.options.static_cp_size or 1)  # what megatron-core takes for DP
+        bucket_weights = max(_LEAST_BUCKET_WEIGHTS, _BUCKET_WEIGHTS_PER_LANE * num_lanes)
         # Without shares of the optimizer a ring sends sums back, in place of parameters.
         is_sharded = data_parallel.distributed_optimizer
         return cls(
