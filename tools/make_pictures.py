@@ -26,7 +26,7 @@ from dynamic_cp.report.drawing import NARROW_IN, save
 from dynamic_cp.report.gantt import gantt
 from dynamic_cp.report.theme import THEMES
 from dynamic_cp.sweep import Space, SweepJob, sweep
-from dynamic_cp.types import Problem, Sample
+from dynamic_cp.types import DataParallel, Problem, Sample
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 NUM_BATCHES, NUM_SAMPLES, MAX_SEQLEN = 8, 256, 131072
@@ -88,6 +88,7 @@ def compared() -> Comparison:
         max_seqlen=longest_length("github", MAX_SEQLEN),
         model=load_model("llama-3-8b"),
         hardware=load_hardware("h100"),
+        data_parallel=DataParallel(overlap_grad_reduce=True, overlap_param_gather=True),
     )
     policies = ("dynamic", "static", "balanced")
     found = sweep(SPACE, job, policies=policies, num_processes=len(os.sched_getaffinity(0)))

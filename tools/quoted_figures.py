@@ -114,27 +114,28 @@ Results = list[tuple[Job, dict[str, Any]]]
 def _readme(tuned: Results, date: str) -> list[str]:
     lines = [
         "| Llama-3-8B, GitHub files; every policy at its own fastest layout | over the best static CP "
-        "| over Megatron dev's greedy | |",
-        "|---|---|---|---|",
+        "| the same under other prices | over Megatron dev's greedy | |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {job.name} | {gain(one, best_static(one))} | {gain(one, 'megatron-dev', named=False)} | modelled, no GPU |"
+        f"| {job.name} | {gain(one, best_static(one))} | {range_of(one)} | {gain(one, 'megatron-dev', named=False)} | "
+        "modelled, no GPU |"
         for job, one in tuned
         if job.in_readme
     ]
-    lines.append(f"| {MEASURED[0]} | {MEASURED[1]} | – | measured |")
+    lines.append(f"| {MEASURED[0]} | {MEASURED[1]} | – | – | measured |")
     return [*lines, "", f"Modelled {date}, measured 2026-11-21."]
 
 
 def _decide(tuned: Results, given: Results, date: str) -> list[str]:
     lines = [
-        "| job | dynamic | best static | gain | over megatron-dev | verdict |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| job | dynamic | best static | gain | under other prices | over megatron-dev | verdict |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
         f"| {job.name} | {_setting(one, 'dynamic')} | {_setting(one, best_static(one))} | "
-        f"{gain(one, best_static(one), named=False)} | {gain(one, 'megatron-dev', named=False)} | "
-        f"{one['verdict']['pays']} |"
+        f"{gain(one, best_static(one), named=False)} | {range_of(one)} | "
+        f"{gain(one, 'megatron-dev', named=False)} | {one['verdict']['pays']} |"
         for job, one in tuned
     ]
     lines += ["", f"Run on {date}; Llama-3-8B on H100, everything modelled, no GPU yet. In the same order:", ""]
@@ -188,6 +189,12 @@ def gain(result: dict[str, Any], baseline: str, *, named: bool = True) -> str:
     if round(one["ratio"], 2) < 1:
         text = f"**{text}**"
     return f"{text} over {baseline} CP {_cp_size(result, baseline)}" if named else text
+
+
+def range_of(result: dict[str, Any]) -> str:
+    """Return the least and the largest gain under other prices, such as `1.00..1.17x`."""
+    ratios = [one["ratio"] for one in result["other_prices"].values()]
+    return f"{min(ratios):.2f}..{max(ratios):.2f}x"
 
 
 def _cp_size(result: dict[str, Any], policy: str) -> int:

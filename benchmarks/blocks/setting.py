@@ -62,6 +62,10 @@ class Setting:
             forward_overhead_s_per_layer=0.0,
             backward_overhead_s_per_layer=0.0,
             overhead_s_per_bucket_stage=0.0,
+            host_forward_s_per_layer=0.0,
+            host_backward_s_per_layer=0.0,
+            host_ring_step_s_per_layer=0.0,
+            host_message_s_per_layer=0.0,
         )
         topology = Topology(num_lanes=self.num_lanes, ranks_per_node=self.node_lanes)
         options = PlanOptions(max_tokens_per_rank=self.num_tokens, cp_comm_types=CP_COMM_TYPES)

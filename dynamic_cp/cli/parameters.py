@@ -25,7 +25,6 @@ from dynamic_cp.types import (
     CAUSAL,
     CHOICES,
     DTYPES_OF,
-    EVERY_LAYER,
     NOISE_MARGIN,
     RECOMPUTE_METHODS,
     RECOMPUTE_MODES,
@@ -748,9 +747,12 @@ class JobInput:
     def _check_searched_layers(self) -> None:
         """Refuse what --gpus does not search of full recomputation: its layers in units, or other recomputation."""
         method, number = self.recompute_layers
-        if self.recompute_layers != EVERY_LAYER and (self.recompute != "full" or method == "uniform"):
+        is_given = self.recompute_method is not None or self.recompute_num_layers is not None
+        in_units = method == "uniform" and number > 1
+        if is_given and (self.recompute != "full" or in_units):
+            of = "no --recompute" if self.recompute is None else f"--recompute {self.recompute}"
             raise InvalidInputError(
-                f"--recompute-method {method} --recompute-num-layers {number} with --recompute {self.recompute}: "
+                f"--recompute-method {method} --recompute-num-layers {number} with {of}: "
                 "with --gpus use --recompute full --recompute-method block, or leave them out"
             )
 
@@ -771,6 +773,11 @@ class JobInput:
         if self.gpus is not None:
             self._check_searched_layers()
             return
+        if self.tp_overlap != "none":
+            raise InvalidInputError(
+                f"--tp-overlap {self.tp_overlap} is for jobs of --gpus, --lanes {self.lanes} is a given layout: "
+                "give --gpus with the sizes of that layout, or leave it out"
+            )
         topology, model, _ = self.topology, self.model_shape, self.options
         reason = model.why_no_split(
             tp_size=topology.tp_size,

@@ -133,10 +133,11 @@ def _plan(
     if job.gpus is None:
         topology, options, limit_from_memory = job.topology, job.options, job.limit_from_memory
     else:
-        found = searched(space_of(job), shared_of(job, batch, batches), (policy,), steps)
+        shared = shared_of(job, batch, batches)
+        found = searched(space_of(job), shared, (policy,), steps)
         setting = found.best[policy].setting
         model = replace(model, pipeline_layers=setting.pipeline_layers)
-        topology, options, limit_from_memory = setting.topology, setting.options(job.effort), False
+        topology, options, limit_from_memory = setting.topology, shared.options_of(setting), False
         why = f"{setting.layout}, exchange {setting.cp_comm_type}: {why_fastest(found.policies[policy])}"
     options = replace(options, **of_pool)
     steps(1, 3, "plan")

@@ -82,6 +82,7 @@ def command(policy: str, noise_margin: float, no_ping_pong: bool, json: str | No
             **asdict(data_parallel_of(given)),
             "max_tokens_per_rank": given["max_tokens_per_rank"],
             "gpus": given["gpus"],
+            "tp_overlap": given["tp_overlap"],
         }
         write_json(json, to_dict(comparison, {**batch.as_dict(), **settings}))
     if json != STDOUT:

@@ -274,6 +274,8 @@ def _notes(name: str, job: SweepJob, architecture: Architecture | None) -> list[
         notes.append(
             f"samples have up to {job.max_seqlen} tokens, the model was made for {architecture.max_position_embeddings}"
         )
+    if job.tp_overlap != "none":
+        notes.append("pretrain_gpt.py has no --tp-comm-overlap: the seconds are those of a trainer that has it")
     if architecture is not None and architecture.not_imported:
         notes.append(f"this starts with new weights: {'; '.join(architecture.not_imported)}")
     return notes

@@ -166,13 +166,23 @@ class CostModel:
         return [self._with_edges(*lane) for lane in zip(forward_s, backward_s, tokens, strict=True)]
 
     def seconds_lane_by_lane(
-        self, bucket: Bucket, micro_batch: MicroBatch, *, with_padding: bool = True, with_exchange: bool = True
+        self,
+        bucket: Bucket,
+        micro_batch: MicroBatch,
+        *,
+        with_padding: bool = True,
+        with_exchange: bool = True,
+        with_host: bool = True,
     ) -> tuple[Floats, Sequence[float]]:
-        """Return ([forward or backward, lane] seconds, tokens of each lane) of `costs_lane_by_lane`, without edges."""
+        """Return ([forward or backward, lane] seconds, tokens of each lane) of `costs_lane_by_lane`, without edges.
+
+        with_host: a lane takes at least what its host does; else placements whose host is slow still differ.
+        """
         tokens: Sequence[float] = [bucket.num_tokens / bucket.cp_size] * bucket.cp_size
         if with_padding:
             tokens = lane_tokens(bucket, self.topology.rank_token_multiple)
-        return self._stage.lane_costs(bucket, micro_batch, tokens, with_exchange=with_exchange), tokens
+        how = {"with_exchange": with_exchange, "with_host": with_host}
+        return self._stage.lane_costs(bucket, micro_batch, tokens, **how), tokens
 
     @property
     def stage(self) -> StagePrices:

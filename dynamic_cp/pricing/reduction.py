@@ -1,6 +1,7 @@
 """What lanes exchange once a step, and how much of it no computation hides.
 
-A step reduces the gradients of every rank over all lanes, and gathers the parameters that the optimizer changed. With
+A step reduces the gradients of every rank over all lanes, and gathers the parameters that the optimizer changed; one
+whose state the lanes do not share changes all of them on each, from whole gradients, which take twice the bytes. With
 `--overlap-grad-reduce` a stage sends the gradients of a bucket once all lanes have them: the first stage's first chunk
 during its last backward pass, every other chunk (which Megatron-Core does not cut into buckets) as a whole behind its
 own. `--overlap-param-gather` mirrors that ahead of the first forward passes. What is exposed lies between the end of
@@ -63,10 +64,13 @@ class Reduction(NamedTuple):
         copies = max(1.0, topology.num_lanes * topology.tp_size / topology.ep_size)
         shares = dense * (topology.num_lanes - 1) / topology.num_lanes + experts * (copies - 1) / copies
         moved_s = shares / bandwidth if (bandwidth := _bandwidth(problem)) else np.zeros_like(shares)
-        bucket_weights = max(_LEAST_BUCKET_WEIGHTS, _BUCKET_WEIGHTS_PER_LANE * topology.num_lanes)
+        num_lanes = topology.num_lanes // (problem.options.static_cp_size or 1)  # what megatron-core takes for DP
+        bucket_weights = max(_LEAST_BUCKET_WEIGHTS, _BUCKET_WEIGHTS_PER_LANE * num_lanes)
+        # Without shares of the optimizer a ring sends sums back, in place of parameters.
+        is_sharded = data_parallel.distributed_optimizer
         return cls(
-            reduce_s=data_parallel.gradient_bytes * moved_s,
-            gather_s=problem.options.element_bytes.weight * moved_s,
+            reduce_s=data_parallel.gradient_bytes * (1 if is_sharded else 2) * moved_s,
+            gather_s=problem.options.element_bytes.weight * is_sharded * moved_s,
             num_buckets=max(1, -(-int((dense[0] + experts[0]) / topology.vp_size) // bucket_weights)),
             hides_reduce=data_parallel.overlap_grad_reduce,
             hides_gather=data_parallel.overlap_param_gather,

@@ -107,6 +107,7 @@ class StagePrices:
             layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
         )
         self._host_s = layers * hardware.host_forward_s_per_layer, layers * hardware.host_backward_s_per_layer
+        self._host_attention_s = layers * hardware.host_ring_step_s_per_layer  # once more is one step more
 
     def terms(self, of: Attention, cp_size: int, link: int, *, is_level: bool = False) -> _Terms:
         """Return the NUM_TERMS numbers of forward and of backward; without a closed form, of the least it takes.
@@ -160,14 +161,20 @@ class StagePrices:
         return self._attention.query_bytes, self._attention.kv_bytes
 
     def lane_costs(
-        self, bucket: Bucket, micro_batch: MicroBatch, tokens: Sequence[float], *, with_exchange: bool = True
+        self,
+        bucket: Bucket,
+        micro_batch: MicroBatch,
+        tokens: Sequence[float],
+        *,
+        with_exchange: bool = True,
+        with_host: bool = True,
     ) -> Floats:
         """Return [forward or backward, lane] seconds of a bucket whose mechanism has no closed form.
 
         Args:
             bucket, micro_batch: as in `Mechanism.lane_seconds`.
             tokens: [lane of the bucket] padded tokens.
-            with_exchange: with what is exposed of the exchange.
+            with_exchange: with what is exposed of the exchange; with_host: at least what the host takes.
         """
         mechanism = MECHANISMS[bucket.cp_comm_type]
         if with_exchange:
@@ -183,7 +190,8 @@ class StagePrices:
         both = self._with_attention((of_lanes[0], of_lanes[1]), 1)
         held = np.array(tokens, np.float64)
         seconds = [side.linear.constant + side.linear.per_token * held for side in both]
-        return np.array([np.maximum(one, side.host_s) for one, side in zip(seconds, both, strict=True)])
+        least = [side.host_s if with_host else 0.0 for side in both]
+        return np.array([np.maximum(one, host_s) for one, host_s in zip(seconds, least, strict=True)])
 
     def _with_attention(self, of_attention: tuple[Convex, Convex], cp_size: int) -> tuple[Convex, Convex]:
         """Return (forward, backward) of all layers from those of attention, for tokens that `cp_size` lanes share."""
@@ -208,7 +216,7 @@ class StagePrices:
             if "core_attn" in self._repeated:
                 backward = backward.plus(attention.linear)
                 kinks += attention.kinks
-                host_back_s += attention.host_s
+                host_back_s += attention.host_s + self._host_attention_s
             if "mlp" in self._repeated:  # one of a layer's two collectives is that of its MLP
                 of_mlp = Linear(0.0, self._mlp_tensor_s_per_token / cp_size)
                 backward = backward.plus(linear, self._mlp_share).plus(of_mlp)

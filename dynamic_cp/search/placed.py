@@ -433,7 +433,8 @@ class _Tried:
         )
         if _has_room(bucket, grouping.lanes, self._cost_model):
             row = MicroBatch(buckets=(bucket,))
-            self._tries.append(_Try(_slowest_s(row, self._cost_model), row, grouping, make, cut, schedule))
+            lanes_s, _ = self._cost_model.seconds_lane_by_lane(bucket, row, with_host=False)
+            self._tries.append(_Try(float(lanes_s.max(axis=1).sum()), row, grouping, make, cut, schedule))
         else:
             self._add(cut, grouping, make, _IN_LITTLE_ROOM)
 

@@ -61,7 +61,7 @@ WRONG_PAIRS = [
     ("--rotary-base 0", 4, ("--rotary-base is 0", "greater than 0")),
     ("--lr-warmup-iters -1", 4, ("--lr-warmup-iters is -1", "at least 0")),
     ("--lr-warmup-samples -1", 4, ("--lr-warmup-samples is -1", "at least 0")),
-    ("--lr-warmup-fraction 1", 4, ("--lr-warmup-fraction", "excludes")),
+    ("--lr-warmup-fraction 0.5", 4, ("--lr-warmup-fraction", "excludes")),
     ("--lr-decay-iters -1", 4, ("--lr-decay-iters is -1", "greater than 0")),
     ("--lr-wsd-decay-iters -1", 4, ("--lr-wsd-decay-iters is -1", "at least 0")),
     ("--lr-wsd-decay-samples -1", 4, ("--lr-wsd-decay-samples is -1", "at least 0")),

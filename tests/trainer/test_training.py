@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import signal
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from torch.nn import functional
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.ending import exits
 from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.flags.settings import TrainingSettings
 from megatron.trainer.loop import evaluation
 from megatron.trainer.reporting.log import StepRecord
 from megatron.trainer.setup import run
@@ -175,9 +176,11 @@ def _evaluate(words: list[str], num_samples: int) -> tuple[list[float], list[int
     built = run.set_up(parse_args(words, dist.get_world_size()))
     settings, half = built.settings, num_samples // 2
     losses = []
+    kept = {field.name for field in fields(TrainingSettings)}
+    only_parsed = {name: None for name in TrainingSettings.__dataclass_fields__ if name not in kept}
     with contextlib.closing(built):
         for eval_iters, size in ((1, half), (2, half), (1, num_samples)):
-            training = replace(settings.training, eval_iters=eval_iters, global_batch_size=size)
+            training = replace(settings.training, eval_iters=eval_iters, global_batch_size=size, **only_parsed)
             one = replace(built, settings=replace(settings, training=training))
             validation = evaluation.Evaluation.of(one, "validation")
             losses.append(validation._loss(validation.stream, len(losses)))

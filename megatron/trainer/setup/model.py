@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -199,7 +199,7 @@ def _of_experts(model: ModelSettings, ep_size: int) -> dict[str, Any]:
     """Return megatron-core's fields of experts, {} for a dense model."""
     if model.num_experts is None:
         return {}
-    given = {name: getattr(model, name) for name in DEFAULTS if name in ModelSettings.__dataclass_fields__}
+    given = {field.name: getattr(model, field.name) for field in fields(ModelSettings) if field.name in DEFAULTS}
     return {
         "num_moe_experts": model.num_experts,
         "expert_model_parallel_size": ep_size,

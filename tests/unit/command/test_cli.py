@@ -372,3 +372,25 @@ def test_the_remedy_names_what_is_not_done_yet(capsys):
         assert "recompute more" not in err
         assert "lower" not in err
         assert ("use the distributed optimizer" in err) == (more == ("--no-distributed-optimizer",))
+
+
+def test_tp_overlap_is_of_the_plan_too(lengths, capsys):
+    words = ["--lengths", lengths, "--gpus", "2", "--tp", "2", "--pp", "1", "--policy", "balanced"]
+    words += ["--set", "hbm=2TB", "--recompute", "none", "--max-tokens-per-rank", "2048"]
+    plain, overlapped = (report_of(capsys, *words, "--tp-overlap", jobs) for jobs in ("none", "static"))
+    assert overlapped["predicted_s"] < plain["predicted_s"]
+    assert overlapped["digest"] == plain["digest"]
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_tp_overlap_of_a_given_layout_is_refused(lengths, capsys, command):
+    words = [command, *plan_arguments(lengths)[1:], "--tp", "2", "--tp-overlap", "all"]
+    assert cli.main(words) == 2
+    assert "--tp-overlap all is for jobs of --gpus, --lanes 4 is a given layout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("--recompute-method", "uniform"), ("--recompute-num-layers", "1")])
+def test_recomputed_layers_without_full_recomputation_are_refused_by_a_search(lengths, capsys, words):
+    """They would say nothing of the other modes, or narrow what is tried of "block"."""
+    assert cli.main(["simulate", "--lengths", lengths, "--gpus", "1", "--model", "llama-3-70b", *words]) == 2
+    assert "with --gpus use --recompute full --recompute-method block, or leave them out" in capsys.readouterr().err

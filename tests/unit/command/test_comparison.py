@@ -275,7 +275,7 @@ def test_the_same_twice_but_for_the_seconds_of_planning():
 
 def test_json_has_what_the_design_promises():
     data = to_dict(compared(model_name="tiny"), {"lengths": "here"})
-    assert list(data) == ["schema_version", "inputs", "policies", "speedup", "verdict"]
+    assert list(data) == ["schema_version", "inputs", "policies", "speedup", "other_prices", "verdict"]
     assert data["inputs"]["lengths"] == "here"
     assert list(data["policies"]) == list(POLICIES)
     assert set(data["speedup"]) == {"static", "balanced", "megatron-dev"}

@@ -93,3 +93,17 @@ def test_overlapping_shortens_a_step_and_changes_no_plan(pp_size: int, vp_size: 
     prices = CostModel(replace(problem, data_parallel=OVERLAPPED))
     timeline = simulate(overlapped.plan, prices)
     assert overlapped.predicted_s == timeline.iteration_s >= timeline.makespan_s + prices.reduction.least_s
+
+
+def test_an_optimizer_that_lanes_do_not_share_reduces_whole_gradients_and_gathers_nothing() -> None:
+    """An all-reduce is a reduce-scatter and an all-gather of gradients, and hides as they do."""
+    hardware = replace(CURVED_HARDWARE, collective_bandwidth_in_node_bytes_per_s=1e9)
+    problem = Problem(
+        topology=Topology(num_lanes=4), model=TINY_MODEL, hardware=hardware, options=PlanOptions(max_tokens_per_rank=64)
+    )
+    shared = Reduction.of(problem)
+    whole = DataParallel(distributed_optimizer=False, overlap_grad_reduce=True)
+    alone = Reduction.of(replace(problem, data_parallel=whole))
+    assert shared.gather_s[0] > 0
+    assert alone.reduce_s[0] == 2 * shared.reduce_s[0]
+    assert alone.gather_s[0] == alone.least_s == 0
