@@ -417,11 +417,16 @@ def test_quoted_figures_are_those_of_the_tool() -> None:
         for page in (ROOT / "README.md", DOCS / "how-to" / "decide.md", DOCS / "peers.md")
     )
     factor, policy = r"\*?\*?\d\.\d\dx \(\d\.\d\d\.\.\d\.\d\d\)\*?\*?", "(static|balanced)"
+    span = r"\d\.\d\d\.\.\d\.\d\dx"
     for job in quoted_figures.TUNED:
         row = rf"\| {re.escape(job.name)} \|"
         if job.in_readme:
-            assert re.search(rf"{row} {factor} over {policy} CP \d+ \| {factor} \| modelled, no GPU \|", readme)
-        assert re.search(rf"{row} [\d.]+ s \(TP .*\) \| [\d.]+ s \({policy}, TP .*\) (\| {factor} ){{2}}\|", decide)
+            assert re.search(
+                rf"{row} {factor} over {policy} CP \d+ \| {span} \| {factor} \| modelled, no GPU \|", readme
+            )
+        assert re.search(
+            rf"{row} [\d.]+ s \(TP .*\) \| [\d.]+ s \({policy}, TP .*\) \| {factor} \| {span} \| {factor} \|", decide
+        )
         assert re.search(rf"{row} {factor} \| {factor} \| {factor} \|", peers)
         assert f"\ndynamic-cp sweep {job.words}\n" in decide
     for job in quoted_figures.GIVEN:
