@@ -358,7 +358,7 @@ def test_it_ends_with_the_best_static_setting_the_dynamic_one_and_the_gain(swept
         rf"Best static ([\d.]+) s \({static} CP (\d+) at TP (\d), .*?\), dynamic ([\d.]+) s \(TP (\d), .*?\): "
         r"(.*) ([\d.]+)x \(95% ([\d.]+)\.\.([\d.]+)\)"
         r", ([\d.]+)x over (static|balanced), ([\d.]+)x over megatron-dev(, too small to recommend it)?\.",
-        text[text.index("Best static") :],
+        text[text.index("Best static") : text.index("Under other prices")].strip(),
     )
     assert says, text[-400:]
     theirs_s, cp_size, their_tp, ours_s, our_tp, judgement, *factors, over, other, over_greedy, small = says.groups()

@@ -622,13 +622,15 @@ def test_ticks_need_more_memory_and_a_plan_that_has_none_is_left_out() -> None:
     planned = plan_tasks(samples, cost_model, memory=memory, num_microbatches=[8])
     assert 0 < planned.peak_bytes <= memory.available_bytes
     assert max(stage.total_bytes for stage in memory.peak(planned.plan)) == planned.peak_bytes
-    limits = [
-        MemoryModel(
-            Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=replace(options, pool=pool))
-        ).max_tokens_per_rank(8 * K)
+    models = [
+        MemoryModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=replace(options, pool=pool)))
         for pool in ("off", "auto", "always")
     ]
-    assert limits[0] == limits[1] > limits[2] > 1000
+    limits = [model.max_tokens_per_rank(8 * K) for model in models]
+    assert limits[0] > limits[1] > limits[2] > 1000
+    # A run that may have a pool makes its group.
+    without, with_pool = (model.peak_at(1000)[0].communicators_bytes for model in models[:2])
+    assert with_pool - without == HARDWARE.communicator_bytes_per_group > 0
     little = MemoryModel(
         Problem(
             topology=topology,
