@@ -118,18 +118,9 @@ class MemoryModel:
     def num_weights(self, stage: int) -> float:
         """Return the weights of a rank on `stage` but those of routed experts; norms are not split by TP."""
         model, topology = self._model, self.topology
-        table = model.vocab_size * model.hidden_size / topology.tp_size
         weights = self._stages[stage].sum(lambda layer: layer.held_weights / topology.tp_size + layer.norm_weights)
-        is_first, is_last = stage == 0, stage == topology.pp_size - 1
-        weights += table if is_first else 0
-        if is_last:
-            # With one stage a shared table is there already; with more the last stage has a copy.
-            weights += model.hidden_size
-            weights += 0 if is_first and model.share_embeddings_and_output_weights else table
-            # Modules of multi-token prediction embed tokens; where both are shared the head is that embedding.
-            has_more = model.mtp_num_layers > 0 and not is_first and not model.share_embeddings_and_output_weights
-            weights += table if has_more else 0
-        return weights
+        weights += model.vocabulary_weights_on(stage, topology.pp_size) / topology.tp_size
+        return weights + (model.hidden_size if stage == topology.pp_size - 1 else 0)
 
     def num_expert_weights(self, stage: int) -> float:
         """Return the weights of the routed experts of a rank on `stage`."""
@@ -283,7 +274,7 @@ class MemoryModel:
             )
             remedies += [f"exchange by {always} alone (--cp-comm-type)"] * (alone < self._num_communicators)
             remedies.append("lower max_cp_size (--max-dynamic-cp-size)")
-        in_fp32 = self.options.element_bytes.weight < self._data_parallel.gradient_bytes
+        in_fp32 = self.options.element_bytes.weight < self._data_parallel.state.gradient_bytes
         remedies += ["reduce gradients in bf16 (--grad-reduce-in-bf16)"] * in_fp32
         remedies += ["use the distributed optimizer"] * (
             not self._data_parallel.distributed_optimizer and self.topology.num_lanes > 1

@@ -8,9 +8,8 @@ nanoseconds, so two candidates compare the same on every CPU.
 The rules stand in `longest_path`, the compiled kernel for Megatron-Core's schedule. Lists of operations that differ
 from lane to lane first need an order in which they can run (`deadlock.resolve`) and go through a plain loop.
 
-Limits: a group's operation is one event (how its lanes wait for each other inside it is part of its price); a
-hop takes no time of its sender and links are not
-shared.
+Limits: a group's operation is one event (how its lanes wait for each other inside it is part of its price); a hop takes
+no time of its sender and links are not shared.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ def edges_s_per_token(problem: Problem) -> tuple[float, float, float, float]:
     collective_s = _collective_s(row_bytes, hardware, topology)
     # Read a row and write it; add a row of gradients to the table (read, add, write).
     embedding_s = _memory_s(2 * row_bytes, hardware) + collective_s
-    embedding_back_s = (
-        _memory_s(row_bytes + 2 * problem.data_parallel.gradient_bytes * model.hidden_size, hardware) + collective_s / 2
-    )
+    added_bytes = 2 * problem.data_parallel.state.gradient_bytes * model.hidden_size
+    embedding_back_s = _memory_s(row_bytes + added_bytes, hardware) + collective_s / 2
     logits = model.vocab_size / topology.tp_size
     gemm_s = 2 * model.hidden_size * logits / hardware.head_flops_per_s if hardware.head_flops_per_s else 0.0
     head_s = gemm_s + _memory_s(LOSS_FORWARD_BYTES_PER_LOGIT * logits, hardware) + collective_s / 2

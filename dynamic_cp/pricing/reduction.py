@@ -20,10 +20,15 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Floats
-from dynamic_cp.types import ModelShape, Problem
+from dynamic_cp.types import Problem
 
-_LEAST_BUCKET_WEIGHTS, _BUCKET_WEIGHTS_PER_LANE = 40_000_000, 1_000_000
-"""Parameters of a bucket: what megatron-core takes at least, and for each lane."""
+
+def ddp_bucket_size(num_lanes: int, static_cp_size: int) -> int:
+    """Return the parameters of a gradient bucket: what megatron-core takes at this static CP size.
+
+    megatron-core's default follows the data-parallel size, which is num_lanes here whatever the CP sizes are.
+    """
+    return max(40_000_000, 1_000_000 * (num_lanes // static_cp_size))
 
 
 class Edges(NamedTuple):
@@ -59,17 +64,16 @@ class Reduction(NamedTuple):
     def of(cls, problem: Problem) -> Reduction:
         """Return the collectives of a step of `problem`; 0 seconds where the hardware has no bandwidth for them."""
         topology, data_parallel = problem.topology, problem.data_parallel
-        dense, experts = _weights(problem.model, problem)
+        dense, experts = _weights(problem)
         # Only ranks with the same experts reduce them: blocks of lanes apart, so they pay the same link.
         copies = max(1.0, topology.num_lanes * topology.tp_size / topology.ep_size)
         shares = dense * (topology.num_lanes - 1) / topology.num_lanes + experts * (copies - 1) / copies
         moved_s = shares / bandwidth if (bandwidth := _bandwidth(problem)) else np.zeros_like(shares)
-        num_lanes = topology.num_lanes // (problem.options.static_cp_size or 1)  # what megatron-core takes for DP
-        bucket_weights = max(_LEAST_BUCKET_WEIGHTS, _BUCKET_WEIGHTS_PER_LANE * num_lanes)
+        bucket_weights = ddp_bucket_size(topology.num_lanes, problem.options.static_cp_size or 1)
         # Without shares of the optimizer a ring sends sums back, in place of parameters.
         is_sharded = data_parallel.distributed_optimizer
         return cls(
-            reduce_s=data_parallel.gradient_bytes * (1 if is_sharded else 2) * moved_s,
+            reduce_s=data_parallel.state.gradient_bytes * (1 if is_sharded else 2) * moved_s,
             gather_s=problem.options.element_bytes.weight * is_sharded * moved_s,
             num_buckets=max(1, -(-int((dense[0] + experts[0]) / topology.vp_size) // bucket_weights)),
             hides_reduce=data_parallel.overlap_grad_reduce,
@@ -135,16 +139,13 @@ def _bandwidth(problem: Problem) -> float:
     return bandwidth
 
 
-def _weights(model: ModelShape, problem: Problem) -> tuple[Floats, Floats]:
+def _weights(problem: Problem) -> tuple[Floats, Floats]:
     """Return [stage] weights of a rank without routed experts, and of those."""
-    topology, table = problem.topology, model.vocab_size * model.hidden_size
+    model, topology = problem.model, problem.topology
     stages = model.stages(topology.pp_size)
-    dense = np.array([stage.sum(lambda layer: layer.held_weights) for stage in stages], np.float64)
-    if topology.pp_size == 1:
-        dense += model.vocabulary_weights
-    else:
-        dense[0] += table
-        # The last stage has the head, with modules of multi-token prediction the embedding, too.
-        dense[-1] += model.vocabulary_weights if model.mtp_num_layers else table
-    experts = np.array([stage.sum(lambda layer: layer.held_expert_weights) for stage in stages], np.float64)
-    return dense / topology.tp_size, experts / topology.ep_size
+    dense = [
+        stage.sum(lambda layer: layer.held_weights) + model.vocabulary_weights_on(index, topology.pp_size)
+        for index, stage in enumerate(stages)
+    ]
+    experts = [stage.sum(lambda layer: layer.held_expert_weights) for stage in stages]
+    return np.array(dense, np.float64) / topology.tp_size, np.array(experts, np.float64) / topology.ep_size

@@ -35,11 +35,6 @@ class DataParallel:
                 "optimizer, or leave it out"
             )
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of a gradient, as it is kept and reduced."""
-        return self.state.gradient_bytes
-
 
 SHARDED = DataParallel()
 """A job that shards the optimizer, and overlaps nothing with its collectives."""

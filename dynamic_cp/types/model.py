@@ -345,6 +345,13 @@ class ModelShape:
         tables = 1 if self.share_embeddings_and_output_weights else 2
         return tables * self.vocab_size * self.hidden_size
 
+    def vocabulary_weights_on(self, stage: int, pp_size: int) -> int:
+        """Return those of a pipeline stage: embedding on the first, head or a copy of the shared table on the last."""
+        table, is_first, is_last = self.vocab_size * self.hidden_size, stage == 0, stage == pp_size - 1
+        if is_last and (is_first or self.mtp_num_layers):  # modules of multi-token prediction embed tokens, too
+            return self.vocabulary_weights
+        return table if is_first or is_last else 0
+
     @property
     def num_parameters(self) -> int:
         """Weights of all matrices and norms (one scale per channel, two norms a layer and a last one); no biases."""

@@ -230,7 +230,7 @@ class _Adaptor:
             args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
             self._planned = flags.planned(self._asked, args)
             if args.ddp_bucket_size is None and args.ddp_num_buckets is None:
-                from megatron.trainer.setup.model import ddp_bucket_size
+                from dynamic_cp.pricing.reduction import ddp_bucket_size
 
                 args.ddp_bucket_size = ddp_bucket_size(args.data_parallel_size, self._asked.context_parallel_size)
         return validated

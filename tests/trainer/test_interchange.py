@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from dynamic_cp.errors import CheckpointError
 from dynamic_cp.plans.padding import padded_seqlens
+from dynamic_cp.pricing.reduction import ddp_bucket_size
 from megatron.dynamic_cp.repairs import optimizer_checkpoint
 from megatron.dynamic_cp.step.loss import sum_of_losses
 from megatron.trainer.checkpoints import checkpoint_files, interchange
@@ -92,9 +93,7 @@ class Stock:
             share_embeddings_and_output_weights=True,
             position_embedding_type="rope",
         )
-        self.wrapped = model.wrap_chunks(
-            settings, config, [self.chunk], model.ddp_bucket_size(dist.get_world_size(), 1), CPU
-        )
+        self.wrapped = model.wrap_chunks(settings, config, [self.chunk], ddp_bucket_size(dist.get_world_size(), 1), CPU)
         self.optimizer = model.build_optimizer(settings, config, self.wrapped)
         self.scheduler = model.build_scheduler(settings.optimizer, self.optimizer)
         data = data_config(settings)

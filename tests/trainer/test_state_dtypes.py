@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.memory.memory_model import MemoryModel, StageMemory
 from dynamic_cp.models import catalog
+from dynamic_cp.pricing.reduction import ddp_bucket_size
 from dynamic_cp.types import Problem, StateDtypes
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
@@ -77,7 +78,7 @@ def kept_bytes(words: list[str], world_size: int) -> list[float]:
     cpu = torch.device("cpu")
     config = model.transformer_config(settings.model, settings.planning, cpu)
     chunks = model.build_chunks(settings.model, config, VOCAB_SIZE, "local")
-    wrapped = model.wrap_chunks(settings, config, chunks, model.ddp_bucket_size(world_size, 1), cpu)
+    wrapped = model.wrap_chunks(settings, config, chunks, ddp_bucket_size(world_size, 1), cpu)
     optimizer: Any = model.build_optimizer(settings, config, wrapped)
     parameters = list(wrapped[0].parameters())
     for parameter in parameters:

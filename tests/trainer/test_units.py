@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError
+from dynamic_cp.pricing.reduction import ddp_bucket_size
 from megatron.dynamic_cp.agreement import verify
 from megatron.trainer.ending import exits
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop import evaluation
 from megatron.trainer.reporting.log import Interval, StepRecord, iteration_line, validation_line
 from megatron.trainer.setup.initialize import check_device_queues, choose_backend, choose_precision, device_of
-from megatron.trainer.setup.model import build_scheduler, ddp_bucket_size
+from megatron.trainer.setup.model import build_scheduler
 from tests.trainer.commandline import command_line
 
 ROOT = Path(__file__).parents[2]

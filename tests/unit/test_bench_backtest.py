@@ -104,7 +104,7 @@ def test_settings_of_a_run_reach_the_prices() -> None:
     problem = problem_of(run)
     assert problem.data_parallel.overlap_grad_reduce
     assert problem.data_parallel.overlap_param_gather
-    assert problem.data_parallel.gradient_bytes == 2
+    assert problem.data_parallel.state.gradient_bytes == 2
     in_the_open = replace(run, source=replace(run.source, flags=()))
     assert modelled(in_the_open).reduction_s > 5 * modelled(run).reduction_s
     assert tensor_s_per_token(problem) > 0 == tensor_s_per_token(problem_of(run_of("Llama-3.1-8B, 8 GPUs")))

@@ -21,6 +21,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.pricing.reduction import ddp_bucket_size
 from dynamic_cp.types import DTYPES_OF, Topology
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
@@ -208,14 +209,6 @@ def _of_experts(model: ModelSettings, ep_size: int) -> dict[str, Any]:
     }
 
 
-def ddp_bucket_size(num_lanes: int, static_cp_size: int) -> int:
-    """Return the parameters of a gradient bucket: what megatron-core takes at this static CP size.
-
-    megatron-core's default follows the data-parallel size, which is num_lanes here whatever the CP sizes are.
-    """
-    return max(40_000_000, 1_000_000 * (num_lanes // static_cp_size))
-
-
 def build_chunks(
     model: ModelSettings, config: TransformerConfig, vocab_rows: int, impl: TransformerImpl
 ) -> list[DynamicCPGPTModel]:
@@ -256,7 +249,7 @@ def wrap_chunks(
     """Return the chunks on their device, in their precision, with gradient buffers over the lanes."""
     data_parallel = settings.planning.data_parallel
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=data_parallel.gradient_bytes == 4,
+        grad_reduce_in_fp32=data_parallel.state.gradient_bytes == 4,
         overlap_grad_reduce=data_parallel.overlap_grad_reduce,
         overlap_param_gather=data_parallel.overlap_param_gather,
         use_distributed_optimizer=data_parallel.distributed_optimizer,
