@@ -91,7 +91,7 @@ def compared() -> Comparison:
         data_parallel=DataParallel(overlap_grad_reduce=True, overlap_param_gather=True),
     )
     policies = ("dynamic", "static", "balanced")
-    found = sweep(SPACE, job, policies=policies, num_processes=len(os.sched_getaffinity(0)))
+    found = sweep(SPACE, job, policies=policies, num_processes=len(os.sched_getaffinity(0)), with_other_prices=False)
     return compare_settings(job, found.settings, names=("llama-3-8b", "h100"))
 
 

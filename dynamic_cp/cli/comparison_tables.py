@@ -54,9 +54,7 @@ def show(comparison: Comparison, batch: BatchInput, out: Console) -> None:
     verdict = verdict_of(comparison)
     if verdict is not None:
         out.print()
-        show_headline(verdict, out)
-        out.print(Text(verdict.reason))
-        show_other_prices(verdict, out)
+        show_verdict(verdict, out)
     _show_notes(comparison, out)
 
 
@@ -177,15 +175,12 @@ def _show_bars(comparison: Comparison, out: Console) -> None:
         out.print(line, no_wrap=True, overflow="crop")
 
 
-def show_headline(verdict: Verdict, out: Console) -> None:
-    """Print the judgement as a sentence."""
+def show_verdict(verdict: Verdict, out: Console, *, with_reason: bool = True) -> None:
+    """Print the judgement as a sentence, why, and what becomes of it under other prices where some were tried."""
     out.print(Text(verdict.headline[0].upper() + verdict.headline[1:] + ".", style=f"bold {_MARKS[verdict.pays]}"))
-
-
-def show_other_prices(verdict: Verdict, out: Console) -> None:
-    """Print what becomes of the gain under other prices, where some were tried."""
-    if verdict.other_prices:
-        out.print(Text(verdict.other_prices))
+    for text in (verdict.reason * with_reason, verdict.other_prices):
+        if text:
+            out.print(Text(text))
 
 
 def _show_notes(comparison: Comparison, out: Console) -> None:

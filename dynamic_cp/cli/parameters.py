@@ -636,7 +636,7 @@ def data_parallel_of(given: Mapping[str, Any]) -> DataParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class JobInput:
-    """Options of `job_options` and `planner_options`."""
+    """Options of `job_options` and `planner_options`; those of `DataParallel` are one value."""
 
     gpus: int | None
     lanes: int | None
@@ -650,8 +650,7 @@ class JobInput:
     recompute: str | None
     recompute_method: str | None
     recompute_num_layers: int | None
-    no_distributed_optimizer: bool
-    no_overlap_grad_reduce: bool
+    data_parallel: DataParallel
     tp_overlap: TpOverlap
     max_tokens_per_rank: int | str
     settings: tuple[str, ...] = ()
@@ -660,12 +659,6 @@ class JobInput:
     static_cp_size: int | None = None
     mask: str = CAUSAL.name
     expert_imbalance: float | None = None
-    grad_reduce_in_bf16: bool = False
-    use_precision_aware_optimizer: bool = False
-    main_grads_dtype: str = "fp32"
-    main_params_dtype: str = "fp32"
-    exp_avg_dtype: str = "fp32"
-    exp_avg_sq_dtype: str = "fp32"
 
     @cached_property
     def model_shape(self) -> ModelShape:
@@ -674,11 +667,6 @@ class JobInput:
         if self.lanes is None or model.num_layers % (self.topology.pp_size * self.topology.vp_size) == 0:
             return model
         return model.in_stages(self.topology.pp_size, self.topology.vp_size)
-
-    @property
-    def data_parallel(self) -> DataParallel:
-        """How lanes share gradients and optimizer state."""
-        return data_parallel_of(vars(self))
 
     @cached_property
     def hardware_values(self) -> Hardware:
@@ -769,7 +757,7 @@ class JobInput:
                 else "--gpus searches a layout, --lanes is a given one: leave one of them out.",
                 click.get_current_context(silent=True),
             )
-        _ = self.model_shape, self.hardware_values, self.data_parallel
+        _ = self.model_shape, self.hardware_values
         if self.gpus is not None:
             self._check_searched_layers()
             return
@@ -795,3 +783,8 @@ class JobInput:
                 f"{model.num_attention_heads} heads, {model.num_query_groups} KV heads and an MLP of "
                 f"{model.ffn_hidden_size}, a node {self.ranks_per_node} GPUs): change {change}"
             )
+
+
+def job_of(given: Mapping[str, Any]) -> JobInput:
+    """Return the options of a job."""
+    return taken({**given, "data_parallel": data_parallel_of(given)}, JobInput)

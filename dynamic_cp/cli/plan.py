@@ -14,6 +14,7 @@ from dynamic_cp.cli.parameters import (
     Command,
     JobInput,
     batch_options,
+    job_of,
     job_options,
     json_option,
     noise_margin_option,
@@ -86,7 +87,7 @@ def command(
     check_writable(output)
     check_writable(json)
     check_apart(output=output, json=json)
-    batch, job = taken(given, BatchInput), taken(given, JobInput)
+    batch, job = taken(given, BatchInput), job_of(given)
     with progress("planning") as steps:
         steps(0, 3, "lengths")
         from dynamic_cp.search.search import POLICIES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,9 +12,9 @@ from dynamic_cp.cli.output import STDOUT, check_writable, write_json
 from dynamic_cp.cli.parameters import (
     BatchInput,
     Command,
-    JobInput,
     batch_options,
     data_parallel_of,
+    job_of,
     job_options,
     json_option,
     noise_margin_option,
@@ -104,24 +104,35 @@ def compared(
     *,
     noise_margin: float = NOISE_MARGIN,
     ping_pong: bool = True,
+    with_verdict: bool = True,
 ) -> tuple[Comparison, BatchInput]:
-    """Return the comparison that the options ask for, and the options of its batches; shows progress."""
+    """Return the comparison that the options ask for, and the options of its batches; shows progress.
+
+    Args:
+        with_verdict: somebody asks whether dynamic CP pays, so that gains are needed under other prices, too.
+    """
     from dynamic_cp.comparison import compare_policies, compare_settings
     from dynamic_cp.pool.prices import TaskOptions
 
     names = policies_in(policy)
     tasks = TaskOptions(noise_margin=noise_margin, ping_pong=ping_pong)
-    batch, job = taken(given, BatchInput), taken(given, JobInput)
+    batch, job = taken(given, BatchInput), job_of(given)
     job.check()
     with progress("comparing") as steps:
         steps(0, 1, "lengths")
         batches = batch.draw(DEFAULT_BATCHES)
         if job.gpus is not None:
             shared = shared_of(job, batch, batches)
-            found = searched(space_of(job), shared, names, steps)
-            called = (job.model, job.hardware_name)
-            comparison = compare_settings(shared, found.settings, names=called, task_options=tasks, progress=steps)
-            return replace(comparison, other_prices=found.other_prices), batch
+            found = searched(space_of(job), shared, names, steps, with_other_prices=with_verdict)
+            comparison = compare_settings(
+                shared,
+                found.settings,
+                names=(job.model, job.hardware_name),
+                task_options=tasks,
+                other_prices=found.other_prices,
+                progress=steps,
+            )
+            return comparison, batch
         comparison = compare_policies(
             batches,
             topology=job.topology,

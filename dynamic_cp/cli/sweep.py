@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -154,8 +154,8 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
         job = _job(batch, model, hardware, given)
         found = searched(space, job, policies, steps, jobs)
         names = given["model"], hardware.name if given["settings"] else given["hardware"]
-        comparison = compare_settings(job, found.settings, names=names, progress=steps)
-        comparison = replace(comparison, other_prices=found.other_prices)
+        settings, other_prices = found.settings, found.other_prices
+        comparison = compare_settings(job, settings, names=names, other_prices=other_prices, progress=steps)
     refusal = _why_no_line(found, job, architecture)
     flags = [] if refusal else _flags(found.front[0], job, architecture, given)
     if json:

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from dynamic_cp.cli.comparison_tables import gain_columns, is_ours, show_batches, show_headline, show_other_prices
+from dynamic_cp.cli.comparison_tables import gain_columns, is_ours, show_batches, show_verdict
 from dynamic_cp.cli.console import can_draw
 from dynamic_cp.cli.parameters import BatchInput
 from dynamic_cp.cli.tables import Column, gb, heading, note, percent, table_of
@@ -62,8 +62,7 @@ def show(
     verdict = verdict_of(comparison)
     if verdict is not None:
         out.print()
-        show_headline(verdict, out)
-        show_other_prices(verdict, out)
+        show_verdict(verdict, out, with_reason=False)
 
 
 def _policies(comparison: Comparison, out: Console) -> Table:

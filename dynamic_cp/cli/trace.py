@@ -68,7 +68,7 @@ def command(
     require_batch(click.get_current_context(), given)
     if first_lanes is not None:
         _check_first_lanes(first_lanes, given["lanes"] or given["gpus"] or first_lanes)
-    comparison, batch = compared(policy, given)
+    comparison, batch = compared(policy, given, with_verdict=False)
     if first_lanes is not None:
         _check_first_lanes(first_lanes, min(one.setting.topology.num_lanes for one in comparison.policies))
     from dynamic_cp.report.trace import Event, tick_events, trace_events, write_trace

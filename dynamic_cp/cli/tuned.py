@@ -91,12 +91,19 @@ def shared_of(job: JobInput, batch: BatchInput, batches: Batches) -> SweepJob:
 
 
 def searched(
-    space: Space, shared: SweepJob, policies: Sequence[str], steps: Progress, num_processes: int | None = None
+    space: Space,
+    shared: SweepJob,
+    policies: Sequence[str],
+    steps: Progress,
+    num_processes: int | None = None,
+    *,
+    with_other_prices: bool = True,
 ) -> Sweep:
     """Return the fastest settings of each of `policies`; warns of a policy that has none.
 
     Args:
         num_processes: None = one per CPU.
+        with_other_prices: say what becomes of the gain under them.
     """
     from dynamic_cp.sweep import sweep
 
@@ -105,6 +112,7 @@ def searched(
         shared,
         policies=policies,
         num_processes=num_processes or len(os.sched_getaffinity(0)),
+        with_other_prices=with_other_prices,
         progress=steps,
     )
     for policy, one in found.policies.items():

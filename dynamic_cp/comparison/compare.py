@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from dynamic_cp.comparison.job import Job, SweepJob, batch_outcome
+from dynamic_cp.comparison.speedup import OtherPrice
 from dynamic_cp.comparison.task_policies import outcome_of_tasks
 from dynamic_cp.comparison.values import Comparison, PolicyOutcome
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
@@ -114,6 +115,7 @@ def compare_settings(
     *,
     names: tuple[str, str] = ("", ""),
     task_options: TaskOptions | None = None,
+    other_prices: tuple[OtherPrice, ...] = (),
     progress: Progress | None = None,
 ) -> Comparison:
     """Return what each of `settings` makes of each batch: policies, each at a layout of its own.
@@ -123,6 +125,7 @@ def compare_settings(
         settings: at least one, of different policies of POLICIES and POOL_POLICIES, all on as many ranks.
         names: of model and hardware, kept in the result.
         task_options, progress: as `compare_policies`.
+        other_prices: what the search of the settings says of gains.
 
     Raises:
         DynamicCPError: as `compare_policies`.
@@ -136,7 +139,9 @@ def compare_settings(
         run.outcome(policy, job, partial(getattr, job, "options")) for policy, job in zip(policies, jobs, strict=True)
     )
     run.start("done")
-    return _comparison(jobs[settings.index(main)], main.options(shared.search), outcomes, names, is_tuned=True)
+    main_job = jobs[settings.index(main)]
+    comparison = _comparison(main_job, main.options(shared.search), outcomes, names, is_tuned=True)
+    return replace(comparison, other_prices=other_prices)
 
 
 def _comparison(

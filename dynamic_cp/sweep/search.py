@@ -104,6 +104,7 @@ def sweep(
     *,
     policies: Sequence[str] = ("dynamic",),
     num_processes: int = 1,
+    with_other_prices: bool = True,
     progress: Progress | None = None,
 ) -> Sweep:
     """Return the best settings of `space` for `job`; the same for any `num_processes`.
@@ -113,6 +114,7 @@ def sweep(
         job: batches, model, hardware.
         policies: of search.POLICIES and POOL_POLICIES, at least one.
         num_processes: how many plan in parallel.
+        with_other_prices: plan the fastest settings under other prices, too.
         progress: called with (done, all, what).
 
     Raises:
@@ -134,7 +136,7 @@ def sweep(
                 f"{what_helps(race.refused(policies[0]), space)}",
                 num_gpus=space.num_gpus,
             )
-        other_prices = race.other_prices()
+        other_prices = race.other_prices() if with_other_prices else ()
     recommended = _recommended(best)
     return Sweep(
         policies=found,
