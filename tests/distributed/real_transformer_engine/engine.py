@@ -87,7 +87,9 @@ def _import_without_extension() -> None:
     for package_like in absent.values():
         package_like.__version__ = "0"
     sys.modules |= absent
-    importlib.import_module("transformer_engine.common").load_framework_extension = lambda framework: None
+    common = importlib.import_module("transformer_engine.common")
+    check_cudnn = getattr(common, "check_cudnn_version", lambda number: None)  # until 2.19 nobody asks
+    common.load_framework_extension = lambda framework: check_cudnn(extension.CUDNN_VERSION)
     spec.loader.exec_module(package)
     importlib.import_module("transformer_engine.pytorch")  # whose failure the package keeps to itself
     for name in absent:  # whoever asks later whether one is there finds that it is not
