@@ -52,7 +52,11 @@ def _nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ours", "expected"), [({}, DEFAULTS), (OURS, OURS)], ids=["defaults", "ours"])
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [({}, DEFAULTS), (OURS, OURS), (dict.fromkeys(DEFAULTS, ""), {"PYTORCH_ALLOC_CONF": ""})],
+    ids=["defaults", "ours", "none"],
+)
 def test_a_rank_has_them_before_torch(ours: dict[str, str], expected: dict[str, str]) -> None:
     rank = subprocess.run(
         [sys.executable, "-c", AT_THE_CHECK_OF_RELEASES, *WORDS],

@@ -13,10 +13,7 @@ _GROWS = "expandable_segments:True"
 
 
 def defaults(planning: PlanningSettings) -> dict[str, str]:
-    """Return variable -> value that is set unless the user's environment has one; each one's reason is here.
-
-    The way back is to export another value, which is kept.
-    """
+    """Return variable -> value that is set unless the user's environment has one; each one's reason is here."""
     return {
         # One queue per device, so that transfers start before the kernels they overlap with; megatron-core asks for it
         # only at a static CP size above 1.
@@ -33,9 +30,14 @@ def defaults(planning: PlanningSettings) -> dict[str, str]:
 
 
 def set_defaults(planning: PlanningSettings) -> None:
-    """Set what `defaults` has and the environment has not; before torch is imported."""
+    """Set what `defaults` has and the environment has not; before torch is imported.
+
+    The way back is another value, which is kept, or an empty one: then the process has none. (libibverbs takes any value
+    of RDMAV_FORK_SAFE for a yes.)
+    """
     for name, value in defaults(planning).items():
-        os.environ.setdefault(name, value)
+        if not os.environ.setdefault(name, value):
+            del os.environ[name]
 
 
 def describe() -> str:
