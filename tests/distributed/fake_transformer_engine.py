@@ -13,7 +13,6 @@ Source: TransformerEngine 2.11, 2.18 and 2.20, `dot_product_attention.py` and `c
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -26,6 +25,8 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import functional
+
+from tests.distributed.real_transformer_engine.engine import bind_megatron_core
 
 VERSION = "2.11.0"
 
@@ -548,17 +549,6 @@ def install(version: str = VERSION, kernel: str = "cuDNN") -> None:
     _module("transformer_engine", __version__=version, __path__=[], common=common, pytorch=pytorch)
     pytorch.__path__ = []  # type: ignore[attr-defined]
     torch.cuda.Stream = FakeStream  # type: ignore[misc, assignment]
-    for name in (
-        "megatron.core.extensions.transformer_engine",
-        "megatron.core.extensions.transformer_engine_spec_provider",
-        "megatron.core.models.gpt.gpt_layer_specs",
-    ):
-        importlib.reload(importlib.import_module(name))
     tensors = {"QuantizedTensor": type("QuantizedTensor", (), {})}
     pytorch.tensor = _module("transformer_engine.pytorch.tensor", **tensors)  # type: ignore[attr-defined]
-    fp8_utils = importlib.reload(importlib.import_module("megatron.core.fp8_utils"))
-    fp8_utils.transformer_engine = sys.modules["transformer_engine"]
-    extension = importlib.import_module("megatron.core.extensions.transformer_engine")
-    anew = {"get_fp8_context": fp8_utils.get_fp8_context, "te_checkpoint": extension.te_checkpoint}
-    for module in [one for name, one in sys.modules.items() if name.startswith("megatron.core.")]:
-        vars(module).update({name: value for name, value in anew.items() if name in vars(module)})
+    bind_megatron_core()

@@ -125,10 +125,16 @@ def _let_modules_be_built() -> None:
 
 
 def bind_megatron_core() -> None:
-    """Build what megatron-core imported without TransformerEngine anew."""
+    """Build what megatron-core imported without TransformerEngine anew, for whoever imported it from there, too."""
     for name in (
         "megatron.core.extensions.transformer_engine",
         "megatron.core.extensions.transformer_engine_spec_provider",
         "megatron.core.models.gpt.gpt_layer_specs",
     ):
         importlib.reload(importlib.import_module(name))
+    fp8_utils = importlib.reload(importlib.import_module("megatron.core.fp8_utils"))
+    fp8_utils.transformer_engine = sys.modules["transformer_engine"]
+    extension = importlib.import_module("megatron.core.extensions.transformer_engine")
+    anew = {"get_fp8_context": fp8_utils.get_fp8_context, "te_checkpoint": extension.te_checkpoint}
+    for module in [one for name, one in sys.modules.items() if name.startswith("megatron.core.")]:
+        vars(module).update({name: value for name, value in anew.items() if name in vars(module)})
