@@ -1,4 +1,4 @@
-"""megatron-core's TransformerEngine layers over TransformerEngine's own Python, and products in FP8 over a fake.
+"""megatron-core's TransformerEngine layers over TransformerEngine's own Python.
 
 A step of the whole GPT equals the single-process reference on old and new versions and with every exchange. Attention
 alone is in `test_transformer_engine_attention.py`.
@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from dynamic_cp.types import Plan, Sample
-from tests.distributed import fake_transformer_engine as fake
 from tests.distributed import reference
-from tests.distributed.harness import RankError, run_ranks
+from tests.distributed.harness import RankError
 from tests.distributed.parity import (
     BATCHES,
     Comparison,
@@ -26,6 +25,7 @@ from tests.distributed.parity import (
     mixed_plan,
     run_step,
 )
+from tests.distributed.real_transformer_engine import quantization
 from tests.distributed.real_transformer_engine.engine import run_ranks_with
 from tests.distributed.real_transformer_engine.wheels import NEWEST, OLDEST, PINNED
 from tests.distributed.test_transformer_engine_attention import UNSET, state_of
@@ -162,28 +162,28 @@ IN_FP8_EACH_NIGHT = {
     "four_lanes_delayed": (engine(4, "p2p", config=in_fp8("delayed")), {"p2p"}, "TEDelayedScaling"),
 }
 
-Quantized = tuple[Comparison, list[tuple[str, str, tuple[int, ...]]], list[tuple[str, int]]]
+Quantized = tuple[Comparison, list[quantization.Context], list[tuple[str, int]]]
 
 
 def run_in_fp8(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any]) -> Quantized:
     """Return (comparison, contexts that were entered, products in FP8) of this rank."""
-    fake.install("2.20.2")
+    quantization.install()
     comparison = run_step(layout, samples, plan, expected, None)
-    return comparison, fake.Quantization.entered, fake.Quantization.products
+    return comparison, quantization.entered, quantization.products
 
 
 @pytest.mark.parametrize(
     "name", [*IN_FP8, *(pytest.param(name, marks=pytest.mark.nightly) for name in IN_FP8_EACH_NIGHT)]
 )
 def test_products_in_fp8_get_whole_multiples(name: str, reference_of) -> None:
-    """Of what TransformerEngine asks for; the fake computes them exactly, so that nothing else may have changed."""
+    """Of what TransformerEngine asks for; they are computed exactly, so that nothing else may have changed."""
     layout, exchanges, recipe = (IN_FP8 | IN_FP8_EACH_NIGHT)[name]
     samples, expected = BATCHES["long_tail"], reference_of(layout, "long_tail")
     plan = plan_for(layout, samples, exchanges, None)
     empty = [bucket for bucket in plan.buckets if not bucket.samples]
     assert empty, "no place of padding alone"
     world = layout.topology.world_size
-    results = run_ranks(world, run_in_fp8, layout, samples, plan, expected)
+    results = run_ranks_with(NEWEST, world, run_in_fp8, layout, samples, plan, expected)
     comparisons = [comparison for comparison, _, _ in results]
     assert_equal_to_reference(comparisons, layout, expected)
     assert_bytes_as_planned(comparisons, layout, plan)
@@ -203,14 +203,17 @@ def test_products_in_fp8_get_whole_multiples(name: str, reference_of) -> None:
         assert {ranks for _, _, ranks in entered} == {tuple(range(first, first + of_stage))}
 
 
-def test_tokens_that_are_not_padded_for_fp8_are_noticed(reference_of) -> None:
-    """As in a plan for a topology that does not know of it."""
+@pytest.mark.parametrize(
+    ("alignment", "says"), [(1, "dimensions except the last to be divisible by 8"), (8, "a multiple of 16 is needed")]
+)
+def test_tokens_that_are_not_padded_for_fp8_are_noticed(alignment: int, says: str, reference_of) -> None:
+    """As in a plan for a topology that does not know of it; by TransformerEngine, and for cuBLAS."""
     layout, exchanges, _ = IN_FP8["tp2_sp_tensorwise_full_recompute"]
     samples = BATCHES["long_tail"]
     plan = plan_for(layout, samples, exchanges, None)
-    unaligned = replace(plan, topology=replace(plan.topology, token_alignment=1))
-    with pytest.raises(RankError, match="a multiple of 16 is needed"):
-        run_ranks(4, run_in_fp8, layout, samples, unaligned, reference_of(layout, "long_tail"))
+    unaligned = replace(plan, topology=replace(plan.topology, token_alignment=alignment))
+    with pytest.raises(RankError, match=says):
+        run_ranks_with(NEWEST, 4, run_in_fp8, layout, samples, unaligned, reference_of(layout, "long_tail"))
 
 
 def test_blocks_that_cannot_be_gathered_are_noticed(reference_of) -> None:
@@ -220,4 +223,4 @@ def test_blocks_that_cannot_be_gathered_are_noticed(reference_of) -> None:
     plan = plan_for(layout, samples, exchanges, None)
     unaligned = replace(plan, topology=replace(plan.topology, token_alignment=16))
     with pytest.raises(RankError, match="a multiple of 128 is needed to gather"):
-        run_ranks(4, run_in_fp8, layout, samples, unaligned, reference_of(layout, "long_tail"))
+        run_ranks_with(NEWEST, 4, run_in_fp8, layout, samples, unaligned, reference_of(layout, "long_tail"))

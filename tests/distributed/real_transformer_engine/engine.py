@@ -75,6 +75,7 @@ def load(version: str, kernel: Kernel = "cuDNN") -> None:
     _import_without_extension()
     _wait_once()
     _let_modules_be_built()
+    _take_random_states_of_the_cpu()
     bind_megatron_core()
 
 
@@ -122,6 +123,13 @@ def _let_modules_be_built() -> None:
             build(self, *args, **kwargs)
 
     base.__init__ = build_with_device
+
+
+def _take_random_states_of_the_cpu() -> None:
+    """As megatron-core does where `repairs.cpu_backend` is on: recomputation draws what the first pass drew."""
+    distributed = importlib.import_module("transformer_engine.pytorch.distributed")
+    distributed._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    distributed._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
 
 
 def bind_megatron_core() -> None:
