@@ -32,8 +32,8 @@ def defaults(planning: PlanningSettings) -> dict[str, str]:
 def set_defaults(planning: PlanningSettings) -> None:
     """Set what `defaults` has and the environment has not; before torch is imported.
 
-    The way back is another value, which is kept, or an empty one: then the process has none. (libibverbs takes any value
-    of RDMAV_FORK_SAFE for a yes.)
+    The way back is another value, which is kept, or an empty one: then the process has none. (libibverbs takes any
+    value of RDMAV_FORK_SAFE for a yes.)
     """
     for name, value in defaults(planning).items():
         if not os.environ.setdefault(name, value):
