@@ -278,7 +278,7 @@ MODEL = (
 
 
 def train(words: str, num_ranks: int, also: Mapping[str, Answer] | None = None, ranks_per_node: int = 8) -> Notes:
-    """Train on all ranks of a job, one after the other: rank 0 first, which leaves the others its plans in the store."""
+    """Train on all ranks, one after the other: rank 0 first, which leaves the others its plans in the store."""
     os.environ["LOCAL_WORLD_SIZE"] = str(min(num_ranks, ranks_per_node))
     store, notes = dist.HashStore(), {}
     calls: dict[int, list[Call | HostWait]] = {}
