@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from dynamic_cp.doctor import Check, version_of
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.dynamic_cp.repairs import releases, triton_imports
+from megatron.dynamic_cp.attention.te.support import NEWEST, release_of, untested
+from megatron.dynamic_cp.repairs import engine_import, releases, triton_imports
 
 _STORE_TIMEOUT_S = 10
 
@@ -66,8 +67,9 @@ def _megatron_core() -> Check:
     try:
         releases.check_installed()
         triton_imports.install()
+        engine_import.check()
     except UnsupportedFeatureError as error:
-        problem, _, remedy = str(error).partition(": ")
+        problem, _, remedy = str(error).rpartition(": ")
         return Check(name=name, state="broken", detail=problem, remedy=remedy)
     try:
         # The module with the longest list of needs: it imports what training imports.
@@ -96,6 +98,14 @@ def _psutil() -> Check:
 
 
 def _apex() -> Check:
+    version = engine_import.installed_version()
+    if version and release_of(version) > NEWEST:
+        return Check(
+            name="fused kernels",
+            state="note",
+            detail=f"transformer_engine {version}, {untested()}",
+            remedy="a start compares its attention with plain products; pip install 'megatron-dynamic-cp[te]'",
+        )
     engines = [name for name in ("transformer_engine", "apex") if find_spec(name)]
     if engines:
         return Check(name="fused kernels", state="ok", detail=" and ".join(engines))

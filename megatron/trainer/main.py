@@ -7,7 +7,7 @@ import gc
 import os
 from collections.abc import Sequence
 
-from megatron.dynamic_cp.repairs import releases, triton_imports
+from megatron.dynamic_cp.repairs import engine_import, releases, triton_imports
 from megatron.trainer.ending.exits import exit_code_of, leave
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.reporting import quiet
@@ -24,6 +24,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         quiet.ignore_warnings()
         releases.check_installed()
         triton_imports.install()
+        engine_import.check()
         gc.disable()  # what imports make is never garbage: looking for it takes a fifth of their time
         from megatron.trainer.ending.failures import explained
         from megatron.trainer.loop.training import pretrain

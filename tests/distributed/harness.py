@@ -67,6 +67,38 @@ def run_ranks(
                     process.join()
 
 
+def run_forked(function: Callable[..., Any], *args: Any) -> Any:
+    """Return function(*args) of a forked process, whatever that changes in itself.
+
+    Raises:
+        RankError: it raised or died.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_forked_main, args=(sender, function, args))
+    process.start()
+    sender.close()
+    try:
+        succeeded, value = torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=False)
+    except EOFError:
+        raise RankError("the forked process died without a word") from None
+    finally:
+        process.join()
+    if not succeeded:
+        raise RankError(value)
+    return value
+
+
+def _forked_main(sender: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        _send(sender, (True, function(*args)))
+    except BaseException as error:
+        _send(sender, (False, str(error) if isinstance(error, RankError) else traceback.format_exc()))
+    finally:
+        sender.close()
+        os._exit(0)
+
+
 def _collect(ranks: list[tuple[ForkProcess, Any]], folder: Path, timeout_s: float) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     results: list[Any] = [None] * len(ranks)

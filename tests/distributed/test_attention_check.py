@@ -12,25 +12,28 @@ from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import CP_COMM_TYPES, CpCommType, Topology
 from megatron.dynamic_cp.groups.attention_check import TOLERANCE, check_attention
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from tests.distributed import fake_transformer_engine as fake
 from tests.distributed import reference
-from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.harness import initialize_model_parallel
+from tests.distributed.real_transformer_engine import flash_attn
+from tests.distributed.real_transformer_engine.engine import run_ranks_with
+from tests.distributed.real_transformer_engine.extension import NAN
+from tests.distributed.real_transformer_engine.wheels import NEWEST, OLDEST, PINNED
 
 CPU = torch.device("cpu")
 WITHOUT_ALL_GATHER: tuple[CpCommType, ...] = ("p2p", "a2a", "a2a+p2p")
 
 
 def check_on_this_rank(
-    version: str, kernel: str, exchanges: tuple[CpCommType, ...], believed: str | None = None, scaled: int | None = None
+    exchanges: tuple[CpCommType, ...], believed: str | None = None, scaled: int | None = None, unwritten: float = NAN
 ) -> str:
     """Return what start-up logs, or its error.
 
     Args:
-        kernel: that computes.
-        believed: kernel that this project takes it for, if another one.
+        believed: kernel that this project takes for the one that computes, if another one.
         scaled: rank whose attention scales scores otherwise.
+        unwritten: what is in memory that flash-attn leaves as it was.
     """
-    fake.install(version, kernel)
+    flash_attn.unwritten = unwritten
     initialize_model_parallel()
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -43,7 +46,7 @@ def check_on_this_rank(
     )
     attention._kernel = believed or attention._kernel
     if dist.get_rank() == scaled:
-        attention.softmax_scale *= 1.5
+        attention.fused_attention.softmax_scale *= 1.5
     try:
         return check_attention([torch.nn.Sequential(attention)], groups, exchanges, CPU)
     except DynamicCPError as error:
@@ -54,25 +57,29 @@ def check_on_this_rank(
     ("version", "kernel", "exchanges", "compared"),
     [
         # Alone; in 2 lanes p2p, a2a, all_gather; in 4 lanes these and a2a+p2p.
-        ("2.20.2", "cuDNN", CP_COMM_TYPES, 8),
-        ("2.11.0", "flash-attn 2", WITHOUT_ALL_GATHER, 6),
-        ("2.20.2", "flash-attn 2", WITHOUT_ALL_GATHER, 6),
-        ("2.9.0", "cuDNN", ("p2p",), 3),
+        (NEWEST, "cuDNN", CP_COMM_TYPES, 8),
+        (PINNED, "flash-attn 2", WITHOUT_ALL_GATHER, 6),
+        (NEWEST, "flash-attn 2", WITHOUT_ALL_GATHER, 6),
+        (OLDEST, "cuDNN", ("p2p",), 3),
     ],
 )
 def test_what_is_right_is_told(version: str, kernel: str, exchanges: tuple[CpCommType, ...], compared: int) -> None:
-    for said in run_ranks(4, check_on_this_rank, version, kernel, exchanges, timeout_s=60):
+    for said in run_ranks_with(version, 4, check_on_this_rank, exchanges, kernel=kernel, timeout_s=60):
         assert said.startswith(f"attention of TransformerEngine {version} with {kernel} checked: {compared} exchanges")
         assert float(re.search(r"at most (\S+) of the norm", said)[1]) < TOLERANCE / 100
 
 
+@pytest.mark.by_day("2-2.20.2", "3-2.20.2")
+@pytest.mark.parametrize("version", ["2.18.0", NEWEST])
 @pytest.mark.parametrize("num_lanes", [2, 3])
-def test_a_wrong_exchange_ends_the_start_on_all_ranks(num_lanes: int) -> None:
+def test_a_wrong_exchange_ends_the_start_on_all_ranks(num_lanes: int, version: str) -> None:
     """A kernel that nobody knew to be wrong, or to be the one; lane 2 of 3 is alone and has nothing to compare."""
-    said = set(run_ranks(num_lanes, check_on_this_rank, "2.20.2", "flash-attn 2", CP_COMM_TYPES, "cuDNN", timeout_s=60))
+    said = run_ranks_with(
+        version, num_lanes, check_on_this_rank, CP_COMM_TYPES, "cuDNN", None, 0.0, kernel="flash-attn 2", timeout_s=60
+    )
     (text,) = {re.sub(r" \(rank \d\)$", "", one) for one in said}
     assert text.startswith(
-        "UnsupportedFeatureError: TransformerEngine 2.20.2 with cuDNN computes something else than attention here: "
+        f"UnsupportedFeatureError: TransformerEngine {version} with cuDNN computes something else than attention here: "
         "with all_gather over 2 lanes the output is off by "
     )
     assert float(re.search(r"off by (\S+) of its norm, 0.02 is allowed", text)[1]) > 0.3
@@ -82,19 +89,19 @@ def test_a_wrong_exchange_ends_the_start_on_all_ranks(num_lanes: int) -> None:
 
 def test_a_kernel_that_is_known_to_be_wrong_is_not_called() -> None:
     """Where nobody looked before: plans from elsewhere."""
-    for said in run_ranks(2, check_on_this_rank, "2.20.2", "flash-attn 2", ("all_gather",), timeout_s=60):
+    for said in run_ranks_with(NEWEST, 2, check_on_this_rank, ("all_gather",), kernel="flash-attn 2", timeout_s=60):
         assert said.startswith("UnsupportedFeatureError: --cp-comm-type all_gather with packed sequences needs cuDNN")
 
 
 def test_one_rank_that_is_wrong_ends_all() -> None:
     """Rank 0's gradients of keys and values are sums with rank 1's; no other exchange would do."""
-    said = run_ranks(2, check_on_this_rank, "2.20.2", "cuDNN", ("p2p",), None, 1, timeout_s=60)
+    said = run_ranks_with(NEWEST, 2, check_on_this_rank, ("p2p",), None, 1, timeout_s=60)
     assert len(set(said)) == 1
     assert "with p2p over 2 lanes the gradient of the keys is off by" in said[0]
     assert "Use --transformer-impl local or another version" in said[0]
 
 
 def test_attention_that_is_wrong_alone_is_told_so() -> None:
-    (said,) = run_ranks(1, check_on_this_rank, "2.20.2", "cuDNN", CP_COMM_TYPES, None, 0, timeout_s=60)
+    (said,) = run_ranks_with(NEWEST, 1, check_on_this_rank, CP_COMM_TYPES, None, 0, timeout_s=60)
     assert "on one lane alone the output is off by" in said
     assert "Use --transformer-impl local or another version" in said

@@ -1,7 +1,7 @@
 """megatron-core's real TransformerEngine layers over a fake of TransformerEngine that asserts what the real one needs.
 
-A step of the whole GPT equals the single-process reference on old and new versions and with every exchange; faults
-planted in what TransformerEngine is given are noticed by the fake.
+A step of the whole GPT equals the single-process reference on old and new versions and with every exchange. Attention
+alone is with TransformerEngine's own Python in `test_transformer_engine_attention.py`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import FULL, Plan, Sample, Topology
-from megatron.dynamic_cp.attention.te.support import LACKS_MASKS, why_no_masks
-from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from dynamic_cp.types import Plan, Sample
 from tests.distributed import fake_transformer_engine as fake
 from tests.distributed import reference
-from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
+from tests.distributed.harness import RankError, run_ranks
 from tests.distributed.parity import (
     BATCHES,
     Comparison,
@@ -231,199 +225,3 @@ def test_blocks_that_cannot_be_gathered_are_noticed(reference_of) -> None:
     unaligned = replace(plan, topology=replace(plan.topology, token_alignment=16))
     with pytest.raises(RankError, match="a multiple of 128 is needed to gather"):
         run_ranks(4, run_in_fp8, layout, samples, unaligned, reference_of(layout, "long_tail"))
-
-
-# What may go wrong between a micro-batch and TransformerEngine; each must be noticed by the fake, or by the comparison.
-
-
-def leave_the_group_set() -> None:
-    from megatron.dynamic_cp.attention.te.attention import TransformerEngineAttention as Attention
-
-    original = Attention.set_context_parallel_group
-
-    def only_set(self: Any, group: Any, ranks: Any, stream: Any, exchange: str) -> None:
-        if stream is not None:
-            original(self, group, ranks, stream, exchange)
-
-    Attention.set_context_parallel_group = only_set
-
-
-def take_the_wrong_group() -> None:
-    """Its ranks are those of the whole job."""
-    original = fake.DotProductAttention.set_context_parallel_group
-
-    def wrong(self: Any, group: Any, ranks: Any, stream: Any, exchange: str) -> None:
-        original(self, group and dist.group.WORLD, ranks, stream, exchange)
-
-    fake.DotProductAttention.set_context_parallel_group = wrong  # type: ignore[method-assign]
-
-
-def reverse_the_ranks() -> None:
-    original = fake.DotProductAttention.set_context_parallel_group
-
-    def wrong(self: Any, group: Any, ranks: Any, stream: Any, exchange: str) -> None:
-        original(self, group, ranks and ranks[::-1], stream, exchange)
-
-    fake.DotProductAttention.set_context_parallel_group = wrong  # type: ignore[method-assign]
-
-
-def without_a_stream() -> None:
-    """What megatron-core 0.16.1 does at a static CP size of 1."""
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-    fake.FakeStream = torch.cuda.Stream = lambda: None  # type: ignore[assignment, misc]
-    assert TEDotProductAttention.cp_stream is None
-
-
-def with_params(change: Callable[[DynamicPackedSeqParams], None]) -> None:
-    original = DynamicPackedSeqParams.build.__func__
-
-    def changed(cls: Any, *args: Any, **kwargs: Any) -> DynamicPackedSeqParams:
-        params = original(cls, *args, **kwargs)
-        change(params)
-        return params
-
-    DynamicPackedSeqParams.build = classmethod(changed)  # type: ignore[assignment]
-
-
-def copy_the_boundaries() -> None:
-    def change(params: DynamicPackedSeqParams) -> None:
-        vars(params)["cu_seqlens_q_padded"] = params.cu_seqlens_q.clone()
-
-    with_params(change)
-
-
-def take_valid_lengths_for_the_longest() -> None:
-    def change(params: DynamicPackedSeqParams) -> None:
-        vars(params).update(dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), params.max_seqlen_q - 1))
-
-    with_params(change)
-
-
-def end_sequences_where_padding_begins() -> None:
-    def change(params: DynamicPackedSeqParams) -> None:
-        valid = params.cu_seqlens_q.clone()
-        valid[-1] -= 1
-        vars(params).update(cu_seqlens_q=valid, cu_seqlens_kv=valid)
-
-    with_params(change)
-
-
-def forget_the_exchange() -> None:
-    """What an older version lacks is asked of it all the same."""
-    from megatron.dynamic_cp.attention.te import attention as transformer_engine
-
-    transformer_engine.way = lambda *args, **kwargs: "native"
-
-
-def swap_the_two_levels() -> None:
-    original = fake.DotProductAttention.set_context_parallel_group
-
-    def wrong(self: Any, group: Any, ranks: Any, stream: Any, exchange: str) -> None:
-        original(self, group[::-1] if isinstance(group, list) else group, ranks, stream, exchange)
-
-    fake.DotProductAttention.set_context_parallel_group = wrong  # type: ignore[method-assign]
-
-
-MUTATIONS = {
-    leave_the_group_set: ("2.11.0", "p2p", "shards do not make the pack|a group was left set"),
-    take_the_wrong_group: ("2.11.0", "p2p", "TE: the group's shards do not make the pack"),
-    reverse_the_ranks: ("2.11.0", "p2p", "TE: cp_global_ranks are not those of the group"),
-    without_a_stream: ("2.11.0", "p2p", "TE: cp_stream is None"),
-    copy_the_boundaries: ("2.18.0", "p2p", "TE: one tensor must serve"),
-    take_valid_lengths_for_the_longest: ("2.11.0", "p2p", "TE: max_seqlen is not the longest padded length"),
-    end_sequences_where_padding_begins: ("2.11.0", "p2p", "TE: one tensor must serve"),
-    forget_the_exchange: ("2.11.0", "a2a+p2p", r"TE \(2, 11\): a2a\+p2p does not support qkv_format thd"),
-    swap_the_two_levels: ("2.19.0", "a2a+p2p", "TE: "),
-}
-
-
-def attend_thrice(version: str, exchange: str, sabotage: Callable[[], None] | None) -> None:
-    """Attend over four lanes, over two in a ring, then alone."""
-    fake.install(version)
-    initialize_model_parallel()
-    groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=30, exchanges=(exchange,), inner_sizes=(2,))
-    if sabotage is not None:
-        sabotage()
-    from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
-
-    config = reference.transformer_config(reference.LLAMA)
-    spec = gpt_block_spec(config, transformer_impl="transformer_engine")
-    model = reference.gpt_model(config, reference.LLAMA, spec)
-    attention = model.decoder.layers[0].self_attention.core_attention
-    for cp_size in (4, 2, 1):
-        first = groups.lane - groups.lane % cp_size
-        inner = inner_size(exchange, 4) if cp_size == 4 else 1
-        params = DynamicPackedSeqParams.build(
-            (8 * cp_size, 16 * cp_size),
-            torch.zeros(24, dtype=torch.int64),
-            groups.group(first, cp_size),
-            cp_comm_type=exchange if cp_size == 4 else "p2p",
-            levels=groups.levels(first, cp_size, inner),
-            label="test",
-            stats=ExchangeStats(),
-        )
-        q, k, v = (torch.randn(24, heads, config.kv_channels, requires_grad=True) for heads in (4, 2, 2))
-        attention(q, k, v, None, packed_seq_params=params).sum().backward()
-    assert state_of(attention) == UNSET, "a group was left set"
-    masked = (Sample(sample_id=0, seqlen=8, mask=FULL), Sample(sample_id=1, seqlen=16))
-    params = replace(params, masked_samples=masked)
-    with pytest.raises(
-        UnsupportedFeatureError, match="samples of test have masks of their own, and TransformerEngine's"
-    ):
-        attention(q, k, v, None, packed_seq_params=params)
-    assert why_no_masks([model]) == LACKS_MASKS
-    assert why_no_masks([model.embedding]) is None
-
-
-@pytest.mark.by_day("2.11.0-p2p", "2.19.0-a2a+p2p")
-@pytest.mark.parametrize(("version", "exchange"), sorted({case[:2] for case in MUTATIONS.values()}))
-def test_three_groups_in_turn(version: str, exchange: str) -> None:
-    """What the mutations below break."""
-    run_ranks(4, attend_thrice, version, exchange, None, timeout_s=60)
-
-
-@pytest.mark.by_day("take_the_wrong_group", "copy_the_boundaries")
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
-def test_faults_are_noticed(mutation: Callable[[], None]) -> None:
-    version, exchange, message = MUTATIONS[mutation]
-    with pytest.raises(RankError, match=message):
-        run_ranks(4, attend_thrice, version, exchange, mutation, timeout_s=60)
-
-
-def fail_in_forward() -> list[tuple[Any, ...]]:
-    """Return the states of all modules after their forward pass failed over a group, with a share of heads too."""
-    fake.install("2.11.0")
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron.dynamic_cp.attention.te.attention import TransformerEngineAttention
-
-    modules = remember_modules()
-    fake.DotProductAttention.raise_in_forward = True
-    initialize_model_parallel()
-    groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=30, exchanges=OLD, inner_sizes=(2,))
-    config = reference.transformer_config(reference.LLAMA)
-    q, k, v = (torch.randn(8, heads, config.kv_channels) for heads in (4, 2, 2))
-    for exchange in OLD:
-        params = DynamicPackedSeqParams.build(
-            (32,),
-            torch.zeros(8, dtype=torch.int64),
-            groups.group(0, 4),
-            cp_comm_type=exchange,
-            levels=groups.levels(0, 4, inner_size(exchange, 4)),
-            label="test",
-            stats=ExchangeStats(),
-        )
-        attention = TransformerEngineAttention(config, 1, AttnMaskType.causal, "self")
-        with pytest.raises(UnsupportedFeatureError, match=r"the micro-batch has full attention \(test\)"):
-            attention(q, k, v, None, packed_seq_params=replace(params, mask=FULL))
-        with pytest.raises(RuntimeError, match="planted"):
-            attention(q, k, v, None, packed_seq_params=params)
-    assert len(fake.DotProductAttention.set_calls) == 2 * len(OLD), "every group was set and put back"
-    return [state_of(module) for module in modules]
-
-
-def test_a_failing_forward_pass_puts_the_group_back() -> None:
-    for states in run_ranks(4, fail_in_forward, timeout_s=60):
-        assert len(states) == len(OLD) + 2, "one module an exchange, two more with a share of the heads"
-        assert all(state == UNSET for state in states)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -17,18 +22,26 @@ from megatron.core.transformer.enums import AttnBackend
 
 from dynamic_cp.errors import DisagreementError, DynamicCPError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, Topology
+from megatron.dynamic_cp import doctor
 from megatron.dynamic_cp.attention.te import kernels as te_kernels
 from megatron.dynamic_cp.attention.te import support as te_support
 from megatron.dynamic_cp.attention.te.kernels import Kernel
-from megatron.dynamic_cp.attention.te.support import missing_exchanges, provider
+from megatron.dynamic_cp.attention.te.support import missing_exchanges, provider, release_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
+from megatron.dynamic_cp.repairs import engine_import
 from megatron.trainer.setup import layers, warm_up
 from megatron.trainer.setup.attention_warm_up import pack_of, token_buckets, warm_up_attention, warm_up_packs
 from tests.distributed import fake_transformer_engine as fake
 from tests.distributed import parity, reference
-from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.harness import initialize_model_parallel, run_forked, run_ranks
+from tests.distributed.real_transformer_engine import engine, extension
+from tests.distributed.real_transformer_engine.wheels import NEWEST, OLDEST, VERSIONS, wheel_or_skip
 from tests.layer_choices import chosen_layers, needs_of
+from tests.trainer.commandline import command_line
 
+SETUP = Path(__file__).parents[2] / "setup.py"
+BUILDING = {"NVTE_PROJECT_BUILDING": "1"}
+"""Has TransformerEngine ask for nothing but its extension."""
 H100, A100, WORKSTATION = (9, 0), (8, 0), (12, 0)
 GPU = {"capability": H100, "flash_attn": None, "attention_backend": "auto", "bf16": True, "kv_channels": 128}
 
@@ -423,6 +436,69 @@ def test_a_rank_without_memory_says_so_while_others_wait() -> None:
 def test_advice_about_the_allocator_is_given_once_needed() -> None:
     assert "expandable_segments:True" in warm_up.allocator_advice({})
     assert not warm_up.allocator_advice({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+
+
+def test_versions_are_those_of_setup_and_of_the_tests() -> None:
+    upper = re.findall(r'"transformer-engine\[pytorch\]>=(\d+\.\d+),<(\d+)\.(\d+); python_version>=', SETUP.read_text())
+    assert [(least, int(major), int(minor) - 1) for least, major, minor in upper] == [("2.11", *te_support.NEWEST)]
+    assert release_of(OLDEST) == te_support.OLDEST
+    assert release_of(NEWEST) == te_support.NEWEST
+
+
+def test_a_version_that_is_newer_than_tests_is_told_of() -> None:
+    said = chosen_layers(None, "auto", version="2.21.0", **GPU).describe()
+    assert "TransformerEngine 2.21.0 is installed, newer than 2.20, up to which tests go, attention by cuDNN" in said
+    with mock.patch("importlib.metadata.version", return_value="2.21.0"):
+        check = doctor._apex()
+    assert check.state == "note"
+    assert check.detail == "transformer_engine 2.21.0, newer than 2.20, up to which tests go"
+
+
+BROKEN = {
+    "empty": ({}, "Found empty `transformer-engine` meta"),
+    "no extension": (BUILDING, "Could not find shared object"),
+}
+
+
+@pytest.mark.by_day("pretrain_gpt.py-empty-2.20.2", "doctor-no extension-2.20.2")
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("command", ["pretrain_gpt.py", "doctor"])
+def test_one_that_is_there_in_part_ends_the_start_in_a_line(command: str, broken: str, version: str) -> None:
+    """megatron-core would end with it, in the middle of an import."""
+    more, says = BROKEN[broken]
+    environment = {**os.environ, "PYTHONPATH": f"{SETUP.parent}:{wheel_or_skip(version)}", **more}
+    words = ["pretrain_gpt.py", *command_line("--mock-data --dynamic-cp")]
+    words = words if command == "pretrain_gpt.py" else ["-m", "dynamic_cp.cli", "doctor", "--json", "-"]
+    done = subprocess.run(
+        [sys.executable, *words], env=environment, cwd=SETUP.parent, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    wanted = f"TransformerEngine {version} is installed and cannot be imported ({says}"
+    if command == "doctor":
+        (check,) = [one for one in json.loads(done.stdout)["checks"] if one["state"] == "broken"]
+        assert check["detail"].startswith(wanted)
+        assert check["remedy"].startswith("pip install --no-build-isolation 'megatron-dynamic-cp[te]', or")
+    else:
+        assert done.stderr.startswith(f"error: {wanted}")
+        assert done.stderr.count("\n") == 1
+
+
+def import_with_old_cudnn() -> str:
+    extension.CUDNN_VERSION = 91100
+    with pytest.raises(RuntimeError):
+        engine.load(NEWEST)
+    with pytest.raises(UnsupportedFeatureError) as refused:
+        engine_import.check()
+    return str(refused.value)
+
+
+def test_an_old_cudnn_is_told_in_a_line() -> None:
+    wheel_or_skip(NEWEST)
+    said = run_forked(import_with_old_cudnn)
+    assert said.startswith("TransformerEngine 2.20.2 is installed and cannot be imported (Transformer Engine requires")
+    assert "cuDNN 9.12.0 or later" in said
+    assert "\n" not in said
 
 
 def test_no_version_is_found_where_none_is_installed() -> None:

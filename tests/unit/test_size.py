@@ -29,9 +29,9 @@ MOST_LINES = {
     "dynamic_cp/search": 1820,  # two passes where rows have few candidates
     "dynamic_cp/sweep": 1270,  # gradients and optimizer states in lower precision
     "dynamic_cp/types": 2830,  # gradients and optimizer states in lower precision
-    "megatron/dynamic_cp": 170,
+    "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
-    "megatron/dynamic_cp/attention": 4160,
+    "megatron/dynamic_cp/attention": 4170,  # the newest version that tests go up to
     "megatron/dynamic_cp/calibration": 1260,
     "megatron/dynamic_cp/data": 1130,
     "megatron/dynamic_cp/flags": 2330,
@@ -43,7 +43,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/outside": 930,
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
-    "megatron/dynamic_cp/repairs": 650,
+    "megatron/dynamic_cp/repairs": 700,  # a TransformerEngine that cannot be imported
     "megatron/dynamic_cp/step": 790,
     "megatron/lm_adaptor": 3140,
     "megatron/trainer": 70,

@@ -1,0 +1,117 @@
+"""TransformerEngine's Python sources by version: wheels of 1 MB from the package index, kept in a folder.
+
+    python -m tests.distributed.real_transformer_engine.wheels     # all of `VERSIONS`, ahead of the tests
+
+The folder is runs/transformer_engine, which git does not see, or what TE_SOURCES names. Tests that need a wheel which
+is neither there nor on the index are skipped and say so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+OLDEST, PINNED, NEWEST = "2.9.0", "2.11.0", "2.20.2"
+VERSIONS = (OLDEST, PINNED, "2.18.0", "2.19.0", NEWEST)
+"""The oldest that is supported, and the first of each row of the table of exchanges."""
+BY_DAY = (OLDEST, PINNED, NEWEST)
+
+FOLDER = Path(os.environ.get("TE_SOURCES") or Path(__file__).parents[3] / "runs/transformer_engine")
+DOWNLOAD_S = 60
+_ATTENTION = "transformer_engine/pytorch/attention/dot_product_attention"
+_TYPES = re.compile(r"(?<=[\[(])(?=torch\.(b?float16), torch\.(b?float16)\b)")
+
+
+@functools.cache
+def why_missing(version: str) -> str | None:
+    """Return why there are no sources of a version; None once they lie in the folder."""
+    wheel = wheel_of(version)
+    if wheel.exists():
+        return None
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with _alone(version), tempfile.TemporaryDirectory(dir=FOLDER) as there:
+        if wheel.exists():
+            return None
+        words = [
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--retries",
+            "1",
+            "--timeout",
+            "5",
+        ]
+        try:
+            pip = subprocess.run(
+                [sys.executable, "-m", *words, "--dest", there, f"transformer_engine=={version}"],
+                capture_output=True,
+                text=True,
+                timeout=DOWNLOAD_S,
+            )
+        except subprocess.TimeoutExpired:
+            return f"no answer of the package index in {DOWNLOAD_S} s"
+        if pip.returncode:
+            return pip.stderr.strip().rpartition("\n")[2]
+        (Path(there) / wheel.name).rename(wheel)
+    return None
+
+
+def wheel_of(version: str) -> Path:
+    """Return where the wheel of a version lies, or will."""
+    return FOLDER / f"transformer_engine-{version}-py3-none-any.whl"
+
+
+def wheel_or_skip(version: str) -> Path:
+    """Return the wheel of a version; the test is skipped where it cannot be had."""
+    why = why_missing(version)
+    if why is not None:
+        pytest.skip(f"no wheel of TransformerEngine {version}: {why}")
+    return wheel_of(version)
+
+
+def unpacked(version: str) -> Path:
+    """Return a folder to import a version from, whose attention takes float32 and float64, too: kernels here can."""
+    target = FOLDER / f"{version}-exact"
+    with _alone(version):
+        if target.exists():
+            return target
+        with tempfile.TemporaryDirectory(dir=FOLDER) as name:
+            there = Path(name) / "unpacked"
+            with zipfile.ZipFile(wheel_of(version)) as wheel:
+                wheel.extractall(there, [one for one in wheel.namelist() if "/jax/" not in one])
+            num_edits = 0
+            for file in ("utils.py", "backends.py"):
+                source = there / _ATTENTION / file
+                text, edits = _TYPES.subn("torch.float32, torch.float64, ", source.read_text())
+                source.write_text(text)
+                num_edits += edits
+            assert num_edits >= 4, f"TransformerEngine {version} asks otherwise for 16 bits"
+            shutil.move(there, target)
+    return target
+
+
+@contextmanager
+def _alone(version: str) -> Iterator[None]:
+    with (FOLDER / f"{version}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    for number in VERSIONS:
+        print(number, why_missing(number) or wheel_of(number))
