@@ -88,7 +88,7 @@ def emulated_rings(bench: Bench) -> list[Measurement]:
 
 
 def host(bench: Bench) -> list[Measurement]:
-    """A layer and rings on one rank, with so few tokens that a GPU waits for its host; nothing on a CPU, its own host."""
+    """A layer and rings on one rank, with so few tokens that a GPU waits for its host; nothing on a CPU."""
     if bench.device.type == "cpu":
         return []
     probes = [_layer_probe(bench, "host", _HOST_TOKENS, kind="layer")]

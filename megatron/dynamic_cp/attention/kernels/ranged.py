@@ -35,7 +35,13 @@ CUTS = {
     "backward_of_rows": {64: Cut(64, 64, 4, 2), 128: Cut(64, 64, 4, 3), 256: Cut(64, 32, 4, 1)},
     "backward_of_columns": {64: Cut(128, 64, 4, 2), 128: Cut(64, 64, 4, 2), 256: Cut(64, 64, 8, 1)},
 }
-"""Of types of two bytes, by program and padded head width."""
+"""Of types of two bytes, by program and padded head width: the fastest of those tried on an H200 (docs/GPU.md)."""
+AMPERE_CUTS = {
+    "forward": {64: Cut(128, 64, 8, 3), 128: Cut(128, 64, 8, 2), 256: Cut(64, 64, 8, 1)},
+    "backward_of_rows": {64: Cut(64, 64, 4, 2), 128: Cut(64, 64, 4, 3), 256: Cut(32, 32, 8, 1)},
+    "backward_of_columns": {64: Cut(128, 64, 8, 1), 128: Cut(128, 64, 8, 1), 256: Cut(32, 32, 8, 1)},
+}
+"""Of devices before Hopper: chosen by what the compiler says of registers, not measured."""
 
 
 def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
@@ -127,13 +133,15 @@ def padded_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def cut_of(program: str, q_THD: Tensor) -> Cut:
-    """Return how `program` cuts tensors like these."""
+def cut_of(program: str, q_THD: Tensor, capability: tuple[int, int] | None = None) -> Cut:
+    """Return how `program` cuts tensors like these on their device, or on one of this compute capability."""
     padded = padded_dim(q_THD.shape[-1])
-    if q_THD.element_size() == 2:
-        return CUTS[program][max(64, padded)]
-    most = 8192 // padded // q_THD.element_size()  # float32: for tests
-    return Cut(max(16, min(64, most)), max(16, min(64, most)), 4, 1)
+    if q_THD.element_size() != 2:  # float32: for tests
+        side = max(16, min(64, 8192 // padded // q_THD.element_size()))
+        return Cut(side, side, 4, 1)
+    capability = capability or torch.cuda.get_device_capability(q_THD.device)
+    cuts = CUTS if capability >= (9, 0) else AMPERE_CUTS
+    return cuts[program][max(64, padded)]
 
 
 def constants_of(cut: Cut, q_THD: Tensor, k_THD: Tensor, num_heads: int) -> dict[str, int]:
