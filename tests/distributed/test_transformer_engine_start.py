@@ -299,10 +299,11 @@ def test_buckets_are_those_of_cudnn() -> None:
 
 @pytest.mark.parametrize("cp_size", [1, 2, 8])
 @pytest.mark.parametrize("rank_tokens", [2, 7, 64, 1023, 1024, 4100])
-def test_a_pack_fills_its_bucket(rank_tokens: int, cp_size: int) -> None:
-    seqlens = pack_of(rank_tokens, cp_size)
+@pytest.mark.parametrize("most", [32, 64])
+def test_a_pack_fills_its_bucket(rank_tokens: int, cp_size: int, most: int) -> None:
+    seqlens = pack_of(rank_tokens, cp_size, most)
     assert sum(seqlens) == rank_tokens // 2 * 2 * cp_size
-    assert len(seqlens) == min(32, rank_tokens // 2)
+    assert len(seqlens) == min(most, rank_tokens // 2)
     assert all(seqlen % (2 * cp_size) == 0 < seqlen for seqlen in seqlens)
 
 
@@ -315,7 +316,8 @@ def test_lanes_warm_the_same_in_their_groups(num_lanes: int, exchanges: tuple[st
         blocks = lane_blocks(lane, num_lanes)
         two_levels = two_level_blocks(lane, blocks, (2, 4) if "a2a+p2p" in exchanges else ())
         packs = warm_up_packs(blocks, two_levels, exchanges, max_tokens_per_rank=3000, query_heads=4)
-        assert [pack.rank_tokens for pack in packs[:3]] == [1024, 2048, 3000]
+        kinds = [(pack.rank_tokens, len(pack.padded_seqlens)) for pack in packs[:6]]
+        assert kinds == [(tokens, number) for tokens in (1024, 2048, 3000) for number in (32, 64)]
         assert "blocks" not in {pack.cp_comm_type for pack in packs}, "there is no programme to run"
         assert {(pack.cp_size, pack.cp_comm_type) for pack in packs} >= {(1, "p2p")} | {
             (size, one)
@@ -434,11 +436,6 @@ def test_a_rank_without_memory_says_so_while_others_wait() -> None:
     waiting, said = run_ranks(2, run_out_of_memory)
     assert not waiting
     assert all(part in said for part in ("8192", "--max-seqlen-per-dp-cp-rank", "Tried to allocate"))
-
-
-def test_advice_about_the_allocator_is_given_once_needed() -> None:
-    assert "expandable_segments:True" in warm_up.allocator_advice({})
-    assert not warm_up.allocator_advice({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
 
 
 def test_versions_are_those_of_setup_and_of_the_tests() -> None:

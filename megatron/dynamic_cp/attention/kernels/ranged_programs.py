@@ -1,7 +1,8 @@
 """The Triton programs of `ranged`: each computes one tile of rows, or of columns, against the tiles that it touches.
 
 Scores are in powers of two, as exp2 is what the hardware has. A row sees at most two ranges of the columns of its
-rectangle. Sums are float32. Nothing is added by atomics: results are the same every time.
+rectangle. Sums are float32. Nothing is added by atomics: results are the same every time. Only numbers of rows change
+between packs; programs do not depend on what divides them, so each is compiled once in a run.
 
 Import this module only where Triton is installed.
 """
@@ -60,7 +61,7 @@ def _load_lse(lse, rows, there):
     return tl.where(found == float("-inf"), float("inf"), found) * LOG2_E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def forward(
     q_ptr,
     k_ptr,
@@ -116,7 +117,7 @@ def forward(
     tl.store(lse_ptr + head * num_rows + rows, lse, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def backward_of_rows(
     q_ptr,
     k_ptr,
@@ -170,7 +171,7 @@ def backward_of_rows(
     _store(dq_ptr + head * dq_head, total * scale, rows, there, dq_row, DIM, PADDED_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def backward_of_columns(
     q_ptr,
     k_ptr,
