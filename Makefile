@@ -60,14 +60,16 @@ quick: kernels
 nightly: kernels
 	$(BIN)/python -m pytest -m nightly $(PARALLEL)
 
-# The quick tests and parity of all layouts on Python 3.12 and what megatron-core is newest there; in an environment of
-# its own. Exchanges and shapes of batches, which no release changes, are left to `python -m tools.releases`.
+# The quick tests, parity of all layouts and attention of the newest TransformerEngine, on Python 3.12 and what
+# megatron-core is newest there; in an environment of its own. Exchanges and shapes of batches, which no release changes,
+# are left to `python -m tools.releases`.
 newest:
 	@python=$$(sh tools/find_python.sh 3.12); test -z "$$python" && echo "no Python 3.12: not tested with it" || \
 		$(MAKE) --no-print-directory -j 2 VENV=.venv-3.12 PYTHON="$$python" quick parity
 
 parity: kernels
-	$(BIN)/python -m pytest -q -m "" tests/distributed/test_parity.py -k layouts
+	$(BIN)/python -m pytest -q -m "" tests/distributed/test_parity.py tests/distributed/test_transformer_engine_attention.py \
+		-k "layouts or 4-2.20.2"
 
 # The whole suite, and what each test costs into tests/costs.json, whose names of before are not asked for.
 costs: kernels

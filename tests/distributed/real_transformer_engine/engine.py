@@ -75,6 +75,7 @@ def load(version: str, kernel: Kernel = "cuDNN") -> None:
     _import_without_extension()
     _wait_once()
     _let_modules_be_built()
+    _take_random_states_of_the_cpu()
     bind_megatron_core()
 
 
@@ -124,11 +125,24 @@ def _let_modules_be_built() -> None:
     base.__init__ = build_with_device
 
 
+def _take_random_states_of_the_cpu() -> None:
+    """As megatron-core does where `repairs.cpu_backend` is on: recomputation draws what the first pass drew."""
+    distributed = importlib.import_module("transformer_engine.pytorch.distributed")
+    distributed._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    distributed._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
+
+
 def bind_megatron_core() -> None:
-    """Build what megatron-core imported without TransformerEngine anew."""
+    """Build what megatron-core imported without TransformerEngine anew, for whoever imported it from there, too."""
     for name in (
         "megatron.core.extensions.transformer_engine",
         "megatron.core.extensions.transformer_engine_spec_provider",
         "megatron.core.models.gpt.gpt_layer_specs",
     ):
         importlib.reload(importlib.import_module(name))
+    fp8_utils = importlib.reload(importlib.import_module("megatron.core.fp8_utils"))
+    fp8_utils.transformer_engine = sys.modules["transformer_engine"]
+    extension = importlib.import_module("megatron.core.extensions.transformer_engine")
+    anew = {"get_fp8_context": fp8_utils.get_fp8_context, "te_checkpoint": extension.te_checkpoint}
+    for module in [one for name, one in sys.modules.items() if name.startswith("megatron.core.")]:
+        vars(module).update({name: value for name, value in anew.items() if name in vars(module)})
