@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from dynamic_cp.types import Plan, Sample
+from dynamic_cp.types import CP_COMM_TYPES, Plan, Sample
+from megatron.dynamic_cp.attention.te.support import missing_exchanges
 from tests.distributed import reference
 from tests.distributed.harness import RankError
 from tests.distributed.parity import (
@@ -172,18 +173,18 @@ def run_in_fp8(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected
     return comparison, quantization.entered, quantization.products
 
 
-@pytest.mark.parametrize(
-    "name", [*IN_FP8, *(pytest.param(name, marks=pytest.mark.nightly) for name in IN_FP8_EACH_NIGHT)]
-)
-def test_products_in_fp8_get_whole_multiples(name: str, reference_of) -> None:
+@pytest.mark.by_day(*(f"{NEWEST}-{name}" for name in IN_FP8))
+@pytest.mark.parametrize("name", IN_FP8 | IN_FP8_EACH_NIGHT)
+@pytest.mark.parametrize("version", [PINNED, NEWEST])
+def test_products_in_fp8_get_whole_multiples(version: str, name: str, reference_of) -> None:
     """Of what TransformerEngine asks for; they are computed exactly, so that nothing else may have changed."""
     layout, exchanges, recipe = (IN_FP8 | IN_FP8_EACH_NIGHT)[name]
     samples, expected = BATCHES["long_tail"], reference_of(layout, "long_tail")
-    plan = plan_for(layout, samples, exchanges, None)
+    plan = plan_for(layout, samples, exchanges.difference(missing_exchanges(CP_COMM_TYPES, version, "cuDNN")), None)
     empty = [bucket for bucket in plan.buckets if not bucket.samples]
     assert empty, "no place of padding alone"
     world = layout.topology.world_size
-    results = run_ranks_with(NEWEST, world, run_in_fp8, layout, samples, plan, expected)
+    results = run_ranks_with(version, world, run_in_fp8, layout, samples, plan, expected)
     comparisons = [comparison for comparison, _, _ in results]
     assert_equal_to_reference(comparisons, layout, expected)
     assert_bytes_as_planned(comparisons, layout, plan)
@@ -203,24 +204,21 @@ def test_products_in_fp8_get_whole_multiples(name: str, reference_of) -> None:
         assert {ranks for _, _, ranks in entered} == {tuple(range(first, first + of_stage))}
 
 
+@pytest.mark.by_day("tp2_sp_tensorwise_full_recompute-1", "tp2_sp_blockwise-16")
 @pytest.mark.parametrize(
-    ("alignment", "says"), [(1, "dimensions except the last to be divisible by 8"), (8, "a multiple of 16 is needed")]
+    ("name", "alignment", "says"),
+    [
+        ("tp2_sp_tensorwise_full_recompute", 1, "dimensions except the last to be divisible by 8"),
+        ("tp2_sp_tensorwise_full_recompute", 8, "a multiple of 16 is needed"),
+        ("four_lanes_mxfp8", 16, "cannot be quantized"),
+        ("tp2_sp_blockwise", 16, "cannot be gathered in FP8"),
+    ],
 )
-def test_tokens_that_are_not_padded_for_fp8_are_noticed(alignment: int, says: str, reference_of) -> None:
-    """As in a plan for a topology that does not know of it; by TransformerEngine, and for cuBLAS."""
-    layout, exchanges, _ = IN_FP8["tp2_sp_tensorwise_full_recompute"]
-    samples = BATCHES["long_tail"]
+def test_tokens_that_are_not_padded_for_fp8_are_noticed(name: str, alignment: int, says: str, reference_of) -> None:
+    """As in a plan for a topology that does not know of it."""
+    layout, exchanges, _ = IN_FP8[name]
+    samples, expected = BATCHES["long_tail"], reference_of(layout, "long_tail")
     plan = plan_for(layout, samples, exchanges, None)
     unaligned = replace(plan, topology=replace(plan.topology, token_alignment=alignment))
     with pytest.raises(RankError, match=says):
-        run_ranks_with(NEWEST, 4, run_in_fp8, layout, samples, unaligned, reference_of(layout, "long_tail"))
-
-
-def test_blocks_that_cannot_be_gathered_are_noticed(reference_of) -> None:
-    """With sequence parallelism; as in a plan that knows of the products alone."""
-    layout, exchanges, _ = IN_FP8["tp2_sp_blockwise"]
-    samples = BATCHES["long_tail"]
-    plan = plan_for(layout, samples, exchanges, None)
-    unaligned = replace(plan, topology=replace(plan.topology, token_alignment=16))
-    with pytest.raises(RankError, match="a multiple of 128 is needed to gather"):
-        run_ranks_with(NEWEST, 4, run_in_fp8, layout, samples, unaligned, reference_of(layout, "long_tail"))
+        run_ranks_with(NEWEST, layout.topology.world_size, run_in_fp8, layout, samples, unaligned, expected)

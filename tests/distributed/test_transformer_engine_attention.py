@@ -119,13 +119,13 @@ class MicroBatch:
         return max(errors) if all(error == error for error in errors) else float("nan")
 
 
-def attention_of(kv_heads: int) -> torch.nn.Module:
+def attention_of(kv_heads: int, **more: Any) -> torch.nn.Module:
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron.dynamic_cp.attention.te.attention import TransformerEngineAttention
 
     shape = {"num_attention_heads": HEADS, "num_query_groups": kv_heads, "kv_channels": HEAD_DIM}
-    config = reference.transformer_config(reference.LLAMA, hidden_size=HEADS * HEAD_DIM, **shape)
+    config = reference.transformer_config(reference.LLAMA, hidden_size=HEADS * HEAD_DIM, **shape, **more)
     return TransformerEngineAttention(config, 1, AttnMaskType.causal, "self")
 
 
@@ -406,6 +406,10 @@ def refuse_and_fail() -> list[tuple[Any, ...]]:
         assert why_no_masks([torch.nn.Sequential(attention)]) == LACKS_MASKS
         states += [state_of(module) for module in (attention, *attention._shares_of_heads.values())]
     assert why_no_masks([torch.nn.Linear(1, 1)]) is None
+    with pytest.raises(UnsupportedFeatureError, match=r"layer 1 has a window \(--window-size\)"):
+        attention_of(1, window_size=(15, 0))
+    with pytest.raises(UnsupportedFeatureError, match="--softmax-type learnable is checked with local layers only"):
+        attention_of(1, softmax_type="learnable")
     return states
 
 
