@@ -36,14 +36,14 @@ MOST_LINES = {
     "megatron/dynamic_cp/data": 1130,
     "megatron/dynamic_cp/flags": 2330,
     "megatron/dynamic_cp/foreign": 1450,
-    "megatron/dynamic_cp/groups": 670,  # ranks of a node connect before the first step
+    "megatron/dynamic_cp/groups": 680,  # two cuDNNs; ranks of a node connect before the first step
     "megatron/dynamic_cp/layout": 430,
     "megatron/dynamic_cp/measuring": 220,
     "megatron/dynamic_cp/model": 1040,
     "megatron/dynamic_cp/outside": 930,
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
-    "megatron/dynamic_cp/repairs": 700,  # a TransformerEngine that cannot be imported
+    "megatron/dynamic_cp/repairs": 720,  # a TransformerEngine that cannot be imported, two cuDNNs
     "megatron/dynamic_cp/step": 790,
     "megatron/lm_adaptor": 3140,
     "megatron/trainer": 70,
