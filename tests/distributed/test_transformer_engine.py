@@ -14,7 +14,7 @@ import pytest
 
 from dynamic_cp.types import CP_COMM_TYPES, Plan, Sample
 from megatron.dynamic_cp.attention.te.support import missing_exchanges
-from tests.distributed import reference
+from tests.distributed import fake_apex, reference
 from tests.distributed.harness import RankError
 from tests.distributed.parity import (
     BATCHES,
@@ -31,6 +31,8 @@ from tests.distributed.real_transformer_engine.engine import run_ranks_with
 from tests.distributed.real_transformer_engine.wheels import NEWEST, OLDEST, PINNED
 from tests.distributed.test_transformer_engine_attention import UNSET, state_of
 
+ONE_PRODUCT: dict[str, Any] = {"moe_grouped_gemm": True}
+FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 ALL = {"p2p", "a2a", "all_gather", "a2a+p2p"}
@@ -68,6 +70,8 @@ def run_on_version(
 ) -> tuple[Comparison, list[tuple[str, int, int]], list[tuple[Any, ...]]]:
     """Return (comparison, what attention was asked for, state of its modules after the step) of this rank."""
     calls, modules = remember_calls()
+    if "gradient_accumulation_fusion" in layout.config:
+        fake_apex.install()  # for the output layer, which is megatron-core's
     comparison = run_step(layout, samples, plan, expected, None)
     return comparison, calls, [state_of(module) for module in modules]
 
@@ -106,10 +110,37 @@ CASES = {
         {"all_gather"},
         {"all_gather"},
     ),
+    "experts_ep2": (PINNED, engine(2, "p2p", variant="moe", ep=2, config=ONE_PRODUCT), {"p2p"}, {"p2p"}),
+    "shared_experts_tp2_sp_ep2": (
+        NEWEST,
+        engine(2, "p2p", variant="moe_sigmoid", tp=2, sp=True, ep=2, config=ONE_PRODUCT),
+        {"p2p"},
+        {"p2p"},
+    ),
+    "experts_one_after_the_other": (
+        NEWEST,
+        engine(2, "p2p", variant="moe_sigmoid", tp=2, sp=True, ep=2),
+        {"p2p"},
+        {"p2p"},
+    ),
+    "experts_with_biases": (OLDEST, engine(2, "p2p", variant="moe_biased", config=ONE_PRODUCT), {"p2p"}, {"p2p"}),
+    "experts_full_recompute": (
+        NEWEST,
+        engine(2, "p2p", variant="moe", config=ONE_PRODUCT | FULL_RECOMPUTE),
+        {"p2p"},
+        {"p2p"},
+    ),
+    "experts_ep2_fused_distributed_optimizer": (
+        NEWEST,
+        engine(2, "p2p", variant="moe", ep=2, distributed_optimizer=True, config=ONE_PRODUCT | FUSED),
+        {"p2p"},
+        {"p2p"},
+    ),
+    "multi_token_prediction": (NEWEST, engine(2, "p2p", variant="mtp"), {"p2p"}, {"p2p"}),
 }
 
 
-@pytest.mark.by_day("two_levels_wrapped_full_recompute", "pp2_vpp2_distributed_optimizer")
+@pytest.mark.by_day("two_levels_wrapped_full_recompute", "pp2_vpp2_distributed_optimizer", "experts_ep2")
 @pytest.mark.parametrize("name", CASES)
 def test_step_equals_single_process(name: str, reference_of) -> None:
     version, layout, exchanges, asked = CASES[name]
