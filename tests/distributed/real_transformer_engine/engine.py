@@ -8,6 +8,8 @@ It is loaded in a process of its own, off which ranks are forked, so that the te
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -22,6 +24,9 @@ from megatron.dynamic_cp.attention.te.kernels import Kernel
 from megatron.dynamic_cp.attention.te.support import release_of
 from tests.distributed.harness import run_forked, run_ranks
 from tests.distributed.real_transformer_engine import counts, device, extension, flash_attn, wheels
+
+with contextlib.suppress(ImportError):
+    import pydantic.dataclasses  # noqa: F401  TransformerEngine does in each process
 
 CAPABILITIES: dict[Kernel, device.Capability] = {"cuDNN": (9, 0), "flash-attn 2": (8, 0)}
 """Kernel -> a device on which TransformerEngine takes it, where it finds the package."""
@@ -72,7 +77,9 @@ def load(version: str, kernel: Kernel = "cuDNN") -> None:
         flash_attn.install()
     sys.path.insert(0, str(sources))
     importlib.invalidate_caches()
+    gc.disable()  # what imports make is never garbage
     _import_without_extension()
+    gc.enable()
     _wait_once()
     _let_modules_be_built()
     _take_random_states_of_the_cpu()

@@ -28,7 +28,7 @@ def generic_gemm(
     gelu: bool,
     gelu_in: Tensor | None,
     is_backward: bool,
-    workspace: Tensor,
+    workspace: Tensor | None,
     workspace_size: int,
     accumulate: bool,
     use_split_accumulator: bool,
@@ -60,6 +60,35 @@ def generic_gemm(
         out.copy_(product.view_as(out))
     bias_grad = rows_b.sum(0).to(bias.dtype) if bias is not None and is_backward else None
     return out, bias_grad, None, None
+
+
+def te_general_grouped_gemm(
+    a: list[Tensor],
+    transpose_a: bool,
+    b: list[Tensor],
+    transpose_b: bool,
+    out: list[Tensor],
+    out_type: Any,
+    rows: list[int],
+    bias: list[Tensor],
+    bias_type: Any,
+    is_one_output: bool,
+    gelu_in: list[Tensor],
+    is_backward: bool,
+    *rest: Any,
+) -> list[Tensor]:
+    """Write b @ a of each expert, as `generic_gemm`, into its output or its rows of the one that there is."""
+    _, _, accumulate, use_split_accumulator, _ = rest
+    outs = out[0].split(rows) if is_one_output else out
+    assert len(a) == len(b) == len(outs)
+    for number, (one_a, one_b, one_out) in enumerate(zip(a, b, outs, strict=True)):
+        one_bias = bias[number] if bias and bias[number].numel() else None
+        product = (one_a, transpose_a, one_b, transpose_b, one_out, None, out_type, one_bias, bias_type)
+        rest = (False, None, is_backward, None, 0, accumulate, use_split_accumulator)
+        _, bias_grad, *_ = generic_gemm(*product, *rest, comm_overlap=None)
+        if bias_grad is not None:
+            bias[number].copy_(bias_grad)
+    return bias
 
 
 def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,4 +136,4 @@ def rmsnorm_bwd(
     return of_input.to(x.dtype), (grad.float() * normed).sum(0).to(weight.dtype)
 
 
-WRITTEN = (generic_gemm, layernorm_fwd, rmsnorm_fwd, layernorm_bwd, rmsnorm_bwd)
+WRITTEN = (generic_gemm, te_general_grouped_gemm, layernorm_fwd, rmsnorm_fwd, layernorm_bwd, rmsnorm_bwd)

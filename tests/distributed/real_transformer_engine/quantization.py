@@ -1,7 +1,7 @@
 """Products in FP8: contexts and recipes are TransformerEngine's, shapes are checked, and numbers stay exact.
 
-So that nothing but what is asked of shapes may have changed. Rules of TransformerEngine's Python are asked there; those
-of cuBLAS and of its kernels are here.
+So that nothing but what is asked of shapes may have changed. TransformerEngine's own checks and quantizers are asked;
+that of cuBLAS, which multiplies weight gradients along the rows, is here.
 """
 
 from __future__ import annotations
@@ -54,26 +54,28 @@ def _check_products(kind: type[torch.nn.Module], autocast: Any) -> None:
     def checked(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not manager.is_fp8_enabled():
             return forward(self, x, *args, **kwargs)
-        rules.assert_dim_for_fp8_exec(x.reshape(-1, x.shape[-1]), self.weight)
+        rows = x.reshape(-1, x.shape[-1])
+        rules.assert_dim_for_fp8_exec(rows, self.weight)
         is_gathered = self.sequence_parallel and self.parallel_mode == "column" and self.tp_size > 1
-        _check(type(manager.get_fp8_recipe()).__name__, x, is_gathered=is_gathered)
+        _check(manager.get_fp8_recipe(), rows, is_gathered=is_gathered)
         with autocast(enabled=False):
             return forward(self, x, *args, **kwargs)
 
     kind.forward = checked  # type: ignore[method-assign]
 
 
-def _check(recipe: str, x: Tensor, *, is_gathered: bool) -> None:
-    """Assert what a product needs of its input [rows, 1, channels], of a rank's own share, too.
+def _check(recipe: Any, x: Tensor, *, is_gathered: bool) -> None:
+    """Assert what a product needs of its input [rows, channels], a rank's own share of it.
 
     Args:
         is_gathered: by sequence parallelism. Blocks are gathered whole; until 2.13 anything else was an assertion, now
-            it is gathered in bfloat16, which takes twice the bytes and no channels are asked of.
+            it is gathered in bfloat16, which takes twice the bytes.
     """
-    rows, channels = x.numel() // x.shape[-1], x.shape[-1]
-    aligned = 32 if recipe == "MXFP8BlockScaling" else 16
-    assert rows % aligned == 0, f"TE: {rows} rows in FP8 ({recipe}), a multiple of {aligned} is needed"
-    assert channels % 16 == 0, f"TE: {channels} channels in FP8, a multiple of 16 is needed"
-    if is_gathered and recipe == "Float8BlockScaling":
-        assert rows % 128 == 0, f"TE: {rows} rows in blocks, a multiple of 128 is needed to gather them in FP8"
-    products.append((recipe, rows))
+    name, (rows, channels) = type(recipe).__name__, x.shape
+    if name == "MXFP8BlockScaling" or (is_gathered and name == "Float8BlockScaling"):
+        states = importlib.import_module("transformer_engine.pytorch.quantization").RecipeState
+        quantizer, *_ = states.create(recipe, mode="forward", num_quantizers=3).make_quantizers()
+        how = "gathered in FP8" if is_gathered else "quantized"
+        assert quantizer.is_quantizable(x), f"TE: {rows} rows of {channels} channels cannot be {how} ({name})"
+    assert rows % 16 == 0, f"cuBLAS: {rows} rows in FP8 ({name}), a multiple of 16 is needed"
+    products.append((name, rows))
