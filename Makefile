@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # An unpinned torch may bring gigabytes of CUDA libraries. May hold more words for pip, such as --index-url.
 TORCH  ?= torch==2.13.0
+# More words for pip: the newest environment has Triton, whose programs run there without a GPU.
+MORE   ?= $(if $(findstring 3.12,$(VENV)),triton==3.7.1)
 # Tests on four processes, of which two usually wait, the costly files first (tests/conftest.py). Empty: one at a time.
 PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 
@@ -22,7 +24,7 @@ $(READY): setup.py
 		$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel; \
 		test -z "$(TORCH)" || $(BIN)/python -m pip install --quiet $(TORCH); \
 		PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --config-settings editable_mode=compat \
-			-e ".[train,dev]"; \
+			-e ".[train,dev]" $(MORE); \
 		set +x; $(BIN)/python -W ignore -m tools.say_versions; \
 		touch $@; \
 	else echo "$(VENV) was not set up by make: it is used as it is, nothing is installed into it"; fi
@@ -60,14 +62,16 @@ quick: kernels
 nightly: kernels
 	$(BIN)/python -m pytest -m nightly $(PARALLEL)
 
-# The quick tests and parity of all layouts on Python 3.12 and what megatron-core is newest there; in an environment of
-# its own. Exchanges and shapes of batches, which no release changes, are left to `python -m tools.releases`.
+# The quick tests, parity of all layouts and attention of the newest TransformerEngine, on Python 3.12 and what
+# megatron-core is newest there; in an environment of its own. Exchanges and shapes of batches, which no release changes,
+# are left to `python -m tools.releases`.
 newest:
 	@python=$$(sh tools/find_python.sh 3.12); test -z "$$python" && echo "no Python 3.12: not tested with it" || \
 		$(MAKE) --no-print-directory -j 2 VENV=.venv-3.12 PYTHON="$$python" quick parity
 
 parity: kernels
-	$(BIN)/python -m pytest -q -m "" tests/distributed/test_parity.py -k layouts
+	$(BIN)/python -m pytest -q -m "" tests/distributed/test_parity.py tests/distributed/test_transformer_engine_attention.py \
+		tests/distributed/test_triton.py -k "layouts or 4-2.20.2 or programs"
 
 # The whole suite, and what each test costs into tests/costs.json, whose names of before are not asked for.
 costs: kernels

@@ -36,7 +36,8 @@ HF = [
 # Released chat templates, which a test compares with transformers 5.23; it brings datasets and pandas, no CUDA.
 TEMPLATES = ["trl==1.16.0; python_version>='3.11'"]
 MEGATRON_LM = ["six", "regex", "pyyaml"]  # what the training code of a Megatron-LM checkout imports
-TEST = [*FAST, *EXACT, "hypothesis", "pytest>=8", "pytest-timeout", "pytest-xdist"]
+# pydantic: TransformerEngine's own Python imports it.
+TEST = [*FAST, *EXACT, "hypothesis", "pydantic", "pytest>=8", "pytest-timeout", "pytest-xdist"]
 
 setup(
     name="megatron-dynamic-cp",

@@ -6,6 +6,7 @@ Each part is fitted to the measurements of that part alone, with the formula by 
     attention   overhead + a * sum of (L^2 + extra_tokens * L)   causal kernels and further ring steps apart
     edges       FLOPs of the head / rate + bytes / memory bandwidth
     links       latency + bytes / bandwidth
+    host        a layer and rings of next to no tokens; what took little longer than its host says nothing of a GPU
 
 Random packs then scale all of these by one factor. The rest of the time of tiny micro-batches is the overhead of a
 bucket, and with CP the latency of an exchange, which includes the time that ranks wait for each other. Nothing is
@@ -41,6 +42,12 @@ _MOST_WEIGHT = 2.0
 _GROWTH = 0.01
 """The longest layers must spend this share of their time on tokens, or there is no rate to see."""
 _DIGITS = 4
+_BUSY = 1.3
+"""Times its host's seconds that a part must take for its device to be what one waits for."""
+_TRANSFER_LAUNCH_S = 40e-6
+"""Of the host for a grouped send and receive, which one rank cannot measure; an estimate."""
+_MOST_OF_PEAK = 0.85
+"""No matrix product is faster: 8192 x 8192 x 8192 on an H200 reached 0.81 (docs/GPU.md)."""
 _BACKWARD_FLOPS = 2.5
 """Of attention, over forward, as `dynamic_cp.mechanisms.stage_attention` counts them."""
 
@@ -71,14 +78,15 @@ class _Fit:
         self._errors: list[FitError] = []
         self._points: list[Point] = []
         self._notes: list[str] = []
+        self._host_s: dict[str, tuple[float, float]] = {}
+        self._attention_constants = (0.0, 0.0)
 
     def run(self) -> Calibration:
+        self._host()
         overheads = np.array(self._linear()) + np.array(self._attention())
         self._set("forward_overhead_s_per_layer", overheads[0], "constants of a layer and of its attention")
         self._set("backward_overhead_s_per_layer", overheads[1], "the same, backward")
         self._set("linear_extra_tokens", 0.0, "0: what a short pack costs more is in the overhead of a layer")
-        for name in (field.name for field in fields(Hardware) if field.name.startswith("host_")):
-            self._set(name, 0.0, "0: what the host takes is in the overheads that were measured")
         self._ring()
         self._edges()
         self._links()
@@ -99,11 +107,48 @@ class _Fit:
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
+    def _host(self) -> None:
+        """Take what the host needs for a layer and for one more ring step."""
+        rings = self._rows.of("host", "attention")
+        if not rings:
+            for name in (field.name for field in fields(Hardware) if field.name.startswith("host_")):
+                self._set(name, 0.0, "0: what the host takes is in the overheads that were measured")
+            return
+        columns = np.array([[1.0, one.cp_size - 1.0] for one in rings])
+        (alone, step), (back_alone, back_step) = (fit_seconds(columns, seconds).tolist() for seconds in _both(rings))
+        layer, linear = (self._rows.of("host", kind)[0] for kind in ("layer", "linear"))
+        self._host_s = {
+            "linear": (linear.forward_s, linear.backward_s),
+            "causal": (alone, back_alone),
+            "full": (step, back_step),
+        }
+        about = f"a layer of {layer.tokens} tokens"
+        self._set("host_forward_s_per_layer", layer.forward_s, about)
+        self._set("host_backward_s_per_layer", layer.backward_s, f"{about}, backward")
+        step_s = (step + back_step) / 2 + _TRANSFER_LAUNCH_S
+        how = f"rings of up to {rings[-1].cp_size} lanes emulated on one, mean of both passes"
+        how += f", and an estimate of {1e6 * _TRANSFER_LAUNCH_S:.0f} us for a transfer"
+        self._set("host_ring_step_s_per_layer", step_s, how)
+        self._kept["host_message_s_per_layer"] = "placed attention is not measured"
+
+    def _solve(
+        self, section: str, columns: Floats, rows: Sequence[Measurement], solve: Callable[[Floats, Floats], Floats]
+    ) -> tuple[list[Floats], list[Floats]]:
+        """Return the terms of both passes, of rows whose device is busy, and what they and the host say of all rows."""
+        terms, predicted = [], []
+        for seconds, host_s in zip(_both(rows), self._host_s.get(section, (0.0, 0.0)), strict=True):
+            busy = seconds > _BUSY * host_s
+            if busy.sum() < columns.shape[1]:
+                busy[:] = True
+            terms.append(solve(columns[busy], seconds[busy]))
+            predicted.append(np.maximum(columns @ terms[-1], host_s))
+        return terms, predicted
+
     def _linear(self) -> tuple[float, float]:
         rows = self._at_least("linear", 2)
         tokens = np.array([one.tokens for one in rows], np.float64)
         columns = np.stack([np.ones_like(tokens), tokens], axis=1)
-        forward, backward = (fit_seconds(columns, seconds) for seconds in _both(rows))
+        (forward, backward), predicted = self._solve("linear", columns, rows, fit_seconds)
         if min(part[1] * tokens.max() / (part[0] + part[1] * tokens.max()) for part in (forward, backward)) < _GROWTH:
             raise InvalidInputError(
                 f"layers of {tokens.min():.0f} to {tokens.max():.0f} tokens took equally long: "
@@ -113,7 +158,7 @@ class _Fit:
         about = f"{tokens.min():.0f} to {tokens.max():.0f} tokens"
         self._set("linear_flops_per_s", flops / forward[1], f"layers without core attention, {about}")
         self._set("linear_backward_over_forward", backward[1] / forward[1], f"the same layers, {about}")
-        self._compare("linear", rows, columns @ forward, columns @ backward)
+        self._compare("linear", rows, *predicted)
         return float(forward[0]), float(backward[0])
 
     def _attention(self) -> tuple[float, float]:
@@ -122,7 +167,7 @@ class _Fit:
         for section, infix in (("causal", ""), ("full", "_full")):
             rows = self._at_least(section, 3)
             columns = np.array([[1.0, one.tokens, one.tokens_squared] for one in rows])
-            solved = [_attention_terms(columns, seconds) for seconds in _both(rows)]
+            solved, predicted_s = self._solve(section, columns, rows, _attention_terms)
             for direction, times, part in (("", 1.0, solved[0]), ("_backward", _BACKWARD_FLOPS, solved[1])):
                 if not part[2] > 0:
                     raise InvalidInputError(
@@ -134,9 +179,10 @@ class _Fit:
                 prefix = f"attention{infix}{direction}"
                 self._set(f"{prefix}_flops_per_s", times * flops / part[2], about)
                 self._set(f"{prefix}_extra_tokens", part[1] / part[2], about)
-            self._compare(section, rows, columns @ solved[0], columns @ solved[1])
+            self._compare(section, rows, *predicted_s)
             if section == "causal":
                 overheads = [float(part[0]) for part in solved]
+                self._attention_constants = overheads[0], overheads[1]
                 ratio = solved[1][2] / solved[0][2]
                 self._set("attention_backward_over_forward", ratio, "squared length, causal")
                 self._note_sequences(rows)
@@ -162,17 +208,19 @@ class _Fit:
         if not rows:
             return
         hardware, flops = self._hardware(), self._setup.shard.layer.attention_flops_per_token2
-        constants = [self._constants["causal"][index] for index in (0, 1)]
         predicted = np.zeros((2, len(rows)))
         for index, (times, direction, launches) in enumerate(((1.0, "", 1.0), (_BACKWARD_FLOPS, "_backward", 2.0))):
             for place, one in enumerate(rows):
-                seconds = constants[index]
+                seconds = self._attention_constants[index]
                 for infix, steps in (("", 1), ("_full", one.cp_size - 1)):
                     rate = getattr(hardware, f"attention{infix}{direction}_flops_per_s")
                     extra = getattr(hardware, f"attention{infix}{direction}_extra_tokens")
                     seconds += steps * times * flops / rate * (one.tokens_squared + extra * one.tokens)
                 overhead = launches * hardware.ring_step_overhead_s_per_layer
-                predicted[index, place] = seconds + (one.cp_size - 1) * overhead
+                host_s, step_s = (self._host_s.get(part, (0.0, 0.0))[index] for part in ("causal", "full"))
+                predicted[index, place] = max(
+                    seconds + (one.cp_size - 1) * overhead, host_s + (one.cp_size - 1) * step_s
+                )
         self._compare("ring", rows, predicted[0], predicted[1], fitted=False)
 
     def _edges(self) -> None:
@@ -192,6 +240,11 @@ class _Fit:
         # In seconds, not relative: a cheap embedding must not spoil a dear head.
         scale = np.abs(columns).max(axis=0)
         solved = np.linalg.lstsq(columns / scale, seconds, rcond=None)[0] / scale
+        if 0 < solved[0] < 1 / (_MOST_OF_PEAK * self._base.peak_flops_per_s):
+            # A loss that moves more bytes than are counted would look like a fast head.
+            solved[0] = 1 / (_MOST_OF_PEAK * self._base.peak_flops_per_s)
+            left = seconds - columns[:, 0] * solved[0]
+            solved[1] = max(0.0, float(columns[:, 1] @ left / (columns[:, 1] @ columns[:, 1])))
         if solved[0] <= 0:
             solved = np.array([0.0, float(columns[:, 1] @ seconds / (columns[:, 1] @ columns[:, 1]))])
         if solved[1] <= 0:
@@ -300,14 +353,6 @@ class _Fit:
         return float(min(tried, key=error))
 
     # -- shared -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _constants(self) -> dict[str, tuple[float, float]]:
-        """Constants of the causal kernels, which are part of the overhead of a layer."""
-        rows = self._rows.of("causal")
-        columns = np.array([[1.0, one.tokens, one.tokens_squared] for one in rows])
-        forward, backward = (float(_attention_terms(columns, seconds)[0]) for seconds in _both(rows))
-        return {"causal": (forward, backward)}
 
     def _compare_buckets(self, section: str, rows: Sequence[Measurement], *, fitted: bool) -> None:
         points = [

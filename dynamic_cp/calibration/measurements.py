@@ -16,6 +16,7 @@ SECTIONS = {
     "causal": "attention of packs on one rank",
     "full": "a further ring step: tiles without a mask, and merging",
     "ring": "rings with transfers left out",
+    "host": "a layer and rings of next to no tokens: what the host takes to launch them",
     "edges": "embedding, LM head and loss",
     "links": "messages and collectives between ranks",
     "buckets": "tiny micro-batches through the schedule",

@@ -74,6 +74,8 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a subcommand; None when there is none of that name."""
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
         if cmd_name in COMMANDS:
             module = _ELSEWHERE.get(cmd_name, f"dynamic_cp.cli.{cmd_name}")
             found: click.Command = importlib.import_module(module).command

@@ -106,7 +106,11 @@ class StagePrices:
             layers * hardware.forward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
             layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
         )
-        self._host_s = layers * hardware.host_forward_s_per_layer, layers * hardware.host_backward_s_per_layer
+        # The overhead of a bucket is the host's as well: Python of the schedule.
+        self._host_s = tuple(
+            layers * layer_s + hardware.overhead_s_per_bucket_stage if layer_s else 0.0
+            for layer_s in (hardware.host_forward_s_per_layer, hardware.host_backward_s_per_layer)
+        )
         self._host_attention_s = layers * hardware.host_ring_step_s_per_layer  # once more is one step more
 
     def terms(self, of: Attention, cp_size: int, link: int, *, is_level: bool = False) -> _Terms:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import os
 from collections.abc import Sequence
 
 from megatron.dynamic_cp.repairs import engine_import, releases, triton_imports
 from megatron.trainer.ending.exits import exit_code_of, leave
+from megatron.trainer.flags import environment
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.reporting import quiet
 
@@ -18,9 +18,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     def parse_and_train() -> None:
         settings = parse_args(argv)
-        # megatron-core needs one queue per device so that transfers start before the kernels they overlap with; it
-        # asks for that only at a static CP size above 1.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        environment.set_defaults(settings.planning)
         quiet.ignore_warnings()
         releases.check_installed()
         triton_imports.install()

@@ -61,10 +61,14 @@ def run_ranks(
             return _collect(ranks, folder, timeout_s)
         finally:
             for process, _ in ranks:
-                process.join(timeout=2)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                _end(process)
+
+
+def _end(process: ForkProcess) -> None:
+    process.join(timeout=2)
+    if process.is_alive():
+        process.kill()
+        process.join()
 
 
 def run_forked(function: Callable[..., Any], *args: Any) -> Any:
@@ -83,7 +87,7 @@ def run_forked(function: Callable[..., Any], *args: Any) -> Any:
     except EOFError:
         raise RankError("the forked process died without a word") from None
     finally:
-        process.join()
+        _end(process)
     if not succeeded:
         raise RankError(value)
     return value

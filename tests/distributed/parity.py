@@ -361,6 +361,8 @@ def reference_name(chunk: Any, name: str) -> str:
         local = name.split(".")[2]
         layer = chunk.decoder.layers[int(local)].layer_number - 1
         name = name.replace(f"decoder.layers.{local}.", f"decoder.layers.{layer}.", 1)
+    # Experts in one product: their weights are numbered.
+    name = re.sub(r"\.experts\.(linear_fc\d)\.(weight|bias)(\d+)$", r".experts.local_experts.\3.\1.\2", name)
     if ".local_experts." in name:
         before, local, after = re.split(r"(?<=\.local_experts\.)(\d+)", name)
         first = parallel_state.get_expert_model_parallel_rank() * (

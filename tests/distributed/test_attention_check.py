@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import CP_COMM_TYPES, CpCommType, Topology
 from megatron.dynamic_cp.groups.attention_check import TOLERANCE, check_attention
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.repairs import engine_import
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel
 from tests.distributed.real_transformer_engine import flash_attn
@@ -105,3 +108,26 @@ def test_attention_that_is_wrong_alone_is_told_so() -> None:
     (said,) = run_ranks_with(NEWEST, 1, check_on_this_rank, CP_COMM_TYPES, None, 0, timeout_s=60)
     assert "on one lane alone the output is off by" in said
     assert "Use --transformer-impl local or another version" in said
+
+
+def fail_with_two_cudnns_on_this_rank() -> str:
+    with (
+        mock.patch.object(engine_import, "two_cudnns", return_value="/a and /b"),
+        mock.patch(
+            "megatron.dynamic_cp.attention.te.attention.TransformerEngineAttention.forward",
+            side_effect=RuntimeError("cuDNN Error: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"),
+        ),
+    ):
+        return check_on_this_rank(("p2p",))
+
+
+def test_two_cudnns_are_named_where_attention_fails(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text("7f r-xp 0 8:1 1 /site/nvidia/cudnn/lib/libcudnn.so.9\n7f r-xp 0 8:1 2 /lib/libcudnn_ops.so.9\n")
+    assert engine_import.two_cudnns(maps) == ""
+    maps.write_text(maps.read_text() + "7f r-xp 0 8:1 3 /lib/libcudnn.so.9.14.0\n")
+    assert engine_import.two_cudnns(maps) == "/lib and /site/nvidia/cudnn/lib"
+    assert engine_import.two_cudnns(tmp_path / "none") == ""
+    for said in run_ranks_with(PINNED, 2, fail_with_two_cudnns_on_this_rank):
+        assert said.startswith("UnsupportedFeatureError"), said
+        assert "two versions of cuDNN are loaded, from /a and /b" in said

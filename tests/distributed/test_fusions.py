@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
 from tests.distributed import fake_apex
-from tests.distributed import fake_transformer_engine as fake
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, Comparison, Layout, assert_equal_to_reference, mixed_plan, run_step
+from tests.distributed.real_transformer_engine import products
+from tests.distributed.real_transformer_engine.engine import run_ranks_with
+from tests.distributed.real_transformer_engine.wheels import PINNED
 from tests.distributed.test_transformer_engine_start import run_chunks_on_this_rank
 
 FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
@@ -28,19 +31,18 @@ LAYOUTS = {
 def run_fused_step(*args: Any) -> tuple[Comparison, int]:
     """Return the comparison of this rank, and how many products went to a buffer at once."""
     fake_apex.install()
-    if args[0].transformer_impl == "transformer_engine":
-        fake.install("2.11.0")
     comparison = run_step(*args, None)
-    return comparison, len(fake_apex.calls) + fake.Linear.num_accumulated
+    return comparison, len(fake_apex.calls) + products.num_into_buffers
 
 
-@pytest.mark.by_day("tp2_sp_overlap_grad_reduce")
+@pytest.mark.by_day("tp2_sp_overlap_grad_reduce", "transformer_engine")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_step_equals_single_process(name: str, reference_of: Any) -> None:
     layout, samples = LAYOUTS[name], BATCHES["long_tail"]
     expected = reference_of(layout, "long_tail")
     plan = mixed_plan(samples, layout)
-    results = run_ranks(layout.topology.world_size, run_fused_step, layout, samples, plan, expected)
+    run = run_ranks if layout.transformer_impl == "local" else functools.partial(run_ranks_with, PINNED)
+    results = run(layout.topology.world_size, run_fused_step, layout, samples, plan, expected)
     assert_equal_to_reference([comparison for comparison, _ in results], layout, expected)
     of_a_stage = 4 * layout.num_layers // layout.pp  # four matrices in each layer
     last = of_a_stage + 1

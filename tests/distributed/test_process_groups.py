@@ -253,6 +253,29 @@ def test_placed_buckets_span_any_lanes() -> None:
     assert "sizes 1, 2, 6: built" in ranks[5][2]
 
 
+def build_for_messages(topology: Topology, has_pool: bool) -> int:
+    initialize_model_parallel(pp=topology.pp_size)
+    exchanges = ("p2p",) if has_pool else ("p2p", "blocks")
+    groups = DynamicCPGroups.build(topology, timeout_s=10, exchanges=exchanges, has_pool=has_pool)
+    return groups.warm_up_bytes
+
+
+@pytest.mark.parametrize(
+    ("topology", "has_pool", "num_pairs"),
+    [
+        (Topology(num_lanes=4), False, 1 + 3),
+        (Topology(num_lanes=4, ranks_per_node=2), False, 1 + 1),
+        (Topology(num_lanes=2, pp_size=2), True, 3 + 1),  # and the shift of the pool's own group
+        (Topology(num_lanes=2, pp_size=2, ranks_per_node=2), True, 1 + 1),
+    ],
+)
+def test_ranks_of_a_node_connect_before_the_first_step(topology: Topology, has_pool: bool, num_pairs: int) -> None:
+    """A number goes to the next lane of each group, and to each rank of the node in those that send messages."""
+    num_groups = topology.num_lanes.bit_length() - 1
+    sent = run_ranks(4, build_for_messages, topology, has_pool, timeout_s=60)
+    assert sent == [4 * (num_groups + num_pairs)] * 4
+
+
 def refuse(topology: Topology, order: str) -> str:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tp_size, pipeline_model_parallel_size=topology.pp_size, order=order

@@ -148,7 +148,7 @@ def test_tiles_are_those_that_some_row_sees(which: int | Mask, num_columns: int)
                 seen[row, columns][begin:end] = True
     of_rows, of_columns = tiles.of_rows.tolist(), tiles.of_columns.tolist()
     for cut, seqlens, size in ((of_rows, pack.row_seqlens, 8), (of_columns, pack.column_seqlens, num_columns)):
-        assert [token for first, last, _ in cut for token in range(first, last)] == list(range(sum(seqlens)))
+        assert [token for first, last, _ in sorted(cut) for token in range(first, last)] == list(range(sum(seqlens)))
         assert max(last - first for first, last, _ in cut) <= size
     touched = {
         (row, column)
@@ -158,11 +158,27 @@ def test_tiles_are_those_that_some_row_sees(which: int | Mask, num_columns: int)
     }
     assert len(touched) > 3
     by_row, by_column = (
-        [(tile, other) for tile, part in enumerate(others.tensor_split(starts[1:-1].long())) for other in part.tolist()]
-        for starts, others in ((tiles.row_starts, tiles.columns_of), (tiles.column_starts, tiles.rows_of))
+        [
+            (tile, other, index < full_end)
+            for tile, (start, full_end, end) in enumerate(zip(starts, full_ends, starts[1:], strict=False))
+            for index, other in enumerate(others[start:end], start)
+        ]
+        for starts, full_ends, others in ([x.tolist() for x in part] for part in (tiles.columns_of, tiles.rows_of))
     )
-    assert by_row == sorted(touched)
-    assert by_column == sorted((column, row) for row, column in touched)
+
+    def full(row: int, column: int) -> bool:
+        rows, columns = slice(*of_rows[row][:2]), slice(*of_columns[column][:2])
+        return bool(seen[rows, columns].all()) and columns.stop - columns.start == num_columns
+
+    assert sorted((row, column) for row, column, _ in by_row) == sorted(touched)
+    assert sorted((column, row, is_full) for row, column, is_full in by_row) == sorted(by_column)
+    found = {(row, column) for row, column, is_full in by_row if is_full}
+    expected = {(row, column) for row, column in touched if full(row, column)}
+    # A tile may be full by one range for some rows and by the other for others: then it is compared for nothing.
+    assert found <= expected
+    assert found == expected or isinstance(which, int)
+    for starts, *_ in (tiles.columns_of, tiles.rows_of):
+        assert (starts.diff().diff() <= 0).all(), "the tiles that touch the most come first"
 
 
 def test_ranges_that_cross_or_leave_their_rectangle_are_a_bug() -> None:

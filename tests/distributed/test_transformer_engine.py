@@ -1,21 +1,21 @@
-"""megatron-core's real TransformerEngine layers over a fake of TransformerEngine that asserts what the real one needs.
+"""megatron-core's TransformerEngine layers over TransformerEngine's own Python.
 
 A step of the whole GPT equals the single-process reference on old and new versions and with every exchange. Attention
-alone is with TransformerEngine's own Python in `test_transformer_engine_attention.py`.
+alone is in `test_transformer_engine_attention.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from dynamic_cp.types import Plan, Sample
-from tests.distributed import fake_transformer_engine as fake
-from tests.distributed import reference
-from tests.distributed.harness import RankError, run_ranks
+from dynamic_cp.types import CP_COMM_TYPES, Plan, Sample
+from megatron.dynamic_cp.attention.te.support import missing_exchanges
+from tests.distributed import fake_apex, reference
+from tests.distributed.harness import RankError
 from tests.distributed.parity import (
     BATCHES,
     Comparison,
@@ -26,54 +26,54 @@ from tests.distributed.parity import (
     mixed_plan,
     run_step,
 )
+from tests.distributed.real_transformer_engine import quantization
+from tests.distributed.real_transformer_engine.engine import run_ranks_with
+from tests.distributed.real_transformer_engine.wheels import NEWEST, OLDEST, PINNED
+from tests.distributed.test_transformer_engine_attention import UNSET, state_of
 
+ONE_PRODUCT: dict[str, Any] = {"moe_grouped_gemm": True}
+FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-UNSET = (None, None, None, "p2p")
 ALL = {"p2p", "a2a", "all_gather", "a2a+p2p"}
-# Without all_gather, which 2.11 lacks.
-OLD = ("p2p", "a2a", "a2a+p2p")
-
-
-def inner_size(exchange: str, cp_size: int) -> int:
-    """Return the lanes that exchange heads; two of a2a+p2p."""
-    return {"a2a": cp_size, "a2a+p2p": 2}.get(exchange, 1)
 
 
 def engine(lanes: int, exchange: str, **rest: Any) -> Layout:
     return Layout(lanes, exchange=exchange, transformer_impl="transformer_engine", **rest)
 
 
-def remember_modules() -> list[Any]:
-    """Return a list to which every attention module that is built from now on adds itself."""
+def remember_calls() -> tuple[list[tuple[str, int, int]], list[Any]]:
+    """Return lists of what TransformerEngine's attention is asked for from now on, and of its modules.
+
+    A call is (exchange, CP size, query heads of the module).
+    """
+    from transformer_engine.pytorch import DotProductAttention
+
+    calls: list[tuple[str, int, int]] = []
     modules: list[Any] = []
-    build = fake.DotProductAttention.__init__
+    attend = DotProductAttention.forward
 
-    def remembered(self: Any, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
-        modules.append(self)
+    def remembered(self: Any, *args: Any, **kwargs: Any) -> Any:
+        groups = self.cp_group if isinstance(self.cp_group, list) else [self.cp_group]
+        cp_size = math.prod(group.size() for group in groups if group is not None)
+        calls.append((self.cp_comm_type, cp_size, args[0].shape[1]))
+        if self not in modules:
+            modules.append(self)
+        return attend(self, *args, **kwargs)
 
-    fake.DotProductAttention.__init__ = remembered  # type: ignore[method-assign]
-    return modules
-
-
-def state_of(module: Any) -> tuple[Any, ...]:
-    return module.cp_group, module.cp_global_ranks, module.cp_stream, module.cp_comm_type
+    DotProductAttention.forward = remembered
+    return calls, modules
 
 
 def run_on_version(
-    version: str,
-    layout: Layout,
-    samples: tuple[Sample, ...],
-    plan: Plan,
-    expected: dict[str, Any],
-    sabotage: Callable[[], None] | None = None,
+    layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any]
 ) -> tuple[Comparison, list[tuple[str, int, int]], list[tuple[Any, ...]]]:
-    """Return (comparison, what the fake attended with, state of its modules after the step) of this rank."""
-    fake.install(version)
-    modules = remember_modules()
-    comparison = run_step(layout, samples, plan, expected, sabotage)
-    return comparison, fake.DotProductAttention.forwards, [state_of(module) for module in modules]
+    """Return (comparison, what attention was asked for, state of its modules after the step) of this rank."""
+    calls, modules = remember_calls()
+    if "gradient_accumulation_fusion" in layout.config:
+        fake_apex.install()  # for the output layer, which is megatron-core's
+    comparison = run_step(layout, samples, plan, expected, None)
+    return comparison, calls, [state_of(module) for module in modules]
 
 
 def plan_for(layout: Layout, samples: tuple[Sample, ...], wanted: set[str], over_all: str | None) -> Plan:
@@ -86,16 +86,16 @@ def plan_for(layout: Layout, samples: tuple[Sample, ...], wanted: set[str], over
     raise AssertionError(f"no plan with {wanted}")
 
 
-# Version; layout; exchanges of the plan; what the fake must have been asked for, "shared" being a share of the heads.
+# Version; layout; exchanges of the plan; what attention must have been asked for, "shared" being a share of the heads.
 CASES = {
     "two_levels_wrapped_full_recompute": (
-        "2.11.0",
+        PINNED,
         engine(4, "a2a+p2p", config=FULL_RECOMPUTE),
         {"a2a+p2p", "p2p"},
         {"p2p", "shared p2p"},
     ),
-    "all_four_few_kv_heads": ("2.20.2", engine(4, "mixed"), ALL, ALL | {"shared alone"}),
-    "a2a_wrapped": ("2.10.0", engine(4, "a2a", variant="gpt2"), {"a2a"}, {"shared alone"}),
+    "all_four_few_kv_heads": (NEWEST, engine(4, "mixed"), ALL, ALL | {"shared alone"}),
+    "a2a_wrapped": (OLDEST, engine(4, "a2a", variant="gpt2"), {"a2a"}, {"shared alone"}),
     "two_levels_selective_recompute": (
         "2.19.0",
         engine(4, "a2a+p2p", config=SELECTIVE_RECOMPUTE),
@@ -103,24 +103,52 @@ CASES = {
         {"a2a+p2p", "p2p"},
     ),
     "features": ("2.18.0", engine(2, "p2p", variant="all_of_engine"), {"p2p"}, {"p2p"}),
-    "tp2_sp": ("2.11.0", engine(2, "a2a", tp=2, sp=True, variant="llama_8_heads"), {"a2a"}, {"shared alone"}),
+    "tp2_sp": (PINNED, engine(2, "a2a", tp=2, sp=True, variant="llama_8_heads"), {"a2a"}, {"shared alone"}),
     "pp2_vpp2_distributed_optimizer": (
         "2.18.0",
         engine(2, "all_gather", pp=2, vpp=2, distributed_optimizer=True),
         {"all_gather"},
         {"all_gather"},
     ),
+    "experts_ep2": (PINNED, engine(2, "p2p", variant="moe", ep=2, config=ONE_PRODUCT), {"p2p"}, {"p2p"}),
+    "shared_experts_tp2_sp_ep2": (
+        NEWEST,
+        engine(2, "p2p", variant="moe_sigmoid", tp=2, sp=True, ep=2, config=ONE_PRODUCT),
+        {"p2p"},
+        {"p2p"},
+    ),
+    "experts_one_after_the_other": (
+        NEWEST,
+        engine(2, "p2p", variant="moe_sigmoid", tp=2, sp=True, ep=2),
+        {"p2p"},
+        {"p2p"},
+    ),
+    "experts_with_biases": (OLDEST, engine(2, "p2p", variant="moe_biased", config=ONE_PRODUCT), {"p2p"}, {"p2p"}),
+    "experts_full_recompute": (
+        NEWEST,
+        engine(2, "p2p", variant="moe", config=ONE_PRODUCT | FULL_RECOMPUTE),
+        {"p2p"},
+        {"p2p"},
+    ),
+    "experts_ep2_fused_distributed_optimizer": (
+        NEWEST,
+        engine(2, "p2p", variant="moe", ep=2, distributed_optimizer=True, config=ONE_PRODUCT | FUSED),
+        {"p2p"},
+        {"p2p"},
+    ),
+    "multi_token_prediction": (NEWEST, engine(2, "p2p", variant="mtp"), {"p2p"}, {"p2p"}),
 }
 
 
-@pytest.mark.by_day("two_levels_wrapped_full_recompute", "pp2_vpp2_distributed_optimizer")
+@pytest.mark.by_day("two_levels_wrapped_full_recompute", "pp2_vpp2_distributed_optimizer", "experts_ep2")
 @pytest.mark.parametrize("name", CASES)
 def test_step_equals_single_process(name: str, reference_of) -> None:
     version, layout, exchanges, asked = CASES[name]
     samples = BATCHES["long_tail"]
     expected = reference_of(layout, "long_tail")
     plan = plan_for(layout, samples, exchanges, "a2a" if "shared alone" in asked else None)
-    results = run_ranks(layout.topology.world_size, run_on_version, version, layout, samples, plan, expected)
+    world = layout.topology.world_size
+    results = run_ranks_with(version, world, run_on_version, layout, samples, plan, expected)
     comparisons = [comparison for comparison, _, _ in results]
     assert_equal_to_reference(comparisons, layout, expected)
     assert_bytes_as_planned(comparisons, layout, plan)
@@ -166,28 +194,28 @@ IN_FP8_EACH_NIGHT = {
     "four_lanes_delayed": (engine(4, "p2p", config=in_fp8("delayed")), {"p2p"}, "TEDelayedScaling"),
 }
 
-Quantized = tuple[Comparison, list[tuple[str, str, tuple[int, ...]]], list[tuple[str, int]]]
+Quantized = tuple[Comparison, list[quantization.Context], list[tuple[str, int]]]
 
 
 def run_in_fp8(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any]) -> Quantized:
     """Return (comparison, contexts that were entered, products in FP8) of this rank."""
-    fake.install("2.20.2")
+    quantization.install()
     comparison = run_step(layout, samples, plan, expected, None)
-    return comparison, fake.Quantization.entered, fake.Quantization.products
+    return comparison, quantization.entered, quantization.products
 
 
-@pytest.mark.parametrize(
-    "name", [*IN_FP8, *(pytest.param(name, marks=pytest.mark.nightly) for name in IN_FP8_EACH_NIGHT)]
-)
-def test_products_in_fp8_get_whole_multiples(name: str, reference_of) -> None:
-    """Of what TransformerEngine asks for; the fake computes them exactly, so that nothing else may have changed."""
+@pytest.mark.by_day(*(f"{NEWEST}-{name}" for name in IN_FP8))
+@pytest.mark.parametrize("name", IN_FP8 | IN_FP8_EACH_NIGHT)
+@pytest.mark.parametrize("version", [PINNED, NEWEST])
+def test_products_in_fp8_get_whole_multiples(version: str, name: str, reference_of) -> None:
+    """Of what TransformerEngine asks for; they are computed exactly, so that nothing else may have changed."""
     layout, exchanges, recipe = (IN_FP8 | IN_FP8_EACH_NIGHT)[name]
     samples, expected = BATCHES["long_tail"], reference_of(layout, "long_tail")
-    plan = plan_for(layout, samples, exchanges, None)
+    plan = plan_for(layout, samples, exchanges.difference(missing_exchanges(CP_COMM_TYPES, version, "cuDNN")), None)
     empty = [bucket for bucket in plan.buckets if not bucket.samples]
     assert empty, "no place of padding alone"
     world = layout.topology.world_size
-    results = run_ranks(world, run_in_fp8, layout, samples, plan, expected)
+    results = run_ranks_with(version, world, run_in_fp8, layout, samples, plan, expected)
     comparisons = [comparison for comparison, _, _ in results]
     assert_equal_to_reference(comparisons, layout, expected)
     assert_bytes_as_planned(comparisons, layout, plan)
@@ -207,21 +235,21 @@ def test_products_in_fp8_get_whole_multiples(name: str, reference_of) -> None:
         assert {ranks for _, _, ranks in entered} == {tuple(range(first, first + of_stage))}
 
 
-def test_tokens_that_are_not_padded_for_fp8_are_noticed(reference_of) -> None:
+@pytest.mark.by_day("tp2_sp_tensorwise_full_recompute-1", "tp2_sp_blockwise-16")
+@pytest.mark.parametrize(
+    ("name", "alignment", "says"),
+    [
+        ("tp2_sp_tensorwise_full_recompute", 1, "dimensions except the last to be divisible by 8"),
+        ("tp2_sp_tensorwise_full_recompute", 8, "a multiple of 16 is needed"),
+        ("four_lanes_mxfp8", 16, "cannot be quantized"),
+        ("tp2_sp_blockwise", 16, "cannot be gathered in FP8"),
+    ],
+)
+def test_tokens_that_are_not_padded_for_fp8_are_noticed(name: str, alignment: int, says: str, reference_of) -> None:
     """As in a plan for a topology that does not know of it."""
-    layout, exchanges, _ = IN_FP8["tp2_sp_tensorwise_full_recompute"]
-    samples = BATCHES["long_tail"]
+    layout, exchanges, _ = IN_FP8[name]
+    samples, expected = BATCHES["long_tail"], reference_of(layout, "long_tail")
     plan = plan_for(layout, samples, exchanges, None)
-    unaligned = replace(plan, topology=replace(plan.topology, token_alignment=1))
-    with pytest.raises(RankError, match="a multiple of 16 is needed"):
-        run_ranks(4, run_in_fp8, layout, samples, unaligned, reference_of(layout, "long_tail"))
-
-
-def test_blocks_that_cannot_be_gathered_are_noticed(reference_of) -> None:
-    """With sequence parallelism; as in a plan that knows of the products alone."""
-    layout, exchanges, _ = IN_FP8["tp2_sp_blockwise"]
-    samples = BATCHES["long_tail"]
-    plan = plan_for(layout, samples, exchanges, None)
-    unaligned = replace(plan, topology=replace(plan.topology, token_alignment=16))
-    with pytest.raises(RankError, match="a multiple of 128 is needed to gather"):
-        run_ranks(4, run_in_fp8, layout, samples, unaligned, reference_of(layout, "long_tail"))
+    unaligned = replace(plan, topology=replace(plan.topology, token_alignment=alignment))
+    with pytest.raises(RankError, match=says):
+        run_ranks_with(NEWEST, layout.topology.world_size, run_in_fp8, layout, samples, unaligned, expected)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.distributed.harness import initialize_model_parallel
 from tests.distributed.real_transformer_engine import counts, extension
 from tests.distributed.real_transformer_engine.engine import run_ranks_with
 from tests.distributed.real_transformer_engine.wheels import BY_DAY, NEWEST, PINNED, VERSIONS
+from tests.gpu import judge
 from tests.gpu.judge import error_in_norm, exact
 
 HEADS, HEAD_DIM = 8, 16
@@ -117,13 +119,13 @@ class MicroBatch:
         return max(errors) if all(error == error for error in errors) else float("nan")
 
 
-def attention_of(kv_heads: int) -> torch.nn.Module:
+def attention_of(kv_heads: int, **more: Any) -> torch.nn.Module:
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron.dynamic_cp.attention.te.attention import TransformerEngineAttention
 
     shape = {"num_attention_heads": HEADS, "num_query_groups": kv_heads, "kv_channels": HEAD_DIM}
-    config = reference.transformer_config(reference.LLAMA, hidden_size=HEADS * HEAD_DIM, **shape)
+    config = reference.transformer_config(reference.LLAMA, hidden_size=HEADS * HEAD_DIM, **shape, **more)
     return TransformerEngineAttention(config, 1, AttnMaskType.causal, "self")
 
 
@@ -404,6 +406,10 @@ def refuse_and_fail() -> list[tuple[Any, ...]]:
         assert why_no_masks([torch.nn.Sequential(attention)]) == LACKS_MASKS
         states += [state_of(module) for module in (attention, *attention._shares_of_heads.values())]
     assert why_no_masks([torch.nn.Linear(1, 1)]) is None
+    with pytest.raises(UnsupportedFeatureError, match=r"layer 1 has a window \(--window-size\)"):
+        attention_of(1, window_size=(15, 0))
+    with pytest.raises(UnsupportedFeatureError, match="--softmax-type learnable is checked with local layers only"):
+        attention_of(1, softmax_type="learnable")
     return states
 
 
@@ -411,3 +417,35 @@ def test_a_failing_forward_pass_puts_the_group_back() -> None:
     for states in run_ranks_with(PINNED, 4, refuse_and_fail, timeout_s=60):
         assert len(states) == len(WITHOUT_ALL_GATHER) + 2, "one module an exchange, two more with a share of the heads"
         assert set(states) == {UNSET}
+
+
+def run_the_tests_of_a_gpu(cp_sizes: tuple[int, ...]) -> int:
+    """Run those of tests/gpu with attention, on fewer tokens; return how many cases there were."""
+    judge.DEVICE = torch.device("cpu")
+    from tests.gpu import test_transformer_engine as on_gpu
+
+    on_gpu.SEQLENS = (16, 256, 16 * 9, 512)
+    asked: list[int] = []
+
+    def note_waits(mode: str) -> None:
+        asked.append(counts.waits.total())
+        assert asked[-1] == asked[0], f"the host would wait: {counts.waits}"
+
+    groups = groups_of(1, ("p2p",))
+    with mock.patch.object(torch.cuda, "set_sync_debug_mode", note_waits):
+        on_gpu.test_attention_waits_for_nothing(groups)
+    assert len(asked) == 2
+    packs = (on_gpu.SEQLENS, (1, 7, 40), (1,) * 40)
+    for seqlens in packs:
+        on_gpu.test_packs_equal_the_whole_sequences(seqlens, groups)
+    on_gpu.test_a_share_of_the_heads_equals_that_of_the_whole(groups)
+    for cp_size in cp_sizes:
+        on_gpu.test_each_lane_of_a_ring_equals_the_whole_sequence(cp_size, groups)
+    return len(packs) + len(cp_sizes) + 2
+
+
+@pytest.mark.by_day(PINNED, NEWEST)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_tests_of_a_gpu_are_right_themselves(version: str) -> None:
+    """They have not run on one; bounds are those of bfloat16, which is what is computed in."""
+    assert run_ranks_with(version, 1, run_the_tests_of_a_gpu, (2, 4, 8)) == [8]

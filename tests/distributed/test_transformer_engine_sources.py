@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import zipfile
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ from megatron.dynamic_cp.attention.te.kernels import FLASH_4_OVER_LANES_SINCE
 from megatron.dynamic_cp.attention.te.support import NATIVE_SINCE, PERMITTED_SINCE, release_of
 from megatron.dynamic_cp.flags.fp8 import GATHERS_ANYTHING_SINCE
 from megatron.trainer.setup.layers import BATCHED_RING
-from tests.distributed import fake_transformer_engine as fake
 from tests.distributed.real_transformer_engine.wheels import VERSIONS, wheel_or_skip
 
 FOLDER = "transformer_engine/pytorch/attention/dot_product_attention"
@@ -45,38 +43,6 @@ def definition(module: ast.Module, name: str) -> ast.AST:
     for part in name.split("."):
         found = next(node for node in ast.walk(found) if getattr(node, "name", None) == part)
     return found
-
-
-def signature(module: ast.Module, method: str) -> dict[str, str]:
-    """Return parameter -> its default as text, "" if it has none; without self."""
-    arguments = definition(module, f"DotProductAttention.{method}").args  # type: ignore[attr-defined]
-    assert not arguments.posonlyargs
-    assert not arguments.kwonlyargs
-    assert arguments.vararg is arguments.kwarg is None
-    defaults = [""] * (len(arguments.args) - len(arguments.defaults)) + [ast.unparse(d) for d in arguments.defaults]
-    return dict(list(zip((a.arg for a in arguments.args), defaults, strict=True))[1:])
-
-
-def fake_signature(method: str) -> dict[str, str]:
-    parameters = list(inspect.signature(getattr(fake.DotProductAttention, method)).parameters.values())[1:]
-    return {p.name: "" if p.default is inspect.Parameter.empty else repr(p.default) for p in parameters}
-
-
-@pytest.mark.parametrize("method", ["__init__", "set_context_parallel_group", "forward"])
-def test_signatures_are_those_of_the_fake(sources: Sources, method: str) -> None:
-    """In 2.11 the same; later versions may add parameters with defaults, which nothing here passes."""
-    real, ours = signature(sources.attention, method), fake_signature(method)
-    if release_of(sources.version) == (2, 11):
-        assert list(real.items()) == list(ours.items())
-        return
-    if release_of(sources.version) < (2, 11):
-        ours.pop("num_splits", None)
-    added = {name: default for name, default in real.items() if name not in ours}
-    assert all(added.values()), f"{added} must be passed"
-    # query, key and value have defaults of None from 2.20.
-    required = {name for name, default in ours.items() if not default}
-    kept = [(name, "" if name in required else default) for name, default in real.items() if name in ours]
-    assert kept == list(ours.items())
 
 
 def refuses_thd(node: ast.AST) -> bool:
@@ -134,14 +100,3 @@ def test_flash_attention_is_known_where_we_ask(sources: Sources) -> None:
     flags = ast.unparse(definition(sources.utils, "FlashAttentionUtils"))
     assert "is_installed = False" in flags
     assert "v3_is_installed = False" in flags
-
-
-@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear"])
-def test_linear_layers_take_what_the_fake_takes(sources: Sources, name: str) -> None:
-    module = sources.linear if name == "Linear" else sources.layernorm_linear
-    real = [one.arg for one in definition(definition(module, name), "__init__").args.args][1:]  # type: ignore[attr-defined]
-    parameters = inspect.signature(fake.Linear).parameters | inspect.signature(getattr(fake, name)).parameters
-    ours = [one.name for one in parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    assert len(ours) >= 10
-    assert not {*ours, "tp_group"} - set(real)
-    assert real[:2] == ours[:2], "passed by position"

@@ -1,7 +1,8 @@
-"""The trainer with TransformerEngine's layers, over the fake: the losses of local layers, and their checkpoints."""
+"""The trainer with TransformerEngine's own layers: the losses of local ones, and their checkpoints."""
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop import training
 from megatron.trainer.setup import layers
-from tests.distributed import fake_transformer_engine as fake
 from tests.distributed.harness import RankError, run_ranks
+from tests.distributed.real_transformer_engine import extension
+from tests.distributed.real_transformer_engine.engine import run_ranks_with
+from tests.distributed.real_transformer_engine.wheels import NEWEST, PINNED
 from tests.trainer.commandline import command_line
 
 WORDS = (
@@ -26,26 +29,20 @@ WORDS = (
 def train_on_this_rank(words: list[str], impl: str) -> dict[int, float]:
     os.environ["RANK"] = str(dist.get_rank())
     if impl == "transformer_engine":
-        fake.install("2.11.0")
-
-        def choose(*_flags, **_more):
-            """As on a GPU."""
-            return LayerChoice(impl=impl, reason="test", left_out=("all_gather",))
-
-        layers.choose = choose
+        layers.choose = lambda *_flags, **_more: LayerChoice(impl=impl, reason="test", left_out=("all_gather",))
     losses = {}
     training.pretrain(
         parse_args(words, dist.get_world_size()),
         on_step=lambda iteration, record: losses.__setitem__(iteration, record.loss),
     )
-    if impl == "transformer_engine":
-        assert fake.DotProductAttention.forwards, "the fake was not called"
+    assert bool(extension.CALLS) == (impl == "transformer_engine")
     return losses
 
 
 def train(impl: str, *extra: str) -> dict[int, float]:
     """Return iteration -> loss on two ranks."""
-    return run_ranks(2, train_on_this_rank, command_line(WORDS, *extra), impl, timeout_s=200)[0]
+    run = run_ranks if impl == "local" else functools.partial(run_ranks_with, PINNED)
+    return run(2, train_on_this_rank, command_line(WORDS, *extra), impl, timeout_s=200)[0]
 
 
 @pytest.mark.nightly
@@ -62,14 +59,15 @@ def test_a_run_changes_layers_and_goes_on(tmp_path: Path) -> None:
 def test_no_run_trains_over_an_exchange_that_its_kernel_gets_wrong(is_known: bool) -> None:
     """flash-attn 2 and all_gather: refused by what is known of them, and where that fails by what it computes."""
     with pytest.raises(RankError) as refused:
-        run_ranks(2, train_on_flash_attn, command_line(WORDS), is_known, timeout_s=200)
+        run_ranks_with(
+            NEWEST, 2, train_on_flash_attn, command_line(WORDS), is_known, kernel="flash-attn 2", timeout_s=200
+        )
     says = "flash-attn 2 would run here" if is_known else "with all_gather over 2 lanes the output is off by"
     assert says in str(refused.value)
 
 
 def train_on_flash_attn(words: list[str], is_known: bool) -> None:
     os.environ["RANK"] = str(dist.get_rank())
-    fake.install("2.20.2", "flash-attn 2")
     if not is_known:
         support.NOT_SERVED = {}
     layers.choose = lambda *_flags, **_more: LayerChoice(impl="transformer_engine", reason="test")

@@ -32,52 +32,57 @@ def test_programs_equal_a_dense_softmax_in_the_interpreter() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
-@pytest.mark.parametrize("capability", [80, 90])
-def test_programs_compile_for_gpus_that_are_not_here(capability: int) -> None:
+@pytest.mark.parametrize(("capability", "head_dim"), [(80, 128), (90, 64), (90, 128)])
+def test_programs_compile_for_gpus_that_are_not_here(capability: int, head_dim: int) -> None:
+    """They fit the shared memory, and no two warps compute the same rows."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     from megatron.dynamic_cp.attention.kernels import ranged_programs as programs
 
-    queries, keys = (torch.empty(1, heads, 128, dtype=torch.bfloat16) for heads in (8, 2))
-    for program, tile_bytes in (
-        (programs.forward, ranged.FORWARD_TILE_BYTES),
-        (programs.backward_of_rows, ranged.BACKWARD_TILE_BYTES),
-        (programs.backward_of_columns, ranged.BACKWARD_TILE_BYTES),
-    ):
-        sizes = ranged.sizes_of(queries, keys, tile_bytes)
+    queries, keys = (torch.empty(1, heads, head_dim, dtype=torch.bfloat16) for heads in (8, 2))
+    for name in ranged.CUTS:
+        program = getattr(programs, name)
+        cut = ranged.cut_of(name, queries, divmod(capability, 10))
+        constants = ranged.constants_of(cut, queries, keys, num_heads=8)
         names = [parameter.name for parameter in program.params]
-        types = {name: "constexpr" if name in sizes else TYPES.get(name, "i32") for name in names}
+        types = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
         types |= {name: "*bf16" for name in names if name.endswith("_ptr") and name not in TYPES}
-        constants = {(names.index(name),): value for name, value in sizes.items() if name in names}
         aligned = {
             (index,): [["tt.divisibility", 16]]
             for index, name in enumerate(names)
             if types[name].startswith("*") or name.endswith(("_row", "_head"))
         }
         compiled = compile(
-            ASTSource(program, types, constants, aligned),
+            ASTSource(
+                program,
+                types,
+                {(names.index(name),): value for name, value in constants.items() if name in names},
+                aligned,
+            ),
             target=GPUTarget("cuda", capability, 32),
-            options={name: sizes[name] for name in ("num_warps", "num_stages")},
+            options={name: constants[name] for name in ("num_warps", "num_stages")},
         )
         assert compiled.asm["cubin"]
-        assert 0 < compiled.metadata.shared <= SHARED_BYTES
+        assert 0 < compiled.metadata.shared <= SHARED_BYTES[capability]
+        for kind, rows, columns in re.findall(LAYOUT, compiled.asm["ttgir"]):
+            if kind == "3":  # a warpgroup computes 64 rows
+                assert int(rows) * 16 <= max(64, cut.rows, cut.columns), "warps compute the same rows"
+                assert int(rows) * int(columns) == cut.num_warps
 
 
 TYPES = (
     dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32")
-    | dict.fromkeys(("ranges", "of_rows", "of_columns", "row_starts", "columns_of", "column_starts", "rows_of"), "*i32")
+    | dict.fromkeys(("ranges", "of_rows", "of_columns", "starts", "full_ends", "columns_of", "rows_of"), "*i32")
     | dict.fromkeys(("scale", "scale_log2"), "fp32")
 )
-SHARED_BYTES = 163 * 1024
-"""Of a program on an A100; H100 has more."""
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+"""Of a program, by compute capability."""
+LAYOUT = r"nvidia_mma<\{versionMajor = (\d), [^}]*?warpsPerCTA = \[(\d+), (\d+)\]"
 
 
-@pytest.mark.parametrize("tile_bytes", [ranged.FORWARD_TILE_BYTES, ranged.BACKWARD_TILE_BYTES])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [24, 64, 128, 256])
-def test_four_tiles_fit_a_multiprocessor(head_dim: int, dtype: torch.dtype, tile_bytes: int) -> None:
-    heads = torch.empty(1, 1, head_dim, dtype=dtype)
-    sizes = ranged.sizes_of(heads, heads, tile_bytes)
-    assert 16 <= sizes["COLUMNS"] <= sizes["ROWS"] <= 128
-    assert 2 * (sizes["ROWS"] + sizes["COLUMNS"]) * sizes["PADDED_DIM"] * dtype.itemsize <= 131072
+def test_tiles_of_float32_are_small(head_dim: int) -> None:
+    cut = ranged.cut_of("forward", torch.empty(1, 1, head_dim))
+    assert 16 <= cut.columns == cut.rows
+    assert 4 * 4 * cut.rows * ranged.padded_dim(head_dim) <= 131072

@@ -40,6 +40,8 @@ from tests.distributed.parity import (
     mixed_plan,
     samples_of,
 )
+from tests.distributed.real_transformer_engine.engine import run_ranks_with
+from tests.distributed.real_transformer_engine.wheels import PINNED
 from tests.distributed.test_parity import FULL_RECOMPUTE
 from tests.distributed.upstream_faults import (
     ERRORS,
@@ -187,6 +189,29 @@ def test_every_parameter_counts_once_in_the_norm_that_gradients_are_clipped_by(l
     """On all ranks alike: by norms of their own they would train models that drift apart."""
     (expected,) = run_ranks(1, sizes, layouts)
     assert run_ranks(2, norms, layouts, timeout_s=240) == [expected, expected]
+
+
+NORMS_OF_ENGINE = {
+    f"{variant} {ep} {is_one_product}": Layout(
+        1,
+        tp=2,
+        sp=True,
+        ep=ep,
+        variant=variant,
+        transformer_impl="transformer_engine",
+        config={"moe_grouped_gemm": is_one_product},
+    )
+    for variant in ("moe", "moe_biased", "moe_sigmoid", "moe_top_1")
+    for ep in (1, 2)
+    for is_one_product in (False, True)
+}
+
+
+@pytest.mark.nightly
+def test_every_parameter_of_transformer_engine_counts_once_in_that_norm() -> None:
+    """5916: of its experts megatron-core counts no weight on any tensor-parallel rank but the first."""
+    (expected,) = run_ranks(1, sizes, NORMS_OF_ENGINE)
+    assert run_ranks_with(PINNED, 2, norms, NORMS_OF_ENGINE, timeout_s=240) == [expected, expected]
 
 
 def said_of_groups(variant: str) -> str:

@@ -13,6 +13,8 @@ import torch
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask
 from megatron.dynamic_cp.attention.kernels import check, ranged
 from megatron.dynamic_cp.attention.kernels.choice import TRITON
+from megatron.dynamic_cp.attention.kernels.log_sum_exp import merged
+from megatron.dynamic_cp.attention.kernels.merging import merge_into
 from megatron.dynamic_cp.attention.packs import Pack
 from tests.distributed.naive_attention import HEADS, KV_HEADS, random_qkv
 from tests.distributed.ranged import assert_equal, attend, exact, random_pack, sees_of
@@ -24,8 +26,7 @@ HOST = torch.device("cpu")
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles in short sequences."""
     assert ranged.is_interpreted()
-    monkeypatch.setattr(ranged, "TILE_ROWS", 32)
-    monkeypatch.setattr(ranged, "TILE_COLUMNS", 16)
+    monkeypatch.setattr(ranged, "cut_of", lambda program, q_THD: ranged.Cut(32, 16, 4, 1))
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
@@ -70,6 +71,25 @@ def test_half_precision_odd_heads_and_strides() -> None:
     found = [out, lse, *TRITON.backward(grad, q, k, v, out, lse, pack, dim**-0.5)]
     for actual, expected in zip(found, exact([q, k, v, grad], sees_of(pack, seqlen, seqlen)), strict=True):
         assert float((actual.double() - expected).norm() / expected.norm()) < 0.002
+
+
+@pytest.mark.parametrize("some_rows", [False, True])
+def test_parts_are_merged_in_one_pass(some_rows: bool) -> None:
+    """As `merged` does, also where one part or both saw no key; other rows stay."""
+    random = torch.Generator().manual_seed(3)
+    rows = torch.randperm(300, generator=random)[:170] if some_rows else None
+    num_others, dim = 170 if some_rows else 300, 24
+    out, lse = torch.randn(300, 3, dim, generator=random), torch.randn(3, 300, generator=random)
+    other, other_lse = torch.randn(num_others, 3, dim, generator=random).half(), torch.randn(3, num_others)
+    lse[:, ::7], other_lse[:, ::5] = -torch.inf, -torch.inf
+    out[lse.t() == -torch.inf], other[other_lse.t() == -torch.inf] = 0, 0
+    at = torch.arange(300) if rows is None else rows
+    expected_out, expected_lse = out.clone(), lse.clone()
+    expected_out[at], expected_lse[:, at] = merged(out[at], lse[:, at], other.clone(), other_lse)
+    assert (expected_lse == -torch.inf).any()
+    merge_into(out, lse, rows, other, other_lse)
+    torch.testing.assert_close(out, expected_out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-6)
 
 
 def test_the_check_at_the_start_compares_with_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import traceback
 import unittest.mock
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,9 @@ from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop.training import pretrain
 from megatron.trainer.reporting.log import StepRecord
 from megatron.trainer.setup import planned_runtime
-from tests.fake_cuda import runtime
+from tests.fake_cuda import nccl, runtime
+from tests.fake_cuda.nccl import Call, HostWait
+from tests.fake_cuda.recorder import Recorder
 from tests.fake_cuda.tensors import Answer, FakeGPU, HostWaits, NotForNCCL
 from tests.fake_cuda.waits import AT_START, IN_A_STEP, NOW_AND_THEN
 from tests.placements import random_placement
@@ -126,12 +128,12 @@ def bucket(
     )
 
 
-def placed_bucket(rank: int, inner: int = 1) -> PackedBucket:
-    """Return a placed bucket of 8 lanes on nodes of two, which holds causal samples and full ones."""
+def placed_bucket(rank: int, inner: int = 1, seed: int = 2, lanes_of_node: int = 2) -> PackedBucket:
+    """Return a placed bucket of 8 lanes, on nodes of two by default, which holds causal samples and full ones."""
     num_groups, group = 8 // inner, rank // inner
     samples = tuple(Sample(sample_id=i, seqlen=n, mask=FULL if i % 2 else None) for i, n in enumerate((70, 1, 33, 90)))
-    placement = random_placement(np.random.default_rng(2), samples, num_groups, 4)
-    programme = programmes_of(placement, samples, Lanes(num_groups, 0, 2 // inner))[group]
+    placement = random_placement(np.random.default_rng(seed), samples, num_groups, 4)
+    programme = programmes_of(placement, samples, Lanes(num_groups, 0, lanes_of_node // inner))[group]
     num_tokens = programme.num_tokens // inner + 1
     held = tuple(samples[number] for number in placement.samples_of(group))
     return PackedBucket(
@@ -209,6 +211,35 @@ def attention(kernel: Any) -> Notes:
     return notes
 
 
+def attention_of_all(num_placements: int) -> Notes:
+    """Every exchange and random placements on all of 8 lanes, backward passes behind those of other micro-batches."""
+    calls: dict[int, list[Call | HostWait]] = {}
+    store = dist.HashStore()
+    for rank in range(8):
+        recorder, device = Recorder(), torch.device("cuda", rank)
+        with job(rank, 8, dist.PrefixStore(str(rank), store)):
+            with FakeGPU(AT_START):
+                groups = build_groups(8)
+            placed = [
+                placed_bucket(rank, inner, seed, lanes_of_node)
+                for seed in range(num_placements)
+                for inner, lanes_of_node in ((1, 8), (1, 2), (1, 4), (2, 4))
+            ]
+            with FakeGPU():
+                step = packed_step(rank, [*all_buckets(rank), *placed]).pin_memory()
+                waiting = []
+                for batch in micro_batches(step, groups, device, "", ExchangeStats(), CAUSAL):
+                    params = batch["packed_seq_params"]
+                    inputs = qkv(len(params.positions))
+                    waiting.append((Attention.apply(*inputs, params, 0.125, FLASH), inputs))
+                    if len(waiting) == 3:
+                        for out, of_out in waiting:
+                            torch.autograd.grad(out, of_out, torch.empty_like(out))
+                        waiting.clear()
+        calls[rank] = recorder.calls
+    return {"nccl": _together(calls)}
+
+
 def _num_transfers(params: DynamicPackedSeqParams) -> int:
     """Return the calls that a layer makes, forward and backward; a shift of the ring is two."""
     size, ring = params.local_cp_size, params.ring_size
@@ -246,10 +277,61 @@ MODEL = (
 )
 
 
-def train(words: str, num_ranks: int, ranks: Sequence[int], also: Mapping[str, Answer] | None = None) -> Notes:
-    """Train on `ranks` of a job, one after the other: rank 0 first, which leaves the others its plans in the store."""
-    store = dist.HashStore()
-    return {f"rank {rank}": _train_rank(words, rank, num_ranks, store, IN_A_STEP | dict(also or {})) for rank in ranks}
+def train(words: str, num_ranks: int, also: Mapping[str, Answer] | None = None, ranks_per_node: int = 8) -> Notes:
+    """Train on all ranks, one after the other: rank 0 first, which leaves the others its plans in the store."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(num_ranks, ranks_per_node))
+    store, notes = dist.HashStore(), {}
+    calls: dict[int, list[Call | HostWait]] = {}
+    for rank in range(num_ranks):
+        recorder = Recorder()
+        notes[f"rank {rank}"] = _train_rank(words, rank, num_ranks, store, IN_A_STEP | dict(also or {}))
+        calls[rank] = recorder.calls
+    return {**notes, "nccl": _together(calls)}
+
+
+def _together(calls: dict[int, list[Call | HostWait]]) -> Notes:
+    """Return what NCCL makes of all ranks' calls: they go together, and no longer once two of one rank are swapped."""
+    Recorder.current = None
+    found = nccl.problems(calls)
+    assert not found, "\n".join(found[:5])
+    made = {rank: {one.communicator for one in of_rank if isinstance(one, Call)} for rank, of_rank in calls.items()}
+    random, swaps = np.random.default_rng(0), _swaps(calls)
+    for rank, first, second in random.permutation(swaps)[:_NUM_SWAPS].tolist():
+        assert nccl.problems({**calls, rank: _swapped(calls[rank], first, second)}), (rank, first, second)
+    return {
+        "calls": sum(map(len, calls.values())),
+        "swaps": min(_NUM_SWAPS, len(swaps)),
+        "communicators": max(sum(len(one.ranks) > 1 for one in of_rank) for of_rank in made.values()),
+    }
+
+
+_NUM_SWAPS = 8
+
+
+def _swaps(calls: dict[int, list[Call | HostWait]]) -> list[tuple[int, int, int]]:
+    """Return (rank, number of a call, number of another) of collectives that follow each other on a communicator."""
+    swaps = []
+    for rank, of_rank in calls.items():
+        latest: dict[nccl.Communicator, tuple[int, Call]] = {}
+        for number, call in enumerate(of_rank):
+            if not isinstance(call, Call) or len(call.communicator.ranks) == 1 or call.kind == "messages":
+                continue
+            before = latest.get(call.communicator)
+            if before is not None and (before[1].kind, before[1].num_bytes) != (call.kind, call.num_bytes):
+                swaps.append((rank, before[0], number))
+            latest[call.communicator] = number, call
+    return swaps
+
+
+def _swapped(calls: list[Call | HostWait], first: int, second: int) -> list[Call | HostWait]:
+    """Return the calls with two of them the other way round; what streams have waited for stays as it was."""
+    ours, theirs = calls[first], calls[second]
+    assert isinstance(ours, Call)
+    assert isinstance(theirs, Call)
+    swapped = list(calls)
+    swapped[first] = theirs._replace(after=ours.after, after_any=ours.after_any)
+    swapped[second] = ours._replace(after=theirs.after, after_any=theirs.after_any)
+    return swapped
 
 
 def _train_rank(
@@ -378,38 +460,48 @@ def _with_kernel(patched: Any) -> Iterator[None]:
 
 _torch_gather = dist.all_gather_into_tensor
 
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+POOL = "--max-seqlen-per-dp-cp-rank 512 --pipeline-model-parallel-size 2 --dynamic-cp-pool always"
+
 CASES: dict[str, Callable[[], Notes]] = {
     "attention with flash": lambda: attention(FLASH),
+    "attention on all lanes": lambda: attention_of_all(0),
     "train alone": lambda: train(
         f"--max-seqlen-per-dp-cp-rank 512 --num-workers 1 --eval-iters 1 --dynamic-cp-refine 1 {RECOMPUTE}",
         1,
-        [0],
         NOW_AND_THEN,
     ),
-    "train on 4 lanes": lambda: train("--cp-comm-type auto --overlap-grad-reduce --overlap-param-gather", 4, [0, 3]),
-    "train with TP and PP": lambda: train(
-        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 8, [0, 7]
-    ),
-    "train with a pool": lambda: train(
-        "--max-seqlen-per-dp-cp-rank 512 --pipeline-model-parallel-size 2 --dynamic-cp-pool always", 2, [0, 1]
+    "train on 4 lanes": lambda: train(f"--cp-comm-type auto {OVERLAP}", 4),
+    "train with PP and VPP": lambda: train(
+        f"--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {OVERLAP}", 4
     ),
     "faults are noticed": faults,
     "calibration": calibration,
 }
+EACH_NIGHT: dict[str, Callable[[], Notes]] = {
+    "many placements": lambda: attention_of_all(3),
+    "train on 8 lanes": lambda: train(f"--cp-comm-type auto {OVERLAP}", 8),
+    "train with TP and PP": lambda: train(
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 8
+    ),
+    "train with blocks": lambda: train("--cp-comm-type blocks", 8),
+    "train with a pool": lambda: train(POOL, 2),
+    "train with a pool of nodes": lambda: train(f"{POOL} {RECOMPUTE}", 8, ranks_per_node=2),
+}
 
 
-def main(library_path: str, results: str, *left_out: str) -> None:
-    """Run all cases but those named."""
+def main(library_path: str, results: str, *of_the_night: str) -> None:
+    """Run the cases of the day, and those named."""
     runtime.install(Path(library_path))
     faulthandler.dump_traceback_later(float(os.environ.get("FAKE_CUDA_TIMEOUT_S", "240")), exit=True)  # where it hangs
     os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", TORCHDYNAMO_DISABLE="1")
     Planner.discard = lambda *_: None  # ranks of one job run one after the other here
     planned_runtime.Planner = lambda *args, **how: Planner(*args, **{**how, "ahead": False})  # no process for each job
     found: dict[str, Notes] = {}
-    for name in (name for name in CASES if name not in left_out):
+    for name, case in [*CASES.items(), *((name, EACH_NIGHT[name]) for name in of_the_night)]:
         started_s = time.process_time()
         try:
-            found[name] = CASES[name]()
+            found[name] = case()
         except BaseException:
             found[name] = {"error": traceback.format_exc()}
         found[name]["cpu_s"] = round(time.process_time() - started_s, 2)

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FakeProcessGroup
+from torch._C._distributed_c10d import FakeProcessGroup, FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map_only
 
+from tests.fake_cuda.nccl import Clock
+from tests.fake_cuda.recorder import Recorder
 from tests.fake_cuda.tensors import FakeGPU, pinned, tolist
 
 MEMORY_BYTES = 80 * 2**30
@@ -27,21 +29,26 @@ NAME = "fake H100"
 
 
 class Event:
-    """An event on the only stream. Its time can be read once the host has waited for something later, as in CUDA."""
+    """An event, as if there was one stream. Its time can be read once the host has waited for something later, as in
+    CUDA. Streams differ for a `Recorder` only.
+    """
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._has_time = enable_timing
         self._number: int | None = None
         self._at_s = 0.0
+        self.clock: Clock = {}
 
     def record(self, stream: Any = None) -> None:
         self._number, self._at_s = _gpu().mark(), time.perf_counter()
+        if Recorder.current is not None:
+            self.clock = Recorder.current.clock(stream or torch.cuda.current_stream())
 
     def query(self) -> bool:
         return self._number is None or self._number <= _gpu().num_marks_passed
 
     def wait(self, stream: Any = None) -> None:
-        pass
+        (stream or torch.cuda.current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
         if not self.query():
@@ -64,10 +71,12 @@ class Stream:
         self.priority, self.cuda_stream, self.stream_id = priority, 0, 0
 
     def wait_stream(self, stream: Stream) -> None:
-        pass
+        if Recorder.current is not None:
+            Recorder.current.wait_for_clock(self, Recorder.current.clock(stream))
 
     def wait_event(self, event: Event) -> None:
-        pass
+        if Recorder.current is not None:
+            Recorder.current.wait_for_clock(self, event.clock)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -132,6 +141,14 @@ def install(library: Path) -> None:
                 raise RuntimeError(f"CUDA error: invalid device ordinal {index}, there are {num_devices}")
             loaded.fake_cuda_set_device(index)
 
+    entered: list[Stream] = []
+
+    @contextlib.contextmanager
+    def stream_context(stream: Stream) -> Iterator[Stream]:
+        entered.append(stream)
+        yield stream
+        entered.pop()
+
     @contextlib.contextmanager
     def device_context(device: Any) -> Iterator[None]:
         before = loaded.fake_cuda_device()
@@ -160,9 +177,9 @@ def install(library: Path) -> None:
         "synchronize": lambda device=None: _gpu().wait("waits for the device"),
         "Stream": Stream,
         "Event": Event,
-        "current_stream": lambda device=None: streams[loaded.fake_cuda_device()],
+        "current_stream": lambda device=None: entered[-1] if entered else streams[loaded.fake_cuda_device()],
         "default_stream": lambda device=None: streams[loaded.fake_cuda_device()],
-        "stream": lambda stream: contextlib.nullcontext(stream),
+        "stream": stream_context,
         "set_stream": lambda stream: None,
         "empty_cache": lambda: None,
         "is_current_stream_capturing": lambda: False,
@@ -218,6 +235,8 @@ def _install_nccl() -> None:
     for module in (torch.distributed, distributed_c10d):
         module.all_gather_object = _all_gather_object
         module.broadcast_object_list = _broadcast_object_list
+        module.batch_isend_irecv = _batch_isend_irecv
+    FakeWork.wait = _wait_for_work
     torch.cuda.nccl.version = lambda: (2, 27, 5)
     distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL
     distributed_c10d.ProcessGroupGloo = ProcessGroupGloo
@@ -234,6 +253,25 @@ def _all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> No
 
 def _broadcast_object_list(values: list[Any], *_: Any, **__: Any) -> None:
     _gpu().wait("exchange of objects")
+
+
+_torch_batch = distributed_c10d.batch_isend_irecv
+
+
+def _batch_isend_irecv(operations: list[Any]) -> list[Any]:
+    """One operation of NCCL's."""
+    if Recorder.current is None:
+        return _torch_batch(operations)
+    Recorder.current.begin_batch()
+    works = list(_torch_batch(operations))
+    Recorder.current.end_batch(works)
+    return works
+
+
+def _wait_for_work(work: FakeWork, *_: Any, **__: Any) -> bool:
+    if Recorder.current is not None:
+        Recorder.current.wait_for_work(work)
+    return True
 
 
 def _gpu() -> FakeGPU:

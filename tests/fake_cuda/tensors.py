@@ -37,6 +37,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.fake_cuda.recorder import Recorder
+
 aten = torch.ops.aten
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 FLASH = (aten._flash_attention_forward.default, aten._flash_attention_backward.default)
@@ -123,6 +125,8 @@ class FakeGPU(TorchDispatchMode):
         place = "autograd" if frame is None else f"{frame.f_globals.get('__name__')}:{frame.f_code.co_name}"
         self.waits[place, what] += 1
         self.num_marks_passed = self.num_marks
+        if Recorder.current is not None:
+            Recorder.current.host_waits(place)
         if place not in self.answers:
             stack = "".join(traceback.format_stack(sys._getframe(1), limit=30))
             raise HostWaits(f"the host waits for the device in {place} ({what}):\n{stack}")
@@ -199,12 +203,20 @@ class FakeGPU(TorchDispatchMode):
 
     def _collective(self, func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
         name = func._schema.name.removeprefix("c10d::")
-        group = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)), None)
-        num_ranks = 0 if group is None else torch.distributed.ProcessGroup.unbox(group).size()
-        if name == "barrier":
-            self.wait("barrier")
-        else:
+        boxed = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject))
+        group = torch.distributed.ProcessGroup.unbox(boxed)
+        num_ranks = group.size()
+        work = FakeWork()
+        self._works.append(work)  # the caller's reference is not counted by Python
+        if name != "barrier":
             _check_for_nccl(name, args, tensors, num_ranks)
+        if Recorder.current is not None:
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            Recorder.current.collective(name, args, group, num_bytes, work)
+        if name == "barrier":
+            if Recorder.current is not None:
+                Recorder.current.wait_for_work(work)
+            self.wait("barrier")
         largest = max(tensors, key=Tensor.numel, default=None)
         self.collectives.append(
             Collective(
@@ -214,8 +226,6 @@ class FakeGPU(TorchDispatchMode):
                 dtype=torch.uint8 if largest is None else largest.dtype,
             )
         )
-        work = FakeWork()
-        self._works.append(work)  # the caller's reference is not counted by Python
         first = [work.boxed() if str(made.type).endswith("Work") else args[0] for made in func._schema.returns]
         return first[0] if len(first) == 1 else tuple(first)
 

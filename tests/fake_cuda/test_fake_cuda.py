@@ -17,30 +17,45 @@ import pytest
 from tests.fake_cuda import library
 from tests.trainer.commandline import NO_COMPILE
 
+ROOT = Path(__file__).parents[2]
+BY_DAY_S, BY_NIGHT_S = 280, 1200
+COMMUNICATORS = {
+    "attention on all lanes": 6,
+    "train on 4 lanes": 6,
+    "train with PP and VPP": 7,
+}
+EACH_NIGHT = {
+    "many placements": 6,
+    "train on 8 lanes": 9,
+    "train with TP and PP": 6,
+    "train with blocks": 6,
+    "train with a pool": 4,
+    "train with a pool of nodes": 8,
+}
+"""Case -> how many communicators of several ranks a rank makes at most."""
+
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(BY_NIGHT_S),
     pytest.mark.skipif(library.why_not() is not None, reason=str(library.why_not())),
 ]
-
-ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 280
-EIGHT_RANKS, POOL = EACH_NIGHT = "train with TP and PP", "train with a pool"
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Case -> its notes, of all cases, or all but those of the night."""
+    """Case -> its notes, of the cases of the day and of those of the night that are asked for."""
     built = library.build(Path(request.config.cache.mkdir("fake_cuda")))
     found = tmp_path_factory.mktemp("fake_cuda") / "results.json"
     names = [item.name for item in request.session.items]
-    left_out = [case for case in EACH_NIGHT if not any(case in name for name in names)]
+    of_the_night = [case for case in EACH_NIGHT if any(f"[{case}]" in name for name in names)]
+    timeout_s = BY_NIGHT_S if of_the_night else BY_DAY_S
     process = subprocess.run(
-        [sys.executable, "-m", "tests.fake_cuda.cases", str(built), str(found), *left_out],
+        [sys.executable, "-m", "tests.fake_cuda.cases", str(built), str(found), *of_the_night],
         cwd=ROOT,
-        env={**os.environ, **NO_COMPILE, "OMP_NUM_THREADS": "1", "FAKE_CUDA_TIMEOUT_S": str(TIMEOUT_S - 20)},
+        env={**os.environ, **NO_COMPILE, "OMP_NUM_THREADS": "1", "FAKE_CUDA_TIMEOUT_S": str(timeout_s - 20)},
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
     )
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-8000:]
@@ -62,19 +77,29 @@ def test_attention_stays_on_its_device_and_never_waits(results: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("case", "ranks"),
+    "case",
     [
-        ("train alone", ["rank 0"]),
-        ("train on 4 lanes", ["rank 0", "rank 3"]),
-        pytest.param(POOL, ["rank 0", "rank 1"], marks=pytest.mark.nightly),
-        pytest.param(EIGHT_RANKS, ["rank 0", "rank 7"], marks=pytest.mark.nightly),
+        "train alone",
+        *(case for case in COMMUNICATORS if "train" in case),
+        *(pytest.param(case, marks=pytest.mark.nightly) for case in EACH_NIGHT if "train" in case),
     ],
 )
-def test_a_run_waits_only_where_it_is_known_to(results: dict[str, Any], case: str, ranks: list[str]) -> None:
-    notes = notes_of(results, case)
-    for rank in ranks:
-        assert notes[rank]["calls"] > 4000
-        assert notes[rank]["transfers"]
+def test_a_run_waits_only_where_it_is_known_to(results: dict[str, Any], case: str) -> None:
+    of_ranks = [notes for name, notes in notes_of(results, case).items() if name.startswith("rank")]
+    assert of_ranks
+    for notes in of_ranks:
+        assert notes["calls"] > 3000
+        assert notes["transfers"]
+
+
+@pytest.mark.parametrize(
+    "case", [*COMMUNICATORS, *(pytest.param(case, marks=pytest.mark.nightly) for case in EACH_NIGHT)]
+)
+def test_nccl_gets_through_and_notices_two_collectives_that_are_swapped(results: dict[str, Any], case: str) -> None:
+    notes = notes_of(results, case)["nccl"]
+    assert notes["calls"] > 300
+    assert notes["swaps"] >= 6
+    assert notes["communicators"] == (COMMUNICATORS | EACH_NIGHT)[case]
 
 
 def test_faults_are_noticed(results: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """pretrain_gpt.py on one GPU with each fusion and without any: the same losses, and nothing compiled during training.
 
-It has not run on a GPU yet (docs/GPU.md).
+docs/GPU.md says what has run.
 """
 
 from __future__ import annotations

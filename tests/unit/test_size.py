@@ -11,7 +11,7 @@ PACKAGES = ("dynamic_cp", "megatron/dynamic_cp", "megatron/trainer", "megatron/l
 MOST_LINES = {
     "dynamic_cp": 1120,
     "dynamic_cp/bounds": 1700,
-    "dynamic_cp/calibration": 930,
+    "dynamic_cp/calibration": 980,  # what waits for its host says nothing of a device
     "dynamic_cp/cli": 3280,  # gradients and optimizer states in lower precision
     "dynamic_cp/comparison": 1650,
     "dynamic_cp/first_day": 580,  # the first hour of a node as one command
@@ -25,33 +25,33 @@ MOST_LINES = {
     "dynamic_cp/placement": 3740,
     "dynamic_cp/plans": 1110,
     "dynamic_cp/pool": 2870,
-    "dynamic_cp/pricing": 1860,
+    "dynamic_cp/pricing": 1870,  # the overhead of a bucket is the host's
     "dynamic_cp/report": 2920,  # peak memory of a run
     "dynamic_cp/search": 1820,  # two passes where rows have few candidates
     "dynamic_cp/sweep": 1270,  # gradients and optimizer states in lower precision
     "dynamic_cp/types": 2830,  # gradients and optimizer states in lower precision
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
-    "megatron/dynamic_cp/attention": 4170,  # the newest version that tests go up to
-    "megatron/dynamic_cp/calibration": 1420,  # attention against float64, for a first day
+    "megatron/dynamic_cp/attention": 4550,  # Triton programs that compare nothing in full tiles, and one that merges
+    "megatron/dynamic_cp/calibration": 1450,  # what the host takes; attention against float64, for a first day
     "megatron/dynamic_cp/data": 1130,
     "megatron/dynamic_cp/flags": 2330,
     "megatron/dynamic_cp/foreign": 1450,
-    "megatron/dynamic_cp/groups": 690,  # the errors of each exchange, to be shown
+    "megatron/dynamic_cp/groups": 730,  # errors of exchanges, to be shown; two cuDNNs; ranks of a node connect before the first step
     "megatron/dynamic_cp/layout": 430,
     "megatron/dynamic_cp/measuring": 220,
     "megatron/dynamic_cp/model": 1040,
     "megatron/dynamic_cp/outside": 930,
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
-    "megatron/dynamic_cp/repairs": 700,  # a TransformerEngine that cannot be imported
+    "megatron/dynamic_cp/repairs": 720,  # a TransformerEngine that cannot be imported, two cuDNNs
     "megatron/dynamic_cp/step": 790,
     "megatron/lm_adaptor": 3140,
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1940,
     "megatron/trainer/data": 5100,
     "megatron/trainer/ending": 590,
-    "megatron/trainer/flags": 1400,
+    "megatron/trainer/flags": 1450,  # variables that a run on GPUs needs
     "megatron/trainer/loop": 500,  # peak memory of a run
     "megatron/trainer/reporting": 560,
     "megatron/trainer/setup": 1940,  # gradients and optimizer states in lower precision
@@ -63,7 +63,7 @@ In rooms with compiled kernels, large ones are cut into parts with names and doc
 """
 MOST_LONG_FUNCTIONS = 10
 """Functions of more than LONG lines, and of more than MANY parameters: fewer is the aim."""
-MOST_WIDE_FUNCTIONS = 20
+MOST_WIDE_FUNCTIONS = 17
 LONG, MANY = 60, 8
 
 
@@ -81,8 +81,13 @@ def functions() -> Iterator[ast.FunctionDef]:
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.FunctionDef):
+                if isinstance(node, ast.FunctionDef) and not is_triton(node):
                     yield node
+
+
+def is_triton(function: ast.FunctionDef) -> bool:
+    """Return whether it is a Triton program or a part of one: those take tensors, strides and sizes one by one."""
+    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 def test_no_room_is_larger_than_its_budget() -> None:

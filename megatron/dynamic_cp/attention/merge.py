@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.dynamic_cp.attention.kernels.choice import Kernel, kernel_of
-from megatron.dynamic_cp.attention.kernels.log_sum_exp import SUM_DTYPE, merged
+from megatron.dynamic_cp.attention.kernels.log_sum_exp import SUM_DTYPE
+from megatron.dynamic_cp.attention.kernels.merging import merge_into
 from megatron.dynamic_cp.attention.packs import Pack
 
 
@@ -79,16 +80,7 @@ class RowSums:
             self.out_THD = out_THD.new_zeros((self._num_rows, *out_THD.shape[1:]), dtype=SUM_DTYPE)
             self.lse_HT = lse_HT.new_full((len(lse_HT), self._num_rows), -torch.inf, dtype=SUM_DTYPE)
         self.out_THD, self.lse_HT = self.out_THD.to(SUM_DTYPE), self.lse_HT.to(SUM_DTYPE)
-        if rows is None:
-            old_out, old_lse = self.out_THD, self.lse_HT
-        else:
-            old_out, old_lse = self.out_THD.index_select(0, rows), self.lse_HT.index_select(1, rows)
-        new_out, new_lse = merged(old_out, old_lse, out_THD, lse_HT)
-        if rows is None:
-            self.out_THD, self.lse_HT = new_out, new_lse
-        else:
-            self.out_THD.index_copy_(0, rows, new_out)
-            self.lse_HT.index_copy_(1, rows, new_lse)
+        merge_into(self.out_THD, self.lse_HT, rows, out_THD, lse_HT)
 
     def add_offset(self, offset_H: Tensor) -> None:
         """Let every row see one more score of a value of 0, once all packs are added; backward needs no more than that.

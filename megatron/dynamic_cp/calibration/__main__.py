@@ -2,6 +2,8 @@
 
 import sys
 
-from dynamic_cp import cli
+from dynamic_cp.cli import app
+from megatron.dynamic_cp.calibration.command import command
 
-sys.exit(cli.main(["profile", *sys.argv[1:]]))
+app.group.add_command(command, "profile")  # also where the project is on PYTHONPATH only, without its entry points
+sys.exit(app.main(["profile", *sys.argv[1:]]))

@@ -24,27 +24,13 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.step import loss
 
 _EMULATED_SIZES = (2, 4, 8)
+_HOST_TOKENS = 16
 
 
 def linear(bench: Bench) -> list[Measurement]:
     """A whole transformer layer, its core attention taken out."""
-    layer, probes = bench.gpt.layer, []
-    for tokens in bench.lengths():
-        params = bench.params((tokens,))
-        rotary = bench.gpt.gpt.rotary_pos_emb(tokens)
-        hidden = bench.random(tokens, 1, bench.setup.shard.hidden_size, grad=True)
-        grad = bench.random(tokens, 1, bench.setup.shard.hidden_size)
-
-        def forward(hidden: Tensor = hidden, rotary: Tensor = rotary, params: Any = params) -> Tensor:
-            hidden.grad = None
-            out: Tensor = layer(
-                hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=params
-            )[0]
-            return out
-
-        probes.append(_probe("linear", (tokens,), forward, lambda out, grad=grad: out.backward(grad)))
-    with _core_attention(layer, WithoutAttention()):
-        return bench.measure(probes)
+    with _core_attention(bench.gpt.layer, WithoutAttention()):
+        return bench.measure([_layer_probe(bench, "linear", tokens) for tokens in bench.lengths()])
 
 
 def causal(bench: Bench) -> list[Measurement]:
@@ -101,6 +87,20 @@ def emulated_rings(bench: Bench) -> list[Measurement]:
         return bench.measure(probes)
 
 
+def host(bench: Bench) -> list[Measurement]:
+    """A layer and rings on one rank, with so few tokens that a GPU waits for its host; nothing on a CPU."""
+    if bench.device.type == "cpu":
+        return []
+    probes = [_layer_probe(bench, "host", _HOST_TOKENS, kind="layer")]
+    with _core_attention(bench.gpt.layer, WithoutAttention()):
+        found = bench.measure([_layer_probe(bench, "host", _HOST_TOKENS, kind="linear")])
+    for cp_size in (1, *_EMULATED_SIZES):
+        params = emulated(bench.params((_HOST_TOKENS * cp_size,)), cp_size, cp_size // 2)
+        probes.append(_attention_probe(bench, "host", (_HOST_TOKENS,), params, cp_size=cp_size, kind="attention"))
+    with no_transfers():
+        return found + bench.measure(probes)
+
+
 def edges(bench: Bench) -> list[Measurement]:
     """Embedding alone; LM head with the loss."""
     gpt, shard, probes = bench.gpt.gpt, bench.setup.shard, []
@@ -137,6 +137,7 @@ RUN: dict[str, Callable[[Bench], list[Measurement]]] = {
     "causal": causal,
     "full": full,
     "ring": emulated_rings,
+    "host": host,
     "edges": edges,
     "links": links,
     "buckets": buckets,
@@ -152,6 +153,24 @@ def _probe(
     return Probe(
         row=Measurement(section=section, seqlens=seqlens, forward_s=0.0, **about), forward=forward, backward=backward
     )
+
+
+def _layer_probe(bench: Bench, section: str, tokens: int, **about: Any) -> Probe:
+    """Return the first layer, with the core attention that it has."""
+    layer = bench.gpt.layer
+    params = bench.params((tokens,))
+    rotary = bench.gpt.gpt.rotary_pos_emb(tokens)
+    hidden = bench.random(tokens, 1, bench.setup.shard.hidden_size, grad=True)
+    grad = bench.random(tokens, 1, bench.setup.shard.hidden_size)
+
+    def forward() -> Tensor:
+        hidden.grad = None
+        out: Tensor = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=params)[
+            0
+        ]
+        return out
+
+    return _probe(section, (tokens,), forward, lambda out: out.backward(grad), **about)
 
 
 def _attention_probe(

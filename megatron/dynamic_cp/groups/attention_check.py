@@ -24,6 +24,7 @@ from megatron.dynamic_cp.groups.first_exchange import possible_attentions
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions
+from megatron.dynamic_cp.repairs import engine_import
 
 TOLERANCE = 0.02
 """Of the norm. bfloat16 rounds output and gradients to 0.2 to 0.6 % of it."""
@@ -169,7 +170,16 @@ def _attend(attention: torch.nn.Module, inputs: Sequence[Tensor], params: Dynami
     """Return what `NAMES` says, of this lane's rows."""
     *qkv, grad = (x.detach() for x in inputs)
     qkv = [x.requires_grad_() for x in qkv]
-    out = attention(*qkv, None, packed_seq_params=params)
+    try:
+        out = attention(*qkv, None, packed_seq_params=params)
+    except RuntimeError as error:
+        folders = engine_import.two_cudnns()
+        if not folders or "cudnn" not in str(error).lower():
+            raise
+        raise UnsupportedFeatureError(
+            f"two versions of cuDNN are loaded, from {folders}, and attention of {attention.implementation} fails: "
+            "put those of torch first, as in docs/GPU.md (LD_PRELOAD), or remove the others"
+        ) from error
     return [out.detach().view_as(grad), *torch.autograd.grad(out, qkv, grad.view_as(out))]
 
 

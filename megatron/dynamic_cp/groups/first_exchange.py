@@ -13,6 +13,8 @@ from dynamic_cp.mechanisms.registry import attentions_of
 from dynamic_cp.types import Attention, CpCommType
 from megatron.dynamic_cp.attention.mechanisms.transfers import (
     ExchangeError,
+    Expected,
+    LaneMessages,
     RingShift,
     Transfer,
     all_gather_tokens,
@@ -42,12 +44,14 @@ def warm_up(
     done: set[tuple[Transfer, dist.ProcessGroup]],
     stats: ExchangeStats,
     device: torch.device,
+    ranks_per_node: int,
 ) -> None:
     """Do each transfer of `attention` once, with one number per lane, unless it is done; collective.
 
     Args:
         group, levels: of a bucket that is computed so.
         done: transfers by which groups are connected; those of this call are added.
+        ranks_per_node: messages are tried between any two ranks of a node.
 
     Raises:
         ExchangeError: another number came than was sent, or none.
@@ -73,9 +77,27 @@ def warm_up(
             received, expected = RingShift(own, over, params).wait(), [(rank - 1) % size]
         elif transfer == "gather":
             received, expected = all_gather_tokens(own, params), list(range(size))
+        elif transfer == "messages":
+            received, expected = _messages(own, over, ranks_per_node, params)
         else:
             received, expected = all_to_all_heads(own.expand(size), over, params), list(range(size))
         _check(over, attention, received, expected)
+
+
+def _messages(
+    own: Tensor, group: dist.ProcessGroup, ranks_per_node: int, params: DynamicPackedSeqParams
+) -> tuple[Tensor, list[int]]:
+    """Return what came from the other ranks of the node, and what is expected of them.
+
+    Two ranks connect when they first have something to send, which would stall a step for each pair, in the middle of
+    the layers of all others.
+    """
+    nodes = [rank // ranks_per_node for rank in dist.get_process_group_ranks(group)]
+    me = group.rank()
+    others = [member for member, node in enumerate(nodes) if node == nodes[me] and member != me]
+    expected = Expected(own.shape, own.dtype)
+    sent = LaneMessages([(member, [own]) for member in others], [(member, [expected]) for member in others], params)
+    return torch.cat([own[:0], *(tensor for (tensor,) in sent.wait())]), others
 
 
 def _check(group: dist.ProcessGroup, attention: Attention, received: Tensor, expected: list[int]) -> None:

@@ -184,7 +184,7 @@ class DynamicCPGroups:
             pool=pool,
             stage=stage,
         )
-        return cold._warmed(exchanges, blocks, query_heads, device or collective_device())
+        return cold._warmed(exchanges, blocks, query_heads, device or collective_device(), topology.ranks_per_node)
 
     def _warmed(
         self,
@@ -192,6 +192,7 @@ class DynamicCPGroups:
         blocks: Sequence[tuple[int, int]],
         query_heads: int | None,
         device: torch.device,
+        ranks_per_node: int,
     ) -> DynamicCPGroups:
         """Do the first exchanges of every group; return the groups with what these took.
 
@@ -199,11 +200,13 @@ class DynamicCPGroups:
             exchanges, query_heads: as of `build`.
             blocks: whose groups do any of the exchanges; others are for placed attention.
             device: where they happen.
+            ranks_per_node: of the topology.
         """
         started = time.perf_counter()
         placed = [name for name in exchanges if is_placed(name)]
         # Blocks ascend in size, so all members of a group warm it after the same others.
         stats, done = ExchangeStats(), set[tuple[Transfer, dist.ProcessGroup]]()
+        connect = partial(warm_up, done=done, stats=stats, device=device, ranks_per_node=ranks_per_node)
         for (first, size), group in self.groups.items():
             used = exchanges if (first, size) in blocks else placed
             for attention in possible_attentions(used, size, query_heads, tuple(self.inner_groups)) if size > 1 else ():
@@ -212,9 +215,9 @@ class DynamicCPGroups:
                     levels = self.placed_levels(group, inner_size)
                 else:
                     levels = self.levels(first, size, inner_size)
-                warm_up(attention, group, levels, done, stats, device)
+                connect(attention, group, levels)
         if self.pool is not None:  # all of its members have warmed all others by now
-            warm_up(Attention(BY_PLACEMENT), self.pool, (None, self.pool), done, stats, device)
+            connect(Attention(BY_PLACEMENT), self.pool, (None, self.pool))
         return replace(self, warm_up_s=time.perf_counter() - started, warm_up_bytes=stats.bytes_sent)
 
     def group(self, first_lane: int, cp_size: int) -> dist.ProcessGroup:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 import textwrap
+from pathlib import Path
 
 from dynamic_cp.errors import UnsupportedFeatureError
 
@@ -45,3 +47,15 @@ def installed_version() -> str:
         return importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def two_cudnns(maps: Path = Path("/proc/self/maps")) -> str:
+    """Return where cuDNN is loaded from, where that is more than one folder; else "".
+
+    One looks for its parts by name and finds those of the other: then attention fails, and nothing says why.
+    """
+    try:
+        folders = sorted(set(re.findall(r"(/\S+)/libcudnn\.so", maps.read_text(encoding="utf-8"))))
+    except OSError:
+        return ""
+    return " and ".join(folders) if len(folders) > 1 else ""

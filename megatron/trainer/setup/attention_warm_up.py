@@ -4,7 +4,8 @@ cuDNN plans a kernel for every bucket of local tokens (up to 1024, powers of two
 of the shapes that a ring needs (the diagonal and both halves), forward and backward, 0.1 to 1 s each. A lane meets the
 most shapes in its largest group, so packs of each bucket are attended to there, with every exchange of the run.
 
-Packs of more than 32 sequences are another bucket of cuDNN's, which is planned when it comes.
+cuDNN also plans anew for each bucket of the number of sequences: up to 32, then powers of two. Packs of the first two
+buckets are attended to; larger ones are planned when such a pack comes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams,
 
 SMALLEST_BUCKET_TOKENS = 1024
 LARGEST_DOUBLED_TOKENS = 32768
-PACKED_SEQUENCES = 32
-"""Sequences of a pack in cuDNN's first bucket of their number; a short sequence costs little to attend to."""
+PACKED_SEQUENCES = (32, 64)
+"""Most sequences of a pack in cuDNN's first buckets of their number; a short sequence costs little to attend to."""
 
 
 def token_buckets(max_tokens_per_rank: int) -> tuple[int, ...]:
@@ -35,11 +36,11 @@ def token_buckets(max_tokens_per_rank: int) -> tuple[int, ...]:
     return (*buckets, max_tokens_per_rank)
 
 
-def pack_of(rank_tokens: int, cp_size: int) -> tuple[int, ...]:
-    """Return padded lengths of at most PACKED_SEQUENCES sequences with `rank_tokens` on each lane, rounded to even."""
+def pack_of(rank_tokens: int, cp_size: int, most_sequences: int) -> tuple[int, ...]:
+    """Return padded lengths of at most so many sequences with `rank_tokens` on each lane, rounded to even."""
     unit = 2 * cp_size  # of a sequence: two tokens on each lane
     units = max(1, rank_tokens // 2)
-    number = min(PACKED_SEQUENCES, units)
+    number = min(most_sequences, units)
     return tuple(unit * (units // number + (index < units % number)) for index in range(number))
 
 
@@ -78,10 +79,11 @@ def warm_up_packs(
             cp_size=size,
             cp_comm_type=attention.cp_comm_type,
             inner_cp_size=attention.inner_cp_size,
-            padded_seqlens=pack_of(tokens, size),
+            padded_seqlens=padded_seqlens,
         )
         for (attention, _), (first, size) in places.items()
         for tokens in token_buckets(max_tokens_per_rank)
+        for padded_seqlens in dict.fromkeys(pack_of(tokens, size, most) for most in PACKED_SEQUENCES)
     ]
 
 

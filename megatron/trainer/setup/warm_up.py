@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from megatron.dynamic_cp.flags.fp8 import token_alignment
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.model.experts import as_if_nothing_was_routed
+from megatron.trainer.flags import environment
 from megatron.trainer.setup.attention_warm_up import PACKED_SEQUENCES, warm_up_attention, warm_up_packs
 from megatron.trainer.setup.model import Built
 from megatron.trainer.setup.planned_runtime import PlannedRuntime
@@ -26,8 +26,6 @@ from megatron.trainer.setup.planned_runtime import PlannedRuntime
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second one from torch 2.9
 
 
 def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
@@ -40,9 +38,7 @@ def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
 
     Limits: a step holds more, the optimizer's state and other micro-batches of a pipeline; see the memory model.
     """
-    advice = allocator_advice(os.environ)
-    if advice:
-        logger.info("%s", advice)
+    logger.info("%s", environment.describe())
     config, chunks, groups, device = built.config, built.chunks, runtime.groups, runtime.device
     limit = runtime.options.max_tokens_per_rank
     tp_size = config.tensor_model_parallel_size
@@ -88,16 +84,6 @@ def _one_of_each_mask(chunks: Sequence[GPTModel]) -> list[torch.nn.Module]:
     """Return a core attention of a layer with a window and of one without, as far as there are any."""
     attentions = (layer.self_attention.core_attention for chunk in chunks for layer in chunk.decoder.layers)
     return list({getattr(attention, "window", None): attention for attention in attentions}.values())
-
-
-def allocator_advice(environment: Mapping[str, str]) -> str:
-    """Return a line for the log where the allocator is not set up for packs of changing length, else ""."""
-    if any("expandable_segments" in environment.get(name, "") for name in ALLOC_CONF):
-        return ""
-    return (
-        f"every micro-batch has its own length: export {ALLOC_CONF[0]}=expandable_segments:True keeps the allocator's "
-        "memory in one piece"
-    )
 
 
 def run_chunks(
@@ -148,7 +134,7 @@ def run_chunks(
 
 def _split(num_tokens: int) -> tuple[int, ...]:
     """Return at most 32 lengths of together `num_tokens`."""
-    number = min(PACKED_SEQUENCES, num_tokens)
+    number = min(PACKED_SEQUENCES[0], num_tokens)
     return tuple(num_tokens // number + (index < num_tokens % number) for index in range(number))
 
 

@@ -52,6 +52,7 @@ def _on_stream(stream: Stream):
 def pretend(capability: Capability) -> None:
     """Let this process see a GPU of a compute capability. Anew in each rank, after the shims of CPU ranks."""
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment, method-assign]
+    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign]
     current = Stream()
     about = types.SimpleNamespace(
         major=capability[0], minor=capability[1], multi_processor_count=132, name="pretended", total_memory=80 << 30

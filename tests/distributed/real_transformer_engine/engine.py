@@ -8,6 +8,8 @@ It is loaded in a process of its own, off which ranks are forked, so that the te
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -22,6 +24,9 @@ from megatron.dynamic_cp.attention.te.kernels import Kernel
 from megatron.dynamic_cp.attention.te.support import release_of
 from tests.distributed.harness import run_forked, run_ranks
 from tests.distributed.real_transformer_engine import counts, device, extension, flash_attn, wheels
+
+with contextlib.suppress(ImportError):
+    import pydantic.dataclasses  # noqa: F401  TransformerEngine does in each process
 
 CAPABILITIES: dict[Kernel, device.Capability] = {"cuDNN": (9, 0), "flash-attn 2": (8, 0)}
 """Kernel -> a device on which TransformerEngine takes it, where it finds the package."""
@@ -72,9 +77,12 @@ def load(version: str, kernel: Kernel = "cuDNN") -> None:
         flash_attn.install()
     sys.path.insert(0, str(sources))
     importlib.invalidate_caches()
+    gc.disable()  # what imports make is never garbage
     _import_without_extension()
+    gc.enable()
     _wait_once()
     _let_modules_be_built()
+    _take_random_states_of_the_cpu()
     bind_megatron_core()
 
 
@@ -124,11 +132,24 @@ def _let_modules_be_built() -> None:
     base.__init__ = build_with_device
 
 
+def _take_random_states_of_the_cpu() -> None:
+    """As megatron-core does where `repairs.cpu_backend` is on: recomputation draws what the first pass drew."""
+    distributed = importlib.import_module("transformer_engine.pytorch.distributed")
+    distributed._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    distributed._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
+
+
 def bind_megatron_core() -> None:
-    """Build what megatron-core imported without TransformerEngine anew."""
+    """Build what megatron-core imported without TransformerEngine anew, for whoever imported it from there, too."""
     for name in (
         "megatron.core.extensions.transformer_engine",
         "megatron.core.extensions.transformer_engine_spec_provider",
         "megatron.core.models.gpt.gpt_layer_specs",
     ):
         importlib.reload(importlib.import_module(name))
+    fp8_utils = importlib.reload(importlib.import_module("megatron.core.fp8_utils"))
+    fp8_utils.transformer_engine = sys.modules["transformer_engine"]
+    extension = importlib.import_module("megatron.core.extensions.transformer_engine")
+    anew = {"get_fp8_context": fp8_utils.get_fp8_context, "te_checkpoint": extension.te_checkpoint}
+    for module in [one for name, one in sys.modules.items() if name.startswith("megatron.core.")]:
+        vars(module).update({name: value for name, value in anew.items() if name in vars(module)})

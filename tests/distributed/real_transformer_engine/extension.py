@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.distributed.real_transformer_engine import products
+
 CUDNN_VERSION, CUBLAS_VERSION = 91900, 130100
 NAN, MINUS_INFINITY = float("nan"), float("-inf")
 _numbers = itertools.count(1)
@@ -99,7 +101,6 @@ class Attention:
         self.max_q, self.max_kv = max_q, max_kv
         for x in (q, k, v):
             assert x.dim() == 3
-            assert x.is_contiguous(), f"TE: strides {x.stride()} of {tuple(x.shape)}"
             assert x.shape[-1] % 8 == 0, "cuDNN: head width in steps of 8"
         assert q.shape[1] % k.shape[1] == 0
         assert k.shape[:2] == v.shape[:2]
@@ -174,7 +175,10 @@ def _cudnn(name: str, args: tuple[Any, ...]) -> tuple[Attention, types.SimpleNam
     assert len(args) == len(ORDER[name]), f"{name}: {len(args)} arguments"
     CALLS.append(name)
     a = types.SimpleNamespace(**dict(zip(ORDER[name], args, strict=True)))
-    assert a.qkv_layout.name == "NVTE_THD_THD_THD", a.qkv_layout.name
+    # Where queries, keys and values are parts of one tensor, heads of each lie beside those of the others.
+    assert a.qkv_layout.name in ("NVTE_THD_THD_THD", "NVTE_TH3D"), a.qkv_layout.name
+    are_apart = [x.is_contiguous() for x in (a.q, a.k, a.v)]
+    assert all(are_apart) if a.qkv_layout.name == "NVTE_THD_THD_THD" else not any(are_apart), a.qkv_layout.name
     assert (a.softmax_type.name, a.attn_bias_type.name, a.dropout) == ("NVTE_VANILLA_SOFTMAX", "NVTE_NO_BIAS", 0)
     assert a.window_size in ((-1, -1), (-1, 0)), a.window_size
     mask = a.attn_mask_type.name
@@ -352,7 +356,7 @@ def install(release: tuple[int, int], sources: Path) -> None:
     backends = enum.IntEnum("NVTE_Fused_Attn_Backend", names, start=-1)
     chosen = backends.NVTE_F16_arbitrary_seqlen
     vars(module).update(
-        {function.__name__: function for function in WRITTEN},
+        {function.__name__: function for function in (*WRITTEN, *products.WRITTEN)},
         get_cudnn_version=lambda: CUDNN_VERSION,
         get_cublasLt_version=lambda: CUBLAS_VERSION,
         get_num_cublas_streams=lambda: 4,

@@ -8,8 +8,10 @@ is neither there nor on the index are skipped and say so.
 
 from __future__ import annotations
 
+import compileall
 import fcntl
 import functools
+import importlib.util
 import os
 import re
 import shutil
@@ -36,8 +38,10 @@ _TYPES = re.compile(r"(?<=[\[(])(?=torch\.(b?float16), torch\.(b?float16)\b)")
 
 @functools.cache
 def why_missing(version: str) -> str | None:
-    """Return why there are no sources of a version; None once they lie in the folder."""
+    """Return why a version cannot be imported; None once it lies in the folder."""
     wheel = wheel_of(version)
+    if importlib.util.find_spec("pydantic") is None:
+        return "it imports pydantic, which is not installed"
     if wheel.exists():
         return None
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -101,6 +105,7 @@ def unpacked(version: str) -> Path:
                 source.write_text(text)
                 num_edits += edits
             assert num_edits >= 4, f"TransformerEngine {version} asks otherwise for 16 bits"
+            compileall.compile_dir(there, quiet=2)  # once for all the processes that import it
             shutil.move(there, target)
     return target
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -70,6 +70,10 @@ TRUTH = replace(
     head_flops_per_s=4e14,
     memory_bandwidth_bytes_per_s=1.5e12,
 )
+SLOW_HOST = replace(
+    TRUTH, host_forward_s_per_layer=4e-4, host_backward_s_per_layer=6e-4, host_ring_step_s_per_layer=1.4e-4
+)
+"""Launches layers of up to some thousand tokens more slowly than the device computes them."""
 LENGTHS = tuple(1 << k for k in range(8, 15))
 SHARE_OF_ATTENTION = 0.3
 """Of the overhead of a layer: attention is called alone as well."""
@@ -86,12 +90,30 @@ def synthetic(truth: Hardware, noise: float, seed: int, setup: Setup = SETUP) ->
         row = Measurement(section=section, forward_s=forward_s * spread[0], backward_s=backward_s * spread[1], **about)
         sections[section].append(row)
 
+    hosts = truth.host_forward_s_per_layer, truth.host_backward_s_per_layer
+    step_s = truth.host_ring_step_s_per_layer - 40e-6
+    host_s = {
+        "linear": [(1 - SHARE_OF_ATTENTION) * one for one in hosts],
+        "causal": [SHARE_OF_ATTENTION * one for one in hosts],
+        "full": [step_s, step_s],
+    }
+
+    def add_layer(section: str, forward_s: float, backward_s: float, seqlens: tuple[int, ...]) -> None:
+        """A part lasts as long as its device or its host takes."""
+        add(section, max(forward_s, host_s[section][0]), max(backward_s, host_s[section][1]), seqlens=seqlens)
+
+    if hosts[0]:
+        add("host", *hosts, seqlens=(16,), kind="layer")
+        add("host", *host_s["linear"], seqlens=(16,), kind="linear")
+        for cp_size in (1, 2, 4, 8):
+            seconds = [one + (cp_size - 1) * step_s for one in host_s["causal"]]
+            add("host", *seconds, seqlens=(16,), kind="attention", cp_size=cp_size)
     overheads = truth.forward_overhead_s_per_layer, truth.backward_overhead_s_per_layer
     flops = 2.0 * shard.query_size
     for tokens in LENGTHS:
         linear_s = 2 * shard.linear_weights_per_layer * tokens / truth.linear_flops_per_s
         alone = [(1 - SHARE_OF_ATTENTION) * one for one in overheads]
-        add("linear", alone[0] + linear_s, alone[1] + truth.linear_backward_over_forward * linear_s, seqlens=(tokens,))
+        add_layer("linear", alone[0] + linear_s, alone[1] + truth.linear_backward_over_forward * linear_s, (tokens,))
         for seqlens in ((tokens,), (tokens // 4,) * 4):
             seconds = [SHARE_OF_ATTENTION * one for one in overheads]
             seconds[0] += sum(
@@ -101,12 +123,12 @@ def synthetic(truth: Hardware, noise: float, seed: int, setup: Setup = SETUP) ->
                 2.5 * flops * n * (n + truth.attention_backward_extra_tokens) / truth.attention_backward_flops_per_s
                 for n in seqlens
             )
-            add("causal", *seconds, seqlens=seqlens)
+            add_layer("causal", *seconds, seqlens)
         step = flops * tokens * (tokens + truth.attention_full_extra_tokens) / truth.attention_full_flops_per_s
         back = tokens * (tokens + truth.attention_full_backward_extra_tokens)
         back *= 2.5 * flops / truth.attention_full_backward_flops_per_s
         launch = truth.ring_step_overhead_s_per_layer
-        add("full", launch + step, 2 * launch + back, seqlens=(tokens,))
+        add_layer("full", launch + step, 2 * launch + back, (tokens,))
         head = 2 * shard.hidden_size * shard.vocab_size / truth.head_flops_per_s
         memory = 1 / truth.memory_bandwidth_bytes_per_s
         add(
@@ -145,8 +167,11 @@ def synthetic(truth: Hardware, noise: float, seed: int, setup: Setup = SETUP) ->
     return Measurements(setup=setup, sections={name: tuple(found) for name, found in sections.items() if found})
 
 
+BASE = replace(load_hardware("a100-80gb"), peak_flops_per_s=TRUTH.peak_flops_per_s)
+
+
 def fitted(noise: float, seed: int = 0) -> Calibration:
-    return calibrate(load_hardware("a100-80gb"), synthetic(TRUTH, noise, seed), name="fitted")
+    return calibrate(BASE, synthetic(TRUTH, noise, seed), name="fitted")
 
 
 RATES = [
@@ -184,6 +209,27 @@ def test_without_noise_every_coefficient_comes_back() -> None:
         assert getattr(found.hardware, name) == pytest.approx(getattr(TRUTH, name), rel=5e-3), name
     assert {error.name for error in found.errors} >= {"linear", "causal", "full", "edges", "buckets", "held_out"}
     assert max(error.p95 for error in found.errors) < 0.005
+
+
+def test_what_waits_for_the_host_says_nothing_of_the_device() -> None:
+    """Taken for the device's time, it would be a constant of every layer, and hide in a rate that is too high."""
+    measured = synthetic(SLOW_HOST, 0.0, 0)
+    found = calibrate(BASE, measured, name="fitted")
+    host = [
+        field.name for field in fields(Hardware) if (name := field.name).startswith("host_") and "message" not in name
+    ]
+    assert len(host) == 3
+    for name in [*host, "linear_flops_per_s", "attention_flops_per_s"]:
+        assert getattr(found.hardware, name) == pytest.approx(getattr(SLOW_HOST, name), rel=5e-3), name
+    assert found.hardware.forward_overhead_s_per_layer == pytest.approx(9e-5, rel=0.05)
+    assert found.error("held_out").median < 0.01
+    blind = replace_sections(measured, host=())
+    mistaken = calibrate(BASE, blind, name="fitted").hardware
+    assert mistaken.forward_overhead_s_per_layer > 2 * 9e-5
+
+
+def replace_sections(measured: Measurements, **sections: tuple[Measurement, ...]) -> Measurements:
+    return Measurements(setup=measured.setup, sections={**measured.sections, **sections})
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -353,7 +399,7 @@ def test_seconds_that_do_not_grow_are_refused() -> None:
 @pytest.mark.parametrize("seconds", [0.0, float("inf"), float("nan")])
 def test_seconds_that_cannot_be_true_are_refused(section, seconds) -> None:
     """A clock that did not tick, or a file that someone edited."""
-    measured = synthetic(TRUTH, 0.0, 0)
+    measured = synthetic(SLOW_HOST, 0.0, 0)
     if section == "ring":
         one = Measurement(section="ring", seqlens=(512,), cp_size=2, forward_s=1e-3, backward_s=2e-3)
         measured.sections["ring"] = (one, one)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +18,30 @@ from megatron.dynamic_cp.attention.packs import Pack
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TILE_ROWS, TILE_COLUMNS = 128, 64
-FORWARD_TILE_BYTES, BACKWARD_TILE_BYTES = 32768, 16384
-"""Of a tile of one tensor, at most. Compiled for A100 and H100, tiles fit the shared memory and sums the registers."""
 _LOG2_E = 1.4426950408889634
+
+
+class Cut(NamedTuple):
+    """How a program cuts tensors into tiles, and how it is compiled."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+CUTS = {
+    "forward": {64: Cut(128, 64, 8, 3), 128: Cut(128, 128, 8, 2), 256: Cut(128, 64, 8, 1)},
+    "backward_of_rows": {64: Cut(64, 64, 4, 2), 128: Cut(64, 64, 4, 3), 256: Cut(64, 32, 4, 1)},
+    "backward_of_columns": {64: Cut(128, 64, 4, 2), 128: Cut(64, 64, 4, 2), 256: Cut(64, 64, 8, 1)},
+}
+"""Of types of two bytes, by program and padded head width: the fastest of those tried on an H200 (docs/GPU.md)."""
+AMPERE_CUTS = {
+    "forward": {64: Cut(128, 64, 8, 3), 128: Cut(128, 64, 8, 2), 256: Cut(64, 64, 8, 1)},
+    "backward_of_rows": {64: Cut(64, 64, 4, 2), 128: Cut(64, 64, 4, 3), 256: Cut(32, 32, 8, 1)},
+    "backward_of_columns": {64: Cut(128, 64, 8, 1), 128: Cut(128, 64, 8, 1), 256: Cut(32, 32, 8, 1)},
+}
+"""Of devices before Hopper: chosen by what the compiler says of registers, not measured."""
 
 
 def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
@@ -30,23 +51,20 @@ def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, pack: Pack, scale: floa
     q_THD, k_THD, v_THD = (_with_dense_heads(x) for x in (q_THD, k_THD, v_THD))
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     lse_HT = q_THD.new_empty((q_THD.shape[1], len(q_THD)), dtype=torch.float32)
-    sizes = sizes_of(q_THD, k_THD, FORWARD_TILE_BYTES)
-    tiles = tiles_of(pack, sizes["ROWS"], sizes["COLUMNS"], q_THD.device)
-    programs.forward[(len(tiles.of_rows), q_THD.shape[1])](
+    cut = cut_of("forward", q_THD)
+    tiles = tiles_of(pack, cut.rows, cut.columns, q_THD.device)
+    programs.forward[(len(tiles.of_rows) * q_THD.shape[1],)](
         q_THD,
         k_THD,
         v_THD,
         out_THD,
         lse_HT,
-        tiles.ranges,
-        tiles.of_rows,
-        tiles.of_columns,
-        tiles.row_starts,
-        tiles.columns_of,
+        *tiles[:3],
+        *tiles.columns_of,
         len(q_THD),
         scale * _LOG2_E,
         *_strides(q_THD, k_THD, v_THD, out_THD),
-        **sizes,
+        **constants_of(cut, q_THD, k_THD, q_THD.shape[1]),
     )
     return out_THD, lse_HT
 
@@ -64,36 +82,40 @@ def backward(
     """Return the pack's share of (dq_THD, dk_THD, dv_THD), given the rows' final `out_THD` and `lse_HT`."""
     from megatron.dynamic_cp.attention.kernels import ranged_programs as programs
 
-    q_THD, k_THD, v_THD, grad_THD = (_with_dense_heads(x) for x in (q_THD, k_THD, v_THD, grad_THD))
+    q_THD, k_THD, v_THD, grad_THD, out_THD = (_with_dense_heads(x) for x in (q_THD, k_THD, v_THD, grad_THD, out_THD))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_THD, v_THD))
-    delta_HT = (grad_THD.float() * out_THD.float()).sum(-1).t().contiguous()
     lse_HT = lse_HT.contiguous()
-    sizes = sizes_of(q_THD, k_THD, BACKWARD_TILE_BYTES)
-    tiles = tiles_of(pack, sizes["ROWS"], sizes["COLUMNS"], q_THD.device)
+    delta_HT = torch.empty_like(lse_HT)  # the first program makes it, the second one reads it
     tensors = q_THD, k_THD, v_THD, grad_THD
-    of_rows = lse_HT, delta_HT, tiles.ranges, tiles.of_rows, tiles.of_columns
-    programs.backward_of_rows[(len(tiles.of_rows), q_THD.shape[1])](
+    cut = cut_of("backward_of_rows", q_THD)
+    tiles = tiles_of(pack, cut.rows, cut.columns, q_THD.device)
+    programs.backward_of_rows[(len(tiles.of_rows) * q_THD.shape[1],)](
         *tensors,
+        out_THD,
         dq,
-        *of_rows,
-        tiles.row_starts,
-        tiles.columns_of,
+        lse_HT,
+        delta_HT,
+        *tiles[:3],
+        *tiles.columns_of,
         len(q_THD),
         scale,
-        *_strides(*tensors, dq),
-        **sizes,
+        *_strides(*tensors, out_THD, dq),
+        **constants_of(cut, q_THD, k_THD, q_THD.shape[1]),
     )
-    programs.backward_of_columns[(len(tiles.of_columns), k_THD.shape[1])](
+    cut = cut_of("backward_of_columns", q_THD)
+    tiles = tiles_of(pack, cut.rows, cut.columns, q_THD.device)
+    programs.backward_of_columns[(len(tiles.of_columns) * k_THD.shape[1],)](
         *tensors,
         dk,
         dv,
-        *of_rows,
-        tiles.column_starts,
-        tiles.rows_of,
+        lse_HT,
+        delta_HT,
+        *tiles[:3],
+        *tiles.rows_of,
         len(q_THD),
         scale,
         *_strides(*tensors, dk),
-        **sizes,
+        **constants_of(cut, q_THD, k_THD, k_THD.shape[1]),
     )
     return dq, dk, dv
 
@@ -106,20 +128,33 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x_THD in tensors for stride in x_THD.stride()[:2]]
 
 
-def sizes_of(q_THD: Tensor, k_THD: Tensor, tile_bytes: int) -> dict[str, int]:
-    """Return the constants of a program and how it is compiled."""
-    head_dim = q_THD.shape[-1]
-    padded = max(16, 1 << (head_dim - 1).bit_length())  # as products of tiles need it
-    most = tile_bytes // (padded * q_THD.element_size())
-    is_forward = tile_bytes == FORWARD_TILE_BYTES
+def padded_dim(head_dim: int) -> int:
+    """Return the width of a head as products of tiles need it."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def cut_of(program: str, q_THD: Tensor, capability: tuple[int, int] | None = None) -> Cut:
+    """Return how `program` cuts tensors like these on their device, or on one of this compute capability."""
+    padded = padded_dim(q_THD.shape[-1])
+    if q_THD.element_size() != 2:  # float32: for tests
+        side = max(16, min(64, 8192 // padded // q_THD.element_size()))
+        return Cut(side, side, 4, 1)
+    capability = capability or torch.cuda.get_device_capability(q_THD.device)
+    cuts = CUTS if capability >= (9, 0) else AMPERE_CUTS
+    return cuts[program][max(64, padded)]
+
+
+def constants_of(cut: Cut, q_THD: Tensor, k_THD: Tensor, num_heads: int) -> dict[str, int]:
+    """Return the constants of a program and how it is compiled; a launch has `num_heads` programs for each tile."""
     return {
+        "HEADS": num_heads,
         "GROUP": q_THD.shape[1] // k_THD.shape[1],
-        "DIM": head_dim,
-        "PADDED_DIM": padded,
-        "ROWS": min(TILE_ROWS, most),
-        "COLUMNS": min(TILE_COLUMNS, most),
-        "num_warps": 4 if is_forward and padded <= 64 else 8,
-        "num_stages": 2 if is_forward and most >= TILE_ROWS else 1,
+        "DIM": q_THD.shape[-1],
+        "PADDED_DIM": padded_dim(q_THD.shape[-1]),
+        "ROWS": cut.rows,
+        "COLUMNS": cut.columns,
+        "num_warps": cut.num_warps,
+        "num_stages": cut.num_stages,
     }
 
 

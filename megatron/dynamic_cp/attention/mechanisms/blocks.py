@@ -35,8 +35,8 @@ class Blocks(ShardExecutor):
 
     @staticmethod
     def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
-        """Return one that makes the group; any two of its lanes connect when they first have something to send."""
-        return (("shift", params.cp_group),)
+        """Return one that makes the group, and messages; lanes of two nodes connect at the first one that they have."""
+        return (("shift", params.cp_group), ("messages", params.cp_group))
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the lane's queries, and keys and values as kv_2THD."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.measuring.nvtx import span
 
-Transfer = Literal["shift", "gather", "all-to-all"]
-"""What connects a group: `RingShift`, `all_gather_tokens` (and its way back) or `all_to_all_heads`."""
+Transfer = Literal["shift", "gather", "all-to-all", "messages"]
+"""What connects a group: `RingShift`, `all_gather_tokens` (and its way back), `all_to_all_heads` or `LaneMessages`."""
 
 
 class ExchangeError(RuntimeError):

@@ -1,0 +1,64 @@
+"""Adds the result of a part of the keys to the sums of other parts: on a GPU in one pass, by a Triton program."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from torch import Tensor
+
+from megatron.dynamic_cp.attention.kernels.log_sum_exp import SUM_DTYPE, merged
+from megatron.dynamic_cp.attention.kernels.ranged import is_interpreted, padded_dim
+
+_PROGRAM_ELEMENTS = 4096
+"""Of the output that one program merges."""
+
+
+def merge_into(out_THD: Tensor, lse_HT: Tensor, rows: Tensor | None, other_THD: Tensor, other_HT: Tensor) -> None:
+    """Add another part's result for `rows` (None: all) to sums in SUM_DTYPE, in place.
+
+    Where Triton is, one program reads and writes everything once.
+    """
+    if _has_program(out_THD):
+        _merge_by_program(out_THD, lse_HT, rows, other_THD, other_HT)
+        return
+    if rows is None:
+        _, both_HT = merged(out_THD, lse_HT, other_THD, other_HT)  # overwrites the output
+        lse_HT.copy_(both_HT)
+        return
+    parts = out_THD.index_select(0, rows), lse_HT.index_select(1, rows)
+    new_THD, new_HT = merged(*parts, other_THD, other_HT)
+    out_THD.index_copy_(0, rows, new_THD)
+    lse_HT.index_copy_(1, rows, new_HT)
+
+
+def _has_program(out_THD: Tensor) -> bool:
+    return (out_THD.is_cuda or is_interpreted()) and importlib.util.find_spec("triton") is not None
+
+
+def _merge_by_program(
+    out_THD: Tensor, lse_HT: Tensor, rows: Tensor | None, other_THD: Tensor, other_HT: Tensor
+) -> None:
+    from megatron.dynamic_cp.attention.kernels.merge_programs import merge
+
+    num_others, num_heads, head_dim = other_THD.shape
+    assert lse_HT.is_contiguous()
+    assert out_THD.stride(-1) == 1
+    other_THD = other_THD if other_THD.stride(-1) == 1 else other_THD.contiguous()
+    padded = padded_dim(head_dim)
+    size = max(1, _PROGRAM_ELEMENTS // padded)
+    merge[(-(-num_others // size), num_heads)](
+        out_THD,
+        lse_HT,
+        other_THD,
+        other_HT.to(SUM_DTYPE).contiguous(),
+        rows if rows is not None else lse_HT,
+        len(out_THD),
+        num_others,
+        *out_THD.stride()[:2],
+        *other_THD.stride()[:2],
+        HAS_NUMBERS=rows is not None,
+        DIM=head_dim,
+        PADDED_DIM=padded,
+        ROWS=size,
+        num_warps=4,
+    )
