@@ -37,7 +37,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/data": 1130,
     "megatron/dynamic_cp/flags": 2330,
     "megatron/dynamic_cp/foreign": 1450,
-    "megatron/dynamic_cp/groups": 730,  # errors of exchanges, to be shown; two cuDNNs; ranks of a node connect before the first step
+    "megatron/dynamic_cp/groups": 730,  # errors of exchanges, to be shown; two cuDNNs; ranks of a node connect first
     "megatron/dynamic_cp/layout": 430,
     "megatron/dynamic_cp/measuring": 220,
     "megatron/dynamic_cp/model": 1040,
