@@ -21,7 +21,12 @@ from dynamic_cp.models import catalog
 
 PAGE = "report.md"
 _MOST_CPU_RANKS = 4
-_DEVICES = "import torch; print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), sep='\\n')"
+_DEVICES = """
+import torch
+print(torch.version.cuda or torch.version.hip)
+for index in range(torch.cuda.device_count()):
+    print(torch.cuda.get_device_name(index))
+"""
 _HARDWARE = {"H200": "h200", "A100-SXM4-40GB": "a100-40gb", "A100-PCIE-40GB": "a100-40gb", "A100": "a100-80gb"}
 """Part of a GPU's name -> the bundled file that is nearest; h100 for others."""
 
@@ -126,7 +131,10 @@ def _gpus() -> list[str]:
         raise UnsupportedFeatureError(
             f"first-day needs torch and megatron-core ({why}): pip install 'megatron-dynamic-cp[train]'"
         )
-    return done.stdout.split("\n")[:-1] if done.stdout.strip() else []
+    built_for, *names = done.stdout.splitlines()
+    if not names and built_for != "None":
+        click.echo("torch is built for GPUs and sees none: repair the driver, or go on with CPU ranks", err=True)
+    return names
 
 
 def _day(given: dict[str, Any], folder: Path, names: list[str]) -> Day:

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from dynamic_cp import cli
-from dynamic_cp.errors import MemoryLimitError
+from dynamic_cp.errors import MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.first_day import command
 from dynamic_cp.first_day.day import Day
 from dynamic_cp.first_day.page import page_of
 from dynamic_cp.first_day.parts import PARTS, Part, State, parts_of
+from dynamic_cp.models.catalog import load_hardware
+from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.setup import memory
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -112,6 +115,17 @@ def test_both_runs_train_the_same_samples_with_the_same_limit(tmp_path: Path) ->
     )
 
 
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_both_runs_fit_the_gpus(tmp_path: Path, gpus: int) -> None:
+    """Start-up refuses what does not fit, and would end the last parts of an hour."""
+    day = day_of(tmp_path, [H100] * gpus)
+    for policy in ("static", "dynamic"):
+        settings = parse_args(day.training_flags(policy, tmp_path), world_size=gpus)
+        shape = derive.model_shape(settings.model, 128256)
+        assert shape.num_layers == day.trained.num_layers
+        assert memory.max_tokens_per_rank(settings.planning, shape, load_hardware("h100")) == day.max_tokens
+
+
 @pytest.mark.parametrize(
     ("name", "hardware"),
     [
@@ -140,6 +154,35 @@ def test_the_others_run_after_a_part_that_fails(
     assert "6 of 6 parts failed (doctor, kernels, exchanges, calibration, static, dynamic)" in err
     page = (tmp_path / "day" / command.PAGE).read_text()
     assert "| kernels | attention kernels against float64 | failed: error: a reason / more | 1 |" in page
+
+
+def test_what_ended_well_is_kept_but_for_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_gpus", list)
+    monkeypatch.setattr(command, "page_of", lambda *_: "")
+    ended = State(inputs="", seconds=1.0, why="")
+    monkeypatch.setattr(Part, "state", lambda part: None if part.name == "static" else ended)
+    monkeypatch.setattr(Part, "run", lambda part, timeout_s: ended)
+    assert cli.main(["first-day", "--output", str(tmp_path), "--again", "kernels", "--again", "dynamic"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:-1]
+    assert [line.split()[0] for line in lines if not line.endswith(", before")] == ["kernels", "static", "dynamic"]
+
+
+def test_a_torch_for_gpus_that_sees_none_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for printed, names, said in (
+        ("12.8\n", [], "torch is built for GPUs and sees none"),
+        (f"12.8\n{H100}\n{H100}\n", [H100, H100], ""),
+        ("None\n", [], ""),
+    ):
+        monkeypatch.setattr(command, "_DEVICES", f"print({printed!r}, end='')")
+        assert command._gpus() == names
+        assert capsys.readouterr().err.startswith(said) or not said
+    monkeypatch.setattr(command, "_DEVICES", "import no_such_torch")
+    with pytest.raises(UnsupportedFeatureError, match=r"first-day needs torch .*No module named 'no_such_torch'"):
+        command._gpus()
 
 
 def test_a_page_of_nothing(tmp_path: Path) -> None:
