@@ -595,3 +595,18 @@ def test_a_refused_config_is_told_what_its_layers_are_first(tmp_path, model_type
     has = re.search(rf"model_type '{model_type}' has (.*), which cannot be priced yet", str(raised.value))
     assert has is not None, raised.value
     assert re.fullmatch(rf"{says} \([a-zA-Z_]+( [0-9]+| True)?\)", has[1]), has[1]
+
+
+def test_a_file_from_before_a_price_says_once_what_it_lacks(tmp_path, caplog):
+    data = json.loads((DATA / "hardware" / "h100.json").read_text())
+    old = {name: entry for name, entry in data.items() if not name.startswith("host_")}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(old))
+    for _ in range(2):
+        assert catalog.load_hardware(path).host_forward_s_per_layer == 0
+    (said,) = caplog.messages
+    assert "old.json states 32 of 36 numbers, without host_forward_s_per_layer, host_backward_s_per_layer" in said
+    caplog.clear()
+    path.write_text(json.dumps({**old, "name": "h100", "base": "h100"}))
+    assert catalog.load_hardware(path).host_forward_s_per_layer > 0
+    assert not caplog.messages
