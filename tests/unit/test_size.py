@@ -14,7 +14,7 @@ MOST_LINES = {
     "dynamic_cp/calibration": 980,  # what waits for its host says nothing of a device
     "dynamic_cp/cli": 3280,  # gradients and optimizer states in lower precision
     "dynamic_cp/comparison": 1650,
-    "dynamic_cp/first_day": 590,  # the first hour of a node as one command
+    "dynamic_cp/first_day": 610,  # the first hour of a node as one command
     "dynamic_cp/learning": 590,
     "dynamic_cp/lengths": 1200,
     "dynamic_cp/mechanisms": 1360,
