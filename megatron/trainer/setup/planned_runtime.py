@@ -244,7 +244,7 @@ class PlannedRuntime:
         number, of_each = MemoryModel(self.problem).num_communicators, self.hardware.communicator_bytes_per_group
         communicators = (
             f"communicators of a rank: {self.groups.num_communicators} made for CP groups; with megatron-core's "
-            f"{number} by the memory model, {1e-9 * number * of_each:.1f} GB"
+            f"{number} by the memory model" + (f", {1e-9 * number * of_each:.1f} GB" if of_each else "")
         )
         policy = (
             f"policy {self.settings.policy}{pool}, {self.options.max_tokens_per_rank} padded tokens per rank and "
