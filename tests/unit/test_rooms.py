@@ -18,7 +18,7 @@ ROOMS = {
     "dynamic_cp": (
         *("types", "placement", "mechanisms", "plans", "pricing", "pipeline", "packing", "models", "memory", "bounds"),
         *("search", "pool", "comparison", "report", "sweep", "lengths", "learning", "cli"),
-        "calibration",
+        *("calibration", "first_day"),
     ),
     "megatron.dynamic_cp": (
         *(

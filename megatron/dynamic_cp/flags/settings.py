@@ -116,7 +116,7 @@ class PlanningSettings:
     )
     hardware: str | None = flag(
         f"hardware of the cost and memory model: {', '.join(catalog.hardware_names())} or a file like those; default: "
-        "on CPU ranks cpu, otherwise h100",
+        "on CPU ranks cpu, otherwise h100, with local layers h100-local",
         name="--dynamic-cp-hardware",
         metavar="NAME|FILE",
     )

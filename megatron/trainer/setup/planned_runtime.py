@@ -34,7 +34,7 @@ from megatron.dynamic_cp.plans.planner import Planner
 from megatron.trainer.setup import memory
 
 
-def first_hardware(settings: PlanningSettings, device: torch.device) -> Hardware:
+def first_hardware(settings: PlanningSettings, device: torch.device, layers: LayerChoice) -> Hardware:
     """Return what the cost model begins with, which rank 0 reads for all; collective.
 
     Raises:
@@ -42,15 +42,18 @@ def first_hardware(settings: PlanningSettings, device: torch.device) -> Hardware
     """
 
     def load() -> dict[str, Any]:
-        hardware = load_hardware(_hardware_name(settings, device))
+        hardware = load_hardware(_hardware_name(settings, device, layers))
         memory.check_memory_is_known(settings, hardware)
         return asdict(hardware)
 
     return run_on_rank_zero(load, lambda found: Hardware(**found))
 
 
-def _hardware_name(settings: PlanningSettings, device: torch.device) -> str:
-    return settings.hardware or ("cpu" if device.type == "cpu" else "h100")
+def _hardware_name(settings: PlanningSettings, device: torch.device, layers: LayerChoice) -> str:
+    """Return the hardware asked for, or that of the device; local layers compute attention by other kernels."""
+    if settings.hardware or device.type == "cpu":
+        return settings.hardware or "cpu"
+    return "h100-local" if layers.impl == "local" else "h100"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +147,7 @@ class PlannedRuntime:
             layers=layers,
             model_shape=model_shape,
             hardware=hardware,
-            hardware_name=_hardware_name(settings, device),
+            hardware_name=_hardware_name(settings, device, layers),
             options=options,
             has_masks=has_masks,
             groups=groups,
