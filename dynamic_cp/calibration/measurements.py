@@ -140,11 +140,11 @@ class Measurements:
         return json.dumps({"setup": asdict(self.setup), "sections": rows}, indent=1) + "\n"
 
     @classmethod
-    def load(cls, path: str | Path, setup: Setup) -> Measurements:
+    def load(cls, path: str | Path, setup: Setup | None = None) -> Measurements:
         """Return what `to_json` wrote to `path`.
 
         Raises:
-            InvalidInputError: unreadable, another version, or of another setup than `setup`.
+            InvalidInputError: unreadable, another version, or of another setup than `setup` (None: any will do).
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -162,7 +162,7 @@ class Measurements:
                 "leave --resume out to measure again"
             ) from error
         for entry in fields(Setup):
-            was, now = getattr(saved, entry.name), getattr(setup, entry.name)
+            was, now = getattr(saved, entry.name), getattr(setup or saved, entry.name)
             if entry.name == "model":
                 was, now = replace(was, source=""), replace(now, source="")
             if entry.name != "date" and was != now:

@@ -35,9 +35,12 @@ COMMANDS = {
     "report": "Write one HTML file with pictures, tables and inputs.",
     "hardware": "Print a hardware file with its sources, ready to edit.",
     "doctor": "Check the installation and say how to fix it.",
+    "first-day": "Check, calibrate and train on this node; predicted beside measured.",
     "completion": "Print the script that completes options in your shell.",
 }
 """Subcommand -> one line of help, in the order of a first use. `NAME` is `dynamic_cp.cli.NAME:command`."""
+_ELSEWHERE = {"first-day": "dynamic_cp.first_day.command"}
+"""Those that need what is built on this room -> their module."""
 
 TRAINING_COMMANDS = {
     "profile": "Measure this device and write a hardware file (needs torch).",
@@ -74,7 +77,8 @@ class LazyGroup(click.Group):
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         if cmd_name in COMMANDS:
-            found: click.Command = importlib.import_module(f"dynamic_cp.cli.{cmd_name}").command
+            module = _ELSEWHERE.get(cmd_name, f"dynamic_cp.cli.{cmd_name}")
+            found: click.Command = importlib.import_module(module).command
             return found
         if cmd_name not in _entry_points():
             return None

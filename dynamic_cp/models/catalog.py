@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from dynamic_cp.models.hardware_numbers import KIND_OF, checked_number, parse_nu
 from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.types import Experts, Hardware, ModelShape
 
+logger = logging.getLogger(__name__)
 _ARCHITECTURE = "architecture"
 """Entry of a model file that is not priced."""
+_MOST_SHOWN = 4
 _DATA = Path(__file__).parents[1] / "data"
 
 
@@ -65,11 +69,27 @@ def _hardware(name_or_path: str | Path, above: tuple[Path, ...]) -> Hardware:
     else:
         needed = [field.name for field in fields(Hardware) if field.default is MISSING and field.name != "source"]
         _check_keys(where, data, needed, Hardware)
+        if missing := [number for number in KIND_OF if number not in data]:
+            _say_missing(where, tuple(missing))
     for number in KIND_OF:
         if number in data:
             values[number], source[number] = _number_and_source(where, number, data[number])
     name = _typed(where, data, "name", str) if "name" in data else Path(name_or_path).stem
     return Hardware(name=name, source=source, **values)
+
+
+@lru_cache
+def _say_missing(where: str, missing: tuple[str, ...]) -> None:
+    """Say once of a file what it does not price."""
+    shown = ", ".join(missing[:_MOST_SHOWN]) + (", ..." if len(missing) > _MOST_SHOWN else "")
+    logger.warning(
+        '%s states %d of %d numbers, without %s: those count as before there were any; "base" names a hardware that '
+        "has them",
+        where,
+        len(KIND_OF) - len(missing),
+        len(KIND_OF),
+        shown,
+    )
 
 
 def _number_and_source(where: str, name: str, entry: object) -> tuple[float, str]:
@@ -99,7 +119,18 @@ def load_model(name_or_path: str | Path) -> ModelShape:
         InvalidInputError: unknown name, unreadable file, or an entry that is missing or of the wrong type.
         UnsupportedFeatureError: a model_type or a class that is not known.
     """
-    where, data = _read("models", name_or_path)
+    return model_from_dict(*_read("models", name_or_path))
+
+
+def model_from_dict(where: str, data: Mapping[str, Any]) -> ModelShape:
+    """Return the model of the object that such a file holds.
+
+    Args:
+        where: what to call it in errors.
+
+    Raises:
+        DynamicCPError: as `load_model`.
+    """
     if diffusers.is_config(data):
         return diffusers.model_shape(where, data)
     if hugging_face.is_config(data):

@@ -30,6 +30,7 @@ class RunRecord:
         imbalance: max / mean of the lanes' busy seconds, as planned.
         planner_s: seconds of planning. exposed_s: those for which training waited.
         tokens: true tokens of the global batch.
+        peak_bytes: most that torch's allocator on rank 0 has given out so far; on a GPU.
     """
 
     iteration: int
@@ -43,6 +44,7 @@ class RunRecord:
     planner_s: float | None = None
     exposed_s: float | None = None
     tokens: int | None = None
+    peak_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("predicted_s", self.predicted_s), ("measured_s", self.measured_s)):
@@ -140,7 +142,7 @@ def _record(where: str, line: str) -> RunRecord:
 def _number(where: str, name: str, value: Any) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"{where}: {name} is {value!r}, a number is needed: check what wrote it")
-    if name in ("iteration", "num_microbatches", "tokens") and int(value) != value:
+    if name in ("iteration", "num_microbatches", "tokens", "peak_bytes") and int(value) != value:
         raise DataError(f"{where}: {name} is {value!r}, a whole number is needed: check what wrote it")
     return value
 

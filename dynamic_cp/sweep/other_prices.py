@@ -68,10 +68,13 @@ PRICE_SETS = (
 """Jitter is left out: it lengthens the steps of all policies alike, by what the slowest of all lanes waits for."""
 
 
-def under_other_prices(points: Mapping[str, Collection[Point]], run: Counted) -> tuple[OtherPrice, ...]:
-    """Return the gain of the dynamic policy under each of PRICE_SETS; none where it or all static ones are missing.
+def under_other_prices(job: SweepJob, points: Mapping[str, Collection[Point]], run: Counted) -> tuple[OtherPrice, ...]:
+    """Return the gain of the dynamic policy under each of PRICE_SETS that differs from the job's own prices.
+
+    None where the dynamic policy or all static ones are missing.
 
     Args:
+        job: what was planned.
         points: policy -> what was planned for it.
         run: calls a function for each setting; its last argument says what is done.
     """
@@ -81,6 +84,8 @@ def under_other_prices(points: Mapping[str, Collection[Point]], run: Counted) ->
     settings = [point.setting for name in ("dynamic", *static) for point in fastest_first(points[name])[:_NUM_SETTINGS]]
     outcomes = []
     for number, prices in enumerate(PRICE_SETS):
+        if prices.change(job) == job:
+            continue
         planned = run(partial(evaluate_under, number), settings, prices.name)
         found = [point for point in planned if isinstance(point, Point)]
         ours = fastest_first(point for point in found if point.setting.policy == "dynamic")

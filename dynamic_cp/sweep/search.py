@@ -268,7 +268,9 @@ class _Race:
 
     def other_prices(self) -> tuple[OtherPrice, ...]:
         """Return the gain of dynamic CP under other prices, each policy with the fastest of its settings."""
-        return under_other_prices({name: points.values() for name, points in self._points.items()}, self._counted)
+        return under_other_prices(
+            self._job, {name: points.values() for name, points in self._points.items()}, self._counted
+        )
 
     def _look(self, settings: Sequence[Setting]) -> dict[Setting, float]:
         """Plan the first batch; return the seconds of the settings that can run."""

@@ -67,7 +67,7 @@ class Session:
             device=self.device,
             layers=layer_choice,
             model_shape=model_shape(theirs, planned.settings.pipeline_layers),
-            hardware=first_hardware(planned.settings, self.device),
+            hardware=first_hardware(planned.settings, self.device, layer_choice),
         )
         self.runtime = runtime.start()
         try:

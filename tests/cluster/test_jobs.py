@@ -88,6 +88,17 @@ def test_a_job_starts_its_ranks_on_every_node_in_order(
     assert limit * planning.topology.max_cp_size >= planning.seq_length
 
 
+def test_the_first_day_is_one_command_on_one_node(cluster: Cluster) -> None:
+    code, output = cluster.run("examples/slurm/first_day.sbatch", "--again", "calibration")
+    assert code == 0, output
+    (call,) = cluster.calls("python")
+    run_dir = cluster.environment["RUN_DIR"]
+    assert call["words"] == ["-m", "dynamic_cp.cli", "first-day", "--output", run_dir, "--again", "calibration"]
+    assert call["cwd"] == str(ROOT)
+    (step,) = cluster.calls("srun")
+    assert "--nodes=1" in step["words"]
+
+
 def test_data_are_words_of_their_own(cluster: Cluster) -> None:
     code, output = cluster.run("examples/slurm/single_node.sbatch", DATA="0.3 /data/long 0.7 /data/short")
     assert code == 0, output

@@ -7,13 +7,17 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.types import CP_COMM_TYPES
+from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED, check_supported
 from megatron.dynamic_cp.repairs import releases
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import ALREADY_SO, build_parser, parse_args
+from megatron.trainer.setup.planned_runtime import _hardware_name
 from tests.trainer.commandline import command_line
 
 # extra flags, world size, parts of the message
@@ -266,3 +270,20 @@ def test_parsing_needs_no_torch():
         "parse_args(command_line('--dynamic-cp'), 4); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("device", "impl", "asked", "expected"),
+    [
+        ("cuda", "local", None, "h100-local"),
+        ("cuda", "transformer_engine", None, "h100"),
+        ("cuda", "local", "h200", "h200"),
+        ("cpu", "local", None, "cpu"),
+    ],
+)
+def test_kernels_of_the_layers_are_priced(device: str, impl: str, asked: str | None, expected: str) -> None:
+    """Local layers compute attention by FlashAttention-2, TransformerEngine's by cuDNN."""
+    settings = SimpleNamespace(hardware=asked)
+    assert _hardware_name(settings, torch.device(device), LayerChoice(impl=impl, reason="")) == expected
+    rates = [load_hardware(name).attention_flops_per_s for name in ("h100-local", "h100")]
+    assert 1.4 < rates[1] / rates[0] < 1.8

@@ -1,22 +1,24 @@
-"""Checkpoints where megatron-core finds a fused Adam (TransformerEngine's or apex's): it counts steps by group.
-
-The one here has the interface of TransformerEngine 2.11's, `pytorch/optimizers/fused_adam.py`, and computes on the CPU.
-"""
+"""Checkpoints with TransformerEngine's fused Adam, over its own Python: it counts steps by group."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 from pathlib import Path
 from typing import Any
 
 import megatron.core.optimizer as core_optimizer
 import pytest
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import distrib_optimizer
 
+from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.repairs import optimizer_checkpoint
 from megatron.trainer.checkpoints import checkpoint_files
+from megatron.trainer.setup import layers
 from tests.distributed.harness import run_ranks
+from tests.distributed.real_transformer_engine.engine import run_ranks_with
+from tests.distributed.real_transformer_engine.wheels import PINNED
 from tests.trainer.commandline import command_line
 from tests.trainer.training_ranks import _train_one_rank
 
@@ -25,61 +27,20 @@ SHARDED = "--use-distributed-optimizer"
 ITERATIONS, SAVED = 4, 2
 
 
-class FusedAdam(torch.optim.Optimizer):
-    """AdamW that keeps `step` in its groups and takes states of its own names only."""
-
-    STATES = ("exp_avg", "exp_avg_sq", "master_param")
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        weight_decay: float,
-        betas: Any,
-        eps: float,
-        adam_w_mode: bool,
-        capturable: bool = False,
-    ) -> None:
-        assert adam_w_mode
-        assert not capturable
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        params = [param for group in self.param_groups for param in group["params"]]
-        ids = [saved for group in state_dict["param_groups"] for saved in group["params"]]
-        for saved, param in zip(ids, params, strict=True):
-            if saved not in state_dict["state"]:
-                continue
-            self.state[param] = {}
-            for name, value in state_dict["state"][saved].items():
-                if name not in self.STATES:
-                    raise KeyError(name)
-                self.state[param][name] = torch.empty(param.shape).copy_(value.float())
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            if not group["params"]:
-                continue
-            group["step"] = group.get("step", 0) + 1
-            one, two = group["betas"]
-            for param in group["params"]:
-                state = self.state[param]
-                if not state:
-                    state |= {name: torch.zeros_like(param) for name in self.STATES[:2]}
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                first = state["exp_avg"].mul_(one).add_(param.grad, alpha=1 - one) / (1 - one ** group["step"])
-                second = state["exp_avg_sq"].mul_(two).addcmul_(param.grad, param.grad, value=1 - two)
-                param.sub_(group["lr"] * first / ((second / (1 - two ** group["step"])).sqrt() + group["eps"]))
+def take_fused_adam() -> None:
+    """Have megatron-core find TransformerEngine's, which is loaded, as if it had been when it was imported."""
+    core_optimizer.Adam = distrib_optimizer.Adam = importlib.import_module(
+        "transformer_engine.pytorch.optimizers"
+    ).FusedAdam
+    core_optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+    optimizer_checkpoint.HAVE_APEX_OR_TE = True
 
 
 def train_on_this_rank(words: list[str], fused: bool) -> dict[int, float]:
     if fused:
-        core_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
-        core_optimizer.USING_PYTORCH_OPTIMIZER = False
-        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
-        optimizer_checkpoint.HAVE_APEX_OR_TE = True
+        take_fused_adam()
+        layers.choose = lambda *_needs, **_more: LayerChoice(impl="local", reason="test")
         # Writing into float32 shards, views of leaves, needs no_grad: ours is to be enough, whatever megatron-core has.
         sharded = distrib_optimizer.DistributedOptimizer
         load = sharded.load_parameter_state_from_fully_reshardable
@@ -90,7 +51,8 @@ def train_on_this_rank(words: list[str], fused: bool) -> dict[int, float]:
 def train(*extra: str, fused: bool = True) -> dict[int, float]:
     """Return iteration -> loss, on two ranks if the optimizer is shared among them."""
     words = command_line(WORDS, f"--train-iters {ITERATIONS}", *extra)
-    return run_ranks(1 + (SHARDED in words), train_on_this_rank, words, fused, timeout_s=100)[0]
+    run = functools.partial(run_ranks_with, PINNED) if fused else run_ranks
+    return run(1 + (SHARDED in words), train_on_this_rank, words, fused, timeout_s=100)[0]
 
 
 @pytest.mark.by_day("--use-distributed-optimizer")
@@ -109,6 +71,29 @@ def test_a_resumed_run_counts_on(tmp_path: Path, kind: str) -> None:
     assert train(kind, f"--load {tmp_path}") == rest
     if kind == "":
         assert train(f"--load {tmp_path}", fused=False) == pytest.approx(rest, rel=1e-6), "with torch's AdamW"
+
+
+AWARE = f"--bf16 {SHARDED} --use-precision-aware-optimizer"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("dtypes", "most"),
+    [
+        ("", 1e-5),  # ties of bfloat16 are rounded otherwise
+        ("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 1e-3),
+        ("--main-grads-dtype bf16 --main-params-dtype fp16 --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16", 1e-3),
+    ],
+)
+def test_states_in_lower_precision_train_and_resume(tmp_path: Path, dtypes: str, most: float) -> None:
+    """Losses are those of states in float32, within the rounding of the dtypes; resumed to the bit."""
+    plain = train(f"--bf16 {SHARDED}")
+    whole = train(AWARE, dtypes, f"--save {tmp_path} --save-interval {SAVED}")
+    assert whole == pytest.approx(plain, rel=most, abs=0)
+    (tmp_path / checkpoint_files.TRACKER).write_text(str(SAVED))
+    rest = {3: whole[3], 4: whole[4]}
+    assert train(AWARE, dtypes, f"--load {tmp_path}") == rest
+    assert train(f"--bf16 {SHARDED} --load {tmp_path}") == pytest.approx(rest, rel=most), "weights, and not halves"
 
 
 def _groups(common: Any) -> list[dict[str, Any]]:

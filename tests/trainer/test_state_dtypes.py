@@ -18,8 +18,11 @@ from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import model
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
+from tests.distributed.real_transformer_engine.engine import run_ranks_with
+from tests.distributed.real_transformer_engine.wheels import PINNED
 from tests.trainer.commandline import command_line
 from tests.trainer.conftest import SAVED, TO_LAST
+from tests.trainer.test_fused_adam import take_fused_adam
 from tests.trainer.training_ranks import losses, train
 
 WORDS = "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 256 --bf16"
@@ -27,6 +30,7 @@ IN_BF16 = "--grad-reduce-in-bf16"
 SHARDED = "--use-distributed-optimizer"
 AWARE = f"{SHARDED} --use-precision-aware-optimizer"
 VOCAB_SIZE = 264
+STATES = ("exp_avg", "exp_avg_sq", "master_param")
 
 
 @pytest.mark.parametrize(
@@ -90,11 +94,22 @@ def kept_bytes(words: list[str], world_size: int) -> list[float]:
 
     gradients = [parameter.main_grad for parameter in parameters]
     masters = [one for group in optimizer.optimizer.param_groups for one in group["params"]]
-    states = [state[name] for state in optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    copies = [one.grad for one in masters if one.grad.untyped_storage().nbytes() <= one.grad.nbytes]
+    states = [
+        state[name] for state in optimizer.optimizer.state.values() for name in STATES if state.get(name) is not None
+    ]
+    if settings.planning.data_parallel.state.use_precision_aware_optimizer:
+        copies, masters = [], []  # the optimizer steps the weights themselves, by gradients where they are
+    else:
+        copies = [one.grad for one in masters if one.grad.untyped_storage().nbytes() <= one.grad.nbytes]
     found = torch.tensor([count(part) for part in (parameters, gradients, [*masters, *states], copies)])
     dist.all_reduce(found)
     return found.tolist()
+
+
+def kept_with_fused_adam(words: list[str], world_size: int) -> list[float]:
+    """As `kept_bytes`, with TransformerEngine's."""
+    take_fused_adam()
+    return kept_bytes(words, world_size)
 
 
 def planned_bytes(words: list[str], world_size: int) -> StageMemory:
@@ -118,6 +133,23 @@ def test_what_is_kept_is_what_is_planned_to_the_byte(flags: str) -> None:
     assert kept == [2 * one for one in (*planned[:3], planned.step_bytes)]
     assert (planned.step_bytes > 0) == (IN_BF16 in flags)
     assert planned.gradients_bytes == planned.weights_bytes * (1 if IN_BF16 in flags else 2)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "gradient", "state"),
+    [
+        ("", 4, 2 + 8),
+        ("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 4, 2 + 4),
+        ("--main-grads-dtype bf16 --exp-avg-dtype fp16 --exp-avg-sq-dtype bf16", 2, 2 + 4),
+        ("--main-params-dtype fp16", 4, 2 + 8),
+    ],
+)
+def test_what_fused_adam_keeps_is_what_is_planned_to_the_byte(dtypes: str, gradient: int, state: int) -> None:
+    words = command_line(f"{WORDS} {AWARE} {dtypes} --untie-embeddings-and-output-weights")
+    kept, planned = run_ranks_with(PINNED, 2, kept_with_fused_adam, words, 2)[0], planned_bytes(words, 2)
+    assert kept == [2 * one for one in (*planned[:3], planned.step_bytes)]
+    assert kept[1] == kept[0] / 2 * gradient
+    assert kept[2] == kept[0] / 4 * state
 
 
 @pytest.mark.by_day(f"{SHARDED} --overlap-grad-reduce")

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import pytest
 
 from dynamic_cp import cli, load_hardware, load_model
+from dynamic_cp.first_day.command import command as first_day
 from dynamic_cp.models.catalog import load_architecture
 from dynamic_cp.sweep.flags import model_flags
 from megatron.dynamic_cp.calibration.command import command as profile
@@ -129,7 +130,7 @@ def test_shell_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             continue
         for words in commands_of(block):
             num_commands += 1
-            if words[0] == "dynamic-cp" and words[1] not in ("profile", "weights"):
+            if words[0] == "dynamic-cp" and words[1] not in ("profile", "weights", "first-day"):
                 assert block.not_run is None, f"{block.name}: run it"
                 out = io.StringIO()
                 with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -158,6 +159,8 @@ def check_not_run(words: list[str]) -> None:
         # Measuring takes minutes and changes this process for CPU ranks; tests/distributed/test_profile.py runs it.
         context = profile.make_context("profile", words[words.index("--model") :])
         assert context.params["output"]
+    elif words[:2] == ["dynamic-cp", "first-day"]:  # it takes minutes; tests/distributed/test_first_day.py runs it
+        assert first_day.make_context("first-day", words[2:]).params["output"]
     elif words[:2] == ["dynamic-cp", "weights"]:  # they need a model; tests/trainer/test_weights.py runs them
         context = weights.commands[words[2]].make_context(words[2], words[3:])
         assert context.params["output"]
@@ -255,7 +258,9 @@ def test_an_example_runs_under_torchrun(tmp_path: Path) -> None:
 
 def test_excerpt_is_of_the_example() -> None:
     (excerpt,) = [
-        block for block in blocks_of(DOCS / "how-to" / "other-loops.md") if block.language == "python" and block.not_run
+        block
+        for block in blocks_of(DOCS / "how-to" / "other-loops.md")
+        if block.language == "python" and "excerpt" in (block.not_run or "")
     ]
     lines = {line.strip() for line in (ROOT / "examples" / "own_iterator.py").read_text(encoding="utf-8").splitlines()}
     assert len(excerpt.text.splitlines()) >= 25

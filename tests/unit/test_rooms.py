@@ -18,7 +18,7 @@ ROOMS = {
     "dynamic_cp": (
         *("types", "placement", "mechanisms", "plans", "pricing", "pipeline", "packing", "models", "memory", "bounds"),
         *("search", "pool", "comparison", "report", "sweep", "lengths", "learning", "cli"),
-        "calibration",
+        *("calibration", "first_day"),
     ),
     "megatron.dynamic_cp": (
         *(
@@ -35,7 +35,7 @@ ROOMS = {
             "step",
             "pool",
         ),
-        *("foreign", "calibration", "outside"),
+        *("foreign", "calibration", "outside", "scheduler"),
     ),
     "megatron.trainer": ("data", "flags", "ending", "checkpoints", "weights", "reporting", "setup", "loop"),
 }

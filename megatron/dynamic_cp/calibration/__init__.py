@@ -12,6 +12,7 @@ Read in this order:
 - `sections`: what is measured, section by section
 - `run`: sections in turn, the progress bar, the files, the table
 - `command`: the options
+- `attention`: kernels and exchanges against float64, for `dynamic-cp first-day`
 
 `dynamic_cp/calibration` fits what was measured.
 """

@@ -125,7 +125,7 @@ class PlanningSettings:
     )
     hardware: str | None = flag(
         f"hardware of the cost and memory model: {', '.join(catalog.hardware_names())} or a file like those; default: "
-        "on CPU ranks cpu, otherwise h100",
+        "on CPU ranks cpu, otherwise h100, with local layers h100-local",
         name="--dynamic-cp-hardware",
         metavar="NAME|FILE",
     )
@@ -191,7 +191,8 @@ class PlanningSettings:
     )
     inner_cp_sizes: tuple[int, ...] | None = flag(
         "lanes inside a node that exchange heads in a2a+p2p and blocks: groups are built for these sizes only; "
-        "default: all powers of two that divide the lanes of a node and the query heads of a tensor-parallel rank",
+        "default: all powers of two that divide the lanes of a node and the query heads of a tensor-parallel rank, "
+        "of which a2a+p2p beside other exchanges has the largest alone where a rank would make more than 10 groups",
         name="--dynamic-cp-inner-sizes",
         metavar="N",
     )

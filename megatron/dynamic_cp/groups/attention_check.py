@@ -7,8 +7,9 @@ knows what is known; here the rest becomes an error at start-up, too, for some m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -51,25 +52,61 @@ def check_attention(
     """
     named = (module for chunk in model for module in chunk.modules())
     attention = next((module for module in named if type(module).__name__ == "TransformerEngineAttention"), None)
-    return run_on_all_ranks(lambda: "" if attention is None else _compare(attention, groups, exchanges, device), device)
+    return run_on_all_ranks(lambda: "" if attention is None else _judge(attention, groups, exchanges, device), device)
 
 
-def _compare(
-    attention: torch.nn.Module, groups: DynamicCPGroups, exchanges: Sequence[CpCommType], device: torch.device
-) -> str:
+class Compared(NamedTuple):
+    """One way to compute attention beside plain products.
+
+    Attributes:
+        exchange: "" on one lane alone.
+        errors: what of NAMES -> the error of this lane's rows, in norm.
+        allowed: the largest right one.
+    """
+
+    exchange: str
+    num_lanes: int
+    errors: dict[str, float]
+    allowed: float
+
+    @property
+    def where(self) -> str:
+        """In words."""
+        return f"with {self.exchange} over {self.num_lanes} lanes" if self.exchange else "on one lane alone"
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        """Those of `errors` that are too large or no number."""
+        return {name: error for name, error in self.errors.items() if not error <= self.allowed}
+
+
+def compare_attention(
+    attention: torch.nn.Module,
+    groups: DynamicCPGroups,
+    exchanges: Sequence[CpCommType],
+    device: torch.device,
+    chunk_tokens: Sequence[int] = CHUNK_TOKENS,
+) -> Iterator[Compared]:
+    """Yield how far a core attention is from plain products, alone and with each exchange of each group of this lane.
+
+    Collective in each group. What is placed or travels as latents is left out.
+
+    Args:
+        chunk_tokens: of each sequence, as CHUNK_TOKENS.
+    """
     config = attention.config
     query_heads = config.num_attention_heads // config.tensor_model_parallel_size
-    exchanges = [name for name in exchanges if not is_placed(name) and not needs_latents(name)]
-    compared, worst, wrong = 0, 0.0, dict[str, str]()
+    exchanges = _compared_exchanges(exchanges)
     for first, size in sorted(groups.groups, key=lambda place: place[1]):
         group = groups.group(first, size)
-        inputs, rows = _inputs(config, size, groups.lane - first, device)
-        expected = _plain_attention(inputs, rows, size, group)
+        seqlens = tuple(2 * size * tokens for tokens in chunk_tokens)
+        inputs, rows = _inputs(config, seqlens, size, groups.lane - first, device)
+        expected = _plain_attention(inputs, rows, seqlens, group)
         allowed = TOLERANCE * max(1.0, size / LANES_WITHIN_TOLERANCE) ** 0.5
         inner_sizes = sorted({inner for place, of, inner in groups.outer_groups if (place, of) == (first, size)})
         for possible in possible_attentions(exchanges, size, query_heads, inner_sizes) if size > 1 else [Attention()]:
             params = DynamicPackedSeqParams.build(
-                _seqlens(size),
+                seqlens,
                 torch.zeros(len(rows), dtype=torch.int64, device=device),
                 group,
                 cp_comm_type=possible.cp_comm_type,
@@ -78,17 +115,30 @@ def _compare(
                 stats=ExchangeStats(),
             )
             actual = _attend(attention, [x[rows] for x in inputs], params)
-            compared += 1
-            for name, one, other in zip(NAMES, actual, expected, strict=True):
-                error = float((one.double() - other).norm() / other.norm())
-                worst = max(worst, error)
-                if not error <= allowed:  # also when it is not a number
-                    exchange = possible.cp_comm_type if size > 1 else ""
-                    where = f"with {exchange} over {size} lanes" if exchange else "on one lane alone"
-                    text = f"{where} the {name} is off by {error:.3g} of its norm, {allowed:.3g} is allowed"
-                    wrong.setdefault(exchange, text)
+            errors = {
+                name: float((one.double() - other).norm() / other.norm())
+                for name, one, other in zip(NAMES, actual, expected, strict=True)
+            }
+            yield Compared(possible.cp_comm_type if size > 1 else "", size, errors, allowed)
+
+
+def _compared_exchanges(exchanges: Sequence[CpCommType]) -> list[CpCommType]:
+    return [name for name in exchanges if not is_placed(name) and not needs_latents(name)]
+
+
+def _judge(
+    attention: torch.nn.Module, groups: DynamicCPGroups, exchanges: Sequence[CpCommType], device: torch.device
+) -> str:
+    """Return what `check_attention` does on this rank."""
+    compared, worst, wrong = 0, 0.0, dict[str, str]()
+    for one in compare_attention(attention, groups, exchanges, device):
+        compared += 1
+        worst = max(worst, *one.errors.values())
+        for name, error in one.wrong.items():
+            text = f"{one.where} the {name} is off by {error:.3g} of its norm, {one.allowed:.3g} is allowed"
+            wrong.setdefault(one.exchange, text)
     if wrong:
-        right = [name for name in exchanges if name not in wrong and "" not in wrong]
+        right = [name for name in _compared_exchanges(exchanges) if name not in wrong and "" not in wrong]
         raise UnsupportedFeatureError(
             f"{attention.implementation} computes something else than attention here: {'; '.join(wrong.values())}. "
             f"Use {f'--cp-comm-type {right[0]}, ' if right else ''}--transformer-impl local or another version; "
@@ -101,15 +151,11 @@ def _compare(
     )
 
 
-def _seqlens(cp_size: int) -> tuple[int, ...]:
-    return tuple(2 * cp_size * tokens for tokens in CHUNK_TOKENS)
-
-
 def _inputs(
-    config: TransformerConfig, cp_size: int, rank: int, device: torch.device
+    config: TransformerConfig, seqlens: tuple[int, ...], cp_size: int, rank: int, device: torch.device
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return (q, k, v and the gradient of the output of the whole pack, the same on all lanes; this lane's rows)."""
-    seqlens, tp_size = _seqlens(cp_size), config.tensor_model_parallel_size
+    tp_size = config.tensor_model_parallel_size
     generator = torch.Generator().manual_seed(cp_size)
     heads, kv_heads = config.num_attention_heads // tp_size, max(1, config.num_query_groups // tp_size)
     inputs = tuple(
@@ -137,7 +183,9 @@ def _attend(attention: torch.nn.Module, inputs: Sequence[Tensor], params: Dynami
     return [out.detach().view_as(grad), *torch.autograd.grad(out, qkv, grad.view_as(out))]
 
 
-def _plain_attention(inputs: tuple[Tensor, ...], rows: Tensor, cp_size: int, group: dist.ProcessGroup) -> list[Tensor]:
+def _plain_attention(
+    inputs: tuple[Tensor, ...], rows: Tensor, seqlens: tuple[int, ...], group: dist.ProcessGroup
+) -> list[Tensor]:
     """Return what `NAMES` says, of this lane's rows, in float64: causal attention, each sequence by itself.
 
     A lane attends to whole sequences with its own queries, so that nothing but a sum of gradients is exchanged.
@@ -145,8 +193,8 @@ def _plain_attention(inputs: tuple[Tensor, ...], rows: Tensor, cp_size: int, gro
     q, k, v, grad = (x.double() for x in inputs)
     query, k, v = q[rows].requires_grad_(), k.requires_grad_(), v.requires_grad_()
     copies, local, start, outs = q.shape[1] // k.shape[1], 0, 0, []
-    for seqlen in _seqlens(cp_size):
-        mine = slice(local, local + seqlen // cp_size)
+    for seqlen in seqlens:
+        mine = slice(local, local + seqlen // group.size())
         key, value = (x[start : start + seqlen].repeat_interleave(copies, 1) for x in (k, v))
         scores = torch.einsum("thd,shd->hts", query[mine], key) * q.shape[-1] ** -0.5
         later = torch.arange(start, start + seqlen, device=rows.device) > rows[mine, None]

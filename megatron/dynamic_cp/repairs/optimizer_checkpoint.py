@@ -1,7 +1,7 @@
-"""Load checkpoints into the distributed optimizer when it wraps torch's AdamW (no TransformerEngine, no apex).
+"""Load checkpoints into the distributed optimizer: of torch's AdamW, and of halves of weights.
 
-megatron-core 0.16.1 can save that combination but not load it, and neither where a rank has no parameter of an
-optimizer, as of experts on a stage of dense layers. Four repairs:
+With torch's AdamW (no TransformerEngine, no apex) megatron-core 0.16.1 can save that combination but not load it, and
+neither where a rank has no parameter of an optimizer, as of experts on a stage of dense layers. Four repairs:
 
 | where | what goes wrong | repair |
 |---|---|---|
@@ -9,6 +9,10 @@ optimizer, as of experts on a stage of dense layers. Four repairs:
 | `_set_main_param_and_optimizer_states` | writes to leaves under autograd, wants "step" | no_grad, leave "step" |
 | `load_state_dict` | every parameter gets the *same* step tensor, so one step counts many times | one tensor each |
 | `state_dict` | looks for the step in the state of parameters, of which there must be some | none: no step |
+
+TransformerEngine's precision-aware optimizer keeps of a weight in float32 the lower half, an int16, beside the bf16
+weight. megatron-core (to 0.19.2) saves that half as if it were the weight, in float32: loading asserts an int16, and
+another optimizer would train from noise. Here whole weights are saved, and halved when they are loaded.
 """
 
 from __future__ import annotations
@@ -21,8 +25,14 @@ from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, Distribut
 
 
 def install() -> None:
-    """Repair `DistributedOptimizer` in this process; does nothing with fused optimizers or when called again."""
-    if HAVE_APEX_OR_TE or hasattr(DistributedOptimizer.load_state_dict, "__wrapped__"):
+    """Repair `DistributedOptimizer` in this process; does nothing when called again."""
+    get = DistributedOptimizer._get_main_param_and_optimizer_states
+    if hasattr(get, "__wrapped__"):
+        return
+    DistributedOptimizer._get_main_param_and_optimizer_states = _with_whole_weights(get)
+    if HAVE_APEX_OR_TE:
+        halve = _with_halves_of_weights(DistributedOptimizer._set_main_param_and_optimizer_states)
+        DistributedOptimizer._set_main_param_and_optimizer_states = halve
         return
     DistributedOptimizer.state_dict = _also_of_nothing(DistributedOptimizer.state_dict)
     DistributedOptimizer.sharded_state_dict = _with_state(DistributedOptimizer.sharded_state_dict)
@@ -75,3 +85,38 @@ def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: d
     for name, value in self.optimizer.state[main_param].items():
         if name != "step":
             value.copy_(tensors[name])
+
+
+def _with_whole_weights(get: Any) -> Any:
+    @functools.wraps(get)
+    def with_whole_weights(self: Any, model_param: Any) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = get(self, model_param)
+        lower = tensors["param"]
+        if lower.dtype == torch.int16:
+            # The weight was rounded to nearest: where the lower half is negative, away from the number.
+            upper = _shard_of(self, model_param).view(torch.int16).int() - (lower < 0).int()
+            tensors["param"] = ((upper << 16) | (lower.int() & 0xFFFF)).view(torch.float32)
+        return tensors
+
+    return with_whole_weights
+
+
+def _with_halves_of_weights(put: Any) -> Any:
+    @functools.wraps(put)
+    def with_halves_of_weights(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
+        shard = _shard_of(self, model_param)
+        if getattr(self.optimizer, "store_param_remainders", False) and shard.dtype == torch.bfloat16:
+            bits = tensors["param"].contiguous().view(torch.int32)
+            lower = bits.to(torch.int16)
+            shard.view(torch.int16).copy_((bits >> 16) + (lower < 0).int())
+            tensors = {**tensors, "param": lower}
+        put(self, model_param, tensors)
+
+    return with_halves_of_weights
+
+
+def _shard_of(optimizer: Any, model_param: Any) -> torch.Tensor:
+    """Return this rank's part of a weight, which the optimizer steps."""
+    group_index, group_order = optimizer.model_param_group_index_map[model_param]
+    shard: torch.Tensor = optimizer.optimizer.param_groups[group_index]["params"][group_order]
+    return shard

@@ -6,6 +6,7 @@ megatron-core does, for programs that ask for them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import nn
 
 from dynamic_cp.errors import CheckpointError
 
-_EXTRA = "_extra_state"
+_EXTRA = re.compile(r"_extra_state\d*$")
+"""With a number where it is of one of the experts that are one module."""
 
 
 def without_extra_states(sharded: Any) -> Any:
@@ -21,9 +23,7 @@ def without_extra_states(sharded: Any) -> Any:
     if not isinstance(sharded, dict):
         return sharded
     return {
-        key: without_extra_states(value)
-        for key, value in sharded.items()
-        if not str(key).split("/")[0].endswith(_EXTRA)
+        key: without_extra_states(value) for key, value in sharded.items() if not _EXTRA.search(str(key).split("/")[0])
     }
 
 
@@ -34,8 +34,8 @@ def load_weights(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
         CheckpointError: a weight is missing, or there is one more.
     """
     keys = module.load_state_dict(state_dict, strict=False)
-    missing = [key for key in keys.missing_keys if not key.endswith(_EXTRA)]
-    unexpected = [key for key in keys.unexpected_keys if not key.endswith(_EXTRA)]
+    missing = [key for key in keys.missing_keys if not _EXTRA.search(key)]
+    unexpected = [key for key in keys.unexpected_keys if not _EXTRA.search(key)]
     if missing or unexpected:
         raise CheckpointError(
             f"the checkpoint lacks {len(missing)} weights of the model ({', '.join(missing[:3]) or 'none'}) and has "

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from dynamic_cp.errors import DynamicCPError
@@ -197,7 +198,8 @@ class Loop:
         """
         run, runtime, wrapper = self.run, self.run.runtime, self.wrapper
         started = time.perf_counter()
-        began = Moment.now() if runtime.device.type == "cpu" else None
+        on_gpu = runtime.device.type == "cuda"
+        began = None if on_gpu else Moment.now()
         iteration, samples, data = next(steps)
         phase.enter(f"iteration {iteration}, forward and backward passes")
         for chunk in run.model:
@@ -239,6 +241,7 @@ class Loop:
             exchanged_bytes=sums.exchanged_bytes,
             share_of_others=others,
             routing=routing,
+            peak_bytes=torch.cuda.max_memory_allocated(runtime.device) if on_gpu else None,
         )
         return record, sums.stop, sums.is_writing
 

@@ -39,6 +39,7 @@ class StepRecord:
         is_fallback: the planner failed and the static plan was run.
         routing: of tokens to experts; None for a dense model.
         future_losses: of each depth of multi-token prediction, as `loss`.
+        peak_bytes: most that torch's allocator has given out on this rank so far; None on the CPU.
         share_of_others: of the cores, taken from the ranks by other processes; None where that is not known (GPUs).
     """
 
@@ -62,6 +63,7 @@ class StepRecord:
     share_of_others: float | None = None
     routing: Routing | None = None
     future_losses: tuple[float, ...] = ()
+    peak_bytes: int | None = None
 
     @classmethod
     def of(
@@ -78,6 +80,7 @@ class StepRecord:
         share_of_others: float | None = None,
         routing: Routing | None = None,
         future_losses: tuple[float, ...] = (),
+        peak_bytes: int | None = None,
     ) -> StepRecord:
         """Return the record of a step that ran the plan of `facts`, with what was measured of it."""
         return cls(
@@ -101,6 +104,7 @@ class StepRecord:
             share_of_others=share_of_others,
             routing=routing,
             future_losses=future_losses,
+            peak_bytes=peak_bytes,
         )
 
 
@@ -125,6 +129,7 @@ def dump_entry(iteration: int, record: StepRecord) -> dict[str, Any]:
         "is_fallback": record.is_fallback,
         **({"num_servers": record.num_servers} if record.num_servers else {}),
         **({"future_losses": list(record.future_losses)} if record.future_losses else {}),
+        **({"peak_bytes": record.peak_bytes} if record.peak_bytes is not None else {}),
     }
 
 

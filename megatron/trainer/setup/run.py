@@ -119,7 +119,7 @@ def set_up(settings: Settings) -> Run:
     set_up_logging()
     save_lock = _take_folders(settings)
     layer_choice, fused = _layers(settings, device), _fusions(settings, device)
-    hardware = first_hardware(settings.planning, device)
+    hardware = first_hardware(settings.planning, device, layer_choice)
     data = load_data(settings, device)
     if data.splits.train.has_masks:
         layer_choice.check_masks(MASKS)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.distributed.real_transformer_engine import products
+from tests.distributed.real_transformer_engine import adam, products
 
 CUDNN_VERSION, CUBLAS_VERSION = 91900, 130100
 NAN, MINUS_INFINITY = float("nan"), float("-inf")
@@ -356,7 +356,7 @@ def install(release: tuple[int, int], sources: Path) -> None:
     backends = enum.IntEnum("NVTE_Fused_Attn_Backend", names, start=-1)
     chosen = backends.NVTE_F16_arbitrary_seqlen
     vars(module).update(
-        {function.__name__: function for function in (*WRITTEN, *products.WRITTEN)},
+        {function.__name__: function for function in (*WRITTEN, *products.WRITTEN, *adam.WRITTEN)},
         get_cudnn_version=lambda: CUDNN_VERSION,
         get_cublasLt_version=lambda: CUBLAS_VERSION,
         get_num_cublas_streams=lambda: 4,

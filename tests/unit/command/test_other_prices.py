@@ -68,6 +68,9 @@ def test_a_sweep_has_the_gain_under_all_prices() -> None:
     assert gains["TP collectives overlapped in static jobs alone"] < shipped
     assert gains["TP collectives overlapped in static jobs alone"] < gains["TP collectives overlapped in all jobs"]
     assert sweep(space, JOB, policies=("dynamic",)).other_prices == ()
+    in_the_open = replace(JOB, data_parallel=DataParallel())
+    names = [one.name for one in sweep(space, in_the_open, policies=("static", "dynamic")).other_prices]
+    assert names == [one.name for one in PRICE_SETS if one.name != "gradients reduced in the open"], "the job's own"
 
 
 def gain(name: str, ratio: float) -> OtherPrice:

@@ -17,13 +17,22 @@ DATA = CASES.parents[1] / "dynamic_cp" / "data"
 
 
 def test_every_number_of_every_hardware_has_a_source():
-    assert set(catalog.hardware_names()) == {"a100-40gb", "a100-80gb", "cpu", "h100", "h200", "h200-local"}
+    assert set(catalog.hardware_names()) == {
+        "a100-40gb",
+        "a100-80gb",
+        "cpu",
+        "h100",
+        "h100-local",
+        "h200",
+        "h200-local",
+    }
     coefficients = {field.name for field in fields(Hardware)} - {"name", "source"}
     for name in catalog.hardware_names():
         hardware = catalog.load_hardware(name)
         assert hardware.name == name
-        numbers = json.loads((DATA / "hardware" / f"{name}.json").read_text()).keys() - {"name"}
-        assert set(hardware.source) == numbers == coefficients, "a file states also those that have a default"
+        data = json.loads((DATA / "hardware" / f"{name}.json").read_text())
+        assert set(hardware.source) == coefficients
+        assert "base" in data or data.keys() - {"name"} == coefficients, "a file states also those that have a default"
         assert hardware.linear_flops_per_s <= hardware.peak_flops_per_s
 
 
@@ -468,7 +477,7 @@ def test_experts_without_their_width_name_the_key(tmp_path):
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
         InvalidInputError,
-        match=r"'h1000' is none .*'h100' or 'h200'..: use a100-40gb, a100-80gb, cpu, h100, h200, h200-local",
+        match=r"'h1000' is none .*did you mean .*: use a100-40gb, a100-80gb, cpu, h100, h100-local, h200, h200-local",
     ):
         catalog.load_hardware("h1000")
     with pytest.raises(InvalidInputError, match="llama-2-13b, llama-2-70b, llama-2-7b, llama-3-70b, llama-3-8b"):
@@ -586,3 +595,18 @@ def test_a_refused_config_is_told_what_its_layers_are_first(tmp_path, model_type
     has = re.search(rf"model_type '{model_type}' has (.*), which cannot be priced yet", str(raised.value))
     assert has is not None, raised.value
     assert re.fullmatch(rf"{says} \([a-zA-Z_]+( [0-9]+| True)?\)", has[1]), has[1]
+
+
+def test_a_file_from_before_a_price_says_once_what_it_lacks(tmp_path, caplog):
+    data = json.loads((DATA / "hardware" / "h100.json").read_text())
+    old = {name: entry for name, entry in data.items() if not name.startswith("host_")}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(old))
+    for _ in range(2):
+        assert catalog.load_hardware(path).host_forward_s_per_layer == 0
+    (said,) = caplog.messages
+    assert "old.json states 32 of 36 numbers, without host_forward_s_per_layer, host_backward_s_per_layer" in said
+    caplog.clear()
+    path.write_text(json.dumps({**old, "name": "h100", "base": "h100"}))
+    assert catalog.load_hardware(path).host_forward_s_per_layer > 0
+    assert not caplog.messages
