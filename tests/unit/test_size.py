@@ -35,7 +35,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/attention": 4550,  # Triton programs that compare nothing in full tiles, and one that merges
     "megatron/dynamic_cp/calibration": 1450,  # what the host takes; attention against float64, for a first day
     "megatron/dynamic_cp/data": 1130,
-    "megatron/dynamic_cp/flags": 2380,  # losses over chunks of tokens; experts of a configuration, which were the trainer's
+    "megatron/dynamic_cp/flags": 2380,  # losses over chunks of tokens; experts of a configuration
     "megatron/dynamic_cp/foreign": 1450,
     "megatron/dynamic_cp/groups": 750,  # errors of exchanges, to be shown; two cuDNNs; ranks of a node connect first
     "megatron/dynamic_cp/layout": 430,
