@@ -16,7 +16,7 @@ from dynamic_cp.cli.parameters import Command, Names, one_option, options_in
 from dynamic_cp.errors import DynamicCPError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.first_day.day import SMALL_MODEL, Day
 from dynamic_cp.first_day.page import page_of
-from dynamic_cp.first_day.parts import PARTS, State, parts_of
+from dynamic_cp.first_day.parts import PARTS, State, parts_of, script
 from dynamic_cp.models import catalog
 
 PAGE = "report.md"
@@ -96,7 +96,8 @@ def command(output: str, again: tuple[str, ...], timeout: float, **given: Any) -
     folder = _folder(output)
     names = _gpus()
     day = _day(given, folder, names)
-    catalog.load_hardware(day.hardware)  # refused here, not after the first parts
+    catalog.load_hardware(day.hardware)  # this and the script are missed here, not after the first parts
+    script()
     device = f"{len(names)} x {names[0]}" if names else "CPU ranks"
     click.echo(f"{device}: {day.num_ranks} ranks, TP {day.tp_size}, {day.model} with {day.trained.num_layers} layers")
     states: dict[str, State] = {}

@@ -15,9 +15,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from dynamic_cp.cli.output import write_json
+from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.first_day.day import Day
 
 POLICIES = ("static", "dynamic")
@@ -31,7 +33,7 @@ PARTS = {
 }
 """Part -> what it is, in the order in which they run."""
 
-_SCRIPT = Path(__file__).parents[2] / "pretrain_gpt.py"
+_SCRIPT = "pretrain_gpt.py"
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ENDING_S = 40
 """torchrun gives its ranks 30 s."""
@@ -127,11 +129,26 @@ def parts_of(day: Day) -> Iterator[Part]:
         yield Part(name=name, folder=folder, words=words, writes=[rows])
     measure = (*ranks, "-m", "megatron.dynamic_cp.calibration", *device, "--max-tokens", str(day.max_tokens))
     files = ("--hardware", day.hardware, "--output", str(hardware), *["--quick"] * day.quick)
+    if find_spec("matplotlib"):
+        files += ("--plot", str(folder / "calibration.svg"))
     yield Part(name="calibration", folder=folder, words=measure + files, writes=[hardware, measurements_of(day)])
     for policy in POLICIES:
         dump = folder / policy
-        words = (*ranks, str(_SCRIPT), *day.training_flags(policy, dump))
+        words = (*ranks, str(script()), *day.training_flags(policy, dump))
         yield Part(name=policy, folder=folder, words=words, writes=[dump], reads=hardware)
+
+
+def script() -> Path:
+    """Return pretrain_gpt.py: of this source, else, where this is installed, of the folder that we are in.
+
+    Raises:
+        InvalidInputError: it is in neither.
+    """
+    folders = (Path(__file__).parents[2], Path.cwd())
+    for folder in folders:
+        if (folder / _SCRIPT).is_file():
+            return folder / _SCRIPT
+    raise InvalidInputError(f"{_SCRIPT} is neither in {folders[0]} nor in {folders[1]}: start from the repository")
 
 
 def measurements_of(day: Day) -> Path:

@@ -18,10 +18,29 @@ from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.sent_bytes import SentBytes, sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.types import CAUSAL, Bucket, CpCommType, Mask, MicroBatch, ModelShape, Topology
+from dynamic_cp.types import (
+    CAUSAL,
+    Bucket,
+    CpCommType,
+    Mask,
+    MicroBatch,
+    ModelShape,
+    PlanOptions,
+    Topology,
+    is_placed,
+)
 
 if TYPE_CHECKING:
     from dynamic_cp.placement.sent import Sent, TokenBytes
+
+
+MANY_GROUPS = 10
+"""CP groups and rings of a rank, above which those are left out that others nearly replace."""
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return 2, 4, 8, ... up to `most`."""
+    return [1 << k for k in range(1, most.bit_length())]
 
 
 class Sharing(NamedTuple):
@@ -33,6 +52,8 @@ class Sharing(NamedTuple):
         allowed: inner sizes that may be chosen (`PlanOptions.inner_cp_sizes`); None = all.
         has_windows: some layers of the model have a window.
         has_latents: the model has multi-latent attention.
+        ring_sizes: inner sizes around which rings may go, each a communicator more for every CP size; None = those that
+            `may_be_inner`.
     """
 
     heads: tuple[int, int] | None
@@ -40,12 +61,24 @@ class Sharing(NamedTuple):
     allowed: tuple[int, ...] | None = None
     has_windows: bool = False
     has_latents: bool = False
+    ring_sizes: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, model: ModelShape, topology: Topology, inner_cp_sizes: tuple[int, ...] | None) -> Sharing:
-        """Return the limits of a job; inner_cp_sizes: as in `PlanOptions`."""
+    def of(cls, model: ModelShape, topology: Topology, options: PlanOptions) -> Sharing:
+        """Return the limits of a job.
+
+        Each ring is a communicator: where a rank would make more than MANY_GROUPS for CP groups, rings go around the
+        largest inner groups alone, unless options name inner sizes or allow nothing else. Others nearly replace them.
+        """
         heads, node_lanes = heads_of_rank(model, topology.tp_size), lanes_in_one_node(topology)
-        return cls(heads, node_lanes, inner_cp_sizes, model.window is not None, model.has_latents)
+        sharing = cls(heads, node_lanes, options.inner_cp_sizes, model.window is not None, model.has_latents)
+        is_alone = sum(not is_placed(name) for name in options.cp_comm_types) == 1
+        inner = [size for size in powers_of_two(node_lanes) if sharing.may_be_inner(size)]
+        groups = powers_of_two(min(options.max_cp_size or topology.max_cp_size, topology.max_cp_size))
+        num_groups = len(groups) + sum(size < group for size in inner for group in groups)
+        if is_alone or options.inner_cp_sizes is not None or num_groups <= MANY_GROUPS:
+            return sharing
+        return sharing._replace(ring_sizes=tuple(inner[-1:]))
 
     def is_even(self, inner_cp_size: int) -> bool:
         """Return whether this number of lanes can share out the query heads evenly."""

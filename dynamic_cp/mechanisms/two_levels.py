@@ -19,7 +19,8 @@ class TwoLevels(Mechanism):
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         sizes = (1 << k for k in range(cp_size.bit_length() - 2, 0, -1))
-        return tuple(size for size in sizes if sharing.may_be_inner(size))
+        rings = sharing.ring_sizes
+        return tuple(size for size in sizes if sharing.may_be_inner(size) and (rings is None or size in rings))
 
     def size_rule(self, sharing: Sharing) -> str | None:
         return (

@@ -76,6 +76,7 @@ class MemoryModel:
     Attributes:
         topology, options: of the problem; a static policy has groups of its one CP size only.
         layer_bytes: kind of layer -> its activations.
+        num_communicators: that a rank makes.
 
     Limits: no biases; the working set of a layer is that of its MLP; memory of
     the input pipeline and fragmentation only through SAFETY_FRACTION.
@@ -98,8 +99,8 @@ class MemoryModel:
             for stage, share in zip(self._stages, shares, strict=True)
         ]
         self.layer_bytes = {layer: kept for kinds in self._stage_bytes for layer, kept in kinds.items()}
-        self._sharing = Sharing.of(model, topology, options.inner_cp_sizes)
-        self._num_communicators = num_communicators(model, topology, options, self._sharing)
+        self._sharing = Sharing.of(model, topology, options)
+        self.num_communicators = num_communicators(model, topology, options, self._sharing)
 
     @property
     def available_bytes(self) -> float:
@@ -272,7 +273,7 @@ class MemoryModel:
             alone = num_communicators(
                 self._model, self.topology, replace(self.options, cp_comm_types=(always,)), self._sharing
             )
-            remedies += [f"exchange by {always} alone (--cp-comm-type)"] * (alone < self._num_communicators)
+            remedies += [f"exchange by {always} alone (--cp-comm-type)"] * (alone < self.num_communicators)
             remedies.append("lower max_cp_size (--max-dynamic-cp-size)")
         in_fp32 = self.options.element_bytes.weight < self._data_parallel.state.gradient_bytes
         remedies += ["reduce gradients in bf16 (--grad-reduce-in-bf16)"] * in_fp32
@@ -323,7 +324,7 @@ class MemoryModel:
             weights_bytes=(weights + experts) * element,
             gradients_bytes=(weights + experts) * state.gradient_bytes,
             optimizer_bytes=sharded * state.optimizer_bytes(element),
-            communicators_bytes=self._num_communicators * self._hardware.communicator_bytes_per_group,
+            communicators_bytes=self.num_communicators * self._hardware.communicator_bytes_per_group,
             activations_bytes=float(activations[lane]),
             working_bytes=float(working[lane]),
             logits_bytes=float(logits[lane]),

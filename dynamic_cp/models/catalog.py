@@ -119,7 +119,18 @@ def load_model(name_or_path: str | Path) -> ModelShape:
         InvalidInputError: unknown name, unreadable file, or an entry that is missing or of the wrong type.
         UnsupportedFeatureError: a model_type or a class that is not known.
     """
-    where, data = _read("models", name_or_path)
+    return model_from_dict(*_read("models", name_or_path))
+
+
+def model_from_dict(where: str, data: Mapping[str, Any]) -> ModelShape:
+    """Return the model of the object that such a file holds.
+
+    Args:
+        where: what to call it in errors.
+
+    Raises:
+        DynamicCPError: as `load_model`.
+    """
     if diffusers.is_config(data):
         return diffusers.model_shape(where, data)
     if hugging_face.is_config(data):

@@ -192,7 +192,7 @@ def _unplaced(options: PlanOptions) -> PlanOptions:
 
 def _held_tokens(options: PlanOptions, problem: Problem) -> int:
     """Return the tokens that the largest bucket holds which a closed form of `options` serves; 0: none is served."""
-    topology, sharing = problem.topology, Sharing.of(problem.model, problem.topology, options.inner_cp_sizes)
+    topology, sharing = problem.topology, Sharing.of(problem.model, problem.topology, options)
 
     def is_served(cp_size: int) -> bool:
         possible = attentions_of(options.cp_comm_types, cp_size, sharing)

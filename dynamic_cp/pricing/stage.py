@@ -77,7 +77,7 @@ class StagePrices:
     def __init__(self, problem: Problem) -> None:
         model, hardware, topology = problem.model, problem.hardware, problem.topology
         node_lanes = lanes_in_one_node(topology)
-        self.sharing = Sharing.of(model, topology, problem.options.inner_cp_sizes)
+        self.sharing = Sharing.of(model, topology, problem.options)
         stages = model.stages(topology.pp_size)
         heaviest = max(range(len(stages)), key=lambda index: stages[index].sum(lambda layer: layer.linear_weights))
         stage = stages[heaviest]

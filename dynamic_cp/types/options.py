@@ -101,7 +101,7 @@ class PlanOptions:
         min_cp_size, max_cp_size: allowed CP sizes (powers of two); max_cp_size None = the topology's largest.
         static_cp_size: CP size of the static policies (comparison and fallback); divides num_lanes.
         cp_comm_types: exchanges that a bucket with cp_size > 1 may use; the first wins a tie.
-        inner_cp_sizes: inner sizes that a2a+p2p and blocks may use, powers of two above 1; None = every possible one.
+        inner_cp_sizes: inner sizes that a2a+p2p and blocks may use, powers of two above 1; None: see `Sharing.of`.
         recompute: activation recomputation of the run.
         recompute_modules: what selective recomputation repeats; without it they say nothing.
         recompute_layers: which layers full recomputation repeats.

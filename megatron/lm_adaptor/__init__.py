@@ -10,7 +10,7 @@ Read in this order:
 - `data`, `varlen`: its data sets, and documents as samples
 - `model`, `cpu`: its model with our layers; CPU ranks
 - `session`: groups, planner, a step
-- `groups`, `scheduler`: our planner as a packing scheduler of branch dev
+- `scheduler`: the command line of our planner as a packing scheduler of branch dev
 - `script`, `activate`: the functions that take the replaced ones' places, in the script and in Megatron-LM
 - `run`: the command `megatron.dynamic_cp.run`
 

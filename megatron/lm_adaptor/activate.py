@@ -56,12 +56,12 @@ def activate(checkout: Checkout) -> None:
             raise
         _active.install()
     else:
-        from megatron.lm_adaptor.scheduler import check_device, register, take_choice
+        from megatron.lm_adaptor.scheduler import check_device, register_chosen, take_choice
 
         sys.argv[1:], ours = take_choice(sys.argv[1:])
         if ours.is_chosen:
             check_device()
-        register(hardware=ours.dynamic_cp_hardware, search=ours.dynamic_cp_search, as_theirs=ours.is_chosen)
+        register_chosen(ours)
 
 
 @contextlib.contextmanager

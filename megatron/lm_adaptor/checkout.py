@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from megatron.dynamic_cp.repairs import releases
+from megatron.dynamic_cp.scheduler.register import SCHEDULERS
 
 SUPPORTED_VERSIONS = {
     "0.16.1": "core_v0.16.1",
@@ -28,9 +29,6 @@ WITHOUT_TAG = frozenset({"0.19.2", "0.20.0"})
 
 NEEDED = {"six": "six", "regex": "regex", "yaml": "pyyaml"}
 """Modules that a checkout's training code imports -> packages that have them; the extra megatron-lm."""
-
-SCHEDULERS = ("scheduler_map", "DefaultDynamicCPScheduler")
-"""What a checkout's data_schedule defines where a scheduler can be added that gives each micro-batch CP sizes."""
 
 _SCHEDULES = Path("megatron", "core", "datasets", "data_schedule.py")
 _VERSION = Path("megatron", "core", "package_info.py")

@@ -49,29 +49,38 @@ def train(impl: str, *extra: str, version: str = PINNED) -> dict[int, float]:
     return run(2, train_on_this_rank, command_line(WORDS, *extra), impl, timeout_s=200)[0]
 
 
-@pytest.mark.nightly
-def test_a_run_changes_layers_and_goes_on(tmp_path: Path) -> None:
-    """Local layers for two iterations, TransformerEngine's for two, local ones to the end: one loss curve."""
-    whole = train("local")
-    assert sorted(whole) == [1, 2, 3, 4, 5, 6]
-    files = f"--save {tmp_path} --load {tmp_path} --exit-interval 2"
-    pieces = train("local", files) | train("transformer_engine", files) | train("local", files)
-    assert pieces == pytest.approx(whole, rel=1e-6)
-
-
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --expert-model-parallel-size 2 "
     "--moe-token-dispatcher-type alltoall"
 )
+ONE_LANE = "--max-seqlen-per-dp-cp-rank 128"
+# Model and layout; flags of TransformerEngine's layers.
+MODELS = {
+    "dense": ("", ""),
+    "norms_of_queries": ("--qk-layernorm", ""),
+    "multi_token_prediction": ("--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3", ""),
+    "experts": (EXPERTS, ""),
+    "experts_in_one_product": (EXPERTS, "--moe-grouped-gemm"),
+    "shared_experts_behind_a_dense_layer": (
+        f"{EXPERTS} --moe-shared-expert-intermediate-size 48 --moe-layer-freq [0,1,1,1] "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
+        "--moe-grouped-gemm",
+    ),
+    "pp2": (f"--pipeline-model-parallel-size 2 {ONE_LANE}", ""),
+    "tp2_sp": (f"--tensor-model-parallel-size 2 --sequence-parallel {ONE_LANE}", ""),
+}
 
 
 @pytest.mark.nightly
-def test_a_run_with_experts_changes_layers_and_goes_on(tmp_path: Path) -> None:
-    """Experts one after the other, in one product, one after the other in TransformerEngine's layers."""
-    whole = train("local", EXPERTS)
-    files = f"{EXPERTS} --save {tmp_path} --load {tmp_path} --exit-interval 2"
-    pieces = train("local", files) | train("transformer_engine", files, "--moe-grouped-gemm")
-    assert pieces | train("transformer_engine", files) == pytest.approx(whole, rel=1e-6)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_changes_layers_and_goes_on(tmp_path: Path, name: str) -> None:
+    """Local layers for two iterations, TransformerEngine's for two, local ones to the end: one loss curve."""
+    model, of_engine = MODELS[name]
+    whole = train("local", model)
+    assert sorted(whole) == [1, 2, 3, 4, 5, 6]
+    files = f"{model} --save {tmp_path} --load {tmp_path} --exit-interval 2"
+    pieces = train("local", files) | train("transformer_engine", files, of_engine) | train("local", files)
+    assert pieces == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.nightly

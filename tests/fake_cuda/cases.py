@@ -60,6 +60,7 @@ from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop.training import pretrain
 from megatron.trainer.reporting.log import StepRecord
 from megatron.trainer.setup import planned_runtime
+from megatron.trainer.setup.planned_runtime import PlannedRuntime
 from tests.fake_cuda import nccl, runtime
 from tests.fake_cuda.nccl import Call, HostWait
 from tests.fake_cuda.recorder import Recorder
@@ -280,13 +281,20 @@ MODEL = (
 def train(words: str, num_ranks: int, also: Mapping[str, Answer] | None = None, ranks_per_node: int = 8) -> Notes:
     """Train on all ranks, one after the other: rank 0 first, which leaves the others its plans in the store."""
     os.environ["LOCAL_WORLD_SIZE"] = str(min(num_ranks, ranks_per_node))
-    store, notes = dist.HashStore(), {}
+    store, notes, said = dist.HashStore(), {}, []
+    describe = PlannedRuntime.describe
+
+    def listen(runtime: PlannedRuntime) -> tuple[str, ...]:
+        said[:] = describe(runtime)
+        return tuple(said)
+
     calls: dict[int, list[Call | HostWait]] = {}
     for rank in range(num_ranks):
         recorder = Recorder()
-        notes[f"rank {rank}"] = _train_rank(words, rank, num_ranks, store, IN_A_STEP | dict(also or {}))
+        with unittest.mock.patch.object(PlannedRuntime, "describe", listen):
+            notes[f"rank {rank}"] = _train_rank(words, rank, num_ranks, store, IN_A_STEP | dict(also or {}))
         calls[rank] = recorder.calls
-    return {**notes, "nccl": _together(calls)}
+    return {**notes, "nccl": _together(calls), "said": said[1]}
 
 
 def _together(calls: dict[int, list[Call | HostWait]]) -> Notes:

@@ -102,6 +102,21 @@ def test_nccl_gets_through_and_notices_two_collectives_that_are_swapped(results:
     assert notes["communicators"] == (COMMUNICATORS | EACH_NIGHT)[case]
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case for case in COMMUNICATORS if "train" in case),
+        *(pytest.param(case, marks=pytest.mark.nightly) for case in EACH_NIGHT if "train" in case),
+    ],
+)
+def test_a_rank_makes_the_communicators_that_the_memory_model_counts(results: dict[str, Any], case: str) -> None:
+    """Interleaved stages send to each neighbour apart, and each of these pairs is a small communicator more."""
+    notes = notes_of(results, case)
+    pairs = 2 if "VPP" in case else 0
+    wanted = f"megatron-core's {notes['nccl']['communicators'] - pairs} by the memory model"
+    assert wanted in notes["said"]
+
+
 def test_faults_are_noticed(results: dict[str, Any]) -> None:
     assert len(notes_of(results, "faults are noticed")["noticed"]) == 9
 

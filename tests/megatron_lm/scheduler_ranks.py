@@ -73,9 +73,10 @@ def run_rank(vp_group: int | None, max_sequences: int | None) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.datasets import data_schedule
 
-    from megatron.lm_adaptor.scheduler import register
+    from megatron.dynamic_cp.scheduler.job import job_of
+    from megatron.dynamic_cp.scheduler.register import register
 
-    chosen = register(hardware="cpu")
+    chosen = register(job_of(hardware="cpu"), as_theirs=False)
     parallel_state.initialize_model_parallel(context_parallel_size=1)
     settings = config(None, max_sequences)
     if vp_group is None:

@@ -12,16 +12,11 @@ import sys
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
-from megatron.core import parallel_state
 
-from dynamic_cp import load_hardware, load_model
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import PlanOptions, Problem, Topology
+from megatron.dynamic_cp.scheduler.groups import check_groups
 from megatron.lm_adaptor import scheduler
-from megatron.lm_adaptor.groups import check_groups, groups_ns, groups_of_greedy
 from tests.megatron_lm.scheduler_ranks import LIMIT, NUM_LANES, SAMPLES_PER_LANE, seqlens
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DEV")
@@ -78,7 +73,7 @@ def test_a_dev_checkout_answers_in_one_line() -> None:
 def test_checkout_without_the_table_is_refused() -> None:
     """The installed megatron-core has a data_schedule, without scheduler_map."""
     with pytest.raises(UnsupportedFeatureError, match="has no scheduler_map"):
-        scheduler.register()
+        scheduler.register_chosen(scheduler.take_choice([])[1])
 
 
 def test_where_there_is_no_device_a_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,81 +83,6 @@ def test_where_there_is_no_device_a_release_is_named(monkeypatch: pytest.MonkeyP
         scheduler.check_device()
     monkeypatch.setattr(scheduler.torch.cuda, "is_available", lambda: True)
     scheduler.check_device()
-
-
-class Base:
-    """What is used of DefaultDynamicCPScheduler's constructor."""
-
-    def __init__(self, limit: int, cp_size: int, dp_size: int, group: int | None, max_num_seqs: int | None = None):
-        self.max_seq_len_per_rank, self.total_hdp_gpus = limit, cp_size * dp_size
-        self.microbatch_group_size_per_vp_stage, self.max_num_seqs, self.min_cp_size = group, max_num_seqs, 1
-
-
-def test_plans_need_a_model() -> None:
-    made = scheduler.scheduler_class(Base, hardware="cpu")(96, 1, 4, None)
-    with pytest.raises(UnsupportedFeatureError, match="plans inside run"):
-        made.get_groups_and_subsamples([(0, 8)])
-
-
-def rollouts(seed: int, num_samples: int, longest: int) -> dict[int, int]:
-    """Return id -> tokens of 8 responses to each prompt, as a post-training loop has them: not padded."""
-    generator = np.random.default_rng(seed)
-    prompts = np.repeat(np.clip(generator.lognormal(6, 0.8, num_samples // 8), 32, 4096), 8)
-    responses = np.maximum(generator.lognormal(8, 1, num_samples), 16)
-    return dict(enumerate(np.minimum(prompts + responses, longest).astype(int).tolist()))
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "longest", "lanes", "pp_size", "limit", "vp_group", "max_sequences"),
-    [
-        (512, 16384, 16, 1, 8192, None, None),
-        (512, 32768, 16, 1, 8192, None, None),
-        (512, 32768, 32, 1, 16384, None, None),
-        (64, 32768, 8, 4, 16384, None, None),
-        (64, 32768, 8, 4, 16384, 4, None),
-        (128, 32768, 8, 4, 16384, 5, 3),
-        (128, 32768, 8, 1, 16384, None, 2),
-    ],
-)
-def test_never_slower_than_the_greedy_that_it_replaces(
-    num_samples: int,
-    longest: int,
-    lanes: int,
-    pp_size: int,
-    limit: int,
-    vp_group: int | None,
-    max_sequences: int | None,
-) -> None:
-    """Both as they run, with every lane of every micro-batch filled; what the plan itself promised is not enough."""
-    model, hardware = load_model("qwen2.5-7b"), load_hardware("h100")
-    vp_size = 1 if vp_group is None else 7
-    topology = Topology(num_lanes=lanes, tp_size=2, pp_size=pp_size, vp_size=vp_size, sequence_parallel=True)
-    options = PlanOptions(max_tokens_per_rank=limit)
-    cost_model = CostModel(Problem(topology=topology, model=model, hardware=hardware, options=options))
-    for seed in range(6):
-        seqlens = rollouts(seed, num_samples, longest)
-        made = scheduler.scheduler_class(Base)(limit, 1, lanes, vp_group, max_sequences)
-        made.model, made.topology = model, topology
-        limits = {"multiple": vp_group or 1, "max_samples": max_sequences}
-        ours = made.get_groups_and_subsamples(list(seqlens.items()))
-        theirs = groups_of_greedy(seqlens, cost_model, options, **limits)
-        check_groups(theirs, seqlens, num_lanes=lanes, max_tokens_per_rank=limit, multiple=vp_group or 1)
-        assert groups_ns(ours, seqlens, cost_model) <= groups_ns(theirs, seqlens, cost_model)
-
-
-def test_a_loop_that_calls_no_run_plans_for_the_layout_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert scheduler.scheduler_class(Base)(96, 1, 4, None).topology == Topology(num_lanes=4)
-    sizes = {
-        "model_parallel_is_initialized": True,
-        "get_tensor_model_parallel_world_size": 2,
-        "get_pipeline_model_parallel_world_size": 4,
-        "get_virtual_pipeline_model_parallel_world_size": None,
-        "get_expert_model_parallel_world_size": 1,
-    }
-    for name, size in sizes.items():
-        monkeypatch.setattr(parallel_state, name, lambda size=size: size)
-    found = scheduler.scheduler_class(Base)(96, 2, 2, None).topology
-    assert found == Topology(num_lanes=4, tp_size=2, pp_size=4, sequence_parallel=True)
 
 
 @needs_checkout

@@ -35,7 +35,7 @@ ROOMS = {
             "step",
             "pool",
         ),
-        *("foreign", "calibration", "outside"),
+        *("foreign", "calibration", "outside", "scheduler"),
     ),
     "megatron.trainer": ("data", "flags", "ending", "checkpoints", "weights", "reporting", "setup", "loop"),
 }

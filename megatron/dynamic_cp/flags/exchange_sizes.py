@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.mechanism import Sharing
-from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of, chosen_inner_sizes, serving_windows
+from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of, serving_windows
 from dynamic_cp.types import CHOOSES_INNER_SIZE, is_placed, is_power_of_two
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 
@@ -18,8 +18,8 @@ from megatron.dynamic_cp.flags.settings import PlanningSettings
 def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> PlanningSettings:
     """Return `settings` with the sizes that its exchanges can have, checked against heads and nodes.
 
-    `inner_cp_sizes` becomes the tuple of inner sizes that plans may choose. Where no `max_cp_size` was given and the
-    one exchange of the run cannot serve the largest group, it becomes the largest that it can serve.
+    Where no `max_cp_size` was given and the one exchange of the run cannot serve the largest group, it becomes the
+    largest that it can serve.
 
     Args:
         query_heads: of a tensor-parallel rank.
@@ -38,9 +38,8 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
     if wanted is not None:
         _check_inner_sizes(wanted, exchanges, query_heads, node_lanes, largest)
     sharing = Sharing((query_heads, 1), node_lanes, wanted, settings.has_windows, settings.has_latents)
-    inner = chosen_inner_sizes(exchanges, largest, sharing)
-    sharing = sharing._replace(allowed=inner)
-    settings = replace(settings, inner_cp_sizes=inner)
+    if wanted is not None:
+        settings = replace(settings, inner_cp_sizes=tuple(sorted(set(wanted))))
     if exchange == "auto" or (rule := MECHANISMS[exchange].size_rule(sharing)) is None:
         return settings
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.types import is_placed, is_power_of_two, layers_with_experts
+from dynamic_cp.types import Experts, is_placed, is_power_of_two, layers_with_experts
 from megatron.dynamic_cp.flags.layer_pattern import layer_pattern
 from megatron.dynamic_cp.flags.table import flag
 
@@ -74,6 +74,26 @@ def num_experts(flags: Any) -> int | None:
         flags: of this trainer or of a checkout, or a configuration.
     """
     return getattr(flags, "num_moe_experts", None) or getattr(flags, "num_experts", None)
+
+
+def experts_of(model: Any) -> Experts | None:
+    """Return the experts of a model by the names of Megatron-LM's flags, None of a dense one.
+
+    Args:
+        model: flags of this trainer or of a checkout, or a configuration; a flag that it lacks is off.
+    """
+    count = num_experts(model)
+    if not count:
+        return None
+    freq, ffn_hidden_size = getattr(model, "moe_layer_freq", 1), getattr(model, "moe_ffn_hidden_size", None)
+    return Experts(
+        num_experts=count,
+        topk=getattr(model, "moe_router_topk", 2),
+        ffn_hidden_size=model.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size,
+        shared_ffn_hidden_size=getattr(model, "moe_shared_expert_intermediate_size", None) or 0,
+        shared_gate=bool(getattr(model, "moe_shared_expert_gate", False)),
+        layer_freq=freq if isinstance(freq, int) else tuple(freq),
+    )
 
 
 def choices(flags: Any) -> dict[str, Any]:

@@ -182,7 +182,8 @@ class PlanningSettings:
     )
     inner_cp_sizes: tuple[int, ...] | None = flag(
         "lanes inside a node that exchange heads in a2a+p2p and blocks: groups are built for these sizes only; "
-        "default: all powers of two that divide the lanes of a node and the query heads of a tensor-parallel rank",
+        "default: all powers of two that divide the lanes of a node and the query heads of a tensor-parallel rank, "
+        "of which a2a+p2p beside other exchanges has the largest alone where a rank would make more than 10 groups",
         name="--dynamic-cp-inner-sizes",
         metavar="N",
     )

@@ -25,16 +25,22 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams,
 
 
 def possible_attentions(
-    exchanges: Iterable[CpCommType], cp_size: int, query_heads: int | None, inner_sizes: Sequence[int]
+    exchanges: Iterable[CpCommType],
+    cp_size: int,
+    query_heads: int | None,
+    inner_sizes: Sequence[int],
+    ring_sizes: Sequence[int] | None = None,
 ) -> list[Attention]:
     """Return how a group of `cp_size` lanes can compute attention in the plans of a run.
 
     Args:
         query_heads: of a tensor-parallel rank; None: as many as any group can share out.
         inner_sizes: of those inner groups that were built.
+        ring_sizes: of those with rings around them; None: all.
     """
     sharing = Sharing((query_heads or cp_size, 1), node_lanes=cp_size, allowed=tuple(inner_sizes), has_latents=True)
-    return attentions_of(exchanges, cp_size, sharing)
+    rings = None if ring_sizes is None else tuple(ring_sizes)
+    return attentions_of(exchanges, cp_size, sharing._replace(ring_sizes=rings))
 
 
 def warm_up(

@@ -112,6 +112,7 @@ class DynamicCPGroups:
             plans may have servers of all stages.
         stage: of the pipeline, where there is such a group.
         build_s, warm_up_s, warm_up_bytes: what building and the first exchanges of each group took.
+        num_communicators: groups that have exchanged something, of which NCCL has made a communicator.
     """
 
     lane: int
@@ -124,6 +125,7 @@ class DynamicCPGroups:
     stage: int = 0
     warm_up_s: float = 0.0
     warm_up_bytes: int = 0
+    num_communicators: int = 0
 
     @classmethod
     def build(
@@ -135,6 +137,7 @@ class DynamicCPGroups:
         max_cp_size: int | None = None,
         exchanges: Sequence[CpCommType] = RING_ALONE,
         inner_sizes: Sequence[int] = (),
+        ring_sizes: Sequence[int] | None = None,
         query_heads: int | None = None,
         device: torch.device | None = None,
         lane_ranks: Sequence[int] | None = None,
@@ -148,6 +151,7 @@ class DynamicCPGroups:
                 ends the process and names the group.
             exchanges: what plans may use; each group is warmed by those of them that it will do.
             inner_sizes: that plans may choose; nothing is built for them where no exchange leaves a choice.
+            ring_sizes: inner sizes around which rings may go (`Sharing.ring_sizes`); None: any of `inner_sizes`.
             query_heads: of a tensor-parallel rank; exchanges are not warmed in groups that cannot share them evenly.
             device: where the warm-up exchanges happen; default: what the job's backend needs.
             lane_ranks: global ranks of the lanes, in lane order; default: megatron-core's data-parallel group.
@@ -165,7 +169,8 @@ class DynamicCPGroups:
         placed = [name for name in exchanges if is_placed(name)]
         has_rings = any(TRAITS[name].inner == "chosen" for name in exchanges)
         blocks = lane_blocks(lane, topology.num_lanes, min_cp_size, max_cp_size)
-        two_levels = two_level_blocks(lane, blocks, inner_sizes if has_rings else ())
+        rings = (inner_sizes if ring_sizes is None else ring_sizes) if has_rings else ()
+        two_levels = two_level_blocks(lane, blocks, rings)
         inner = {size for _, _, size in two_levels} | (set(inner_sizes) if placed else set())
         # All ranks create theirs in one order, that of (kind, size, inner size): each waits for its members only.
         with _members_only():
@@ -207,9 +212,11 @@ class DynamicCPGroups:
         # Blocks ascend in size, so all members of a group warm it after the same others.
         stats, done = ExchangeStats(), set[tuple[Transfer, dist.ProcessGroup]]()
         connect = partial(warm_up, done=done, stats=stats, device=device, ranks_per_node=ranks_per_node)
+        inner_sizes, ring_sizes = tuple(self.inner_groups), tuple({inner for _, _, inner in self.outer_groups})
         for (first, size), group in self.groups.items():
             used = exchanges if (first, size) in blocks else placed
-            for attention in possible_attentions(used, size, query_heads, tuple(self.inner_groups)) if size > 1 else ():
+            possible = possible_attentions(used, size, query_heads, inner_sizes, ring_sizes) if size > 1 else ()
+            for attention in possible:
                 inner_size = attention.inner_cp_size
                 if attention.cp_comm_type in placed:
                     levels = self.placed_levels(group, inner_size)
@@ -218,7 +225,12 @@ class DynamicCPGroups:
                 connect(attention, group, levels)
         if self.pool is not None:  # all of its members have warmed all others by now
             connect(Attention(BY_PLACEMENT), self.pool, (None, self.pool))
-        return replace(self, warm_up_s=time.perf_counter() - started, warm_up_bytes=stats.bytes_sent)
+        return replace(
+            self,
+            warm_up_s=time.perf_counter() - started,
+            warm_up_bytes=stats.bytes_sent,
+            num_communicators=len({group for _, group in done}),
+        )
 
     def group(self, first_lane: int, cp_size: int) -> dist.ProcessGroup:
         """Return the group of the block (first_lane, cp_size).

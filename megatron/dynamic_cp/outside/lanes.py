@@ -80,7 +80,7 @@ class Lanes:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         topology, options, heads = problem.topology, problem.options, problem.model.num_attention_heads
-        sharing = Sharing.of(problem.model, topology, options.inner_cp_sizes)
+        sharing = Sharing.of(problem.model, topology, options)
         groups = DynamicCPGroups.build(
             topology,
             timeout_s=timeout_s,
@@ -88,6 +88,7 @@ class Lanes:
             max_cp_size=options.max_cp_size,
             exchanges=options.cp_comm_types,
             inner_sizes=chosen_inner_sizes(options.cp_comm_types, options.max_cp_size or topology.max_cp_size, sharing),
+            ring_sizes=sharing.ring_sizes,
             query_heads=heads,
             device=device,
             lane_ranks=flat.mesh.flatten().tolist(),

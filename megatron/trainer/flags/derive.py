@@ -6,7 +6,7 @@ from math import lcm
 from typing import Any
 
 from dynamic_cp.plans.padding import round_up
-from dynamic_cp.types import Experts, ModelShape, PipelineLayers
+from dynamic_cp.types import ModelShape, PipelineLayers
 from megatron.dynamic_cp.flags import activation, experts, multi_token
 from megatron.dynamic_cp.flags.latent_attention import LATENT, latent_attention_of, shape_of
 from megatron.dynamic_cp.flags.positions import CHOICES, choices
@@ -52,30 +52,10 @@ def model_shape(model: Any, vocab_rows: int, pipeline_layers: PipelineLayers = (
         window_sink_tokens=windows.sink_tokens,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         pipeline_layers=pipeline_layers,
-        experts=experts_of(model),
+        experts=experts.experts_of(model),
         **shape_of(model),
         mtp_num_layers=getattr(model, "mtp_num_layers", None) or 0,
         source="command line",
-    )
-
-
-def experts_of(model: Any) -> Experts | None:
-    """Return the experts of a model by the names of Megatron-LM's flags, None of a dense one.
-
-    Args:
-        model: as for `model_shape`, or a configuration; a flag that it lacks is off.
-    """
-    num_experts = experts.num_experts(model)
-    if not num_experts:
-        return None
-    freq, ffn_hidden_size = getattr(model, "moe_layer_freq", 1), getattr(model, "moe_ffn_hidden_size", None)
-    return Experts(
-        num_experts=num_experts,
-        topk=getattr(model, "moe_router_topk", 2),
-        ffn_hidden_size=model.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size,
-        shared_ffn_hidden_size=getattr(model, "moe_shared_expert_intermediate_size", None) or 0,
-        shared_gate=bool(getattr(model, "moe_shared_expert_gate", False)),
-        layer_freq=freq if isinstance(freq, int) else tuple(freq),
     )
 
 

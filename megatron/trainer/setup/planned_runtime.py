@@ -17,6 +17,9 @@ from typing import Any
 import torch
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.mechanisms.mechanism import Sharing
+from dynamic_cp.mechanisms.registry import chosen_inner_sizes
+from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
 from megatron.dynamic_cp.agreement import phase
@@ -123,13 +126,16 @@ class PlannedRuntime:
             "cp_comm_types_left_out": layers.left_out,
         }
         dump, recorded = _dump_and_replay(settings, options, arguments, model_shape)
+        sharing = Sharing.of(model_shape, settings.topology, options)
+        largest = options.max_cp_size or settings.topology.max_cp_size
         groups = DynamicCPGroups.build(
             settings.topology,
             timeout_s=settings.exchange_timeout_s,
             min_cp_size=options.min_cp_size,
             max_cp_size=options.max_cp_size,
             exchanges=options.cp_comm_types,
-            inner_sizes=options.inner_cp_sizes or (),
+            inner_sizes=chosen_inner_sizes(options.cp_comm_types, largest, sharing),
+            ring_sizes=sharing.ring_sizes,
             query_heads=model_shape.num_attention_heads // settings.topology.tp_size,
             device=device,
             has_pool=settings.pool != "off",
@@ -154,6 +160,18 @@ class PlannedRuntime:
         """The arrangement of the job's ranks."""
         return self.settings.topology
 
+    @property
+    def problem(self) -> Problem:
+        """What is planned, before any hardware file is refined."""
+        return Problem(
+            topology=self.topology,
+            model=self.model_shape,
+            hardware=self.hardware,
+            options=self.options,
+            policy=self.settings.policy,
+            data_parallel=self.settings.data_parallel,
+        )
+
     def check_attention(self, model: Sequence[torch.nn.Module]) -> str:
         """Compare TransformerEngine's attention with plain products; return a line for the log. Collective.
 
@@ -172,20 +190,12 @@ class PlannedRuntime:
         Raises:
             DynamicCPError: no static plan holds --seq-length; the same on every rank.
         """
-        problem = Problem(
-            topology=self.topology,
-            model=self.model_shape,
-            hardware=self.hardware,
-            options=self.options,
-            policy=self.settings.policy,
-            data_parallel=self.settings.data_parallel,
-        )
         planner: list[Planner] = []
 
         def make() -> None:
             planner.append(
                 Planner(
-                    problem,
+                    self.problem,
                     max_seqlen=self.settings.seq_length,
                     ahead=True,
                     strict=self.settings.is_strict,
@@ -229,15 +239,21 @@ class PlannedRuntime:
             hardware_of=hardware_of,
         )
 
-    def describe(self) -> tuple[str, str]:
-        """Return two lines for the log: the groups, and what plans follow."""
+    def describe(self) -> tuple[str, ...]:
+        """Return lines for the log: the groups, how many communicators a rank makes, and what plans follow."""
         is_auto = self.settings.max_tokens_per_rank is None
         pool = "" if self.settings.pool == "off" else f" with a pool of all stages ({self.settings.pool})"
         of_memory = " (auto: what the memory of its hardware holds)" if is_auto else ""
-        return self.groups.describe(), (
+        number, of_each = MemoryModel(self.problem).num_communicators, self.hardware.communicator_bytes_per_group
+        communicators = (
+            f"communicators of a rank: {self.groups.num_communicators} made for CP groups; with megatron-core's "
+            f"{number} by the memory model" + (f", {1e-9 * number * of_each:.1f} GB" if of_each else "")
+        )
+        policy = (
             f"policy {self.settings.policy}{pool}, {self.options.max_tokens_per_rank} padded tokens per rank and "
             f"micro-batch{of_memory}, hardware {self.hardware_name} for the cost model"
         )
+        return self.groups.describe(), communicators, policy
 
     def close(self) -> None:
         """End the planner."""

@@ -12,7 +12,7 @@ import pytest
 
 from dynamic_cp import cli
 from dynamic_cp.errors import MemoryLimitError, UnsupportedFeatureError
-from dynamic_cp.first_day import command
+from dynamic_cp.first_day import command, parts
 from dynamic_cp.first_day.day import Day
 from dynamic_cp.first_day.page import page_of
 from dynamic_cp.first_day.parts import PARTS, Part, State, parts_of
@@ -21,6 +21,7 @@ from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import memory
 
+ROOT = Path(__file__).parents[3]
 H100 = "NVIDIA H100 80GB HBM3"
 
 
@@ -213,13 +214,23 @@ def test_bad_input_is_one_line(
     assert err.count("\n") == 1
 
 
+def test_the_script_is_of_the_source_or_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parts.script() == ROOT / "pretrain_gpt.py"
+    monkeypatch.setattr(parts, "__file__", str(tmp_path / "site-packages" / "dynamic_cp" / "first_day" / "parts.py"))
+    with pytest.raises(ValueError, match=r"pretrain_gpt.py is neither in .*: start from the repository"):
+        parts.script()
+    (tmp_path / "pretrain_gpt.py").touch()
+    assert parts.script() == tmp_path / "pretrain_gpt.py"
+
+
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--ranks is 4, torch sees 1 GPUs: lower it"):
         day_of(tmp_path, ranks=4)
 
 
-def test_parts_have_no_words_of_their_own_for_a_launcher(tmp_path: Path) -> None:
-    parts = list(parts_of(day_of(tmp_path, [H100] * 2)))
-    assert [part.name for part in parts] == list(PARTS)
-    assert all(Path(part.words[0]).name.startswith("python") for part in parts)
-    assert "--standalone" in parts[-1].words
+def test_every_part_is_started_by_this_python(tmp_path: Path) -> None:
+    found = list(parts_of(day_of(tmp_path, [H100] * 2)))
+    assert [part.name for part in found] == list(PARTS)
+    assert all(Path(part.words[0]).name.startswith("python") for part in found)
+    assert "--standalone" in found[-1].words

@@ -128,12 +128,19 @@ def test_copies_of_gradients_can_be_what_does_not_fit():
         (Topology(num_lanes=8), {"max_cp_size": 1}, 2 + 1),
         (Topology(num_lanes=8), {"pool": "always"}, 2 + 1 + 3 + 1),
         (Topology(num_lanes=8), {"min_cp_size": 8, "cp_comm_types": ("a2a+p2p",)}, 2 + 1 + 3 + 2),
+        (Topology(num_lanes=8), {"cp_comm_types": ("p2p", "a2a+p2p")}, 2 + 1 + 3 + 3),
+        (Topology(num_lanes=16), {"cp_comm_types": ("p2p", "a2a+p2p")}, 2 + 1 + 4 + 5),
+        (Topology(num_lanes=32), {"cp_comm_types": ("p2p", "a2a+p2p")}, 2 + 1 + 5 + 3),  # 4 query heads: 4 x N alone
+        (Topology(num_lanes=32), {"cp_comm_types": ("a2a+p2p",)}, 2 + 1 + 5 + 7),
+        (Topology(num_lanes=32), {"cp_comm_types": ("p2p", "a2a+p2p"), "inner_cp_sizes": (2, 4)}, 2 + 1 + 5 + 7),
+        (Topology(num_lanes=32), {"cp_comm_types": ("p2p", "a2a+p2p"), "max_cp_size": 8}, 2 + 1 + 3 + 3),
     ],
 )
 def test_communicators_that_are_made(topology, options, num_communicators):
     model = replace(MODEL, num_layers=16)
-    sharing = Sharing.of(model, topology, None)
-    assert communicators.num_communicators(model, topology, replace(OPTIONS, **options), sharing) == num_communicators
+    options = replace(OPTIONS, **options)
+    sharing = Sharing.of(model, topology, options)
+    assert communicators.num_communicators(model, topology, options, sharing) == num_communicators
 
 
 def test_stages_that_share_a_table_have_one_more_communicator():

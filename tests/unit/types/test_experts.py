@@ -14,7 +14,7 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops
 from dynamic_cp.types import Bucket, Experts, MicroBatch, Plan, PlanOptions, Problem, Sample, Topology, parse_placement
-from megatron.trainer.flags.derive import experts_of
+from megatron.dynamic_cp.flags.experts import experts_of
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
 
 EXPERTS = Experts(num_experts=8, topk=2, ffn_hidden_size=128, shared_ffn_hidden_size=64, shared_gate=True)

@@ -1,0 +1,67 @@
+"""Puts the planner in the place of Megatron-Core's own scheduler, for every framework that asks for that."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import sys
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.scheduler.job import Job
+from megatron.dynamic_cp.scheduler.planned import scheduler_class
+
+logger = logging.getLogger(__name__)
+
+NAME = "dynamic_cp_planner"
+THEIRS = "default_dynamic_cp"
+"""The one name that Megatron-Core accepts with dynamic context parallelism; it means our class once that was chosen."""
+SCHEDULERS = ("scheduler_map", "DefaultDynamicCPScheduler")
+"""What data_schedule defines where a scheduler can be added that gives each micro-batch CP sizes."""
+TESTED = {"verl": ("0.9.1",)}
+"""Framework -> releases whose code ran with the class, on CPU."""
+
+_MODULE = "megatron.core.datasets.data_schedule"
+
+
+def register(job: Job, *, as_theirs: bool = True) -> type:
+    """Add the scheduler to Megatron-Core's `scheduler_map` as "dynamic_cp_planner"; return it.
+
+    Args:
+        job: see `job_of`; without a model it is taken from the configuration that `run()` is given.
+        as_theirs: also under Megatron-Core's own name, the only one that its configuration accepts, and as the
+            DefaultDynamicCPScheduler that verl imports.
+
+    Raises:
+        UnsupportedFeatureError: this Megatron-Core has no such table or base class.
+    """
+    module = importlib.import_module(_MODULE)
+    for symbol in SCHEDULERS:
+        if not hasattr(module, symbol):
+            raise UnsupportedFeatureError(
+                f"{_MODULE} has no {symbol}: use a checkout of dev from August 2026 on", symbol=symbol
+            )
+    base = module.DefaultDynamicCPScheduler
+    chosen = scheduler_class(job, getattr(base, "replaces", base))
+    module.scheduler_map[NAME] = chosen
+    if as_theirs:
+        module.scheduler_map[THEIRS] = chosen
+        module.DefaultDynamicCPScheduler = chosen
+    for framework in untested():
+        logger.warning("dynamic CP: %s", framework)
+    return chosen
+
+
+def untested() -> list[str]:
+    """Return a line for each imported framework whose release the class was not tested with."""
+    lines = []
+    for package, releases in TESTED.items():
+        if package not in sys.modules:
+            continue
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "of no release"
+        if version not in releases:
+            lines.append(f"{package} {version} was not tested with the planner, {', '.join(releases)} was")
+    return lines
