@@ -29,6 +29,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
+from dynamic_cp.arrays import Floats
 from dynamic_cp.types import Layer, ModelShape, PlanOptions, Topology
 
 _FP32_BYTES = 4
@@ -40,7 +43,8 @@ class ActivationBytes(NamedTuple):
     Attributes:
         per_layer: kept from forward to backward by every layer of a chunk, on average.
         working: held by the layer that runs: gradients of its MLP, with full recomputation all of its activations.
-        head: final norm, logits, their fp32 softmax and gradient, of each head.
+        head: final norm, logits, their fp32 softmax and gradient, of each head; where losses are computed over chunks
+            of tokens, the norm alone (`chunk_bytes` has the rest).
         hops: activations and gradients that are sent and received, with pipelining.
         ring_per_bucket_token: keys and values of the whole bucket, which the ring and all-gather keep for one layer,
             per token of the bucket.
@@ -94,6 +98,7 @@ def activation_bytes(
     routed_kept = routed * layer.routed_kept_channels
     is_full, repeated = options.recompute == "full", options.repeated
     unit = options.recompute_layers.num_layers if options.recomputes_all else 1
+    logits = (2 * element + _FP32_BYTES) * model.vocab_size / tp_size
     others = 1.0 - recomputed_share  # keep all that they compute
     inputs = recomputed_share * residual / unit
     kept = others * whole + inputs if is_full else whole - sum(dropped[name] for name in repeated)
@@ -106,7 +111,7 @@ def activation_bytes(
     return ActivationBytes(
         per_layer=kept,
         working=mlp + 2 * residual + again,
-        head=model.num_heads * (residual + hidden + (2 * element + _FP32_BYTES) * model.vocab_size / tp_size),
+        head=model.num_heads * (residual + hidden + (0.0 if options.loss_chunk_tokens else logits)),
         hops=4 * residual if topology.pp_size > 1 else 0.0,
         ring_per_bucket_token=keys_and_values,
         a2a_queries=2 * query,
@@ -115,3 +120,14 @@ def activation_bytes(
         routed_working=2 * routed * layer.routed_channels + routed_again,
         latents=layer.latent_size * element,
     )
+
+
+def chunk_bytes(model: ModelShape, topology: Topology, options: PlanOptions, tokens: Floats) -> Floats:
+    """Return the bytes of the logits of a chunk where lanes hold so many tokens, 0 where losses are not in chunks.
+
+    First logits, their fp32 softmax and gradient; then that gradient beside the one of the head's weights.
+    """
+    element, shares = options.element_bytes.activation, model.vocab_size / topology.tp_size
+    chunk = np.minimum(tokens, options.loss_chunk_tokens)
+    found = np.maximum((2 * element + _FP32_BYTES) * chunk, element * (chunk + model.hidden_size)) * shares
+    return np.where(chunk > 0, found, 0.0)

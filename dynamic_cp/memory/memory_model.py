@@ -10,6 +10,7 @@ Communicators: `communicators.py`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
-from dynamic_cp.memory.activations import activation_bytes
+from dynamic_cp.memory.activations import activation_bytes, chunk_bytes
 from dynamic_cp.memory.communicators import num_communicators
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.plans.extension import kind_of, kind_of_all
@@ -190,13 +191,7 @@ class MemoryModel:
         largest = min(options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
         sizes = [1 << k for k in range(options.min_cp_size.bit_length() - 1, largest.bit_length())] or [largest]
         for cp_size in sizes if max_seqlen is not None else sizes[-1:]:
-            free = [
-                (self.available_bytes - stage.state_bytes) / stage.micro_batch_bytes
-                if stage.total_bytes <= self.available_bytes
-                else 0
-                for stage in self.peak_at(1, cp_size)
-            ]
-            limit = int(min(free) // multiple) * multiple
+            limit = self._fitting_tokens(multiple, cp_size)
             if limit < multiple:
                 self._refuse(
                     f"{multiple} tokens per rank at CP size {cp_size}", multiple, self.peak_at(multiple, cp_size)
@@ -215,6 +210,26 @@ class MemoryModel:
             max_seqlen=max_seqlen,
             max_tokens_per_rank=limit,
         )
+
+    def _fitting_tokens(self, multiple: int, cp_size: int) -> int:
+        """Return the largest multiple of tokens that all stages hold in groups of `cp_size`, 0 if none."""
+        if self.options.loss_chunk_tokens:  # bytes do not grow in step with tokens
+            above = 1
+            while self._fits(above * multiple, cp_size):
+                above *= 2
+            counts = range(above // 2 + 1, above)
+            fitting = bisect_left(counts, True, key=lambda count: not self._fits(count * multiple, cp_size))
+            return (above // 2 + fitting) * multiple
+        free = [
+            (self.available_bytes - stage.state_bytes) / stage.micro_batch_bytes
+            if stage.total_bytes <= self.available_bytes
+            else 0
+            for stage in self.peak_at(1, cp_size)
+        ]
+        return int(min(free) // multiple) * multiple
+
+    def _fits(self, tokens: int, cp_size: int) -> bool:
+        return max(stage.total_bytes for stage in self.peak_at(tokens, cp_size)) <= self.available_bytes
 
     def check_plan_fits(self, plan: Plan) -> None:
         """Refuse `plan` if a stage needs more than `available_bytes`.
@@ -314,7 +329,9 @@ class MemoryModel:
         working = np.max(
             [most * (one.working + one.hops) + most_routed * one.routed_working for one in of_kinds], axis=0
         )
-        logits = most * (of_kinds[0].head if stage == topology.pp_size - 1 else 0.0)
+        logits = np.zeros_like(most)
+        if stage == topology.pp_size - 1:
+            logits = most * of_kinds[0].head + chunk_bytes(self._model, topology, self.options, most)
         lane = int(np.argmax(activations + working + logits + buffers))
         weights, experts = self.num_weights(stage), self.num_expert_weights(stage)
         lanes, copies = topology.num_lanes, topology.num_lanes * topology.tp_size / topology.ep_size

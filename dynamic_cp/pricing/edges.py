@@ -31,6 +31,8 @@ def edges_s_per_token(problem: Problem) -> tuple[float, float, float, float]:
         + _memory_s(LOSS_BACKWARD_BYTES_PER_LOGIT * logits, hardware)
         + collective_s
     )
+    if problem.options.loss_chunk_tokens:  # logits and losses are computed again
+        head_back_s += head_s
     # The modules of multi-token prediction embed their tokens, and use the head, where the last stage does.
     modules = model.mtp_num_layers
     return (

@@ -57,6 +57,7 @@ from dynamic_cp.types.model import (
     ModelShape,
 )
 from dynamic_cp.types.options import (
+    AUTO_CHUNK_TOKENS,
     EVERY_LAYER,
     NOISE_MARGIN,
     POOL_USES,
@@ -92,6 +93,7 @@ from dynamic_cp.types.topology import (
 __all__ = [
     "ACROSS_NODES",
     "AUTO",
+    "AUTO_CHUNK_TOKENS",
     "BY_PLACEMENT",
     "CAUSAL",
     "CHOICES",

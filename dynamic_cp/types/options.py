@@ -25,6 +25,10 @@ SEARCH_EFFORTS: tuple[str, ...] = get_args(SearchEffort)
 PoolUse = Literal["off", "auto", "always"]
 POOL_USES: tuple[str, ...] = get_args(PoolUse)
 
+AUTO_CHUNK_TOKENS = 1024
+"""Tokens of a TP rank's share of the vocabulary whose logits exist at once: 1.25 GB in bf16 of 152k words, while the
+head's products are still as fast as with more. An estimate."""
+
 NOISE_MARGIN = 0.04
 """Share by which ticks last longer than planned, for a barrier of 64 servers in every layer at 2% jitter, of which
 plans without such a barrier pay 0.8% themselves (`python -m benchmarks.disaggregated --only noise`)."""
@@ -105,6 +109,7 @@ class PlanOptions:
         recompute: activation recomputation of the run.
         recompute_modules: what selective recomputation repeats; without it they say nothing.
         recompute_layers: which layers full recomputation repeats.
+        loss_chunk_tokens: tokens whose logits exist at once, which backward computes again; 0: all, and it does not.
         tp_comm_overlap: TP collectives overlap with GEMMs (--tp-comm-overlap), in buffers of one shape.
         bytes_per_element: bytes of an activation or a weight (2 for bf16, 4 for fp32); by kind: `element_bytes`.
         fp32_residual: the residual takes 4 bytes whatever the others take.
@@ -125,6 +130,7 @@ class PlanOptions:
     recompute: Recompute = "none"
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     recompute_layers: RecomputedLayers = EVERY_LAYER
+    loss_chunk_tokens: int = 0
     tp_comm_overlap: bool = False
     bytes_per_element: int = 2
     fp32_residual: bool = False
@@ -135,6 +141,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         require_at_least(1, max_tokens_per_rank=self.max_tokens_per_rank, bytes_per_element=self.bytes_per_element)
+        require_at_least(0, loss_chunk_tokens=self.loss_chunk_tokens)
         for name in ("min_cp_size", "max_cp_size"):
             value = getattr(self, name)
             if value is not None and not is_power_of_two(value):

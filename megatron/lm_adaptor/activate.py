@@ -261,6 +261,7 @@ class _Adaptor:
             self._session = Session(self._get_args(), self._planned)
             DynamicCPGPTModel.transformer_impl = self._session.runtime.layers.impl
             DynamicCPGPTModel.window_sink_tokens = self._get_args().window_sink_tokens
+            DynamicCPGPTModel.loss_chunk_tokens = self._session.runtime.settings.loss_chunk_tokens
         return result
 
     def _set_jit_fusion_options(self, original: Any, **kwargs: Any) -> None:

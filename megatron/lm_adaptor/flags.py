@@ -207,8 +207,8 @@ def refuse_without_effect(args: argparse.Namespace) -> None:
             raise InvalidInputError(f"{flag} needs --use-varlen-dataset: add it, or leave {flag} out", flag=flag)
     if args.dynamic_cp:
         return
-    needing = "--dynamic-cp-dump --dynamic-cp-replay --dynamic-cp-refine --use-varlen-dataset --window-sink-tokens"
-    for flag in needing.split():
+    needing = "--dynamic-cp-dump --dynamic-cp-replay --dynamic-cp-refine --use-varlen-dataset"
+    for flag in (*needing.split(), "--window-sink-tokens", "--loss-chunk-tokens"):
         if getattr(args, destination(flag)):
             raise InvalidInputError(f"{flag} needs --dynamic-cp in a checkout: add it, or leave {flag} out", flag=flag)
     if args.max_seqlen_per_dp_cp_rank == "auto":

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dynamic_cp.flags.latent_attention import is_on, qk_width
 from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.flags.windows import set_sinks
+from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel, set_loss_chunk
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 
@@ -46,24 +46,27 @@ NUM_WEIGHT_SHARDS = frozenset({"tensor_parallel_num_weight_shards", "expert_tens
 """More of them, where a release has `differences.WEIGHT_SHARDS`; sizes above the tensor-parallel ones are refused."""
 
 
-class DynamicCPGPTModel(GPTModel):
+class DynamicCPGPTModel(ChunkedHeadModel):
     """megatron-core's GPTModel whose layers take the CP group of each micro-batch.
 
     Attributes:
         enabled: set by --dynamic-cp; without it this is GPTModel.
         transformer_impl: TransformerEngine's layers or local ones; chosen when the session begins.
         window_sink_tokens: of layers with a window.
+        loss_chunk_tokens: of losses over chunks, 0: over all tokens at once.
     """
 
     enabled = False
     transformer_impl: TransformerImpl = "local"
     window_sink_tokens = 0
+    loss_chunk_tokens = 0
 
     def __init__(self, config: TransformerConfig, transformer_layer_spec: Any, *args: Any, **kwargs: Any) -> None:
         if not self.enabled:
             super().__init__(config, transformer_layer_spec, *args, **kwargs)
             return
         set_sinks(config, self.window_sink_tokens)
+        set_loss_chunk(config, self.loss_chunk_tokens)
         if is_on(config):
             config.kv_channels = qk_width(config)  # which Megatron-LM leaves as it is without latent attention
         if config.fp32_residual_connection:

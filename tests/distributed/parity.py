@@ -40,6 +40,7 @@ from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
 from megatron.dynamic_cp.flags.windows import set_sinks, windows_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks
 from megatron.dynamic_cp.model.activation import quick_gelu
+from megatron.dynamic_cp.model.chunked_head import set_loss_chunk
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.multi_token import mtp_block_spec
@@ -315,7 +316,7 @@ def static_plan(samples: tuple[Sample, ...], layout: Layout, cp_size: int) -> Pl
 def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: Any) -> tuple[Any, list[Any]]:
     """Return (config, model chunks of this rank); `overrides` are the config's."""
     given = {"num_layers": layout.num_layers, **layout.config, **overrides}
-    sink_tokens = given.pop("window_sink_tokens", 0)
+    sink_tokens, chunk_tokens = given.pop("window_sink_tokens", 0), given.pop("loss_chunk_tokens", 0)
     if variant.config.get("activation_func") is fused_bias_geglu.quick_gelu:
         given["activation_func"] = quick_gelu
     config = reference.transformer_config(
@@ -334,6 +335,7 @@ def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: A
         **given,
     )
     set_sinks(config, sink_tokens)
+    set_loss_chunk(config, chunk_tokens)
     chunks = []
     for index in range(layout.vpp):
         vp_stage = index if layout.vpp > 1 else None

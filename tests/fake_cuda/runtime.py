@@ -130,6 +130,9 @@ class ProcessGroupNCCL(metaclass=_SendsNothing):
 
 def install(library: Path) -> None:
     """Replace torch.cuda's functions and NCCL in this process, which has loaded `library` before torch."""
+    from megatron.dynamic_cp.attention.kernels import merging
+
+    merging.has_triton = lambda: False  # type: ignore[assignment]  # its programs need a device
     loaded = ctypes.CDLL(str(library))
     num_devices = loaded.fake_cuda_num_devices()
     streams = [Stream.__new__(Stream) for _ in range(num_devices)]

@@ -233,6 +233,7 @@ def test_values_that_cannot_be(argv: tuple[str, ...], message: str) -> None:
         ("--dynamic-cp-replay", "there"),
         ("--dynamic-cp-refine", "5"),
         ("--window-sink-tokens", "4"),
+        ("--loss-chunk-tokens", "auto"),
         ("--use-varlen-dataset",),
     ],
 )

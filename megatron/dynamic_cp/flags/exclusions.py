@@ -18,6 +18,7 @@ from megatron.dynamic_cp.flags.table import destination_of
 from megatron.dynamic_cp.flags.windows import windows_of
 
 FP8, LATENTS, MODULES, POOL = "--fp8-format", "--multi-latent-attention", "--mtp-num-layers", "--dynamic-cp-pool"
+CHUNKS = "--loss-chunk-tokens"
 BIASED_EXPERTS, MASKS = "--num-experts with biases", "prompts with several responses"
 REPEATED_IN_FP8 = ("core_attn",)
 """What selective recomputation may repeat beside FP8: nothing that is computed in it."""
@@ -129,6 +130,12 @@ def _no_pipeline(flags: Any) -> str | None:
     return f"--pipeline-model-parallel-size {pp_size}" if pp_size < 2 else None
 
 
+def _loss_of_transformer_engine(flags: Any) -> str | None:
+    is_fused = getattr(flags, "cross_entropy_loss_fusion", False)
+    is_theirs = getattr(flags, "cross_entropy_fusion_impl", None) == "te"
+    return "--cross-entropy-fusion-impl te" if is_fused and is_theirs else None
+
+
 def _experts(config: Any) -> str | None:
     return "--num-experts" if num_experts(config) else None
 
@@ -218,6 +225,13 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
         ),
         Exclusion(
             "--dynamic-cp-refine", "the times of micro-batches in ticks are those of all stages", "0", shows=True
+        ),
+    ),
+    CHUNKS: (
+        Exclusion(
+            "--cross-entropy-fusion-impl te",
+            "it finds gradients in the forward pass, in the place of logits that chunks do not keep",
+            said=_loss_of_transformer_engine,
         ),
     ),
     MASKS: (

@@ -15,6 +15,7 @@ from dynamic_cp.models import catalog
 from dynamic_cp.pricing.resolution import exchanges_of
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import (
+    AUTO_CHUNK_TOKENS,
     CHOICES,
     NOISE_MARGIN,
     POOL_USES,
@@ -36,7 +37,7 @@ VERIFY_MODES = ("digest", "full", "off")
 
 
 def tokens_or_auto(text: str) -> int | str:
-    """Return the value of --max-seqlen-per-dp-cp-rank; an argparse type."""
+    """Return a number of tokens or "auto"; an argparse type."""
     try:
         return text if text == "auto" else int(text)
     except ValueError:
@@ -113,6 +114,14 @@ class PlanningSettings:
         name="--max-dynamic-cp-size",
         within=POSITIVE,
         metavar="CP",
+    )
+    loss_chunk_tokens: int = flag(
+        "LM head and loss over chunks of this many tokens, which backward computes again, instead of keeping the "
+        "logits of a whole micro-batch; auto: "
+        f"{AUTO_CHUNK_TOKENS} times TP; 0: all tokens at once",
+        0,
+        parse=tokens_or_auto,
+        metavar="N|auto",
     )
     hardware: str | None = flag(
         f"hardware of the cost and memory model: {', '.join(catalog.hardware_names())} or a file like those; default: "
@@ -262,6 +271,7 @@ class PlanningSettings:
             recompute=self.recompute,
             recompute_modules=self.recompute_modules,
             recompute_layers=self.recompute_layers,
+            loss_chunk_tokens=self.loss_chunk_tokens,
             bytes_per_element=self.bytes_per_element,
             fp32_residual=self.fp32_residual,
             search=self.search,
@@ -282,6 +292,7 @@ class PlanningSettings:
             "context_parallel_size": self.static_cp_size,
             "max_seqlen_per_dp_cp_rank": "auto" if self.max_tokens_per_rank is None else self.max_tokens_per_rank,
             "max_dynamic_cp_size": self.max_cp_size,
+            "loss_chunk_tokens": self.loss_chunk_tokens,
             "dynamic_cp_inner_sizes": self.inner_cp_sizes,
             "cp_comm_type": self.cp_comm_type,
             "ranks_per_node": self.topology.ranks_per_node,

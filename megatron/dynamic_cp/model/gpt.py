@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel
 from megatron.dynamic_cp.model.multi_token import future_of
 
 
-class DynamicCPGPTModel(GPTModel):
-    """megatron-core's GPTModel; only how multi-token prediction is trained differs, and that evaluation leaves it out.
+class DynamicCPGPTModel(ChunkedHeadModel):
+    """megatron-core's GPTModel, but for chunks of the loss, and how multi-token prediction is trained.
 
-    A loss counts where its label is one of the same sample that counts. The gradient of each depth is that of
-    `mtp_loss_scaling_factor` / depths times the sum of its losses; like that of the model's own loss it is divided by
-    the tokens of the whole job.
+    Evaluation leaves it out. A loss counts where its label is one of the same sample that counts. The gradient of each
+    depth is that of `mtp_loss_scaling_factor` / depths times the sum of its losses; like that of the model's own loss
+    it is divided by the tokens of the whole job.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,11 +44,10 @@ class DynamicCPGPTModel(GPTModel):
         if self.training:
             hidden_states = self._with_future_losses(hidden_states, packed_seq_params, shared, kwargs)
         gathers = kwargs.get("runtime_gather_output")
+        if labels is not None:
+            return self.token_losses(hidden_states, labels, shared, gathers)
         logits, _ = self.output_layer(hidden_states, weight=shared, runtime_gather_output=gathers)
-        if labels is None:
-            return logits.transpose(0, 1).contiguous()
-        losses: Tensor = self.compute_language_model_loss(labels, logits)
-        return losses
+        return logits.transpose(0, 1).contiguous()
 
     def _with_future_losses(
         self,
@@ -71,8 +70,7 @@ class DynamicCPGPTModel(GPTModel):
         future.found.clear()
         for depth, state in enumerate(of_depths, 1):
             labels, mask = future.targets(depth)
-            logits, _ = self.output_layer(state, weight=shared)
-            losses = self.compute_language_model_loss(labels, logits) * mask
+            losses = self.token_losses(state, labels, shared) * mask
             future.found.append(torch.stack([losses.detach().float().sum(), mask.sum()]))
             scale = self.config.mtp_loss_scaling_factor / depths
             hidden_states = MTPLossAutoScaler.apply(hidden_states, scale * losses)

@@ -11,7 +11,7 @@ neither where a rank has no parameter of an optimizer, as of experts on a stage 
 | `state_dict` | looks for the step in the state of parameters, of which there must be some | none: no step |
 
 TransformerEngine's precision-aware optimizer keeps of a weight in float32 the lower half, an int16, beside the bf16
-weight. megatron-core (to 0.19.2) saves that half as if it were the weight, in float32: loading asserts an int16, and
+weight. megatron-core 0.16.1 saves that half as if it were the weight, in float32: loading asserts an int16, and
 another optimizer would train from noise. Here whole weights are saved, and halved when they are loaded.
 """
 

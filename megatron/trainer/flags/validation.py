@@ -13,11 +13,19 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.padding import padded_seqlens
-from dynamic_cp.types import EVERY_LAYER, DataParallel, RecomputedLayers, StateDtypes, Topology, is_power_of_two
+from dynamic_cp.types import (
+    AUTO_CHUNK_TOKENS,
+    EVERY_LAYER,
+    DataParallel,
+    RecomputedLayers,
+    StateDtypes,
+    Topology,
+    is_power_of_two,
+)
 from megatron.dynamic_cp.flags import experts, latent_attention
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
-from megatron.dynamic_cp.flags.exclusions import POOL, refuse_pairs
+from megatron.dynamic_cp.flags.exclusions import CHUNKS, POOL, refuse_pairs
 from megatron.dynamic_cp.flags.fp8 import check_fp8, complete_fp8, token_alignment
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, complete_latent_attention
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
@@ -289,6 +297,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
     limit = args.max_seqlen_per_dp_cp_rank
     of_flags = said(vars(args), PlanningSettings)
     of_flags["max_tokens_per_rank"] = None if limit == "auto" else _default_limit(args) if limit is None else limit
+    of_flags["loss_chunk_tokens"] = _loss_chunk(args, topology)
     settings = PlanningSettings(
         **of_flags,
         topology=topology,
@@ -551,6 +560,20 @@ def _check_profiling(args: argparse.Namespace) -> None:
             profile_step_start=args.profile_step_start,
             train_iters=args.train_iters,
         )
+
+
+def _loss_chunk(args: argparse.Namespace, topology: Topology) -> int:
+    """Return the tokens of a chunk of the loss, 0 where it is that of all tokens at once."""
+    size = args.loss_chunk_tokens
+    if size != "auto" and size < 0:
+        raise InvalidInputError(
+            f"--loss-chunk-tokens is {size}, it must be greater than 0: give tokens or auto, or leave it out",
+            name="loss_chunk_tokens",
+            value=size,
+        )
+    if size:
+        refuse_pairs(CHUNKS, args, value=size)
+    return AUTO_CHUNK_TOKENS * topology.tp_size if size == "auto" else size
 
 
 def _recomputed_layers(args: argparse.Namespace, topology: Topology) -> RecomputedLayers:

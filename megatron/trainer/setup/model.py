@@ -36,6 +36,7 @@ from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.flags.windows import set_sinks
 from megatron.dynamic_cp.model.activation import quick_gelu
+from megatron.dynamic_cp.model.chunked_head import set_loss_chunk
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.multi_token import mtp_block_spec
@@ -141,6 +142,7 @@ def transformer_config(
         **_of_experts(model, topology.ep_size),
     )
     set_sinks(config, model.window_sink_tokens)
+    set_loss_chunk(config, planning.loss_chunk_tokens)
     for name, value in yarn_attributes(model).items():
         setattr(config, name, value)  # megatron-core has no fields for them
     check_supported(config, also_allowed=CONFIG_FIELDS)

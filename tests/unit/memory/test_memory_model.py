@@ -14,6 +14,7 @@ from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.memory.memory_model import SAFETY_FRACTION, MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.types import (
+    AUTO_CHUNK_TOKENS,
     SHARDED,
     Bucket,
     DataParallel,
@@ -262,6 +263,56 @@ def test_a_residual_in_float32_by_hand():
     full = activation_bytes(MODEL, topology, replace(exact, recompute="full"))
     assert full.per_layer == 32
     assert replace(exact, bytes_per_element=4).element_bytes == replace(OPTIONS, bytes_per_element=4).element_bytes
+
+
+def test_losses_over_chunks_by_hand():
+    """A chunk of 3 of 50 tokens has 10 words in 2 + 4 + 2 bytes, or 2 beside gradients of a table of 80 weights."""
+    topology = Topology(num_lanes=4, pp_size=2)
+    whole, chunked, modules, short = (
+        memory(topology, model=model, loss_chunk_tokens=chunk).peak_at(50)[-1].logits_bytes
+        for model, chunk in ((MODEL, 0), (MODEL, 3), (replace(MODEL, mtp_num_layers=2), 30), (MODEL, 100))
+    )
+    assert whole == 50 * (32 + 80)
+    assert chunked == 50 * 32 + max(3 * 80, 3 * 20 + 160)
+    assert modules == 50 * 3 * 32 + 30 * 80, "one head after the other"
+    assert short == whole
+    assert memory(topology, loss_chunk_tokens=1).peak_at(50)[-1].logits_bytes == 50 * 32 + 20 + 160
+    assert memory(topology, loss_chunk_tokens=3).peak_at(0)[-1].logits_bytes == 0
+    assert memory(topology, loss_chunk_tokens=3).peak_at(50)[0] == memory(topology).peak_at(50)[0]
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 128, 1 << 30])
+@pytest.mark.parametrize("num_words", [10, 1000])
+def test_auto_limits_of_chunks_are_the_largest_that_fit(chunk, num_words):
+    topology, wide = Topology(num_lanes=4, pp_size=2), replace(MODEL, vocab_size=num_words)
+    chunked, whole = (memory(topology, model=wide, loss_chunk_tokens=tokens) for tokens in (chunk, 0))
+    limit = chunked.max_tokens_per_rank()
+    fits = [
+        max(stage.total_bytes for stage in chunked.peak_at(n, 4)) <= chunked.available_bytes for n in (limit, limit + 2)
+    ]
+    assert fits == [True, False]
+    assert limit % 2 == 0
+    assert limit >= whole.max_tokens_per_rank() - 2
+    if (chunk, num_words) == (16, 1000):
+        assert limit > 5 * whole.max_tokens_per_rank()
+
+
+def test_logits_of_a_long_context_fit_in_2_gb():
+    """32k tokens and 152k words: of 39.9 GB what a chunk has stays, beside the norm of all tokens."""
+    model, options = load_model("qwen2.5-7b"), PlanOptions(max_tokens_per_rank=32768)
+    hardware, topology = load_hardware("h100"), Topology(num_lanes=8)
+    whole, chunked = (
+        MemoryModel(
+            Problem(
+                topology=topology, model=model, hardware=hardware, options=replace(options, loss_chunk_tokens=chunk)
+            )
+        )
+        .peak_at(32768)[0]
+        .logits_bytes
+        for chunk in (0, AUTO_CHUNK_TOKENS)
+    )
+    assert whole == pytest.approx(40.2e9, rel=0.02)
+    assert chunked < 2e9
 
 
 def test_weights_of_stages_by_hand():

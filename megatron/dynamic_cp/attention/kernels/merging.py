@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from torch import Tensor
 
 from megatron.dynamic_cp.attention.kernels.log_sum_exp import SUM_DTYPE, merged
-from megatron.dynamic_cp.attention.kernels.ranged import is_interpreted, padded_dim
+from megatron.dynamic_cp.attention.kernels.ranged import has_triton, is_interpreted, padded_dim
 
 _PROGRAM_ELEMENTS = 4096
 """Of the output that one program merges."""
@@ -32,7 +30,7 @@ def merge_into(out_THD: Tensor, lse_HT: Tensor, rows: Tensor | None, other_THD: 
 
 
 def _has_program(out_THD: Tensor) -> bool:
-    return (out_THD.is_cuda or is_interpreted()) and importlib.util.find_spec("triton") is not None
+    return has_triton() and (out_THD.is_cuda or is_interpreted())
 
 
 def _merge_by_program(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -158,6 +159,12 @@ def constants_of(cut: Cut, q_THD: Tensor, k_THD: Tensor, num_heads: int) -> dict
     }
 
 
+@lru_cache
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def is_interpreted() -> bool:
     """Return whether Triton runs programs in Python, on the CPU: a way to test them."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -167,7 +174,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
     """Return why these programs cannot be used to train, None if they can."""
     if device.type != "cuda":
         return f"needs a CUDA device, the tensors are on {device.type}"
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "is not installed"
     if is_interpreted():
         return "is interpreted, as TRITON_INTERPRET says"

@@ -1,0 +1,246 @@
+"""The LM head over chunks of tokens: logits of a whole micro-batch never exist.
+
+    hidden states [T, 1, H] -> for each chunk: logits [t, 1, V / TP] -> losses [1, t] -> losses [1, T]
+
+Forward keeps the hidden states alone, backward computes the logits of each chunk again. With sequence parallelism a
+chunk has the same rows of every TP rank's part, so that ranks gather and scatter no more than a chunk either. What is
+computed of logits is handed in: megatron-core's cross entropy (`ChunkedHeadModel`), or log-probs and entropies
+(`token_log_probs`), in any form that takes tokens one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch import Tensor
+
+from dynamic_cp.errors import InvalidInputError
+
+OfLogits = Callable[[Tensor, Tensor], Sequence[Tensor]]
+"""(logits [t, 1, this rank's share of V], labels [1, t]) -> outputs, each [1, t]."""
+
+
+class ChunkedHeadModel(GPTModel):
+    """megatron-core's GPTModel whose losses are computed over chunks where its configuration says how large they are.
+
+    `config.loss_chunk_tokens` is there once `set_loss_chunk` has seen it; without it this is GPTModel.
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if loss_chunk_of(self.config) and self.post_process and not self.mtp_process and labels is not None:
+            shared = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+            return self.token_losses(hidden_states, labels, shared, kwargs.get("runtime_gather_output"))
+        output: Tensor = super()._postprocess(hidden_states, *args, labels=labels, **kwargs)
+        return output
+
+    def token_losses(
+        self, hidden_states: Tensor, labels: Tensor, weight: Tensor | None = None, gathers: bool | None = None
+    ) -> Tensor:
+        """Return the cross entropy of each token, [1, T].
+
+        Args:
+            hidden_states: behind the last norm, [T, 1, H], with sequence parallelism this rank's part of T.
+            labels: [1, T].
+            weight: of the head, where it is the embedding's.
+            gathers: whether TP ranks gather their logits; None: as the head was built.
+        """
+
+        def losses_of(logits: Tensor, labels: Tensor) -> tuple[Tensor]:
+            return (self.compute_language_model_loss(labels, logits),)
+
+        chunk_tokens = loss_chunk_of(self.config)
+        if not chunk_tokens:
+            logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=gathers)
+            return losses_of(logits, labels)[0]
+        head = ChunkedHead(self.output_layer, losses_of, chunk_tokens, gathers)
+        (losses,) = head(hidden_states, labels, weight)
+        return losses
+
+
+def set_loss_chunk(config: Any, chunk_tokens: int) -> None:
+    """Have models of a configuration compute their losses over chunks of so many tokens, 0: of all at once."""
+    config.loss_chunk_tokens = chunk_tokens  # megatron-core has no field for it
+
+
+def loss_chunk_of(config: Any) -> int:
+    """Return the tokens of a chunk, 0 where losses are those of all tokens at once."""
+    return getattr(config, "loss_chunk_tokens", 0)
+
+
+class ChunkedHead(NamedTuple):
+    """A head and what is computed of its logits, chunk by chunk.
+
+    Attributes:
+        layer: the head.
+        of_logits: what is computed; its outputs are differentiated by autograd.
+        chunk_tokens: most tokens whose logits exist at once, at least 1; of all TP ranks with sequence parallelism.
+        gathers: whether TP ranks gather their logits; None: as the layer was built.
+    """
+
+    layer: ColumnParallelLinear
+    of_logits: OfLogits
+    chunk_tokens: int
+    gathers: bool | None = None
+
+    def __call__(self, hidden: Tensor, labels: Tensor, weight: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return the outputs of all tokens, each [1, T].
+
+        Args:
+            hidden: [T, 1, H], with sequence parallelism this rank's part of T.
+            labels: [1, T].
+            weight: of the head, where it is not the layer's own.
+        """
+        if self.chunk_tokens < 1:
+            raise InvalidInputError(f"a chunk of {self.chunk_tokens} tokens is not possible: give at least 1")
+        weight = self.layer.weight if weight is None else weight
+        outputs: tuple[Tensor, ...] = _Chunked.apply(hidden, weight, labels, self)
+        return outputs
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the tokens that TP ranks hold."""
+        return self.layer.tp_group.size() if self.layer.sequence_parallel else 1
+
+    def rows(self, hidden: Tensor) -> Iterator[slice]:
+        """Yield the rows of `hidden` that make a chunk with those of the other parts."""
+        step = max(1, self.chunk_tokens // self.num_parts)
+        for first in range(0, max(1, len(hidden)), step):
+            yield slice(first, first + step)
+
+    def of_chunk(self, values: Tensor, rows: slice) -> Tensor:
+        """Return those of [1, T] values that belong to rows of all parts, in the order of the chunk's logits."""
+        return values.view(self.num_parts, -1)[:, rows].reshape(1, -1)
+
+    def joined(self, chunks: Sequence[Tensor]) -> Tensor:
+        """Return values [1, T] in the order of tokens; what `of_chunk` takes apart."""
+        return torch.cat([chunk.view(self.num_parts, -1) for chunk in chunks], dim=1).view(1, -1)
+
+    def outputs(self, hidden: Tensor, labels: Tensor, weight: Tensor) -> Sequence[Tensor]:
+        """Return the outputs of one chunk."""
+        logits, _ = self.layer(hidden, weight=weight, runtime_gather_output=self.gathers)
+        return self.of_logits(logits, labels)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: ChunkedHead) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.head, ctx.main_grad = head, getattr(weight, "main_grad", None)
+        chunks = [head.outputs(hidden[rows], head.of_chunk(labels, rows), weight) for rows in head.rows(hidden)]
+        return tuple(head.joined(output) for output in zip(*chunks, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels = ctx.saved_tensors
+        head: ChunkedHead = ctx.head
+        of_weight = _WeightGradient(weight, ctx.main_grad, is_needed=ctx.needs_input_grad[1])
+        of_hidden = torch.empty_like(hidden)
+        for rows in head.rows(hidden):
+            part = hidden[rows].detach().requires_grad_()
+            with torch.enable_grad():
+                outputs = head.outputs(part, head.of_chunk(labels, rows), of_weight.alias)
+            wanted = (part, of_weight.alias)[: 1 + of_weight.alias.requires_grad]
+            incoming = [head.of_chunk(gradient, rows) for gradient in gradients]
+            of_hidden[rows], *more = torch.autograd.grad(outputs, wanted, incoming, allow_unused=True)
+            of_weight.add(*more)
+        return of_hidden if ctx.needs_input_grad[0] else None, of_weight.total(), None, None
+
+
+class _WeightGradient:
+    """The sum of the chunks' gradients: in the buffer of DDP, in its precision, where the weight has one.
+
+    Attributes:
+        alias: the weight as a leaf of its own, so that what waits for the gradient of the weight sees the sum alone.
+    """
+
+    def __init__(self, weight: Tensor, main_grad: Tensor | None, *, is_needed: bool) -> None:
+        self.alias = weight.detach().requires_grad_(is_needed)
+        self._main_grad, self._sum = main_grad, None
+        if main_grad is not None:
+            self.alias.main_grad = main_grad  # type: ignore[attr-defined]  # where fused kernels add themselves
+
+    def add(self, gradient: Tensor | None = None) -> None:
+        """Add the gradient of a chunk, None where a fused kernel has done so."""
+        if gradient is None:
+            return
+        if self._main_grad is not None:
+            self._main_grad.add_(gradient)
+        elif self._sum is None:
+            self._sum = gradient
+        else:
+            self._sum += gradient
+
+    def total(self) -> Tensor | None:
+        """Return what is left to add to the weight's gradient."""
+        if self._main_grad is not None and self.alias.requires_grad:
+            return self.alias.new_zeros(()).expand_as(self.alias)  # what waits for a gradient has to see one
+        return self._sum
+
+
+def token_log_probs(
+    layer: ColumnParallelLinear,
+    hidden: Tensor,
+    labels: Tensor,
+    chunk_tokens: int,
+    *,
+    weight: Tensor | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probs of the labels and entropies, both [1, T] in float32 and with gradients, over chunks of tokens.
+
+    Args:
+        layer: the LM head, whose TP ranks have a share of the vocabulary each.
+        hidden: behind the last norm, [T, 1, H], with sequence parallelism this rank's part of T.
+        labels: [1, T].
+        chunk_tokens: most tokens whose logits exist at once.
+        weight: of the head, where it is not the layer's own (`shared_embedding_or_output_weight`).
+        temperature: that logits are divided by, above 0.
+    """
+    if not temperature > 0:
+        raise InvalidInputError(f"temperature is {temperature}, it must be greater than 0")
+
+    def of_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        outputs: tuple[Tensor, Tensor] = _LogProbs.apply(logits.squeeze(1), labels[0], temperature, layer.tp_group)
+        return outputs[0][None], outputs[1][None]
+
+    log_probs, entropies = ChunkedHead(layer, of_logits, chunk_tokens, gathers=False)(hidden, labels, weight)
+    return log_probs, entropies
+
+
+class _LogProbs(torch.autograd.Function):
+    """Of shares of the vocabulary: log p = x_label - lse, entropy = lse - sum of p x; x are logits / temperature."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        x = logits.float() / temperature
+        most = x.amax(-1)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        x -= most[:, None]
+        own = labels - group.rank() * x.shape[-1]
+        is_own = (own >= 0) & (own < x.shape[-1])
+        own = own.where(is_own, 0)[:, None]
+        chosen = x.gather(-1, own)[:, 0] * is_own
+        exponentials = x.exp()
+        sums = torch.stack([exponentials.sum(-1), exponentials.mul_(x).sum(-1), chosen])
+        dist.all_reduce(sums, group=group)
+        log_sum = sums[0].log()
+        entropy = log_sum - sums[1] / sums[0]
+        ctx.save_for_backward(x, log_sum, entropy, own, is_own)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        return sums[2] - log_sum, entropy
+
+    @staticmethod
+    def backward(ctx: Any, of_log_prob: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        x, log_sum, entropy, own, is_own = ctx.saved_tensors
+        log_probs = x - log_sum[:, None]
+        factors = (log_probs + entropy[:, None]).mul_(-of_entropy[:, None]).sub_(of_log_prob[:, None])
+        gradient = log_probs.exp_().mul_(factors)
+        gradient.scatter_add_(-1, own, (of_log_prob * is_own)[:, None])
+        return gradient.div_(ctx.temperature).to(ctx.dtype), None, None, None
