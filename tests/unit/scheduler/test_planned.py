@@ -93,6 +93,14 @@ def test_fewer_samples_than_lanes_fill_all_lanes(num_samples: int) -> None:
     check_groups(groups, seqlens, num_lanes=8, max_tokens_per_rank=8192)
 
 
+def test_the_largest_cp_size_is_kept_where_no_lane_would_be_empty() -> None:
+    """The greedy, which knows no such limit, is not taken for its speed."""
+    seqlens = rollouts(0, 256, 16384)
+    free, bound = (job_of("qwen2.5-7b", layout={"pp_size": 4}, options=options) for options in ({}, {"max_cp_size": 2}))
+    assert planned.largest_of(plan_groups(free, Limits(8, 8192), seqlens).groups) > 2
+    assert planned.largest_of(plan_groups(bound, Limits(8, 8192), seqlens).groups) == 2
+
+
 def test_run_takes_model_and_layout_from_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
     plan = planned.plan_groups
