@@ -16,7 +16,7 @@ blocked = sys.argv[1].split(",")
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in blocked:
+        if any(f"{name}.".startswith(f"{package}.") for package in blocked):
             raise ImportError(f"{name} must not be imported")
 
 sys.meta_path.insert(0, Refuse())

@@ -9,21 +9,18 @@ is neither there nor on the index are skipped and say so.
 from __future__ import annotations
 
 import compileall
-import fcntl
 import functools
 import importlib.util
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests import wheels
 
 OLDEST, PINNED, NEWEST = "2.9.0", "2.11.0", "2.20.2"
 VERSIONS = (OLDEST, PINNED, "2.18.0", "2.19.0", NEWEST)
@@ -31,7 +28,7 @@ VERSIONS = (OLDEST, PINNED, "2.18.0", "2.19.0", NEWEST)
 BY_DAY = (OLDEST, PINNED, NEWEST)
 
 FOLDER = Path(os.environ.get("TE_SOURCES") or Path(__file__).parents[3] / "runs/transformer_engine")
-DOWNLOAD_S = 60
+PACKAGE = "transformer_engine"
 _ATTENTION = "transformer_engine/pytorch/attention/dot_product_attention"
 _TYPES = re.compile(r"(?<=[\[(])(?=torch\.(b?float16), torch\.(b?float16)\b)")
 
@@ -39,45 +36,14 @@ _TYPES = re.compile(r"(?<=[\[(])(?=torch\.(b?float16), torch\.(b?float16)\b)")
 @functools.cache
 def why_missing(version: str) -> str | None:
     """Return why a version cannot be imported; None once it lies in the folder."""
-    wheel = wheel_of(version)
     if importlib.util.find_spec("pydantic") is None:
         return "it imports pydantic, which is not installed"
-    if wheel.exists():
-        return None
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with _alone(version), tempfile.TemporaryDirectory(dir=FOLDER) as there:
-        if wheel.exists():
-            return None
-        words = [
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--only-binary",
-            ":all:",
-            "--retries",
-            "1",
-            "--timeout",
-            "5",
-        ]
-        try:
-            pip = subprocess.run(
-                [sys.executable, "-m", *words, "--dest", there, f"transformer_engine=={version}"],
-                capture_output=True,
-                text=True,
-                timeout=DOWNLOAD_S,
-            )
-        except subprocess.TimeoutExpired:
-            return f"no answer of the package index in {DOWNLOAD_S} s"
-        if pip.returncode:
-            return pip.stderr.strip().rpartition("\n")[2]
-        (Path(there) / wheel.name).rename(wheel)
-    return None
+    return wheels.why_missing(FOLDER, PACKAGE, version)
 
 
 def wheel_of(version: str) -> Path:
     """Return where the wheel of a version lies, or will."""
-    return FOLDER / f"transformer_engine-{version}-py3-none-any.whl"
+    return FOLDER / f"{PACKAGE}-{version}-py3-none-any.whl"
 
 
 def wheel_or_skip(version: str) -> Path:
@@ -91,7 +57,7 @@ def wheel_or_skip(version: str) -> Path:
 def unpacked(version: str) -> Path:
     """Return a folder to import a version from, whose attention takes float32 and float64, too: kernels here can."""
     target = FOLDER / f"{version}-exact"
-    with _alone(version):
+    with wheels.alone(FOLDER, version):
         if target.exists():
             return target
         with tempfile.TemporaryDirectory(dir=FOLDER) as name:
@@ -108,13 +74,6 @@ def unpacked(version: str) -> Path:
             compileall.compile_dir(there, quiet=2)  # once for all the processes that import it
             shutil.move(there, target)
     return target
-
-
-@contextmanager
-def _alone(version: str) -> Iterator[None]:
-    with (FOLDER / f"{version}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from megatron.dynamic_cp.scheduler.groups import check_groups, groups_ns, groups
 from megatron.dynamic_cp.scheduler.job import Job, job_of
 from megatron.dynamic_cp.scheduler.planned import Limits, PlainScheduler, plan_groups, scheduler_class
 from tests.unit.scheduler.test_job import configuration
+from tests.unit.test_purity import REFUSE, run
 
 THEIRS = [[[7]]]
 
@@ -176,6 +177,25 @@ def test_a_release_that_was_not_tested_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(register.importlib.metadata, "version", lambda package: next(versions))
     assert register.untested() == []
     assert register.untested() == ["verl 1.0.0 was not tested with the planner, 0.9.1 was"]
+
+
+def test_a_driver_plans_where_neither_torch_nor_megatron_core_is_installed() -> None:
+    """As NeMo-RL's does: nothing of a process but the call says model and layout."""
+    program = (
+        REFUSE
+        + """
+from megatron.dynamic_cp.scheduler.job import job_of
+from megatron.dynamic_cp.scheduler.planned import scheduler_class
+
+job = job_of("qwen2.5-7b", layout={"tp_size": 2, "pp_size": 4})
+made = scheduler_class(job)(max_seqlen_per_dp_cp_rank=8192, cp_size=2, dp_size=4)
+groups = made.get_groups_and_subsamples([(sample, 512 * (1 + sample)) for sample in range(64)])
+print(len(groups), len({sample for lanes in groups for ids in lanes for sample in ids}))
+"""
+    )
+    micro_batches, samples = run(program, "torch,megatron.core,megatron.trainer")
+    assert int(micro_batches) > 1
+    assert int(samples) == 64
 
 
 def test_a_plan_for_another_layout_is_another_job() -> None:
