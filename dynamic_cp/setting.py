@@ -44,6 +44,7 @@ class Setting:
         max_cp_size: largest CP size of the other policies; None = the largest of the topology.
         pipeline_layers: layers of every model chunk of every stage, () where all have as many.
         recompute_layers: which layers full recomputation repeats.
+        loss_chunk_tokens: tokens whose logits exist at once, 0: all.
     """
 
     policy: str
@@ -55,6 +56,7 @@ class Setting:
     max_cp_size: int | None = None
     pipeline_layers: PipelineLayers = ()
     recompute_layers: RecomputedLayers = EVERY_LAYER
+    loss_chunk_tokens: int = 0
 
     @property
     def is_static(self) -> bool:
@@ -98,6 +100,7 @@ class Setting:
         words[1:1] = ["PP 1"] * (topology.pp_size == 1)
         words.append(f"{topology.num_lanes} lane{'' if topology.num_lanes == 1 else 's'}")
         words += [f"{self.recomputed} recomputation"] * (self.recompute != "none")
+        words += [f"losses over {self.loss_chunk_tokens} tokens"] * (self.loss_chunk_tokens > 0)
         return ", ".join(words)
 
     @property
@@ -117,6 +120,7 @@ class Setting:
             cp_comm_types=self.cp_comm_types,
             recompute=self.recompute,
             recompute_layers=self.recompute_layers,
+            loss_chunk_tokens=self.loss_chunk_tokens,
             search=search,
             pool=POOL_POLICIES.get(self.policy, "off"),
         )

@@ -22,6 +22,7 @@ from dynamic_cp.setting import TP_OVERLAPS, TpOverlap
 from dynamic_cp.tried import sizes_in
 from dynamic_cp.types import (
     AUTO,
+    AUTO_CHUNK_TOKENS,
     CAUSAL,
     CHOICES,
     DTYPES_OF,
@@ -40,6 +41,7 @@ from dynamic_cp.types import (
     SearchEffort,
     StateDtypes,
     Topology,
+    chunk_tokens,
     is_power_of_two,
     masks_by_rule,
 )
@@ -298,6 +300,14 @@ RANKS_PER_NODE = _option(
 NO_DISTRIBUTED_OPTIMIZER = _option(
     "--no-distributed-optimizer", is_flag=True, help="Have every lane hold the whole optimizer state."
 )
+LOSS_CHUNK = _option(
+    "--loss-chunk-tokens",
+    type=TokensOrAuto(),
+    default=0,
+    show_default=True,
+    help="LM head and loss over chunks of so many tokens, which the backward pass computes again, so that no more "
+    f"logits exist at once; auto: {AUTO_CHUNK_TOKENS} times --tp; 0: all tokens.",
+)
 TP_OVERLAP = _option(
     "--tp-overlap",
     type=click.Choice(TP_OVERLAPS),
@@ -396,6 +406,7 @@ def job_options() -> Callable[[_Command], _Command]:
             "model chunk, and the others keep their activations. [default: uniform]",
         ),
         _option("--recompute-num-layers", type=int, metavar="N", help="Number of these layers. [default: 1]"),
+        LOSS_CHUNK,
         NO_DISTRIBUTED_OPTIMIZER,
         NO_OVERLAP_GRAD_REDUCE,
         *STATE,
@@ -650,6 +661,7 @@ class JobInput:
     recompute: str | None
     recompute_method: str | None
     recompute_num_layers: int | None
+    loss_chunk_tokens: int | str
     data_parallel: DataParallel
     tp_overlap: TpOverlap
     max_tokens_per_rank: int | str
@@ -729,6 +741,7 @@ class JobInput:
             cp_comm_types=exchanges,
             recompute=cast(Recompute, self.recompute or "none"),
             recompute_layers=self.recompute_layers,
+            loss_chunk_tokens=chunk_tokens(self.loss_chunk_tokens, self.topology.tp_size),
             search=self.effort,
         )
 

@@ -12,6 +12,7 @@ from dynamic_cp.cli.console import console, progress
 from dynamic_cp.cli.output import STDOUT, check_writable, write_json
 from dynamic_cp.cli.parameters import (
     EXPERT_IMBALANCE,
+    LOSS_CHUNK,
     MODEL_AND_HARDWARE,
     NO_DISTRIBUTED_OPTIMIZER,
     NO_OVERLAP_GRAD_REDUCE,
@@ -119,6 +120,7 @@ Examples:
         help="What the backward pass may recompute to save memory; block: the first layers of every model chunk, as "
         "few as hold a limit.",
     ),
+    LOSS_CHUNK,
     one_option(
         "--max-tokens-per-rank",
         type=Numbers(),
@@ -181,6 +183,7 @@ def _space(gpus: int, model: ModelShape, given: dict[str, Any]) -> Space:
         ep_sizes=given["ep"],
         limits=given["max_tokens_per_rank"],
         recompute=tuple(word.strip() for word in given["recompute"].split(",")),
+        loss_chunk_tokens=given["loss_chunk_tokens"],
         exchanges=exchanges_tried(given["cp_comm_type"], model),
     )
 
@@ -211,6 +214,7 @@ def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any
         "tp_overlap": job.tp_overlap,
         "search": job.search,
         "recompute": space.recompute,
+        "loss_chunk_tokens": space.loss_chunk_tokens,
         **{name: given[name] for name in as_given},
         "set": given["settings"],
     }

@@ -69,6 +69,7 @@ def space_of(job: JobInput) -> Space:
         limits=None if job.limit_from_memory else alone(job.max_tokens_per_rank),
         recompute=alone(recompute) or RECOMPUTED,
         recompute_num_layers=job.recompute_num_layers,
+        loss_chunk_tokens=job.loss_chunk_tokens,
         exchanges=exchanges_tried(job.cp_comm_type, job.model_shape),
         static_cp_size=job.static_cp_size,
     )

@@ -149,6 +149,7 @@ class Job(NamedTuple):
             topology=self.topology,
             recompute=options.recompute,
             recompute_layers=options.recompute_layers,
+            loss_chunk_tokens=options.loss_chunk_tokens,
             max_tokens_per_rank=options.max_tokens_per_rank,
             cp_comm_types=options.cp_comm_types,
             static_cp_size=options.static_cp_size,

@@ -279,6 +279,9 @@ class MemoryModel:
         if parts.state_bytes < self.available_bytes and not parts.step_bytes:  # else no fewer tokens help
             remedies += ["lower max_tokens_per_rank (--max-seqlen-per-dp-cp-rank)"] * (limit > least)
             remedies += ["recompute more"] * (not self.options.recomputes_all)
+            of_logits = parts.logits_bytes > parts.activations_bytes + parts.working_bytes
+            chunk = "compute losses over chunks of tokens (--loss-chunk-tokens auto)"
+            remedies += [chunk] * (of_logits and not self.options.loss_chunk_tokens)
         experts, ep_size = self._model.experts, self.topology.ep_size
         ranks = self.topology.num_lanes * self.topology.tp_size
         if experts is not None and ep_size < min(ranks, experts.num_experts):

@@ -31,8 +31,10 @@ def edges_s_per_token(problem: Problem) -> tuple[float, float, float, float]:
         + _memory_s(LOSS_BACKWARD_BYTES_PER_LOGIT * logits, hardware)
         + collective_s
     )
-    if problem.options.loss_chunk_tokens:  # logits and losses are computed again
-        head_back_s += head_s
+    if chunk := problem.options.loss_chunk_tokens:
+        # Logits and losses once more; each chunk writes and reads its gradient of the weights, and adds it to theirs.
+        moved_bytes = 2 * (problem.options.element_bytes.weight + problem.data_parallel.state.gradient_bytes)
+        head_back_s += head_s + _memory_s(moved_bytes * model.hidden_size * logits / chunk, hardware)
     # The modules of multi-token prediction embed their tokens, and use the head, where the last stage does.
     modules = model.mtp_num_layers
     return (

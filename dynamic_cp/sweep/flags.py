@@ -130,6 +130,7 @@ def _planning(setting: Setting, hardware_name: str, search: str) -> Flags:
         ("--context-parallel-size", setting.static_cp_size),
         ("--max-dynamic-cp-size", setting.max_cp_size),
         ("--max-seqlen-per-dp-cp-rank", setting.max_tokens_per_rank),
+        ("--loss-chunk-tokens", setting.loss_chunk_tokens or None),
         ("--cp-comm-type", setting.cp_comm_type),
         ("--dynamic-cp-hardware", shlex.quote(hardware_name)),
         ("--dynamic-cp-search", search != "fast" and search),

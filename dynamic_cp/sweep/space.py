@@ -16,7 +16,7 @@ from dynamic_cp.pool.prices import refuse_model
 from dynamic_cp.pricing.resolution import exchanges_of_policy
 from dynamic_cp.setting import POOL_POLICIES, Setting
 from dynamic_cp.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
-from dynamic_cp.types import EVERY_LAYER, CpCommType, ModelShape, RecomputedLayers, Topology
+from dynamic_cp.types import EVERY_LAYER, CpCommType, ModelShape, RecomputedLayers, Topology, chunk_tokens
 from dynamic_cp.types.stage_layers import is_level
 
 MORE_ROOM = "use more GPUs or shorter samples (--max-seqlen)"
@@ -35,6 +35,7 @@ class Space:
         tp_sizes, pp_sizes, vp_sizes, ep_sizes: None = all that make sense.
         recompute: of `tried.RECOMPUTED`.
         recompute_num_layers: of every model chunk, with "block"; None = as few as hold a limit.
+        loss_chunk_tokens: as in PlanOptions, or "auto".
         limits: of tokens per rank; None = what memory holds and parts of it.
         exchanges: sets of exchanges that a bucket may use; those after the first are tried for what is close to the
             fastest.
@@ -49,6 +50,7 @@ class Space:
     ep_sizes: tuple[int, ...] | None = None
     recompute: tuple[str, ...] = RECOMPUTED
     recompute_num_layers: int | None = None
+    loss_chunk_tokens: int | str = 0
     limits: tuple[int, ...] | None = None
     exchanges: tuple[tuple[CpCommType, ...], ...] = EXCHANGES
     static_cp_size: int | None = None
@@ -163,6 +165,7 @@ def settings_of(
             topology=topology,
             recompute="full" if is_block else recompute,  # type: ignore[arg-type]
             recompute_layers=RecomputedLayers("block", space.recompute_num_layers or 1) if is_block else EVERY_LAYER,
+            loss_chunk_tokens=chunk_tokens(space.loss_chunk_tokens, topology.tp_size),
             max_tokens_per_rank=1,
             cp_comm_types=exchanges,
             pipeline_layers=model.pipeline_layers,

@@ -72,6 +72,7 @@ from dynamic_cp.types.options import (
     RecomputeMethod,
     RecomputeModule,
     SearchEffort,
+    chunk_tokens,
 )
 from dynamic_cp.types.placement import Placement, parse_placement
 from dynamic_cp.types.plan import (
@@ -154,6 +155,7 @@ __all__ = [
     "Topology",
     "Traits",
     "check_latents",
+    "chunk_tokens",
     "counted",
     "is_placed",
     "is_power_of_two",

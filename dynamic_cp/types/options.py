@@ -96,6 +96,23 @@ EVERY_LAYER = RecomputedLayers()
 """All layers, one by one: what full recomputation is where nothing else is said."""
 
 
+def chunk_tokens(given: int | str, tp_size: int) -> int:
+    """Return the tokens of a chunk of the loss that --loss-chunk-tokens gives, 0: of all tokens at once.
+
+    Raises:
+        InvalidInputError: it is negative.
+    """
+    if isinstance(given, str):  # auto
+        return AUTO_CHUNK_TOKENS * tp_size
+    if given < 0:
+        raise InvalidInputError(
+            f"--loss-chunk-tokens is {given}, it must be greater than 0: give tokens or auto, or leave it out",
+            name="loss_chunk_tokens",
+            value=given,
+        )
+    return given
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """What the user allows the planner.

@@ -22,8 +22,10 @@ CHUNK = "--loss-chunk-tokens 48"
     "extra",
     [
         "--tensor-model-parallel-size 2 --sequence-parallel",
-        "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce",
+        "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         "--mtp-num-layers 1",
+        "--pipeline-model-parallel-size 2 --dynamic-cp-pool always",
+        "--bf16 --untie-embeddings-and-output-weights --recompute-granularity full --grad-reduce-in-bf16",
     ],
 )
 def test_losses_are_those_of_a_run_without_chunks(extra):

@@ -14,12 +14,12 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import (
-    AUTO_CHUNK_TOKENS,
     EVERY_LAYER,
     DataParallel,
     RecomputedLayers,
     StateDtypes,
     Topology,
+    chunk_tokens,
     is_power_of_two,
 )
 from megatron.dynamic_cp.flags import experts, latent_attention
@@ -297,7 +297,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
     limit = args.max_seqlen_per_dp_cp_rank
     of_flags = said(vars(args), PlanningSettings)
     of_flags["max_tokens_per_rank"] = None if limit == "auto" else _default_limit(args) if limit is None else limit
-    of_flags["loss_chunk_tokens"] = _loss_chunk(args, topology)
+    of_flags["loss_chunk_tokens"] = chunk_tokens(args.loss_chunk_tokens, topology.tp_size)
     settings = PlanningSettings(
         **of_flags,
         topology=topology,
@@ -321,6 +321,8 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
     )
     if args.dynamic_cp_pool != "off":
         refuse_pairs(POOL, args, value=args.dynamic_cp_pool)
+    if settings.loss_chunk_tokens:
+        refuse_pairs(CHUNKS, args, value=args.loss_chunk_tokens)
     settings = with_exchange_sizes(settings, args.num_attention_heads // topology.tp_size)
     if settings.max_tokens_per_rank is None:  # --seq-length is checked once memory is known
         return settings
@@ -560,20 +562,6 @@ def _check_profiling(args: argparse.Namespace) -> None:
             profile_step_start=args.profile_step_start,
             train_iters=args.train_iters,
         )
-
-
-def _loss_chunk(args: argparse.Namespace, topology: Topology) -> int:
-    """Return the tokens of a chunk of the loss, 0 where it is that of all tokens at once."""
-    size = args.loss_chunk_tokens
-    if size != "auto" and size < 0:
-        raise InvalidInputError(
-            f"--loss-chunk-tokens is {size}, it must be greater than 0: give tokens or auto, or leave it out",
-            name="loss_chunk_tokens",
-            value=size,
-        )
-    if size:
-        refuse_pairs(CHUNKS, args, value=size)
-    return AUTO_CHUNK_TOKENS * topology.tp_size if size == "auto" else size
 
 
 def _recomputed_layers(args: argparse.Namespace, topology: Topology) -> RecomputedLayers:

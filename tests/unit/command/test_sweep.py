@@ -30,7 +30,7 @@ from dynamic_cp.sweep.flags import launcher
 from dynamic_cp.sweep.search import SHOWN, STATIC_POLICIES
 from dynamic_cp.sweep.space import Refused, settings_of, variants
 from dynamic_cp.tried import EXCHANGES
-from dynamic_cp.types import CP_COMM_TYPES, DataParallel, Experts, Lambda, RecomputedLayers, Topology
+from dynamic_cp.types import AUTO_CHUNK_TOKENS, CP_COMM_TYPES, DataParallel, Experts, Lambda, RecomputedLayers, Topology
 from tests.unit.support import samples_of
 
 ROOT = str(Path(__file__).parents[3])
@@ -260,6 +260,19 @@ def test_as_few_layers_are_recomputed_as_hold_a_limit():
     assert ("--recompute-granularity full", "--recompute-method block", "--recompute-num-layers 7") in lines
     best = sweep(replace(space, tp_sizes=(4,), pp_sizes=(2,), vp_sizes=(2,)), tight).best["dynamic"].setting
     assert best.recompute_layers.method == "block"
+
+
+def test_losses_over_chunks_leave_memory_for_tokens():
+    topology = Topology(num_lanes=4, tp_size=2, sequence_parallel=True)
+    (whole, *_), (chunked, *_) = (
+        settings_of(topology, "none", "dynamic", replace(SPACE, loss_chunk_tokens=chunk), JOB) for chunk in (0, "auto")
+    )
+    assert chunked.max_tokens_per_rank > whole.max_tokens_per_rank
+    assert chunked.options().loss_chunk_tokens == 2 * AUTO_CHUNK_TOKENS
+    assert chunked.layout == "TP 2, PP 1, 4 lanes, losses over 2048 tokens"
+    given = {"model": MODEL, "architecture": None, "hardware_name": "h100", "max_seqlen": 9, "global_batch_size": 1}
+    flags = [{flag for group in launch_flags(one, **given) for flag in group} for one in (whole, chunked)]
+    assert [flag for flag in flags[1] - flags[0] if "chunk" in flag] == ["--loss-chunk-tokens 2048"]
 
 
 def test_layers_that_need_not_be_recomputed_are_not():

@@ -297,6 +297,17 @@ def test_auto_limits_of_chunks_are_the_largest_that_fit(chunk, num_words):
         assert limit > 5 * whole.max_tokens_per_rank()
 
 
+def test_what_is_too_large_may_be_logits():
+    given = {"model": replace(MODEL, vocab_size=5000), "hardware": replace(HARDWARE, hbm_bytes=2e6)}
+    topology = Topology(num_lanes=4)
+    said = "to logits .*, recompute more, compute losses over chunks of tokens .--loss-chunk-tokens auto., reduce"
+    with pytest.raises(MemoryLimitError, match=said):
+        memory(topology, **given).check_limit_fits(64)
+    memory(topology, **given, loss_chunk_tokens=4).check_limit_fits(64)
+    with pytest.raises(MemoryLimitError, match="recompute more, reduce"):
+        memory(topology, **given, loss_chunk_tokens=64).check_limit_fits(64)
+
+
 def test_logits_of_a_long_context_fit_in_2_gb():
     """32k tokens and 152k words: of 39.9 GB what a chunk has stays, beside the norm of all tokens."""
     model, options = load_model("qwen2.5-7b"), PlanOptions(max_tokens_per_rank=32768)

@@ -396,8 +396,9 @@ def test_embedding_and_head_by_hand(pp_size):
     assert cost.head_forward_s == pytest.approx(4 * (20 / 5 + 220 / 2))
     assert cost.head_backward_s == pytest.approx(4 * (40 / 5 + 140 / 2))
     over_chunks = unit_cost(hardware=hardware, topology=topology, loss_chunk_tokens=64)
-    repeated = cost._replace(head_backward_s=cost.head_backward_s + cost.head_forward_s)
-    assert over_chunks == pytest.approx(repeated), "once more forward, whatever the chunks"
+    added_s = 4 / 64 * 2 * (2 + 4) * 10 / 2  # by each of the chunks: a gradient of 10 weights
+    repeated = cost._replace(head_backward_s=cost.head_backward_s + cost.head_forward_s + added_s)
+    assert over_chunks == pytest.approx(repeated), "once more forward"
     table = CostModel(
         Problem(topology=topology, model=UNIT_MODEL, hardware=hardware, options=PlanOptions(max_tokens_per_rank=256))
     ).table
