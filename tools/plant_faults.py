@@ -46,6 +46,19 @@ EXPERTS = "tests/distributed/test_experts.py"
 REPORTS = "tests/distributed/test_upstream_faults.py"
 NORMS = REPORTS + " -k norm_that_gradients"
 FAULTS = {
+    "a framework gets the slower groups": Fault(
+        "reason = min(candidates, key=lambda name: (largest_of",
+        "reason = max(candidates, key=lambda name: (largest_of",
+        "tests/unit/scheduler",
+    ),
+    "a framework's pipeline is forgotten": Fault(
+        '"pp_size": state.get_pipeline_model_parallel_world_size(),', '"pp_size": 1,', "tests/unit/scheduler"
+    ),
+    "a framework's groups lose a sample": Fault(
+        "            overflow += more\n",
+        "            del more\n",
+        "tests/unit/scheduler tests/megatron_lm/test_groups.py",
+    ),
     "the scheduler is not restored": Fault('    _load_scheduler(trainable.scheduler, run["scheduler"])\n', "", RESUMED),
     "the optimizer is not restored": Fault(
         '    request.apply(loaded["optimizer_state"], run["iteration"])\n', "", RESUMED

@@ -21,6 +21,14 @@ from megatron.dynamic_cp.scheduler import config as of_config
 MODEL, HARDWARE, TP, PP = "DYNAMIC_CP_MODEL", "DYNAMIC_CP_HARDWARE", "DYNAMIC_CP_TP", "DYNAMIC_CP_PP"
 """Environment variables of `job_of_environment`."""
 
+LAYOUT = tuple(one.name for one in fields(Topology) if one.name != "num_lanes")
+OPTIONS = (
+    *("max_cp_size", "recompute", "recompute_modules", "recompute_layers", "tp_comm_overlap"),
+    *("bytes_per_element", "fp32_residual", "search"),
+)
+"""What a call may say of PlanOptions. A framework runs a ring in aligned groups, so other exchanges and pools it cannot
+plan for; the limit of tokens and the smallest CP size it says itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -28,8 +36,8 @@ class Job:
 
     Attributes:
         model: None: the framework's configuration says it, in `run()`.
-        layout: fields of Topology besides the lanes; those left out are found by `layout_of_process`.
-        options: fields of PlanOptions besides the limit of tokens and the smallest CP size.
+        layout: of `LAYOUT`; what is left out is found by `layout_of_process`.
+        options: of `OPTIONS`.
     """
 
     hardware: Hardware
@@ -83,15 +91,15 @@ def job_of(
         model: a bundled name, the path of a config.json or of our JSON, the dict that such a file holds, a
             configuration of transformers or megatron-core, or a ModelShape; None: taken from what `run()` is given.
         hardware: a bundled name, the path of a file, or a Hardware.
-        layout: tp_size, pp_size and other fields of Topology; TP and PP of the process where they are left out.
-        options: recompute, max_cp_size and other fields of PlanOptions.
+        layout: tp_size, pp_size and others of `LAYOUT`; those of the process where they are left out.
+        options: recompute, max_cp_size and others of `OPTIONS`.
         data_parallel: how lanes share gradients; a part of the predicted seconds only.
 
     Raises:
         DynamicCPError: an unknown model or hardware, or a field that is not there.
     """
-    _check_names("layout", layout or {}, Topology, {"num_lanes"})
-    _check_names("options", options or {}, PlanOptions, {"max_tokens_per_rank", "min_cp_size"})
+    _check_names("layout", layout or {}, LAYOUT)
+    _check_names("options", options or {}, OPTIONS)
     job = Job(hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware))
     job = replace(job, layout=dict(layout or {}), options=dict(options or {}))
     if data_parallel is not None:
@@ -150,7 +158,6 @@ def _size(variable: str) -> int | None:
     return int(text) if text else None
 
 
-def _check_names(what: str, given: Mapping[str, Any], value_type: type, taken: set[str]) -> None:
-    known = [one.name for one in fields(value_type) if one.name not in taken]
+def _check_names(what: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     if unknown := [name for name in given if name not in known]:
         raise InvalidInputError(f"{what} has no {unknown[0]}: known are {', '.join(known)}", name=unknown[0])

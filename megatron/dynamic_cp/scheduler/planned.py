@@ -70,7 +70,8 @@ class PlannedGroups(NamedTuple):
 def plan_groups(job: Job, limits: Limits, seqlens: Mapping[int, int]) -> PlannedGroups:
     """Return the faster of a plan's groups and of those of Megatron-LM's greedy.
 
-    Both as they will run: filling empty places can make a plan slower than what it was chosen against.
+    Both as they will run, in a ring: filling empty places can make a plan slower than what it was chosen against, and
+    give groups more lanes than `max_cp_size`; then the other is taken, if that has none of those.
 
     Args:
         seqlens: id -> tokens, of a whole global batch.
@@ -87,7 +88,8 @@ def plan_groups(job: Job, limits: Limits, seqlens: Mapping[int, int]) -> Planned
     with contextlib.suppress(InvalidInputError):  # its rows may not come to a multiple where ours do
         candidates[GREEDY] = groups_of_greedy(seqlens, cost_model, problem.options, **shape)
     seconds = {name: groups_ns(groups, seqlens, cost_model) * 1e-9 for name, groups in candidates.items()}
-    reason = min(candidates, key=lambda name: seconds[name])
+    largest = problem.options.max_cp_size or limits.num_lanes
+    reason = min(candidates, key=lambda name: (largest_of(candidates[name]) > largest, seconds[name]))
     sizes = check_groups(
         candidates[reason],
         seqlens,
@@ -96,6 +98,11 @@ def plan_groups(job: Job, limits: Limits, seqlens: Mapping[int, int]) -> Planned
         multiple=limits.multiple,
     )
     return PlannedGroups(candidates[reason], seconds[reason], seconds.get(GREEDY), reason, sizes)
+
+
+def largest_of(groups: Groups) -> int:
+    """Return the largest CP size of some groups."""
+    return max((lanes.count(ids) for lanes in groups for ids in lanes), default=0)
 
 
 class PlainScheduler:

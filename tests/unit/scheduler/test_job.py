@@ -177,6 +177,7 @@ def test_the_environment_names_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"hardware": "h1000"}, "none of the bundled hardware"),
         ({"layout": {"tp": 2}}, "layout has no tp: known are tp_size"),
         ({"options": {"max_tokens_per_rank": 8}}, "options has no max_tokens_per_rank"),
+        ({"options": {"pool": "auto"}}, "options has no pool: known are max_cp_size"),
     ],
 )
 def test_what_is_unknown_is_one_line(given: dict[str, Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -14,7 +15,7 @@ from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, Unsuppor
 from dynamic_cp.pricing.cost_model import CostModel
 from megatron.dynamic_cp.scheduler import planned, register
 from megatron.dynamic_cp.scheduler.groups import check_groups, groups_ns, groups_of_greedy
-from megatron.dynamic_cp.scheduler.job import Job, job_of
+from megatron.dynamic_cp.scheduler.job import MODEL, Job, job_of
 from megatron.dynamic_cp.scheduler.planned import Limits, PlainScheduler, plan_groups, scheduler_class
 from tests.unit.scheduler.test_job import configuration
 from tests.unit.test_purity import REFUSE, run
@@ -93,6 +94,14 @@ def test_fewer_samples_than_lanes_fill_all_lanes(num_samples: int) -> None:
     check_groups(groups, seqlens, num_lanes=8, max_tokens_per_rank=8192)
 
 
+def test_the_largest_cp_size_is_kept_where_no_lane_would_be_empty() -> None:
+    """The greedy, which knows no such limit, is not taken for its speed."""
+    seqlens = rollouts(0, 256, 16384)
+    free, bound = (job_of("qwen2.5-7b", layout={"pp_size": 4}, options=options) for options in ({}, {"max_cp_size": 2}))
+    assert planned.largest_of(plan_groups(free, Limits(8, 8192), seqlens).groups) > 2
+    assert planned.largest_of(plan_groups(bound, Limits(8, 8192), seqlens).groups) == 2
+
+
 def test_run_takes_model_and_layout_from_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
     plan = planned.plan_groups
@@ -169,6 +178,31 @@ def test_one_call_registers_for_all_and_twice_is_once(monkeypatch: pytest.Monkey
     assert set(module.scheduler_map.values()) == {chosen}
     assert module.DefaultDynamicCPScheduler is chosen
     assert chosen.__mro__[1] is Greedy, "a second call stacked one class on the other"
+
+
+def test_an_import_registers_what_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(MODEL, raising=False)
+    from megatron.dynamic_cp.scheduler import from_environment
+
+    caplog.clear()
+    importlib.reload(from_environment)
+    assert "DYNAMIC_CP_MODEL names no model, so the framework's own scheduler plans" in caplog.text
+    module: Any = ModuleType("data_schedule")
+    module.scheduler_map, module.DefaultDynamicCPScheduler = {}, Greedy
+    monkeypatch.setattr(register.importlib, "import_module", lambda name: module)
+    monkeypatch.setenv(MODEL, "qwen2.5-7b")
+    from_environment._register()
+    assert module.DefaultDynamicCPScheduler.replaces is Greedy
+    monkeypatch.setenv(MODEL, "qwen2.5-8b")
+    with pytest.raises(InvalidInputError, match="none of the bundled models"):
+        from_environment._register()
+    monkeypatch.undo()
+    monkeypatch.setenv(MODEL, "qwen2.5-7b")
+    monkeypatch.setattr(register, "_MODULE", "no_such_module")
+    from_environment._register()
+    assert "nothing was registered in this process: No module named 'no_such_module'" in caplog.text
 
 
 def test_a_release_that_was_not_tested_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
