@@ -112,6 +112,7 @@ def register_by_import() -> type:
     import verl.utils.dynamic_cp_scheduler as seam
     from verl.utils.import_utils import import_external_libs
 
+    sys.modules.pop(ENVIRONMENT, None)  # of a test that ran before in the process this one is forked off
     import_external_libs([ENVIRONMENT])
     found: type = seam.get_megatron_dynamic_cp_scheduler_cls()
     return found
