@@ -36,13 +36,9 @@ def why_missing(folder: Path, package: str, version: str, *more: str) -> str | N
     with alone(folder, f"{package}-{version}"), tempfile.TemporaryDirectory(dir=folder) as there:
         if wheel_of(folder, package, version):
             return None
-        command = [sys.executable, "-m", *_PIP.split(), *more, "--dest", there, f"{package}=={version}"]
-        try:
-            pip = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_S)
-        except subprocess.TimeoutExpired:
-            return f"no answer of the package index in {DOWNLOAD_S} s"
-        if pip.returncode:
-            return pip.stderr.strip().rpartition("\n")[2]
+        why = _download(there, f"{package}=={version}", *more)
+        if why is not None:
+            return why
         (wheel,) = Path(there).glob("*.whl")
         wheel.rename(folder / wheel.name)
     return None
@@ -56,6 +52,27 @@ def wheel_or_skip(folder: Path, package: str, version: str, *more: str) -> Path:
     wheel = wheel_of(folder, package, version)
     assert wheel is not None
     return wheel
+
+
+def newest_or_skip(folder: Path, package: str) -> str:
+    """Return the newest release that the index has for this Python, whose wheel then lies in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone(folder, package), tempfile.TemporaryDirectory(dir=folder) as there:
+        why = _download(there, package)
+        if why is not None:
+            pytest.skip(f"no newest wheel of {package}: {why}")
+        (wheel,) = Path(there).glob("*.whl")
+        wheel.rename(folder / wheel.name)
+    return wheel.name.split("-")[1]
+
+
+def _download(there: str, requirement: str, *more: str) -> str | None:
+    command = [sys.executable, "-m", *_PIP.split(), *more, "--dest", there, requirement]
+    try:
+        pip = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_S)
+    except subprocess.TimeoutExpired:
+        return f"no answer of the package index in {DOWNLOAD_S} s"
+    return pip.stderr.strip().rpartition("\n")[2] if pip.returncode else None
 
 
 @contextmanager

@@ -19,9 +19,10 @@ import pytest
 from dynamic_cp import load_model
 from megatron.dynamic_cp.scheduler.groups import check_groups
 from megatron.dynamic_cp.scheduler.job import MODEL, PP
+from megatron.dynamic_cp.scheduler.register import TESTED
 from tests.distributed import verl_seam
 from tests.distributed.harness import run_ranks
-from tests.wheels import wheel_or_skip
+from tests.wheels import newest_or_skip, wheel_or_skip
 
 LIMIT = 128
 LENGTHS = (300, 17, 64, 120, 5, 90, 33, 200, 1, 77, 128, 41, 12, 60, 8, 99)
@@ -46,7 +47,20 @@ def a_step(site: Path, lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def test_every_sample_is_trained_once_and_results_come_in_order() -> None:
-    ranks = run_ranks(4, a_step, verl_seam.unpacked_or_skip(), LENGTHS)
+    check_step(verl_seam.unpacked_or_skip())
+
+
+@pytest.mark.nightly
+def test_the_newest_release_of_verl_does_the_same() -> None:
+    """Where this fails, or names another release, `register.TESTED` and the page are to be looked at."""
+    newest = newest_or_skip(verl_seam.FOLDER, "verl")
+    check_step(verl_seam.unpacked_or_skip(newest))
+    assert newest in TESTED["verl"]
+
+
+def check_step(site: Path) -> None:
+    """Check groups, tokens and results of a step of verl's on four ranks."""
+    ranks = run_ranks(4, a_step, site, LENGTHS)
     groups = [[pack[0] for pack in lanes] for lanes in zip(*(rank["packs"] for rank in ranks), strict=True)]
     sizes = check_groups(groups, dict(enumerate(LENGTHS)), num_lanes=4, max_tokens_per_rank=LIMIT)
     assert len(sizes) >= 2, "the plan does not mix CP sizes"

@@ -25,7 +25,6 @@ from tests.wheels import alone, wheel_or_skip
 
 VERL = "0.9.1"
 NEEDED = (
-    ("verl", VERL),
     ("tensordict", "0.15.3"),
     ("pyvers", "0.2.3"),
     ("orjson", "3.13.0"),
@@ -42,10 +41,10 @@ class Theirs(PlainScheduler):
         return [[[sample]] * (self.cp_size * self.dp_size) for sample, _ in sample_id_seqlens]
 
 
-def unpacked_or_skip() -> Path:
+def unpacked_or_skip(release: str = VERL) -> Path:
     """Return a folder to import verl's modules and tensordict from; the test is skipped where they cannot be had."""
-    wheels = [wheel_or_skip(FOLDER, package, version) for package, version in NEEDED]
-    target = FOLDER / f"verl-{VERL}-site"
+    wheels = [wheel_or_skip(FOLDER, package, version) for package, version in (("verl", release), *NEEDED)]
+    target = FOLDER / f"verl-{release}-site"
     with alone(FOLDER, target.name):
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=FOLDER) as name:
@@ -113,6 +112,7 @@ def register_by_import() -> type:
     import verl.utils.dynamic_cp_scheduler as seam
     from verl.utils.import_utils import import_external_libs
 
+    sys.modules.pop(ENVIRONMENT, None)  # of a test that ran before in the process this one is forked off
     import_external_libs([ENVIRONMENT])
     found: type = seam.get_megatron_dynamic_cp_scheduler_cls()
     return found

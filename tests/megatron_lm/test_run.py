@@ -279,3 +279,9 @@ def test_save_that_cannot_write_leaves_no_process(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "rank 0 failed (iteration 2, saving):" in done.stderr, done.stderr[-3000:]
     assert re.search("IsADirectoryError|Is a directory", done.stderr), done.stderr[-4500:]
+
+
+def test_losses_over_chunks_of_tokens() -> None:
+    words = "--dynamic-cp --max-seqlen-per-dp-cp-rank 256 --tensor-model-parallel-size 2 --sequence-parallel"
+    whole, chunked = (megatron_lm(f"{words} {more}", ranks=2) for more in ("", "--loss-chunk-tokens 32"))
+    assert losses_of_megatron_lm(chunked) == pytest.approx(losses_of_megatron_lm(whole), rel=1e-6)

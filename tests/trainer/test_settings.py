@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamic_cp.types import StateDtypes
+from dynamic_cp.types import AUTO_CHUNK_TOKENS, StateDtypes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.table import flags_of
 from megatron.trainer.flags.arguments import build_parser, parse_args
@@ -91,6 +91,7 @@ def test_every_flag_is_a_setting_once() -> None:
 
 def test_what_is_written_down_of_a_run_has_every_flag_completed() -> None:
     words = "--dynamic-cp --cp-comm-type a2a --recompute-activations --lr-warmup-fraction 0.25 --split 90,10,0"
+    words += " --loss-chunk-tokens auto"
     line = " ".join(command_line(words)).replace("--lr-warmup-iters 2", "")
     arguments = parse_args(line.split(), 8).arguments
     parsed = {action.dest for action in build_parser()._actions if action.default != "==SUPPRESS=="}
@@ -98,7 +99,8 @@ def test_what_is_written_down_of_a_run_has_every_flag_completed() -> None:
     completed = {
         "max_seqlen_per_dp_cp_rank": 128,
         "max_dynamic_cp_size": 4,
-        "dynamic_cp_inner_sizes": (),
+        "dynamic_cp_inner_sizes": None,
+        "loss_chunk_tokens": AUTO_CHUNK_TOKENS,
         "recompute_granularity": "selective",
         "lr_warmup_samples": 24,
         "kv_channels": 16,

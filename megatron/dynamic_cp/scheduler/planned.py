@@ -7,7 +7,6 @@ class is ours. Every rank that asks plans for itself: a plan is a function of it
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 from collections import Counter
@@ -25,6 +24,8 @@ from megatron.dynamic_cp.scheduler.job import Job
 logger = logging.getLogger(__name__)
 
 GREEDY = "Megatron-LM's greedy"
+
+_warned: set[type] = set()
 
 
 class Limits(NamedTuple):
@@ -158,7 +159,7 @@ def scheduler_class(job: Job, base: type = PlainScheduler) -> type:
                 found = job.with_config(config)
                 self.job = replace(found, layout={**found.layout, **sizes})
             except DynamicCPError as error:
-                _warn_once(f"dynamic CP does not know this model, {base.__name__} plans: {error}")
+                _warn_once(error, f"dynamic CP does not know this model, {base.__name__} plans")
             return super().run(data_iterator, num_microbatches, *groups_and_config)
 
         def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> Groups:
@@ -175,7 +176,7 @@ def scheduler_class(job: Job, base: type = PlainScheduler) -> type:
             except DynamicCPError as error:
                 if not hasattr(base, "get_groups_and_subsamples"):
                     raise
-                _warn_once(f"dynamic CP cannot plan here, {base.__name__} does: {error}")
+                _warn_once(error, f"dynamic CP cannot plan here, {base.__name__} does")
                 groups: Groups = super().get_groups_and_subsamples(sample_id_seqlens)
                 return groups
             level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.DEBUG
@@ -196,6 +197,8 @@ def limits_of(scheduler: Any) -> Limits:
     )
 
 
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning("%s", text)
+def _warn_once(error: DynamicCPError, text: str) -> None:
+    """Warn of the first error of its kind: those of other steps differ in their numbers only."""
+    if type(error) not in _warned:
+        _warned.add(type(error))
+        logger.warning("%s: %s", text, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -14,7 +15,7 @@ from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, Unsuppor
 from dynamic_cp.pricing.cost_model import CostModel
 from megatron.dynamic_cp.scheduler import planned, register
 from megatron.dynamic_cp.scheduler.groups import check_groups, groups_ns, groups_of_greedy
-from megatron.dynamic_cp.scheduler.job import Job, job_of
+from megatron.dynamic_cp.scheduler.job import MODEL, Job, job_of
 from megatron.dynamic_cp.scheduler.planned import Limits, PlainScheduler, plan_groups, scheduler_class
 from tests.unit.scheduler.test_job import configuration
 from tests.unit.test_purity import REFUSE, run
@@ -34,7 +35,7 @@ class Greedy(PlainScheduler):
 
 @pytest.fixture(autouse=True)
 def _warns_anew() -> None:
-    planned._warn_once.cache_clear()
+    planned._warned.clear()
 
 
 @pytest.mark.parametrize(
@@ -160,8 +161,10 @@ def test_a_sample_that_no_lanes_hold_is_an_error_of_both_numbers() -> None:
 
 def test_too_few_samples_for_a_multiple_are_handed_over(caplog: pytest.LogCaptureFixture) -> None:
     made = scheduler_class(job_of("qwen2.5-7b", layout={"pp_size": 4}), Greedy)(8192, 1, 8, 4)
-    assert made.get_groups_and_subsamples([(0, 8)]) == THEIRS
-    assert "cannot fill a multiple of 4" in caplog.text
+    batches = [[(0, 8)], [(0, 9), (1, 8)]]
+    assert [made.get_groups_and_subsamples(batch) for batch in batches] == [THEIRS] * 2
+    (warning,) = caplog.records
+    assert "cannot fill a multiple of 4" in warning.getMessage()
 
 
 def test_one_call_registers_for_all_and_twice_is_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +180,31 @@ def test_one_call_registers_for_all_and_twice_is_once(monkeypatch: pytest.Monkey
     assert set(module.scheduler_map.values()) == {chosen}
     assert module.DefaultDynamicCPScheduler is chosen
     assert chosen.__mro__[1] is Greedy, "a second call stacked one class on the other"
+
+
+def test_an_import_registers_what_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(MODEL, raising=False)
+    from megatron.dynamic_cp.scheduler import from_environment
+
+    caplog.clear()
+    importlib.reload(from_environment)
+    assert "DYNAMIC_CP_MODEL names no model, so the framework's own scheduler plans" in caplog.text
+    module: Any = ModuleType("data_schedule")
+    module.scheduler_map, module.DefaultDynamicCPScheduler = {}, Greedy
+    monkeypatch.setattr(register.importlib, "import_module", lambda name: module)
+    monkeypatch.setenv(MODEL, "qwen2.5-7b")
+    from_environment._register()
+    assert module.DefaultDynamicCPScheduler.replaces is Greedy
+    monkeypatch.setenv(MODEL, "qwen2.5-8b")
+    with pytest.raises(InvalidInputError, match="none of the bundled models"):
+        from_environment._register()
+    monkeypatch.undo()
+    monkeypatch.setenv(MODEL, "qwen2.5-7b")
+    monkeypatch.setattr(register, "_MODULE", "no_such_module")
+    from_environment._register()
+    assert "nothing was registered in this process: No module named 'no_such_module'" in caplog.text
 
 
 def test_a_release_that_was_not_tested_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
