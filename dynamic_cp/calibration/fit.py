@@ -46,8 +46,8 @@ _BUSY = 1.3
 """Times its host's seconds that a part must take for its device to be what one waits for."""
 _TRANSFER_LAUNCH_S = 40e-6
 """Of the host for a grouped send and receive, which one rank cannot measure; an estimate."""
-_MOST_OF_PEAK = 0.85
-"""No matrix product is faster: 8192 x 8192 x 8192 on an H200 reached 0.81 (docs/GPU.md)."""
+_MOST_OVER_LAYERS = 1.65
+"""The rate of a head over that of layers: on an H200 the largest matrix product was 1.55 times as fast as layers."""
 _BACKWARD_FLOPS = 2.5
 """Of attention, over forward, as `dynamic_cp.mechanisms.stage_attention` counts them."""
 
@@ -240,11 +240,15 @@ class _Fit:
         # In seconds, not relative: a cheap embedding must not spoil a dear head.
         scale = np.abs(columns).max(axis=0)
         solved = np.linalg.lstsq(columns / scale, seconds, rcond=None)[0] / scale
-        if 0 < solved[0] < 1 / (_MOST_OF_PEAK * self._base.peak_flops_per_s):
+        least = 1 / (_MOST_OVER_LAYERS * self._values["linear_flops_per_s"])
+        of_loss = seconds - columns[:, 0] * least
+        if 0 < solved[0] < least and (moved_s := float(columns[:, 1] @ of_loss)) > 0:
             # A loss that moves more bytes than are counted would look like a fast head.
-            solved[0] = 1 / (_MOST_OF_PEAK * self._base.peak_flops_per_s)
-            left = seconds - columns[:, 0] * solved[0]
-            solved[1] = max(0.0, float(columns[:, 1] @ left / (columns[:, 1] @ columns[:, 1])))
+            solved = np.array([least, moved_s / float(columns[:, 1] @ columns[:, 1])])
+            self._notes.append(
+                f"the LM head is taken to be {_MOST_OVER_LAYERS} times as fast as layers, and its loss to move its "
+                f"bytes at {1e-12 / solved[1]:.2g} TB/s: it moves more than is counted"
+            )
         if solved[0] <= 0:
             solved = np.array([0.0, float(columns[:, 1] @ seconds / (columns[:, 1] @ columns[:, 1]))])
         if solved[1] <= 0:

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from dynamic_cp.cli.output import write_text
-from dynamic_cp.cli.parameters import Command, Names, one_option, options_in
+from dynamic_cp.cli.output import write_json, write_text
+from dynamic_cp.cli.parameters import SET, Command, Names, one_option, options_in
 from dynamic_cp.errors import DynamicCPError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.first_day.day import SMALL_MODEL, Day
 from dynamic_cp.first_day.page import page_of
@@ -67,8 +67,10 @@ Then: train with --dynamic-cp-hardware runs/first-day/hardware.json
     one_option(
         "--hardware",
         type=Names("NAME|FILE", catalog.hardware_names),
-        help="Hardware to start from. [default: the bundled one that is nearest]",
+        help="Hardware to start from. [default: the bundled one that is nearest; if its memory is another, --set "
+        "hbm_bytes=48GB]",
     ),
+    SET,
     one_option(
         "--max-tokens",
         type=click.IntRange(512),
@@ -153,16 +155,27 @@ def _day(given: dict[str, Any], folder: Path, names: list[str]) -> Day:
     model = given["model"] or ("llama-3-8b" if names else str(folder / "small.json"))
     if model == str(folder / "small.json"):
         write_text(model, json.dumps(SMALL_MODEL, indent=1) + "\n")
-    nearest = next((hardware for part, hardware in _HARDWARE.items() if names and part in names[0]), "h100")
+    hardware = given["hardware"] or _nearest(names)
+    if given["settings"]:
+        changed = catalog.load_hardware(hardware, given["settings"])
+        hardware = str(folder / "base.json")
+        write_json(hardware, catalog.hardware_as_dict(changed))
     return Day(
         folder=folder,
         on_gpu=bool(names),
         num_ranks=num_ranks,
         tp_size=tp_size,
         model=model,
-        hardware=given["hardware"] or (nearest if names else "cpu"),
+        hardware=hardware,
         max_tokens=given["max_tokens"] or (8192 if names else 1024),
         num_samples=64 if names else 32,
         num_steps=4 if given["quick"] else 12,
         quick=given["quick"],
     )
+
+
+def _nearest(names: list[str]) -> str:
+    """Return the bundled hardware that is nearest to the GPUs, or that of CPU ranks."""
+    if not names:
+        return "cpu"
+    return next((hardware for part, hardware in _HARDWARE.items() if part in names[0]), "h100")

@@ -10,7 +10,7 @@ take nothing.
 from __future__ import annotations
 
 from dynamic_cp.mechanisms.mechanism import Sharing
-from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.mechanisms.registry import MECHANISMS, chosen_inner_sizes
 from dynamic_cp.types import ModelShape, PlanOptions, Topology
 
 
@@ -34,4 +34,5 @@ def num_communicators(model: ModelShape, topology: Topology, options: PlanOption
     mechanisms = [MECHANISMS[name] for name in options.cp_comm_types]
     of_mechanisms = sum(mechanism.num_more_groups(size, sharing) for mechanism in mechanisms for size in used)
     # Inner groups of a mechanism are CP groups of smaller sizes.
-    return of_megatron + len(sizes if of_mechanisms else used) + of_mechanisms + (options.pool != "off")
+    inner = chosen_inner_sizes(options.cp_comm_types, largest, sharing) if of_mechanisms else ()
+    return of_megatron + len({*used, *inner}) + of_mechanisms + (options.pool != "off")

@@ -214,7 +214,8 @@ class StagePrices:
             share = self._recomputed_share
             credit_s = share * hardware.recompute_overhead_credit * overhead_s
             backward = backward.plus(forward, share).plus(Linear(-credit_s))
-            host_back_s += share * host_s
+            # The schedule, of which a bucket's overhead is, is not repeated.
+            host_back_s += share * max(0.0, host_s - hardware.overhead_s_per_bucket_stage)
             kinks += tuple(kink._replace(weight=share * kink.weight) for kink in attention.kinks)
         elif self._repeated:
             if "core_attn" in self._repeated:

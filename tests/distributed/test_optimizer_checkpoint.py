@@ -7,6 +7,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.repairs import optimizer_checkpoint
 from tests.distributed import reference
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
@@ -41,3 +42,12 @@ def test_loading_needs_the_repairs_and_works_with_them() -> None:
         run_ranks(2, ask_a_fresh_optimizer_what_to_load, False)
     for num_states, num_steps in run_ranks(2, ask_a_fresh_optimizer_what_to_load, True):
         assert num_states == num_steps > 5, "parameters share a step counter"
+
+
+def test_halves_are_not_taken_for_weights() -> None:
+    """Integers of 16 bits; a norm's ones and a bias's zeros are weights."""
+    halves = torch.randint(-(2**15), 2**15, (1000,)).float()
+    with pytest.raises(UnsupportedFeatureError, match="lower halves of the optimizer's weights"):
+        optimizer_checkpoint._check_are_weights(halves)
+    for weights in (torch.ones(8), torch.zeros(8), torch.empty(0), torch.randn(1000) * 3):
+        optimizer_checkpoint._check_are_weights(weights)

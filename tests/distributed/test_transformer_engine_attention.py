@@ -424,6 +424,7 @@ def run_the_tests_of_a_gpu(cp_sizes: tuple[int, ...]) -> int:
     judge.DEVICE = torch.device("cpu")
     from tests.gpu import test_transformer_engine as on_gpu
 
+    on_gpu.DEVICE = judge.DEVICE  # where pytest has imported it before, as in a run of all tests
     on_gpu.SEQLENS = (16, 256, 16 * 9, 512)
     asked: list[int] = []
 

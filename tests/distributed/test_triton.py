@@ -33,7 +33,9 @@ def test_programs_equal_a_dense_softmax_in_the_interpreter() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
-@pytest.mark.parametrize(("capability", "head_dim"), [(80, 128), (90, 64), (90, 128), (100, 128)])
+@pytest.mark.parametrize(
+    ("capability", "head_dim"), [(86, 128), (90, 64), (90, 128), (90, 256), (100, 128), (120, 256)]
+)
 def test_programs_compile_for_gpus_that_are_not_here(capability: int, head_dim: int) -> None:
     """They fit the shared memory, registers hold nearly all, and no two warps compute the same rows."""
     from triton.backends.compiler import GPUTarget
@@ -66,10 +68,10 @@ def test_programs_compile_for_gpus_that_are_not_here(capability: int, head_dim: 
         )
         assert compiled.asm["cubin"]
         assert 0 < compiled.metadata.shared <= SHARED_BYTES[capability]
-        if capability in LOADERS:
+        if capability in LOADERS and head_dim < 256:
             assert spilled_bytes(compiled.asm["ptx"], LOADERS[capability]) <= MOST_SPILLED_BYTES
         for kind, rows, columns in re.findall(LAYOUT, compiled.asm["ttgir"]):
-            if kind == "3":  # a warpgroup computes 64 rows
+            if kind == "3" and head_dim < 256:  # a warpgroup computes 64 rows
                 assert int(rows) * 16 <= max(64, cut.rows, cut.columns), "warps compute the same rows"
                 assert int(rows) * int(columns) == cut.num_warps
 
@@ -79,10 +81,11 @@ TYPES = (
     | dict.fromkeys(("ranges", "of_rows", "of_columns", "starts", "full_ends", "columns_of", "rows_of"), "*i32")
     | dict.fromkeys(("scale", "scale_log2"), "fp32")
 )
-LOADERS = {80: "sm_80", 90: "sm_90a"}
+LOADERS = {86: "sm_86", 90: "sm_90a"}
 """Compute capability -> target of the ptxas that comes with Triton; the one for sm_100 is another program."""
 MOST_SPILLED_BYTES = 128
-"""Of a thread. On an H200 programs with 68 were faster than those without (docs/GPU.md); thousands are a mistake."""
+"""Of a thread. On an H200 programs with 68 were faster than those without; thousands are a mistake. Heads of 256 spill
+hundreds, and some of their warps compute the same rows: of what was timed it was the fastest."""
 
 
 def spilled_bytes(ptx: str, target: str) -> int:
@@ -99,7 +102,7 @@ def spilled_bytes(ptx: str, target: str) -> int:
     return int(found)
 
 
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_BYTES = {86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Of a program, by compute capability."""
 LAYOUT = r"nvidia_mma<\{versionMajor = (\d), [^}]*?warpsPerCTA = \[(\d+), (\d+)\]"
 

@@ -8,7 +8,7 @@ import pytest
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.mechanisms.mechanism import Sharing
-from dynamic_cp.mechanisms.registry import chosen_inner_sizes
+from dynamic_cp.mechanisms.registry import MECHANISMS, chosen_inner_sizes
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.pricing.cost_model import CostModel
@@ -131,6 +131,18 @@ def test_auto_makes_ten_communicators_of_64_lanes_and_plans_for_no_others(has_ma
         assert len(lane_blocks(lane, 64)) - 1 + len(rings) <= 10
     # With the job's own, the optimizer's and that of gradients.
     assert MemoryModel(problem).num_communicators == 6 + 3 + 3
+
+
+@pytest.mark.parametrize(("num_lanes", "ranks_per_node"), [(32, 32), (64, 64)])
+def test_rings_go_around_inner_groups_smaller_than_the_largest(num_lanes, ranks_per_node, monkeypatch):
+    """A group of all lanes of a node leaves no ring around it."""
+    settings = parsed(
+        "--num-attention-heads 64 --num-query-groups 8 --hidden-size 512", num_lanes, ranks_per_node, monkeypatch
+    )
+    model, topology = derive.model_shape(settings.model, 256), settings.planning.topology
+    sharing = Sharing.of(model, topology, settings.planning.options())
+    assert sharing.ring_sizes == (num_lanes // 2,)
+    assert MECHANISMS["a2a+p2p"].inner_sizes(num_lanes, sharing) == (num_lanes // 2,)
 
 
 def test_every_exchange_is_a_choice(monkeypatch):

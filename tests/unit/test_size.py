@@ -14,7 +14,7 @@ MOST_LINES = {
     "dynamic_cp/calibration": 980,  # what waits for its host says nothing of a device
     "dynamic_cp/cli": 3300,  # gradients and optimizer states in lower precision; losses over chunks of tokens
     "dynamic_cp/comparison": 1650,
-    "dynamic_cp/first_day": 610,  # the first hour of a node as one command
+    "dynamic_cp/first_day": 620,  # the first hour of a node as one command
     "dynamic_cp/learning": 590,
     "dynamic_cp/lengths": 1200,
     "dynamic_cp/mechanisms": 1400,  # few communicators
@@ -33,7 +33,7 @@ MOST_LINES = {
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 4560,  # Triton programs that compare nothing in full tiles, and one that merges
-    "megatron/dynamic_cp/calibration": 1450,  # what the host takes; attention against float64, for a first day
+    "megatron/dynamic_cp/calibration": 1460,  # what the host takes; attention against float64, for a first day
     "megatron/dynamic_cp/data": 1130,
     "megatron/dynamic_cp/flags": 2380,  # losses over chunks of tokens; experts of a configuration
     "megatron/dynamic_cp/foreign": 1450,
@@ -44,8 +44,8 @@ MOST_LINES = {
     "megatron/dynamic_cp/outside": 930,
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
-    "megatron/dynamic_cp/repairs": 760,  # a TransformerEngine that cannot be imported; checkpoints of halves of weights
-    "megatron/dynamic_cp/scheduler": 850,  # the planner for other frameworks
+    "megatron/dynamic_cp/repairs": 780,  # a TransformerEngine that cannot be imported; checkpoints of halves of weights
+    "megatron/dynamic_cp/scheduler": 860,  # the planner for other frameworks
     "megatron/dynamic_cp/step": 790,
     "megatron/lm_adaptor": 2720,
     "megatron/trainer": 70,

@@ -79,7 +79,7 @@ class RowSums:
                 return
             self.out_THD = out_THD.new_zeros((self._num_rows, *out_THD.shape[1:]), dtype=SUM_DTYPE)
             self.lse_HT = lse_HT.new_full((len(lse_HT), self._num_rows), -torch.inf, dtype=SUM_DTYPE)
-        self.out_THD, self.lse_HT = self.out_THD.to(SUM_DTYPE), self.lse_HT.to(SUM_DTYPE)
+        self.out_THD, self.lse_HT = self.out_THD.to(SUM_DTYPE), self.lse_HT.to(SUM_DTYPE).contiguous()
         merge_into(self.out_THD, self.lse_HT, rows, out_THD, lse_HT)
 
     def add_offset(self, offset_H: Tensor) -> None:

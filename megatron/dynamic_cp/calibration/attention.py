@@ -8,11 +8,13 @@ Two parts of `dynamic-cp first-day`, which shows the file. Placed attention and 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import warnings
 from collections.abc import Iterator
 from itertools import chain
 from math import isfinite
+from textwrap import shorten
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from dynamic_cp.cli.output import write_json
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_model
 from dynamic_cp.types import CP_COMM_TYPES, ModelShape, Topology
-from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
+from megatron.dynamic_cp.agreement.verify import collective_device, run_on_all_ranks
 from megatron.dynamic_cp.attention.kernels.check import TOLERANCE, check_kernel
 from megatron.dynamic_cp.attention.kernels.choice import BACKENDS, choose_kernel, ranged_kernel
 from megatron.dynamic_cp.attention.te.support import installed_version, missing_exchanges
@@ -33,6 +35,8 @@ from megatron.dynamic_cp.groups.attention_check import compare_attention
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 
 _TIMEOUT_S = 120.0
+_SHOWN = 200
+"""Characters of what a kernel says."""
 _CHUNK_TOKENS = (1, 33, 261)
 """As in `attention_check`: the shortest sequence, one beside a power of two, one of several blocks of a kernel."""
 Row = dict[str, str | float]
@@ -84,8 +88,8 @@ def kernel_rows(config: TransformerConfig, place: Place) -> Iterator[Row]:
         row: Row = {"what": kernel.name, "where": "in the steps of a ring", "allowed": TOLERANCE}
         try:
             row["error"] = check_kernel(kernel, place.device, config.params_dtype, **heads)
-        except UnsupportedFeatureError as error:
-            row |= {"why": str(error), "is_wrong": True}
+        except (UnsupportedFeatureError, RuntimeError) as error:  # a page with this row tells more than a traceback
+            row |= {"why": shorten(str(error), _SHOWN, placeholder=" ..."), "is_wrong": True}
         if row.get("error") != 0:  # the portable one and the CPU's are not compared with it
             yield row
 
@@ -104,14 +108,31 @@ def exchange_rows(config: TransformerConfig, place: Place) -> list[Row]:
             rows += _compared(attention, attention.implementation, place, groups, missing)
         return rows
 
-    of_ranks: list[list[Row]] = [[] for _ in range(place.num_ranks)]
-    dist.all_gather_object(of_ranks, run_on_all_ranks(of_this_lane, place.device))
+    own = run_on_all_ranks(of_this_lane, place.device)
     worst: dict[tuple[str, str], Row] = {}
-    for row in chain.from_iterable(of_ranks):
+    for row in chain.from_iterable(map(json.loads, _texts_of_ranks(json.dumps(own), place))):
         other = worst.setdefault((str(row["what"]), str(row["where"])), row)
-        if row.get("is_wrong") or float(row.get("error", 0)) > float(other.get("error", 0)):
-            other |= row
+        if _badness(row) > _badness(other):
+            worst[str(row["what"]), str(row["where"])] = row
     return list(worst.values())
+
+
+def _texts_of_ranks(text: str, place: Place) -> list[str]:
+    """Return the texts of all ranks; collective."""
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(collective_device())
+    length = torch.tensor(len(own), device=own.device)
+    lengths = [torch.zeros_like(length) for _ in range(place.num_ranks)]
+    dist.all_gather(lengths, length)
+    padded = torch.zeros(int(max(lengths)), dtype=torch.uint8, device=own.device)
+    padded[: len(own)] = own
+    texts = [torch.zeros_like(padded) for _ in range(place.num_ranks)]
+    dist.all_gather(texts, padded)
+    return [bytes(found[:size].tolist()).decode() for found, size in zip(texts, lengths, strict=True)]
+
+
+def _badness(row: Row) -> tuple[bool, bool, float]:
+    """Return what orders rows of the same comparison: wrong ones last, of those without a finite error the last."""
+    return bool(row.get("is_wrong")), "error" not in row, float(row.get("error", 0))
 
 
 def _compared(

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 
+from dynamic_cp.errors import UnsupportedFeatureError
+
 
 def install() -> None:
     """Repair `DistributedOptimizer` in this process; does nothing when called again."""
@@ -106,6 +108,7 @@ def _with_halves_of_weights(put: Any) -> Any:
     def with_halves_of_weights(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
         shard = _shard_of(self, model_param)
         if getattr(self.optimizer, "store_param_remainders", False) and shard.dtype == torch.bfloat16:
+            _check_are_weights(tensors["param"])
             bits = tensors["param"].contiguous().view(torch.int32)
             lower = bits.to(torch.int16)
             shard.view(torch.int16).copy_((bits >> 16) + (lower < 0).int())
@@ -113,6 +116,19 @@ def _with_halves_of_weights(put: Any) -> Any:
         put(self, model_param, tensors)
 
     return with_halves_of_weights
+
+
+def _check_are_weights(saved: torch.Tensor) -> None:
+    """Refuse halves in the place of weights: integers, of which weights have none above 1.
+
+    Raises:
+        UnsupportedFeatureError: they are; on all ranks, as one job saved them.
+    """
+    if saved.numel() and float(saved.abs().max()) > 1 and bool((saved == saved.round()).all()):
+        raise UnsupportedFeatureError(
+            "the checkpoint has lower halves of the optimizer's weights, as megatron-core's precision-aware optimizer "
+            "saves them, and not the weights: load it with --no-load-optim, or save it anew with this project"
+        )
 
 
 def _shard_of(optimizer: Any, model_param: Any) -> torch.Tensor:

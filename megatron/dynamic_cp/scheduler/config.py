@@ -90,9 +90,6 @@ def options_of(config: Any) -> dict[str, Any]:
         "bytes_per_element": 2 if has_bf16 else 4,
         "fp32_residual": bool(getattr(config, "fp32_residual_connection", False)) and has_bf16,
     }
-    largest = getattr(config, "max_dynamic_context_parallel_size", None)
-    if largest is not None:
-        options["max_cp_size"] = largest
     granularity = getattr(config, "recompute_granularity", None)
     if granularity == "selective":
         modules = getattr(config, "recompute_modules", None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 GREEDY = "Megatron-LM's greedy"
 
-_warned: set[type] = set()
+_warned: set[str] = set()
 
 
 class Limits(NamedTuple):
@@ -91,6 +92,11 @@ def plan_groups(job: Job, limits: Limits, seqlens: Mapping[int, int]) -> Planned
     seconds = {name: groups_ns(groups, seqlens, cost_model) * 1e-9 for name, groups in candidates.items()}
     largest = problem.options.max_cp_size or limits.num_lanes
     reason = min(candidates, key=lambda name: (largest_of(candidates[name]) > largest, seconds[name]))
+    if largest_of(candidates[reason]) > largest:
+        raise InvalidInputError(
+            f"{len(seqlens)} samples leave lanes without one, and larger CP groups would fill them: a CP size of "
+            f"{largest_of(candidates[reason])} is needed, max_cp_size is {largest}: raise it, or the number of samples"
+        )
     sizes = check_groups(
         candidates[reason],
         seqlens,
@@ -199,6 +205,7 @@ def limits_of(scheduler: Any) -> Limits:
 
 def _warn_once(error: DynamicCPError, text: str) -> None:
     """Warn of the first error of its kind: those of other steps differ in their numbers only."""
-    if type(error) not in _warned:
-        _warned.add(type(error))
+    kind = re.sub(r"\d+", "", str(error))
+    if kind not in _warned:
+        _warned.add(kind)
         logger.warning("%s: %s", text, error)

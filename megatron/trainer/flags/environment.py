@@ -20,7 +20,7 @@ def defaults(planning: PlanningSettings) -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         # Every micro-batch has another length: segments that grow keep the allocator's memory in one piece.
         **({} if any(name in os.environ for name in ALLOC_CONF) else {_allocator_variable(): _GROWS}),
-        # NVLS reserves memory for each communicator.
+        # NVLS reserves memory for each communicator; collectives of TP and gradients go without it, too.
         **({"NCCL_NVLS_ENABLE": "0"} if _has_many_groups(planning) else {}),
         # Data workers and writers of checkpoints are forked off ranks whose memory is registered for InfiniBand or EFA:
         # unless told so, their libraries let a fork (before Linux 5.12) take pages from under a transfer.

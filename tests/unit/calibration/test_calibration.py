@@ -167,7 +167,7 @@ def synthetic(truth: Hardware, noise: float, seed: int, setup: Setup = SETUP) ->
     return Measurements(setup=setup, sections={name: tuple(found) for name, found in sections.items() if found})
 
 
-BASE = replace(load_hardware("a100-80gb"), peak_flops_per_s=TRUTH.peak_flops_per_s)
+BASE = load_hardware("a100-80gb")
 
 
 def fitted(noise: float, seed: int = 0) -> Calibration:
@@ -226,6 +226,17 @@ def test_what_waits_for_the_host_says_nothing_of_the_device() -> None:
     blind = replace_sections(measured, host=())
     mistaken = calibrate(BASE, blind, name="fitted").hardware
     assert mistaken.forward_overhead_s_per_layer > 2 * 9e-5
+
+
+def test_a_loss_that_moves_more_bytes_than_are_counted_makes_no_fast_head() -> None:
+    truth = replace(TRUTH, head_flops_per_s=20e14, memory_bandwidth_bytes_per_s=1.4e12)
+    found = calibrate(BASE, synthetic(truth, 0.0, 0), name="fitted")
+    assert found.hardware.head_flops_per_s == pytest.approx(1.65 * found.hardware.linear_flops_per_s, rel=1e-3)
+    assert 0.5e12 < found.hardware.memory_bandwidth_bytes_per_s < 4e12
+    error = found.error("edges")
+    assert error is not None
+    assert error.median < 0.15
+    assert any("LM head" in note for note in found.notes)
 
 
 def replace_sections(measured: Measurements, **sections: tuple[Measurement, ...]) -> Measurements:

@@ -33,7 +33,13 @@ def part_of(folder: Path, programme: str, reads: Path | None = None, writes: Seq
 
 def day_of(folder: Path, names: Sequence[str] = (H100,), **given: Any) -> Day:
     defaults = dict.fromkeys(("model", "ranks", "tp", "hardware", "max_tokens"))
-    return command._day({**defaults, "quick": False, **given}, folder, list(names))
+    return command._day({**defaults, "settings": (), "quick": False, **given}, folder, list(names))
+
+
+def test_a_number_of_the_hardware_can_be_another(tmp_path: Path) -> None:
+    day = day_of(tmp_path, settings=("hbm_bytes=48GB",))
+    assert load_hardware(day.hardware).hbm_bytes == 48e9
+    assert day.trained.num_layers < day_of(tmp_path).trained.num_layers
 
 
 WRITES = "import sys; open(sys.argv[1], 'a').write('x')"

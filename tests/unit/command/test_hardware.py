@@ -76,7 +76,7 @@ def test_every_command_with_hardware_has_set() -> None:
         if (command := group.get_command(context, name)) is not None
     }
     with_hardware = {name for name, known in options.items() if "--hardware" in known}
-    assert with_hardware == {"plan", "simulate", "sweep", "trace", "report", "profile"}
+    assert with_hardware == {"plan", "simulate", "sweep", "trace", "report", "profile", "first-day"}
     assert [name for name in with_hardware if "--set" not in options[name]] == []
 
 

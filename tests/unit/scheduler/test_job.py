@@ -120,11 +120,10 @@ def test_all_of_it_reaches_the_planner() -> None:
     settings = configuration(
         recompute_granularity="full",
         fp32_residual_connection=True,
-        max_dynamic_context_parallel_size=4,
         use_distributed_optimizer=True,
         overlap_grad_reduce=True,
     )
-    problem = job_of(settings, options={"search": "thorough"}).problem(8, 4096, 2)
+    problem = job_of(settings, options={"search": "thorough", "max_cp_size": 4}).problem(8, 4096, 2)
     assert problem.topology == Topology(num_lanes=8, tp_size=2, pp_size=4, sequence_parallel=True)
     options = problem.options
     assert (options.recompute, options.fp32_residual, options.max_cp_size, options.min_cp_size) == ("full", True, 4, 2)

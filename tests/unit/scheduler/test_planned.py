@@ -245,3 +245,16 @@ def test_the_table_of_gains_reaches_what_its_page_says() -> None:
     assert len(ratios) == 12
     assert min(ratios) >= 1.0
     assert geometric_mean(ratios) >= 1.11
+
+
+def test_a_largest_cp_size_that_filling_lanes_would_exceed_hands_over(caplog: pytest.LogCaptureFixture) -> None:
+    """9 samples leave 7 of 16 places empty, and a group of 8 lanes would fill them."""
+    chosen = scheduler_class(job_of("qwen2.5-7b", options={"max_cp_size": 2}), Greedy)(4096, 1, 8)
+    assert chosen.get_groups_and_subsamples([(number, 3000) for number in range(9)]) == THEIRS
+    assert "max_cp_size is 2" in caplog.text
+    assert chosen.get_groups_and_subsamples([(number, 3000) for number in range(16)]) != THEIRS
+    # Another reason is told as well, the same one not again.
+    broken = scheduler_class(job_of("qwen2.5-7b"), Greedy)(4096, 1, 6)
+    for _ in range(2):
+        assert broken.get_groups_and_subsamples([(0, 100)]) == THEIRS
+    assert len(caplog.records) == 2

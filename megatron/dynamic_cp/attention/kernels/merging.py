@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron.dynamic_cp.attention.kernels.log_sum_exp import SUM_DTYPE, merged
-from megatron.dynamic_cp.attention.kernels.ranged import has_triton, is_interpreted, padded_dim
+from megatron.dynamic_cp.attention.kernels.ranged import MIN_CAPABILITY, has_triton, is_interpreted, padded_dim
 
 _PROGRAM_ELEMENTS = 4096
 """Of the output that one program merges."""
@@ -30,7 +31,9 @@ def merge_into(out_THD: Tensor, lse_HT: Tensor, rows: Tensor | None, other_THD: 
 
 
 def _has_program(out_THD: Tensor) -> bool:
-    return has_triton() and (out_THD.is_cuda or is_interpreted())
+    if not has_triton():
+        return False
+    return is_interpreted() or (out_THD.is_cuda and torch.cuda.get_device_capability(out_THD.device) >= MIN_CAPABILITY)
 
 
 def _merge_by_program(
