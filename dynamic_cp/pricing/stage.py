@@ -107,9 +107,10 @@ class StagePrices:
             layers * hardware.backward_overhead_s_per_layer + hardware.overhead_s_per_bucket_stage,
         )
         # The overhead of a bucket is the host's as well: Python of the schedule.
-        self._host_s = tuple(
-            layers * layer_s + hardware.overhead_s_per_bucket_stage if layer_s else 0.0
-            for layer_s in (hardware.host_forward_s_per_layer, hardware.host_backward_s_per_layer)
+        self._host_overhead_s = hardware.overhead_s_per_bucket_stage if hardware.host_forward_s_per_layer else 0.0
+        self._host_s = (
+            layers * hardware.host_forward_s_per_layer + self._host_overhead_s,
+            layers * hardware.host_backward_s_per_layer + self._host_overhead_s,
         )
         self._host_attention_s = layers * hardware.host_ring_step_s_per_layer  # once more is one step more
 
@@ -214,8 +215,7 @@ class StagePrices:
             share = self._recomputed_share
             credit_s = share * hardware.recompute_overhead_credit * overhead_s
             backward = backward.plus(forward, share).plus(Linear(-credit_s))
-            # The schedule, of which a bucket's overhead is, is not repeated.
-            host_back_s += share * max(0.0, host_s - hardware.overhead_s_per_bucket_stage)
+            host_back_s += share * (host_s - self._host_overhead_s)  # the schedule is not repeated
             kinks += tuple(kink._replace(weight=share * kink.weight) for kink in attention.kinks)
         elif self._repeated:
             if "core_attn" in self._repeated:
