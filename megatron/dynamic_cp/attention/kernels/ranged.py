@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -50,26 +51,11 @@ LARGE_CAPABILITIES = (9, 10)
 
 def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
     """Return (out_THD in q's dtype, lse_HT float32)."""
-    from megatron.dynamic_cp.attention.kernels import ranged_programs as programs
-
     q_THD, k_THD, v_THD = (_with_dense_heads(x) for x in (q_THD, k_THD, v_THD))
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     lse_HT = q_THD.new_empty((q_THD.shape[1], len(q_THD)), dtype=torch.float32)
-    cut = cut_of("forward", q_THD)
-    tiles = tiles_of(pack, cut.rows, cut.columns, q_THD.device)
-    programs.forward[(len(tiles.of_rows) * q_THD.shape[1],)](
-        q_THD,
-        k_THD,
-        v_THD,
-        out_THD,
-        lse_HT,
-        *tiles[:3],
-        *tiles.columns_of,
-        len(q_THD),
-        scale * _LOG2_E,
-        *_strides(q_THD, k_THD, v_THD, out_THD),
-        **constants_of(cut, q_THD, k_THD, q_THD.shape[1]),
-    )
+    strided = q_THD, k_THD, v_THD, out_THD
+    _launch("forward", pack, (*strided, lse_HT), scale * _LOG2_E, strided)
     return out_THD, lse_HT
 
 
@@ -84,52 +70,46 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the pack's share of (dq_THD, dk_THD, dv_THD), given the rows' final `out_THD` and `lse_HT`."""
-    from megatron.dynamic_cp.attention.kernels import ranged_programs as programs
-
     q_THD, k_THD, v_THD, grad_THD, out_THD = (_with_dense_heads(x) for x in (q_THD, k_THD, v_THD, grad_THD, out_THD))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_THD, v_THD))
     lse_HT = lse_HT.contiguous()
     delta_HT = torch.empty_like(lse_HT)  # the first program makes it, the second one reads it
-    tensors = q_THD, k_THD, v_THD, grad_THD
-    cut = cut_of("backward_of_rows", q_THD)
-    tiles = tiles_of(pack, cut.rows, cut.columns, q_THD.device)
-    programs.backward_of_rows[(len(tiles.of_rows) * q_THD.shape[1],)](
-        *tensors,
-        out_THD,
-        dq,
-        lse_HT,
-        delta_HT,
-        *tiles[:3],
-        *tiles.columns_of,
-        len(q_THD),
-        scale,
-        *_strides(*tensors, out_THD, dq),
-        **constants_of(cut, q_THD, k_THD, q_THD.shape[1]),
-    )
-    cut = cut_of("backward_of_columns", q_THD)
-    tiles = tiles_of(pack, cut.rows, cut.columns, q_THD.device)
-    programs.backward_of_columns[(len(tiles.of_columns) * k_THD.shape[1],)](
-        *tensors,
-        dk,
-        dv,
-        lse_HT,
-        delta_HT,
-        *tiles[:3],
-        *tiles.rows_of,
-        len(q_THD),
-        scale,
-        *_strides(*tensors, dk),
-        **constants_of(cut, q_THD, k_THD, k_THD.shape[1]),
-    )
+    inputs, of_rows = (q_THD, k_THD, v_THD, grad_THD), (lse_HT, delta_HT)
+    strided = *inputs, out_THD, dq
+    _launch("backward_of_rows", pack, (*strided, *of_rows), scale, strided)
+    _launch("backward_of_columns", pack, (*inputs, dk, dv, *of_rows), scale, (*inputs, dk))
     return dq, dk, dv
+
+
+def _launch(program: str, pack: Pack, tensors: Sequence[Tensor], scale: float, strided: Sequence[Tensor]) -> None:
+    """Run a program for each head of each tile of rows, or of columns.
+
+    Args:
+        tensors: of the program, in its order; the first two are queries and keys.
+        strided: those whose strides it takes.
+    """
+    from megatron.dynamic_cp.attention.kernels import ranged_programs as programs
+
+    q_THD, k_THD, *_ = tensors
+    cut = cut_of(program, q_THD)
+    tiles = tiles_of(pack, cut.rows, cut.columns, q_THD.device)
+    if program == "backward_of_columns":
+        num_tiles, touched, num_heads = len(tiles.of_columns), tiles.rows_of, k_THD.shape[1]
+    else:
+        num_tiles, touched, num_heads = len(tiles.of_rows), tiles.columns_of, q_THD.shape[1]
+    getattr(programs, program)[(num_tiles * num_heads,)](
+        *tensors,
+        *tiles[:3],
+        *touched,
+        len(q_THD),
+        scale,
+        *(stride for x_THD in strided for stride in x_THD.stride()[:2]),
+        **constants_of(cut, q_THD, k_THD, num_heads),
+    )
 
 
 def _with_dense_heads(x_THD: Tensor) -> Tensor:
     return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    return [stride for x_THD in tensors for stride in x_THD.stride()[:2]]
 
 
 def padded_dim(head_dim: int) -> int:
