@@ -78,7 +78,7 @@ class _Fit:
         self._errors: list[FitError] = []
         self._points: list[Point] = []
         self._notes: list[str] = []
-        self._host_s: dict[str, tuple[float, float]] = {}
+        self._host_s = dict.fromkeys(("linear", "causal", "full"), (0.0, 0.0))
         self._attention_constants = (0.0, 0.0)
 
     def run(self) -> Calibration:
@@ -136,7 +136,7 @@ class _Fit:
     ) -> tuple[list[Floats], list[Floats]]:
         """Return the terms of both passes, of rows whose device is busy, and what they and the host say of all rows."""
         terms, predicted = [], []
-        for seconds, host_s in zip(_both(rows), self._host_s.get(section, (0.0, 0.0)), strict=True):
+        for seconds, host_s in zip(_both(rows), self._host_s[section], strict=True):
             busy = seconds > _BUSY * host_s
             if busy.sum() < columns.shape[1]:
                 busy[:] = True
@@ -217,7 +217,7 @@ class _Fit:
                     extra = getattr(hardware, f"attention{infix}{direction}_extra_tokens")
                     seconds += steps * times * flops / rate * (one.tokens_squared + extra * one.tokens)
                 overhead = launches * hardware.ring_step_overhead_s_per_layer
-                host_s, step_s = (self._host_s.get(part, (0.0, 0.0))[index] for part in ("causal", "full"))
+                host_s, step_s = (self._host_s[part][index] for part in ("causal", "full"))
                 predicted[index, place] = max(
                     seconds + (one.cp_size - 1) * overhead, host_s + (one.cp_size - 1) * step_s
                 )
