@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamic_cp.calibration import Calibration, Measurements, Setup, calibrate
+from dynamic_cp.calibration import Calibration, Measurements, calibrate
 from dynamic_cp.cli.output import write_json
 from dynamic_cp.models import catalog
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Problem, Topology
+from dynamic_cp.types import Hardware, PlanOptions, Problem, Topology
 
 FOLDER = Path(__file__).parent / "h200"
 LAYERS, WORDS, MAX_TOKENS = 4, 32000, 16384
@@ -37,10 +38,8 @@ class Step(NamedTuple):
 
 def profile() -> Calibration:
     """Return the fit to the parts that were measured."""
-    path = FOLDER / "profile.json"
-    setup = json.loads(path.read_text(encoding="utf-8"))["setup"]
-    setup = Setup(**{**setup, "model": ModelShape(**setup["model"])})
-    return calibrate(catalog.load_hardware("h200"), Measurements.load(path, setup), name="h200-local")
+    measured = Measurements.load(FOLDER / "profile.json")
+    return calibrate(catalog.load_hardware("h200"), measured, name="h200-local")
 
 
 def steps(layers: str) -> list[Step]:
@@ -49,20 +48,24 @@ def steps(layers: str) -> list[Step]:
     return [Step(row["step_s"], row["packs"]) for row in map(json.loads, lines)][1:]
 
 
-def predicted_s(hardware: Hardware, step: Step) -> float:
-    """Return the seconds of all micro-batches of a step; the optimizer has no price."""
+def predictions_s(hardware: Hardware, measured: Sequence[Step]) -> list[float]:
+    """Return the seconds of all micro-batches of each step; the optimizer has no price."""
     model = replace(catalog.load_model("llama-3-8b"), num_layers=LAYERS, vocab_size=WORDS)
     options = PlanOptions(max_tokens_per_rank=MAX_TOKENS)
     cost_model = CostModel(Problem(topology=Topology(num_lanes=1), model=model, hardware=hardware, options=options))
-    squares = [sum(seqlen * seqlen for seqlen in pack) for pack in step.packs]
-    return sum(
-        sum(cost_model.cost(1, 0, sum(pack), square, "p2p")) for pack, square in zip(step.packs, squares, strict=True)
-    )
+
+    def pack_s(pack: Sequence[int]) -> float:
+        return sum(cost_model.cost(1, 0, sum(pack), sum(seqlen * seqlen for seqlen in pack), "p2p"))
+
+    return [sum(map(pack_s, step.packs)) for step in measured]
 
 
-def ratios(hardware: Hardware, layers: str) -> list[float]:
-    """Return predicted over measured seconds of each step."""
-    return [predicted_s(hardware, step) / step.step_s for step in steps(layers)]
+def ratios(hardware: Hardware, layers: str) -> tuple[list[float], float]:
+    """Return predicted over measured seconds, of each step and of all together."""
+    measured = steps(layers)
+    predicted = predictions_s(hardware, measured)
+    each = [one / step.step_s for one, step in zip(predicted, measured, strict=True)]
+    return each, sum(predicted) / sum(step.step_s for step in measured)
 
 
 def main() -> None:
@@ -83,8 +86,7 @@ def main() -> None:
         (shipped, "local"),
         (shipped, "transformer_engine"),
     ):
-        together = sum(predicted_s(hardware, step) for step in steps(layers)) / sum(s.step_s for s in steps(layers))
-        each = ratios(hardware, layers)
+        each, together = ratios(hardware, layers)
         print(f"  {hardware.name:<11} {layers:<18} {min(each):.3f} {together:.3f} {max(each):.3f}")
 
 

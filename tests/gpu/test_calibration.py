@@ -13,8 +13,7 @@ import torch
 
 from dynamic_cp import load_hardware
 from dynamic_cp.calibration import Measurements, calibrate
-from dynamic_cp.calibration.measurements import SECTIONS, Setup
-from dynamic_cp.types import ModelShape
+from dynamic_cp.calibration.measurements import SECTIONS
 
 pytestmark = pytest.mark.gpu
 
@@ -53,8 +52,7 @@ def test_profile_of_a_gpu(tmp_path: Path) -> None:
     # What no GPU reaches, and what every one of them does.
     for name in ("linear_flops_per_s", "attention_flops_per_s", "attention_full_flops_per_s", "head_flops_per_s"):
         assert 2e13 < getattr(hardware, name) < 2.5e15, name
-    setup = Setup(**{**measured["setup"], "model": ModelShape(**measured["setup"]["model"])})
-    found = calibrate(load_hardware("h100"), Measurements.load(f"{output}.measured.json", setup), name="gpu")
+    found = calibrate(load_hardware("h100"), Measurements.load(f"{output}.measured.json"), name="gpu")
     error = found.error("held_out")
     assert error is not None
     assert elapsed_s < LIMIT_S

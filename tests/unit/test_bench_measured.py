@@ -5,7 +5,8 @@ from dynamic_cp.models.catalog import load_hardware
 
 
 def test_a_profile_of_parts_predicts_whole_steps() -> None:
-    each = ratios(profile().hardware, "local")
+    each, together = ratios(profile().hardware, "local")
+    assert min(each) < together < max(each)
     assert len(each) == len(steps("local")) == 6
     assert all(0.95 < ratio < 1.05 for ratio in each), each
 
