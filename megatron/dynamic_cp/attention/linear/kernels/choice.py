@@ -1,0 +1,42 @@
+"""Which kernel computes linear attention: torch's products of matrices on CPUs, flash-linear-attention on GPUs."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+import torch
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.attention.linear.kernels import fla
+from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
+from megatron.dynamic_cp.attention.linear.kernels.portable import PORTABLE
+
+logger = logging.getLogger(__name__)
+
+
+@lru_cache
+def choose_linear_kernel(backend: str, device: torch.device, key_size: int) -> LinearKernel:
+    """Return the kernel of linear attention on `device` and log why, once; at start-up, so that a run ends there.
+
+    Args:
+        backend: of --attention-backend; unfused: products of matrices in torch, on any device.
+        key_size: width of keys, or the state size of Mamba-2.
+
+    Raises:
+        UnsupportedFeatureError: on a GPU, flash-linear-attention is missing or cannot do it.
+    """
+    if backend == "unfused" or device.type == "cpu":
+        reason = "--attention-backend unfused" if backend == "unfused" else "on the CPU"
+        logger.info("linear attention kernel %s: %s", PORTABLE.name, reason)
+        return PORTABLE
+    obstacle = fla.why_not(device, key_size)
+    if obstacle is not None:
+        raise UnsupportedFeatureError(
+            f"linear attention finds no fast kernel: flash-linear-attention {obstacle}. Install it (pip install "
+            "'fla-core[cuda]'), or take products of matrices in torch, several times slower, with --attention-backend "
+            "unfused",
+            flag="--attention-backend",
+        )
+    logger.info("linear attention kernel %s: on %s", fla.FLA.name, torch.cuda.get_device_name(device))
+    return fla.FLA
