@@ -13,7 +13,7 @@ MOST_LINES = {
     "dynamic_cp/bounds": 1700,
     "dynamic_cp/calibration": 980,  # what waits for its host says nothing of a device
     "dynamic_cp/cli": 3300,  # gradients and optimizer states in lower precision; losses over chunks of tokens
-    "dynamic_cp/comparison": 1650,
+    "dynamic_cp/comparison": 1660,  # options of hybrids
     "dynamic_cp/first_day": 620,  # the first hour of a node as one command
     "dynamic_cp/learning": 590,
     "dynamic_cp/lengths": 1200,
