@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dynamic_cp.types.linear_attention import LinearAttention
+from dynamic_cp.types import LinearAttention
 
 
 def convolved(x_TC: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dynamic_cp.types.linear_attention import LinearAttention
+from dynamic_cp.types import LinearAttention, StateExchange
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
 from megatron.dynamic_cp.attention.mechanisms.row_order import gathered_order
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
@@ -55,7 +54,7 @@ class Whole:
         of_tokens = [torch.cat(grads[first : len(leaves) : number]) for first in range(number)]
         self.expected = [torch.cat(outs).detach(), *of_tokens, *grads[len(leaves) :]]
 
-    def on_lanes(self, cp_size: int, way: str) -> tuple[list[Tensor], list[int]]:
+    def on_lanes(self, cp_size: int, way: StateExchange) -> tuple[list[Tensor], list[int]]:
         """Return what lanes compute, as `expected`, and the bytes that they send."""
         padded = padded_to(self.seqlens, cp_size)
         order = torch.from_numpy(gathered_order(padded, cp_size))
@@ -69,7 +68,6 @@ class Whole:
             return whole[rows_of[rank]]
 
         def work(params: DynamicPackedSeqParams) -> tuple[list[Tensor], int]:
-            params.__dict__["state_exchange"] = way
             rank = params.cp_group.rank()
             local = [of_lane(x, rank).requires_grad_() for x in zip(*self.inputs, strict=True)]
             parameters = [x.detach().clone().requires_grad_() for x in self.parameters]
@@ -77,7 +75,7 @@ class Whole:
             (out * of_lane(self.weights, rank))[is_token[rows_of[rank]]].sum().backward()
             return [out.detach(), *(x.grad for x in (*local, *parameters))], params.stats.bytes_sent
 
-        tensors, sent = zip(*on_lanes(padded, cp_size, work), strict=True)
+        tensors, sent = zip(*on_lanes(padded, cp_size, work, state_exchange=way), strict=True)
         found = [*zip(*tensors, strict=True)]
         num_of_tokens = 1 + len(self.inputs[0])
         of_tokens = [torch.cat(lanes)[order][is_token] for lanes in found[:num_of_tokens]]
@@ -92,7 +90,7 @@ def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 @pytest.mark.parametrize("way", ["heads", "states"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_packs_over_lanes_equal_samples_token_after_token(kind: str, way: str) -> None:
+def test_packs_over_lanes_equal_samples_token_after_token(kind: str, way: StateExchange) -> None:
     for seqlens in PACKS:
         whole = Whole(LAYERS[kind], seqlens)
         for cp_size in (1, 2, 4):

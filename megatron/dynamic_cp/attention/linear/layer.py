@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynamic_cp.types.linear_attention import LinearAttention
+from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.recurrence import Steps, state_dtype
 from megatron.dynamic_cp.attention.linear.runs import Runs

@@ -3,8 +3,8 @@
     with beta (gated delta net):  S <- a S + k (beta (v - (a S)' k))'        a = exp(decay)
     without (Mamba-2):            S <- a S + k v'                            found: scale S' q
 
-of S [key size, value size]. So what a run of tokens does to the state before it is S -> A S + b: its summary. Columns of
-a state do not meet, so a run from the state [0 | I] with the values [v | 0] ends with [b | A]. Without beta, A is a
+of S [key size, value size]. So what a run of tokens does to the state before it is S -> A S + b: its summary. Columns
+of a state do not meet, so a run from the state [0 | I] with the values [v | 0] ends with [b | A]. Without beta, A is a
 number for each head.
 """
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynamic_cp.types.linear_attention import LinearAttention
+from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.exchange import exchanged
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share
@@ -98,9 +98,7 @@ class StateChain:
         """Return those of this lane's chunks, of all heads; `of_chunks`: [chunk, samples, heads, ...] of its share."""
         of_lanes = in_lane_order(of_chunks)
         _, num_runs, _, *sizes = of_lanes.shape
-        expected = [
-            [Expected((num_runs, heads.stop - heads.start, *sizes), of_chunks.dtype)] for heads in self._heads
-        ]
+        expected = [[Expected((num_runs, heads.stop - heads.start, *sizes), of_chunks.dtype)] for heads in self._heads]
         returned = exchanged([[part] for part in of_lanes], expected, self._params)
         return torch.cat([part for (part,) in returned], dim=1)
 

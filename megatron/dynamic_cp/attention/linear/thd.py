@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types.linear_attention import LinearAttention
+from dynamic_cp.types import LinearAttention, StateExchange
 from megatron.dynamic_cp.attention.linear.heads import by_heads
 from megatron.dynamic_cp.attention.linear.kernels.choice import choose_linear_kernel
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share
@@ -13,7 +15,10 @@ from megatron.dynamic_cp.attention.linear.recurrence import state_dtype
 from megatron.dynamic_cp.attention.linear.states import by_states
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
-WAYS = {"heads": by_heads, "states": by_states}
+WAYS: dict[StateExchange, Callable[[LinearLayer, Tensor, list[Tensor], DynamicPackedSeqParams], Tensor]] = {
+    "heads": by_heads,
+    "states": by_states,
+}
 
 
 def gated_delta_net_thd(
@@ -23,7 +28,6 @@ def gated_delta_net_thd(
     conv_weight: Tensor,
     params: DynamicPackedSeqParams,
     sizes: LinearAttention,
-    backend: str = "auto",
 ) -> Tensor:
     """Return what a gated delta net finds inside each packed sequence, [T, heads, value size].
 
@@ -36,12 +40,11 @@ def gated_delta_net_thd(
         decay_TH: logarithm of what is left of the state, -exp(A_log) softplus(alpha + dt_bias), float32.
         conv_weight: [channels, 1, kernel size].
         sizes: of this tensor-parallel rank (`LinearAttention.of_rank`).
-        backend: of --attention-backend (`kernels.choice`).
 
     Raises:
         UnsupportedFeatureError: attention of the micro-batch is placed, or no kernel for these tensors.
     """
-    return _in_its_way(_layer(qkv_TC, conv_weight, sizes, backend), qkv_TC, [beta_TH, decay_TH], params)
+    return _in_its_way(_layer(qkv_TC, conv_weight, sizes), qkv_TC, [beta_TH, decay_TH], params)
 
 
 def mamba2_thd(
@@ -53,7 +56,6 @@ def mamba2_thd(
     conv_bias: Tensor | None,
     params: DynamicPackedSeqParams,
     sizes: LinearAttention,
-    backend: str = "auto",
 ) -> Tensor:
     """Return what a Mamba-2 layer finds inside each packed sequence, [T, heads, value size].
 
@@ -66,25 +68,21 @@ def mamba2_thd(
         decay_rate_H: A_log, of which decays are exp(-exp(A_log) dt).
         skip_H: D.
         conv_weight, conv_bias: [channels, 1, kernel size], [channels].
-        sizes, backend: as for `gated_delta_net_thd`.
+        sizes: as for `gated_delta_net_thd`.
 
     Raises:
         UnsupportedFeatureError: as `gated_delta_net_thd`.
     """
-    layer = _layer(
-        xbc_TC, conv_weight, sizes, backend, bias_C=conv_bias, decay_rate_H=decay_rate_H, skip_H=skip_H
-    )
+    layer = _layer(xbc_TC, conv_weight, sizes, bias_C=conv_bias, decay_rate_H=decay_rate_H, skip_H=skip_H)
     return _in_its_way(layer, xbc_TC, [dt_TH], params)
 
 
-def _layer(
-    x_TC: Tensor, conv_weight: Tensor, sizes: LinearAttention, backend: str, **more: Tensor | None
-) -> LinearLayer:
+def _layer(x_TC: Tensor, conv_weight: Tensor, sizes: LinearAttention, **more: Tensor | None) -> LinearLayer:
     assert x_TC.shape[1] == sizes.convolved_channels, "channels are those of the sizes"
     return LinearLayer(
         sizes=sizes,
         share=Share.of_lane(sizes, 0, 1),
-        kernel=choose_linear_kernel(backend, x_TC.device, sizes.key_size),
+        kernel=choose_linear_kernel(x_TC.device, sizes.key_size),
         weight_CK=conv_weight.squeeze(1),
         **more,
     )
@@ -94,9 +92,9 @@ def _in_its_way(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: D
     """Return what tokens find, by heads or by states; one lane needs neither."""
     if params.placed is not None:
         raise UnsupportedFeatureError(
-            f"the plan places attention at {params.label}, and layers of linear attention need tokens in chunks of equal "
-            "length on all lanes: plan without --cp-comm-type blocks"
+            f"the plan places attention at {params.label}, and layers of linear attention need chunks of equal length "
+            "on all lanes: plan without --cp-comm-type blocks"
         )
     gates = [gate.to(state_dtype(gate.dtype)) for gate in gates]
-    way = by_heads if params.cp_group.size() == 1 else WAYS[getattr(params, "state_exchange", "heads")]
+    way = by_heads if params.cp_group.size() == 1 else WAYS[params.state_exchange]
     return way(layer, x_TC, gates, params)

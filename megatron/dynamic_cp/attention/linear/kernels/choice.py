@@ -16,27 +16,23 @@ logger = logging.getLogger(__name__)
 
 
 @lru_cache
-def choose_linear_kernel(backend: str, device: torch.device, key_size: int) -> LinearKernel:
-    """Return the kernel of linear attention on `device` and log why, once; at start-up, so that a run ends there.
+def choose_linear_kernel(device: torch.device, key_size: int) -> LinearKernel:
+    """Return the kernel of linear attention on `device` and log why, once; called at start-up, too, to end there.
 
     Args:
-        backend: of --attention-backend; unfused: products of matrices in torch, on any device.
         key_size: width of keys, or the state size of Mamba-2.
 
     Raises:
         UnsupportedFeatureError: on a GPU, flash-linear-attention is missing or cannot do it.
     """
-    if backend == "unfused" or device.type == "cpu":
-        reason = "--attention-backend unfused" if backend == "unfused" else "on the CPU"
-        logger.info("linear attention kernel %s: %s", PORTABLE.name, reason)
+    if device.type == "cpu":
+        logger.info("linear attention kernel %s: on the CPU", PORTABLE.name)
         return PORTABLE
     obstacle = fla.why_not(device, key_size)
     if obstacle is not None:
         raise UnsupportedFeatureError(
-            f"linear attention finds no fast kernel: flash-linear-attention {obstacle}. Install it (pip install "
-            "'fla-core[cuda]'), or take products of matrices in torch, several times slower, with --attention-backend "
-            "unfused",
-            flag="--attention-backend",
+            f"layers of linear attention find no kernel: flash-linear-attention {obstacle}; install it with "
+            "pip install 'fla-core[cuda]'"
         )
     logger.info("linear attention kernel %s: on %s", fla.FLA.name, torch.cuda.get_device_name(device))
     return fla.FLA

@@ -51,9 +51,7 @@ def _function(name: str):  # type: ignore[no-untyped-def]
     return getattr(import_module(FUNCTIONS[name]), name)
 
 
-def scan(
-    steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = False
-) -> tuple[Tensor | None, Tensor]:
+def scan(steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = False) -> tuple[Tensor | None, Tensor]:
     """Return what `kernel.Scan` says."""
     q, k, v, decay, *beta = (tensor[None].contiguous() for tensor in steps.tensors)
     arguments = {

@@ -130,9 +130,7 @@ class _Products(NamedTuple):
         return found, self.decay[part] * state + self.kept[part].transpose(-1, -2) @ values
 
 
-def scan(
-    steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = False
-) -> tuple[Tensor | None, Tensor]:
+def scan(steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = False) -> tuple[Tensor | None, Tensor]:
     """Return what `kernel.Scan` says, computed in the dtype of states."""
     blocks = Blocks.of(runs)
     products = _Products.of(steps, blocks, only_state=only_state)
