@@ -138,6 +138,11 @@ class LinearAttention:
         key, value = self.key_size, self.value_size
         return self.num_heads * (4 * key * (key + value) if self.has_delta_rule else 2 * key * value)
 
+    @property
+    def composing_flops(self) -> int:
+        """FLOPs of carrying states over one chunk."""
+        return 2 * self.num_heads * self.key_size * self.value_size * (self.key_size if self.has_delta_rule else 1)
+
     # Bytes.
 
     @property
@@ -165,6 +170,8 @@ class LinearAttention:
 
     def copied_groups(self, num_lanes: int) -> int:
         """Return how many groups the lanes of a group have together, each for its heads: at least num_groups."""
+        if num_lanes >= self.num_heads:  # a head, or none, each
+            return self.num_heads
         return sum(len(self.groups_of_lane(lane, num_lanes)) for lane in range(num_lanes))
 
     def most_heads(self, num_lanes: int) -> int:
@@ -179,15 +186,36 @@ class LinearAttention:
         each_way = element_bytes * (there + self.value_channels) + GATE_BYTES * self.gate_channels
         return each_way * (num_lanes - 1) / num_lanes
 
-    def states_bytes(self, num_lanes: int) -> float:
-        """Return the bytes that a lane sends for a sample where states are exchanged, forward, in the mean of lanes.
+    def states_bytes(self, num_lanes: int) -> tuple[float, float]:
+        """Return the bytes that a lane sends for a sample where states are exchanged, (forward, backward).
 
-        Summaries of its chunks out, states before them back; backward sends as many. `halo_bytes` come on top.
+        Forward summaries of its chunks go out and states before them come back, backward gradients of states both
+        times; in the mean of lanes. `halo_bytes` come on top.
         """
-        return CHUNKS_PER_LANE * (self.summary_bytes + self.state_bytes) * (num_lanes - 1) / num_lanes
+        leaving = CHUNKS_PER_LANE * (num_lanes - 1) / num_lanes
+        return leaving * (self.summary_bytes + self.state_bytes), leaving * 2 * self.state_bytes
 
-    def halo_bytes(self, element_bytes: int) -> int:
-        """Return the most bytes that a lane sends for a sample, forward, of tokens before the chunks of others, whose
-        convolution sees them, where states are exchanged.
+    def halo_bytes(self, num_lanes: int, element_bytes: int, chunk_tokens: int) -> float:
+        """Return the bytes that a lane sends for a sample where states are exchanged, forward, of the tokens before the
+        chunks of others, whose convolution sees them; in the mean of lanes. Backward sends as many.
+
+        Args:
+            chunk_tokens: of the sample; what is longer than the convolution sees costs the same.
         """
-        return CHUNKS_PER_LANE * (self.kernel_size - 1) * self.convolved_channels * element_bytes
+        return self._halo_tokens(num_lanes, chunk_tokens) / num_lanes * self.convolved_channels * element_bytes
+
+    def _halo_tokens(self, num_lanes: int, chunk_tokens: int) -> int:
+        """Return the tokens that lanes need of others, all together; zigzag, two neighbours share the middle."""
+        before, chunks = self.kernel_size - 1, CHUNKS_PER_LANE * num_lanes
+        if chunk_tokens >= before:
+            return before * (chunks - 2) if num_lanes > 1 else 0
+
+        def lane_of(chunk: int) -> int:
+            return min(chunk, chunks - 1 - chunk)
+
+        sources = (
+            (chunk, position // chunk_tokens)
+            for chunk in range(chunks)
+            for position in range(max(0, chunk * chunk_tokens - before), chunk * chunk_tokens)
+        )
+        return sum(lane_of(chunk) != lane_of(source) for chunk, source in sources)
