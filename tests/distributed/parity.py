@@ -34,6 +34,7 @@ from dynamic_cp.types import (
 )
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.flags import linear_attention
 from megatron.dynamic_cp.flags.fp8 import token_alignment
 from megatron.dynamic_cp.flags.latent_attention import shape_of
 from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
@@ -47,7 +48,7 @@ from megatron.dynamic_cp.model.multi_token import mtp_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 from megatron.dynamic_cp.plans.plan_source import FixedPlan
 from megatron.dynamic_cp.step import loss
-from tests.distributed import reference
+from tests.distributed import reference, token_by_token
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.placements import random_placement
 from tests.sent_bytes import placed_bytes, sent_by
@@ -98,6 +99,8 @@ class Layout:
     @property
     def num_layers(self) -> int:
         """Several of a stage where there are stages; a third layer without them would show what the second does."""
+        if reference.VARIANTS[self.variant].pattern:
+            return len(reference.VARIANTS[self.variant].pattern)
         return self.config.get("num_layers", 4 if self.pp > 1 else 2)
 
     @property
@@ -132,6 +135,7 @@ class Layout:
             window_sink_tokens=windows.sink_tokens,
             mtp_num_layers=config.mtp_num_layers or 0,
             **shape_of(config),
+            **linear_attention.shape_of(config),
         )
 
 
@@ -376,14 +380,20 @@ def reference_name(chunk: Any, name: str) -> str:
     return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
-def tensor_parallel_part(parameter: Any, full: torch.Tensor, gated: bool) -> torch.Tensor:
-    """Return this TP rank's part of a full parameter; a gated first MLP matrix holds a part of both its halves."""
+def tensor_parallel_part(parameter: Any, full: torch.Tensor, sections: list[int] | None) -> torch.Tensor:
+    """Return this TP rank's part of a full parameter; of one with sections of rows it holds a part of each."""
     if parameter.shape == full.shape:
         return full
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    if gated:
-        return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
+    if sections:
+        return torch.cat([section.chunk(size)[rank] for section in full.split(sections)])
     return full.chunk(size, dim=parameter.partition_dim)[rank]
+
+
+def sections_of(name: str, full: torch.Tensor, config: Any) -> list[int] | None:
+    """Return the rows of the sections of a full parameter: a gated first MLP matrix has two halves."""
+    is_gated = config.gated_linear_unit and "linear_fc1" in name
+    return [len(full) // 2] * 2 if is_gated else token_by_token.sections_of(name, config)
 
 
 def run_stock_schedule(model: list[Any], step: StepData, forward_step_func: Callable[..., Any]) -> None:
@@ -479,8 +489,8 @@ def run_step(
     config, chunks = build_chunks(layout, variant, **unset)  # `expected` has the weights
 
     def counterpart(chunk: Any, name: str, parameter: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        gated = config.gated_linear_unit and "linear_fc1" in name
-        return tensor_parallel_part(parameter, tensors[reference_name(chunk, name)], gated)
+        full = tensors[reference_name(chunk, name)]
+        return tensor_parallel_part(parameter, full, sections_of(name, full, config))
 
     with torch.no_grad():
         for chunk in chunks:

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from megatron.dynamic_cp.attention.linear import gated_delta_net_thd
+from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.linear_attention import LinearAttentionLayer
 from megatron.dynamic_cp.model.norm import TorchNorm

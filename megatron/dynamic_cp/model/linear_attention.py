@@ -138,7 +138,9 @@ class LinearAttentionLayer(MegatronModule):
         self._save_to_state_dict(own, "", keep_vars=True)
         state = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets)
         for name, module in self.named_children():
-            state |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
+            state |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
         cuts = *sharded_offsets, (len(sharded_offsets), self.tp_group.rank(), self.tp_size)
         for name, sections in self._in_sections().items():
             state[prefix + name] = _cut_in_sections(state[prefix + name], sections, cuts)
