@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from dynamic_cp.models import catalog
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import (
+    STATE_EXCHANGES,
     Bucket,
     CpCommType,
     MicroBatch,
@@ -30,6 +31,7 @@ from dynamic_cp.types import (
     PlannedBatch,
     PlanOptions,
     Sample,
+    StateExchange,
     Topology,
 )
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
@@ -92,6 +94,7 @@ class Layout:
     overlap_grad_reduce: bool = False
     exchange: str = "p2p"  # of every bucket that can have it, if it is not placed; "mixed": all of them
     inner_sizes: tuple[int, ...] = (2, 4)
+    states: StateExchange | Literal["mixed"] = "mixed"  # how buckets of several lanes share linear attention: both ways in turn, or one of them
     transformer_impl: TransformerImpl = "local"
     ranks_per_node: int = 8
     config: dict[str, Any] = field(default_factory=dict)
@@ -192,7 +195,14 @@ def mixed_plan(samples: tuple[Sample, ...], layout: Layout, seed: int = 0, num_r
         exchange, inner = exchange_of(layout, cell[1], used)
         used[exchange] += 1
         return [
-            Bucket(first_lane=cell[0], cp_size=cell[1], samples=tuple(held), cp_comm_type=exchange, inner_cp_size=inner)
+            Bucket(
+                first_lane=cell[0],
+                cp_size=cell[1],
+                samples=tuple(held),
+                cp_comm_type=exchange,
+                inner_cp_size=inner,
+                state_exchange=state_exchange(layout, cell[1], index),
+            )
         ]
 
     used: Counter[str] = Counter()
@@ -265,6 +275,13 @@ def exchange_of(layout: Layout, cp_size: int, used: Counter[str]) -> tuple[CpCom
     if layout.exchange != "mixed":
         choices = [choice for choice in choices if choice[0] == layout.exchange] or [("p2p", 1)]
     return min(choices, key=lambda choice: used[choice[0]])
+
+
+def state_exchange(layout: Layout, cp_size: int, index: int) -> StateExchange:
+    """Return how lanes of a bucket of micro-batch `index` share linear attention."""
+    if layout.model.linear_attention is None or cp_size == 1:
+        return "heads"
+    return STATE_EXCHANGES[index % 2] if layout.states == "mixed" else layout.states
 
 
 def exchanges_of(plan: Plan) -> set[tuple[str, int]]:

@@ -41,13 +41,12 @@ class DynamicCPMamba(LinearAttentionLayer):
         convolved = torch.cat([sections[name] for name in self.CONVOLVED], dim=-1)
         exact = torch.promote_types(convolved.dtype, torch.float32)
         steps = softplus(sections["dt"].to(exact) + self.dt_bias.to(exact))
-        rates = -self.A_log.to(exact).exp()
 
         def attend(*given: Tensor) -> Tensor:
             return mamba2_thd(*given, params, self.sizes)
 
         conv = self.conv1d
-        found = self._core(attend, convolved, steps, rates, self.D.to(exact), conv.weight, conv.bias).flatten(1)
+        found = self._core(attend, convolved, steps, self.A_log, self.D, conv.weight, conv.bias).flatten(1)
         return self.norm(found * silu(sections["z"].to(exact))).to(found.dtype)
 
 

@@ -99,11 +99,12 @@ class _Products(NamedTuple):
         """Return them for all blocks at once."""
         dtype = state_dtype(steps.v_THV.dtype)
         k, values, decay = (blocks.cut(x, dtype) for x in (steps.k_THK, steps.v_THV, steps.decay_TH))
-        total = decay.cumsum(-1)
+        # Sums of a block are large, and what counts are small differences of them.
+        total = decay.to(torch.float64).cumsum(-1)
         length = total.shape[-1]
         unseen = torch.ones(length, length, dtype=torch.bool, device=total.device).triu(1)
-        between = (total[..., :, None] - total[..., None, :]).masked_fill(unseen, -torch.inf).exp()
-        since_start = total.exp()[..., None]
+        between = (total[..., :, None] - total[..., None, :]).masked_fill(unseen, -torch.inf).exp().to(dtype)
+        since_start = total.exp()[..., None].to(dtype)
         recalled = None
         if steps.beta_TH is not None:
             beta_k = k * blocks.cut(steps.beta_TH, dtype)[..., None]
@@ -116,8 +117,8 @@ class _Products(NamedTuple):
         if not only_state:
             q = blocks.cut(steps.q_THK, dtype) * steps.scale
             queries, scores = q * since_start, q @ k.transpose(-1, -2) * between
-        kept = k * (total[..., -1:] - total).exp()[..., None]
-        return cls(values, recalled, kept, total[..., -1].exp()[..., None, None], queries, scores)
+        kept = k * (total[..., -1:] - total).exp()[..., None].to(dtype)
+        return cls(values, recalled, kept, total[..., -1].exp()[..., None, None].to(dtype), queries, scores)
 
     def step(self, part: slice, state: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return what the tokens of some blocks find, and the state behind them."""
