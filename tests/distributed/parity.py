@@ -37,6 +37,7 @@ from dynamic_cp.types import (
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags import linear_attention
+from megatron.dynamic_cp.flags.experts import experts_of
 from megatron.dynamic_cp.flags.fp8 import token_alignment
 from megatron.dynamic_cp.flags.latent_attention import shape_of
 from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
@@ -56,6 +57,9 @@ from tests.placements import random_placement
 from tests.sent_bytes import placed_bytes, sent_by
 
 TOLERANCE = 5e-6
+OF_STATES = ("A_log", "dt_bias", "D")
+"""Parameters with a number for each head of linear attention, whose gradients are sums of terms of all tokens that
+cancel: of the same terms in float32 they get 2e-5."""
 
 T = TypeVar("T")
 
@@ -94,7 +98,9 @@ class Layout:
     overlap_grad_reduce: bool = False
     exchange: str = "p2p"  # of every bucket that can have it, if it is not placed; "mixed": all of them
     inner_sizes: tuple[int, ...] = (2, 4)
-    states: StateExchange | Literal["mixed"] = "mixed"  # how buckets of several lanes share linear attention: both ways in turn, or one of them
+    states: StateExchange | Literal["mixed"] = (
+        "mixed"  # how buckets of several lanes share linear attention: both ways in turn, or one of them
+    )
     transformer_impl: TransformerImpl = "local"
     ranks_per_node: int = 8
     config: dict[str, Any] = field(default_factory=dict)
@@ -139,6 +145,7 @@ class Layout:
             mtp_num_layers=config.mtp_num_layers or 0,
             **shape_of(config),
             **linear_attention.shape_of(config),
+            experts=experts_of(config) if linear_attention.pattern_of(config) else None,
         )
 
 
@@ -630,7 +637,12 @@ def compare_losses(
 
 
 def assert_equal_to_reference(comparisons: list[Comparison], layout: Layout, expected: dict) -> None:
-    errors = {name: error for c in comparisons for name, error in c.gradient_errors.items() if not error <= TOLERANCE}
+    errors = {
+        name: error
+        for c in comparisons
+        for name, error in c.gradient_errors.items()
+        if not error <= (4 if name.endswith(OF_STATES) else 1) * TOLERANCE
+    }
     assert not errors, f"gradients differ: {errors}"
     assert max(c.loss_error for c in comparisons) <= TOLERANCE, "losses differ"
     compared = {name for c in comparisons for name in c.gradient_errors}

@@ -23,7 +23,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_token_prediction, utils
-
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -271,9 +270,9 @@ _MAMBA = {
     "normalization": "RMSNorm",
     "num_query_groups": 2,
     "is_hybrid_model": True,
-    "mamba_num_heads": 4,
+    "mamba_num_heads": 8,
     "mamba_num_groups": 2,
-    "mamba_head_dim": 24,
+    "mamba_head_dim": 12,
     "mamba_state_dim": 16,
 }
 MAMBA = ModelVariant("mamba", position_embedding="none", pattern="M*-M", config=_MAMBA)
@@ -284,7 +283,8 @@ COMBINED = (MOE_UNCOUNTED, GPT_OSS, MTP_OFFSET, DEEPSEEK, MOE_MTP, MOE_SIGMOID_M
 LATENT_KINDS = (LATENT, LATENT_PLAIN, LATENT_8_HEADS)
 PLAIN = (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE)
 VARIANTS = {
-    v.name: v for v in (*PLAIN, ALL_OF_ENGINE, *FEATURES, *EXPERTS, *MULTI_TOKEN, *LATENT_KINDS, *COMBINED, *HYBRIDS, *OF_REPORTS)
+    v.name: v
+    for v in (*PLAIN, ALL_OF_ENGINE, *FEATURES, *EXPERTS, *MULTI_TOKEN, *LATENT_KINDS, *COMBINED, *HYBRIDS, *OF_REPORTS)
 }
 
 

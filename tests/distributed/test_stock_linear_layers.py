@@ -20,9 +20,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch.nn.functional import silu, softplus
 
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
 from megatron.dynamic_cp.model.mamba import DynamicCPMamba
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed import reference, token_by_token
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 

@@ -83,7 +83,9 @@ class TokenByTokenDelta(_Layer):
         heads, groups = self.config.linear_num_value_heads, self.config.linear_num_key_heads
         mixed = convolved(torch.cat([parts[one] for one in "qkv"], -1), self.conv1d)
         q, k, v = mixed.split([self.rows[one] for one in "qkv"], -1)
-        q, k = (self._normalized(one.unflatten(-1, (groups, -1))).repeat_interleave(heads // groups, 1) for one in (q, k))
+        q, k = (
+            self._normalized(one.unflatten(-1, (groups, -1))).repeat_interleave(heads // groups, 1) for one in (q, k)
+        )
         v, beta = v.unflatten(-1, (heads, -1)), parts["beta"].double().sigmoid()
         decay = (-self.A_log.double().exp() * softplus(parts["alpha"].double() + self.dt_bias)).exp()
         state, found = v.new_zeros(heads, k.shape[-1], v.shape[-1]), []
@@ -139,8 +141,10 @@ def with_linear_layers(layers: list[ModuleSpec], config: TransformerConfig) -> l
         return [_half(layers, symbol) for symbol in pattern]
     freq = config.linear_attention_freq
     linear = freq if isinstance(freq, list) else [number % freq != 0 for number in range(1, config.num_layers + 1)]
-    return [_changed(one, self_attention=ModuleSpec(TokenByTokenDelta)) if is_linear else one for one, is_linear in
-            zip(layers, linear, strict=True)]
+    return [
+        _changed(one, self_attention=ModuleSpec(TokenByTokenDelta)) if is_linear else one
+        for one, is_linear in zip(layers, linear, strict=True)
+    ]
 
 
 def _half(layers: list[ModuleSpec], symbol: str) -> ModuleSpec:

@@ -35,24 +35,24 @@ MOST_LINES = {
     "megatron/dynamic_cp/attention": 5680,  # linear attention of a pack over lanes, in two ways
     "megatron/dynamic_cp/calibration": 1460,  # what the host takes; attention against float64, for a first day
     "megatron/dynamic_cp/data": 1140,
-    "megatron/dynamic_cp/flags": 2380,  # losses over chunks of tokens; experts of a configuration
+    "megatron/dynamic_cp/flags": 2770,  # which layers have linear attention, and what excludes it
     "megatron/dynamic_cp/foreign": 1450,
     "megatron/dynamic_cp/groups": 750,  # errors of exchanges, to be shown; two cuDNNs; ranks of a node connect first
     "megatron/dynamic_cp/layout": 440,  # what lanes exchange for linear attention
     "megatron/dynamic_cp/measuring": 220,
-    "megatron/dynamic_cp/model": 1290,  # the head over chunks of tokens: losses, log-probs and entropies
+    "megatron/dynamic_cp/model": 1670,  # layers of linear attention, and halves of layers
     "megatron/dynamic_cp/outside": 930,
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
     "megatron/dynamic_cp/repairs": 780,  # a TransformerEngine that cannot be imported; checkpoints of halves of weights
     "megatron/dynamic_cp/scheduler": 860,  # the planner for other frameworks
     "megatron/dynamic_cp/step": 790,
-    "megatron/lm_adaptor": 2720,
+    "megatron/lm_adaptor": 2730,  # refuses layers of linear attention
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1940,
     "megatron/trainer/data": 5360,  # preference pairs, in every form that people have them
     "megatron/trainer/ending": 590,
-    "megatron/trainer/flags": 1450,  # variables that a run on GPUs needs
+    "megatron/trainer/flags": 1480,  # flags of linear attention
     "megatron/trainer/loop": 500,  # peak memory of a run
     "megatron/trainer/reporting": 560,
     "megatron/trainer/setup": 1940,  # gradients and optimizer states in lower precision

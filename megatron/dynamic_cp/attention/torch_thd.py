@@ -19,8 +19,10 @@ from torch import Tensor
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.attention.kernels.check import check_kernel
 from megatron.dynamic_cp.attention.kernels.choice import choose_kernel, ranged_kernel
+from megatron.dynamic_cp.attention.linear.kernels.choice import choose_linear_kernel
 from megatron.dynamic_cp.attention.mechanisms.latents import LatentWidths
 from megatron.dynamic_cp.attention.thd import attention_from_latents, attention_thd
+from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
@@ -52,6 +54,9 @@ def prepare_kernel(config: TransformerConfig, device: torch.device, *, ranges: b
         )
         if error:
             logger.info("attention kernel %s checked: %.4f of the norm away from the portable one", kernel.name, error)
+    linear_attention = linear_attention_of(config)
+    if linear_attention is not None:
+        choose_linear_kernel(device, linear_attention.key_size)
 
 
 class TorchTHDAttention(MegatronModule):

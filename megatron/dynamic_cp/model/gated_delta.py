@@ -1,4 +1,4 @@
-"""A gated delta net (Qwen3-Next) in the place of self-attention, with the parameters of megatron-core's GatedDeltaNet."""
+"""A gated delta net (Qwen3-Next) in the place of self-attention, with megatron-core's parameters of GatedDeltaNet."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ class DynamicCPGatedDelta(LinearAttentionLayer):
                 parameter.register_hook(lambda gradient: gradient * self.tp_size)
 
     def _sections(self) -> dict[str, int]:
-        keys, values, heads = self.sizes.num_groups * self.sizes.key_size, self.sizes.value_channels, self.sizes.num_heads
+        keys, values, heads = (
+            self.sizes.num_groups * self.sizes.key_size,
+            self.sizes.value_channels,
+            self.sizes.num_heads,
+        )
         return {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
 
     def _attended(self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams) -> Tensor:
