@@ -5,10 +5,11 @@
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
 this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `mask_rules`, `placement`, `plan`, then
-what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`, `state`,
+what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`, `state`, `adapters`,
 `data_parallel`, `problem`.
 """
 
+from dynamic_cp.types.adapters import Adapters
 from dynamic_cp.types.attention import (
     ACROSS_NODES,
     AUTO,
@@ -118,6 +119,7 @@ __all__ = [
     "SHARDED",
     "TRAITS",
     "UNPLACED",
+    "Adapters",
     "Attention",
     "Bucket",
     "Causal",
