@@ -37,7 +37,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/data": 1140,
     "megatron/dynamic_cp/flags": 2380,  # losses over chunks of tokens; experts of a configuration
     "megatron/dynamic_cp/foreign": 1450,
-    "megatron/dynamic_cp/groups": 760,  # what layers of linear attention do; errors of exchanges, to be shown; two cuDNNs; ranks of a node connect first
+    "megatron/dynamic_cp/groups": 760,  # two cuDNNs; ranks of a node connect first; what linear attention connects
     "megatron/dynamic_cp/layout": 440,  # what lanes exchange for linear attention
     "megatron/dynamic_cp/measuring": 220,
     "megatron/dynamic_cp/model": 1290,  # the head over chunks of tokens: losses, log-probs and entropies
