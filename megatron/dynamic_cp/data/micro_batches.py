@@ -22,7 +22,17 @@ from dynamic_cp.errors import DataError, UnsupportedFeatureError
 from dynamic_cp.placement.programme import Programme
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.plans.padding import padded_of, placed_share
-from dynamic_cp.types import CAUSAL, Bucket, Causal, CpCommType, Full, Sample, is_placed
+from dynamic_cp.types import (
+    CAUSAL,
+    STATE_EXCHANGES,
+    Bucket,
+    Causal,
+    CpCommType,
+    Full,
+    Sample,
+    StateExchange,
+    is_placed,
+)
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.extension import step_kind
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
@@ -65,6 +75,7 @@ class PackedBucket:
     Attributes:
         seqlens, masked_samples: as in `DynamicPackedSeqParams`.
         placed: what this lane does, where attention is placed; its padded lengths are then those of the lane.
+        state_exchange: how its lanes share layers with linear attention.
     """
 
     first_lane: int
@@ -75,6 +86,7 @@ class PackedBucket:
     seqlens: tuple[int, ...] | None = None
     masked_samples: tuple[Sample, ...] | None = None
     placed: PlacedLane | None = None
+    state_exchange: StateExchange = STATE_EXCHANGES[0]
 
     @property
     def is_empty_place(self) -> bool:
@@ -216,6 +228,7 @@ def _packed(bucket: Bucket, plan: LanePlan, part: object) -> PackedBucket:
         cp_comm_type=bucket.cp_comm_type,
         inner_cp_size=bucket.inner_cp_size,
         padded_seqlens=(),
+        state_exchange=bucket.state_exchange,
     )
     multiple = plan.facts.rank_token_multiple
     if part is not None:
@@ -345,6 +358,7 @@ def micro_batches(
                 mask=mask,
                 masked_samples=bucket.masked_samples,
                 placed=placed,
+                state_exchange=bucket.state_exchange,
                 is_empty_place=bucket.is_empty_place,
                 label=f"{label}, micro-batch {index}, lanes {bucket.first_lane}.."
                 f"{bucket.first_lane + bucket.cp_size - 1}",
