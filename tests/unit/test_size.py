@@ -34,19 +34,20 @@ MOST_LINES = {
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 5800,  # linear attention of a pack over lanes, in two ways
     "megatron/dynamic_cp/calibration": 1460,  # what the host takes; attention against float64, for a first day
-    "megatron/dynamic_cp/data": 1140,
+    "megatron/dynamic_cp/data": 1150,  # buckets of a lane without their tokens, for others to ask
     "megatron/dynamic_cp/flags": 2380,  # losses over chunks of tokens; experts of a configuration
     "megatron/dynamic_cp/foreign": 1450,
     "megatron/dynamic_cp/groups": 760,  # two cuDNNs; ranks of a node connect first; what linear attention connects
     "megatron/dynamic_cp/layout": 440,  # what lanes exchange for linear attention
     "megatron/dynamic_cp/measuring": 220,
-    "megatron/dynamic_cp/model": 1290,  # the head over chunks of tokens: losses, log-probs and entropies
+    "megatron/dynamic_cp/model": 1300,  # the head over chunks of tokens: losses, log-probs, and what passes ask for
     "megatron/dynamic_cp/outside": 930,
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
+    "megatron/dynamic_cp/post_training": 1300,  # columns, results in order, a socket for losses, a value head
     "megatron/dynamic_cp/repairs": 780,  # a TransformerEngine that cannot be imported; checkpoints of halves of weights
     "megatron/dynamic_cp/scheduler": 860,  # the planner for other frameworks
-    "megatron/dynamic_cp/step": 790,
+    "megatron/dynamic_cp/step": 800,  # a micro-batch without its loss, for passes of post-training
     "megatron/lm_adaptor": 2720,
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1940,
