@@ -4,9 +4,9 @@
 
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
-this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `mask_rules`, `placement`, `plan`, then
-what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`, `state`, `adapters`,
-`data_parallel`, `problem`.
+this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `mask_rules`, `placement`,
+`linear_attention`, `plan`, then what a batch is planned for: `layers`, `stage_layers`, `experts`, `linear_layers`,
+`model`, `hardware`, `options`, `state`, `adapters`, `data_parallel`, `problem`.
 """
 
 from dynamic_cp.types.adapters import Adapters
@@ -40,6 +40,7 @@ from dynamic_cp.types.hardware import (
     Hardware,
 )
 from dynamic_cp.types.layers import Layer, Stage
+from dynamic_cp.types.linear_attention import STATE_EXCHANGES, LinearAttention, StateExchange
 from dynamic_cp.types.mask_rules import MaskRule, masks_by_rule, parse_mask_rule
 from dynamic_cp.types.masks import (
     CAUSAL,
@@ -66,6 +67,7 @@ from dynamic_cp.types.options import (
     RECOMPUTE_MODES,
     RECOMPUTE_MODULES,
     SEARCH_EFFORTS,
+    STATE_EXCHANGE_USES,
     PlanOptions,
     PoolUse,
     Recompute,
@@ -73,6 +75,7 @@ from dynamic_cp.types.options import (
     RecomputeMethod,
     RecomputeModule,
     SearchEffort,
+    StateExchangeUse,
     chunk_tokens,
 )
 from dynamic_cp.types.placement import Placement, parse_placement
@@ -117,6 +120,8 @@ __all__ = [
     "RING_ALONE",
     "SEARCH_EFFORTS",
     "SHARDED",
+    "STATE_EXCHANGES",
+    "STATE_EXCHANGE_USES",
     "TRAITS",
     "UNPLACED",
     "Adapters",
@@ -132,6 +137,7 @@ __all__ = [
     "KeyRanges",
     "Lambda",
     "Layer",
+    "LinearAttention",
     "Mask",
     "MaskRule",
     "MicroBatch",
@@ -154,6 +160,8 @@ __all__ = [
     "SharedQuestion",
     "Stage",
     "StateDtypes",
+    "StateExchange",
+    "StateExchangeUse",
     "Topology",
     "Traits",
     "check_latents",
