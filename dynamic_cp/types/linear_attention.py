@@ -179,15 +179,20 @@ class LinearAttention:
         each_way = element_bytes * (there + self.value_channels) + GATE_BYTES * self.gate_channels
         return each_way * (num_lanes - 1) / num_lanes
 
-    def states_bytes(self, num_lanes: int) -> float:
-        """Return the bytes that a lane sends for a sample where states are exchanged, forward, in the mean of lanes.
+    def states_bytes(self, num_lanes: int, *, backward: bool = False) -> float:
+        """Return the bytes that a lane sends for a sample where states are exchanged, in the mean of lanes.
 
-        Summaries of its chunks out, states before them back; backward sends as many. `halo_bytes` come on top.
+        Forward: summaries of its chunks out, states before them back. Backward: gradients of states, out and back; the
+        matrices A stay where they were composed. `halo_bytes` come on top.
         """
-        return CHUNKS_PER_LANE * (self.summary_bytes + self.state_bytes) * (num_lanes - 1) / num_lanes
+        out = self.state_bytes if backward else self.summary_bytes
+        return CHUNKS_PER_LANE * (out + self.state_bytes) * (num_lanes - 1) / num_lanes
 
-    def halo_bytes(self, element_bytes: int) -> int:
-        """Return the most bytes that a lane sends for a sample, forward, of tokens before the chunks of others, whose
-        convolution sees them, where states are exchanged.
+    def halo_bytes(self, num_lanes: int, element_bytes: int) -> float:
+        """Return the bytes that a lane sends for a sample where states are exchanged, forward, in the mean of lanes, of
+        tokens before the chunks of others, whose convolution sees them; backward sends as many.
+
+        Limits: chunks shorter than what the convolution sees need fewer.
         """
-        return CHUNKS_PER_LANE * (self.kernel_size - 1) * self.convolved_channels * element_bytes
+        rows = CHUNKS_PER_LANE * (self.kernel_size - 1) * (num_lanes - 1) / num_lanes
+        return rows * self.convolved_channels * element_bytes

@@ -34,7 +34,7 @@ TRAINER_WORDS = [
     "--attention-output-gate --qk-l2-norm --no-rope-freq 2 --use-rope-scaling",
     "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim "
     "16 --num-query-groups 4 --rotary-scaling-factor 4 --rotary-base 500 --qk-layernorm",
-    "--experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads 2 --linear-num-value-heads 4",
+    "--experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads 2",
     "--hybrid-override-pattern M-*M --mamba-num-groups 2 --mamba-head-dim 16 --tensor-model-parallel-size 2",
     "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --recompute-granularity full",
     "--hidden-dropout 0.1 --kv-channels 32 --init-method-std 0.01 --use-cpu-initialization",

@@ -18,7 +18,7 @@ from megatron.dynamic_cp.flags.table import destination_of
 from megatron.dynamic_cp.flags.windows import windows_of
 
 FP8, LATENTS, MODULES, POOL = "--fp8-format", "--multi-latent-attention", "--mtp-num-layers", "--dynamic-cp-pool"
-CHUNKS = "--loss-chunk-tokens"
+CHUNKS, ADAPTERS = "--loss-chunk-tokens", "--lora-rank"
 VARIANT, PATTERN = "--experimental-attention-variant", "--hybrid-override-pattern"
 BIASED_EXPERTS, MASKS = "--num-experts with biases", "prompts with several responses"
 REPEATED_IN_FP8 = ("core_attn",)
@@ -272,6 +272,14 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
     PATTERN: (
         *_BESIDE_LINEAR,
         Exclusion("--recompute-modules mlp", "layers without an MLP have nothing to repeat", said=_recomputed_mlp),
+    ),
+    ADAPTERS: (
+        Exclusion("--num-experts", "adapters are for dense models", said=_experts),
+        Exclusion(LATENTS, "its projections have no adapters"),
+        Exclusion(f"{VARIANT} or {PATTERN}", "their projections have no adapters", said=_linear_attention),
+        Exclusion(MODULES, "modules behind the last layer have no adapters"),
+        Exclusion(POOL, "servers were not checked with frozen weights", off=("off",), shows=True),
+        Exclusion("--transformer-impl transformer_engine", "its layers have no adapters", off=("local",), shows=True),
     ),
     CHUNKS: (
         Exclusion(

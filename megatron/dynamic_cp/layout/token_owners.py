@@ -43,13 +43,13 @@ def token_owners(params: DynamicPackedSeqParams) -> TokenOwners:
     def make() -> TokenOwners:
         if params.placed is not None:
             shards = params.placed.shards()  # of its samples, and padding
-            lengths = [*map(_lengths_of_parts, params.placed.samples), ()]
+            lengths = [*map(lengths_of_parts, params.placed.samples), ()]
         else:
             cp_size, cp_rank = params.cp_group.size(), params.cp_group.rank()
             positions = packed_shard_positions(params.padded_seqlens, cp_size, cp_rank)
             shards = np.split(positions, np.cumsum(params.padded_seqlens)[:-1] // cp_size)
             if params.masked_samples is not None:
-                lengths = list(map(_lengths_of_parts, params.masked_samples))
+                lengths = list(map(lengths_of_parts, params.masked_samples))
             else:
                 lengths = [(0 if params.is_empty_place else seqlen,) for seqlen in params.seqlens]
         return _owners(shards, lengths, params.positions.device)
@@ -57,7 +57,8 @@ def token_owners(params: DynamicPackedSeqParams) -> TokenOwners:
     return params.cache.once("owners", make)
 
 
-def _lengths_of_parts(sample: Sample) -> tuple[int, ...]:
+def lengths_of_parts(sample: Sample) -> tuple[int, ...]:
+    """Return the tokens of each part: the prompt and each response, or all of a sample that is one sequence."""
     mask = sample.mask
     return (mask.prompt, *mask.answers) if isinstance(mask, SharedQuestion) else (sample.seqlen,)
 

@@ -40,7 +40,7 @@ def test_sizes_of_a_gated_delta_net_are_those_of_qwen3_next():
 
 def test_a_sample_of_4k_tokens_a_lane_sends_a_third_by_states():
     heads = 16384 / 4 * GATED_DELTA.heads_bytes(4, 2)
-    states = GATED_DELTA.states_bytes(4) + GATED_DELTA.halo_bytes(2)
+    states = GATED_DELTA.states_bytes(4) + GATED_DELTA.halo_bytes(4, 2)
     assert (round(heads / 1e6), round(states / 1e6)) == (76, 10)
 
 
