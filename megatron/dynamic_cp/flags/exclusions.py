@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.types import is_placed
 from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS as PIPELINE_FLAGS
 from megatron.dynamic_cp.flags.table import destination_of
@@ -124,7 +125,7 @@ def _fused_swiglu(config: Any) -> str | None:
 
 def _placed(config: Any) -> str | None:
     exchange = getattr(config, "cp_comm_type", None)
-    return f"--cp-comm-type {exchange}" if isinstance(exchange, str) and exchange == "blocks" else None
+    return f"--cp-comm-type {exchange}" if isinstance(exchange, str) and is_placed(exchange) else None
 
 
 def _static_policy(flags: Any) -> str | None:
