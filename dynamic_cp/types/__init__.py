@@ -4,8 +4,8 @@
 
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
-this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `mask_rules`, `placement`, `plan`, then
-what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`, `state`,
+this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `branches`, `mask_rules`, `placement`,
+`plan`, then what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`, `state`,
 `data_parallel`, `problem`.
 """
 
@@ -33,13 +33,14 @@ from dynamic_cp.types.counts import (
     is_power_of_two,
     largest_power_of_two,
 )
+from dynamic_cp.types.branches import Branches, SharedQuestion, Tree
 from dynamic_cp.types.data_parallel import SHARDED, DataParallel
 from dynamic_cp.types.experts import EXPERT_IMBALANCE, Experts, layers_with_experts
 from dynamic_cp.types.hardware import (
     Hardware,
 )
 from dynamic_cp.types.layers import Layer, Stage
-from dynamic_cp.types.mask_rules import MaskRule, masks_by_rule, parse_mask_rule
+from dynamic_cp.types.mask_rules import MaskRule, masks_by_rule, parse_mask, parse_mask_rule
 from dynamic_cp.types.masks import (
     CAUSAL,
     FULL,
@@ -50,8 +51,6 @@ from dynamic_cp.types.masks import (
     Lambda,
     Mask,
     Rectangle,
-    SharedQuestion,
-    parse_mask,
 )
 from dynamic_cp.types.model import (
     ModelShape,
@@ -119,6 +118,7 @@ __all__ = [
     "TRAITS",
     "UNPLACED",
     "Attention",
+    "Branches",
     "Bucket",
     "Causal",
     "CausalBlockwise",
@@ -154,6 +154,7 @@ __all__ = [
     "StateDtypes",
     "Topology",
     "Traits",
+    "Tree",
     "check_latents",
     "chunk_tokens",
     "counted",

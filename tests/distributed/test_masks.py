@@ -27,6 +27,8 @@ from dynamic_cp.types import (
     Sample,
     SharedQuestion,
     Topology,
+    Tree,
+    parse_mask,
 )
 from dynamic_cp.types.plan import MicroBatch, PlannedBatch
 from examples import torch_device_mesh
@@ -59,6 +61,10 @@ def any_ranges(seqlen: int) -> KeyRanges:
 
 PACKS: dict[str, tuple[tuple[int, Mask | None], ...]] = {
     "answers": ((23, SharedQuestion(9, (6, 3, 5))), (11, SharedQuestion(1, (1,) * 10)), (2, SharedQuestion(1, (1,)))),
+    "trees": tuple(
+        (n, parse_mask(f"tree:{text}"))
+        for n, text in ((30, "4(5(2,6(3,1)),9)"), (3, "3"), (17, "1(1,1(5,1,1(4,3)))"), (21, "2(2(2(2(2(2(2,3),4)))))"))
+    ),
     "full": ((17, FULL), (1, FULL), (6, FULL)),
     "rectangles": ((13, None), (15, FULL), (1, None), (20, SharedQuestion(4, (9, 7))), (3, FULL), (8, None)),
     "windows": ((41, Lambda(2, 5)), (1, Lambda(0, 1)), (30, Lambda(0, 3)), (6, Lambda(64, 4096))),
@@ -66,31 +72,29 @@ PACKS: dict[str, tuple[tuple[int, Mask | None], ...]] = {
     "ranges": ((29, any_ranges(29)), (1, any_ranges(1))),
     "all kinds": (
         *((13, None), (25, Lambda(3, 4)), (15, FULL), (1, any_ranges(1)), (20, SharedQuestion(4, (9, 7))), (1, None)),
-        *((22, any_ranges(22)), (19, CausalBlockwise(5, 1)), (3, FULL), (8, None)),
+        *((22, any_ranges(22)), (19, CausalBlockwise(5, 1)), (3, FULL), (8, None), (11, parse_mask("tree:2(3(1,2),3)"))),
     ),
 }
 
 
-WINDOW = Lambda(0, 6)
-IN_WINDOWS = ("answers", "windows without a sink", "blocks", "ranges")
+LAYERS = {"a window": Lambda(0, 6), "a window and a sink": Lambda(2, 3)}
+IN_WINDOWS = [f"{pack} through {layers}" for pack in ("answers", "trees", "windows", "blocks", "ranges") for layers in LAYERS]
 """Packs that also meet layers with a window."""
-PACKS["windows without a sink"] = tuple((n, mask) for n, mask in PACKS["windows"] if mask and not mask.sink)
-THROUGH = " through a window"
 
 
 def samples_of(pack: str) -> tuple[Sample, ...]:
-    masks = PACKS[pack.removesuffix(THROUGH)]
+    masks = PACKS[pack.partition(" through ")[0]]
     return tuple(Sample(sample_id=i, seqlen=n, mask=mask) for i, (n, mask) in enumerate(masks))
 
 
 def layers_of(pack: str) -> Mask:
-    return WINDOW if pack.endswith(THROUGH) else CAUSAL
+    return LAYERS.get(pack.partition(" through ")[2], CAUSAL)
 
 
 @lru_cache
 def attended(cp_size: int) -> list[dict[str, tuple[Tensor, ...]]]:
     """Return for each rank pack -> `attend`, in one job."""
-    return run_ranks(cp_size, attend_all, cp_size, (*PACKS, *(pack + THROUGH for pack in IN_WINDOWS)))
+    return run_ranks(cp_size, attend_all, cp_size, (*PACKS, *IN_WINDOWS))
 
 
 def attend_all(cp_size: int, names: tuple[str, ...]) -> dict[str, tuple[Tensor, ...]]:
@@ -145,7 +149,7 @@ def dense(pack: str, cp_size: int) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("pack", [*PACKS, *(pack + THROUGH for pack in IN_WINDOWS)])
+@pytest.mark.parametrize("pack", [*PACKS, *IN_WINDOWS])
 def test_attention_equals_a_dense_softmax(pack: str, cp_size: int) -> None:
     ranks = [of_rank[pack] for of_rank in attended(cp_size)]
     expected = dense(pack, cp_size)
@@ -158,6 +162,13 @@ def test_attention_equals_a_dense_softmax(pack: str, cp_size: int) -> None:
 def drop_a_rectangle() -> None:
     original = SharedQuestion.rectangles
     SharedQuestion.rectangles = lambda self, seqlen: original(self, seqlen)[:2] + original(self, seqlen)[3:]
+
+
+def let_branches_see_a_sibling() -> None:
+    original = Tree.rectangles
+    Tree.rectangles = lambda self, seqlen: tuple(
+        one._replace(num_columns=one.num_columns + 1) if not one.causal else one for one in original(self, seqlen)
+    )
 
 
 def widen_windows_by_one() -> None:
@@ -179,11 +190,9 @@ FAULTS = {
     plant.__name__: (plant, noticed)
     for plant, noticed in (
         (drop_a_rectangle, ("answers", "rectangles", "all kinds")),
-        (widen_windows_by_one, ("windows", "windows without a sink", "blocks", "all kinds")),
-        (
-            give_rows_the_ranges_of_the_row_before,
-            ("windows", "windows without a sink", "blocks", "ranges", "all kinds"),
-        ),
+        (let_branches_see_a_sibling, ("trees", "all kinds")),
+        (widen_windows_by_one, ("windows", "blocks", "all kinds")),
+        (give_rows_the_ranges_of_the_row_before, ("windows", "blocks", "ranges", "all kinds")),
     )
 }
 

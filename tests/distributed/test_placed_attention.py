@@ -87,6 +87,7 @@ SAMPLES = tuple(
         (
             *((53, None), (1, None), (23, FULL), (41, Lambda(2, 5)), (29, CausalBlockwise(4, 2))),
             *((31, SharedQuestion(7, (11, 4, 9))), (19, any_ranges(19)), (1, FULL), (2, None)),
+            (30, parse_mask("tree:4(5(2,6(3,1)),9)")),
         )
     )
 )
@@ -478,10 +479,10 @@ def take_the_rows_before(programme: Programme) -> Programme:
 def end_ranges_a_key_early() -> Any:
     original = placed_packs._key_ranges
 
-    def shorter(*args: Any) -> NDArray[np.int32]:
-        ranges = original(*args)
-        ranges[:, 1::2] -= ranges[:, 1::2] > ranges[:, ::2] + 1
-        return ranges
+    def shorter(*args: Any) -> Iterator[NDArray[np.int32]]:
+        for ranges in original(*args):
+            ranges[:, 1::2] -= ranges[:, 1::2] > ranges[:, ::2] + 1
+            yield ranges
 
     return mock.patch.object(placed_packs, "_key_ranges", shorter)
 

@@ -243,12 +243,6 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
             shows=True,
         ),
         Exclusion(
-            "--window-sink-tokens",
-            "a response sees itself, the end of its prompt and the sink, three ranges of keys, and two are supported",
-            "the sink",
-            shows=True,
-        ),
-        Exclusion(
             POOL,
             "prompts with several responses have masks of their own, and servers compute queries with all keys "
             "before them",
