@@ -27,13 +27,13 @@ from dynamic_cp.types.attention import (
     is_placed,
     needs_latents,
 )
+from dynamic_cp.types.branches import Branches, SharedQuestion, Tree
 from dynamic_cp.types.counts import (
     MAX_COUNT,
     counted,
     is_power_of_two,
     largest_power_of_two,
 )
-from dynamic_cp.types.branches import Branches, SharedQuestion, Tree
 from dynamic_cp.types.data_parallel import SHARDED, DataParallel
 from dynamic_cp.types.experts import EXPERT_IMBALANCE, Experts, layers_with_experts
 from dynamic_cp.types.hardware import (

@@ -130,9 +130,10 @@ class Branches(Mask):
         """Every segment goes on from the end of its parent."""
         import numpy as np
 
-        segments = self.segments()
-        moved = np.array([one.position - one.start for one in segments])
-        return np.arange(seqlen) + np.repeat(moved, [one.num_tokens for one in segments])
+        positions = np.arange(seqlen)
+        for segment in self.segments():
+            positions[segment.start : segment.stop] += segment.position - segment.start
+        return positions
 
 
 @dataclass(frozen=True, slots=True)

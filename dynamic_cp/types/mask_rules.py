@@ -19,9 +19,7 @@ MaskRule = Callable[[int], Mask | None]
 
 _KINDS: dict[str, Callable[..., Mask]] = {one.name: one for one in (Causal, Full, Lambda, CausalBlockwise)}
 _NUM_NUMBERS = {"causal": (0,), "full": (0,), "lambda": (2,), "causal_blockwise": (2, 3)}
-_EXAMPLES = (
-    "causal, full, lambda:64,4096, causal_blockwise:256,2, shared_question:100,30,50 or tree:100(30(20,40),50)"
-)
+_EXAMPLES = "causal, full, lambda:64,4096, causal_blockwise:256,2, shared_question:100,30,50 or tree:100(30(20,40),50)"
 
 
 def parse_mask(text: str) -> Mask:
@@ -149,4 +147,6 @@ class _SharesOf:
                 f"the longest has {longest} tokens, {behind} of them for {' x '.join(map(str, self.counts))} "
                 "branches: ask for fewer"
             )
-        return f"the longest has {longest} tokens, {behind} of them for {most} answers: ask for {behind} answers or fewer"
+        return (
+            f"the longest has {longest} tokens, {behind} of them for {most} answers: ask for {behind} answers or fewer"
+        )

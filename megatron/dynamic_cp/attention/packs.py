@@ -217,7 +217,9 @@ def pairs_of_ranges(ranges: Sequence[NDArray[np.int32]]) -> Iterator[NDArray[np.
     if width == 4:
         yield np.concatenate(ranges)
         return
-    parts = np.concatenate([np.pad(one, ((0, 0), (0, width - one.shape[1]))) for one in ranges]).reshape(-1, width // 2, 2)
+    parts = np.concatenate([np.pad(one, ((0, 0), (0, width - one.shape[1]))) for one in ranges]).reshape(
+        -1, width // 2, 2
+    )
     is_empty = parts[..., 0] >= parts[..., 1]
     parts = np.take_along_axis(parts, np.argsort(is_empty, axis=1, kind="stable")[..., None], axis=1)
     most = int((~is_empty).sum(axis=1).max())

@@ -40,9 +40,7 @@ def shared_question(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -
     return sample_of(document, is_target, mask), mask
 
 
-def sample_of(
-    document: NDArray[np.int64], is_target: NDArray[np.bool_] | None, mask: Branches | None
-) -> SampleTokens:
+def sample_of(document: NDArray[np.int64], is_target: NDArray[np.bool_] | None, mask: Branches | None) -> SampleTokens:
     """Return the sample of a document, or of its beginning: all but its first token are labels.
 
     A token that is learned counts once for each branch that it is part of, as with the branches apart.

@@ -10,7 +10,7 @@ it would in the branches apart: once for each branch that it is part of; so a me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -88,8 +88,8 @@ def read_item(item: Any, needs: ChunkNeeds) -> list[ForeignSample]:
     masks = _masks(item, [end - first for first, end in boundaries])
     if needs.labels and columns["labels"] is None and any(isinstance(mask, Branches) for mask in masks):
         raise DataError(
-            "key 'labels' is missing, and in a shared_question or tree (key 'mask') a label is not the next token: give "
-            "labels and loss_mask, as data.shared_question and data.turns make them",
+            "key 'labels' is missing, and in a shared_question or tree (key 'mask') a label is not the next token: "
+            "give labels and loss_mask, as data.shared_question and data.turns make them",
             key="labels",
         )
     return [_cut(columns, *place, mask, needs) for place, mask in zip(boundaries, masks, strict=True)]

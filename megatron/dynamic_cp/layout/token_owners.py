@@ -1,6 +1,6 @@
 """Whose each token of a lane is: for what is counted or lost by sequence, not by pack.
 
-A prompt with several responses is as many sequences, each of which has the prompt, and a tree has those of its branches.
+A prompt with several responses is as many sequences, each of which has the prompt; a tree is those of its branches.
 So samples are told apart by parts that belong to the same sequences: segments, or all of a sample that is one sequence.
 """
 

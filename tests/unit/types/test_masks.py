@@ -7,7 +7,7 @@ import pytest
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Sample, masks_by_rule, parse_mask_rule
-from dynamic_cp.types.branches import Branches, SharedQuestion, Tree
+from dynamic_cp.types.branches import Branches, SharedQuestion
 from dynamic_cp.types.mask_rules import parse_mask
 from dynamic_cp.types.masks import (
     CAUSAL,
