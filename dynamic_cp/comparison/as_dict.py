@@ -40,7 +40,7 @@ def to_dict(comparison: Comparison, inputs: Mapping[str, Any] | None = None) -> 
             "model": comparison.model_name,
             "hardware": comparison.hardware_name,
             "topology": {**asdict(comparison.topology), "world_size": comparison.topology.world_size},
-            "options": asdict(comparison.options),
+            "options": _options(comparison),
             "is_tuned": comparison.is_tuned,
             "num_batches": len(comparison.batches),
             "num_samples": [len(batch) for batch in comparison.batches],
@@ -50,6 +50,14 @@ def to_dict(comparison: Comparison, inputs: Mapping[str, Any] | None = None) -> 
         "policies": {one.policy: _policy(one) for one in comparison.policies},
         **judgement_to_dict(comparison),
     }
+
+
+def _options(comparison: Comparison) -> dict[str, Any]:
+    """Return the options; how states are exchanged is one of models with linear attention alone."""
+    options = asdict(comparison.options)
+    if comparison.model.linear_attention is None:
+        del options["state_exchange"]
+    return options
 
 
 def judgement_to_dict(comparison: Comparison) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dynamic_cp.models import diffusers, hugging_face
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.hardware_numbers import KIND_OF, checked_number, parse_number, with_settings
 from dynamic_cp.nearest import did_you_mean
-from dynamic_cp.types import Experts, Hardware, ModelShape
+from dynamic_cp.types import Experts, Hardware, LinearAttention, ModelShape
 
 logger = logging.getLogger(__name__)
 _ARCHITECTURE = "architecture"
@@ -137,14 +137,15 @@ def model_from_dict(where: str, data: Mapping[str, Any]) -> ModelShape:
         return hugging_face.model_shape(where, data)
     priced = {name: value for name, value in data.items() if name != _ARCHITECTURE}
     _check_keys(where, priced, _needed(ModelShape), ModelShape)
-    kinds = {"int": int, "bool": bool, "str": str, "Experts | None": dict}
+    kinds = {"int": int, "bool": bool, "str": str, "Experts | None": dict, "LinearAttention | None": dict}
     values = {
         field.name: _typed(where, data, field.name, kinds.get(str(field.type)) or _kind_of_pattern(data[field.name]))
         for field in fields(ModelShape)
         if field.name in data
     }
-    if "experts" in values:
-        _check_keys(f"{where}: experts", values["experts"], _needed(Experts), Experts)
+    for name, part in (("experts", Experts), ("linear_attention", LinearAttention)):
+        if name in values:
+            _check_keys(f"{where}: {name}", values[name], _needed(part), part)
     try:
         return ModelShape(**values)
     except InvalidInputError as error:

@@ -17,7 +17,7 @@ from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.plans.extension import kind_of
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest
-from dynamic_cp.types import Bucket, ModelShape, Plan, PlannedBatch, Sample, Topology, parse_mask
+from dynamic_cp.types import STATE_EXCHANGES, Bucket, ModelShape, Plan, PlannedBatch, Sample, Topology, parse_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,18 +198,21 @@ def _encode_bucket(bucket: Bucket) -> str:
     ids = [sample.sample_id for sample in bucket.samples]
     seqlens = [sample.seqlen for sample in bucket.samples]
     row: list[Any] = [bucket.first_lane, bucket.cp_size, bucket.cp_comm_type, bucket.inner_cp_size, ids, seqlens]
-    if any(sample.mask is not None for sample in bucket.samples):
+    if any(sample.mask is not None for sample in bucket.samples) or bucket.exchanges_states:
         row.append([None if sample.mask is None else str(sample.mask) for sample in bucket.samples])
+    if bucket.exchanges_states:
+        row.append(bucket.state_exchange)
     return json.dumps(row, separators=(",", ":"))
 
 
 def _decode_bucket(row: Sequence[Any]) -> Bucket:
-    first_lane, cp_size, cp_comm_type, inner_cp_size, ids, seqlens, *texts = row
-    masks = [None if text is None else parse_mask(text) for text in texts[0]] if texts else [None] * len(ids)
+    first_lane, cp_size, cp_comm_type, inner_cp_size, ids, seqlens, *more = row
+    masks = [None if text is None else parse_mask(text) for text in more[0]] if more else [None] * len(ids)
     return Bucket(
         first_lane=first_lane,
         cp_size=cp_size,
         cp_comm_type=cp_comm_type,
         inner_cp_size=inner_cp_size,
+        state_exchange=more[1] if len(more) > 1 else STATE_EXCHANGES[0],
         samples=tuple(Sample(sample_id=i, seqlen=s, mask=m) for i, s, m in zip(ids, seqlens, masks, strict=True)),
     )

@@ -18,6 +18,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
 from dynamic_cp.plans.extension import kind_in_json, kind_in_text, kind_named, kind_of
 from dynamic_cp.types import (
+    STATE_EXCHANGES,
     TRAITS,
     Attention,
     Bucket,
@@ -25,6 +26,7 @@ from dynamic_cp.types import (
     MicroBatch,
     Plan,
     Sample,
+    StateExchange,
     Topology,
     is_placed,
     parse_mask,
@@ -135,6 +137,9 @@ def format_plan(plan: Plan, *, placements: bool = True) -> str:
         plan v1 policy=dynamic max_tokens_per_rank=64 num_lanes=4 tp_size=1 pp_size=1 vp_size=1 ranks_per_node=8 ...
         0 | lanes 0-1: 7:100 3:9 | lane 2: 5:60 | lane 3: - |
         1 | lanes 0-3 blocks 0.0.40.0,0.40.100.3/0.0.0.0,1.0.3.1,1.1.3.0: 8:100 |
+        2 | lanes 0-3 a2a states: 9:4000 |
+
+    In the last line layers with linear attention pass on states; they exchange heads where nothing is said.
 
     A plan of a kind (`plans.extension`) has more settings in its first line, and lines behind the others: with a pool
     tile_tokens (and relay_servers, if not 0), and a line of tasks for each tick:
@@ -202,6 +207,8 @@ def _bucket_to_dict(bucket: Bucket) -> dict[str, Any]:
         data["inner_cp_size"] = bucket.inner_cp_size
     if bucket.placement is not None:
         data["placement"] = str(bucket.placement)
+    if bucket.state_exchange != STATE_EXCHANGES[0]:
+        data["state_exchange"] = bucket.state_exchange
     return data
 
 
@@ -214,7 +221,8 @@ def _bucket_from_dict(data: object, where: str) -> Bucket:
     # The others imply it, but may say it, too.
     has_inner = given.get("cp_comm_type") in _NAMES_INNER_SIZE or "inner_cp_size" in given
     has_placement = given.get("cp_comm_type") in [name for name in TRAITS if is_placed(name)]
-    names += ("inner_cp_size",) * has_inner + ("placement",) * has_placement
+    has_exchange = "state_exchange" in given
+    names += ("inner_cp_size",) * has_inner + ("placement",) * has_placement + ("state_exchange",) * has_exchange
     bucket = Fields(data, where, names)
     return Bucket(
         first_lane=bucket.get("first_lane", int),
@@ -222,6 +230,7 @@ def _bucket_from_dict(data: object, where: str) -> Bucket:
         cp_comm_type=cast(CpCommType, bucket.get("cp_comm_type", str)),
         inner_cp_size=bucket.get("inner_cp_size", int) if has_inner else 1,
         placement=parse_placement(bucket.get("placement", str)) if has_placement else None,
+        state_exchange=cast(StateExchange, bucket.get("state_exchange", str)) if has_exchange else STATE_EXCHANGES[0],
         samples=tuple(
             sample_from_list(one, f"{where}.samples[{index}]") for index, one in enumerate(bucket.get("samples", list))
         ),
@@ -256,6 +265,8 @@ def _format_bucket(bucket: Bucket, placements: bool) -> str:
     exchange = "" if bucket.attention == Attention() else f" {bucket.attention}"
     if bucket.placement is not None:
         exchange += f" {bucket.placement}" if placements else f" ({bucket.placement.describe()})"
+    if bucket.state_exchange != STATE_EXCHANGES[0]:
+        exchange += f" {bucket.state_exchange}"
     samples = " ".join(map(format_sample, bucket.samples)) or "-"
     return f"{lanes}{exchange}: {samples}"
 
@@ -266,7 +277,8 @@ def format_sample(sample: Sample) -> str:
 
 
 _SAMPLE = r"-?\d+:\d+(?:@[^\s|]+)?"
-_EXCHANGE = r"(?: ([^\s:/]+)(?:/(\d+))?)?(?: (\d+\.[^\s|]+))?"
+_STATES = "|".join(STATE_EXCHANGES)
+_EXCHANGE = rf"(?: (?!(?:{_STATES}):)([^\s:/]+)(?:/(\d+))?)?(?: (\d+\.[^\s|]+))?(?: ({_STATES}))?"
 _BUCKET = re.compile(rf"lanes? (\d+)(?:-(\d+))?{_EXCHANGE}: (-|{_SAMPLE}(?: {_SAMPLE})*)")
 
 
@@ -280,11 +292,12 @@ def _parse_row(row: str, index: int) -> list[dict[str, Any]]:
                 f"line {index + 2} is {row[:60]!r}: micro-batch {index} looks like "
                 f"'{index} | lanes 0-1: 7:100 3:9 | lane 2: - |' (sample_id:seqlen)"
             )
-        first_lane, last_lane, cp_comm_type, inner_cp_size, placement, samples = match.groups()
+        first_lane, last_lane, cp_comm_type, inner_cp_size, placement, state_exchange, samples = match.groups()
         buckets.append(
             {
                 **({"inner_cp_size": int(inner_cp_size)} if inner_cp_size else {}),
                 **({"placement": placement} if placement else {}),
+                **({"state_exchange": state_exchange} if state_exchange else {}),
                 "first_lane": int(first_lane),
                 "cp_size": int(last_lane or first_lane) - int(first_lane) + 1,
                 "cp_comm_type": cp_comm_type or Attention().cp_comm_type,

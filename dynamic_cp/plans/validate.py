@@ -31,7 +31,8 @@ def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
         9. A bucket lies inside one EP block (`topology.expert_lanes` lanes) or holds whole ones. So all lanes of a
            block run the same operations of the same micro-batches in one order, as experts need, also without a
            pipeline.
-        10. A plan of a kind (`extension`) keeps the rules of that, in place of rule 8, too.
+        10. A bucket of one lane passes on no states of linear attention; whether the model has any, prices say.
+        11. A plan of a kind (`extension`) keeps the rules of that, in place of rule 8, too.
 
     Raises:
         IllegalPlanError: the first broken rule. The first line of the message is complete by itself; below it stands
@@ -115,6 +116,10 @@ def _check_tiling(plan: Plan, index: int, micro_batch: MicroBatch) -> None:
 
 
 def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None:
+    if bucket.exchanges_states and bucket.cp_size == 1:
+        raise _illegal(
+            plan, index, position, "states of linear attention are passed on among 1 lane: leave state_exchange out"
+        )
     if not bucket.samples:
         if bucket.cp_size > 1:
             raise _illegal(

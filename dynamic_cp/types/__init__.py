@@ -5,8 +5,8 @@
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
 this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `branches`, `mask_rules`, `placement`,
-`plan`, then what a batch is planned for: `layers`, `stage_layers`, `experts`, `model`, `hardware`, `options`, `state`,
-`data_parallel`, `problem`.
+`linear_attention`, `plan`, then what a batch is planned for: `layers`, `stage_layers`, `experts`, `linear_layers`,
+`model`, `hardware`, `options`, `state`, `data_parallel`, `problem`.
 """
 
 from dynamic_cp.types.attention import (
@@ -40,6 +40,7 @@ from dynamic_cp.types.hardware import (
     Hardware,
 )
 from dynamic_cp.types.layers import Layer, Stage
+from dynamic_cp.types.linear_attention import STATE_EXCHANGES, LinearAttention, StateExchange
 from dynamic_cp.types.mask_rules import MaskRule, masks_by_rule, parse_mask, parse_mask_rule
 from dynamic_cp.types.masks import (
     CAUSAL,
@@ -64,6 +65,7 @@ from dynamic_cp.types.options import (
     RECOMPUTE_MODES,
     RECOMPUTE_MODULES,
     SEARCH_EFFORTS,
+    STATE_EXCHANGE_USES,
     PlanOptions,
     PoolUse,
     Recompute,
@@ -71,6 +73,7 @@ from dynamic_cp.types.options import (
     RecomputeMethod,
     RecomputeModule,
     SearchEffort,
+    StateExchangeUse,
     chunk_tokens,
 )
 from dynamic_cp.types.placement import Placement, parse_placement
@@ -115,6 +118,8 @@ __all__ = [
     "RING_ALONE",
     "SEARCH_EFFORTS",
     "SHARDED",
+    "STATE_EXCHANGES",
+    "STATE_EXCHANGE_USES",
     "TRAITS",
     "UNPLACED",
     "Attention",
@@ -130,6 +135,7 @@ __all__ = [
     "KeyRanges",
     "Lambda",
     "Layer",
+    "LinearAttention",
     "Mask",
     "MaskRule",
     "MicroBatch",
@@ -152,6 +158,8 @@ __all__ = [
     "SharedQuestion",
     "Stage",
     "StateDtypes",
+    "StateExchange",
+    "StateExchangeUse",
     "Topology",
     "Traits",
     "Tree",

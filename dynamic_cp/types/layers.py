@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dynamic_cp.types.linear_attention import LinearAttention
 from dynamic_cp.types.masks import Causal, Full, Lambda
 
 
 class Layer(NamedTuple):
-    """One transformer layer, whatever it is made of: dense or with experts, any attention.
+    """One transformer layer, whatever it is made of: dense or with experts, any attention, or a half of it.
 
     Attributes:
         linear_weights: weights of the matrices that a token meets, without biases and norms; with experts those of the
@@ -26,6 +27,8 @@ class Layer(NamedTuple):
         latent_size: channels of a token that keys and values of all heads are projected up from, the rotated key that
             they share among them; 0: without latent attention.
         up_weights: those of linear_weights that project them up.
+        linear_attention: what it has in the place of attention, of which all sizes are then 0; None: attention.
+        halves: 2; 1 where it is a mixer or an MLP alone, as in the pattern of a hybrid.
         gate_size: width of the gate that what attention finds is multiplied by; 0: none.
         mlp_weights: those of linear_weights that are its dense MLP's.
         mask: of its attention; a window is there in the densities of samples (`ModelShape.density`).
@@ -59,6 +62,45 @@ class Layer(NamedTuple):
     value_size: int = 0
     latent_size: int = 0
     up_weights: int = 0
+    linear_attention: LinearAttention | None = None
+    halves: int = 2
+
+    def with_linear_attention(self, linear: LinearAttention, attention_weights: int, hidden_size: int) -> Layer:
+        """Return it with linear attention in the place of its attention, whose projections have these weights."""
+        more = linear.weights(hidden_size) - attention_weights
+        return self._without_attention()._replace(
+            linear_weights=self.linear_weights + more,
+            held_weights=self.held_weights + more + linear.small_weights,
+            linear_attention=linear,
+        )
+
+    def mixer_alone(self, norm_weights: int) -> Layer:
+        """Return a dense layer without its MLP and the norm before that."""
+        return self._replace(
+            linear_weights=self.linear_weights - self.mlp_weights,
+            held_weights=self.held_weights - self.mlp_weights,
+            norm_weights=self.norm_weights - norm_weights,
+            mlp_kept_channels=0,
+            mlp_weights=0,
+            halves=1,
+        )
+
+    def mlp_alone(self, attention_weights: int, norm_weights: int) -> Layer:
+        """Return it without its attention, whose projections have these weights, and the norm before that."""
+        return self._without_attention()._replace(
+            linear_weights=self.linear_weights - attention_weights,
+            held_weights=self.held_weights - attention_weights,
+            norm_weights=self.norm_weights - norm_weights,
+            halves=1,
+        )
+
+    def _without_attention(self) -> Layer:
+        return self._replace(num_attention_heads=0, query_size=0, kv_channels=0, kv_size=0, value_size=0, gate_size=0)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether its tokens meet in pairs."""
+        return self.query_size > 0
 
     @property
     def values_over_keys(self) -> float:
@@ -90,6 +132,19 @@ class Stage(NamedTuple):
     def num_layers(self) -> float:
         """Layers of all kinds."""
         return sum(number for number, _ in self.layers)
+
+    @property
+    def attention(self) -> Stage:
+        """Its layers with attention alone."""
+        return self._of(lambda layer: layer.has_attention)
+
+    @property
+    def linear_attention(self) -> Stage:
+        """Its layers with linear attention alone."""
+        return self._of(lambda layer: layer.linear_attention is not None)
+
+    def _of(self, is_one: Callable[[Layer], bool]) -> Stage:
+        return Stage(tuple(one for one in self.layers if is_one(one[1])))
 
     @property
     def by_mask(self) -> tuple[Stage, ...]:

@@ -11,6 +11,16 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import counted, require_at_least
 from dynamic_cp.types.experts import Experts
 from dynamic_cp.types.layers import Layer, Stage
+from dynamic_cp.types.linear_attention import LinearAttention
+from dynamic_cp.types.linear_layers import (
+    ATTENTION,
+    EXPERTS,
+    LINEAR_SYMBOLS,
+    MLP,
+    check_linear_layers,
+    check_pattern,
+    layers_with_linear_attention,
+)
 from dynamic_cp.types.masks import CAUSAL, FULL, Causal, Full, Lambda
 from dynamic_cp.types.stage_layers import PipelineLayers, best_split
 
@@ -45,6 +55,11 @@ class ModelShape:
         q_lora_rank, kv_lora_rank: widths of the latents that queries, and keys with values, are projected up from, in
             multi-latent attention (DeepSeek-V2). kv_lora_rank 0: the model has plain attention; q_lora_rank 0: queries
             are projected from the hidden states.
+        linear_attention: that of the layers which have it in the place of attention; None: no layer has.
+        linear_attention_freq: which layers have it, as Megatron says it: with N all but every N-th, or 1 (has it) and 0
+            for each layer; 0 with a `layer_pattern`, which says so itself.
+        layer_pattern: what each layer is, where a layer is only a mixer or only an MLP, in Megatron's symbols: `M`
+            Mamba-2, `G` a gated delta net, `*` attention, `-` an MLP, `E` experts; "" = each layer is both.
         qk_head_dim, qk_pos_emb_head_dim: channels of a head's queries and keys without and with rotation, which are
             together kv_channels; v_head_dim: of its values. Of latent attention only.
     """
@@ -72,6 +87,9 @@ class ModelShape:
     qk_head_dim: int = 0
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
+    linear_attention: LinearAttention | None = None
+    linear_attention_freq: int | tuple[int, ...] = 0
+    layer_pattern: str = ""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -105,6 +123,7 @@ class ModelShape:
                 object.__setattr__(self, "experts", Experts(**self.experts))
             self.experts.moe_layers(self.num_layers)  # refuses a pattern of another number of layers
         self._check_latent_attention()
+        self._check_linear_attention()
         if self.mtp_num_layers and self.window_tokens:
             raise InvalidInputError(
                 f"mtp_num_layers is {self.mtp_num_layers} and window_tokens {self.window_tokens}: modules of "
@@ -152,6 +171,25 @@ class ModelShape:
                 "leave one of them out",
                 other="attention_output_gate",
             )
+
+    def _check_linear_attention(self) -> None:
+        if self.linear_attention is not None and not isinstance(self.linear_attention, LinearAttention):
+            object.__setattr__(self, "linear_attention", LinearAttention(**self.linear_attention))  # from JSON
+        if isinstance(self.linear_attention_freq, list):  # from JSON
+            object.__setattr__(self, "linear_attention_freq", tuple(self.linear_attention_freq))
+        others = {
+            "windows": self.window_tokens > 0,
+            "multi-latent attention": self.kv_lora_rank > 0,
+            "attention that is not causal": not self.causal_attention,
+            "multi-token prediction": self.mtp_num_layers > 0,
+        }
+        beside = [name for name, is_there in others.items() if is_there]
+        if self.layer_pattern:
+            check_pattern(self.layer_pattern, self.num_layers, self.experts, beside)
+        beside = [name for name in beside if name != "multi-token prediction"]
+        check_linear_layers(
+            self.linear_attention, self.linear_attention_freq, self.layer_pattern, self.num_layers, beside
+        )
 
     def _check_pipeline_layers(self) -> None:
         of_stages = tuple(map(tuple, self.pipeline_layers))  # lists where it comes from JSON
@@ -234,8 +272,19 @@ class ModelShape:
         return tuple(not skip or layer % skip != 0 for layer in range(1, self.num_layers + 1))
 
     @property
+    def linear_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has linear attention."""
+        if self.linear_attention is None:
+            return (False,) * self.num_layers
+        if self.layer_pattern:
+            return tuple(symbol in LINEAR_SYMBOLS for symbol in self.layer_pattern)
+        return layers_with_linear_attention(self.linear_attention_freq, self.num_layers)
+
+    @property
     def moe_layers(self) -> tuple[bool, ...]:
         """Whether each layer has experts."""
+        if self.layer_pattern:
+            return tuple(symbol == EXPERTS for symbol in self.layer_pattern)
         return (False,) * self.num_layers if self.experts is None else self.experts.moe_layers(self.num_layers)
 
     @property
@@ -283,6 +332,9 @@ class ModelShape:
             return "TP beyond a node"
         if any(size % tp_size for size in (self.num_attention_heads, self.num_query_groups, self.ffn_hidden_size)):
             return "TP does not divide heads, KV heads or the MLP"
+        linear = self.linear_attention
+        if linear is not None and (linear.num_heads % tp_size or linear.num_groups % tp_size):
+            return "TP does not divide heads or groups of linear attention"
         if vp_size > 1 and pp_size == 1:
             return "VPP without a pipeline"
         if self.pipeline_layers:
@@ -315,12 +367,17 @@ class ModelShape:
     @property
     def linear_weights_per_layer(self) -> int:
         """Weights of the matrices of one dense layer (QKV, output projection, MLP), without biases and norms."""
+        return self.attention_weights_per_layer + self.mlp_weights_per_layer + self.other_weights_per_layer
+
+    @property
+    def attention_weights_per_layer(self) -> int:
+        """Weights of the projections of the attention of one layer."""
         attention = self.hidden_size * (2 * self.query_size + self.gate_size + 2 * self.kv_size)
         if self.kv_lora_rank:
             queries = (self.q_lora_rank or self.hidden_size) * self.query_size
             output = self.num_attention_heads * self.v_head_dim * self.hidden_size
             attention = self.down_weights_per_layer + queries + self.up_weights_per_layer + output
-        return attention + self.mlp_weights_per_layer + self.other_weights_per_layer
+        return attention
 
     @property
     def down_weights_per_layer(self) -> int:
@@ -369,7 +426,20 @@ class ModelShape:
         """
         return self._layer(has_experts=all(self.moe_layers), has_window=False)
 
-    def _layer(self, *, has_experts: bool, has_window: bool) -> Layer:
+    def _layer(self, *, has_experts: bool, has_window: bool, has_linear: bool = False) -> Layer:
+        layer = self._attention_layer(has_experts=has_experts, has_window=has_window)
+        if not has_linear or self.linear_attention is None:
+            return layer
+        return layer.with_linear_attention(self.linear_attention, self.attention_weights_per_layer, self.hidden_size)
+
+    def _half(self, symbol: str) -> Layer:
+        """Return a layer of a pattern, a mixer or an MLP alone."""
+        layer = self._layer(has_experts=symbol == EXPERTS, has_window=False, has_linear=symbol in LINEAR_SYMBOLS)
+        if symbol in (MLP, EXPERTS):
+            return layer.mlp_alone(self.attention_weights_per_layer, self.hidden_size)
+        return layer.mixer_alone(self.hidden_size)
+
+    def _attention_layer(self, *, has_experts: bool, has_window: bool) -> Layer:
         of_latents = self.q_lora_rank + self.kv_lora_rank
         dense = Layer(
             linear_weights=self.linear_weights_per_layer,
@@ -422,7 +492,7 @@ class ModelShape:
         It keeps the embedding of the later token, norms of both and what is projected.
         """
         projection = 2 * self.hidden_size * self.hidden_size
-        layer = self._layer(has_experts=self.moe_layers[-1], has_window=False)
+        layer = self._layer(has_experts=self.moe_layers[-1], has_window=False, has_linear=self.linear_layers[-1])
         return layer._replace(
             linear_weights=layer.linear_weights + projection,
             held_weights=layer.held_weights + projection,
@@ -453,12 +523,7 @@ class ModelShape:
         Raises:
             InvalidInputError: `pipeline_layers` are those of another number of stages.
         """
-        # Layers without a window first, dense ones before those with experts.
-        which = Counter(zip(self.windowed_layers, self.moe_layers, strict=True))
-        kinds = [
-            (number, self._layer(has_experts=has_experts, has_window=has_window))
-            for (has_window, has_experts), number in sorted(which.items())
-        ]
+        kinds = self._kinds_of_layers()
         if pp_size == 1 or not self.pipeline_layers:
             stages = (Stage(tuple((number / pp_size, layer) for number, layer in kinds)),) * pp_size
             return self._with_modules(stages)
@@ -471,6 +536,17 @@ class ModelShape:
         of_stages = [sum(chunks) for chunks in self.pipeline_layers]
         stages = tuple(Stage(tuple((n * one / self.num_layers, layer) for n, layer in kinds)) for one in of_stages)
         return self._with_modules(stages)
+
+    def _kinds_of_layers(self) -> list[tuple[int, Layer]]:
+        """Return (how many, of which kind): attention first, then without a window, then dense ones."""
+        if self.layer_pattern:
+            counts = Counter(self.layer_pattern)
+            return [(counts[one], self._half(one)) for one in (ATTENTION, *LINEAR_SYMBOLS, MLP, EXPERTS) if counts[one]]
+        which = Counter(zip(self.linear_layers, self.windowed_layers, self.moe_layers, strict=True))
+        return [
+            (number, self._layer(has_experts=has_experts, has_window=has_window, has_linear=has_linear))
+            for (has_linear, has_window, has_experts), number in sorted(which.items())
+        ]
 
     def _with_modules(self, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
         """Return stages with the modules of multi-token prediction, which are on the last one."""

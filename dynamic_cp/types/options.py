@@ -22,6 +22,9 @@ RECOMPUTE_METHODS: tuple[str, ...] = get_args(RecomputeMethod)
 SearchEffort = Literal["fast", "thorough", "exact"]
 SEARCH_EFFORTS: tuple[str, ...] = get_args(SearchEffort)
 
+StateExchangeUse = Literal["auto", "heads", "states"]
+STATE_EXCHANGE_USES: tuple[str, ...] = get_args(StateExchangeUse)
+
 PoolUse = Literal["off", "auto", "always"]
 POOL_USES: tuple[str, ...] = get_args(PoolUse)
 
@@ -134,6 +137,8 @@ class PlanOptions:
             the dynamic policy until it is proven the fastest, which only tiny batches can be.
         pool: whether servers of all stages may compute attention in ticks: never, where that is faster by simulation,
             or always. Of the dynamic policy.
+        state_exchange: how lanes may share layers with linear attention: "heads" or "states" in all buckets of several
+            lanes, or "auto", in each bucket what is faster.
         noise_margin: share by which ticks last longer than planned, >= 0.
         ping_pong: layers of a pool run in two nano-batches, of which one computes while the other travels.
     """
@@ -155,6 +160,7 @@ class PlanOptions:
     pool: PoolUse = "off"
     noise_margin: float = NOISE_MARGIN
     ping_pong: bool = True
+    state_exchange: StateExchangeUse = "auto"
 
     def __post_init__(self) -> None:
         require_at_least(1, max_tokens_per_rank=self.max_tokens_per_rank, bytes_per_element=self.bytes_per_element)
@@ -175,6 +181,10 @@ class PlanOptions:
             raise InvalidInputError(f"search {self.search!r} is unknown: use one of {', '.join(SEARCH_EFFORTS)}")
         if self.pool not in POOL_USES:
             raise InvalidInputError(f"pool {self.pool!r} is unknown: use one of {', '.join(POOL_USES)}")
+        if self.state_exchange not in STATE_EXCHANGE_USES:
+            raise InvalidInputError(
+                f"state_exchange {self.state_exchange!r} is unknown: use one of {', '.join(STATE_EXCHANGE_USES)}"
+            )
         if self.search == "exact" and self.pool != "off":
             raise UnsupportedFeatureError(
                 f"search exact proves no plans with a pool, and pool is {self.pool!r}: leave the pool out "

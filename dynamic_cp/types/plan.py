@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.attention import BY_PLACEMENT, CHOOSES_INNER_SIZE, TRAITS, Attention, CpCommType, is_placed
 from dynamic_cp.types.counts import MAX_COUNT, counted, is_power_of_two, require_at_least
+from dynamic_cp.types.linear_attention import STATE_EXCHANGES, StateExchange
 from dynamic_cp.types.masks import CAUSAL, Lambda, Mask, Windowed
 from dynamic_cp.types.placement import Placement
 from dynamic_cp.types.topology import Topology
@@ -96,6 +97,7 @@ class Bucket:
     cp_comm_type: CpCommType = "p2p"
     inner_cp_size: int = 1
     placement: Placement | None = None
+    state_exchange: StateExchange = STATE_EXCHANGES[0]
 
     def __post_init__(self) -> None:
         if self.first_lane < 0:  # thousands of buckets are made for a plan: the call would cost more than the check
@@ -119,6 +121,12 @@ class Bucket:
             raise InvalidInputError(
                 f"cp_comm_type {self.cp_comm_type!r} is unknown: use one of {', '.join(TRAITS)}",
                 cp_comm_type=self.cp_comm_type,
+            )
+        if self.state_exchange not in STATE_EXCHANGES:
+            raise InvalidInputError(
+                f"state_exchange {self.state_exchange!r} of the bucket at lane {self.first_lane} is unknown: use one "
+                f"of {', '.join(STATE_EXCHANGES)}",
+                state_exchange=self.state_exchange,
             )
         if TRAITS[self.cp_comm_type].inner != "one" or self.inner_cp_size != 1:
             self._set_inner_cp_size()
@@ -161,6 +169,11 @@ class Bucket:
     def is_placed(self) -> bool:
         """Whether its mechanism has a placement."""
         return is_placed(self.cp_comm_type)
+
+    @property
+    def exchanges_states(self) -> bool:
+        """Whether its lanes pass on states of linear attention, instead of exchanging heads."""
+        return self.state_exchange == "states"
 
     @property
     def num_inner_groups(self) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dynamic_cp.types import CAUSAL, Mask
 from megatron.dynamic_cp.attention.kernels.choice import Kernel
+from megatron.dynamic_cp.attention.linear import exchange as linear_exchange
 from megatron.dynamic_cp.attention.mechanisms import all_gather, blocks, heads, ring
 from megatron.dynamic_cp.attention.mechanisms.transfers import Expected
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
@@ -143,6 +144,19 @@ def _reduce_scatter(x: Tensor, params: Any) -> Tensor:
 
 def _all_to_all(x_PTHD: Tensor, group: EmulatedGroup, _params: Any) -> Tensor:
     return torch.stack([other[group.rank()] for other in group.board.gather(group.rank(), x_PTHD)])
+
+
+def _all_to_all_messages(
+    messages: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Expected]], params: Any
+) -> list[list[Tensor]]:
+    group = params.cp_group
+    posted: Any = [[tensor.clone() for tensor in message] for message in messages]
+    received = [of_lane[group.rank()] for of_lane in group.board.gather(group.rank(), posted)]
+    came = [[(x.shape, x.dtype) for x in message] for message in received]
+    assert came == [[*map(tuple, message)] for message in expected], "another message came than was expected"
+    others = [message for lane, message in enumerate(posted) if lane != group.rank()]
+    params.stats.bytes_sent += sum(x.nbytes for message in others for x in message)
+    return received
 
 
 @dataclass
@@ -269,10 +283,33 @@ def _run(
         mock.patch.object(all_gather, "reduce_scatter_tokens", _reduce_scatter),
         mock.patch.object(heads, "all_to_all_heads", _all_to_all),
         mock.patch.object(blocks, "LaneMessages", Messages),
+        mock.patch.object(linear_exchange, "all_to_all_messages", _all_to_all_messages),
         inside or contextlib.nullcontext(),
         _threads(number) as pool,
     ):
         return list(pool.map(guarded, range(number)))
+
+
+def on_lanes(
+    padded_seqlens: tuple[int, ...], cp_size: int, work: Callable[[DynamicPackedSeqParams], Any], **more: Any
+) -> list[Any]:
+    """Return what `work` does on each lane with the parameters of a pack; on the CPU it may run backward passes.
+
+    Args:
+        more: of `DynamicPackedSeqParams.build`.
+    """
+    board = Board(cp_size)
+
+    def lane(rank: int) -> Any:
+        positions = torch.from_numpy(packed_shard_positions(padded_seqlens, cp_size, rank))
+        group: Any = EmulatedGroup(rank, board)
+        return work(
+            DynamicPackedSeqParams.build(
+                padded_seqlens, positions, group, label="emulated", stats=ExchangeStats(), **more
+            )
+        )
+
+    return _run(cp_size, lane, [board])
 
 
 class Placed(NamedTuple):

@@ -454,17 +454,35 @@ def _start_again(before: str) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore(f"before {before}", store), rank=rank, world_size=world_size)
 
 
-def run_step(
+class Runtime(NamedTuple):
+    """What a step of the real runtime needs on this rank.
+
+    Attributes:
+        chunks: of the model, bare; model: wrapped.
+        counterpart: (chunk, name, parameter, tensors of the whole model by name) -> this rank's part of one.
+    """
+
+    config: Any
+    chunks: list[Any]
+    model: list[Any]
+    groups: DynamicCPGroups
+    wrapper: DataIteratorWrapper
+    counterpart: Callable[[Any, str, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
+
+
+def build_runtime(
     layout: Layout,
     samples: tuple[Sample, ...],
     plan: Plan,
     expected: dict[str, Any],
-    sabotage: Callable[[], None] | None,
-    schedule: Callable[[list[Any], StepData, Callable[..., Any]], None] = run_stock_schedule,
-) -> Comparison:
-    """Run one step of `plan` on this rank and compare with `expected`; `sabotage` plants a fault first."""
-    if sabotage is not None:
-        sabotage()
+    read_sample: Callable[[Sample], Any] = reference.read_sample,
+    prepare: Callable[[list[Any]], None] | None = None,
+) -> Runtime:
+    """Return the runtime of `plan`, whose model has the weights of `expected["initial"]`.
+
+    Args:
+        prepare: called on the bare chunks.
+    """
     variant = reference.VARIANTS[layout.variant]
     initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None, layout.ep)
     exchanges = sorted({exchange for exchange, _ in exchanges_of(plan)} | {"p2p"})
@@ -477,6 +495,8 @@ def run_step(
     )
     unset = {"init_method": torch.nn.init.zeros_, "output_layer_init_method": torch.nn.init.zeros_}
     config, chunks = build_chunks(layout, variant, **unset)  # `expected` has the weights
+    if prepare is not None:
+        prepare(chunks)
 
     def counterpart(chunk: Any, name: str, parameter: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         gated = config.gated_linear_unit and "linear_fc1" in name
@@ -506,10 +526,25 @@ def run_step(
     by_id = {sample.sample_id: sample for sample in samples}
     wrapper = DataIteratorWrapper(
         plan_source=fixed_plan(plan, groups),
-        read_sample=lambda sample_id: reference.read_sample(by_id[sample_id]),
+        read_sample=lambda sample_id: read_sample(by_id[sample_id]),
         groups=groups,
         chunks=[ChunkNeeds.of(chunk) for chunk in chunks],
     )
+    return Runtime(config, chunks, model, groups, wrapper, counterpart)
+
+
+def run_step(
+    layout: Layout,
+    samples: tuple[Sample, ...],
+    plan: Plan,
+    expected: dict[str, Any],
+    sabotage: Callable[[], None] | None,
+    schedule: Callable[[list[Any], StepData, Callable[..., Any]], None] = run_stock_schedule,
+) -> Comparison:
+    """Run one step of `plan` on this rank and compare with `expected`; `sabotage` plants a fault first."""
+    if sabotage is not None:
+        sabotage()
+    _, chunks, model, groups, wrapper, counterpart = build_runtime(layout, samples, plan, expected)
     step = wrapper.wrap(0, samples)
     recorded: list[tuple[Any, torch.Tensor]] = []
 

@@ -249,7 +249,9 @@ GATHERED = ModelVariant("gathered", config=LLAMA.config, model={"parallel_output
 MTP_GATHERED = ModelVariant("mtp_gathered", config=MTP.config, model=GATHERED.model)
 MOE_BIASED = ModelVariant("moe_biased", config={**MOE.config, "add_bias_linear": True})
 OF_REPORTS = (GATHERED, MTP_GATHERED, MOE_BIASED)
-COMBINED = (MOE_UNCOUNTED, GPT_OSS, MTP_OFFSET, DEEPSEEK, MOE_MTP, MOE_SIGMOID_MTP)
+# Experts alone, whatever their routers' losses.
+MOE_PLAIN = ModelVariant("moe_plain", config={**MOE.config, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None})
+COMBINED = (MOE_UNCOUNTED, MOE_PLAIN, GPT_OSS, MTP_OFFSET, DEEPSEEK, MOE_MTP, MOE_SIGMOID_MTP)
 LATENT_KINDS = (LATENT, LATENT_PLAIN, LATENT_8_HEADS)
 PLAIN = (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE)
 VARIANTS = {

@@ -35,7 +35,7 @@ ROOMS = {
             "step",
             "pool",
         ),
-        *("foreign", "calibration", "outside", "scheduler"),
+        *("foreign", "calibration", "outside", "scheduler", "post_training"),
     ),
     "megatron.trainer": ("data", "flags", "ending", "checkpoints", "weights", "reporting", "setup", "loop"),
 }
@@ -44,7 +44,7 @@ BELOW_ALL = ("dynamic_cp", "types")
 """The room that also modules in no room may use."""
 READ_IN_ORDER = (
     *sorted({f"{package}.{room}" for package, rooms in ROOMS.items() for room in rooms}),
-    *(f"megatron.dynamic_cp.attention.{room}" for room in ("kernels", "mechanisms", "te")),
+    *(f"megatron.dynamic_cp.attention.{room}" for room in ("kernels", "mechanisms", "te", "linear", "linear.kernels")),
     "megatron.lm_adaptor",
 )
 

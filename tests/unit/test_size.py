@@ -13,7 +13,7 @@ MOST_LINES = {
     "dynamic_cp/bounds": 1700,
     "dynamic_cp/calibration": 980,  # what waits for its host says nothing of a device
     "dynamic_cp/cli": 3300,  # gradients and optimizer states in lower precision; losses over chunks of tokens
-    "dynamic_cp/comparison": 1650,
+    "dynamic_cp/comparison": 1660,  # options of hybrids
     "dynamic_cp/first_day": 620,  # the first hour of a node as one command
     "dynamic_cp/learning": 590,
     "dynamic_cp/lengths": 1200,
@@ -23,34 +23,35 @@ MOST_LINES = {
     "dynamic_cp/packing": 2750,
     "dynamic_cp/pipeline": 1050,
     "dynamic_cp/placement": 3740,
-    "dynamic_cp/plans": 1110,
+    "dynamic_cp/plans": 1130,  # what lanes exchange for linear attention
     "dynamic_cp/pool": 2870,
     "dynamic_cp/pricing": 1870,  # the overhead of a bucket is the host's
     "dynamic_cp/report": 2920,  # peak memory of a run
     "dynamic_cp/search": 1820,  # two passes where rows have few candidates
     "dynamic_cp/sweep": 1280,  # prices of the job itself are left out
-    "dynamic_cp/types": 2860,  # losses over chunks of tokens
+    "dynamic_cp/types": 3580,  # linear attention, and which layers of a hybrid have it; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
-    "megatron/dynamic_cp/attention": 4560,  # Triton programs that compare nothing in full tiles, and one that merges
+    "megatron/dynamic_cp/attention": 5820,  # linear attention of a pack over lanes, in two ways
     "megatron/dynamic_cp/calibration": 1460,  # what the host takes; attention against float64, for a first day
-    "megatron/dynamic_cp/data": 1130,
+    "megatron/dynamic_cp/data": 1280,  # buckets of a lane without their tokens, for others to ask; a tree of turns as one sample
     "megatron/dynamic_cp/flags": 2380,  # losses over chunks of tokens; experts of a configuration
     "megatron/dynamic_cp/foreign": 1450,
-    "megatron/dynamic_cp/groups": 750,  # errors of exchanges, to be shown; two cuDNNs; ranks of a node connect first
-    "megatron/dynamic_cp/layout": 430,
+    "megatron/dynamic_cp/groups": 760,  # two cuDNNs; ranks of a node connect first; what linear attention connects
+    "megatron/dynamic_cp/layout": 460,  # what lanes exchange for linear attention
     "megatron/dynamic_cp/measuring": 220,
-    "megatron/dynamic_cp/model": 1290,  # the head over chunks of tokens: losses, log-probs and entropies
-    "megatron/dynamic_cp/outside": 930,
+    "megatron/dynamic_cp/model": 1300,  # the head over chunks of tokens: losses, log-probs, and what passes ask for
+    "megatron/dynamic_cp/outside": 940,
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
+    "megatron/dynamic_cp/post_training": 1300,  # columns, results in order, a socket for losses, a value head
     "megatron/dynamic_cp/repairs": 780,  # a TransformerEngine that cannot be imported; checkpoints of halves of weights
     "megatron/dynamic_cp/scheduler": 860,  # the planner for other frameworks
-    "megatron/dynamic_cp/step": 790,
+    "megatron/dynamic_cp/step": 800,  # a micro-batch without its loss, for passes of post-training
     "megatron/lm_adaptor": 2720,
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1940,
-    "megatron/trainer/data": 5100,
+    "megatron/trainer/data": 5360,  # preference pairs, in every form that people have them
     "megatron/trainer/ending": 590,
     "megatron/trainer/flags": 1450,  # variables that a run on GPUs needs
     "megatron/trainer/loop": 500,  # peak memory of a run

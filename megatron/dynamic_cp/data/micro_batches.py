@@ -22,7 +22,17 @@ from dynamic_cp.errors import DataError, UnsupportedFeatureError
 from dynamic_cp.placement.programme import Programme
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.plans.padding import padded_of, placed_share
-from dynamic_cp.types import CAUSAL, Bucket, Causal, CpCommType, Full, Sample, is_placed
+from dynamic_cp.types import (
+    CAUSAL,
+    STATE_EXCHANGES,
+    Bucket,
+    Causal,
+    CpCommType,
+    Full,
+    Sample,
+    StateExchange,
+    is_placed,
+)
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.extension import step_kind
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
@@ -65,6 +75,7 @@ class PackedBucket:
     Attributes:
         seqlens, masked_samples: as in `DynamicPackedSeqParams`.
         placed: what this lane does, where attention is placed; its padded lengths are then those of the lane.
+        state_exchange: how its lanes share layers with linear attention.
     """
 
     first_lane: int
@@ -75,6 +86,7 @@ class PackedBucket:
     seqlens: tuple[int, ...] | None = None
     masked_samples: tuple[Sample, ...] | None = None
     placed: PlacedLane | None = None
+    state_exchange: StateExchange = STATE_EXCHANGES[0]
 
     @property
     def is_empty_place(self) -> bool:
@@ -153,13 +165,12 @@ def pack_step(
         DataError: a sample that is not as long as the plan says, or what `read_sample` raises.
         UnsupportedFeatureError: a sample with a mask of its own, and multi-token prediction.
     """
-    packed, positions = [], []
+    packed, positions = packed_buckets(plan), []
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in [*COLUMNS, *_names_of_depths(num_depths)]}
-    for index, bucket in enumerate(plan.buckets):
+    for bucket, of_lane in zip(plan.buckets, packed, strict=True):
         if num_depths:
             _check_has_future(bucket)
-        packed.append(_packed(bucket, plan, plan.parts.get(index)))
-        shards = shards_of(packed[-1], plan.lane)
+        shards = shards_of(of_lane, plan.lane)
         # Behind the shards of samples there may be one that is nothing but padding.
         places = [_positions(sample, shard) for sample, shard in zip(bucket.samples, shards, strict=False)]
         places += shards[len(places) :]
@@ -205,14 +216,19 @@ def _check_has_future(bucket: Bucket) -> None:
             )
 
 
+def packed_buckets(plan: LanePlan) -> list[PackedBucket]:
+    """Return the buckets of a lane without their tokens."""
+    return [_packed(bucket, plan, plan.parts.get(index)) for index, bucket in enumerate(plan.buckets)]
+
+
 def _packed(bucket: Bucket, plan: LanePlan, part: object) -> PackedBucket:
-    """Return a bucket without its tokens."""
     shape = PackedBucket(
         first_lane=bucket.first_lane,
         cp_size=bucket.cp_size,
         cp_comm_type=bucket.cp_comm_type,
         inner_cp_size=bucket.inner_cp_size,
         padded_seqlens=(),
+        state_exchange=bucket.state_exchange,
     )
     multiple = plan.facts.rank_token_multiple
     if part is not None:
@@ -342,6 +358,7 @@ def micro_batches(
                 mask=mask,
                 masked_samples=bucket.masked_samples,
                 placed=placed,
+                state_exchange=bucket.state_exchange,
                 is_empty_place=bucket.is_empty_place,
                 label=f"{label}, micro-batch {index}, lanes {bucket.first_lane}.."
                 f"{bucket.first_lane + bucket.cp_size - 1}",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from dynamic_cp.types import CAUSAL, CpCommType, Mask, Sample
+from dynamic_cp.types import CAUSAL, STATE_EXCHANGES, CpCommType, Mask, Sample, StateExchange
 from megatron.dynamic_cp.layout.future_columns import FutureColumns
 
 try:
@@ -113,6 +113,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
             sequence of its own. None: all have that of the layers.
         positions: position of each local token for rotary embedding, int64 [T]: within its sequence, or by its mask.
         cp_comm_type: how keys and values are exchanged.
+        state_exchange: how layers with linear attention are shared: by "heads" or by "states".
         heads_group: lanes that exchange heads for rows; None: heads stay where they are.
         ring_group: lanes that pass keys and values round; None: no others. The bucket's inner_cp_size decides both
             (`process_groups.DynamicCPGroups.levels`).
@@ -129,6 +130,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
     masked_samples: tuple[Sample, ...] | None = None
     positions: torch.Tensor | None = None
     cp_comm_type: CpCommType = "p2p"
+    state_exchange: StateExchange = STATE_EXCHANGES[0]
     heads_group: dist.ProcessGroup | None = None
     ring_group: dist.ProcessGroup | None = None
     label: str = ""
@@ -197,6 +199,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
         mask: Mask = CAUSAL,
         masked_samples: tuple[Sample, ...] | None = None,
         placed: Any = None,
+        state_exchange: StateExchange = STATE_EXCHANGES[0],
         is_empty_place: bool = False,
         future: FutureColumns | None = None,
     ) -> DynamicPackedSeqParams:
@@ -206,7 +209,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
             cu_seqlens: `boundaries(padded_seqlens)` where it is on the device already.
             levels: (heads group, ring group) of the bucket; None: no heads are exchanged, the ring is the whole group.
             seqlens: as the attribute; None: there is no padding.
-            mask, masked_samples, is_empty_place, future: as the attributes; placed: as of `LayerCache`.
+            mask, masked_samples, state_exchange, is_empty_place, future: as the attributes; placed: as of `LayerCache`.
         """
         heads_group, ring_group = (None, cp_group) if levels is None else levels
         if cu_seqlens is None:
@@ -231,6 +234,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
             masked_samples=masked_samples,
             positions=positions,
             cp_comm_type=cp_comm_type,
+            state_exchange=state_exchange,
             heads_group=heads_group,
             ring_group=ring_group,
             label=label,

@@ -69,6 +69,11 @@ def _parts(sample: Sample) -> _Parts:
     return _Parts(mask.shape()[0], mask.paths()) if isinstance(mask, Branches) else _Parts((sample.seqlen,), [[0]])
 
 
+def lengths_of_parts(sample: Sample) -> tuple[int, ...]:
+    """Return the tokens of each part: the prompt and each response, or all of a sample that is one sequence."""
+    return _parts(sample).lengths
+
+
 def _owners(shards: Sequence[NDArray[np.int64]], parts: Sequence[_Parts], device: torch.device) -> TokenOwners:
     """Return the owners of tokens.
 

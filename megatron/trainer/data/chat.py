@@ -27,6 +27,7 @@ from megatron.trainer.data.chat_records import (
     checked,
     has_mark,
     messages_of,
+    preference_of,
     tools_of,
     unlearned,
 )
@@ -66,8 +67,6 @@ def parse_chats(line: bytes) -> Chats:
     """
     value = object_of_line(line, '{"messages": [...]}')
     tools = tools_of(value)
-    if has_mark(tools):
-        raise LineError(": field 'tools' has the noncharacter U+FDD0, U+FDD1 or U+FDD2: remove it")
     if RESPONSES in value:
         question = question_of(value, MESSAGES)
         given = [{"role": "user", "content": question.prompt}] if isinstance(question.prompt, str) else question.prompt
@@ -77,10 +76,26 @@ def parse_chats(line: bytes) -> Chats:
             raise LineError(f": field {RESPONSES!r} has the noncharacter U+FDD0, U+FDD1 or U+FDD2: remove it")
         return Chats(chats, tools, True)
     messages = messages_of(value)
+    _check_learned(messages)
+    return Chats([messages], tools, False)
+
+
+def parse_preference(value: Mapping[str, Any]) -> Chats:
+    """Return the chats of a preference, the chosen before the rejected.
+
+    Raises:
+        LineError: as `parse_chats`, and an answer that is none of the assistant's.
+    """
+    chats = preference_of(value)
+    for messages in chats:
+        _check_learned(messages)
+    return Chats(chats, tools_of(value), True)
+
+
+def _check_learned(messages: Sequence[Mapping[str, Any]]) -> None:
     if not any(is_learned_answer(message) for message in messages):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
         raise LineError(f" has no assistant message to learn, {len(messages)} of {roles}: nothing of it can be learned")
-    return Chats([messages], tools, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +112,25 @@ class ChatReader:
             LineError: a chat that is malformed, or of which tokens are part prompt and part answer.
         """
         chats = parse_chats(line)
+        return [self.shared(chats)] if chats.share_prompt else self._documents(chats)
+
+    def shared(self, chats: Chats) -> Document:
+        """Return chats that have their prompt in common as one document.
+
+        Raises:
+            LineError: the prompt is written otherwise in one of them, or a chat takes several texts.
+        """
+        documents = self._documents(chats)
+        if len(documents) != len(chats.messages):
+            raise LineError(
+                f": {self.chat_format.name} writes earlier answers otherwise once later messages follow, so "
+                f"{len(chats.messages)} chats are {len(documents)} texts: end the prompt before the last answer"
+            )
+        return self._joined(documents)
+
+    def _documents(self, chats: Chats) -> list[Document]:
         texts = [text for messages in chats.messages for text in self._texts(messages, chats.tools)]
-        documents = [self.tokens(text) for text in texts]
-        return [self._joined(documents)] if chats.share_prompt else documents
+        return [self.tokens(text) for text in texts]
 
     def _texts(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[ChatText]:
         """Return the texts of a chat; LineError where its template leaves out a tool call."""

@@ -4,21 +4,33 @@
     {"conversations": [{"from", "value"}, ...], "system"}     ShareGPT
     {"prompt", "completion"}                                  texts or messages; the completion is learned
     {"instruction", "input", "output", "system", "history"}   Alpaca
+    {"prompt", "chosen", "rejected"}                          a preference: `preferences`; instead of the prompt what
+                                                              precedes the answer in the other forms, or nothing where
+                                                              both chats begin with it
 
-A null is taken for a field that is missing, as tables have it.
+A null is taken for a field that is missing, as tables have it. A new form is a row of `FORMS` or `PREFERENCES`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from megatron.trainer.data.chat_template import CLOSE, OPEN, PLACE
-from megatron.trainer.data.json_text import COMPLETION, PROMPT, LineError, refuse_preferences
+from megatron.trainer.data.json_text import (
+    CHOSEN,
+    COMPLETION,
+    PROMPT,
+    REJECTED,
+    RESPONSES,
+    LineError,
+    refuse_preferences,
+)
 
 MESSAGES, CONVERSATIONS, INSTRUCTION, OUTPUT = "messages", "conversations", "instruction", "output"
-UNDERSTOOD = "messages, conversations, prompt with completion or responses, or instruction with output"
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_OF_SPEAKER = {
@@ -29,6 +41,7 @@ _ROLE_OF_SPEAKER = {
 _CALLS = "function_call"
 
 Message = dict[str, Any]
+Fields: TypeAlias = tuple[str, ...]
 
 
 def messages_of(value: Mapping[str, Any]) -> list[Message]:
@@ -37,20 +50,54 @@ def messages_of(value: Mapping[str, Any]) -> list[Message]:
     Raises:
         LineError: the record is of no known form, or of two; a message without role or content.
     """
-    given = {key: entry for key, entry in value.items() if entry is not None}
+    given = without_nulls(value)
     if MESSAGES in given:
-        return checked(given[MESSAGES], MESSAGES, "at least one question and one answer are needed")
+        return FORMS[MESSAGES,](given)
     refuse_preferences(given)
-    forms = [fields for fields in _FORMS if all(field in given for field in fields)]
-    if not forms:
-        raise LineError(
-            f" has no field 'messages' (it has {', '.join(map(repr, list(given)[:5])) or 'none'}): --sft reads chats "
-            f"({UNDERSTOOD}); leave it out for text"
-        )
-    if len(forms) > 1:
-        first, second = (" with ".join(map(repr, fields)) for fields in forms[:2])
+    return FORMS[_form(given, FORMS, f"--sft reads chats ({words(_READ)}); leave it out for text")](given)
+
+
+def preference_of(value: Mapping[str, Any]) -> list[list[Message]]:
+    """Return the chats of a preference, the chosen before the rejected; nothing of their prompt is learned.
+
+    Raises:
+        LineError: the record is no preference, or its prompt is in two forms; answers that are alike, or are none.
+    """
+    given = without_nulls(value)
+    fields = _form(given, PREFERENCES, f"preferences are read ({words(PREFERENCES)})")
+    answers = [_answer(given, field) for field in (CHOSEN, REJECTED)]
+    prompt, num_shared = PREFERENCES[fields](given), 0
+    if fields == (CHOSEN, REJECTED) or isinstance(given.get(PROMPT), str):
+        num_shared = len([*takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False))])
+    shared = answers[0][:num_shared] or prompt
+    if answers[0] == answers[1] or not shared:
+        why = "are the same" if shared else f"have no message in common and no {PROMPT!r} precedes them"
+        raise LineError(f": {CHOSEN!r} and {REJECTED!r} {why}: repair or remove the line")
+    return [[*unlearned(shared), *answer[num_shared:]] for answer in answers]
+
+
+def without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record without the fields that a table has to have."""
+    return {key: entry for key, entry in value.items() if entry is not None}
+
+
+def words(forms: Iterable[Fields]) -> str:
+    """Return what to call forms in a message: "messages, prompt with completion, or instruction with output"."""
+    *others, last = (" with ".join(fields) for fields in forms)
+    return f"{', '.join(others)}, or {last}"
+
+
+def _form(given: Mapping[str, Any], forms: Mapping[Fields, object], read: str) -> Fields:
+    """Return the fields of the one form that a record has, of those with the most; `read`: what to say otherwise."""
+    found = [fields for fields in forms if all(field in given for field in fields)]
+    found = [fields for fields in found if not any(set(fields) < set(other) for other in found)]
+    if not found:
+        missing = next(iter(forms))[0]
+        raise LineError(f" has no field {missing!r} (it has {', '.join(map(repr, list(given)[:5])) or 'none'}): {read}")
+    if len(found) > 1:
+        first, second = (" with ".join(map(repr, fields)) for fields in found[:2])
         raise LineError(f" has {first} and {second}: leave one of them out")
-    return _FORMS[forms[0]](given)
+    return found[0]
 
 
 def checked(messages: Any, field: str, needed: str) -> list[Message]:
@@ -143,9 +190,17 @@ def with_objects(message: Message, number: int) -> Message:
 
 
 def tools_of(value: Mapping[str, Any]) -> Any:
-    """Return the tools of a record, None where it has none; they may be JSON text, which fits any table."""
+    """Return the tools of a record, None where it has none; they may be JSON text, which fits any table.
+
+    Raises:
+        LineError: text that is no JSON, or tools with a mark of spans.
+    """
     tools = value.get("tools")
-    return parsed(tools, ": field 'tools'") or None if isinstance(tools, str) and tools else tools
+    if isinstance(tools, str) and tools:
+        tools = parsed(tools, ": field 'tools'") or None
+    if has_mark(tools):
+        raise LineError(": field 'tools' has the noncharacter U+FDD0, U+FDD1 or U+FDD2: remove it")
+    return tools
 
 
 def parsed(text: str, where: str) -> Any:
@@ -174,25 +229,42 @@ def _spoken(entry: Any, number: int) -> Any:
     return message | {"role": "assistant", "content": None, "tool_calls": calls}
 
 
+def _chat(value: Mapping[str, Any]) -> list[Message]:
+    return checked(value[MESSAGES], MESSAGES, "at least one question and one answer are needed")
+
+
 def _conversations(value: Mapping[str, Any]) -> list[Message]:
-    entries = value[CONVERSATIONS]
-    if isinstance(entries, list):
-        entries = [_spoken(entry, number) for number, entry in enumerate(entries, 1)]
-    messages = checked(entries, CONVERSATIONS, "at least one question and one answer are needed")
+    needed = "at least one question and one answer are needed"
+    messages = checked(_all_spoken(value[CONVERSATIONS]), CONVERSATIONS, needed)
     return _system(value, messages) + messages
 
 
 def _completion(value: Mapping[str, Any]) -> list[Message]:
-    messages = []
-    for field, role in ((PROMPT, "user"), (COMPLETION, "assistant")):
-        part = value[field]
-        if isinstance(part, str):
-            part = [{"role": role, "content": part}]
-        elif isinstance(part, list):
-            part = [_spoken(entry, number) for number, entry in enumerate(part, 1)]
-        part = checked(part, field, "a text, or at least one message, is needed")
-        messages += unlearned(part) if field == PROMPT else part
-    return messages
+    return [*unlearned(_prompt(value)), *_answer(value, COMPLETION)]
+
+
+def _prompt(value: Mapping[str, Any]) -> list[Message]:
+    return _said(value, PROMPT, "user")
+
+
+def _answer(value: Mapping[str, Any], field: str) -> list[Message]:
+    return _said(value, field, "assistant")
+
+
+def _said(value: Mapping[str, Any], field: str, role: str) -> list[Message]:
+    """Return what a field says as messages: a text is one of `role`, and a message may stand without its list."""
+    part = value[field]
+    if isinstance(part, str):
+        part = [{"role": role, "content": part}]
+    elif isinstance(part, dict) and field in (CHOSEN, REJECTED):
+        part = [part]
+    return checked(_all_spoken(part), field, "a text, or at least one message, is needed")
+
+
+def _all_spoken(entries: Any) -> Any:
+    if not isinstance(entries, list):
+        return entries
+    return [_spoken(entry, number) for number, entry in enumerate(entries, 1)]
 
 
 def unlearned(messages: Sequence[Message]) -> list[Message]:
@@ -201,11 +273,12 @@ def unlearned(messages: Sequence[Message]) -> list[Message]:
 
 
 def _instruction(value: Mapping[str, Any]) -> list[Message]:
+    """Return the chat of an instruction, without its last answer where the record has no output."""
     for field in (INSTRUCTION, "input", OUTPUT):
         if not isinstance(value.get(field, ""), str):
             raise LineError(f": field {field!r} is a {type(value[field]).__name__}, not a string: repair the line")
     history = value.get("history") or []
-    pairs = [*history, (value[INSTRUCTION], value[OUTPUT])]
+    pairs = [*history, (value[INSTRUCTION], value.get(OUTPUT, ""))]
     messages = _system(value, [])
     for number, pair in enumerate(pairs, 1):
         if not isinstance(pair, (list, tuple)) or [type(text) for text in pair] != [str, str]:
@@ -214,7 +287,7 @@ def _instruction(value: Mapping[str, Any]) -> list[Message]:
         if number == len(pairs) and value.get("input"):
             question = f"{question}\n{value['input']}"
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return messages
+    return messages if OUTPUT in value else messages[:-1]
 
 
 def _system(value: Mapping[str, Any], messages: Sequence[Message]) -> list[Message]:
@@ -229,9 +302,22 @@ def _system(value: Mapping[str, Any], messages: Sequence[Message]) -> list[Messa
     return [{"role": "system", "content": system}]
 
 
-_FORMS = {
-    (CONVERSATIONS,): _conversations,
-    (PROMPT, COMPLETION): _completion,
-    (INSTRUCTION, OUTPUT): _instruction,
-}
+FORMS: Mapping[Fields, Callable[[Mapping[str, Any]], list[Message]]] = MappingProxyType(
+    {
+        (MESSAGES,): _chat,
+        (CONVERSATIONS,): _conversations,
+        (PROMPT, COMPLETION): _completion,
+        (INSTRUCTION, OUTPUT): _instruction,
+    }
+)
 """The fields of a form -> its messages."""
+_READ = (*FORMS, (PROMPT, RESPONSES))
+PREFERENCES: Mapping[Fields, Callable[[Mapping[str, Any]], list[Message]]] = MappingProxyType(
+    {
+        (CHOSEN, REJECTED): lambda _: [],
+        (PROMPT, CHOSEN, REJECTED): _prompt,
+        (CONVERSATIONS, CHOSEN, REJECTED): _conversations,
+        (INSTRUCTION, CHOSEN, REJECTED): _instruction,
+    }
+)
+"""The fields of a preference -> the messages before its answers."""

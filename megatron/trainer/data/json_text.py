@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from dynamic_cp.json_text import unique_entries
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-PROMPT, RESPONSES, COMPLETION = "prompt", "responses", "completion"
+PROMPT, RESPONSES, COMPLETION, CHOSEN, REJECTED = "prompt", "responses", "completion", "chosen", "rejected"
 _FIELDS_OF_CHATS = ("messages", "conversations", "instruction")
 
 
@@ -56,9 +56,10 @@ _object = partial(unique_entries, refused=_several)
 
 def refuse_preferences(value: Mapping[str, Any]) -> None:
     """Raise LineError where a record holds a preference: its answers are not all to be learned."""
-    if "chosen" in value and "rejected" in value:
+    if CHOSEN in value and REJECTED in value:
         raise LineError(
-            " is a preference pair ('chosen', 'rejected'), which no loss here trains: give chats of the chosen"
+            f" is a preference pair ({CHOSEN!r}, {REJECTED!r}), which no loss of pretrain_gpt.py trains: give chats of "
+            "the chosen, or read pairs in a loop of your own (megatron.trainer.data.preferences)"
         )
     if COMPLETION in value and isinstance(value.get("label"), bool):
         raise LineError(

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.trainer.data.json_text import check_prompt, content_of_line, encode
+from megatron.trainer.data.json_text import Question, check_prompt, content_of_line, encode
 from megatron.trainer.data.tokenizer import TextTokenizer
 
 
@@ -58,13 +58,15 @@ class TextReader:
             LineError: there is neither a text nor a prompt with responses.
         """
         content = content_of_line(line, self.json_key)
-        if isinstance(content, str):
-            return [Document(self._ended(content))]
+        return [Document(self._ended(content)) if isinstance(content, str) else self.question(content)]
+
+    def question(self, content: Question) -> Document:
+        """Return a prompt and its responses, all of them texts; LineError where the prompt is too short."""
         prompt = self.tokenizer.encode(encode(content.prompt))
         check_prompt(len(prompt))
         responses = [self._ended(response) for response in content.responses]
         tokens = np.concatenate([prompt, *responses])
-        return [Document(tokens, np.arange(len(tokens)) >= len(prompt), tuple(map(len, responses)))]
+        return Document(tokens, np.arange(len(tokens)) >= len(prompt), tuple(map(len, responses)))
 
     def _ended(self, text: str) -> NDArray[np.int64]:
         return np.append(self.tokenizer.encode(encode(text)), self.tokenizer.eod)

@@ -213,7 +213,7 @@ BAD = {
     "none of these": (
         {"question": "x", "answer": "y"},
         "has no field 'messages' (it has 'question', 'answer'): --sft reads chats (messages, conversations, prompt "
-        "with completion or responses, or instruction with output)",
+        "with completion, instruction with output, or prompt with responses)",
     ),
 }
 

@@ -131,11 +131,8 @@ class LaneMessages:
                 work.wait()
         except RuntimeError as error:
             raise _failed(self._params.cp_group, self._params, error) from error
-        found = []
-        for expected, received in zip(self._receives, self._received, strict=True):
-            parts = received.split([one.nbytes for one in expected])
-            found.append([_from_bytes(part, one) for part, one in zip(parts, expected, strict=True)])
-        return found
+        pairs = zip(self._received, self._receives, strict=True)
+        return [_of_message(received, expected) for received, expected in pairs]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -146,6 +143,12 @@ def _from_bytes(content: Tensor, expected: Expected) -> Tensor:
     if content.storage_offset() % expected.dtype.itemsize:
         content = content.clone()  # a view needs its elements aligned
     return content.view(expected.dtype).view(expected.shape)
+
+
+def _of_message(content: Tensor, expected: Sequence[Expected]) -> list[Tensor]:
+    """Return the tensors whose bytes are `content`."""
+    parts = content.split([one.nbytes for one in expected])
+    return [_from_bytes(part, one) for part, one in zip(parts, expected, strict=True)]
 
 
 def all_gather_tokens(x_THD: Tensor, params: DynamicPackedSeqParams) -> Tensor:
@@ -187,3 +190,28 @@ def all_to_all_heads(x_PTHD: Tensor, group: dist.ProcessGroup, params: DynamicPa
         raise _failed(group, params, error) from error
     params.stats.bytes_sent += x_PTHD.nbytes // group.size() * (group.size() - 1)
     return received
+
+
+def all_to_all_messages(
+    messages: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Expected]], params: DynamicPackedSeqParams
+) -> list[list[Tensor]]:
+    """Return the tensors that each lane of the CP group has for this one, given those that this one has for each.
+
+    As `all_to_all_heads`, but messages are bytes, as those of `LaneMessages`, and may be of different lengths or empty.
+
+    Args:
+        expected: [lane] what comes from it.
+    """
+    group = params.cp_group
+    sent = torch.cat([_as_bytes(tensor) for message in messages for tensor in message])
+    lengths = [sum(tensor.nbytes for tensor in message) for message in messages]
+    expected_lengths = [sum(one.nbytes for one in message) for message in expected]
+    received = sent.new_empty(sum(expected_lengths))
+    try:
+        with span("exchanging heads or states"):
+            dist.all_to_all_single(received, sent, expected_lengths, lengths, group=group)
+    except RuntimeError as error:
+        raise _failed(group, params, error) from error
+    params.stats.bytes_sent += len(sent) - lengths[group.rank()]
+    pairs = zip(received.split(expected_lengths), expected, strict=True)
+    return [_of_message(part, message) for part, message in pairs]

@@ -1,0 +1,11 @@
+"""Linear attention of a pack over the lanes of its CP group: gated delta nets and Mamba-2, in one of two ways.
+
+A layer convolves what it projected (each channel over a few tokens), then passes a state from token to token. The lanes
+of a group either exchange heads, so that each has whole samples for some of them, or keep their tokens and exchange
+what chunks of tokens do to states. A bucket's plan says which (`DynamicPackedSeqParams.state_exchange`).
+
+Read in this order: `runs` (rows that follow each other), `layout` (which rows of a sample a lane holds, and who holds
+those before them), `recurrence` (what a token does to a state), `kernels` (convolution and recurrence of runs, on CPUs
+and GPUs), `exchange` (the collective), `layer` (one layer's share of the heads), `heads`, `states` (the two ways),
+`thd` (what modules call).
+"""

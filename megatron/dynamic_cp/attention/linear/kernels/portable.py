@@ -1,0 +1,175 @@
+"""Linear attention as products of matrices, in torch: blocks of tokens at once, of all runs and heads together.
+
+Inside a block of L tokens nothing is sequential. What tokens find, and what the block adds to the state, needs the
+decayed products of its keys; with the delta rule also the solution of a triangular system of L equations, which says
+what is new in the values (the WY form). Blocks of a run follow each other: a step does the n-th one of all runs.
+
+Source: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3; Dao and Gu, Mamba-2 (arXiv 2405.21060),
+section 6.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
+from megatron.dynamic_cp.attention.linear.recurrence import Steps, state_dtype
+from megatron.dynamic_cp.attention.linear.runs import Runs
+from megatron.dynamic_cp.attention.packs import to_device
+
+BLOCK_TOKENS = 64
+
+
+class Blocks(NamedTuple):
+    """Runs cut into blocks of equally many rows, the last of each filled up; B blocks of L rows.
+
+    Blocks are numbered step after step; in a step, those of the longest runs come first.
+
+    Attributes:
+        rows: [B, L] which row is where, num_rows where none is.
+        places: [T] where each row is among the B * L.
+        counts: [step] blocks, never more than in the step before.
+        order: [run] its place among all, longest first.
+    """
+
+    rows: Tensor
+    places: Tensor
+    counts: tuple[int, ...]
+    order: Tensor
+
+    @classmethod
+    def of(cls, runs: Runs) -> Blocks:
+        """Return the blocks of `runs`, made by the first layer that asks."""
+        return runs.once("blocks", lambda: cls._cut(runs.lengths, runs.cu_seqlens.device))
+
+    @classmethod
+    def _cut(cls, run_lengths: tuple[int, ...], device: torch.device) -> Blocks:
+        lengths = np.array(run_lengths)
+        size = min(BLOCK_TOKENS, int(lengths.max()))
+        starts = np.cumsum(lengths) - lengths
+        longest = np.argsort(-lengths, kind="stable")
+        rows = []
+        counts = []
+        for begin in range(0, int(lengths.max()), size):
+            active = longest[lengths[longest] > begin]
+            counts.append(len(active))
+            within = begin + np.arange(size)
+            rows.append(np.where(within < lengths[active, None], starts[active, None] + within, lengths.sum()))
+        every = np.concatenate(rows)
+        places = np.argsort(every.reshape(-1), kind="stable")[: lengths.sum()]
+        order = np.argsort(longest)
+        return cls(to_device(every, device), to_device(places, device), tuple(counts), to_device(order, device))
+
+    def cut(self, x_T: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return [B, heads, L, ...] of [T, heads, ...], zeros where there is no row."""
+        padded = torch.cat((x_T, x_T.new_zeros((1, *x_T.shape[1:])))).to(dtype)
+        return padded[self.rows].transpose(1, 2)
+
+    def joined(self, x_BHL: Tensor) -> Tensor:
+        """Return [T, heads, ...] of [B, heads, L, ...]."""
+        return x_BHL.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
+
+
+class _Products(NamedTuple):
+    """What blocks need of their tokens before states are known; [B, heads, ...].
+
+    Attributes:
+        values: what tokens add, but for what the state before the block has already.
+        recalled: keys by which that is read from it; None without a delta rule.
+        kept: keys as they are left at the end of the block.
+        decay: of the whole block.
+        queries: by which the state before the block is read; None: nothing is asked for.
+        scores: by which the block's own values are.
+    """
+
+    values: Tensor
+    recalled: Tensor | None
+    kept: Tensor
+    decay: Tensor
+    queries: Tensor | None
+    scores: Tensor | None
+
+    @classmethod
+    def of(cls, steps: Steps, blocks: Blocks, *, only_state: bool) -> _Products:
+        """Return them for all blocks at once."""
+        dtype = state_dtype(steps.v_THV.dtype)
+        k, values, decay = (blocks.cut(x, dtype) for x in (steps.k_THK, steps.v_THV, steps.decay_TH))
+        total = decay.cumsum(-1)
+        length = total.shape[-1]
+        unseen = torch.ones(length, length, dtype=torch.bool, device=total.device).triu(1)
+        between = (total[..., :, None] - total[..., None, :]).masked_fill(unseen, -torch.inf).exp()
+        since_start = total.exp()[..., None]
+        recalled = None
+        if steps.beta_TH is not None:
+            beta_k = k * blocks.cut(steps.beta_TH, dtype)[..., None]
+            beta_v = values * blocks.cut(steps.beta_TH, dtype)[..., None]
+            system = (beta_k @ k.transpose(-1, -2) * between).tril(-1)  # its diagonal is taken for ones
+            known = torch.cat((beta_v, beta_k * since_start), dim=-1)
+            solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+            values, recalled = solved.split((values.shape[-1], k.shape[-1]), dim=-1)
+        queries = scores = None
+        if not only_state:
+            q = blocks.cut(steps.q_THK, dtype) * steps.scale
+            queries, scores = q * since_start, q @ k.transpose(-1, -2) * between
+        kept = k * (total[..., -1:] - total).exp()[..., None]
+        return cls(values, recalled, kept, total[..., -1].exp()[..., None, None], queries, scores)
+
+    def step(self, part: slice, state: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return what the tokens of some blocks find, and the state behind them."""
+        values = self.values[part]
+        if self.recalled is not None:
+            values = values - self.recalled[part] @ state
+        found = None
+        if self.queries is not None and self.scores is not None:
+            found = self.queries[part] @ state + self.scores[part] @ values
+        return found, self.decay[part] * state + self.kept[part].transpose(-1, -2) @ values
+
+
+def scan(steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = False) -> tuple[Tensor | None, Tensor]:
+    """Return what `kernel.Scan` says, computed in the dtype of states."""
+    blocks = Blocks.of(runs)
+    products = _Products.of(steps, blocks, only_state=only_state)
+    if state is None:
+        shape = (len(runs.lengths), steps.k_THK.shape[1], steps.k_THK.shape[2], steps.v_THV.shape[2])
+        current = products.decay.new_zeros(shape)
+    else:
+        current = torch.empty_like(state).index_copy(0, blocks.order, state)
+    found, ended, first = [], [], 0
+    for count in blocks.counts:
+        ended.append(current[count:])
+        of_step, current = products.step(slice(first, first + count), current[:count])
+        found.append(of_step)
+        first += count
+    last = torch.cat((current, *reversed(ended))).index_select(0, blocks.order)
+    if only_state:
+        return None, last
+    return blocks.joined(torch.cat(found)).to(steps.v_THV.dtype), last  # type: ignore[arg-type]
+
+
+def convolve(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, runs: Runs) -> Tensor:
+    """Return what `kernel.LinearKernel.convolve` says: a sum of shifted rows, without those of other runs."""
+    positions = runs.once("positions", lambda: _positions(runs))
+    num_before = weight_CK.shape[1] - 1
+    dtype = state_dtype(x_TC.dtype)
+    x, weight = x_TC.to(dtype), weight_CK.to(dtype)
+    total = x * weight[:, num_before]
+    for back in range(1, min(num_before, len(x) - 1) + 1):
+        shifted = functional.pad(x[:-back], (0, 0, back, 0))
+        total = total + shifted * (positions >= back)[:, None] * weight[:, num_before - back]
+    if bias_C is not None:
+        total = total + bias_C.to(dtype)
+    return functional.silu(total).to(x_TC.dtype)
+
+
+def _positions(runs: Runs) -> Tensor:
+    """Return the place of each row in its run, int64 [T]."""
+    positions = np.concatenate([np.arange(length) for length in runs.lengths])
+    return to_device(positions, runs.cu_seqlens.device)
+
+
+PORTABLE = LinearKernel(name="portable", convolve=convolve, scan=scan)

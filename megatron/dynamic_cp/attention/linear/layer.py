@@ -1,0 +1,135 @@
+"""One layer of linear attention, or a share of its heads: how it convolves, and what its tokens do to states.
+
+Channels that are convolved are sections, each of all heads or of all groups (a gated delta net's key heads, Mamba-2's B
+and C), one after the other: q k v, or x B C. A share of the heads has of each section what these heads need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynamic_cp.types import LinearAttention
+from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
+from megatron.dynamic_cp.attention.linear.recurrence import Steps, state_dtype
+from megatron.dynamic_cp.attention.linear.runs import Runs
+
+NORM_EPSILON = 1e-6
+
+
+class Share(NamedTuple):
+    """Neighbouring heads, and the groups that they need; both may be none."""
+
+    heads: range
+    groups: range
+
+    @classmethod
+    def of_lane(cls, sizes: LinearAttention, lane: int, num_lanes: int) -> Share:
+        """Return the share of a lane."""
+        return cls(sizes.heads_of_lane(lane, num_lanes), sizes.groups_of_lane(lane, num_lanes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LinearLayer:
+    """What a layer, or a share of it, computes with.
+
+    Attributes:
+        sizes: of the whole layer on a tensor-parallel rank; share: which of its heads this is.
+        kernel: what computes runs.
+        weight_CK, bias_C: of the convolution, of the share's channels; bias None: there is none.
+        decay_rate_H, skip_H: of Mamba-2, of the share's heads: logarithm of the rate of decay (A_log), and what of its
+            own value a token finds besides (D); None: it is a gated delta net.
+    """
+
+    sizes: LinearAttention
+    share: Share
+    kernel: LinearKernel
+    weight_CK: Tensor
+    bias_C: Tensor | None = None
+    decay_rate_H: Tensor | None = None
+    skip_H: Tensor | None = None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those that there are."""
+        parameters = (self.weight_CK, self.bias_C, self.decay_rate_H, self.skip_H)
+        return [parameter for parameter in parameters if parameter is not None]
+
+    def of_share(self, share: Share) -> LinearLayer:
+        """Return a share of a whole layer."""
+        heads = slice(share.heads.start, share.heads.stop)
+        return replace(
+            self,
+            share=share,
+            weight_CK=channels_of(self.weight_CK, self.sizes, share, dim=0),
+            bias_C=None if self.bias_C is None else channels_of(self.bias_C, self.sizes, share),
+            decay_rate_H=None if self.decay_rate_H is None else self.decay_rate_H[heads],
+            skip_H=None if self.skip_H is None else self.skip_H[heads],
+        )
+
+    def convolved(self, x_TC: Tensor, runs: Runs) -> Tensor:
+        """Return the share's channels behind the convolution of runs."""
+        if not self.share.heads:
+            return x_TC
+        return self.kernel.convolve(x_TC, self.weight_CK, self.bias_C, runs)
+
+    def steps(self, x_TC: Tensor, gates: list[Tensor]) -> Steps:
+        """Return what tokens do, of convolved channels and of [T, heads] gates: beta and decay, or dt."""
+        sections = _sections(self.sizes)
+        widths = [width * len(self.share.groups if of_groups else self.share.heads) for of_groups, width in sections]
+        parts = [
+            part.unflatten(1, (-1, width)) if part.shape[1] else part.new_zeros((len(part), 0, width))
+            for part, (_, width) in zip(x_TC.split(widths, dim=1), sections, strict=True)
+        ]
+        if self.decay_rate_H is None:
+            q, k, v = parts
+            beta, decay = gates
+            keys = (self._by_head(_normalized(x)) for x in (q, k))
+            return Steps(*keys, v, decay, beta, scale=self.sizes.key_size**-0.5)
+        x, key, query = parts
+        (step,) = gates
+        decay = -self.decay_rate_H.to(step.dtype).exp() * step
+        value = (x.to(step.dtype) * step[..., None]).to(x.dtype)
+        return Steps(self._by_head(query), self._by_head(key), value, decay, None, scale=1.0)
+
+    def finished(self, found_THV: Tensor, x_TC: Tensor) -> Tensor:
+        """Return what tokens find with what they find of themselves; `x_TC`: the convolved channels."""
+        if self.skip_H is None:
+            return found_THV
+        dtype = state_dtype(found_THV.dtype)
+        own_THV = x_TC[:, : found_THV[0].numel()].view_as(found_THV)
+        return (found_THV.to(dtype) + self.skip_H.to(dtype)[:, None] * own_THV.to(dtype)).to(found_THV.dtype)
+
+    def _by_head(self, x_TGK: Tensor) -> Tensor:
+        """Return each head's group."""
+        per_group = self.sizes.num_heads // self.sizes.num_groups
+        if per_group == 1:
+            return x_TGK
+        groups = [head // per_group - self.share.groups.start for head in self.share.heads]
+        return x_TGK[:, groups]
+
+
+def channels_of(x: Tensor, sizes: LinearAttention, share: Share, dim: int = -1) -> Tensor:
+    """Return a share's channels of all convolved ones, of which `dim` of a tensor is."""
+    parts = []
+    first = 0
+    for of_groups, width in _sections(sizes):
+        wanted = share.groups if of_groups else share.heads
+        parts.append(x.narrow(dim, first + wanted.start * width, len(wanted) * width))
+        first += (sizes.num_groups if of_groups else sizes.num_heads) * width
+    return torch.cat(parts, dim=dim)
+
+
+def _sections(sizes: LinearAttention) -> tuple[tuple[bool, int], ...]:
+    """Return (whether it is of groups, width of one) of each section."""
+    keys, values = (True, sizes.key_size), (False, sizes.value_size)
+    return (keys, keys, values) if sizes.has_delta_rule else (values, keys, keys)
+
+
+def _normalized(x: Tensor) -> Tensor:
+    """Return x with vectors of length 1."""
+    wide = x.to(state_dtype(x.dtype))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPSILON)).to(x.dtype)

@@ -1,0 +1,62 @@
+"""What a token does to the state of a head, for both kinds of layers.
+
+    with beta (gated delta net):  S <- a S + k (beta (v - (a S)' k))'        a = exp(decay)
+    without (Mamba-2):            S <- a S + k v'                            found: scale S' q
+
+of S [key size, value size]. So what a run of tokens does to the state before it is S -> A S + b: its summary. Columns
+of a state do not meet, so a run from the state [0 | I] with the values [v | 0] ends with [b | A]. Without beta, A is a
+number for each head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Steps(NamedTuple):
+    """What tokens do, for each of some heads.
+
+    Attributes:
+        q_THK, k_THK, v_THV: in the dtype of the model.
+        decay_TH: logarithms, at most 0, in that of states.
+        beta_TH: in that of states; None: as in Mamba-2.
+        scale: of what is found.
+    """
+
+    q_THK: Tensor
+    k_THK: Tensor
+    v_THV: Tensor
+    decay_TH: Tensor
+    beta_TH: Tensor | None
+    scale: float
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that there are."""
+        tensors = (self.q_THK, self.k_THK, self.v_THV, self.decay_TH, self.beta_TH)
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def with_tensors(self, tensors: list[Tensor]) -> Steps:
+        """Return the same with other `tensors`."""
+        q_THK, k_THK, v_THV, decay_TH, *beta = tensors
+        return Steps(q_THK, k_THK, v_THV, decay_TH, beta[0] if beta else None, self.scale)
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what states, summaries and decays are in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def applied(transition: Tensor, state: Tensor) -> Tensor:
+    """Return A S, of A [..., heads, key size, key size] or [..., heads]."""
+    if transition.ndim == state.ndim:
+        return transition @ state
+    return transition[..., None, None] * state
+
+
+def transposed(transition: Tensor) -> Tensor:
+    """Return A', of A [runs, samples, heads, ...]."""
+    return transition.transpose(-1, -2) if transition.ndim == 5 else transition

@@ -1,0 +1,100 @@
+"""Linear attention of a packed micro-batch in the way that its plan chose; torch alone, without megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.types import LinearAttention, StateExchange
+from megatron.dynamic_cp.attention.linear.heads import by_heads
+from megatron.dynamic_cp.attention.linear.kernels.choice import choose_linear_kernel
+from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share
+from megatron.dynamic_cp.attention.linear.recurrence import state_dtype
+from megatron.dynamic_cp.attention.linear.states import by_states
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+
+WAYS: dict[StateExchange, Callable[[LinearLayer, Tensor, list[Tensor], DynamicPackedSeqParams], Tensor]] = {
+    "heads": by_heads,
+    "states": by_states,
+}
+
+
+def gated_delta_net_thd(
+    qkv_TC: Tensor,
+    beta_TH: Tensor,
+    decay_TH: Tensor,
+    conv_weight: Tensor,
+    params: DynamicPackedSeqParams,
+    sizes: LinearAttention,
+) -> Tensor:
+    """Return what a gated delta net finds inside each packed sequence, [T, heads, value size].
+
+    Convolves, applies SiLU, normalizes queries and keys to length 1, and passes states; gate, norm and projections are
+    the caller's. Parameters are whole on each lane; their gradients are a lane's part, to be summed over lanes.
+
+    Args:
+        qkv_TC: local shard before the convolution: queries of all key heads, keys of all, values of all value heads.
+        beta_TH: how much of a value is written, after the sigmoid, of each value head.
+        decay_TH: logarithm of what is left of the state, -exp(A_log) softplus(alpha + dt_bias), float32.
+        conv_weight: [channels, 1, kernel size].
+        sizes: of this tensor-parallel rank (`LinearAttention.of_rank`).
+
+    Raises:
+        UnsupportedFeatureError: attention of the micro-batch is placed, or no kernel for these tensors.
+    """
+    return _in_its_way(_layer(qkv_TC, conv_weight, sizes), qkv_TC, [beta_TH, decay_TH], params)
+
+
+def mamba2_thd(
+    xbc_TC: Tensor,
+    dt_TH: Tensor,
+    decay_rate_H: Tensor,
+    skip_H: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    params: DynamicPackedSeqParams,
+    sizes: LinearAttention,
+) -> Tensor:
+    """Return what a Mamba-2 layer finds inside each packed sequence, [T, heads, value size].
+
+    Convolves, applies SiLU, passes states, and adds what tokens find of themselves; gate, norm and projections are the
+    caller's. Parameters are whole on each lane; their gradients are a lane's part, to be summed over lanes.
+
+    Args:
+        xbc_TC: local shard before the convolution: x of all heads, B of all groups, C of all groups.
+        dt_TH: steps, softplus(dt + dt_bias), float32.
+        decay_rate_H: A_log, of which decays are exp(-exp(A_log) dt).
+        skip_H: D.
+        conv_weight, conv_bias: [channels, 1, kernel size], [channels].
+        sizes: as for `gated_delta_net_thd`.
+
+    Raises:
+        UnsupportedFeatureError: as `gated_delta_net_thd`.
+    """
+    layer = _layer(xbc_TC, conv_weight, sizes, bias_C=conv_bias, decay_rate_H=decay_rate_H, skip_H=skip_H)
+    return _in_its_way(layer, xbc_TC, [dt_TH], params)
+
+
+def _layer(x_TC: Tensor, conv_weight: Tensor, sizes: LinearAttention, **more: Tensor | None) -> LinearLayer:
+    assert x_TC.shape[1] == sizes.convolved_channels, "channels are those of the sizes"
+    return LinearLayer(
+        sizes=sizes,
+        share=Share.of_lane(sizes, 0, 1),
+        kernel=choose_linear_kernel(x_TC.device, sizes.key_size),
+        weight_CK=conv_weight.squeeze(1),
+        **more,
+    )
+
+
+def _in_its_way(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: DynamicPackedSeqParams) -> Tensor:
+    """Return what tokens find, by heads or by states; one lane needs neither."""
+    if params.placed is not None:
+        raise UnsupportedFeatureError(
+            f"the plan places attention at {params.label}, and layers of linear attention need chunks of equal length "
+            "on all lanes: plan without --cp-comm-type blocks"
+        )
+    gates = [gate.to(state_dtype(gate.dtype)) for gate in gates]
+    way = by_heads if params.cp_group.size() == 1 else WAYS[params.state_exchange]
+    return way(layer, x_TC, gates, params)

@@ -1,0 +1,145 @@
+"""Preference pairs: each form gives the tokens that its two chats have alone, and nothing else reads as one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from dynamic_cp.errors import DataError, InvalidInputError
+from megatron.trainer.data.preferences import preference_pairs
+from megatron.trainer.data.tokenizer import ByteTokenizer
+from tests.unit.data.test_chat import flags, reader_of, tokens_of
+from tests.unit.data.test_chat_records import call_messages
+
+PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Is it far?"}]
+NO, YES = ({"role": "assistant", "content": text} for text in ("No.", "Yes, it is."))
+EARLIER = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}, *PROMPT[1:]]
+
+
+def spoken(messages):
+    names = {"user": "human", "assistant": "gpt"}
+    return [{"from": names.get(one["role"], one["role"]), "value": one["content"]} for one in messages]
+
+
+FORMS = {
+    "messages": ({"prompt": PROMPT, "chosen": [NO], "rejected": [YES]}, PROMPT),
+    "texts of answers": ({"prompt": PROMPT, "chosen": "No.", "rejected": "Yes, it is."}, PROMPT),
+    "whole chats": ({"chosen": [*PROMPT, NO], "rejected": [*PROMPT, YES], "prompt": None}, PROMPT),
+    "whole chats and their question": (
+        {"prompt": "Is it far?", "chosen": [*PROMPT, NO], "rejected": [*PROMPT, YES], "messages": [*PROMPT, NO]},
+        PROMPT,
+    ),
+    "a question and messages": ({"prompt": "Is it far?", "chosen": [NO], "rejected": [YES]}, PROMPT[1:]),
+    "an answer before": ({"chosen": [*EARLIER, NO], "rejected": [*EARLIER, YES]}, EARLIER),
+    "sharegpt": (
+        {
+            "conversations": spoken(PROMPT[1:]),
+            "system": "Be brief.",
+            "chosen": spoken([NO])[0],
+            "rejected": spoken([YES])[0],
+        },
+        PROMPT,
+    ),
+    "alpaca": (
+        {"instruction": "Is it", "input": "far?", "chosen": "No.", "rejected": "Yes, it is."},
+        [{"role": "user", "content": "Is it\nfar?"}],
+    ),
+}
+
+
+def pairs(path, *records, **words):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return [*preference_pairs(str(path), ByteTokenizer(), **words)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_has_the_tokens_of_its_two_chats(tmp_path, form):
+    record, prompt = FORMS[form]
+    (pair,) = pairs(tmp_path / "a.jsonl", record)
+    for tokens, is_target, answer in (
+        (pair.chosen, pair.chosen_is_target, NO),
+        (pair.rejected, pair.rejected_is_target, YES),
+    ):
+        chat = [message | {"weight": 0} if message["role"] == "assistant" else message for message in prompt]
+        alone, learned = tokens_of(reader_of(flags()), json.dumps({"messages": [*chat, answer]}).encode())
+        assert bytes(tokens.tolist()) == bytes(alone[: len(tokens)].tolist())
+        assert is_target.tolist() == learned[: len(tokens)].tolist()
+        assert not learned[len(tokens) :].any()
+        assert int(is_target.argmax()) == pair.prompt_length
+        assert bytes(tokens[pair.prompt_length :].tolist()).decode() == answer["content"] + "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt"),
+    [
+        ({"prompt": "Is it far?", "chosen": " No.", "rejected": " Yes."}, "Is it far?"),
+        ({"chosen": "Is it far? No.", "rejected": "Is it far? Yes."}, "Is it far?"),
+        ({"chosen": "Is it far? No.", "rejected": "Is it far? Not."}, "Is it far? No"),
+    ],
+)
+def test_texts_are_read_as_trl_reads_them(tmp_path, record, prompt):
+    data_utils = pytest.importorskip("trl.data_utils", reason="compares with TRL")
+    (pair,) = pairs(tmp_path / "a.jsonl", record)
+    theirs = data_utils.maybe_extract_prompt(record)
+    assert theirs["prompt"] == prompt
+    for tokens, field in ((pair.chosen, "chosen"), (pair.rejected, "rejected")):
+        assert tokens[-1] == ByteTokenizer().eod
+        assert bytes(tokens[: pair.prompt_length].tolist()).decode() == prompt
+        assert bytes(tokens[pair.prompt_length : -1].tolist()).decode() == theirs[field]
+
+
+def test_answers_of_several_messages_and_files_of_all_kinds(tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}.{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    long, short = call_messages("{}"), [*call_messages("{}")[:1], NO]
+    records = [{"chosen": long, "rejected": short}, {"chosen": short, "rejected": long}]
+    first, second = pairs(tmp_path / "a.jsonl", *records, chat_template=str(template))
+    learned = bytes(first.chosen[first.chosen_is_target].tolist())
+    assert (bytes(first.chosen.tolist()), learned) == (
+        b"<user>2 plus 3?<assistant>add.<tool>5<assistant>5..",
+        b"add.5..",
+    )
+    assert second.rejected.tolist() == first.chosen.tolist()
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(json.dumps(records).encode()))
+    arrays = [*preference_pairs(str(tmp_path / "b.json.gz"), ByteTokenizer(), chat_template=str(template))]
+    assert [pair.chosen.tolist() for pair in arrays] == [first.chosen.tolist(), second.chosen.tolist()]
+
+
+BAD = {
+    "no preference": (
+        {"prompt": "ab", "completion": "c"},
+        "has no field 'chosen' (it has 'prompt', 'completion'): preferences are read (chosen with rejected, "
+        "prompt with chosen with rejected",
+    ),
+    "alike": ({"prompt": PROMPT, "chosen": [NO], "rejected": [NO]}, "'chosen' and 'rejected' are the same"),
+    "texts alike": ({"chosen": "abc", "rejected": "abc"}, "'chosen' and 'rejected' are the same"),
+    "nothing before": ({"chosen": [NO], "rejected": [YES]}, "have no message in common and no 'prompt' precedes them"),
+    "two prompts": (
+        {"prompt": PROMPT, "instruction": "x", "chosen": "a", "rejected": "b"},
+        "has 'prompt' with 'chosen' with 'rejected' and 'instruction' with 'chosen' with 'rejected': leave one",
+    ),
+    "no answer": ({"prompt": PROMPT, "chosen": PROMPT[1:], "rejected": [YES]}, "has no assistant message to learn"),
+    "role": ({"prompt": "?", "chosen": [{"role": "me", "content": ""}], "rejected": [YES]}, "message 1 has role 'me'"),
+    "a short prompt": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "its prompt has 1 tokens, at least 2"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_no_pair_names_its_line(tmp_path, case):
+    record, says = BAD[case]
+    with pytest.raises(DataError) as caught:
+        pairs(tmp_path / "a.jsonl", FORMS["messages"][0], record)
+    assert f"{tmp_path / 'a.jsonl'} line 2" in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_files_without_records_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(InvalidInputError, match="has no records: preference pairs are read from JSONL"):
+        next(preference_pairs(str(tmp_path / "a.txt"), ByteTokenizer()))
