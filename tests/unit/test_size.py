@@ -34,7 +34,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 5820,  # linear attention of a pack over lanes, in two ways
     "megatron/dynamic_cp/calibration": 1460,  # what the host takes; attention against float64, for a first day
-    "megatron/dynamic_cp/data": 1280,  # buckets of a lane without their tokens, for others to ask; a tree of turns as one sample
+    "megatron/dynamic_cp/data": 1280,  # buckets of a lane without their tokens, for others to ask; trees of turns
     "megatron/dynamic_cp/flags": 2380,  # losses over chunks of tokens; experts of a configuration
     "megatron/dynamic_cp/foreign": 1450,
     "megatron/dynamic_cp/groups": 760,  # two cuDNNs; ranks of a node connect first; what linear attention connects
