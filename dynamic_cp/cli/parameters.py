@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -644,6 +644,11 @@ def data_parallel_of(given: Mapping[str, Any]) -> DataParallel:
         overlap_param_gather=overlaps and is_sharded,
         state=taken(given, StateDtypes),
     )
+
+
+def said_of(data_parallel: DataParallel) -> dict[str, Any]:
+    """Return what JSON says of it; of adapters the command has no options."""
+    return {name: value for name, value in asdict(data_parallel).items() if name != "adapters"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,10 @@ A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
 this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `branches`, `mask_rules`, `placement`,
 `linear_attention`, `plan`, then what a batch is planned for: `layers`, `stage_layers`, `experts`, `linear_layers`,
-`model`, `hardware`, `options`, `state`, `data_parallel`, `problem`.
+`model`, `hardware`, `options`, `state`, `adapters`, `data_parallel`, `problem`.
 """
 
+from dynamic_cp.types.adapters import Adapters
 from dynamic_cp.types.attention import (
     ACROSS_NODES,
     AUTO,
@@ -122,6 +123,7 @@ __all__ = [
     "STATE_EXCHANGE_USES",
     "TRAITS",
     "UNPLACED",
+    "Adapters",
     "Attention",
     "Branches",
     "Bucket",

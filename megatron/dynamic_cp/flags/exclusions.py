@@ -18,7 +18,7 @@ from megatron.dynamic_cp.flags.table import destination_of
 from megatron.dynamic_cp.flags.windows import windows_of
 
 FP8, LATENTS, MODULES, POOL = "--fp8-format", "--multi-latent-attention", "--mtp-num-layers", "--dynamic-cp-pool"
-CHUNKS = "--loss-chunk-tokens"
+CHUNKS, ADAPTERS = "--loss-chunk-tokens", "--lora-rank"
 BIASED_EXPERTS, MASKS = "--num-experts with biases", "prompts with several responses"
 REPEATED_IN_FP8 = ("core_attn",)
 """What selective recomputation may repeat beside FP8: nothing that is computed in it."""
@@ -226,6 +226,13 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
         Exclusion(
             "--dynamic-cp-refine", "the times of micro-batches in ticks are those of all stages", "0", shows=True
         ),
+    ),
+    ADAPTERS: (
+        Exclusion("--num-experts", "adapters are for dense models", said=_experts),
+        Exclusion(LATENTS, "its projections have no adapters"),
+        Exclusion(MODULES, "modules behind the last layer have no adapters"),
+        Exclusion(POOL, "servers were not checked with frozen weights", off=("off",), shows=True),
+        Exclusion("--transformer-impl transformer_engine", "its layers have no adapters", off=("local",), shows=True),
     ),
     CHUNKS: (
         Exclusion(

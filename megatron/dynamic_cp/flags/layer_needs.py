@@ -87,6 +87,7 @@ def _why_local(model: Any, planning: PlanningSettings) -> str | None:
             f"a score beside those of keys (--softmax-type {model.softmax_type}) is {checked_locally}",
         ),
         (activation.is_quick_geglu(model), f"gated MLPs of {activation.FLAG} are {checked_locally}"),
+        (getattr(model, "lora_rank", None), f"adapters (--lora-rank) are {checked_locally}"),
         (has_biased_experts, f"experts with biases (without --disable-bias-linear) are {checked_locally}"),
     ):
         if is_on:

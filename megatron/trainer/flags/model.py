@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
 
+from dynamic_cp.types.adapters import ADAPTED
 from megatron.dynamic_cp.flags.experts import BALANCING, DEFAULTS, expert_flag, layer_freq
 from megatron.dynamic_cp.flags.fp8 import ALIGNMENTS, FORMATS
 from megatron.dynamic_cp.flags.latent_attention import ROPE_TYPES
@@ -195,6 +196,17 @@ class ModelSettings:
     moe_z_loss_coeff: float | None = expert_flag("factor of the loss on large logits; default: 0")
     moe_token_dispatcher_type: InitVar[str | None] = expert_flag(
         "alltoall is the one supported", choices=("alltoall", "allgather", "flex")
+    )
+    lora_rank: int | None = flag(
+        "train adapters of this rank beside frozen weights; start from a model with --load and --finetune, or from an "
+        "imported one (local layers of dense models)",
+        within=POSITIVE,
+    )
+    lora_alpha: float | None = flag(
+        "with --lora-rank: what adapters add is multiplied by alpha / rank; default: the rank", within=POSITIVE
+    )
+    lora_target_modules: tuple[str, ...] | None = flag(
+        "with --lora-rank: linear layers that have one; default: all of these", choices=tuple(ADAPTED)
     )
     recompute_method: str | None = flag(
         "which layers, with full recomputation", group="training", choices=("uniform", "block")

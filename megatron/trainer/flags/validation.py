@@ -24,6 +24,7 @@ from dynamic_cp.types import (
 )
 from megatron.dynamic_cp.flags import experts, latent_attention
 from megatron.dynamic_cp.flags.activation import check_activation
+from megatron.dynamic_cp.flags.adapters import adapters_of, check_adapters
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
 from megatron.dynamic_cp.flags.exclusions import CHUNKS, POOL, refuse_pairs
 from megatron.dynamic_cp.flags.fp8 import check_fp8, complete_fp8, token_alignment
@@ -55,6 +56,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     _complete_recompute(args)
     args.mtp_num_layers = args.mtp_num_layers or None  # as megatron-core has it, which builds no modules for None only
     check_multi_token(args)
+    check_adapters(args)
     planning = planning_settings(args)
     if args.global_batch_size is None:
         args.global_batch_size = planning.topology.num_lanes
@@ -312,6 +314,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
             overlap_grad_reduce=args.overlap_grad_reduce,
             overlap_param_gather=args.overlap_param_gather,
             state=_state_dtypes(args),
+            adapters=adapters_of(args),
         ),
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
         has_windows=windows_of(args).are_there,

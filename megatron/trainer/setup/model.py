@@ -27,6 +27,7 @@ from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.activation import is_gated
+from megatron.dynamic_cp.flags.adapters import adapters_of
 from megatron.dynamic_cp.flags.experts import DEFAULTS, DISPATCHER
 from megatron.dynamic_cp.flags.fp8 import DEFAULT_RECIPE
 from megatron.dynamic_cp.flags.latent_attention import latent_fields
@@ -36,6 +37,7 @@ from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.flags.windows import set_sinks
 from megatron.dynamic_cp.model.activation import quick_gelu
+from megatron.dynamic_cp.model.adapters import train_adapters_only
 from megatron.dynamic_cp.model.chunked_head import set_loss_chunk
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
@@ -238,6 +240,8 @@ def build_chunks(
             )
         )
         use_one_rotary_table(chunks[-1])
+        if (adapters := adapters_of(model)) is not None:
+            train_adapters_only(chunks[-1], adapters)
     return chunks
 
 
