@@ -309,8 +309,8 @@ FAULTS = {
         QUESTIONS,
     ),
     "a prefix counts once, not once for each branch": Fault(
-        "        loss_mask *= np.repeat([one.num_branches for one in segments], [one.num_tokens for one in segments])\n",
-        "",
+        "np.repeat([one.num_branches for one in segments], ",
+        "np.repeat([1 for one in segments], ",
         "tests/distributed/test_masks.py -k tree_of_turns",
     ),
     "rows that see more than two ranges see the first two": Fault(
