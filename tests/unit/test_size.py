@@ -35,12 +35,12 @@ MOST_LINES = {
     "megatron/dynamic_cp/attention": 5820,  # linear attention of a pack over lanes, in two ways
     "megatron/dynamic_cp/calibration": 1460,  # what the host takes; attention against float64, for a first day
     "megatron/dynamic_cp/data": 1280,  # buckets of a lane without their tokens, for others to ask; trees of turns
-    "megatron/dynamic_cp/flags": 2440,  # adapters; losses over chunks of tokens; experts of a configuration
+    "megatron/dynamic_cp/flags": 2830,  # adapters; losses over chunks of tokens; experts of a configuration
     "megatron/dynamic_cp/foreign": 1450,
     "megatron/dynamic_cp/groups": 760,  # two cuDNNs; ranks of a node connect first; what linear attention connects
     "megatron/dynamic_cp/layout": 460,  # what lanes exchange for linear attention
     "megatron/dynamic_cp/measuring": 220,
-    "megatron/dynamic_cp/model": 1440,  # the head over chunks of tokens: losses, log-probs, and what passes ask for
+    "megatron/dynamic_cp/model": 1830,  # the head over chunks of tokens: losses, log-probs, and what passes ask for
     "megatron/dynamic_cp/outside": 940,
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
@@ -48,12 +48,12 @@ MOST_LINES = {
     "megatron/dynamic_cp/repairs": 780,  # a TransformerEngine that cannot be imported; checkpoints of halves of weights
     "megatron/dynamic_cp/scheduler": 860,  # the planner for other frameworks
     "megatron/dynamic_cp/step": 800,  # a micro-batch without its loss, for passes of post-training
-    "megatron/lm_adaptor": 2720,
+    "megatron/lm_adaptor": 2730,  # refuses layers of linear attention
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1980,  # a model without adapters, and others than a run has
     "megatron/trainer/data": 5360,  # preference pairs, in every form that people have them
     "megatron/trainer/ending": 590,
-    "megatron/trainer/flags": 1460,  # adapters; variables that a run on GPUs needs
+    "megatron/trainer/flags": 1500,  # flags of linear attention; adapters
     "megatron/trainer/loop": 500,  # peak memory of a run
     "megatron/trainer/reporting": 560,
     "megatron/trainer/setup": 1950,  # adapters; gradients and optimizer states in lower precision

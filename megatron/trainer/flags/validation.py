@@ -29,6 +29,7 @@ from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
 from megatron.dynamic_cp.flags.exclusions import CHUNKS, POOL, refuse_pairs
 from megatron.dynamic_cp.flags.fp8 import check_fp8, complete_fp8, token_alignment
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, complete_latent_attention
+from megatron.dynamic_cp.flags.linear_attention import check_linear_attention, complete_linear_attention
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
 from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
@@ -54,6 +55,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     _complete_model_parallel(args)
     _complete_experts(args)
     _complete_recompute(args)
+    check_linear_attention(args)
     args.mtp_num_layers = args.mtp_num_layers or None  # as megatron-core has it, which builds no modules for None only
     check_multi_token(args)
     check_adapters(args)
@@ -133,6 +135,7 @@ def _complete_sizes(args: argparse.Namespace) -> None:
 
 def _complete_model(args: argparse.Namespace) -> None:
     complete_latent_attention(args)
+    complete_linear_attention(args)
     _complete_sizes(args)
     if not 0 < args.rotary_percent <= 1:
         raise InvalidInputError(f"--rotary-percent is {args.rotary_percent}, it must be in (0, 1]")

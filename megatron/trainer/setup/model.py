@@ -32,6 +32,7 @@ from megatron.dynamic_cp.flags.experts import DEFAULTS, DISPATCHER
 from megatron.dynamic_cp.flags.fp8 import DEFAULT_RECIPE
 from megatron.dynamic_cp.flags.latent_attention import latent_fields
 from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
+from megatron.dynamic_cp.flags.linear_attention import linear_fields, set_pattern
 from megatron.dynamic_cp.flags.positions import yarn_attributes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import check_supported
@@ -144,6 +145,7 @@ def transformer_config(
         **_of_experts(model, topology.ep_size),
     )
     set_sinks(config, model.window_sink_tokens)
+    set_pattern(config, model.hybrid_override_pattern)
     set_loss_chunk(config, planning.loss_chunk_tokens)
     for name, value in yarn_attributes(model).items():
         setattr(config, name, value)  # megatron-core has no fields for them
@@ -166,6 +168,7 @@ def _of_layers(model: ModelSettings) -> dict[str, Any]:
         "attention_output_gate": model.attention_output_gate,
         "softmax_type": model.softmax_type,  # one of three, as checked
         **latent_fields(model),
+        **linear_fields(model),
         "mtp_num_layers": model.mtp_num_layers,
         "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
         "no_rope_freq": list(unrotated) if isinstance(unrotated, tuple) else unrotated,
