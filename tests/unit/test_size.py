@@ -29,19 +29,19 @@ MOST_LINES = {
     "dynamic_cp/report": 2920,  # peak memory of a run
     "dynamic_cp/search": 1820,  # two passes where rows have few candidates
     "dynamic_cp/sweep": 1280,  # prices of the job itself are left out
-    "dynamic_cp/types": 3420,  # losses over chunks of tokens; adapters
+    "dynamic_cp/types": 3640,  # adapters; linear attention, and which layers of a hybrid have it; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
-    "megatron/dynamic_cp/attention": 5800,  # linear attention of a pack over lanes, in two ways
+    "megatron/dynamic_cp/attention": 5820,  # linear attention of a pack over lanes, in two ways
     "megatron/dynamic_cp/calibration": 1460,  # what the host takes; attention against float64, for a first day
-    "megatron/dynamic_cp/data": 1150,  # buckets of a lane without their tokens, for others to ask
-    "megatron/dynamic_cp/flags": 2830,  # which layers have linear attention, and what excludes it; adapters
+    "megatron/dynamic_cp/data": 1280,  # buckets of a lane without their tokens, for others to ask; trees of turns
+    "megatron/dynamic_cp/flags": 2830,  # adapters; losses over chunks of tokens; experts of a configuration
     "megatron/dynamic_cp/foreign": 1450,
     "megatron/dynamic_cp/groups": 760,  # two cuDNNs; ranks of a node connect first; what linear attention connects
-    "megatron/dynamic_cp/layout": 440,  # what lanes exchange for linear attention
+    "megatron/dynamic_cp/layout": 460,  # what lanes exchange for linear attention
     "megatron/dynamic_cp/measuring": 220,
-    "megatron/dynamic_cp/model": 1830,  # layers of linear attention, and halves of layers; adapters
-    "megatron/dynamic_cp/outside": 930,
+    "megatron/dynamic_cp/model": 1830,  # the head over chunks of tokens: losses, log-probs, and what passes ask for
+    "megatron/dynamic_cp/outside": 940,
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
     "megatron/dynamic_cp/post_training": 1300,  # columns, results in order, a socket for losses, a value head

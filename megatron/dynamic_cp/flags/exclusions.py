@@ -299,12 +299,6 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
             shows=True,
         ),
         Exclusion(
-            "--window-sink-tokens",
-            "a response sees itself, the end of its prompt and the sink, three ranges of keys, and two are supported",
-            "the sink",
-            shows=True,
-        ),
-        Exclusion(
             f"{VARIANT} or {PATTERN}",
             "after a prompt with several responses each of them begins with the prompt's state, which layers of linear "
             "attention pass on to one",
