@@ -75,10 +75,15 @@ class TinyTransformer(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor, packed_seq_params: object = None) -> Tensor:
         """Return the losses; all inputs [B, T]."""
+        logits_BTV = self.logits(tokens, positions, packed_seq_params)
+        return F.cross_entropy(logits_BTV.transpose(1, 2), labels, reduction="none")
+
+    def logits(self, tokens: Tensor, positions: Tensor, packed_seq_params: object = None) -> Tensor:
+        """Return the scores of each next token, [B, T, VOCAB_SIZE]."""
         x_BTC = self.embedding(tokens)
         for layer in self.layers:
             x_BTC = layer(x_BTC, positions, packed_seq_params)
-        return F.cross_entropy(self.head(self.norm(x_BTC)).transpose(1, 2), labels, reduction="none")
+        return self.head(self.norm(x_BTC))
 
 
 class Document:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -202,8 +202,9 @@ MASK = _option(
     show_default=True,
     metavar="MASK",
     help="Which keys of its sample a token attends to: causal, full, lambda:SINK,WINDOW (tokens), "
-    "causal_blockwise:BLOCK,LOCAL[,SINK] (tokens of a block, blocks), or shared_question:4x0.2 (4 answers, a prompt of "
-    "0.2 of the tokens). To plan with: pretrain_gpt.py trains causal, and shared_question where lines have responses.",
+    "causal_blockwise:BLOCK,LOCAL[,SINK] (tokens of a block, blocks), shared_question:4x0.2 (4 answers, a prompt of "
+    "0.2 of the tokens), or tree:2x4x0.2 (so at several levels). To plan with: pretrain_gpt.py trains causal, and "
+    "prompts whose lines have responses.",
 )
 
 
@@ -643,6 +644,11 @@ def data_parallel_of(given: Mapping[str, Any]) -> DataParallel:
         overlap_param_gather=overlaps and is_sharded,
         state=taken(given, StateDtypes),
     )
+
+
+def said_of(data_parallel: DataParallel) -> dict[str, Any]:
+    """Return what JSON says of it; of adapters the command has no options."""
+    return {name: value for name, value in asdict(data_parallel).items() if name != "adapters"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,6 +21,7 @@ from dynamic_cp.cli.parameters import (
     options_in,
     ping_pong_option,
     planner_options,
+    said_of,
     taken,
 )
 from dynamic_cp.cli.tuned import searched, shared_of, space_of
@@ -79,7 +79,7 @@ def command(policy: str, noise_margin: float, no_ping_pong: bool, json: str | No
         from dynamic_cp.comparison import to_dict
 
         settings = {
-            **asdict(data_parallel_of(given)),
+            **said_of(data_parallel_of(given)),
             "max_tokens_per_rank": given["max_tokens_per_rank"],
             "gpus": given["gpus"],
             "tp_overlap": given["tp_overlap"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,6 +29,7 @@ from dynamic_cp.cli.parameters import (
     load_model,
     one_option,
     options_in,
+    said_of,
     taken,
 )
 from dynamic_cp.cli.simulate import policies_in, policy_option
@@ -210,7 +211,7 @@ def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any
         "batches": len(job.batches),
         "gpus": space.num_gpus,
         "ranks_per_node": space.ranks_per_node,
-        **asdict(job.data_parallel),
+        **said_of(job.data_parallel),
         "tp_overlap": job.tp_overlap,
         "search": job.search,
         "recompute": space.recompute,

@@ -128,6 +128,14 @@ class MemoryModel:
         """Return the weights of the routed experts of a rank on `stage`."""
         return self._stages[stage].sum(lambda layer: layer.held_expert_weights) / self.topology.ep_size
 
+    def num_trained(self, stage: int) -> tuple[float, float]:
+        """Return the weights of a rank on `stage` that have gradients: those but of routed experts, and those."""
+        adapters = self._data_parallel.adapters
+        if adapters is None:
+            return self.num_weights(stage), self.num_expert_weights(stage)
+        layers = self._stages[stage].num_layers
+        return layers * adapters.weights_per_layer(self._model, self.topology.tp_size), 0.0
+
     def peak(self, plan: Plan) -> tuple[StageMemory, ...]:
         """Return the memory of every stage when it runs `plan`, on its worst lane."""
         kind = kind_of(plan)
@@ -357,12 +365,13 @@ class MemoryModel:
         if stage == topology.pp_size - 1:
             logits = most * of_kinds[0].head + chunk_bytes(self._model, topology, self.options, most)
         lane = int(np.argmax(activations + working + logits + buffers))
-        weights, experts = self.num_weights(stage), self.num_expert_weights(stage)
+        held = self.num_weights(stage) + self.num_expert_weights(stage)
+        weights, experts = self.num_trained(stage)
         lanes, copies = topology.num_lanes, topology.num_lanes * topology.tp_size / topology.ep_size
         sharded = weights / lanes + experts / copies if self._data_parallel.distributed_optimizer else weights + experts
         element, state = self.options.element_bytes.weight, self._data_parallel.state
         memory = StageMemory(
-            weights_bytes=(weights + experts) * element,
+            weights_bytes=(held if self._data_parallel.adapters is None else held + weights) * element,
             gradients_bytes=(weights + experts) * state.gradient_bytes,
             optimizer_bytes=sharded * state.optimizer_bytes(element),
             communicators_bytes=self.num_communicators * self._hardware.communicator_bytes_per_group,

@@ -27,7 +27,7 @@ def edges_s_per_token(problem: Problem) -> tuple[float, float, float, float]:
     gemm_s = 2 * model.hidden_size * logits / hardware.head_flops_per_s if hardware.head_flops_per_s else 0.0
     head_s = gemm_s + _memory_s(LOSS_FORWARD_BYTES_PER_LOGIT * logits, hardware) + collective_s / 2
     head_back_s = (
-        hardware.linear_backward_over_forward * gemm_s
+        problem.linear_backward_over_forward * gemm_s
         + _memory_s(LOSS_BACKWARD_BYTES_PER_LOGIT * logits, hardware)
         + collective_s
     )

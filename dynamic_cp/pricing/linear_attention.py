@@ -31,8 +31,6 @@ _CONVOLUTION_PASSES = 2, 4
 """Passes of the convolved channels through memory, (forward, backward)."""
 _SHARE_OF_GEMMS = 0.25
 """Rate of the core products over that of GEMMs, where hardware does not say. An assumption: docs/cost-model.md."""
-_LONG_CHUNK = 1 << 20
-"""Tokens of a chunk that is longer than any convolution sees."""
 
 
 class LinearSeconds(NamedTuple):
@@ -114,7 +112,8 @@ class StageLinearAttention:
         core, summary = self._core_s(sizes.core_flops), self._core_s(sizes.summary_flops)
         computed = core + summary, 2 * BACKWARD_OVER_FORWARD * core
         composing = self._core_s(CHUNKS_PER_LANE * sizes.composing_flops)
-        halo = sizes.halo_bytes(cp_size, self._element_bytes.exchanged, _LONG_CHUNK)
+        halo = sizes.halo_bytes(cp_size, self._element_bytes.exchanged)
+        states = [sizes.states_bytes(cp_size, backward=backward) for backward in (False, True)]
         latency = Linear(3 * self._latency_s)
         forward, backward = (
             LinearSeconds(
@@ -125,7 +124,7 @@ class StageLinearAttention:
                 + self.layers * (sent + halo) * self._s_per_byte(cp_size, link),
                 self._host_s(3),
             )
-            for core_s, conv, sent in zip(computed, self._conv_s(1), sizes.states_bytes(cp_size), strict=True)
+            for core_s, conv, sent in zip(computed, self._conv_s(1), states, strict=True)
         )
         return forward, backward
 

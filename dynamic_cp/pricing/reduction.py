@@ -140,9 +140,12 @@ def _bandwidth(problem: Problem) -> float:
 
 
 def _weights(problem: Problem) -> tuple[Floats, Floats]:
-    """Return [stage] weights of a rank without routed experts, and of those."""
+    """Return [stage] trained weights of a rank without routed experts, and of those."""
     model, topology = problem.model, problem.topology
     stages = model.stages(topology.pp_size)
+    if (adapters := problem.data_parallel.adapters) is not None:
+        trained = [stage.num_layers * adapters.weights_per_layer(model, topology.tp_size) for stage in stages]
+        return np.array(trained, np.float64), np.zeros(len(stages))
     dense = [
         stage.sum(lambda layer: layer.held_weights) + model.vocabulary_weights_on(index, topology.pp_size)
         for index, stage in enumerate(stages)

@@ -90,7 +90,8 @@ def _sent_by_linear_attention(bucket: Bucket, problem: Problem, layers: float) -
     padded = padded_of(bucket, problem.topology.rank_token_multiple)
     if bucket.exchanges_states:
         halo = sum(sizes.halo_bytes(cp_size, element, tokens // (CHUNKS_PER_LANE * cp_size)) for tokens in padded)
-        of_lane = np.array([halo + len(padded) * of_states for of_states in sizes.states_bytes(cp_size)])
+        states = [sizes.states_bytes(cp_size, backward=backward) for backward in (False, True)]
+        of_lane = halo + len(padded) * np.array(states)
     else:
         of_lane = np.full(2, sum(padded) / cp_size * sizes.heads_bytes(cp_size, element))
     sender, receiver = pairs_of_inner_groups(cp_size, cp_size)

@@ -86,6 +86,7 @@ class StagePrices:
         self._attention = StageAttention(stage, problem, node_lanes)
         self._linear_attention = StageLinearAttention.of(stage, problem)
         self._hardware = hardware
+        self._linear_back = problem.linear_backward_over_forward
         self._is_full, self._repeated = problem.options.recompute == "full", problem.options.repeated
         self._recomputed_share = problem.recomputed_share([heaviest])
         layers = stage.sum(lambda layer: layer.halves / 2)
@@ -217,7 +218,7 @@ class StagePrices:
         linear = Linear(floor_s, self._linear_s_per_token / cp_size)
         tensor = Linear(0.0, (self._tensor_s_per_token + self._copying_s_per_token) / cp_size)
         forward = Linear(overhead_s).plus(linear).plus(tensor).plus(attention.linear)
-        backward = Linear(overhead_back_s).plus(linear, hardware.linear_backward_over_forward).plus(tensor)
+        backward = Linear(overhead_back_s).plus(linear, self._linear_back).plus(tensor)
         backward = backward.plus(attention_back.linear)
         kinks = attention_back.kinks
         if self._is_full:

@@ -1,10 +1,11 @@
-"""How lanes share gradients, parameters and the state of the optimizer."""
+"""What is trained, and how lanes share its gradients and the state of its optimizer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types.adapters import Adapters
 from dynamic_cp.types.state import FP32_STATE, StateDtypes
 
 
@@ -17,12 +18,14 @@ class DataParallel:
         overlap_grad_reduce: gradients are reduced bucket by bucket during the last backward pass.
         overlap_param_gather: parameters are gathered bucket by bucket during the first forward pass.
         state: dtypes of gradients and of the optimizer's state.
+        adapters: all that is trained, where the model's own weights are frozen.
     """
 
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     state: StateDtypes = FP32_STATE
+    adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):

@@ -186,28 +186,28 @@ class LinearAttention:
         each_way = element_bytes * (there + self.value_channels) + GATE_BYTES * self.gate_channels
         return each_way * (num_lanes - 1) / num_lanes
 
-    def states_bytes(self, num_lanes: int) -> tuple[float, float]:
-        """Return the bytes that a lane sends for a sample where states are exchanged, (forward, backward).
+    def states_bytes(self, num_lanes: int, *, backward: bool = False) -> float:
+        """Return the bytes that a lane sends for a sample where states are exchanged, in the mean of lanes.
 
-        Forward summaries of its chunks go out and states before them come back, backward gradients of states both
-        times; in the mean of lanes. `halo_bytes` come on top.
+        Forward: summaries of its chunks out, states before them back. Backward: gradients of states, out and back; the
+        matrices A stay where they were composed. `halo_bytes` come on top.
         """
-        leaving = CHUNKS_PER_LANE * (num_lanes - 1) / num_lanes
-        return leaving * (self.summary_bytes + self.state_bytes), leaving * 2 * self.state_bytes
+        out = self.state_bytes if backward else self.summary_bytes
+        return CHUNKS_PER_LANE * (out + self.state_bytes) * (num_lanes - 1) / num_lanes
 
-    def halo_bytes(self, num_lanes: int, element_bytes: int, chunk_tokens: int) -> float:
-        """Return the bytes that a lane sends for a sample where states are exchanged, forward, of the tokens before the
-        chunks of others, whose convolution sees them; in the mean of lanes. Backward sends as many.
+    def halo_bytes(self, num_lanes: int, element_bytes: int, chunk_tokens: int | None = None) -> float:
+        """Return the bytes that a lane sends for a sample where states are exchanged, forward, in the mean of lanes, of
+        tokens before the chunks of others, whose convolution sees them; backward sends as many.
 
         Args:
-            chunk_tokens: of the sample; what is longer than the convolution sees costs the same.
+            chunk_tokens: of the sample; None: at least as many as the convolution sees before a token.
         """
         return self._halo_tokens(num_lanes, chunk_tokens) / num_lanes * self.convolved_channels * element_bytes
 
-    def _halo_tokens(self, num_lanes: int, chunk_tokens: int) -> int:
+    def _halo_tokens(self, num_lanes: int, chunk_tokens: int | None) -> int:
         """Return the tokens that lanes need of others, all together; zigzag, two neighbours share the middle."""
         before, chunks = self.kernel_size - 1, CHUNKS_PER_LANE * num_lanes
-        if chunk_tokens >= before:
+        if chunk_tokens is None or chunk_tokens >= before:
             return before * (chunks - 2) if num_lanes > 1 else 0
 
         def lane_of(chunk: int) -> int:

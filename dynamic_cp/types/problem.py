@@ -47,6 +47,13 @@ class Problem:
                 pool=self.options.pool,
             )
 
+    @property
+    def linear_backward_over_forward(self) -> float:
+        """Seconds of a matrix product's backward pass over its forward pass: half of it is the weights' gradient, which
+        frozen weights have none of. Limits: products of adapters themselves are not counted.
+        """
+        return self.hardware.linear_backward_over_forward / (1 if self.data_parallel.adapters is None else 2)
+
     def recomputed_share(self, stages: Iterable[int] | None = None) -> float:
         """Return the share of the layers of some pipeline stages (None: of all) in which backward repeats something."""
         if self.options.recompute_layers == EVERY_LAYER:

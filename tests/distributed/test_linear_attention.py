@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from dynamic_cp.types import LinearAttention, StateExchange
+from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.placement.programme import Programme
+from dynamic_cp.types import STATE_EXCHANGES as WAYS
+from dynamic_cp.types import LinearAttention, Sample, StateExchange
+from megatron.dynamic_cp.attention.linear import heads, states
+from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
+from megatron.dynamic_cp.attention.linear.layer import LinearLayer
+from megatron.dynamic_cp.attention.linear.recurrence import Steps
+from megatron.dynamic_cp.attention.linear.runs import Runs
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
 from megatron.dynamic_cp.attention.mechanisms.row_order import gathered_order
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from tests.distributed.emulated_lanes import on_lanes
+from megatron.dynamic_cp.attention.placed_packs import PlacedLane
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from tests.distributed.emulated_lanes import Board, EmulatedGroup, on_lanes
+from tests.distributed.harness import run_ranks
 from tests.distributed.linear_reference import REFERENCES, random_inputs
 
 LAYERS = {
@@ -35,7 +50,11 @@ def padded_to(seqlens: Sequence[int], cp_size: int) -> tuple[int, ...]:
 
 
 class Whole:
-    """Outputs of a pack's samples, each by itself, and gradients of the sum of these by `weights`."""
+    """Outputs of a pack's samples, each by itself, and gradients of the sum of these by weights.
+
+    Attributes:
+        expected: outputs, gradients of what tokens bring, gradients of parameters.
+    """
 
     def __init__(self, sizes: LinearAttention, seqlens: Sequence[int]) -> None:
         self.sizes, self.seqlens = sizes, seqlens
@@ -43,52 +62,70 @@ class Whole:
         generator = torch.Generator().manual_seed(1)
         shape = (sizes.num_heads, sizes.value_size)
         self.weights = [torch.randn(n, *shape, generator=generator, dtype=torch.float64) for n in seqlens]
-        leaves = [tensor.requires_grad_() for sample in self.inputs for tensor in sample]
-        for parameter in self.parameters:
-            parameter.requires_grad_()
-        reference = REFERENCES[sizes.kind]
-        outs = [reference(*sample, *self.parameters, sizes) for sample in self.inputs]
+        leaves = [tensor.requires_grad_() for tensor in (*(x for one in self.inputs for x in one), *self.parameters)]
+        outs = [REFERENCES[sizes.kind](*sample, *self.parameters, sizes) for sample in self.inputs]
         loss = sum((out * weight).sum() for out, weight in zip(outs, self.weights, strict=True))
-        grads = torch.autograd.grad(loss, [*leaves, *self.parameters])
+        grads = torch.autograd.grad(loss, leaves)
         number = len(self.inputs[0])
-        of_tokens = [torch.cat(grads[first : len(leaves) : number]) for first in range(number)]
-        self.expected = [torch.cat(outs).detach(), *of_tokens, *grads[len(leaves) :]]
+        self.num_of_tokens = 1 + number
+        first_parameter = len(leaves) - len(self.parameters)
+        of_tokens = [torch.cat(grads[first:first_parameter:number]) for first in range(number)]
+        self.expected = [torch.cat(outs).detach(), *of_tokens, *grads[first_parameter:]]
 
-    def on_lanes(self, cp_size: int, way: StateExchange) -> tuple[list[Tensor], list[int]]:
-        """Return what lanes compute, as `expected`, and the bytes that they send."""
+    def rows(self, cp_size: int) -> tuple[Tensor, Tensor]:
+        """Return the order of samples in the rows of all lanes, and which of their tokens are no padding."""
         padded = padded_to(self.seqlens, cp_size)
-        order = torch.from_numpy(gathered_order(padded, cp_size))
-        rows_of = order.argsort().chunk(cp_size)
-        is_token = torch.cat([torch.arange(length) < n for length, n in zip(padded, self.seqlens, strict=True)])
+        is_token = [torch.arange(length) < n for length, n in zip(padded, self.seqlens, strict=True)]
+        return torch.from_numpy(gathered_order(padded, cp_size)), torch.cat(is_token)
 
-        def of_lane(samples: Sequence[Tensor], rank: int) -> Tensor:
-            """Return a lane's rows of samples, with something that is not 0 for padding."""
-            whole = torch.full((sum(padded), *samples[0].shape[1:]), 0.5, dtype=torch.float64)
-            whole[is_token] = torch.cat([sample.detach() for sample in samples])
-            return whole[rows_of[rank]]
+    def lane(
+        self, params: DynamicPackedSeqParams, *, repeated: bool = False, dtype: torch.dtype = torch.float64
+    ) -> tuple[list[Tensor], tuple[int, int]]:
+        """Return what a lane computes, as `expected`, and the bytes that it sends, forward and backward.
 
-        def work(params: DynamicPackedSeqParams) -> tuple[list[Tensor], int]:
-            rank = params.cp_group.rank()
-            local = [of_lane(x, rank).requires_grad_() for x in zip(*self.inputs, strict=True)]
-            parameters = [x.detach().clone().requires_grad_() for x in self.parameters]
-            out = THD[self.sizes.kind](*local, *parameters, params, self.sizes)
-            (out * of_lane(self.weights, rank))[is_token[rows_of[rank]]].sum().backward()
-            return [out.detach(), *(x.grad for x in (*local, *parameters))], params.stats.bytes_sent
+        Args:
+            repeated: backward computes the layer a second time.
+        """
+        order, is_token = self.rows(params.cp_group.size())
+        own = order.argsort().chunk(params.cp_group.size())[params.cp_group.rank()]
 
-        tensors, sent = zip(*on_lanes(padded, cp_size, work, state_exchange=way), strict=True)
-        found = [*zip(*tensors, strict=True)]
-        num_of_tokens = 1 + len(self.inputs[0])
-        of_tokens = [torch.cat(lanes)[order][is_token] for lanes in found[:num_of_tokens]]
-        return [*of_tokens, *(sum(lanes) for lanes in found[num_of_tokens:])], list(sent)
+        def of_lane(samples: Sequence[Tensor]) -> Tensor:
+            """Return the lane's rows of samples, with something that is not 0 for padding."""
+            whole = torch.full((len(order), *samples[0].shape[1:]), 0.5, dtype=dtype)
+            whole[is_token] = torch.cat([sample.detach() for sample in samples]).to(dtype)
+            return whole[own]
+
+        local = [of_lane(x).requires_grad_() for x in zip(*self.inputs, strict=True)]
+        parameters = [x.detach().to(dtype).clone().requires_grad_() for x in self.parameters]
+        layer, arguments = THD[self.sizes.kind], (*local, *parameters, params, self.sizes)
+        out = checkpoint(layer, *arguments, use_reentrant=True) if repeated else layer(*arguments)
+        forward = params.stats.bytes_sent
+        (out * of_lane(self.weights))[is_token[own]].sum().backward()
+        tensors = [out.detach(), *(x.grad for x in (*local, *parameters))]
+        return tensors, (forward, params.stats.bytes_sent - forward)
+
+    def joined(self, lanes: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return what lanes computed together, as `expected`."""
+        order, is_token = self.rows(len(lanes))
+        together = list(zip(*lanes, strict=True))
+        of_tokens = [torch.cat(parts)[order][is_token] for parts in together[: self.num_of_tokens]]
+        return [*of_tokens, *(torch.stack(parts).sum(0) for parts in together[self.num_of_tokens :])]
+
+    def on_lanes(self, cp_size: int, way: StateExchange, **how: Any) -> tuple[list[Tensor], list[tuple[int, int]]]:
+        """Return what emulated lanes compute, as `expected`, and the bytes that each sends; `how`: as for `lane`."""
+        padded = padded_to(self.seqlens, cp_size)
+        lanes = on_lanes(padded, cp_size, lambda params: self.lane(params, **how), state_exchange=way)
+        return self.joined([tensors for tensors, _ in lanes]), [sent for _, sent in lanes]
 
 
 def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest relative error of a tensor."""
     pairs = list(zip(found, expected, strict=True))
     assert len(pairs) > 4
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("way", ["heads", "states"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_packs_over_lanes_equal_samples_token_after_token(kind: str, way: StateExchange) -> None:
     for seqlens in PACKS:
@@ -96,3 +133,155 @@ def test_packs_over_lanes_equal_samples_token_after_token(kind: str, way: StateE
         for cp_size in (1, 2, 4):
             found, _ = whole.on_lanes(cp_size, way)
             assert error(found, whole.expected) < 1e-10, (seqlens, cp_size)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_may_be_computed_a_second_time(way: StateExchange) -> None:
+    whole = Whole(LAYERS["gated_delta_net"], (5, 33, 1, 8))
+    found, sent = whole.on_lanes(2, way, repeated=True)
+    assert error(found, whole.expected) < 1e-10
+    _, once = whole.on_lanes(2, way)
+    assert sent == [(forward, forward + backward) for forward, backward in once]
+    assert min(forward for forward, _ in once) > 0
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2"])
+def test_lanes_send_what_sizes_say(kind: str) -> None:
+    """In the mean of lanes; float32, as elements of the model are 4 bytes here."""
+    sizes = replace(LAYERS[kind], num_heads=8, num_groups=2)
+    for seqlens, cp_size in (((24,), 2), ((64, 32), 4), ((48, 96), 8)):
+        whole = Whole(sizes, seqlens)
+        for way in WAYS:
+            found, sent = whole.on_lanes(cp_size, way, dtype=torch.float32)
+            assert error(found, whole.expected) < 1e-4
+            of_tokens = sum(seqlens) / cp_size * sizes.heads_bytes(cp_size, 4)
+            halo = sizes.halo_bytes(cp_size, 4)
+            of_samples = [len(seqlens) * (sizes.states_bytes(cp_size, backward=x) + halo) for x in (False, True)]
+            expected = [of_tokens] * 2 if way == "heads" else of_samples
+            assert [sum(one) / cp_size for one in zip(*sent, strict=True)] == expected
+
+
+def lanes_of_a_job(wholes: dict[tuple[int, ...], Whole]) -> list[Any]:
+    """Return what this rank computed in micro-batches of other sizes each, and as which lane of which pack."""
+    results = []
+    groups = {ranks: dist.new_group(ranks) for ranks in ((0, 1, 2, 3), (0, 1), (2, 3), (0,), (1,), (2,), (3,))}
+    for micro_batch in MIXED:
+        for (ranks, way), seqlens in micro_batch.items():
+            if dist.get_rank() in ranks:
+                padded = padded_to(seqlens, len(ranks))
+                positions = torch.zeros(sum(padded) // len(ranks), dtype=torch.int64)
+                params = DynamicPackedSeqParams.build(
+                    padded, positions, groups[ranks], label="a job", stats=ExchangeStats(), state_exchange=way
+                )
+                tensors, _ = wholes[seqlens].lane(params)
+                results.append((seqlens, ranks.index(dist.get_rank()), tensors))
+    return results
+
+
+MIXED: list[dict[tuple[tuple[int, ...], StateExchange], tuple[int, ...]]] = [
+    {((0, 1), "states"): (7, 1), ((2, 3), "heads"): (47, 2)},
+    {((0, 1, 2, 3), "states"): (5, 33, 1, 8)},
+    {((0, 1), "heads"): (16,), ((2,), "heads"): (3,), ((3,), "states"): (2,)},
+    {((0, 1, 2, 3), "heads"): (33,)},
+]
+"""[micro-batch] (ranks, way) -> the pack that they compute."""
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2_of_one_group"])
+def test_ranks_of_changing_groups_compute_the_same(kind: str) -> None:
+    wholes = {seqlens: Whole(LAYERS[kind], seqlens) for one in MIXED for seqlens in one.values()}
+    lanes: dict[tuple[int, ...], dict[int, list[Tensor]]] = {}
+    for results in run_ranks(4, lanes_of_a_job, wholes):
+        for seqlens, lane, tensors in results:
+            lanes.setdefault(seqlens, {})[lane] = tensors
+    assert set(lanes) == set(wholes)
+    for seqlens, of_lanes in lanes.items():
+        found = wholes[seqlens].joined([of_lanes[lane] for lane in sorted(of_lanes)])
+        assert error(found, wholes[seqlens].expected) < 1e-10, seqlens
+
+
+def test_placed_attention_is_refused() -> None:
+    group: Any = EmulatedGroup(0, Board(1))
+    samples = (Sample(sample_id=0, seqlen=4),)
+    placed = PlacedLane(programme=Programme((), (), (), (0, 0)), samples=samples, num_tokens=4)
+    params = DynamicPackedSeqParams.build(
+        (4,), torch.arange(4), group, label="iteration 3", stats=ExchangeStats(), placed=placed
+    )
+    with pytest.raises(UnsupportedFeatureError, match="the plan places attention at iteration 3, and layers of linear"):
+        Whole(LAYERS["mamba2"], (4,)).lane(params)
+
+
+def join_samples() -> Any:
+    """What a sample leaves behind is the state of the next one."""
+    return mock.patch.object(
+        heads, "sample_runs", lambda params, device: Runs.build([sum(params.padded_seqlens)], device)
+    )
+
+
+def take_chunks_in_the_order_of_lanes() -> Any:
+    return mock.patch.object(states, "in_sample_order", lambda x: x.unflatten(1, (-1, 2)).movedim(2, 1).flatten(0, 1))
+
+
+def leave_the_decay_out_of_transitions() -> Any:
+    def without(kernel: LinearKernel, steps: Steps, runs: Runs) -> tuple[Tensor, Tensor]:
+        undecayed = steps._replace(decay_TH=torch.zeros_like(steps.decay_TH))
+        return SUMMARIES(kernel, undecayed, runs)[0], SUMMARIES(kernel, steps, runs)[1]
+
+    return mock.patch.object(states, "summaries", without)
+
+
+def convolve_chunks_alone() -> Any:
+    def alone(layer: LinearLayer, x_TC: Tensor, params: DynamicPackedSeqParams) -> Tensor:
+        return layer.convolved(x_TC, states.chunk_runs(params, x_TC.device))
+
+    return mock.patch.object(states, "_convolved", alone)
+
+
+def see_the_chunk_before_only() -> Any:
+    """The convolution of short chunks lacks what several lanes have."""
+    original = states.halo
+    return mock.patch.object(states, "halo", lambda params, num_before, device: original(params, 1, device))
+
+
+def round_states_to_bfloat16() -> Any:
+    rounded = lambda *of: tuple(x.bfloat16().to(x.dtype) for x in SUMMARIES(*of))  # noqa: E731
+    return mock.patch.object(states, "summaries", rounded)
+
+
+def forget_gradients_of_states() -> Any:
+    return mock.patch.object(states.StateChain, "gradients", lambda self, grad: torch.zeros_like(grad))
+
+
+def forget_to_transpose() -> Any:
+    return mock.patch.object(states, "transposed", lambda transition: transition)
+
+
+def take_groups_in_rounds() -> Any:
+    """Heads 0, 1, 2 have the groups 0, 1, 0 instead of 0, 0, 1."""
+    in_rounds = lambda self, x: x[:, [head % x.shape[1] for head in range(len(self.share.heads))]]  # noqa: E731
+    return mock.patch.object(LinearLayer, "_by_head", in_rounds)
+
+
+SUMMARIES = states.summaries
+FAULTS: dict[Callable[[], Any], StateExchange] = {
+    join_samples: "heads",
+    take_groups_in_rounds: "states",
+    take_chunks_in_the_order_of_lanes: "states",
+    leave_the_decay_out_of_transitions: "states",
+    convolve_chunks_alone: "states",
+    see_the_chunk_before_only: "states",
+    round_states_to_bfloat16: "states",
+    forget_gradients_of_states: "states",
+    forget_to_transpose: "states",
+}
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda fault: fault.__name__)
+def test_fault_is_noticed(plant: Callable[[], Any]) -> None:
+    for kind in ("gated_delta_net", "mamba2"):
+        if kind == "mamba2" and plant is forget_to_transpose:
+            continue  # its transition is a number
+        whole = Whole(LAYERS[kind], (5, 33, 1, 8))
+        with plant():
+            found, _ = whole.on_lanes(4, FAULTS[plant])
+        assert error(found, whole.expected) > 1e-5, kind

@@ -153,6 +153,7 @@ ALL = ("p2p", "all_gather", "a2a", "a2a+p2p")
         (Topology(num_lanes=4), {"exchanges": ALL, "inner_sizes": (2,), "min_cp_size": 4}),
         (Topology(num_lanes=4, tp_size=2), {"exchanges": ("p2p", "a2a+p2p"), "inner_sizes": (2,)}),
         (Topology(num_lanes=4), {"exchanges": ("p2p", "a2a"), "inner_sizes": (2,), "query_heads": 6}),
+        (Topology(num_lanes=2), {"exchanges": ("p2p",), "inner_sizes": (), "has_linear_attention": True}),
     ],
     ids=lambda value: "+".join(value["exchanges"]) if isinstance(value, dict) else f"{value.num_lanes}",
 )
@@ -178,6 +179,7 @@ def test_levels_hold_the_expected_ranks(topology: Topology, limits: dict[str, An
         num_floats += sum(size - 1 for _, size in blocks if "all_gather" in exchanges)
         if "a2a" in exchanges:
             num_floats += sum(size - 1 for _, size in blocks if limits.get("query_heads", size) % size == 0)
+        num_floats += sum(size - 1 for _, size in blocks if limits.get("has_linear_attention"))
         warmed = {size for _, size in blocks} if "a2a" in exchanges else set()
         num_floats += sum(inner - 1 for inner in {inner for _, _, inner in places} - warmed)
         assert groups.warm_up_bytes == 4 * num_floats

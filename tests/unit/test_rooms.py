@@ -35,7 +35,7 @@ ROOMS = {
             "step",
             "pool",
         ),
-        *("foreign", "calibration", "outside", "scheduler"),
+        *("foreign", "calibration", "outside", "scheduler", "post_training"),
     ),
     "megatron.trainer": ("data", "flags", "ending", "checkpoints", "weights", "reporting", "setup", "loop"),
 }

@@ -165,13 +165,12 @@ def pack_step(
         DataError: a sample that is not as long as the plan says, or what `read_sample` raises.
         UnsupportedFeatureError: a sample with a mask of its own, and multi-token prediction.
     """
-    packed, positions = [], []
+    packed, positions = packed_buckets(plan), []
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in [*COLUMNS, *_names_of_depths(num_depths)]}
-    for index, bucket in enumerate(plan.buckets):
+    for bucket, of_lane in zip(plan.buckets, packed, strict=True):
         if num_depths:
             _check_has_future(bucket)
-        packed.append(_packed(bucket, plan, plan.parts.get(index)))
-        shards = shards_of(packed[-1], plan.lane)
+        shards = shards_of(of_lane, plan.lane)
         # Behind the shards of samples there may be one that is nothing but padding.
         places = [_positions(sample, shard) for sample, shard in zip(bucket.samples, shards, strict=False)]
         places += shards[len(places) :]
@@ -217,8 +216,12 @@ def _check_has_future(bucket: Bucket) -> None:
             )
 
 
+def packed_buckets(plan: LanePlan) -> list[PackedBucket]:
+    """Return the buckets of a lane without their tokens."""
+    return [_packed(bucket, plan, plan.parts.get(index)) for index, bucket in enumerate(plan.buckets)]
+
+
 def _packed(bucket: Bucket, plan: LanePlan, part: object) -> PackedBucket:
-    """Return a bucket without its tokens."""
     shape = PackedBucket(
         first_lane=bucket.first_lane,
         cp_size=bucket.cp_size,

@@ -51,6 +51,7 @@ def warm_up(
     stats: ExchangeStats,
     device: torch.device,
     ranks_per_node: int,
+    more: Sequence[Transfer] = (),
 ) -> None:
     """Do each transfer of `attention` once, with one number per lane, unless it is done; collective.
 
@@ -58,6 +59,7 @@ def warm_up(
         group, levels: of a bucket that is computed so.
         done: transfers by which groups are connected; those of this call are added.
         ranks_per_node: messages are tried between any two ranks of a node.
+        more: what other layers do over `group`.
 
     Raises:
         ExchangeError: another number came than was sent, or none.
@@ -73,7 +75,7 @@ def warm_up(
     )
     make = executor_class(params)
     assert make is not None, "plans may use it"
-    for transfer, over in make.transfers(params):
+    for transfer, over in (*make.transfers(params), *((transfer, group) for transfer in more)):
         if over is None or (transfer, over) in done:
             continue
         done.add((transfer, over))

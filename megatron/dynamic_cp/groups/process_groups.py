@@ -142,6 +142,7 @@ class DynamicCPGroups:
         device: torch.device | None = None,
         lane_ranks: Sequence[int] | None = None,
         has_pool: bool = False,
+        has_linear_attention: bool = False,
     ) -> DynamicCPGroups:
         """Create and warm this rank's groups; call on all ranks, after `parallel_state.initialize_model_parallel`.
 
@@ -156,6 +157,7 @@ class DynamicCPGroups:
             device: where the warm-up exchanges happen; default: what the job's backend needs.
             lane_ranks: global ranks of the lanes, in lane order; default: megatron-core's data-parallel group.
             has_pool: plans may have servers of all stages; ranks are then those of megatron-core's default order.
+            has_linear_attention: layers have it: lanes exchange heads or states by all-to-all, whatever attention does.
 
         Raises:
             InvalidInputError: megatron-core was built for another number of lanes or another rank order.
@@ -189,29 +191,33 @@ class DynamicCPGroups:
             pool=pool,
             stage=stage,
         )
-        return cold._warmed(exchanges, blocks, query_heads, device or collective_device(), topology.ranks_per_node)
+        connect = partial(
+            warm_up,
+            device=device or collective_device(),
+            ranks_per_node=topology.ranks_per_node,
+            more=("all-to-all",) if has_linear_attention else (),
+        )
+        return cold._warmed(exchanges, blocks, query_heads, connect)
 
     def _warmed(
         self,
         exchanges: Sequence[CpCommType],
         blocks: Sequence[tuple[int, int]],
         query_heads: int | None,
-        device: torch.device,
-        ranks_per_node: int,
+        connect: Callable[..., None],
     ) -> DynamicCPGroups:
         """Do the first exchanges of every group; return the groups with what these took.
 
         Args:
             exchanges, query_heads: as of `build`.
             blocks: whose groups do any of the exchanges; others are for placed attention.
-            device: where they happen.
-            ranks_per_node: of the topology.
+            connect: `warm_up` on the device of the job.
         """
         started = time.perf_counter()
         placed = [name for name in exchanges if is_placed(name)]
         # Blocks ascend in size, so all members of a group warm it after the same others.
         stats, done = ExchangeStats(), set[tuple[Transfer, dist.ProcessGroup]]()
-        connect = partial(warm_up, done=done, stats=stats, device=device, ranks_per_node=ranks_per_node)
+        connect = partial(connect, done=done, stats=stats)
         inner_sizes, ring_sizes = tuple(self.inner_groups), tuple({inner for _, _, inner in self.outer_groups})
         for (first, size), group in self.groups.items():
             used = exchanges if (first, size) in blocks else placed

@@ -24,14 +24,24 @@ from dynamic_cp.errors import InvalidInputError
 OfLogits = Callable[[Tensor, Tensor], Sequence[Tensor]]
 """(logits [t, 1, this rank's share of V], labels [1, t]) -> outputs, each [1, t]."""
 
+OfHidden = Callable[[GPTModel, Tensor, Tensor], Tensor]
+"""(model of the last stage, hidden states behind the last norm [T, 1, H], labels [1, T]) -> what it returns."""
+
 
 class ChunkedHeadModel(GPTModel):
     """megatron-core's GPTModel whose losses are computed over chunks where its configuration says how large they are.
 
     `config.loss_chunk_tokens` is there once `set_loss_chunk` has seen it; without it this is GPTModel.
+
+    Attributes:
+        token_outputs: what the last stage returns in place of losses; None: losses.
     """
 
+    token_outputs: OfHidden | None = None
+
     def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if self.token_outputs is not None and self.post_process and labels is not None:
+            return self.token_outputs(self, hidden_states, labels)
         if loss_chunk_of(self.config) and self.post_process and not self.mtp_process and labels is not None:
             shared = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
             return self.token_losses(hidden_states, labels, shared, kwargs.get("runtime_gather_output"))

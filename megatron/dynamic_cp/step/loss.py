@@ -46,8 +46,16 @@ def forward_step(
 ) -> tuple[Tensor, Callable[[Tensor], LossOutput]]:
     """Run the next micro-batch through `model`; megatron-core calls the returned function on the last stage."""
     batch = next(data_iterator)
+    output = run_forward(batch, model)
+    return output, partial(sum_of_losses, batch["loss_mask"], future=batch["packed_seq_params"].future)
+
+
+def run_forward(batch: dict[str, Any], model: torch.nn.Module) -> Tensor:
+    """Return what a model chunk makes of a micro-batch: hidden states, on the last stage what it computes of them."""
     params = batch["packed_seq_params"]
     phase.enter_micro_batch(params.label, len(params.positions))
     with span("%s", params.label), bucket_span("forward", params):
-        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
-    return output, partial(sum_of_losses, batch["loss_mask"], future=params.future)
+        output: Tensor = model(
+            batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params
+        )
+    return output

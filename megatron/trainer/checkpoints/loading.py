@@ -19,7 +19,7 @@ from megatron.dynamic_cp.agreement.verify import run_on_all_ranks, run_on_rank_z
 from megatron.dynamic_cp.flags.positions import ROTARY, STRETCHED
 from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest, optimizer_state, safe_loading
 from megatron.trainer.checkpoints.disk import reporting
-from megatron.trainer.checkpoints.extra_states import load_weights, without_extra_states
+from megatron.trainer.checkpoints.extra_states import load_weights, without_adapters, without_extra_states
 from megatron.trainer.checkpoints.state import Position, Trainable, set_rng_state, sharded_model, sharded_rng
 from megatron.trainer.flags.derive import FEATURES, TOKEN_IDS
 
@@ -43,15 +43,18 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     folder, run = found
     is_imported = run["optimizer_kind"] is None
     saved = _checked_vocabulary(trainable, run["identity"], folder) if is_imported else run["identity"]
+    weights_only = finetune or is_imported
+    has_adapters = _has_adapters(trainable.identity, saved, folder, weights_only)
     if finetune:
         _check_weights_fit(trainable.identity["model"], saved["model"], folder)
     else:
         _check_identity({part: trainable.identity[part] for part in saved}, saved, folder)
     _check_imported_flags(trainable.arguments, run.get("flags", {}), folder, finetune)
-    weights_only = finetune or is_imported
     if (folder / manifest.NAME).exists():
         _verify(folder)
     state = without_extra_states(sharded_model(trainable))
+    if not has_adapters:
+        state = without_adapters(state)
     same_layout = run["layout"] == trainable.layout
     request = None
     if not weights_only:
@@ -198,6 +201,30 @@ def _checked_vocabulary(trainable: Trainable, saved: Mapping[str, Any], folder: 
             imported=imported,
         )
     return {**saved, "model": {**saved["model"], "vocab_size": num_rows}}
+
+
+def _has_adapters(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path, weights_only: bool) -> bool:
+    """Return whether a checkpoint has the adapters of this run; those of a model without begin anew.
+
+    Raises:
+        CheckpointError: it has others, or none and the run goes on with its optimizer.
+    """
+    ours, theirs = own.get("adapters"), saved.get("adapters")
+    if ours == theirs:
+        return ours is not None
+    if ours is None or theirs is not None or not weights_only:
+        remedy = "give the same, or merge them first (dynamic-cp weights export, import)"
+        raise CheckpointError(
+            f"{folder} was saved with {_in_words(theirs)}, this run has {_in_words(ours)}: "
+            + (remedy if theirs is not None else "add --finetune to begin with its weights"),
+        )
+    return False
+
+
+def _in_words(adapters: Mapping[str, Any] | None) -> str:
+    if adapters is None:
+        return "no adapters"
+    return f"adapters of rank {adapters['rank']}, alpha {adapters['alpha']}, of {' '.join(adapters['modules'])}"
 
 
 def _check_imported_flags(own: Mapping[str, Any], imported: Mapping[str, Any], folder: Path, finetune: bool) -> None:

@@ -12,12 +12,12 @@ Read in this order:
 - `hugging_face`, `tokenizer`: text to tokens; `line_reader`: a line to documents
 - `chat_template` (messages to a text), `chat_records` (forms of chats to messages), `chat_format` (what of a text is
   learned), `chat` (tokens and a loss mask), `chat_reader` (by which template): a line of chats to documents
-- `preferences`: records with a better and a worse answer to pairs of tokens, for loops other than the trainer's
 - `questions`: which documents are prompts with several responses
 - `scan`, `token_scan`: tasks of indexing, without numpy and with a tokenizer; `indexing`: all of them
 - `line_table`: where the lines of JSONL are
 - `text_files`, `json_lines`: two sources; `indexed` (.bin/.idx), `mock` (random tokens): two more
 - `data_path`: --data-path to entries with weights, and their files
+- `preferences`: records with a better and a worse answer to pairs of tokens, for loops other than the trainer's
 - `entries`: files to an index, and to a source
 - `split`: ranges of documents for training, validation and test
 - `samples`: documents of a range to samples no longer than --seq-length (--overlong)

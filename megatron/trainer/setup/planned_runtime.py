@@ -139,6 +139,7 @@ class PlannedRuntime:
             query_heads=model_shape.num_attention_heads // settings.topology.tp_size,
             device=device,
             has_pool=settings.pool != "off",
+            has_linear_attention=model_shape.linear_attention is not None,
         )
         return cls(
             settings=settings,

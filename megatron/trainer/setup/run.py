@@ -21,6 +21,7 @@ from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
+from megatron.dynamic_cp.flags import adapters
 from megatron.dynamic_cp.flags.exclusions import MASKS, refuse_pairs
 from megatron.dynamic_cp.flags.experts import may_place
 from megatron.dynamic_cp.flags.layer_needs import layer_needs
@@ -213,6 +214,7 @@ def _trainable(
         identity={
             "model": derive.model_identity(settings.model, vocab_rows),
             "data": data_identity(data.config, data.splits),
+            **adapters.identity_of(settings.model),
         },
         arguments={
             **runtime.arguments,
@@ -260,9 +262,11 @@ def _log_choices(run: Run) -> None:
     for stream in (run.splits.train, run.splits.valid, run.splits.test):
         if stream is not None:
             logger.info("data, %s", stream.describe())
-    num_parameters = sum(parameter.numel() for chunk in run.trainable.chunks for parameter in chunk.parameters())
+    parameters = [parameter for chunk in run.trainable.chunks for parameter in chunk.parameters()]
+    num_parameters = sum(parameter.numel() for parameter in parameters)
+    num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     logger.info(
-        "%d ranks = TP %d x PP %d (VPP %d) x %d lanes%s, %s; %d parameters on rank 0",
+        "%d ranks = TP %d x PP %d (VPP %d) x %d lanes%s, %s; %d parameters on rank 0%s",
         topology.world_size,
         topology.tp_size,
         topology.pp_size,
@@ -271,6 +275,7 @@ def _log_choices(run: Run) -> None:
         "" if run.settings.model.num_experts is None else f", experts shared by EP {topology.ep_size}",
         run.runtime.device,
         num_parameters,
+        "" if num_trained == num_parameters else f", of which {num_trained} of adapters are trained",
     )
     for line in run.runtime.describe():
         logger.info("%s", line)

@@ -125,6 +125,11 @@ Examples:
         show_default=True,
         help="Largest file of weights; memory holds one tensor at a time.",
     ),
+    one_option(
+        "--adapter",
+        is_flag=True,
+        help="The adapters of a run with --lora-rank alone, as peft loads them. [default: merged into the weights]",
+    ),
 )
 @options_in(
     "Model",
@@ -142,14 +147,19 @@ Examples:
         help="Token ids; rows beyond them are padding. [default: as --like or the checkpoint says]",
     ),
 )
-def export(checkpoint: str, output: str, max_shard_bytes: int, like: str | None, vocab_size: int | None) -> None:
+def export(
+    checkpoint: str, output: str, max_shard_bytes: int, adapter: bool, like: str | None, vocab_size: int | None
+) -> None:
     """Write the weights of CHECKPOINT as a folder that transformers loads: config.json and safetensors files.
 
     Any layout may have saved it, with or without optimizer. Rows of padding are left out, tied weights are written
     once.
     """
     with _needs_torch():
-        from megatron.trainer.weights.exporting import export_weights
+        from megatron.trainer.weights.exporting import export_adapters, export_weights
+    if adapter:
+        _say(export_adapters(checkpoint, output, like=like, vocab_size=vocab_size))
+        return
     _say(export_weights(checkpoint, output, like=like, vocab_size=vocab_size, max_shard_bytes=max_shard_bytes))
 
 

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
-from dynamic_cp.types import ModelShape
+from dynamic_cp.types import Adapters, ModelShape
 from megatron.dynamic_cp.flags import activation, experts
+from megatron.dynamic_cp.flags.adapters import adapters_of
 from megatron.dynamic_cp.flags.latent_attention import is_on
 from megatron.dynamic_cp.flags.positions import YARN
 from megatron.trainer.checkpoints import safe_loading
@@ -36,12 +37,17 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
 
 
 class Described(NamedTuple):
-    """A model, with the rows of its tables and how many of them are token ids; None: a checkpoint does not say it."""
+    """A model, with the rows of its tables and how many of them are token ids; None: a checkpoint does not say it.
+
+    Attributes:
+        adapters: beside its weights; None: there are none.
+    """
 
     shape: ModelShape
     architecture: Architecture
     num_rows: int
     vocab_size: int | None
+    adapters: Adapters | None
 
 
 def described(folder: Path) -> Described:
@@ -95,7 +101,7 @@ def _described(args: argparse.Namespace) -> Described:
         have_some = shape.experts.moe_layers(shape.num_layers)
         freq = 1 if all(have_some) else tuple(map(int, have_some))
         shape = replace(shape, experts=replace(shape.experts, layer_freq=freq))
-    return Described(shape, architecture, num_rows, getattr(args, derive.TOKEN_IDS, None))
+    return Described(shape, architecture, num_rows, getattr(args, derive.TOKEN_IDS, None), adapters_of(args))
 
 
 def _positions(args: argparse.Namespace) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from dynamic_cp.types import ModelShape, counted
 from megatron.trainer.checkpoints import checkpoint_files, manifest, safe_loading
 from megatron.trainer.checkpoints.disk import bytes_in_words
 from megatron.trainer.checkpoints.norm_names import found_as
-from megatron.trainer.weights import names, output
+from megatron.trainer.weights import adapters, names, output
+from megatron.trainer.weights.adapters import MergedTensors
 from megatron.trainer.weights.checkpoint_tensors import CheckpointTensors
 from megatron.trainer.weights.described import Described, described
 from megatron.trainer.weights.fused import split
@@ -56,10 +57,26 @@ class _Target:
     config: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A checkpoint whose files are as they were written, and whose tensors are those of its model.
+
+    Attributes:
+        saved: of the model, with what adapters add; tensors: how they are named; all_saved: adapters are among them.
+    """
+
+    folder: Path
+    model: Described
+    target: _Target
+    saved: CheckpointTensors | MergedTensors
+    all_saved: CheckpointTensors
+    tensors: tuple[Fused, ...]
+
+
 class _Parts:
     """The tensors of transformers in a checkpoint, read in their order: each of its tensors once."""
 
-    def __init__(self, saved: CheckpointTensors, tensors: Sequence[Fused]) -> None:
+    def __init__(self, saved: CheckpointTensors | MergedTensors, tensors: Sequence[Fused]) -> None:
         self._saved = saved
         self._names = {fused.name: found_as(fused.name, saved.saved) for fused in tensors}
         self.by_name = {
@@ -99,6 +116,8 @@ def export_weights(
 ) -> list[str]:
     """Write the folder `new` of transformers out of a checkpoint; return what to tell the user.
 
+    Adapters are added to the weights that they are for.
+
     Args:
         path: folder of checkpoints, of which the latest is taken, or of one of them.
         like: folder of transformers with the config.json and the tokenizer of this model; None: from the checkpoint.
@@ -110,18 +129,9 @@ def export_weights(
             or cannot be written; nothing is left then.
     """
     output.check_new(new)
-    folder = _folder(path)
-    if (folder / manifest.NAME).exists():
-        manifest.verify_files(folder, manifest.read_manifest(folder))
-    model = described(folder)
-    target = _target(str(folder), model, like, vocab_size)
-    saved = CheckpointTensors(folder)
-    stacked = not any(name.startswith("decoder.layers.0.") for name in saved.saved)
-    tensors = tuple(
-        names.fused_tensors(target.family, target.shape, target.architecture, num_rows=model.num_rows, stacked=stacked)
-    )
-    _check_tensors(folder, saved, tensors)
-    parts = _Parts(saved, tensors)
+    opened = _open(path, like, vocab_size)
+    target, tensors = opened.target, opened.tensors
+    parts = _Parts(opened.saved, tensors)
     places = parts.places(Path(new))
     shards = shards_of(places, max_shard_bytes)
     config = {**target.config, "torch_dtype": _dtype(places)}
@@ -132,13 +142,49 @@ def export_weights(
         for name in copied:
             shutil.copyfile(Path(str(like)) / name, partial / name)
     return [
-        f"{folder}: {target.family}, {counted(target.shape.num_layers, 'layer')}, "
+        f"{opened.folder}: {target.family}, {counted(target.shape.num_layers, 'layer')}, "
         f"{num_parameters(tensors):,} parameters",
         f"{new}: {counted(len(shards), 'file')} of weights, "
         f"{bytes_in_words(sum(place.num_bytes for place in places.values()))}, "
         f"{config['torch_dtype']}, {target.shape.vocab_size} token ids"
         + (f"; copied from {like}: {', '.join(copied)}" if copied else ""),
     ]
+
+
+def export_adapters(path: str, new: str, *, like: str | None = None, vocab_size: int | None = None) -> list[str]:
+    """Write the folder `new` of peft out of a checkpoint with adapters; return what to tell the user.
+
+    Args:
+        path, like, vocab_size: as of `export_weights`.
+
+    Raises:
+        DynamicCPError: as `export_weights`; or the checkpoint has no adapters.
+    """
+    output.check_new(new)
+    opened = _open(path, like, vocab_size)
+    found = opened.model.adapters
+    if found is None:
+        raise CheckpointError(f"{opened.folder} has no adapters: leave --adapter out, or export a run with --lora-rank")
+    with output.new_folder(new) as partial:
+        modules = adapters.write_adapters(partial, found, opened.all_saved, opened.tensors, like)
+    return [f"{new}: adapters of rank {found.rank} for {', '.join(modules)} of a model of {opened.target.family}"]
+
+
+def _open(path: str, like: str | None, vocab_size: int | None) -> _Opened:
+    """Return a checkpoint after comparing its files with the manifest, and its tensors with its model."""
+    folder = _folder(path)
+    if (folder / manifest.NAME).exists():
+        manifest.verify_files(folder, manifest.read_manifest(folder))
+    model = described(folder)
+    target = _target(str(folder), model, like, vocab_size)
+    all_saved = CheckpointTensors(folder)
+    saved = all_saved if model.adapters is None else MergedTensors(all_saved, model.adapters)
+    stacked = not any(name.startswith("decoder.layers.0.") for name in saved.saved)
+    tensors = tuple(
+        names.fused_tensors(target.family, target.shape, target.architecture, num_rows=model.num_rows, stacked=stacked)
+    )
+    _check_tensors(folder, saved, tensors)
+    return _Opened(folder=folder, model=model, target=target, saved=saved, all_saved=all_saved, tensors=tensors)
 
 
 def _folder(path: str) -> Path:
@@ -206,7 +252,7 @@ def _checked_rows(where: str, vocab_size: int, num_rows: int) -> int:
     return vocab_size
 
 
-def _check_tensors(folder: Path, saved: CheckpointTensors, tensors: Sequence[Fused]) -> None:
+def _check_tensors(folder: Path, saved: CheckpointTensors | MergedTensors, tensors: Sequence[Fused]) -> None:
     """Check that the checkpoint holds the tensors of its flags in their shapes, and no others."""
     wanted = {found_as(fused.name, saved.saved): (*fused.stacks, *fused.shape) for fused in tensors}
     missing, unexpected = sorted(set(wanted) - set(saved.saved)), sorted(set(saved.saved) - set(wanted))

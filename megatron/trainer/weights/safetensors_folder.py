@@ -166,7 +166,7 @@ def write_shards(
     weight_map = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if several else _ALONE
-        _write(folder / file, names, places, read)
+        write_file(folder / file, names, places, read)
         weight_map |= dict.fromkeys(names, file)
     if several:
         total_bytes = sum(place.num_bytes for place in places.values())
@@ -174,7 +174,7 @@ def write_shards(
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write(file: Path, names: Sequence[str], places: Mapping[str, Place], read: Callable[[str], Tensor]) -> None:
+def write_file(file: Path, names: Sequence[str], places: Mapping[str, Place], read: Callable[[str], Tensor]) -> None:
     """Write a file as the library does, which wants all tensors at once, and as bytes once more."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -145,8 +145,8 @@ def test_bytes_of_a_bucket_are_those_of_its_formula(way):
         assert (forward, backward) == (pytest.approx(want), pytest.approx(want))
         return
     halo = SIZES.halo_bytes(4, 2, 50) + SIZES.halo_bytes(4, 2, 1)
-    for sent, of_states in zip((forward, backward), SIZES.states_bytes(4), strict=True):
-        assert sent == pytest.approx(3 * 4 * (2 * of_states + halo))
+    assert forward == pytest.approx(3 * 4 * (2 * SIZES.states_bytes(4) + halo))
+    assert backward == pytest.approx(3 * 4 * (2 * SIZES.states_bytes(4, backward=True) + halo))
 
 
 def test_states_are_kept_for_each_sample_and_only_where_they_are_not_recomputed():

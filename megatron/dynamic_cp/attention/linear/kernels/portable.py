@@ -1,8 +1,9 @@
 """Linear attention as products of matrices, in torch: blocks of tokens at once, of all runs and heads together.
 
-Inside a block of L tokens nothing is sequential. What tokens find, and what the block adds to the state, needs the
-decayed products of its keys; with the delta rule also the solution of a triangular system of L equations, which says
-what is new in the values (the WY form). Blocks of a run follow each other: a step does the n-th one of all runs.
+Inside a block of L tokens nothing is sequential. What tokens find, and what the block does to the state before it (A
+and b), needs the decayed products of its keys; with the delta rule also the solution of a triangular system of L
+equations, which says what is new in the values (the WY form). States go from block to block: a step does the n-th of
+all runs.
 
 Source: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3; Dao and Gu, Mamba-2 (arXiv 2405.21060),
 section 6.
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
-from megatron.dynamic_cp.attention.linear.recurrence import Steps, state_dtype
+from megatron.dynamic_cp.attention.linear.recurrence import Steps, applied, state_dtype
 from megatron.dynamic_cp.attention.linear.runs import Runs
 from megatron.dynamic_cp.attention.packs import to_device
 
@@ -81,53 +82,50 @@ class _Products(NamedTuple):
     Attributes:
         values: what tokens add, but for what the state before the block has already.
         recalled: keys by which that is read from it; None without a delta rule.
-        kept: keys as they are left at the end of the block.
-        decay: of the whole block.
-        queries: by which the state before the block is read; None: nothing is asked for.
-        scores: by which the block's own values are.
+        transitions, own: A and b of each block (`recurrence`).
+        q, k: queries, scaled, and keys.
+        between: [L, L] what is left at one token of what another one added.
+        since_start: what is left at each token of the state before the block.
     """
 
     values: Tensor
     recalled: Tensor | None
-    kept: Tensor
-    decay: Tensor
-    queries: Tensor | None
-    scores: Tensor | None
+    transitions: Tensor
+    own: Tensor
+    q: Tensor | None
+    k: Tensor
+    between: Tensor
+    since_start: Tensor
 
     @classmethod
     def of(cls, steps: Steps, blocks: Blocks, *, only_state: bool) -> _Products:
         """Return them for all blocks at once."""
         dtype = state_dtype(steps.v_THV.dtype)
         k, values, decay = (blocks.cut(x, dtype) for x in (steps.k_THK, steps.v_THV, steps.decay_TH))
-        total = decay.cumsum(-1)
+        # Sums of a block are large, and what counts are small differences of them.
+        total = decay.to(torch.float64).cumsum(-1)
         length = total.shape[-1]
         unseen = torch.ones(length, length, dtype=torch.bool, device=total.device).triu(1)
-        between = (total[..., :, None] - total[..., None, :]).masked_fill(unseen, -torch.inf).exp()
-        since_start = total.exp()[..., None]
-        recalled = None
+        between = (total[..., :, None] - total[..., None, :]).masked_fill(unseen, -torch.inf).exp().to(dtype)
+        since_start = total.exp()[..., None].to(dtype)
+        kept = (k * between[..., -1, :, None]).transpose(-1, -2)
+        transitions, recalled = since_start[..., -1, 0], None
         if steps.beta_TH is not None:
-            beta_k = k * blocks.cut(steps.beta_TH, dtype)[..., None]
-            beta_v = values * blocks.cut(steps.beta_TH, dtype)[..., None]
-            system = (beta_k @ k.transpose(-1, -2) * between).tril(-1)  # its diagonal is taken for ones
-            known = torch.cat((beta_v, beta_k * since_start), dim=-1)
+            beta = blocks.cut(steps.beta_TH, dtype)[..., None]
+            system = (k @ k.transpose(-1, -2) * between * beta).tril(-1)  # its diagonal is taken for ones
+            known = torch.cat((beta * values, beta * since_start * k), dim=-1)
             solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
             values, recalled = solved.split((values.shape[-1], k.shape[-1]), dim=-1)
-        queries = scores = None
-        if not only_state:
-            q = blocks.cut(steps.q_THK, dtype) * steps.scale
-            queries, scores = q * since_start, q @ k.transpose(-1, -2) * between
-        kept = k * (total[..., -1:] - total).exp()[..., None]
-        return cls(values, recalled, kept, total[..., -1].exp()[..., None, None], queries, scores)
+            same = torch.eye(k.shape[-1], dtype=dtype, device=k.device)
+            transitions = transitions[..., None, None] * same - kept @ recalled
+        q = None if only_state else blocks.cut(steps.q_THK, dtype) * steps.scale
+        return cls(values, recalled, transitions, kept @ values, q, k, between, since_start)
 
-    def step(self, part: slice, state: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return what the tokens of some blocks find, and the state behind them."""
-        values = self.values[part]
-        if self.recalled is not None:
-            values = values - self.recalled[part] @ state
-        found = None
-        if self.queries is not None and self.scores is not None:
-            found = self.queries[part] @ state + self.scores[part] @ values
-        return found, self.decay[part] * state + self.kept[part].transpose(-1, -2) @ values
+    def found(self, states: Tensor) -> Tensor:
+        """Return what tokens find, given the state before each block."""
+        assert self.q is not None
+        values = self.values if self.recalled is None else self.values - self.recalled @ states
+        return (self.q * self.since_start) @ states + (self.q @ self.k.transpose(-1, -2) * self.between) @ values
 
 
 def scan(steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = False) -> tuple[Tensor | None, Tensor]:
@@ -135,20 +133,19 @@ def scan(steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = F
     blocks = Blocks.of(runs)
     products = _Products.of(steps, blocks, only_state=only_state)
     if state is None:
-        shape = (len(runs.lengths), steps.k_THK.shape[1], steps.k_THK.shape[2], steps.v_THV.shape[2])
-        current = products.decay.new_zeros(shape)
+        current = products.own.new_zeros((len(runs.lengths), *products.own.shape[1:]))
     else:
         current = torch.empty_like(state).index_copy(0, blocks.order, state)
-    found, ended, first = [], [], 0
-    for count in blocks.counts:
-        ended.append(current[count:])
-        of_step, current = products.step(slice(first, first + count), current[:count])
-        found.append(of_step)
-        first += count
+    before, ended = [], []
+    of_steps = zip(products.transitions.split(blocks.counts), products.own.split(blocks.counts), strict=True)
+    for transition, own in of_steps:
+        ended.append(current[len(own) :])
+        before.append(current[: len(own)])
+        current = applied(transition, before[-1]) + own
     last = torch.cat((current, *reversed(ended))).index_select(0, blocks.order)
     if only_state:
         return None, last
-    return blocks.joined(torch.cat(found)).to(steps.v_THV.dtype), last  # type: ignore[arg-type]
+    return blocks.joined(products.found(torch.cat(before))).to(steps.v_THV.dtype), last
 
 
 def convolve(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, runs: Runs) -> Tensor:

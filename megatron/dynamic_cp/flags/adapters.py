@@ -1,0 +1,50 @@
+"""Low-rank adapters as flags say them, and what they are not trained together with; no torch here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types import Adapters
+from dynamic_cp.types.adapters import ADAPTED
+from megatron.dynamic_cp.flags.exclusions import ADAPTERS, refuse_pairs
+from megatron.dynamic_cp.flags.table import flag_of
+
+_MORE = ("lora_alpha", "lora_target_modules")
+
+
+def adapters_of(flags: Any) -> Adapters | None:
+    """Return what flags say of adapters; None: all weights are trained.
+
+    Args:
+        flags: of this trainer, of a checkout or in a checkpoint.
+    """
+    rank = getattr(flags, "lora_rank", None)
+    if rank is None:
+        return None
+    alpha, modules = (getattr(flags, name) for name in _MORE)
+    chosen = tuple(name for name in ADAPTED if modules is None or name in modules)
+    return Adapters(rank=rank, alpha=float(rank if alpha is None else alpha), modules=chosen)
+
+
+def check_adapters(flags: Any) -> None:
+    """Refuse what was not checked together with adapters.
+
+    Raises:
+        InvalidInputError: numbers of adapters, and there are none.
+        UnsupportedFeatureError: another feature, which the message names.
+    """
+    if flags.lora_rank is None:
+        given = [flag_of(name) for name in _MORE if getattr(flags, name) is not None]
+        if given:
+            raise InvalidInputError(f"{given[0]} is for adapters: add {ADAPTERS}, or leave it out")
+        return
+    refuse_pairs(ADAPTERS, flags, value=flags.lora_rank)
+
+
+def identity_of(flags: Any) -> dict[str, Any]:
+    """Return the part of a run's identity that two runs with adapters must share, of JSON values; {} without."""
+    found = adapters_of(flags)
+    if found is None:
+        return {}
+    return {"adapters": {"rank": found.rank, "alpha": found.alpha, "modules": list(found.modules)}}

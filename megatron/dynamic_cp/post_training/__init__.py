@@ -1,0 +1,13 @@
+"""Post-training on planned micro-batches: what samples bring, what passes give back, and losses of one's own.
+
+    found = passes.forward(step, samples)                       # log-probs, ..., in the order of `samples`
+    columns = {"advantages": [...], "old_log_probs": found.tokens["log_probs"]}
+    result = passes.train(step, samples, columns, ppo_clip())   # the gradients of that loss of the global batch
+
+`passes` are those of Megatron's runtime or of a plain PyTorch loop. A *response* is what a loss over whole samples
+counts: a sample, or each response of a prompt that several share (`data.shared_question`).
+
+Read in this order: `rows` (where each token is in the caller's order), `columns`, `losses` (the socket), `objectives`
+(losses that are written in it), `found` (what forward passes give back), `torch_passes`, `heads` (what Megatron's last
+stage computes), `megatron_passes`.
+"""

@@ -1,0 +1,246 @@
+"""The socket for losses of one's own: over tokens, or over whole responses that lie on several lanes.
+
+    tokens (outputs of the model and columns, each [T])  -> a loss of each token                       TokenLoss
+    tokens -> terms [T] -> their sums over each response, on all its lanes -> a loss of each response  ResponseLoss
+
+Every lane adds up what its tokens share in the loss, and the sum over all lanes is divided once, by what the mean of
+the global batch says. So no loss knows of lanes, CP sizes or micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.plans.lane_plan import LanePlan
+from dynamic_cp.types import Sample, is_placed
+from megatron.dynamic_cp.agreement.verify import agree
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.post_training.columns import Columns, GivenColumns
+from megatron.dynamic_cp.post_training.rows import MicroBatchRows, Rows
+
+Values = Mapping[str, Tensor]
+"""Name -> values of tokens [T], or of responses [R]: outputs of the model or sums of terms, and columns."""
+
+Mean = Literal["tokens", "samples"] | float
+"""Over the whole global batch: the tokens with a loss alike; first those of each response, then the responses alike; or
+the sum over all divided by a number. A response without a token with a loss does not count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """A loss of each token.
+
+    Attributes:
+        of_tokens: values [T] -> losses [T]; a token without a loss has 0 in all values, and its loss is not counted.
+        needs: the columns that it reads.
+        mean: how tokens count.
+    """
+
+    of_tokens: Callable[[Values], Tensor]
+    needs: tuple[str, ...] = ()
+    mean: Mean = "tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseLoss:
+    """A loss of each response.
+
+    Attributes:
+        terms: values [T] -> what is summed over the tokens of a response that have a loss, each [T].
+        of_responses: sums of terms, columns of responses and "num_tokens", each [R] -> losses [R]. R counts all
+            responses of some samples, in their order; nobody else's sums are there.
+        needs: the columns that either reads.
+        mean: how responses count; "tokens" is for losses of tokens.
+        group_size: responses that every sample has, if the loss is of several together; None: any number.
+    """
+
+    terms: Callable[[Values], Values]
+    of_responses: Callable[[Values], Tensor]
+    needs: tuple[str, ...] = ()
+    mean: Mean = "samples"
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mean == "tokens":
+            raise InvalidInputError("a loss of whole responses has no mean over tokens: give 'samples' or a number")
+
+
+Loss = TokenLoss | ResponseLoss
+
+
+def check_loss(loss: Loss, rows: Rows, columns: Columns, plan: LanePlan) -> None:
+    """Refuse a loss that cannot be computed.
+
+    Raises:
+        DataError: it needs a column that is not there, or another number of responses of each sample.
+        InvalidInputError: it divides by 0 or less.
+        UnsupportedFeatureError: sums over responses whose lanes are no CP group of their own.
+    """
+    if not isinstance(loss.mean, str) and not loss.mean > 0:
+        raise InvalidInputError(f"the mean divides by {loss.mean}: give a number greater than 0")
+    missing = [name for name in loss.needs if name not in columns.names]
+    if missing:
+        raise DataError(
+            f"the loss needs {len(loss.needs)} columns, {len(missing)} of them are not there: "
+            f"{', '.join(map(repr, missing))}; given are {', '.join(map(repr, sorted(columns.names))) or 'none'}",
+            columns=missing,
+        )
+    if isinstance(loss, TokenLoss):
+        return
+    for sample, number in zip(rows.samples, np.diff(rows.first_responses).tolist(), strict=True):
+        if loss.group_size not in (None, number):
+            raise DataError(
+                f"sample {sample.sample_id} has {number} response{'s' * (number > 1)}, the loss is of "
+                f"{loss.group_size} together: give each sample as "
+                "many (data.shared_question makes one of a prompt and its responses)",
+                sample_id=sample.sample_id,
+            )
+    for bucket in plan.buckets:
+        is_block = bucket.cp_size & (bucket.cp_size - 1) == 0 == bucket.first_lane % bucket.cp_size
+        if is_placed(bucket.cp_comm_type) and not is_block:
+            raise UnsupportedFeatureError(
+                f"a loss of whole responses, and placed attention on {bucket.cp_size} lanes from {bucket.first_lane} "
+                "on, which are no CP group of their own: plan with other exchanges than blocks",
+                cp_size=bucket.cp_size,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Objective:
+    """A loss of a global batch, ready to be computed micro-batch by micro-batch.
+
+    Attributes:
+        columns: on the device.
+        counts: tokens with a loss of each response of the job, float32 [responses + 1].
+        divisor: what the sum over the job is divided by.
+        num_tokens: of the job that a loss mask does not hide, those of no response, too.
+    """
+
+    loss: Loss
+    columns: Columns
+    counts: Tensor
+    divisor: float
+    num_tokens: int
+
+    @classmethod
+    def of(cls, loss: Loss, columns: Columns, counts: Tensor) -> Objective:
+        """Return the objective.
+
+        Args:
+            counts: tokens with a loss of each response, summed over the job, [responses + 1]; the last is of none.
+
+        Raises:
+            DataError: no token has a loss.
+        """
+        of_responses = counts[:-1]
+        num_tokens, num_responses = round(float(of_responses.sum())), int((of_responses > 0).sum())
+        if num_tokens == 0:
+            raise DataError(
+                f"0 tokens of the {len(of_responses)} responses of the global batch have a loss: check their loss masks"
+            )
+        divisors: dict[Any, float] = {"tokens": num_tokens, "samples": num_responses}
+        return cls(
+            loss=loss,
+            columns=columns.to(counts.device),
+            counts=counts.float(),
+            divisor=divisors.get(loss.mean, loss.mean),
+            num_tokens=round(float(counts.sum())),
+        )
+
+    @property
+    def scale(self) -> float:
+        """What a share is multiplied by, where a runtime divides by `num_tokens`."""
+        return self.num_tokens / self.divisor
+
+    def share(self, outputs: Values, loss_mask: Tensor, rows: MicroBatchRows, params: DynamicPackedSeqParams) -> Tensor:
+        """Return what a lane's tokens of a micro-batch share in the loss; the sum over the job, / divisor, is the loss.
+
+        Collective over the micro-batch's CP group where the loss is of responses, in backward, too.
+
+        Args:
+            outputs: of the model, each [T] or [1, T].
+            loss_mask: [T] or [1, T], 0 for padding.
+        """
+        mask = loss_mask.reshape(-1) * (rows.responses < len(self.counts) - 1)
+        has_loss = mask > 0
+        tokens = {name: output.reshape(-1) for name, output in outputs.items()} | self.columns.on_tokens(rows)
+        tokens = {name: torch.where(has_loss, values, 0) for name, values in tokens.items()}
+        of_token = self.counts.clamp(min=1)[rows.responses]
+        if isinstance(self.loss, TokenLoss):
+            weights = mask / of_token if self.loss.mean == "samples" else mask
+            return (self.loss.of_tokens(tokens) * weights).sum()
+        terms = self.loss.terms(tokens)
+        sums = response_sums(torch.stack([*terms.values()]), mask, rows, len(self.counts))
+        sums = _SumOverLanes.apply(sums, params.cp_group)[:, rows.present]
+        known = self.columns.on_responses(rows) | {"num_tokens": self.counts.clamp(min=1)[rows.present]}
+        losses = self.loss.of_responses(dict(zip(terms, sums, strict=True)) | known)
+        own = response_sums(mask[None] / of_token, torch.ones_like(mask), rows, len(self.counts))[0, rows.present]
+        return (losses * own).sum()
+
+
+def response_sums(values: Tensor, mask: Tensor, rows: MicroBatchRows, num_responses: int) -> Tensor:
+    """Return the sums of values [n, T] over each response's local tokens, [n, num_responses]; the last is of none."""
+    sums = values.new_zeros(len(values), num_responses)
+    return sums.index_add(1, rows.responses, values * mask.to(values.dtype))
+
+
+class _SumOverLanes(torch.autograd.Function):
+    """Sums over the lanes of a group; each lane's loss depends on all lanes' terms, so gradients are summed, too."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(sums, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradients[0], ctx.group), None
+
+
+def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = values.clone(memory_format=torch.contiguous_format)
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def ready(
+    samples: Sequence[Sample], columns: GivenColumns, loss: Loss, plan: LanePlan, device: torch.device
+) -> tuple[Rows, Columns, list[MicroBatchRows]]:
+    """Return what a pass trains on, once all ranks found it good and equal. Collective over the job.
+
+    Raises:
+        DynamicCPError: something in it is not; on all ranks.
+    """
+
+    def prepare() -> tuple[Rows, Columns, list[MicroBatchRows]]:
+        rows = Rows(samples=tuple(samples))
+        checked = Columns.of(rows, columns)
+        check_loss(loss, rows, checked, plan)
+        return rows, checked, rows.of_lane(plan)
+
+    return agree(prepare, lambda prepared: prepared[1].digest(), what="the columns of a pass", device=device)
+
+
+def count_tokens(
+    rows: Rows, of_lane: Sequence[MicroBatchRows], masks: Sequence[Tensor], device: torch.device
+) -> Tensor:
+    """Return the tokens with a loss of each response of the job, float64 [responses + 1]. Collective over the job.
+
+    Args:
+        of_lane, masks: of each micro-batch, its rows and loss mask; none on ranks that repeat what others have.
+    """
+    counts = torch.zeros(1, rows.num_responses + 1, dtype=torch.float64, device=device)
+    for micro_batch, mask in zip(of_lane, masks, strict=True):
+        of_tokens = mask.reshape(1, -1).to(device).double()
+        counts += response_sums(of_tokens, torch.ones_like(of_tokens), micro_batch.to(device), len(counts[0]))
+    dist.all_reduce(counts)
+    return counts[0]

@@ -1,0 +1,316 @@
+"""Post-training on the real runtime and in a plain loop, and its judge: megatron-core's model, one response at a time.
+
+The losses of the judge are written out here, for samples as they are; nothing of the package but the names of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynamic_cp.types import Sample, SharedQuestion
+from examples.torch_device_mesh import VOCAB_SIZE, TinyTransformer
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens
+from megatron.dynamic_cp.data.shared_question import shared_question
+from megatron.dynamic_cp.post_training.found import Found
+from megatron.dynamic_cp.post_training.losses import Loss
+from megatron.dynamic_cp.post_training.objectives import (
+    dpo,
+    dpo_apart,
+    group_advantages,
+    gspo,
+    of_the_other,
+    ppo_clip,
+    reward_pairs,
+    sft,
+    value_regression,
+)
+from tests.distributed import reference
+from tests.distributed.harness import initialize_model_parallel
+
+LENGTHS = (37, 1, 90, 5, 1, 64, 23, 12, 7, 130, 2, 48)
+PROMPTS = ((40, (17, 30)), (12, (1, 9)), (75, (20, 8)), (2, (1, 1)), (9, (44, 61)))
+
+
+def read_sample(sample: Sample) -> SampleTokens:
+    """Return random tokens; of a plain sample every fifth has no loss, but the last has one."""
+    random = np.random.default_rng(500 + sample.sample_id)
+    if isinstance(sample.mask, SharedQuestion):
+        prompt = random.integers(1, VOCAB_SIZE, sample.mask.prompt + 1)
+        return shared_question(prompt, [random.integers(1, VOCAB_SIZE, n) for n in sample.mask.answers])[0]
+    stream = random.integers(1, VOCAB_SIZE, sample.seqlen + 1)
+    loss_mask = (np.arange(sample.seqlen)[::-1] % 5 != 2).astype(np.float32)
+    return SampleTokens(tokens=stream[:-1], labels=stream[1:], loss_mask=loss_mask)
+
+
+def plain_batch() -> tuple[Sample, ...]:
+    # In an order that is neither that of ids nor of lengths.
+    return tuple(Sample(sample_id=70 - 3 * index, seqlen=seqlen) for index, seqlen in enumerate(LENGTHS))
+
+
+def batch_of_pairs() -> tuple[Sample, ...]:
+    masks = [SharedQuestion(prompt - 1, answers) for prompt, answers in PROMPTS]
+    return tuple(
+        Sample(sample_id=90 - index, seqlen=mask.prompt + sum(mask.answers), mask=mask)
+        for index, mask in enumerate(masks)
+    )
+
+
+class Response(NamedTuple):
+    """A response by itself: its tokens as a sequence, and which of the sample's places its last ones are."""
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    row: int
+    places: slice
+
+
+def responses_of(samples: tuple[Sample, ...]) -> list[Response]:
+    """Return all responses, each with its prompt before it."""
+    found = []
+    for row, sample in enumerate(samples):
+        values = read_sample(sample)
+        tokens, labels, mask = (torch.from_numpy(x) for x in (values.tokens, values.labels, values.loss_mask))
+        if not isinstance(sample.mask, SharedQuestion):
+            found.append(Response(tokens, labels, mask, row, slice(0, sample.seqlen)))
+            continue
+        prompt = slice(0, sample.mask.prompt)
+        first = sample.mask.prompt
+        for length in sample.mask.answers:
+            place = slice(first, first + length)
+            first = place.stop
+            parts = (torch.cat([column[prompt], column[place]]) for column in (tokens, labels, mask))
+            found.append(Response(*parts, row, place))
+    return found
+
+
+def columns_of(samples: tuple[Sample, ...]) -> dict[str, list[Any]]:
+    """Return columns of all kinds: for each token, for each response, for each sample."""
+    random = np.random.default_rng(3)
+    numbers = [len(s.mask.answers) if isinstance(s.mask, SharedQuestion) else 1 for s in samples]
+
+    def tokens(mean: float, deviation: float) -> list[Any]:
+        return [random.normal(mean, deviation, sample.seqlen).astype(np.float32) for sample in samples]
+
+    def responses(mean: float, deviation: float) -> list[Any]:
+        return [random.normal(mean, deviation, number) for number in numbers]
+
+    rewards = np.concatenate(responses(0, 1))
+    groups = groups_of(samples)
+    means = {group: np.mean([r for r, g in zip(rewards, groups, strict=True) if g == group]) for group in groups}
+    deviations = {
+        group: np.std([r for r, g in zip(rewards, groups, strict=True) if g == group], ddof=1) for group in groups
+    }
+    advantages = [
+        (reward - means[group]) / (deviations[group] + 1e-6) for reward, group in zip(rewards, groups, strict=True)
+    ]
+    return {
+        "rewards": np.split(rewards, np.cumsum(numbers)[:-1]),
+        "weights": tokens(1, 0.5),
+        "old_log_probs": tokens(-5.6, 0.2),
+        "reference_log_probs": torch.nested.nested_tensor(list(map(torch.from_numpy, tokens(-5.6, 0.2)))).unbind(),
+        "advantages": np.split(np.array(advantages), np.cumsum(numbers)[:-1]),
+        "reference": [float(one[0]) if len(one) == 1 else one for one in responses(-60, 8)],
+        "returns": tokens(0, 1),
+        "old_values": tokens(0, 1),
+    }
+
+
+def groups_of(samples: tuple[Sample, ...]) -> list[int]:
+    """Return the group of each response: those of a prompt, and of plain samples every fourth."""
+    groups = []
+    for row, sample in enumerate(samples):
+        is_plain = not isinstance(sample.mask, SharedQuestion)
+        groups += [row % 4] if is_plain else [100 + row] * len(sample.mask.answers)
+    return groups
+
+
+def with_own_columns(samples: tuple[Sample, ...], found: Found) -> dict[str, list[Any]]:
+    """Return the columns, with those that the package makes on the host: advantages, and what one of a pair is told."""
+    columns = columns_of(samples)
+    numbers = [len(one) for one in columns["rewards"]]
+    rewards, reference_sums = np.concatenate(columns["rewards"]), np.hstack(columns["reference"])
+    advantages = group_advantages(rewards, groups_of(samples))
+    pairs = [number // 2 for number in range(len(rewards))]
+    made = {
+        "advantages": advantages,
+        "other_gains": of_the_other(found.sums["log_probs"] - reference_sums, pairs),
+        "sides": np.resize([1.0, -1.0], len(rewards)),
+    }
+    return columns | {name: np.split(values, np.cumsum(numbers)[:-1]) for name, values in made.items()}
+
+
+Terms = Mapping[str, Tensor]
+Judged = Callable[[list[Terms]], Tensor]
+
+
+def _clip(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
+    return torch.maximum(-ratio * advantage, -torch.clamp(ratio, 1 - low, 1 + high) * advantage)
+
+
+def judge_sft(responses: list[Terms]) -> Tensor:
+    total = sum((-one["log_probs"] * one["weights"] * one["mask"]).sum() for one in responses)
+    return total / sum(one["mask"].sum() for one in responses)
+
+
+def judge_ppo(responses: list[Terms]) -> Tensor:
+    means = []
+    for one in responses:
+        losses = _clip(torch.exp(one["log_probs"] - one["old_log_probs"]), one["advantages"], 0.1, 0.3)
+        gap = one["reference_log_probs"] - one["log_probs"]
+        losses = losses + 0.2 * (gap.exp() - gap - 1) - 0.05 * one["entropies"]
+        means.append((losses * one["mask"]).sum() / one["mask"].sum())
+    return torch.stack(means).mean()
+
+
+def judge_fixed(responses: list[Terms]) -> Tensor:
+    losses = [_clip(torch.exp(o["log_probs"] - o["old_log_probs"]), o["advantages"], 0.2, 0.2) for o in responses]
+    return sum((one * o["mask"]).sum() for one, o in zip(losses, responses, strict=True)) / 321.0
+
+
+def judge_gspo(responses: list[Terms]) -> Tensor:
+    losses = []
+    for one in responses:
+        gap = ((one["log_probs"] - one["old_log_probs"]) * one["mask"]).sum() / one["mask"].sum()
+        losses.append(_clip(gap.exp(), one["advantages"].reshape(()), 0.05, 0.1))
+    return torch.stack(losses).mean()
+
+
+def judge_dpo(responses: list[Terms]) -> Tensor:
+    gains = [(one["log_probs"] * one["mask"]).sum() - one["reference"].reshape(()) for one in responses]
+    margins = [chosen - rejected for chosen, rejected in zip(gains[::2], gains[1::2], strict=True)]
+    return torch.stack([torch.log1p(torch.exp(-0.1 * margin)) for margin in margins]).mean()
+
+
+def judge_values(responses: list[Terms]) -> Tensor:
+    total = 0.0
+    for one in responses:
+        near = torch.clamp(one["values"], one["old_values"] - 0.3, one["old_values"] + 0.3)
+        worse = torch.maximum((one["values"] - one["returns"]) ** 2, (near - one["returns"]) ** 2)
+        total = total + 0.5 * (worse * one["mask"]).sum()
+    return total / sum(one["mask"].sum() for one in responses)
+
+
+def judge_rewards(responses: list[Terms]) -> Tensor:
+    rewards = [(one["values"] * one["mask"]).sum() for one in responses]
+    losses = [torch.log1p(torch.exp(worse - better)) for better, worse in zip(rewards[::2], rewards[1::2], strict=True)]
+    return torch.stack(losses).mean()
+
+
+LOSSES: dict[str, tuple[Loss, Judged]] = {
+    "sft": (sft(), judge_sft),
+    "ppo": (ppo_clip(low=0.1, high=0.3, kl=0.2, entropy=0.05, mean="samples"), judge_ppo),
+    "fixed": (ppo_clip(mean=321.0), judge_fixed),
+    "gspo": (gspo(low=0.05, high=0.1), judge_gspo),
+    "dpo": (dpo(), judge_dpo),
+    "dpo_apart": (dpo_apart(), judge_dpo),
+    "values": (value_regression(clip=0.3), judge_values),
+    "rewards": (reward_pairs(), judge_rewards),
+}
+
+
+def judged(
+    forward: Callable[[Tensor], Sequence[Tensor]],
+    model: torch.nn.Module,
+    samples: tuple[Sample, ...],
+    losses: tuple[str, ...],
+) -> dict[str, Any]:
+    """Return {"tokens": name -> for each response, "losses", "gradients": loss -> name -> tensor}.
+
+    Args:
+        forward: tokens [n] of a sequence -> logits [n, words], and values [n] where there are some.
+    """
+    columns = columns_of(samples)
+    kept: list[dict[str, Tensor]] = []
+    tokens: dict[str, list[Tensor]] = {}
+    number_in_row = [0] * len(samples)
+    for one in responses_of(samples):
+        logits, *values = forward(one.tokens)
+        every = torch.log_softmax(logits, -1)
+        found = {
+            "log_probs": torch.stack([row[label] for row, label in zip(every, one.labels, strict=True)]),
+            "entropies": -(every.exp() * every).sum(-1),
+        } | dict(zip(["values"], values, strict=False))
+        length = one.places.stop - one.places.start
+        terms = {"mask": one.loss_mask[-length:]} | {name: values[-length:] for name, values in found.items()}
+        for name in found:
+            tokens.setdefault(name, []).append(terms[name].detach())
+        number = number_in_row[one.row]
+        number_in_row[one.row] += 1
+        for name, values in columns.items():
+            value = torch.as_tensor(np.asarray(values[one.row]), dtype=torch.float32)
+            is_of_tokens = value.shape == (samples[one.row].seqlen,)
+            terms[name] = value[one.places] if is_of_tokens else value.reshape(-1)[min(number, value.numel() - 1)]
+        kept.append(terms)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    result: dict[str, Any] = {"tokens": tokens, "losses": {}, "gradients": {}}
+    for name in losses:
+        loss = LOSSES[name][1](kept)
+        result["losses"][name] = loss.item()
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+        result["gradients"][name] = dict(zip(names, gradients, strict=True))
+    return result
+
+
+def judge(variant_name: str, samples: tuple[Sample, ...], losses: tuple[str, ...]) -> dict[str, Any]:
+    """Return what `judged` does of megatron-core's model, and "initial", its weights."""
+    variant = reference.VARIANTS[variant_name]
+    initialize_model_parallel()
+    config = reference.transformer_config(variant, num_layers=2)
+    torch.compiler.set_stance("force_eager")
+    spec = reference.stock_layer(config)
+    if config.num_moe_experts is not None:
+        reference.expert_routing.install()
+        spec = reference.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=config.normalization
+        )
+    model = reference.gpt_model(config, variant, spec)
+    model.value_head = Values()
+    hidden: list[Tensor] = []
+    model.decoder.final_layernorm.register_forward_hook(lambda _, __, output: hidden.append(output))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+
+    def forward(tokens: Tensor) -> Sequence[Tensor]:
+        logits = model(tokens[None], torch.arange(len(tokens))[None], None)[0]
+        return logits, model.value_head(hidden.pop()[:, 0])
+
+    initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return judged(forward, model, samples, losses) | {"initial": initial}
+
+
+class Values(torch.nn.Module):
+    """A value of each token, by its definition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(reference.HIDDEN_SIZE) / 10)
+        self.bias = torch.nn.Parameter(torch.randn(1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden * self.weight).sum(-1) + self.bias
+
+
+class LogitsOnly(TinyTransformer):
+    """The model of the plain loop, which returns logits."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, packed_seq_params: object = None) -> Tensor:
+        return self.logits(tokens, positions, packed_seq_params)
+
+
+def plain_model() -> LogitsOnly:
+    """Return the model of the plain loop, the same each time."""
+    torch.manual_seed(3)
+    return LogitsOnly()
+
+
+def judge_plain_loop(samples: tuple[Sample, ...], losses: tuple[str, ...]) -> dict[str, Any]:
+    """Return what `judged` does of the plain loop's model, with torch's attention."""
+    model = plain_model()
+    return judged(lambda tokens: model(tokens[None], torch.arange(len(tokens))[None]), model, samples, losses)

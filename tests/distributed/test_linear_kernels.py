@@ -1,0 +1,184 @@
+"""Kernels of linear attention: flash-linear-attention is called as its released wheel wants; what is wrong shows."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.attention.linear import thd
+from megatron.dynamic_cp.attention.linear.kernels import choice, fla
+from megatron.dynamic_cp.attention.linear.kernels.check import check_linear_kernel
+from megatron.dynamic_cp.attention.linear.kernels.portable import PORTABLE
+from megatron.dynamic_cp.attention.linear.recurrence import Steps
+from megatron.dynamic_cp.attention.linear.runs import Runs
+from tests.distributed.test_linear_attention import LAYERS, Whole, error
+from tests.distributed.verl_seam import FOLDER
+from tests.wheels import wheel_or_skip
+
+FLA_CORE = "0.6.0"
+CUDA = torch.device("cuda", 0)
+
+
+def runs_of(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor) -> Runs:
+    assert torch.equal(cu_seqlens.cpu(), cu_seqlens_cpu)
+    return Runs.build(cu_seqlens_cpu.diff().tolist(), cu_seqlens.device)
+
+
+def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    """Compute as documented: a batch of 1, states of [runs, heads, key, value]."""
+    assert {x.shape[0] for x in (q, k, v, g)} == {1}
+    assert options["output_final_state"]
+    steps = Steps(q[0], k[0], v[0], g[0], None if beta is None else beta[0], options["scale"])
+    runs = runs_of(options["cu_seqlens"], options["cu_seqlens_cpu"])
+    found, last = PORTABLE.scan(steps, runs, options["initial_state"])
+    assert found is not None
+    return found[None], last
+
+
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> tuple[Tensor, None]:
+    """Compute as documented: a batch of 1, weights of [channels, kernel size]."""
+    assert options["activation"] == "silu"
+    runs = runs_of(options["cu_seqlens"], options["cu_seqlens_cpu"])
+    return PORTABLE.convolve(x[0], weight, bias, runs)[None], None
+
+
+DOCUMENTED: dict[str, Callable[..., Any]] = {
+    "chunk_gated_delta_rule": scan,
+    "chunk_simple_gla": lambda q, k, v, g, **options: scan(q, k, v, g, None, **options),
+    "causal_conv1d": causal_conv1d,
+}
+
+
+def signatures_of_the_wheel() -> dict[str, inspect.Signature]:
+    """Return the parameters of what is called; Triton, which its modules import, is not needed to read them."""
+    with zipfile.ZipFile(wheel_or_skip(FOLDER, "fla-core", FLA_CORE)) as wheel:
+        found = {}
+        for name, module in fla.FUNCTIONS.items():
+            folder = module.replace(".", "/")
+            exported = ast.parse(wheel.read(f"{folder}/__init__.py"))
+            (source,) = {
+                f"{node.module.replace('.', '/')}.py" if not node.level else f"{folder}/{node.module}.py"
+                for node in ast.walk(exported)
+                if isinstance(node, ast.ImportFrom) and node.module and name in {alias.name for alias in node.names}
+            }
+            (function,) = (
+                node
+                for node in ast.parse(wheel.read(source)).body
+                if isinstance(node, ast.FunctionDef) and node.name == name
+            )
+            needed = len(function.args.args) - len(function.args.defaults)
+            found[name] = inspect.Signature(
+                [
+                    inspect.Parameter(
+                        argument.arg,
+                        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                        default=inspect.Parameter.empty if index < needed else None,
+                    )
+                    for index, argument in enumerate(function.args.args)
+                ]
+            )
+    return found
+
+
+@pytest.fixture
+def documented(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Functions with the parameters of the released wheel that do what its documentation says; counts their calls."""
+    signatures = signatures_of_the_wheel()
+    calls = dict.fromkeys(fla.FUNCTIONS, 0)
+
+    def function(name: str) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return DOCUMENTED[name](**signatures[name].bind(*args, **kwargs).arguments)
+
+        return called
+
+    monkeypatch.setattr(fla, "_function", function)
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2"])
+def test_flash_linear_attention_is_called_as_its_release_wants(kind: str, documented: dict[str, int]) -> None:
+    whole = Whole(LAYERS[kind], (5, 33, 1, 8))
+    with mock.patch.object(thd, "choose_linear_kernel", return_value=fla.FLA):
+        for way in thd.WAYS:
+            found, _ = whole.on_lanes(2, way)
+            assert error(found, whole.expected) < 1e-10
+    scans = {"gated_delta_net": "chunk_gated_delta_rule", "mamba2": "chunk_simple_gla"}
+    assert {name for name, calls in documented.items() if calls} == {scans[kind], "causal_conv1d"}
+    # By heads each lane scans once, by states once more for summaries.
+    assert (documented[scans[kind]], documented["causal_conv1d"]) == (2 + 4, 4)
+
+
+WRONG: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "the state behind runs": lambda found, last: (found, last + 1),
+    "what tokens find": lambda found, last: (found.flip(1), last),
+    "the gradient of": lambda found, last: (found, last.detach() + 0 * last),
+}
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2"])
+def test_a_wrong_kernel_is_noticed_at_start(kind: str) -> None:
+    def check(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> float:
+        def scan(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            return change(*PORTABLE.scan(*args, **kwargs))
+
+        return check_linear_kernel(
+            replace(PORTABLE, name="other", scan=scan), LAYERS[kind], torch.float32, torch.device("cpu")
+        )
+
+    assert check(lambda found, last: (found, last)) == 0
+    for what, change in WRONG.items():
+        with pytest.raises(UnsupportedFeatureError, match=f"other of linear attention is wrong on cpu: {what}"):
+            check(change)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
+def test_released_programs_equal_the_portable_kernel_in_the_interpreter(tmp_path: Path) -> None:
+    """The interpreter counts in int, which has no `to`; nothing else of the release is changed."""
+    with zipfile.ZipFile(wheel_or_skip(FOLDER, "fla-core", FLA_CORE)) as wheel:
+        wheel.extractall(tmp_path)
+    for name in ("chunk_delta_h", "chunk_h"):
+        source = tmp_path / f"fla/ops/common/{name}.py"
+        text = source.read_text("utf-8")
+        assert "i_t.to(tl.int64)" in text
+        source.write_text(text.replace("i_t.to(tl.int64)", "i_t"), "utf-8")
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("interpreted_linear_kernels.py"))],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, *sys.path)))},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    errors = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(errors) == 6
+    assert max(errors) < 1e-4, done.stdout
+
+
+def test_gpus_need_flash_linear_attention() -> None:
+    choice.choose_linear_kernel.cache_clear()
+    with (
+        mock.patch.object(fla, "find_spec", lambda package: None if package == "fla" else object()),
+        pytest.raises(UnsupportedFeatureError, match="needs fla, which is not installed; install it with pip"),
+    ):
+        choice.choose_linear_kernel(CUDA, 128)
+    with pytest.raises(UnsupportedFeatureError, match="takes keys of at most 256 channels, these have 512"):
+        choice.choose_linear_kernel(CUDA, 512)
+    assert choice.choose_linear_kernel(torch.device("cpu"), 512) is PORTABLE

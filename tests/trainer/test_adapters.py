@@ -1,0 +1,197 @@
+"""Adapters on frozen weights: trained alike on every layout, resumed on any, and those of peft once exported."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dynamic_cp.errors import CheckpointError, DynamicCPError
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.models.catalog import load_hardware, load_model
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.reduction import Reduction
+from dynamic_cp.types import Adapters, DataParallel, PlanOptions, Problem, Topology
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.weights.exporting import export_adapters, export_weights
+from tests.distributed.verl_seam import FOLDER
+from tests.trainer.commandline import command_line
+from tests.trainer.test_weights import (
+    DATA,
+    TOLERANCE,
+    flags_of,
+    folder_of,
+    imported,
+    loaded,
+    loss_of,
+    safetensors_torch,
+)
+from tests.trainer.training_ranks import losses, run_command, train
+from tests.wheels import alone, wheel_or_skip
+
+__all__ = ["folder_of", "imported"]  # fixtures
+
+PEFT = "0.21.2"
+LORA = "--dynamic-cp --lora-rank 4 --lora-alpha 16"
+LAYOUTS = {
+    "4 lanes": "--max-seqlen-per-dp-cp-rank 16",
+    "4 lanes, sharded, overlapped": "--max-seqlen-per-dp-cp-rank 16 --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather",
+    "TP2 SP": "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
+    "--max-seqlen-per-dp-cp-rank 32",
+    "TP2 PP2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full "
+    "--loss-chunk-tokens 16",
+}
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(imported, tmp_path_factory):
+    """Words of a run on one rank, the losses of its four iterations, and its checkpoint of the second."""
+    checkpoint, saved = imported("qwen2"), tmp_path_factory.mktemp("adapters")
+    words = f"{LORA} {flags_of(checkpoint)} {DATA} --train-iters 4 --lr-decay-iters 9 --lr 1e-2 "
+    words += "--make-vocab-size-divisible-by 2"
+    found = losses(train(1, words, f"--load {checkpoint} --save {saved} --save-interval 2"))
+    (saved / "latest_checkpointed_iteration.txt").write_text("2\n")
+    return words, found, saved
+
+
+@pytest.mark.by_day("4 lanes", "TP2 SP", "TP2 PP2")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_goes_on_as_one_rank(layout, on_one_rank):
+    words, expected, saved = on_one_rank
+    found = train(4, words, LAYOUTS[layout], f"--load {saved}")
+    assert sorted(found) == [3, 4]
+    if layout.startswith("4 lanes"):
+        assert {size for record in found.values() for size in record.cp_histogram} == {1, 2, 4}
+    assert losses(found) == pytest.approx(expected[2:], abs=5e-6)
+    assert abs(expected[3] - expected[1]) > 1e-3, "it learns"
+
+
+@pytest.fixture(scope="module")
+def peft():
+    """The released package, which is not installed."""
+    wheel, target = wheel_or_skip(FOLDER, "peft", PEFT), FOLDER / f"peft-{PEFT}-site"
+    with alone(FOLDER, target.name):
+        if not target.exists():
+            zipfile.ZipFile(wheel).extractall(target)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(target))
+        yield pytest.importorskip("peft", reason="its own needs are those of transformers and accelerate")
+    for name in [name for name in sys.modules if name.split(".")[0] == "peft"]:
+        del sys.modules[name]
+
+
+@torch.no_grad()
+def test_an_exported_adapter_is_the_merged_model_in_peft(on_one_rank, folder_of, tmp_path, peft):
+    words, expected, saved = on_one_rank
+    base = folder_of("qwen2")
+    (said,) = export_adapters(str(saved), str(tmp_path / "adapter"), like=str(base))
+    assert said.endswith("rank 4 for q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj of a model of qwen2")
+    export_weights(str(saved), str(tmp_path / "merged"), like=str(base))
+    merged, tokens = loaded(tmp_path / "merged"), torch.arange(40)[None]
+    plain = loaded(base)
+    before = plain(tokens).logits
+    adapted = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()
+    assert (adapted(tokens).logits - merged(tokens).logits).abs().max() <= TOLERANCE
+    assert (before - merged(tokens).logits).abs().max() > 100 * TOLERANCE
+    assert expected[2] == pytest.approx(loss_of(merged, words, 2, padding_rows=1), abs=TOLERANCE)
+    assert set(safetensors_torch.load_file(tmp_path / "adapter/adapter_model.safetensors")) == set(
+        peft.get_peft_model_state_dict(adapted)
+    )
+
+
+def test_some_modules_and_tp_give_an_adapter_of_them(imported, folder_of, tmp_path):
+    checkpoint = imported("llama")
+    words = f"{LORA} {flags_of(checkpoint)} {DATA} --train-iters 2 --load {checkpoint} --save {tmp_path}"
+    more = "--lora-target-modules linear_fc1 linear_proj --tensor-model-parallel-size 2 --lr-decay-iters 9"
+    found = train(2, words, more)
+    said = export_adapters(str(tmp_path), str(tmp_path / "adapter"))
+    assert said[0].endswith("for o_proj, gate_proj, up_proj of a model of llama")
+    export_weights(str(tmp_path), str(tmp_path / "merged"))
+    before, after = (
+        safetensors_torch.load_file(folder / "model.safetensors")
+        for folder in (folder_of("llama"), tmp_path / "merged")
+    )
+    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"o_proj", "gate_proj", "up_proj"}
+    assert len(found) == 2
+
+
+def test_what_a_checkpoint_lacks_or_has_besides_is_told(on_one_rank, imported, tmp_path):
+    words, _, saved = on_one_rank
+    plain = words.replace(LORA, "--dynamic-cp")
+    train(1, plain, f"--load {imported('qwen2')} --train-iters 1 --save {tmp_path}")
+    for more, load, says in (
+        ("", tmp_path, "was saved with no adapters, this run has adapters of rank 4, alpha 16.0, of linear_qkv"),
+        ("--lora-alpha 8", saved, "was saved with adapters of rank 4, alpha 16.0, of linear_qkv linear_proj"),
+    ):
+        (ended,) = run_command(1, words, more, f"--load {load}")
+        assert ended.code == 2
+        assert says in ended.error
+    (ended,) = run_command(1, plain, f"--load {saved} --finetune")
+    assert "this run has no adapters: give the same, or merge them first" in ended.error
+    assert len(train(1, words, f"--load {tmp_path} --finetune --train-iters 1")) == 1
+    with pytest.raises(CheckpointError, match="has no adapters: leave --adapter out"):
+        export_adapters(str(tmp_path), str(tmp_path / "new"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--lora-alpha 8", "--lora-alpha is for adapters: add --lora-rank, or leave it out"),
+        ("--lora-rank 0", "--lora-rank is 0, it must be greater than 0"),
+        ("--lora-rank 4 --lora-target-modules q_proj", "invalid choice: 'q_proj'"),
+        ("--lora-rank 4 --num-experts 4", "--lora-rank 4 with --num-experts is not supported: adapters are for dense"),
+        ("--lora-rank 4 --mtp-num-layers 1", "--lora-rank 4 with --mtp-num-layers is not supported: modules behind"),
+        (
+            "--lora-rank 4 --transformer-impl transformer_engine",
+            "with --transformer-impl transformer_engine is not supported: its layers have no adapters",
+        ),
+        (
+            "--lora-rank 4 --dynamic-cp-pool auto --pipeline-model-parallel-size 2",
+            "--lora-rank 4 with --dynamic-cp-pool auto is not supported: servers were not checked",
+        ),
+    ],
+)
+def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
+    with pytest.raises(DynamicCPError, match=says):
+        parse_args(command_line(f"--dynamic-cp {flags}"), 4)
+
+
+def problem_of(adapters: Adapters | None) -> Problem:
+    return Problem(
+        topology=Topology(num_lanes=8, tp_size=2),
+        model=load_model("llama-3-8b"),
+        hardware=load_hardware("h100"),
+        options=PlanOptions(max_tokens_per_rank=8192),
+        data_parallel=DataParallel(adapters=adapters),
+    )
+
+
+def test_planning_knows_what_is_trained() -> None:
+    rank = 16
+    plain, adapted = (problem_of(adapters) for adapters in (None, Adapters(rank=rank, alpha=32.0)))
+    model = plain.model
+    hidden, ffn, queries, keys = model.hidden_size, model.ffn_hidden_size, model.query_size, model.kv_size
+    column = 2 * hidden + (queries + 2 * keys + 2 * ffn) / 2
+    trained = model.num_layers * rank * (column + (queries + ffn) / 2 + 2 * hidden)
+    before, after = (MemoryModel(problem).peak_at(8192)[0] for problem in (plain, adapted))
+    assert after.gradients_bytes == pytest.approx(4 * trained)
+    assert after.optimizer_bytes == pytest.approx(12 * trained / 8)
+    assert after.weights_bytes == pytest.approx(before.weights_bytes + 2 * trained)
+    assert after.activations_bytes == before.activations_bytes
+    reduced_s = [Reduction.of(problem).reduce_s[0] for problem in (plain, adapted)]
+    assert reduced_s[1] < 0.02 * reduced_s[0]
+    assert adapted.linear_backward_over_forward == plain.linear_backward_over_forward / 2
+    one, other = (CostModel(problem).cost(1, 0, 4096, 4096**2) for problem in (plain, adapted))
+    assert one.forward_s == other.forward_s
+    assert 0.5 * one.backward_s < other.backward_s < 0.7 * one.backward_s
+
+
+def test_adapters_of_nothing_are_refused() -> None:
+    for modules in ((), ("linear_q",)):
+        with pytest.raises(DynamicCPError, match="are not possible: give some of linear_qkv"):
+            replace(Adapters(rank=1, alpha=1.0), modules=modules)
