@@ -27,6 +27,7 @@ class Architecture:
         add_bias_linear: biases in all linear layers. add_qkv_bias: in the QKV projection.
         qk_layernorm: queries and keys are normalized.
         softmax_type: scores of keys alone, with one of 0 besides, or with a learned one for each head.
+        squared_relu: MLPs have the square of ReLU.
         quick_geglu: gates of MLPs are x sigmoid(1.702 x), as in gpt-oss.
         activation_func_clamp_value: bound of what is gated, 0 = none; glu_linear_offset: added to it.
         router_score_function: what makes a token's scores of experts of logits; those of the chosen ones are brought to
@@ -57,6 +58,7 @@ class Architecture:
     mscale_all_dim: float = 0.0
     yarn_correction_range_round_to_int: bool = True
     softmax_type: SoftmaxType = "vanilla"
+    squared_relu: bool = False
     quick_geglu: bool = False
     activation_func_clamp_value: float = 0.0
     glu_linear_offset: float = 0.0

@@ -19,7 +19,7 @@ MOST_LINES = {
     "dynamic_cp/lengths": 1200,
     "dynamic_cp/mechanisms": 1400,  # few communicators
     "dynamic_cp/memory": 630,  # adapters; chunks of the loss; activations and states of linear attention
-    "dynamic_cp/models": 1570,  # says what an old file lacks; a model of a dict
+    "dynamic_cp/models": 1960,  # config.json of hybrids; says what an old file lacks
     "dynamic_cp/packing": 2750,
     "dynamic_cp/pipeline": 1050,
     "dynamic_cp/placement": 3740,
@@ -28,7 +28,7 @@ MOST_LINES = {
     "dynamic_cp/pricing": 2210,  # linear attention: seconds and bytes of both ways to share it; adapters
     "dynamic_cp/report": 2920,  # peak memory of a run
     "dynamic_cp/search": 1960,  # which buckets pass on states of linear attention
-    "dynamic_cp/sweep": 1280,  # prices of the job itself are left out
+    "dynamic_cp/sweep": 1300,  # flags of linear attention
     "dynamic_cp/types": 3680,  # adapters; linear attention, and which layers of a hybrid have it; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
