@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import activations, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions import fused_bias_geglu
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -43,7 +43,7 @@ from megatron.dynamic_cp.flags.latent_attention import shape_of
 from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
 from megatron.dynamic_cp.flags.windows import set_sinks, windows_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks
-from megatron.dynamic_cp.model.activation import quick_gelu
+from megatron.dynamic_cp.model.activation import quick_gelu, squared_relu
 from megatron.dynamic_cp.model.chunked_head import set_loss_chunk
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
@@ -345,8 +345,9 @@ def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: A
     """Return (config, model chunks of this rank); `overrides` are the config's."""
     given = {"num_layers": layout.num_layers, **layout.config, **overrides}
     sink_tokens, chunk_tokens = given.pop("window_sink_tokens", 0), given.pop("loss_chunk_tokens", 0)
-    if variant.config.get("activation_func") is fused_bias_geglu.quick_gelu:
-        given["activation_func"] = quick_gelu
+    own = {fused_bias_geglu.quick_gelu: quick_gelu, activations.squared_relu: squared_relu}
+    if variant.config.get("activation_func") in own:
+        given["activation_func"] = own[variant.config["activation_func"]]
     config = reference.transformer_config(
         variant,
         tensor_model_parallel_size=layout.tp,

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.fusions import fused_softmax
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
@@ -269,6 +270,7 @@ DELTA_MOE = ModelVariant("delta_moe", config={**MOE_TOP_1.config, **_DELTA})
 _MAMBA = {
     "normalization": "RMSNorm",
     "num_query_groups": 2,
+    "activation_func": squared_relu,
     "is_hybrid_model": True,
     "mamba_num_heads": 8,
     "mamba_num_groups": 2,

@@ -163,6 +163,9 @@ def _linear_attention(config: Any) -> str | None:
 
 
 def _other_activation(config: Any) -> str | None:
+    symbols = getattr(config, destination_of(PATTERN), None)
+    if symbols and "G" not in symbols:
+        return None
     function = getattr(config, "activation_func", None)
     has_silu = getattr(config, "swiglu", False) if function is None else function.__name__ == "silu"
     return None if has_silu else "another activation than that of --swiglu"
@@ -187,6 +190,7 @@ _BESIDE_LINEAR = (
     Exclusion(
         "--cp-comm-type blocks", "lanes then hold any runs of rows, and states pass from chunk to chunk", said=_placed
     ),
+    Exclusion("--swiglu left out", "convolutions and gates of gated delta nets have SiLU", said=_other_activation),
 )
 
 EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
@@ -266,10 +270,7 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
             "--dynamic-cp-refine", "the times of micro-batches in ticks are those of all stages", "0", shows=True
         ),
     ),
-    VARIANT: (
-        *_BESIDE_LINEAR,
-        Exclusion("--swiglu left out", "its convolution and gates have SiLU", said=_other_activation),
-    ),
+    VARIANT: _BESIDE_LINEAR,
     PATTERN: (
         *_BESIDE_LINEAR,
         Exclusion("--recompute-modules mlp", "layers without an MLP have nothing to repeat", said=_recomputed_mlp),

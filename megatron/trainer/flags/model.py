@@ -131,6 +131,7 @@ class ModelSettings:
     normalization: str = flag("norm of the layers", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag("added to the variance in a norm", 1e-05)
     swiglu: bool = flag("gated MLP with SiLU")
+    squared_relu: bool = flag("MLP with the square of ReLU, as Nemotron")
     quick_geglu: bool = flag("gated MLP with x * sigmoid(1.702 x), as gpt-oss (local layers only)")
     activation_func_clamp_value: float | None = flag(
         "with --quick-geglu: what is gated stays between -X and X, and its gate below X; default: no limits",

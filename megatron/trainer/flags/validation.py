@@ -483,9 +483,10 @@ def _complete_recompute(args: argparse.Namespace) -> None:
 
 def _complete_fusions(args: argparse.Namespace) -> None:
     """Refuse fusions of what the model does not have; what depends on the device is decided there."""
-    for flag in ("--bias-swiglu-fusion", "--bias-gelu-fusion") if args.quick_geglu else ():
+    for flag in ("--bias-swiglu-fusion", "--bias-gelu-fusion") if args.quick_geglu or args.squared_relu else ():
         if getattr(args, destination_of(flag)):
-            raise InvalidInputError(f"{flag} is not for this model, which has --quick-geglu: leave it out")
+            own = "--quick-geglu" if args.quick_geglu else "--squared-relu"
+            raise InvalidInputError(f"{flag} is not for this model, which has {own}: leave it out")
     for flag, other, is_there in (
         ("--bias-swiglu-fusion", "--bias-gelu-fusion", args.swiglu),
         ("--bias-gelu-fusion", "--bias-swiglu-fusion", not args.swiglu),

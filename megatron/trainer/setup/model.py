@@ -37,7 +37,7 @@ from megatron.dynamic_cp.flags.positions import yarn_attributes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.flags.windows import set_sinks
-from megatron.dynamic_cp.model.activation import quick_gelu
+from megatron.dynamic_cp.model.activation import quick_gelu, squared_relu
 from megatron.dynamic_cp.model.adapters import train_adapters_only
 from megatron.dynamic_cp.model.chunked_head import set_loss_chunk
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
@@ -198,8 +198,8 @@ def _of_stages(model: ModelSettings, topology: Topology) -> dict[str, Any]:
 
 
 def _activation(model: ModelSettings) -> Callable[[torch.Tensor], torch.Tensor]:
-    if model.quick_geglu:
-        return quick_gelu
+    if model.quick_geglu or model.squared_relu:
+        return quick_gelu if model.quick_geglu else squared_relu
     return torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
 
 
