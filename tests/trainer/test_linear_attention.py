@@ -95,17 +95,19 @@ def test_a_gated_delta_net_has_silu() -> None:
         parse_args(words, 4)
 
 
+WIDTHS = "--linear-key-head-dim 16 --linear-value-head-dim 16"
 RUNS = {
-    "delta": f"{DELTA} --linear-attention-freq 2 {SIZES} --linear-key-head-dim 16 --linear-value-head-dim 16 --num-layers 2",
-    "mamba": f"{PATTERN} M-*M --mamba-num-groups 2 --mamba-head-dim 16 --mamba-state-dim 16",
+    "delta": f"{DELTA} --linear-attention-freq 2 {SIZES} {WIDTHS}",
+    "mamba": f"{PATTERN} M-*M --num-layers 4 --mamba-num-groups 2 --mamba-head-dim 16 --mamba-state-dim 16",
 }
+DYNAMIC = "--dynamic-cp --mock-data --num-workers 0 --max-seqlen-per-dp-cp-rank 64 --use-distributed-optimizer"
 
 
 @pytest.mark.by_day("mamba")
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_resumed_run_is_that_of_another_layout(kind: str, uninterrupted: Any, saved_by: Any) -> None:
     """Two lanes with the distributed optimizer, and a run of two tensor-parallel ranks that goes on from them."""
-    words = f"--dynamic-cp --mock-data --num-workers 0 --max-seqlen-per-dp-cp-rank 64 --use-distributed-optimizer {RUNS[kind]}"
+    words = f"{DYNAMIC} {RUNS[kind]}"
     first = uninterrupted(words, 2)
     split = "--tensor-model-parallel-size 2 --sequence-parallel --max-seqlen-per-dp-cp-rank 128"
     resumed = train(2, words, split, TO_LAST, f"--load {saved_by(words, 2)}")
