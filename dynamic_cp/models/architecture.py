@@ -20,7 +20,9 @@ class Architecture:
 
     Attributes:
         norm_epsilon: of all norms.
-        rotary_base, rotary_percent: of RoPE; without it they say nothing.
+        rotary_base, rotary_percent: of RoPE; without it they say nothing. rotary_interleaved: neighbouring channels are
+            pairs, not those of two halves.
+        no_rope_freq: 1 for each layer that does not rotate and 0 for others; () = all rotate.
         use_rope_scaling, rope_scaling_factor: RoPE whose slow frequencies are lowered, by how much (Llama 3.1).
         rotary_scaling_factor and what follows: of YaRN, under the names of its flags; they say nothing without it.
         max_position_embeddings: longest sample of its training; 0 = unknown.
@@ -47,6 +49,8 @@ class Architecture:
     qk_layernorm: bool
     rotary_base: int = 10000
     rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    no_rope_freq: tuple[int, ...] = ()
     use_rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
     rotary_scaling_factor: float = 1.0
@@ -99,6 +103,8 @@ class Architecture:
             )
             raise InvalidInputError(f"{where}: architecture {' and '.join(words)}: known are {', '.join(known)}")
         kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
+        data = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        kinds["tuple[int, ...]"] = (tuple,)
         choices = {
             "Normalization": get_args(Normalization),
             "PositionEmbedding": get_args(PositionEmbedding),

@@ -15,6 +15,8 @@ _CLASSES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "glm": "GlmForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -48,7 +50,10 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
             [f"positions by {architecture.position_embedding_type}"]
             * (architecture.position_embedding_type not in ("rope", "yarn"))
         ),
-        *([f"rotary_percent {architecture.rotary_percent}"] * (architecture.rotary_percent != 1)),
+        *(
+            [f"rotary_percent {architecture.rotary_percent}"]
+            * (architecture.rotary_percent != 1 and not architecture.rotary_interleaved)
+        ),
         *(["modules that predict further tokens"] * (shape.mtp_num_layers > 0 and not shape.kv_lora_rank)),
     ]
     model_type = _family(shape, architecture, reasons)
@@ -70,8 +75,12 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
         values |= _experts(shape.experts, shape.num_layers, architecture, model_type)
     if shape.kv_lora_rank:
         values |= _latents(shape, architecture)
-    elif model_type == "llama":
+    elif model_type in ("llama", "smollm3"):
         values |= {"attention_bias": architecture.add_bias_linear, "mlp_bias": architecture.add_bias_linear}
+        if model_type == "smollm3":
+            values["no_rope_layers"] = [1 - one for one in architecture.no_rope_freq]
+    elif model_type == "glm":
+        values |= {"attention_bias": architecture.add_qkv_bias, "partial_rotary_factor": architecture.rotary_percent}
     elif model_type == "gpt_oss":
         values |= {"attention_bias": True, "swiglu_limit": architecture.activation_func_clamp_value}
         values["sliding_window"] = shape.window_tokens or None
@@ -84,6 +93,8 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
         values |= {"use_sliding_window": shape.num_windowed_layers > 0, "sliding_window": shape.window_tokens or None}
         if model_type != "qwen3_moe":
             values["layer_types"] = list(hugging_face.layer_types(shape.windowed_layers))
+    if model_type in ("smollm3", "glm"):
+        values["pad_token_id"] = None  # by default it is one of their own vocabulary
     if model_type == "qwen2_moe":
         values["qkv_bias"] = architecture.add_qkv_bias
     _check_read_back(where, values, shape, architecture)
@@ -110,6 +121,10 @@ def _family(shape: ModelShape, architecture: Architecture, reasons: list[str]) -
         if architecture.add_qkv_bias or shape.experts.shared_ffn_hidden_size:
             return "qwen2_moe"
         return "mixtral"
+    if architecture.rotary_interleaved:
+        return "glm"
+    if architecture.no_rope_freq:
+        return "smollm3"
     if architecture.qk_layernorm:
         reasons += ["biases and norms of queries and keys"] * has_biases
         return "qwen3"

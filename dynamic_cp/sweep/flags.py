@@ -238,6 +238,8 @@ def _positions(architecture: Architecture, max_seqlen: int, *, latent: bool) -> 
         ("--max-position-embeddings", max(architecture.max_position_embeddings, max_seqlen)),
         ("--rotary-base", kind in ("rope", "yarn") and architecture.rotary_base),
         ("--rotary-percent", kind == "rope" and architecture.rotary_percent != 1 and architecture.rotary_percent),
+        ("--rotary-interleaved", architecture.rotary_interleaved),
+        ("--no-rope-freq", len(architecture.no_rope_freq) > 0 and _by_layer(architecture.no_rope_freq)),
         ("--use-rope-scaling", architecture.use_rope_scaling),
         ("--rope-scaling-factor", architecture.use_rope_scaling and architecture.rope_scaling_factor),
         *(yarn if is_yarn else ()),

@@ -22,6 +22,7 @@ Joined = Literal[
     "alone",
     "one after the other",
     "KV head by KV head",
+    "queries, keys, values",
     "with rows of padding",
     "transposed",
     "gate and up in turn",
@@ -51,7 +52,7 @@ class Fused:
         name: in a checkpoint.
         layer: of the model, to which it belongs; None: to none.
         place: where it is in the stacks of the checkpoint's tensor, of sizes `stacks`: layers, experts.
-        num_groups: KV heads of the model.
+        num_groups, num_channels: KV heads of the model, and how wide each is.
         num_rows: of one that has rows of padding at its end; imported ones have none, a run adds those that it needs.
     """
 
@@ -62,6 +63,7 @@ class Fused:
     parts: tuple[Part, ...]
     joined: Joined
     num_groups: int
+    num_channels: int
     num_rows: int
 
     @property
@@ -237,6 +239,21 @@ _MODULE = (
     _alone("final_layernorm.weight", "shared_head.norm.weight", "hidden"),
 )
 """A module that predicts a further token, beside its layer: both read the embedding first, the hidden states second."""
+_FUSED_QUERIES_KEYS_VALUES = tuple(
+    _Row(
+        ours=row.ours,
+        theirs={"self_attn.qkv_proj.weight": "queries_keys_values hidden"},
+        joined="queries, keys, values",
+    )
+    if row.ours == "self_attention.linear_qkv.weight"
+    else row
+    for row in _QUERIES_KEYS_VALUES
+)
+_FUSED_GATES = tuple(
+    _alone(row.ours, "mlp.gate_up_proj.weight", "twice_ffn hidden") if row.ours == "mlp.linear_fc1.weight" else row
+    for row in _DENSE
+)
+"""Matrices that transformers have fused, too; gates lie before what they gate in both."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COPIES = MappingProxyType({EMBEDDING: "embed_tokens.weight", HEAD: "shared_head.head.weight"})
 """Table of the vocabulary -> its copy in each module that predicts a further token."""
@@ -262,7 +279,9 @@ class Table:
 
 FAMILIES: Mapping[str, Table] = MappingProxyType(
     {
-        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Table()),
+        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), Table()),
+        "phi3": Table(attention=_FUSED_QUERIES_KEYS_VALUES, dense=_FUSED_GATES),
+        "glm": Table(dense=_FUSED_GATES),
         "mixtral": Table(experts=_EXPERTS_OF_MIXTRAL),
         **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Table(experts=_EXPERTS_OF_QWEN)),
         **dict.fromkeys(
@@ -332,10 +351,12 @@ class _Namer:
             "hidden": shape.hidden_size,
             "twice_hidden": 2 * shape.hidden_size,
             "queries": shape.query_size,
+            "queries_keys_values": shape.query_size + 2 * shape.kv_size,
             "keys": shape.kv_size,
             "head": shape.kv_channels,
             "heads": shape.num_attention_heads,
             "ffn": shape.ffn_hidden_size,
+            "twice_ffn": 2 * shape.ffn_hidden_size,
             "query_latent": shape.q_lora_rank,
             "latent": shape.kv_lora_rank,
             "latent_and_rotated": shape.kv_lora_rank + shape.qk_pos_emb_head_dim,
@@ -412,6 +433,7 @@ class _Namer:
                 ),
                 joined=row.joined,
                 num_groups=self._shape.num_query_groups,
+                num_channels=self._shape.kv_channels,
                 num_rows=self._num_rows,
             )
 
@@ -427,6 +449,7 @@ class _Namer:
             parts=(Part(name=theirs, shape=self._widths("vocabulary hidden"), copies=copies),),
             joined="with rows of padding",
             num_groups=self._shape.num_query_groups,
+            num_channels=self._shape.kv_channels,
             num_rows=self._num_rows,
         )
 
