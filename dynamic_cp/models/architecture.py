@@ -28,6 +28,8 @@ class Architecture:
         max_position_embeddings: longest sample of its training; 0 = unknown.
         add_bias_linear: biases in all linear layers. add_qkv_bias: in the QKV projection.
         qk_layernorm: queries and keys are normalized.
+        softmax_scale: factor of scores; 0 = 1 / sqrt(width of a head). residual_multiplier: of what attention and MLP
+            put out; embedding_multiplier: of the embedding; logits_scaling: what logits are divided by.
         softmax_type: scores of keys alone, with one of 0 besides, or with a learned one for each head.
         quick_geglu: gates of MLPs are x sigmoid(1.702 x), as in gpt-oss.
         activation_func_clamp_value: bound of what is gated, 0 = none; glu_linear_offset: added to it.
@@ -60,6 +62,10 @@ class Architecture:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     yarn_correction_range_round_to_int: bool = True
+    softmax_scale: float = 0.0
+    residual_multiplier: float = 1.0
+    embedding_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     softmax_type: SoftmaxType = "vanilla"
     quick_geglu: bool = False
     activation_func_clamp_value: float = 0.0

@@ -13,7 +13,14 @@ from dynamic_cp.models.routing import routing
 from dynamic_cp.types import Experts, ModelShape
 
 _GEMMAS = ("gemma", "gemma2", "gemma3_text")
-"""Decoders whose layers differ from those of the others in what is not priced, and which tie their embeddings."""
+"""Decoders that tie their embeddings unless they say so."""
+WHY_NOT_TRAINED = {
+    "gemma": "norms of 1 + w, and gates of GELU",
+    "gemma2": "scores and logits that are capped, norms of 1 + w, and gates of GELU",
+    "gemma3_text": "two bases of RoPE, norms of 1 + w, and gates of GELU",
+    **dict.fromkeys(("olmo2", "olmo3"), "norms behind attention and MLP alone, and of all heads together"),
+}
+"""Decoders whose layers differ from those of the others in what is not priced -> by what."""
 _LATENTS = ("deepseek_v2", "deepseek_v3")
 """Decoders with multi-latent attention; version 3 may predict further tokens."""
 _DEEPSEEKS = ("deepseek", *_LATENTS)
@@ -21,12 +28,25 @@ _MOES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", *_DEEPSEEKS)
 """Decoders with experts, in some layers at least; those of DeepSeek may have none."""
 _GLMS = ("glm", "glm4")
 """Decoders that rotate neighbouring channels, of half a head unless they say so, with biases in the QKV projection."""
-_DECODERS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", *_GLMS, *_GEMMAS, *_MOES)
+_DECODERS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "olmo3",
+    *_GLMS,
+    *_GEMMAS,
+    *_MOES,
+)
 """With a gate and an up projection in each MLP, whatever their hidden_act."""
 _QWENS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 _ASKED_FOR = (*_QWENS, "smollm3")
 """Have windows only where use_sliding_window says so."""
-_NO_WINDOWS = ("llama", "gemma", *_GLMS)
+_NO_WINDOWS = ("llama", "gemma", "granite", "olmo2", *_GLMS)
 PARTLY_ROTATED = ("phi3", *_GLMS)
 """Families of which transformers read partial_rotary_factor."""
 _ENCODERS = {"bert": False, "modernbert": True}
@@ -79,11 +99,14 @@ _LATENT_EPSILON = 1e-6
 """Of the norms of latents, whatever rms_norm_eps says."""
 _QUICK_GELU = 1.702
 """Factor in the gates of gpt-oss."""
+FACTORS = ("residual_multiplier", "embedding_multiplier", "logits_scaling")
+"""Entries of Granite, and fields of `Architecture`."""
 _OF_FAMILY = {
     "gpt_oss": frozenset({"swiglu_alpha", "swiglu_limit", "experts_per_token", "initial_context_length"}),
     "qwen2_moe": frozenset({"qkv_bias"}),
     "phi3": frozenset({"original_max_position_embeddings"}),
     "smollm3": frozenset({"no_rope_layers", "no_rope_layer_interval"}),
+    "granite": frozenset({"attention_multiplier", *FACTORS}),
 }
 """What configs of a family say besides; the last two of gpt_oss once more, that of phi3 of a RoPE that is refused."""
 _OF_EXPERTS = frozenset(
@@ -174,6 +197,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         gated_linear_unit=_ENCODERS.get(model_type, True),
         causal_attention=model_type not in _ENCODERS or bool(data.get("is_decoder")),
         share_embeddings_and_output_weights=tied,
+        sandwich_norm=model_type == "glm4",
         **_windows(where, data, sizes["num_layers"]),
         experts=_experts(where, data, sizes["num_layers"]) if _has_experts(data) else None,
         **latents,
@@ -397,6 +421,7 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         **rotates,
         rotary_interleaved=model_type in _GLMS,
         no_rope_freq=_unrotated(where, data) if model_type == "smollm3" else (),
+        **(_factors(where, data) if model_type == "granite" else {}),
         **routes,
         **(_activation(where, data) if model_type == "gpt_oss" else {}),
         max_position_embeddings=int(number(where, data, "max_position_embeddings", 0)),
@@ -418,8 +443,8 @@ def _why_trained_otherwise(
         reasons.append(f"{on} without {off}: linear layers have biases everywhere, in the QKV projection or nowhere")
     if model_type in _ENCODERS:
         reasons.append(f"model_type {model_type}: an encoder")
-    if model_type in _GEMMAS:
-        reasons.append(f"model_type {model_type}: norms, activation and embeddings of its own kind")
+    if model_type in WHY_NOT_TRAINED:
+        reasons.append(f"model_type {model_type}: {WHY_NOT_TRAINED[model_type]}")
     if model_type in _LATENTS:
         reasons += _why_latents_differ(where, data)
         if not rotates.get("yarn_correction_range_round_to_int", True):
@@ -436,6 +461,14 @@ def _why_trained_otherwise(
     known |= _OF_FAMILY.get(str(model_type), frozenset())
     reasons += [f"{key} {value!r}: not known here" for key, value in data.items() if key not in known and value]
     return reasons
+
+
+def _factors(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the factors of a Granite; that of scores is 0 where it is what follows from the width of a head."""
+    width = whole_number(where, _completed(where, data, {}), "head_dim", SIZES)
+    scale = float(number(where, data, "attention_multiplier", 1.0))
+    factors = {name: float(number(where, data, name, 1.0)) for name in FACTORS}
+    return factors | {"softmax_scale": 0.0 if scale == width**-0.5 else scale}
 
 
 def _unrotated(where: str, data: Mapping[str, Any]) -> tuple[int, ...]:

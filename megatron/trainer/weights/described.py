@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import Adapters, ModelShape
-from megatron.dynamic_cp.flags import activation, experts
+from megatron.dynamic_cp.flags import activation, experts, layer_outputs
 from megatron.dynamic_cp.flags.adapters import adapters_of
 from megatron.dynamic_cp.flags.latent_attention import is_on
 from megatron.dynamic_cp.flags.positions import YARN, unrotated_layers
@@ -86,6 +86,7 @@ def _described(args: argparse.Namespace) -> Described:
         qk_layernorm=bool(getattr(args, "qk_layernorm", False)),
         rotary_base=args.rotary_base,
         **_positions(args),
+        **_factors(args),
         softmax_type=getattr(args, "softmax_type", None) or "vanilla",
         **_routing(args),
         **activation.choices(args),
@@ -120,6 +121,12 @@ def _positions(args: argparse.Namespace) -> dict[str, Any]:
             value = getattr(args, name, None)
             found[name] = type(default)(default if value is None else value)
     return found
+
+
+def _factors(args: argparse.Namespace) -> dict[str, float]:
+    """Return the factors of what parts put out, in the fields of `Architecture`."""
+    said = layer_outputs.choices(args)
+    return {name: float(value) for name, value in said.items() if name != "sandwich_norm"}
 
 
 def _routing(args: argparse.Namespace) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.models.hugging_face import WHY_NOT_TRAINED
 from dynamic_cp.types import ModelShape
 
 Joined = Literal[
@@ -254,6 +255,9 @@ _FUSED_GATES = tuple(
     for row in _DENSE
 )
 """Matrices that transformers have fused, too; gates lie before what they gate in both."""
+_OUTPUT_NORMS = tuple(
+    _alone(f"{name}.weight", f"{name}.weight", "hidden") for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
+)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COPIES = MappingProxyType({EMBEDDING: "embed_tokens.weight", HEAD: "shared_head.head.weight"})
 """Table of the vocabulary -> its copy in each module that predicts a further token."""
@@ -279,9 +283,10 @@ class Table:
 
 FAMILIES: Mapping[str, Table] = MappingProxyType(
     {
-        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), Table()),
+        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"), Table()),
         "phi3": Table(attention=_FUSED_QUERIES_KEYS_VALUES, dense=_FUSED_GATES),
         "glm": Table(dense=_FUSED_GATES),
+        "glm4": Table(dense=(*_FUSED_GATES, *_OUTPUT_NORMS)),
         "mixtral": Table(experts=_EXPERTS_OF_MIXTRAL),
         **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Table(experts=_EXPERTS_OF_QWEN)),
         **dict.fromkeys(
@@ -300,8 +305,9 @@ def check_family(where: str, model_type: object) -> str:
         UnsupportedFeatureError: weights of that family are not known here.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        differs = f" ({why})" if (why := WHY_NOT_TRAINED.get(str(model_type))) else ""
         raise UnsupportedFeatureError(
-            f"{where}: model_type is {model_type!r}, weights of {', '.join(FAMILIES)} can be converted: "
+            f"{where}: model_type is {model_type!r}{differs}, weights of {', '.join(FAMILIES)} can be converted: "
             "take a model of one of these families",
             key="model_type",
         )
