@@ -5,7 +5,7 @@ The losses of the judge are written out here, for samples as they are; nothing o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +16,19 @@ from dynamic_cp.types import Sample, SharedQuestion
 from examples.torch_device_mesh import VOCAB_SIZE, TinyTransformer
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.shared_question import shared_question
+from megatron.dynamic_cp.post_training.found import Found
 from megatron.dynamic_cp.post_training.losses import Loss
-from megatron.dynamic_cp.post_training.objectives import dpo, gspo, ppo_clip, sft
+from megatron.dynamic_cp.post_training.objectives import (
+    dpo,
+    dpo_apart,
+    group_advantages,
+    gspo,
+    of_the_other,
+    ppo_clip,
+    reward_pairs,
+    sft,
+    value_regression,
+)
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel
 
@@ -89,15 +100,49 @@ def columns_of(samples: tuple[Sample, ...]) -> dict[str, list[Any]]:
     def responses(mean: float, deviation: float) -> list[Any]:
         return [random.normal(mean, deviation, number) for number in numbers]
 
+    rewards = np.concatenate(responses(0, 1))
+    groups = groups_of(samples)
+    means = {group: np.mean([r for r, g in zip(rewards, groups, strict=True) if g == group]) for group in groups}
+    deviations = {
+        group: np.std([r for r, g in zip(rewards, groups, strict=True) if g == group], ddof=1) for group in groups
+    }
+    advantages = [
+        (reward - means[group]) / (deviations[group] + 1e-6) for reward, group in zip(rewards, groups, strict=True)
+    ]
     return {
+        "rewards": np.split(rewards, np.cumsum(numbers)[:-1]),
         "weights": tokens(1, 0.5),
         "old_log_probs": tokens(-5.6, 0.2),
         "reference_log_probs": torch.nested.nested_tensor(list(map(torch.from_numpy, tokens(-5.6, 0.2)))).unbind(),
-        "advantages": [float(one[0]) if len(one) == 1 else one for one in responses(0, 1)],
-        "reference": responses(-60, 8),
+        "advantages": np.split(np.array(advantages), np.cumsum(numbers)[:-1]),
+        "reference": [float(one[0]) if len(one) == 1 else one for one in responses(-60, 8)],
         "returns": tokens(0, 1),
         "old_values": tokens(0, 1),
     }
+
+
+def groups_of(samples: tuple[Sample, ...]) -> list[int]:
+    """Return the group of each response: those of a prompt, and of plain samples every fourth."""
+    groups = []
+    for row, sample in enumerate(samples):
+        is_plain = not isinstance(sample.mask, SharedQuestion)
+        groups += [row % 4] if is_plain else [100 + row] * len(sample.mask.answers)
+    return groups
+
+
+def with_own_columns(samples: tuple[Sample, ...], found: Found) -> dict[str, list[Any]]:
+    """Return the columns, with those that the package makes on the host: advantages, and what one of a pair is told."""
+    columns = columns_of(samples)
+    numbers = [len(one) for one in columns["rewards"]]
+    rewards, reference_sums = np.concatenate(columns["rewards"]), np.hstack(columns["reference"])
+    advantages = group_advantages(rewards, groups_of(samples))
+    pairs = [number // 2 for number in range(len(rewards))]
+    made = {
+        "advantages": advantages,
+        "other_gains": of_the_other(found.sums["log_probs"] - reference_sums, pairs),
+        "sides": np.resize([1.0, -1.0], len(rewards)),
+    }
+    return columns | {name: np.split(values, np.cumsum(numbers)[:-1]) for name, values in made.items()}
 
 
 Terms = Mapping[str, Tensor]
@@ -142,37 +187,59 @@ def judge_dpo(responses: list[Terms]) -> Tensor:
     return torch.stack([torch.log1p(torch.exp(-0.1 * margin)) for margin in margins]).mean()
 
 
+def judge_values(responses: list[Terms]) -> Tensor:
+    total = 0.0
+    for one in responses:
+        near = torch.clamp(one["values"], one["old_values"] - 0.3, one["old_values"] + 0.3)
+        worse = torch.maximum((one["values"] - one["returns"]) ** 2, (near - one["returns"]) ** 2)
+        total = total + 0.5 * (worse * one["mask"]).sum()
+    return total / sum(one["mask"].sum() for one in responses)
+
+
+def judge_rewards(responses: list[Terms]) -> Tensor:
+    rewards = [(one["values"] * one["mask"]).sum() for one in responses]
+    losses = [torch.log1p(torch.exp(worse - better)) for better, worse in zip(rewards[::2], rewards[1::2], strict=True)]
+    return torch.stack(losses).mean()
+
+
 LOSSES: dict[str, tuple[Loss, Judged]] = {
     "sft": (sft(), judge_sft),
     "ppo": (ppo_clip(low=0.1, high=0.3, kl=0.2, entropy=0.05, mean="samples"), judge_ppo),
     "fixed": (ppo_clip(mean=321.0), judge_fixed),
     "gspo": (gspo(low=0.05, high=0.1), judge_gspo),
     "dpo": (dpo(), judge_dpo),
+    "dpo_apart": (dpo_apart(), judge_dpo),
+    "values": (value_regression(clip=0.3), judge_values),
+    "rewards": (reward_pairs(), judge_rewards),
 }
 
 
 def judged(
-    forward: Callable[[Tensor], Tensor], model: torch.nn.Module, samples: tuple[Sample, ...], losses: tuple[str, ...]
+    forward: Callable[[Tensor], Sequence[Tensor]],
+    model: torch.nn.Module,
+    samples: tuple[Sample, ...],
+    losses: tuple[str, ...],
 ) -> dict[str, Any]:
     """Return {"tokens": name -> for each response, "losses", "gradients": loss -> name -> tensor}.
 
     Args:
-        forward: tokens [n] of a sequence -> logits [n, words].
+        forward: tokens [n] of a sequence -> logits [n, words], and values [n] where there are some.
     """
     columns = columns_of(samples)
     kept: list[dict[str, Tensor]] = []
-    tokens: dict[str, list[Tensor]] = {"log_probs": [], "entropies": []}
+    tokens: dict[str, list[Tensor]] = {}
     number_in_row = [0] * len(samples)
     for one in responses_of(samples):
-        every = torch.log_softmax(forward(one.tokens), -1)
+        logits, *values = forward(one.tokens)
+        every = torch.log_softmax(logits, -1)
         found = {
             "log_probs": torch.stack([row[label] for row, label in zip(every, one.labels, strict=True)]),
             "entropies": -(every.exp() * every).sum(-1),
-        }
+        } | dict(zip(["values"], values, strict=False))
         length = one.places.stop - one.places.start
         terms = {"mask": one.loss_mask[-length:]} | {name: values[-length:] for name, values in found.items()}
-        for name in tokens:
-            tokens[name].append(terms[name].detach())
+        for name in found:
+            tokens.setdefault(name, []).append(terms[name].detach())
         number = number_in_row[one.row]
         number_in_row[one.row] += 1
         for name, values in columns.items():
@@ -185,7 +252,7 @@ def judged(
     for name in losses:
         loss = LOSSES[name][1](kept)
         result["losses"][name] = loss.item()
-        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
         result["gradients"][name] = dict(zip(names, gradients, strict=True))
     return result
 
@@ -203,15 +270,31 @@ def judge(variant_name: str, samples: tuple[Sample, ...], losses: tuple[str, ...
             config, use_transformer_engine=False, normalization=config.normalization
         )
     model = reference.gpt_model(config, variant, spec)
+    model.value_head = Values()
+    hidden: list[Tensor] = []
+    model.decoder.final_layernorm.register_forward_hook(lambda _, __, output: hidden.append(output))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
 
-    def forward(tokens: Tensor) -> Tensor:
-        return model(tokens[None], torch.arange(len(tokens))[None], None)[0]
+    def forward(tokens: Tensor) -> Sequence[Tensor]:
+        logits = model(tokens[None], torch.arange(len(tokens))[None], None)[0]
+        return logits, model.value_head(hidden.pop()[:, 0])
 
     initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return judged(forward, model, samples, losses) | {"initial": initial}
+
+
+class Values(torch.nn.Module):
+    """A value of each token, by its definition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(reference.HIDDEN_SIZE) / 10)
+        self.bias = torch.nn.Parameter(torch.randn(1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden * self.weight).sum(-1) + self.bias
 
 
 class LogitsOnly(TinyTransformer):
@@ -230,4 +313,4 @@ def plain_model() -> LogitsOnly:
 def judge_plain_loop(samples: tuple[Sample, ...], losses: tuple[str, ...]) -> dict[str, Any]:
     """Return what `judged` does of the plain loop's model, with torch's attention."""
     model = plain_model()
-    return judged(lambda tokens: model(tokens[None], torch.arange(len(tokens))[None])[0], model, samples, losses)
+    return judged(lambda tokens: model(tokens[None], torch.arange(len(tokens))[None]), model, samples, losses)

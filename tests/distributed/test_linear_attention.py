@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -200,15 +200,19 @@ def test_ranks_of_changing_groups_compute_the_same(kind: str) -> None:
         assert error(found, wholes[seqlens].expected) < 1e-10, seqlens
 
 
-def test_placed_attention_is_refused() -> None:
-    group: Any = EmulatedGroup(0, Board(1))
+def test_what_states_cannot_follow_is_refused() -> None:
     samples = (Sample(sample_id=0, seqlen=4),)
     placed = PlacedLane(programme=Programme((), (), (), (0, 0)), samples=samples, num_tokens=4)
-    params = DynamicPackedSeqParams.build(
-        (4,), torch.arange(4), group, label="iteration 3", stats=ExchangeStats(), placed=placed
-    )
-    with pytest.raises(UnsupportedFeatureError, match="the plan places attention at iteration 3, and layers of linear"):
-        Whole(LAYERS["mamba2"], (4,)).lane(params)
+    whole, group = Whole(LAYERS["mamba2"], (4,)), cast(Any, EmulatedGroup(0, Board(1)))
+    for message, more in {
+        "the plan places attention at iteration 3, and layers of linear": {"placed": placed},
+        "samples bring masks of their own at iteration 3": {"masked_samples": samples},
+    }.items():
+        params = DynamicPackedSeqParams.build(
+            (4,), torch.arange(4), group, label="iteration 3", stats=ExchangeStats(), **more
+        )
+        with pytest.raises(UnsupportedFeatureError, match=message):
+            whole.lane(params)
 
 
 def join_samples() -> Any:

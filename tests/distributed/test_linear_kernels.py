@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
+import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,6 +30,7 @@ from tests.distributed.test_linear_attention import LAYERS, Whole, error
 from tests.distributed.verl_seam import FOLDER
 from tests.wheels import wheel_or_skip
 
+FLA_CORE = "0.6.0"
 CUDA = torch.device("cuda", 0)
 
 
@@ -60,7 +66,7 @@ DOCUMENTED: dict[str, Callable[..., Any]] = {
 
 def signatures_of_the_wheel() -> dict[str, inspect.Signature]:
     """Return the parameters of what is called; Triton, which its modules import, is not needed to read them."""
-    with zipfile.ZipFile(wheel_or_skip(FOLDER, "fla-core", "0.6.0")) as wheel:
+    with zipfile.ZipFile(wheel_or_skip(FOLDER, "fla-core", FLA_CORE)) as wheel:
         found = {}
         for name, module in fla.FUNCTIONS.items():
             folder = module.replace(".", "/")
@@ -140,6 +146,30 @@ def test_a_wrong_kernel_is_noticed_at_start(kind: str) -> None:
     for what, change in WRONG.items():
         with pytest.raises(UnsupportedFeatureError, match=f"other of linear attention is wrong on cpu: {what}"):
             check(change)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
+def test_released_programs_equal_the_portable_kernel_in_the_interpreter(tmp_path: Path) -> None:
+    """The interpreter counts in int, which has no `to`; nothing else of the release is changed."""
+    with zipfile.ZipFile(wheel_or_skip(FOLDER, "fla-core", FLA_CORE)) as wheel:
+        wheel.extractall(tmp_path)
+    for name in ("chunk_delta_h", "chunk_h"):
+        source = tmp_path / f"fla/ops/common/{name}.py"
+        text = source.read_text("utf-8")
+        assert "i_t.to(tl.int64)" in text
+        source.write_text(text.replace("i_t.to(tl.int64)", "i_t"), "utf-8")
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("interpreted_linear_kernels.py"))],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, *sys.path)))},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    errors = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(errors) == 6
+    assert max(errors) < 1e-4, done.stdout
 
 
 def test_gpus_need_flash_linear_attention() -> None:

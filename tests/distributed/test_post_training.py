@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,12 @@ from torch.distributed.fsdp import fully_shard
 from dynamic_cp.types import Plan, Sample
 from examples.torch_device_mesh import problem_for
 from megatron.dynamic_cp.outside import Lanes
+from megatron.dynamic_cp.post_training import losses, megatron_passes
+from megatron.dynamic_cp.post_training.columns import Columns
 from megatron.dynamic_cp.post_training.found import Found
+from megatron.dynamic_cp.post_training.heads import TokenOutputs, add_value_head
 from megatron.dynamic_cp.post_training.megatron_passes import MegatronPasses
+from megatron.dynamic_cp.post_training.rows import Rows
 from megatron.dynamic_cp.post_training.torch_passes import TorchPasses, label_log_probs
 from megatron.dynamic_cp.repairs import cpu_backend
 from tests.distributed import post_training
@@ -27,24 +33,28 @@ from tests.distributed.parity import (
     gather_owned_gradients,
     in_jobs_of_their_own,
     mixed_plan,
+    placed_plan,
     reference_name,
 )
 
 BATCHES = {
-    "plain": (post_training.plain_batch(), ("sft", "ppo", "fixed", "gspo")),
-    "pairs": (post_training.batch_of_pairs(), ("ppo", "gspo", "dpo")),
+    "plain": (post_training.plain_batch(), ("sft", "ppo", "fixed", "gspo", "dpo_apart", "values")),
+    "pairs": (post_training.batch_of_pairs(), ("ppo", "gspo", "dpo", "rewards")),
 }
 LAYOUTS = {
     "dp4": Layout(4, config={"num_layers": 2}, exchange="mixed"),
     "dp2_pp2": Layout(2, pp=2, config={"num_layers": 2}, distributed_optimizer=True),
     "dp2_tp2_sp": Layout(2, tp=2, sp=True, config={"num_layers": 2, "loss_chunk_tokens": 16}),
     "dp4_pairs": Layout(4, config={"num_layers": 2}, exchange="a2a"),
+    "dp2_placed": Layout(2, config={"num_layers": 2}),
     "dp2_ep2": Layout(2, ep=2, variant="moe_plain", config={"num_layers": 2}),
 }
 
 
 def relative(found: Any, expected: Any) -> float:
     found, expected = torch.as_tensor(found), torch.as_tensor(expected)
+    if found.shape != expected.shape:
+        return float("inf")
     return ((found - expected).abs().max() / (expected.abs().max() or 1)).item()
 
 
@@ -66,19 +76,30 @@ def errors_of_results(found: Found, samples: tuple[Sample, ...], expected: dict[
     return errors
 
 
-def run_case(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any]) -> dict[str, float]:
-    """Return the errors of results, losses and gradients on this rank."""
-    runtime = build_runtime(layout, samples, plan, expected, post_training.read_sample)
-    passes = MegatronPasses(model=runtime.model, seq_length=512)
+def run_case(
+    layout: Layout,
+    samples: tuple[Sample, ...],
+    plan: Plan,
+    expected: dict[str, Any],
+    sabotage: Callable[[Plan], None] | None = None,
+) -> dict[str, float]:
+    """Return the errors of results, losses and gradients on this rank; `sabotage` plants a fault first."""
+    if sabotage is not None:
+        sabotage(plan)
+    is_critic = "log_probs" not in expected["tokens"]
+    add_head = partial(add_value_head, replaces_lm_head=is_critic)
+    runtime = build_runtime(layout, samples, plan, expected, post_training.read_sample, add_head)
+    outputs = TokenOutputs(log_probs=not is_critic, values=True)
+    passes = MegatronPasses(model=runtime.model, seq_length=512, outputs=outputs)
     found = passes.forward(runtime.wrapper.wrap(0, samples), runtime.wrapper.plan, samples)
     errors = errors_of_results(found, samples, expected)
-    columns = post_training.columns_of(samples)
+    columns = post_training.columns_of(samples) if is_critic else post_training.with_own_columns(samples, found)
     for step, (name, loss) in enumerate(expected["losses"].items(), 1):
         for chunk in runtime.model:
             chunk.zero_grad_buffer()
         data = runtime.wrapper.wrap(step, samples)
         result = passes.train(data, runtime.wrapper.plan, samples, columns, post_training.LOSSES[name][0])
-        errors[name] = abs(result.loss - loss) / abs(loss)
+        errors[name] = abs(result.loss - loss) / max(abs(loss), 0.1)  # advantages may cancel out
         if layout.distributed_optimizer:
             gather_owned_gradients(runtime.model)
         for chunk in runtime.chunks:
@@ -90,6 +111,17 @@ def run_case(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: 
 
 def run_cases(cases: dict[str, Any]) -> dict[str, dict[str, float]]:
     return {name: run_case(*case) for name, case in in_jobs_of_their_own(cases)}
+
+
+def critic_of(expected: dict[str, Any]) -> dict[str, Any]:
+    """Return what is expected of the same model with a value head in the place of the LM head."""
+    gradients = {name: of for name, of in expected["gradients"]["values"].items() if name != "output_layer.weight"}
+    return {
+        "initial": expected["initial"],
+        "tokens": {"values": expected["tokens"]["values"]},
+        "losses": {"values": expected["losses"]["values"]},
+        "gradients": {"values": gradients},
+    }
 
 
 def assert_equal(ranks: list[dict[str, float]], expected: dict[str, Any], name: str) -> None:
@@ -118,7 +150,9 @@ def test_passes_equal_a_single_process(judged) -> None:
     cases = {}
     for name, layout in LAYOUTS.items():
         samples, expected = judged(layout.variant, "pairs" if name.endswith("pairs") else "plain")
-        cases[name] = (layout, samples, plan_of(samples, layout), expected)
+        plan = placed_plan(samples, layout) if name.endswith("placed") else plan_of(samples, layout)
+        cases[name] = (layout, samples, plan, expected)
+    cases["dp2_pp2_critic"] = (*cases["dp2_pp2"][:3], critic_of(cases["dp2_pp2"][3]))
     for world_size in (4, 2):
         alike = {name: case for name, case in cases.items() if case[0].topology.world_size == world_size}
         ranks = run_ranks(world_size, run_cases, alike)
@@ -148,7 +182,7 @@ def run_plain_loop(samples: tuple[Sample, ...], expected: dict[str, Any]) -> tup
     for name, loss in expected["losses"].items():
         wrapped.zero_grad()
         result = passes.train(step, samples, columns, post_training.LOSSES[name][0])
-        errors[name] = abs(result.loss - loss) / abs(loss)
+        errors[name] = abs(result.loss - loss) / max(abs(loss), 0.1)  # advantages may cancel out
         for parameter_name, parameter in wrapped.named_parameters():
             wanted = expected["gradients"][name][parameter_name]
             errors[f"{name} {parameter_name}"] = relative(parameter.grad.full_tensor(), wanted)
@@ -165,3 +199,64 @@ def test_a_plain_loop_equals_a_single_process() -> None:
 
 def run_without_shims(world_size: int, function: Any, *args: Any) -> list[Any]:
     return run_ranks(world_size, function, *args, shims_without=tuple(shim.name for shim in cpu_backend.SHIMS))
+
+
+def results_in_the_order_of_lanes(plan: Plan) -> None:
+    held = [sample for lane in range(4) for one in plan.micro_batches for sample in one.bucket_of_lane(lane).samples]
+    megatron_passes.Rows = lambda samples: Rows(samples=tuple(dict.fromkeys(held)))
+
+
+def sum_over_one_shard(_: Plan) -> None:
+    losses._summed = lambda values, group: values.clone()
+
+
+def keep_gradients_of_sums_on_their_lane(_: Plan) -> None:
+    losses._SumOverLanes.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+
+
+def count_a_response_on_every_lane(_: Plan) -> None:
+    original = losses.response_sums
+
+    def whole(values, mask, rows, num_responses):
+        sums = original(values, mask, rows, num_responses)
+        return sums if values.requires_grad else torch.ones_like(sums)
+
+    losses.response_sums = whole
+
+
+def shift_weights_by_one_token(_: Plan) -> None:
+    original = Columns.of
+
+    def shifted(rows, given):
+        columns = original(rows, given)
+        return replace(columns, of_tokens={name: values.roll(1) for name, values in columns.of_tokens.items()})
+
+    Columns.of = shifted
+
+
+def mean_over_lanes_instead_of_groups(plan: Plan) -> None:
+    lane_of = {
+        s.sample_id: bucket.first_lane for one in plan.micro_batches for bucket in one.buckets for s in bucket.samples
+    }
+    lanes = [lane_of[sample.sample_id] for sample in post_training.plain_batch()]
+    original = post_training.group_advantages
+    post_training.group_advantages = lambda rewards, groups: original([*rewards, 0, 0], [*lanes, 0, 0])[: len(lanes)]
+
+
+FAULTS = {
+    results_in_the_order_of_lanes: "log_probs",
+    sum_over_one_shard: "gspo",
+    keep_gradients_of_sums_on_their_lane: "gspo output_layer.weight",
+    count_a_response_on_every_lane: "gspo",
+    shift_weights_by_one_token: "sft",
+    mean_over_lanes_instead_of_groups: "fixed",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_noticed(fault: Callable[[Plan], None], judged) -> None:
+    samples, expected = judged("llama", "plain")
+    few = {"losses": {name: expected["losses"][name] for name in ("sft", "fixed", "gspo")}}
+    case = (LAYOUTS["dp4"], samples, plan_of(samples, LAYOUTS["dp4"]), expected | few)
+    errors = run_ranks(4, run_case, *case, fault)
+    assert max(one[FAULTS[fault]] for one in errors) > 100 * TOLERANCE

@@ -149,13 +149,7 @@ def group_advantages(rewards: ArrayLike, groups: Sequence[Hashable], *, scales: 
     Raises:
         DataError: a group of a single response, or another number of groups than of rewards.
     """
-    values, numbers, sizes = _grouped(rewards, groups, "group")
-    if (sizes < 2).any():
-        alone = int(np.argmax(sizes < 2))
-        raise DataError(
-            f"group {list(dict.fromkeys(groups))[alone]!r} has 1 response, at least 2 are needed for a mean to differ "
-            "from: give each prompt several, or leave it out"
-        )
+    values, numbers, sizes = _grouped(rewards, groups, "group", 2, None)
     means = np.bincount(numbers, values) / sizes
     advantages = values - means[numbers]
     if scales:
@@ -174,23 +168,30 @@ def of_the_other(values: ArrayLike, pairs: Sequence[Hashable]) -> NDArray[np.flo
     Raises:
         DataError: a pair that has not two, or another number of pairs than of values.
     """
-    numbers_of, numbers, sizes = _grouped(values, pairs, "pair")
-    if (sizes != 2).any():
-        wrong = int(np.argmax(sizes != 2))
-        raise DataError(
-            f"pair {list(dict.fromkeys(pairs))[wrong]!r} has {sizes[wrong]} responses, 2 are needed: a chosen and a "
-            "rejected one"
-        )
-    return np.bincount(numbers, numbers_of)[numbers] - numbers_of
+    known, numbers, _ = _grouped(values, pairs, "pair", 2, 2)
+    return np.bincount(numbers, known)[numbers] - known
 
 
 def _grouped(
-    values: ArrayLike, groups: Sequence[Hashable], what: str
+    values: ArrayLike, groups: Sequence[Hashable], what: str, least: int, most: int | None
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the values, the number of each one's group in the order of appearance, and the groups' sizes."""
+    """Return the values, the number of each one's group in the order of appearance, and the groups' sizes.
+
+    Args:
+        what: a group is called.
+        least, most: responses that it may have; None: any number.
+    """
     given = np.asarray(values, np.float64)
     if len(given) != len(groups):
         raise DataError(f"{len(given)} responses have {len(groups)} {what}s: name one for each response")
-    known = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    numbers = np.array([known[group] for group in groups], np.int64)
-    return given, numbers, np.bincount(numbers, minlength=len(known))
+    number_of = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    numbers = np.array([number_of[group] for group in groups], np.int64)
+    sizes = np.bincount(numbers, minlength=len(number_of))
+    for group, size in zip(number_of, sizes.tolist(), strict=True):
+        if size < least or size > (most or size):
+            raise DataError(
+                f"{what} {group!r} has {size} response{'s' * (size > 1)}, {'at least ' * (most is None)}{least} are "
+                f"needed: complete it, or leave the {what} out",
+                size=size,
+            )
+    return given, numbers, sizes

@@ -103,7 +103,8 @@ def _results(
     found, last = kernel.scan(steps.with_tensors(tensors[2:-1]), runs, tensors[-1])
     assert found is not None
     outputs = (convolved, found, last)
-    yield from zip(("the convolution", "what tokens find", "the state behind runs"), outputs, strict=True)
+    for name, output in zip(("the convolution", "what tokens find", "the state behind runs"), outputs, strict=True):
+        yield name, output.detach()
     weights = [torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype) for out in outputs]
     for name, grad in zip(_INPUTS[steps.beta_TH is None], torch.autograd.grad(outputs, tensors, weights), strict=True):
         yield f"the gradient of {name}", grad

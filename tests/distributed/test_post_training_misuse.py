@@ -1,0 +1,149 @@
+"""What passes of post-training refuse: one line with both numbers and the remedy, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamic_cp.errors import DynamicCPError
+from dynamic_cp.types import Bucket, Sample
+from examples.torch_device_mesh import problem_for
+from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel
+from megatron.dynamic_cp.outside import Lanes
+from megatron.dynamic_cp.post_training.columns import Columns
+from megatron.dynamic_cp.post_training.heads import TokenOutputs
+from megatron.dynamic_cp.post_training.losses import ResponseLoss, TokenLoss, check_loss
+from megatron.dynamic_cp.post_training.objectives import dpo, group_advantages, of_the_other, ppo_clip, sft
+from megatron.dynamic_cp.post_training.rows import Rows
+from megatron.dynamic_cp.post_training.torch_passes import TorchPasses, label_log_probs
+from tests.distributed import post_training
+from tests.distributed.test_post_training import run_without_shims
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(DynamicCPError) as caught:
+        call()
+    return str(caught.value)
+
+
+def refused_by_passes() -> dict[str, str]:
+    """Return what each bad call says on this rank; the job goes on after each."""
+    lanes = Lanes.build(init_device_mesh("cpu", (2,)), problem_for(2), timeout_s=60)
+    model = DistributedDataParallel(post_training.plain_model(), process_group=lanes.mesh.get_group())
+    samples = [Sample(sample_id=5, seqlen=30), Sample(sample_id=2, seqlen=4)]
+    values = {sample.sample_id: post_training.read_sample(sample) for sample in samples}
+    step = lanes.step(samples, values.__getitem__)
+
+    def outputs(policy, batch):
+        logits = policy(batch["tokens"], batch["position_ids"], batch["packed_seq_params"])
+        return label_log_probs(logits, batch["labels"])
+
+    passes = TorchPasses(lanes=lanes, model=model, outputs=outputs)
+    weights = [np.ones(30), np.ones(4)]
+
+    def training(columns: dict[str, Any], loss: Any = None, of: Any = None) -> Callable[[], Any]:
+        return lambda: passes.train(step, of or samples, columns, loss or sft())
+
+    def without_losses() -> None:
+        masked = {sample.sample_id: post_training.read_sample(sample) for sample in samples}
+        for one in masked.values():
+            one.loss_mask[:] = 0
+        passes.train(lanes.step(samples, masked.__getitem__), samples, {"weights": weights}, sft())
+
+    calls = {
+        "too_short_on_one_rank": training({"weights": [np.ones(30 - lanes.lane), np.ones(4)]}),
+        "other_samples": training({"weights": weights[:1]}),
+        "not_finite": training({"weights": [np.ones(30), np.full(4, np.nan)]}),
+        "other_values_on_one_rank": training({"weights": [np.ones(30), np.full(4, float(lanes.lane))]}),
+        "missing": training({"weights": weights}, ppo_clip(kl=0.1)),
+        "divisor": training({"weights": weights}, sft(mean=0.0)),
+        "no_pair": training({"reference": [-1.0, -2.0]}, dpo()),
+        "other_plan": training({"weights": [np.ones(31), weights[1]]}, of=[Sample(sample_id=5, seqlen=31), samples[1]]),
+        "same_ids": training({"weights": weights[:1] * 2}, of=samples[:1] * 2),
+        "no_losses": without_losses,
+        "fewer_samples": lambda: passes.forward(step, samples[:1]),
+        "more_samples": lambda: passes.forward(step, [*samples, Sample(sample_id=9, seqlen=3)]),
+    }
+    return {name: message_of(call) for name, call in calls.items()}
+
+
+SAYS = {
+    "too_short_on_one_rank": ("29 values", "30 tokens and 1 response", "(rank 1)"),
+    "other_samples": ("values of 1 samples", "the pass has 2"),
+    "not_finite": ("4 values of 4 that are not finite", "at place 1"),
+    "other_values_on_one_rank": ("ranks disagree on the columns",),
+    "missing": ("needs 3 columns, 3 of them", "'reference_log_probs'", "given are 'weights'"),
+    "divisor": ("divides by 0.0",),
+    "no_pair": ("sample 5 has 1 response", "of 2 together", "data.shared_question"),
+    "other_plan": ("sample 5 of 30 tokens", "2 samples"),
+    "same_ids": ("2 samples have 1 ids",),
+    "no_losses": ("0 tokens of the 2 responses", "loss masks"),
+    "fewer_samples": ("sample 2 of 4 tokens", "1 samples"),
+    "more_samples": ("3 of 37 tokens were not computed exactly once",),
+}
+
+
+def test_bad_input_is_one_line_on_all_ranks() -> None:
+    for messages in run_without_shims(2, refused_by_passes):
+        assert messages.keys() == SAYS.keys()
+        for name, parts in SAYS.items():
+            assert all(part in messages[name] for part in parts), f"{name}: {messages[name]}"
+            assert "\n" not in messages[name]
+
+
+def check(loss: Any, *buckets: Bucket) -> None:
+    rows = Rows(samples=post_training.batch_of_pairs())
+    check_loss(loss, rows, Columns.of(rows, {}), SimpleNamespace(buckets=buckets))
+
+
+def nothing(of: Any) -> Any:
+    return of
+
+
+OF_RESPONSES = ResponseLoss(terms=nothing, of_responses=nothing)
+GPT = SimpleNamespace(config=SimpleNamespace(mtp_num_layers=2), post_process=True, output_layer=None)
+
+
+class Model(ChunkedHeadModel):
+    def __init__(self, mtp_num_layers: int) -> None:
+        torch.nn.Module.__init__(self)
+        self.config, self.post_process = SimpleNamespace(mtp_num_layers=mtp_num_layers), True
+        self.output_layer = None
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (lambda: of_the_other([1.0, 2.0, 3.0], "aab"), ("pair 'b' has 1 response,", "2 are needed")),
+        (lambda: of_the_other([1.0, 2.0, 3.0], "aa"), ("3 responses have 2 pairs",)),
+        (lambda: group_advantages([1.0, 2.0, 3.0], "aba"), ("group 'b' has 1 response", "at least 2")),
+        (lambda: ResponseLoss(terms=nothing, of_responses=nothing, mean="tokens"), ("give 'samples' or a number",)),
+        (
+            lambda: check(OF_RESPONSES, Bucket(first_lane=1, cp_size=3, cp_comm_type="blocks")),
+            ("on 3 lanes from 1 on", "other exchanges than blocks"),
+        ),
+        (lambda: TokenOutputs(log_probs=False).check([]), ("0 outputs",)),
+        (lambda: TokenOutputs().check([GPT]), ("SimpleNamespace", "DynamicCPGPTModel")),
+        (lambda: TokenOutputs().check([Model(2)]), ("2 modules of multi-token prediction", "with 0")),
+        (lambda: TokenOutputs(values=True).check([Model(0)]), ("0 value heads", "add_value_head")),
+        (lambda: TokenOutputs().check([Model(0)]), ("took the place of the LM head",)),
+    ],
+)
+def test_what_cannot_be_is_told(call: Callable[[], Any], parts: tuple[str, ...]) -> None:
+    said = message_of(call)
+    assert all(part in said for part in parts), said
+
+
+def test_what_can_be_is_not_refused() -> None:
+    check(OF_RESPONSES, Bucket(first_lane=2, cp_size=2, cp_comm_type="blocks"))
+    check(TokenLoss(of_tokens=nothing), Bucket(first_lane=1, cp_size=3, cp_comm_type="blocks"))
+    unscaled = group_advantages([1.0, 4.0, 3.0, 3.0], "aabb", scales=False)
+    assert unscaled.tolist() == [-1.5, 1.5, 0.0, 0.0]
+    assert group_advantages([1.0, 4.0, 3.0, 3.0], "aabb")[2:].tolist() == [0.0, 0.0], "a group without a difference"
