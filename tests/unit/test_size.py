@@ -13,23 +13,23 @@ MOST_LINES = {
     "dynamic_cp/bounds": 1700,
     "dynamic_cp/calibration": 980,  # what waits for its host says nothing of a device
     "dynamic_cp/cli": 3300,  # gradients and optimizer states in lower precision; losses over chunks of tokens
-    "dynamic_cp/comparison": 1660,  # options of hybrids
+    "dynamic_cp/comparison": 1670,  # options of hybrids
     "dynamic_cp/first_day": 620,  # the first hour of a node as one command
     "dynamic_cp/learning": 590,
     "dynamic_cp/lengths": 1200,
     "dynamic_cp/mechanisms": 1400,  # few communicators
-    "dynamic_cp/memory": 550,  # adapters; the logits of a chunk of tokens, and the largest limit with them
+    "dynamic_cp/memory": 630,  # adapters; chunks of the loss; activations and states of linear attention
     "dynamic_cp/models": 1670,  # dense families that differ by a norm or a factor; says what an old file lacks
     "dynamic_cp/packing": 2750,
     "dynamic_cp/pipeline": 1050,
     "dynamic_cp/placement": 3740,
     "dynamic_cp/plans": 1130,  # what lanes exchange for linear attention
-    "dynamic_cp/pool": 2870,
-    "dynamic_cp/pricing": 1880,  # the overhead of a bucket is the host's; adapters
+    "dynamic_cp/pool": 2880,  # linear attention is refused
+    "dynamic_cp/pricing": 2210,  # linear attention: seconds and bytes of both ways to share it; adapters
     "dynamic_cp/report": 2920,  # peak memory of a run
-    "dynamic_cp/search": 1820,  # two passes where rows have few candidates
+    "dynamic_cp/search": 1960,  # which buckets pass on states of linear attention
     "dynamic_cp/sweep": 1290,  # factors of Granite, layers without RoPE; prices of the job itself are left out
-    "dynamic_cp/types": 3640,  # adapters; linear attention, and which layers of a hybrid have it; trees of turns
+    "dynamic_cp/types": 3680,  # adapters; linear attention, and which layers of a hybrid have it; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 5820,  # linear attention of a pack over lanes, in two ways
@@ -51,7 +51,7 @@ MOST_LINES = {
     "megatron/lm_adaptor": 2730,  # refuses layers of linear attention
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1980,  # a model without adapters, and others than a run has
-    "megatron/trainer/data": 5360,  # preference pairs, in every form that people have them
+    "megatron/trainer/data": 5530,  # preference pairs, in every form that people have them; trees of turns
     "megatron/trainer/ending": 590,
     "megatron/trainer/flags": 1510,  # norms and factors; adapters; variables that a run on GPUs needs
     "megatron/trainer/loop": 500,  # peak memory of a run
