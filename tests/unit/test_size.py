@@ -26,7 +26,7 @@ MOST_LINES = {
     "dynamic_cp/plans": 1130,  # what lanes exchange for linear attention
     "dynamic_cp/pool": 2870,
     "dynamic_cp/pricing": 1880,  # the overhead of a bucket is the host's; adapters
-    "dynamic_cp/report": 2920,  # peak memory of a run
+    "dynamic_cp/report": 2940,  # peak memory of a run; bars of its parts
     "dynamic_cp/search": 1820,  # two passes where rows have few candidates
     "dynamic_cp/sweep": 1280,  # prices of the job itself are left out
     "dynamic_cp/types": 3420,  # losses over chunks of tokens; adapters
