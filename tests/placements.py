@@ -9,7 +9,7 @@ import numpy as np
 
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between
-from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Placement, Sample, parse_mask_rule
+from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Placement, Sample, Tree, parse_mask_rule
 
 
 def random_mask(random: np.random.Generator, seqlen: int) -> Mask | None:
@@ -19,7 +19,18 @@ def random_mask(random: np.random.Generator, seqlen: int) -> Mask | None:
         Lambda(int(random.integers(6)), int(random.integers(1, 12))),
         CausalBlockwise(int(random.integers(1, 8)), int(random.integers(1, 3))),
         parse_mask_rule("shared_question:3x0.3")(seqlen),
-    )[int(random.integers(5))]
+        random_tree(random, seqlen),
+    )[int(random.integers(6))]
+
+
+def random_tree(random: np.random.Generator, seqlen: int) -> Tree:
+    """Return one of up to 9 segments and 4 levels."""
+    cuts = random.choice(np.arange(1, seqlen), min(seqlen - 1, int(random.integers(9))), replace=False)
+    lengths = np.diff(np.concatenate([[0], np.sort(cuts), [seqlen]])).tolist()
+    depths = [0]
+    for _ in lengths[1:]:
+        depths.append(int(random.integers(1, min(depths[-1] + 1, 3) + 1)))
+    return Tree(tuple(lengths), tuple(depths))
 
 
 def random_samples(random: np.random.Generator, most_tokens: int = 60) -> tuple[Sample, ...]:

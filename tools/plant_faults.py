@@ -299,14 +299,24 @@ FAULTS = {
     ),
     "labels are not shifted": Fault("labels=document[1:],", "labels=document[:-1],", "tests/unit/data/test_stream.py"),
     "a response begins with the end of the one before": Fault(
-        "        tokens[mask.prompt + np.cumsum((0, *mask.answers[:-1]))] = document[mask.prompt]\n",
-        "        pass\n",
+        "            tokens[segment.start] = document[segments[segment.parent].stop]\n",
+        "            pass\n",
         QUESTIONS,
     ),
     "positions of a response go on from the one before": Fault(
-        "            positions[start : start + answer] -= start - self.prompt\n",
-        "",
+        "            positions[segment.start : segment.stop] += segment.position - segment.start\n",
+        "            pass\n",
         QUESTIONS,
+    ),
+    "a prefix counts once, not once for each branch": Fault(
+        "np.repeat([one.num_branches for one in segments], ",
+        "np.repeat([1 for one in segments], ",
+        "tests/distributed/test_masks.py -k tree_of_turns",
+    ),
+    "rows that see more than two ranges see the first two": Fault(
+        "    for first in range(0, max(most, 1), 2):\n",
+        "    for first in range(0, 2, 2):\n",
+        "tests/distributed/test_masks.py -k dense",
     ),
     "a prompt is learned": Fault(
         "np.arange(len(tokens)) >= len(prompt)",

@@ -7,7 +7,7 @@ the samples, never slower than what the plan contains, not below the bound. The 
 failure prints the instance as Python, its index and its traceback, and the exit code is 1. --first INDEX --instances 1
 runs one instance again. 100 000 instances take about an hour on two cores, half of that with --light. With --masks
 samples bring masks and attention may be placed (`check_masked_case`, 0.17 CPU s each: 100 000 take 2.5 hours on two
-cores); with --experts lanes share experts.
+cores); with --experts lanes share experts; with --hybrids layers have linear attention (`check_hybrid_case`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ import numpy as np
 from tests.property.instances import (
     Case,
     check_case,
+    check_hybrid_case,
     check_masked_case,
     draw_case,
     draw_expert_case,
+    draw_hybrid_case,
     draw_masked_case,
 )
 
@@ -36,7 +38,9 @@ _BLOCK = 50
 """Instances that a process takes at once."""
 
 
-_DRAWS = {"masks": draw_masked_case, "experts": draw_expert_case}
+_DRAWS = {"masks": draw_masked_case, "experts": draw_expert_case, "hybrids": draw_hybrid_case}
+_CHECKS = {"masks": check_masked_case, "hybrids": check_hybrid_case}
+"""Kinds that make other promises than `check_case` asserts."""
 
 
 def case_of(seed: int, index: int, kind: str = "") -> Case:
@@ -52,7 +56,7 @@ def run_block(seed: int, is_light: bool, kind: str, indices: range) -> tuple[int
     for done, index in enumerate(indices):
         case = case_of(seed, index, kind)
         try:
-            covered += check_masked_case(case, index) if kind == "masks" else check_case(case, index, is_light=is_light)
+            covered += _CHECKS[kind](case, index) if kind in _CHECKS else check_case(case, index, is_light=is_light)
         except Exception:
             return done, covered, f"instance {index} of seed {seed} fails:\n{case!r}\n{traceback.format_exc()}"
     return len(indices), covered, ""
@@ -68,12 +72,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--light", action="store_true", help="leave out other orders of the samples and the bound")
     parser.add_argument("--masks", action="store_true", help="draw samples with masks, and plans with placed attention")
     parser.add_argument("--experts", action="store_true", help="draw models with experts that lanes share")
+    parser.add_argument("--hybrids", action="store_true", help="draw models with linear attention")
     given = parser.parse_args(arguments)
     end = given.first + given.instances
     blocks = [range(at, min(at + _BLOCK, end)) for at in range(given.first, end, _BLOCK)]
     started_s, shown_s = time.perf_counter(), 0.0
     num_checked, covered = 0, Counter[str]()
-    kind = "masks" if given.masks else "experts" if given.experts else ""
+    kind = next((name for name in _DRAWS if getattr(given, name)), "")
     run = partial(run_block, given.seed, given.light, kind)
     for checked, part, failure in _results(run, blocks, given.processes):
         num_checked += checked

@@ -202,8 +202,9 @@ MASK = _option(
     show_default=True,
     metavar="MASK",
     help="Which keys of its sample a token attends to: causal, full, lambda:SINK,WINDOW (tokens), "
-    "causal_blockwise:BLOCK,LOCAL[,SINK] (tokens of a block, blocks), or shared_question:4x0.2 (4 answers, a prompt of "
-    "0.2 of the tokens). To plan with: pretrain_gpt.py trains causal, and shared_question where lines have responses.",
+    "causal_blockwise:BLOCK,LOCAL[,SINK] (tokens of a block, blocks), shared_question:4x0.2 (4 answers, a prompt of "
+    "0.2 of the tokens), or tree:2x4x0.2 (so at several levels). To plan with: pretrain_gpt.py trains causal, and "
+    "prompts whose lines have responses.",
 )
 
 

@@ -26,7 +26,7 @@ from dynamic_cp.plans.padding import padded_of
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel, is_priced_lane_by_lane
 from dynamic_cp.pricing.flops import length_sums
 from dynamic_cp.pricing.lengths import squared_tokens
-from dynamic_cp.pricing.table import seconds_of_rows
+from dynamic_cp.pricing.terms import prices_of
 from dynamic_cp.types import Bucket, Plan, Problem, Topology
 
 _FREE_BYTES_PER_S = 1e30
@@ -241,6 +241,7 @@ class _Buckets(NamedTuple):
         cp_sizes: [bucket] lanes.
         padded, true: [bucket, 2] -> sum of lengths and of their squares, by density.
         is_empty: [bucket] -> whether it holds no sample.
+        passing: the buckets, where any passes on states of linear attention; () = none does.
     """
 
     rows: Ints
@@ -249,11 +250,13 @@ class _Buckets(NamedTuple):
     true: Floats
     is_empty: Ints
     topology: Topology
+    passing: tuple[Bucket, ...]
 
     def seconds(self, cost_model: CostModel, sums: Floats) -> Floats:
         """Return [bucket] -> forward + backward seconds, mean over the stages, of a bucket with `sums`."""
         table = cost_model.table
-        both = seconds_of_rows(table, self.rows, sums[:, 0], sums[:, 1])
+        shifts = cost_model.states_over_heads(self.passing) if self.passing else 0.0
+        both = prices_of(table.level_terms[self.rows] + shifts, sums[:, :1], sums[:, 1:])
         edges = float(table.edges_s_per_token.sum()) / self.topology.pp_size
         total: Floats = both.sum(axis=1) + edges * sums[:, 0] / self.cp_sizes
         return total
@@ -277,6 +280,7 @@ def _buckets_of(plan: Plan, cost_model: CostModel) -> _Buckets:
         true=np.array([length_sums(one.samples, cost_model.model) for one in buckets], np.float64),
         is_empty=np.array([not one.samples for one in buckets]),
         topology=plan.topology,
+        passing=buckets if any(one.exchanges_states for one in buckets) else (),
     )
 
 

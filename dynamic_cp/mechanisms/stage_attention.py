@@ -81,7 +81,7 @@ class Side(NamedTuple):
 
 
 class StageAttention:
-    """Attention of one pipeline stage, all its layers.
+    """Attention of one pipeline stage, all its layers that have any.
 
     Attributes:
         sides: forward and backward.
@@ -102,6 +102,7 @@ class StageAttention:
 
     def __init__(self, stage: Stage, problem: Problem, node_lanes: int) -> None:
         hardware, tp_size = problem.hardware, problem.topology.tp_size
+        stage = stage.attention
         element_bytes = problem.options.element_bytes.exchanged
         self.layers = stage.num_layers
         self.hardware = hardware

@@ -14,25 +14,34 @@ MLPs counted by their true widths):
     copy of a token that the rank's experts compute, it and their MLP's     (hidden + 2 or 3 * ffn of one expert) * b
     latent attention: latents before and after their norms, the rotated key (2 * (q + kv) + rope) * b, not split by TP
         alone; queries, keys, values and output all of the width of keys, to which kernels pad the values
+    linear attention in the place of attention: what is convolved before and after that, the
+        gate z, what heads find and that normed; of a gated delta net also its matrices of
+        chunks of 64 tokens                                  (2 * convolved + 3 * value (+ 64 * heads)) / TP * b
     a module of multi-token prediction: embedding, norms, projected         6 * hidden_size * b, not split by TP alone
+
+Linear attention whose lanes pass on states keeps for each sample the states before and behind a lane's two chunks, and
+the matrices that compose them, in float32.
 
 A rank computes topk / TP copies of each token of a lane, on average over its EP block, times their imbalance.
 
 Sequence parallelism also splits the first line. Full recomputation keeps only the input of each layer, or of each unit
 of layers, and needs such a unit in full while it runs backward. Where it leaves out layers of a chunk, these keep all,
 and are done with when the first layer is computed again. Selective recomputation of the attention drops the
-log-sum-exp, of the MLP of dense layers the inputs and output of its activation function, of experts what they keep, of
-the norms what these have put out (half of the first line).
+log-sum-exp, or of linear attention what was convolved, the matrices and the states, of the MLP of dense layers the
+inputs and output of its activation function, of experts what they keep, of the norms what these have put out (half of
+the first line).
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from dynamic_cp.arrays import Floats
-from dynamic_cp.types import Layer, ModelShape, PlanOptions, Topology
+from dynamic_cp.types import Layer, LinearAttention, ModelShape, PlanOptions, Topology
+from dynamic_cp.types.linear_attention import CHUNK_TOKENS, CHUNKS_PER_LANE, GATE_BYTES
 
 _FP32_BYTES = 4
 
@@ -50,6 +59,10 @@ class ActivationBytes(NamedTuple):
             per token of the bucket.
         a2a_queries: queries and outputs in their other layout, per token of a rank; keys and values come on top.
         latents: what keys and values of a token are projected up from; 0 without latent attention.
+        linear_heads: what is convolved and what heads find in their other layout, per token of a rank; 0 without linear
+            attention.
+        states_per_layer, states_working: per sample of a rank whose buckets pass on states: kept by every layer of a
+            chunk with linear attention, and held by the layer that runs.
         routed_per_layer, routed_working: kept by experts, and held while they run (copies sent and received, with
             recomputation all that they keep): per token of the mean lane of the EP block.
     """
@@ -63,6 +76,29 @@ class ActivationBytes(NamedTuple):
     routed_per_layer: float = 0.0
     routed_working: float = 0.0
     latents: float = 0.0
+    linear_heads: float = 0.0
+    states_per_layer: float = 0.0
+    states_working: float = 0.0
+
+
+class _LinearBytes(NamedTuple):
+    """Bytes of linear attention: per token what it keeps and what `core_attn` drops of it, and per sample states."""
+
+    kept: float = 0.0
+    dropped: float = 0.0
+    heads: float = 0.0
+    states: float = 0.0
+
+
+def _linear_bytes(linear: LinearAttention | None, element: int, tp_size: int) -> _LinearBytes:
+    if linear is None:
+        return _LinearBytes()
+    convolved, value = linear.convolved_channels * element, linear.value_channels * element
+    gates = GATE_BYTES * linear.gate_channels
+    dropped = convolved + (CHUNK_TOKENS * linear.num_heads * element if linear.has_delta_rule else 0)
+    states = CHUNKS_PER_LANE * (linear.state_bytes + linear.summary_bytes)
+    each = convolved + 3 * value + gates + dropped, dropped, convolved + gates + value, states
+    return _LinearBytes(*(one / tp_size for one in each))
 
 
 def activation_bytes(
@@ -92,9 +128,12 @@ def activation_bytes(
     log_sum_exp = _FP32_BYTES * layer.num_attention_heads / tp_size
     gate = layer.gate_size * (_FP32_BYTES + element) / tp_size
     more = layer.more_kept_channels * element / topology.sequence_shares
-    whole = 2 * residual + 2 * hidden + 2 * query + keys_and_values + gate + mlp + log_sum_exp + more
+    linear = _linear_bytes(layer.linear_attention, element, tp_size)
+    inputs_of_halves = layer.halves * residual + layer.halves * hidden
+    whole = inputs_of_halves + 2 * query + keys_and_values + gate + mlp + log_sum_exp + more + linear.kept
     of_mlp = "moe" if layer.num_experts else "mlp"
-    dropped = {"core_attn": log_sum_exp, "mlp": 0.0, "moe": 0.0, "layernorm": 2 * hidden} | {of_mlp: mlp}
+    core = log_sum_exp + linear.dropped
+    dropped = {"core_attn": core, "mlp": 0.0, "moe": 0.0, "layernorm": layer.halves * hidden} | {of_mlp: mlp}
     routed_kept = routed * layer.routed_kept_channels
     is_full, repeated = options.recompute == "full", options.repeated
     unit = options.recompute_layers.num_layers if options.recomputes_all else 1
@@ -103,11 +142,13 @@ def activation_bytes(
     inputs = recomputed_share * residual / unit
     kept = others * whole + inputs if is_full else whole - sum(dropped[name] for name in repeated)
     # The layer that runs has what it computes again; a log-sum-exp is lost in the rounding of all this.
-    again = unit * whole if is_full else sum(dropped[name] for name in repeated - {"core_attn"})
+    small = frozenset() if linear.kept else {"core_attn"}
+    again = unit * whole if is_full else sum(dropped[name] for name in repeated - small)
     routed_again = unit * routed_kept if "moe" in repeated else 0.0
     routed_kept *= others if "moe" in repeated else 1.0
     if others:  # by then at least one whole layer is done with
         again = routed_again = 0.0
+    keeps_states = others if is_full else float("core_attn" not in repeated)
     return ActivationBytes(
         per_layer=kept,
         working=mlp + 2 * residual + again,
@@ -119,7 +160,24 @@ def activation_bytes(
         # Copies before and after the exchange, there and back.
         routed_working=2 * routed * layer.routed_channels + routed_again,
         latents=layer.latent_size * element,
+        linear_heads=linear.heads,
+        states_per_layer=keeps_states * linear.states,
+        states_working=0.0 if keeps_states else linear.states,
     )
+
+
+@lru_cache(maxsize=64)
+def tokens_of_states(model: ModelShape, topology: Topology, options: PlanOptions) -> float:
+    """Return as how many tokens of a rank a sample counts whose bucket passes on states: its states take as much.
+
+    0 without linear attention. Stages have as many layers of each kind, so their layers say it for all.
+    """
+    (stage,) = model.stages(1)
+    kinds = {layer: activation_bytes(model, topology, options, layer) for _, layer in stage.layers}
+    kept = stage.sum(lambda layer: kinds[layer].per_layer)
+    states = stage.sum(lambda layer: kinds[layer].states_per_layer)
+    running = (one.states_working / one.working for one in kinds.values() if one.states_working)
+    return max(states / kept, *running, 0.0)
 
 
 def chunk_bytes(model: ModelShape, topology: Topology, options: PlanOptions, tokens: Floats) -> Floats:

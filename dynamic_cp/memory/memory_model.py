@@ -142,14 +142,16 @@ class MemoryModel:
         if kind is not None:
             return kind.peak(self, plan)
         held = np.zeros((plan.num_microbatches, plan.topology.num_lanes), np.int64)
-        exchanged = np.zeros(held.shape)
+        exchanged, passed_on = np.zeros(held.shape), np.zeros_like(held)
         for row, micro_batch in enumerate(plan.micro_batches):
             for bucket in micro_batch.buckets:
                 tokens = lane_tokens(bucket, plan.topology.rank_token_multiple)
                 lanes = slice(bucket.first_lane, bucket.first_lane + bucket.cp_size)
                 held[row, lanes] = tokens
+                passed_on[row, lanes] = len(bucket.samples) if bucket.exchanges_states else 0
                 exchanged[row, lanes] = self._exchange_bytes(max(tokens), bucket.cp_size, bucket.attention)
         topology = plan.topology
+        states = peak_in_flight_tokens(passed_on, topology.pp_size, topology.vp_size)
         alive = peak_in_flight_tokens(held, topology.pp_size, topology.vp_size)
         most, buffers = held.max(axis=0).astype(np.float64), exchanged.max(axis=0)
         # Each rank of an EP block computes the mean of what its lanes hold.
@@ -158,14 +160,32 @@ class MemoryModel:
         routed = peak_in_flight_tokens(of_block, topology.pp_size, topology.vp_size) / block
         most_routed = of_block.max(axis=0) / block
         return tuple(
-            self.worst_lane(stage, alive[stage].astype(np.float64), most, buffers, routed[stage], most_routed)
+            self.worst_lane(
+                stage,
+                alive[stage].astype(np.float64),
+                most,
+                buffers + self._states_bytes(stage, states[stage], passed_on.max(axis=0)),
+                routed[stage],
+                most_routed,
+            )
             for stage in range(topology.pp_size)
         )
+
+    def _states_bytes(self, stage: int, alive: Ints, most: Ints) -> Floats:
+        """Return [lane] the bytes of states of samples whose buckets pass them on.
+
+        Args:
+            alive, most: [lane] such samples alive (once a chunk), and in one micro-batch.
+        """
+        layers, kinds = self._stages[stage], self._stage_bytes[stage]
+        kept = layers.sum(lambda layer: kinds[layer].states_per_layer) / self._largest_chunks(stage)
+        return np.asarray(alive * kept + most * max(one.states_working for one in kinds.values()))
 
     def peak_at(self, tokens_per_rank: int, cp_size: int = 1) -> tuple[StageMemory, ...]:
         """Return the memory of every stage when all micro-batches hold `tokens_per_rank`, in groups of `cp_size`.
 
-        Where all plans are of a kind, no plan of that limit needs more.
+        Where all plans are of a kind, no plan of that limit needs more. Lanes exchange heads of linear attention; where
+        they pass on states, plans hold fewer tokens (`search.states`).
         """
         topology = self.topology
         kind = kind_of_all(self.options)
@@ -319,6 +339,7 @@ class MemoryModel:
         copies = self._sharing.copies(inner)
         return tokens * max(
             mechanism.kept_bytes(cp_size, inner, one.a2a_queries, one.ring_per_bucket_token, copies, one.latents)
+            + one.linear_heads
             for one in self.layer_bytes.values()
         )
 

@@ -19,7 +19,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.pricing.table import PriceTable, best_options
 from dynamic_cp.pricing.terms import price
-from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
+from dynamic_cp.types import STATE_EXCHANGES, Bucket, MicroBatch, Plan, Sample
 
 
 def num_microbatches_of(packing: Packing, cost_model: CostModel) -> int:
@@ -117,6 +117,7 @@ def build_plan(samples: Sequence[Sample], priced: PricedPacking, cost_model: Cos
                 samples=tuple(inside),
                 cp_comm_type=cp_comm_type,
                 inner_cp_size=inner_cp_size,
+                state_exchange=STATE_EXCHANGES[price_row >= cost_model.first_row_of_states],
             )
     micro_batches = []
     for buckets in rows:

@@ -1,7 +1,7 @@
 """Masks as runs of rows, from which pairs between any two stretches of a sample are counted in closed form.
 
 A run is a stretch of rows whose range of keys stays as it is or moves on by one key per row, at either end: one run is
-a causal sample, a handful is any other mask made by a rule. A row has at most two runs, and no key twice.
+a causal sample, a handful is any other mask made by a rule. A row is in few runs, and has no key twice.
 
 Kernels compute *sub-tiles* of SUB_TILE queries and keys, counted from the start of the sample, as soon as they hold one
 allowed pair. Pairs of such sub-tiles are *touched*: work is counted in them.
@@ -87,14 +87,14 @@ def table_of(mask: Mask, seqlen: int) -> Ints:
 @compiled
 def _runs_in(ranges: Ranges) -> Ints:
     """Return the runs of `Mask.key_ranges`."""
-    num_rows = len(ranges)
-    table = np.empty((2 * num_rows, 6), np.int64)
+    num_rows, num_parts = len(ranges), ranges.shape[1] // 2
+    table = np.empty((num_parts * num_rows, 6), np.int64)
     count = 0
-    open_run = np.full(2, -1)
+    open_run = np.full(num_parts, -1)
     for row in range(num_rows):
-        for half in range(2):
-            begin, end = np.int64(ranges[row, 2 * half]), np.int64(ranges[row, 2 * half + 1])
-            run = open_run[half]
+        for part in range(num_parts):
+            begin, end = np.int64(ranges[row, 2 * part]), np.int64(ranges[row, 2 * part + 1])
+            run = open_run[part]
             if run >= 0 and begin < end:
                 if row == table[run, FIRST_ROW] + 1:
                     begin_step, end_step = begin - table[run, BEGIN], end - table[run, END]
@@ -103,10 +103,10 @@ def _runs_in(ranges: Ranges) -> Ints:
                 if (begin, end) == _keys_of(table[run], row):
                     table[run, ROW_STOP] = row + 1
                     continue
-            open_run[half] = -1
+            open_run[part] = -1
             if begin < end:
                 table[count] = (row, row + 1, begin, end, 0, 0)
-                open_run[half] = count
+                open_run[part] = count
                 count += 1
     return table[:count].copy()  # type: ignore[no-any-return]
 

@@ -254,6 +254,10 @@ def refuse_model(model: ModelShape, pp_size: int) -> None:
         UnsupportedFeatureError: layers that see other keys than all before, experts, or stages or model chunks with
             different numbers of layers.
     """
+    if model.linear_attention is not None:
+        raise UnsupportedFeatureError(
+            "layers with linear attention pass on states, which are no tasks of a pool: compare dynamic CP"
+        )
     if model.layer_masks != (CAUSAL,):
         masks = ", ".join(map(str, model.layer_masks))
         raise UnsupportedFeatureError(

@@ -10,6 +10,7 @@ Read in this order:
 - `edges`: what a step pays besides its layers: embedding, head and loss, TP collectives
 - `reduction`: gradients reduced and parameters gathered once a step, and what hides that
 - `experts`: routed experts, and how they couple lanes
+- `linear_attention`: seconds of layers with linear attention, and of both ways to share them
 - `stage`: the formulas of one stage's layers, and the table of all prices made of them
 - `cost_model`: the price of a bucket, and which way to compute attention is the fastest for it
 - `flops`: of a step, for the log

@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from dynamic_cp.arrays import Floats
+from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.plans.lane_tokens import lane_tokens
@@ -28,8 +28,10 @@ from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.pricing.reduction import Reduction
 from dynamic_cp.pricing.stage import StagePrices, make_table
 from dynamic_cp.pricing.table import best_option, duration_ns
-from dynamic_cp.pricing.terms import price
+from dynamic_cp.pricing.terms import NUM_TERMS, price
 from dynamic_cp.types import (
+    ACROSS_NODES,
+    IN_NODE,
     Attention,
     Bucket,
     Causal,
@@ -74,6 +76,7 @@ class CostModel:
         model: whose buckets it prices.
         table: all prices as arrays.
         attentions: row of `table.terms` -> how the lanes of a bucket that pays it compute attention.
+        first_row_of_states: rows of `table.terms` from this on are of buckets that pass on states (`with_rows`).
         sharing: what limits that.
         reduction: of gradients, and gathering of parameters, once a step.
 
@@ -94,6 +97,8 @@ class CostModel:
         self.sharing = self._stage.sharing
         self.reduction = Reduction.of(problem)
         self.table, self.attentions = make_table(problem, self._stage)
+        self.first_row_of_states = len(self.attentions)
+        self._states_over_heads = _states_over_heads(problem, self._stage)
         if not self.table.capacities.any():
             for cp_size in (1 << k for k in range(len(self.table.capacities))):
                 if token_capacity(cp_size, self.topology, self.options):
@@ -108,7 +113,45 @@ class CostModel:
         """
         padded = padded_of(bucket, self.topology.rank_token_multiple)
         squares = squared_tokens(bucket.samples, padded, self.model)
-        return self._cost(bucket.cp_size, bucket.first_lane, sum(padded), squares, *bucket.attention, is_level=False)
+        place = bucket.cp_size, bucket.first_lane
+        terms, row = self._price(*place, sum(padded), squares, *bucket.attention, is_level=False)
+        if bucket.exchanges_states:
+            terms, row = terms[row] + self.states_over_heads([bucket]), 0
+        return self._seconds(terms, row, bucket.cp_size, sum(padded), squares)
+
+    def states_over_heads(self, buckets: Sequence[Bucket]) -> Floats:
+        """Return [bucket, forward or backward, NUM_TERMS] by which terms differ from those of exchanged heads: of
+        buckets that pass on states, of others nothing.
+
+        Raises:
+            UnsupportedFeatureError: a bucket passes on states of a model without linear attention.
+        """
+        numbers = np.array([len(one.samples) if one.exchanges_states else 0 for one in buckets], np.int64)
+        if numbers.any() and self.model.linear_attention is None:
+            bucket = buckets[int(numbers.argmax())]
+            raise UnsupportedFeatureError(
+                f"the bucket at lane {bucket.first_lane} passes on states, and the model has no linear attention: "
+                "leave state_exchange out",
+                first_lane=bucket.first_lane,
+            )
+        places = np.array([self._place(one.cp_size, one.first_lane) for one in buckets], np.int64).reshape(-1, 2)
+        return self.shifts_of_states(places[:, 0], places[:, 1], numbers)
+
+    def shifts_of_states(self, log2_cp_sizes: Ints, links: Ints, num_samples: Ints) -> Floats:
+        """Return [bucket, forward or backward, NUM_TERMS] of `states_over_heads`; a bucket of 0 samples has none."""
+        shifts = self._states_over_heads[log2_cp_sizes, links]
+        numbers = num_samples[:, None, None]
+        return np.where(numbers > 0, shifts[:, 0] + numbers * shifts[:, 1], 0.0)
+
+    def with_rows(self, terms: Floats, level_terms: Floats, attentions: Sequence[Attention]) -> CostModel:
+        """Return this model with more rows in its table, of buckets that pass on states."""
+        other = copy(self)
+        table = self.table
+        other.attentions = (*self.attentions, *attentions)
+        other.table = table._replace(
+            terms=np.concatenate([table.terms, terms]), level_terms=np.concatenate([table.level_terms, level_terms])
+        )
+        return other
 
     def cost(
         self,
@@ -145,7 +188,12 @@ class CostModel:
         *,
         is_level: bool,
     ) -> BucketCost:
-        terms, row = self._price(cp_size, first_lane, tokens, tokens_squared, cp_comm_type, inner_cp_size, is_level)
+        terms, row = self._price(
+            cp_size, first_lane, tokens, tokens_squared, cp_comm_type, inner_cp_size, is_level=is_level
+        )
+        return self._seconds(terms, row, cp_size, tokens, tokens_squared)
+
+    def _seconds(self, terms: Floats, row: int, cp_size: int, tokens: float, tokens_squared: float) -> BucketCost:
         tokens, tokens_squared = float(tokens), float(tokens_squared)
         forward_s, backward_s = (price(terms, row, direction, tokens, tokens_squared) for direction in range(2))
         return self._with_edges(forward_s, backward_s, tokens / cp_size)
@@ -260,6 +308,7 @@ class CostModel:
         tokens_squared: float,
         cp_comm_type: str | None,
         inner_cp_size: int | None,
+        *,
         is_level: bool,
     ) -> tuple[Floats, int]:
         """Return terms and the row of them that the bucket pays."""
@@ -300,6 +349,16 @@ class CostModel:
             cp_comm_types=exchanges,
             cp_size=cp_size,
         )
+
+
+def _states_over_heads(problem: Problem, stage: StagePrices) -> Floats:
+    """Return [k, link] -> `StagePrices.states_over_heads`."""
+    num_sizes = problem.topology.num_lanes.bit_length()
+    if problem.model.linear_attention is None:
+        return np.zeros((num_sizes, 2, 2, 2, NUM_TERMS))
+    return np.array(
+        [[stage.states_over_heads(1 << k, link) for link in (IN_NODE, ACROSS_NODES)] for k in range(num_sizes)]
+    )
 
 
 def is_priced_lane_by_lane(bucket: Bucket) -> bool:

@@ -43,7 +43,7 @@ def batch_flops(
     recompute: Recompute = "none",
     recomputed_share: float = 1.0,
 ) -> BatchFlops:
-    """Return the FLOPs of sequences with these sums of S and S^2.
+    """Return the FLOPs of sequences with these sums of S and S^2; those of linear attention are of its chunked form.
 
     Full recomputation repeats the forward pass of the layers, or a share of them, selective that of the attention,
     neither the head.
@@ -54,6 +54,8 @@ def batch_flops(
     (stage,) = model.stages(1)
     layers = 2.0 * stage.sum(lambda layer: layer.linear_weights) * seqlen_sum
     attention = stage.sum(lambda layer: layer.attention_flops_per_token2) * seqlen_squared_sum
+    if model.linear_attention is not None:
+        attention += stage.linear_attention.num_layers * model.linear_attention.core_flops * seqlen_sum
     head = 2.0 * model.num_heads * model.hidden_size * model.vocab_size * seqlen_sum
     forward = layers + attention + head
     repeated = {"none": 0.0, "selective": attention, "full": layers + attention}[recompute]

@@ -80,10 +80,21 @@ def allowed_exchanges(
         has_windows=model.window is not None,
         has_masks=has_masks,
         has_latents=model.has_latents,
-        may_be_placed=may_be_placed,
+        may_be_placed=may_be_placed and model.linear_attention is None,
     )
     check_latents(names, model.kv_lora_rank)
+    _check_unplaced(names, model)
     return names
+
+
+def _check_unplaced(names: Iterable[CpCommType], model: ModelShape) -> None:
+    """Refuse placed attention beside linear attention, whose lanes share the chunks of a sample evenly."""
+    if model.linear_attention is not None and (placed := [name for name in names if is_placed(name)]):
+        raise UnsupportedFeatureError(
+            f"cp_comm_types {' '.join(placed)} places attention anywhere, and layers with linear attention need equal "
+            "chunks of a sample on all lanes: allow other exchanges (--cp-comm-type auto)",
+            cp_comm_types=tuple(placed),
+        )
 
 
 def may_place(topology: Topology, options: PlanOptions) -> bool:
@@ -207,16 +218,23 @@ def options_serving(samples: Iterable[Sample], model: ModelShape, options: PlanO
     for one lane if none does.
 
     Raises:
-        UnsupportedFeatureError: none does, and a sample is too long for one lane, or plans must use several; or samples
-            bring masks and the model's attention is not causal, or has windows through which they are no such masks.
+        UnsupportedFeatureError: none does, and a sample is too long for one lane, or plans must use several; or
+            attention is placed, or samples bring masks, and the model has linear attention; or samples bring masks and
+            the model's attention is not causal, or has windows through which they are no such masks.
     """
     samples = tuple(samples)
+    _check_unplaced(options.cp_comm_types, model)
     masked = next((sample for sample in samples if sample.mask is not None), None)
     if masked is None and model.window is None:
         return options
     if masked is None:
         return _options_of(serving_windows, model.windows_in_words, samples, options)
     what = masked.mask_in_words
+    if model.linear_attention is not None:
+        raise UnsupportedFeatureError(
+            f"{what}, but a state of linear attention has seen all tokens before it: give samples no masks",
+            sample_id=masked.sample_id,
+        )
     if not model.causal_attention:
         raise UnsupportedFeatureError(
             f"{what}, but tokens of this model attend to all of their sample: give samples no masks",

@@ -1,4 +1,4 @@
-"""Bytes that the exchanges of a plan send, by link."""
+"""Bytes that the exchanges of a plan send, by link: of attention, and of linear attention by heads or by states."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import numpy as np
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.mechanisms.heads import heads_of_rank
 from dynamic_cp.mechanisms.links import lanes_in_one_node
-from dynamic_cp.mechanisms.mechanism import Sharing
+from dynamic_cp.mechanisms.mechanism import Sharing, pairs_of_inner_groups
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.placement.sent import Sent, TokenBytes, added
 from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.plans.padding import rank_tokens
+from dynamic_cp.plans.padding import padded_of, rank_tokens
 from dynamic_cp.pricing.cost_model import is_priced_lane_by_lane
 from dynamic_cp.types import Bucket, Mask, Plan, Problem, Topology
+from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 
 
 class SentBytes(NamedTuple):
@@ -43,14 +44,16 @@ def sent_by_plan(plan: Plan, problem: Problem) -> SentBytes:
     for stage in topology.stages_that_differ:
         # Stages whose lanes lie on nodes alike are counted at once.
         alike = range(topology.pp_size) if len(topology.stages_that_differ) == 1 else range(stage, stage + 1)
-        total += _sent_on_stage(plan, problem, _of_stages(problem, alike), nodes_of(topology, stage))
+        total += _sent_on_stage(plan, problem, alike, nodes_of(topology, stage))
     return SentBytes(*(topology.tp_size * total).tolist())
 
 
 def sent_by_bucket(bucket: Bucket, problem: Problem) -> Sent:
     """Return what the lanes of a bucket send on one TP rank of each, all layers of the model together."""
-    tokens = lane_tokens(bucket, problem.topology.rank_token_multiple)
-    return _sent(bucket, tokens, problem, _of_stages(problem, range(problem.topology.pp_size)))
+    tokens, stages = lane_tokens(bucket, problem.topology.rank_token_multiple), range(problem.topology.pp_size)
+    sent = _sent(bucket, tokens, problem, _of_stages(problem, stages))
+    layers = _linear_layers(problem, stages)
+    return added([sent, _sent_by_linear_attention(bucket, problem, layers)]) if layers else sent
 
 
 def nodes_of(topology: Topology, stage: int = 0) -> Ints:
@@ -70,8 +73,35 @@ def _of_stages(problem: Problem, stages: range) -> _OfMasks:
     return {mask: TokenBytes(*(sum(values) for values in zip(*each, strict=True))) for mask, each in by_mask.items()}
 
 
-def _sent_on_stage(plan: Plan, problem: Problem, of_token: _OfMasks, nodes: Ints) -> Floats:
-    """Return [link] -> bytes of one TP rank of each lane."""
+def _linear_layers(problem: Problem, stages: range) -> float:
+    """Return the layers of some stages with linear attention."""
+    of_stages = problem.model.stages(problem.topology.pp_size)[stages.start : stages.stop]
+    return sum(stage.linear_attention.num_layers for stage in of_stages)
+
+
+def _sent_by_linear_attention(bucket: Bucket, problem: Problem, layers: float) -> Sent:
+    """Return what the lanes of a bucket send in so many layers with linear attention, of a TP rank of each.
+
+    Limits: lanes that share out heads unevenly, and the tokens before chunks, are spread over all lanes alike.
+    """
+    linear, cp_size = problem.model.linear_attention, bucket.cp_size
+    assert linear is not None, "the model has such layers"
+    sizes, element = linear.of_rank(problem.topology.tp_size), problem.options.element_bytes.exchanged
+    padded = padded_of(bucket, problem.topology.rank_token_multiple)
+    if bucket.exchanges_states:
+        halo = sum(sizes.halo_bytes(cp_size, element, tokens // (CHUNKS_PER_LANE * cp_size)) for tokens in padded)
+        states = [sizes.states_bytes(cp_size, backward=backward) for backward in (False, True)]
+        of_lane = halo + len(padded) * np.array(states)
+    else:
+        of_lane = np.full(2, sum(padded) / cp_size * sizes.heads_bytes(cp_size, element))
+    sender, receiver = pairs_of_inner_groups(cp_size, cp_size)
+    each = layers * of_lane[:, None] / (cp_size - 1)
+    return Sent(sender, receiver, each * np.ones(len(sender)))
+
+
+def _sent_on_stage(plan: Plan, problem: Problem, stages: range, nodes: Ints) -> Floats:
+    """Return [link] -> bytes of one TP rank of each lane, in all layers of some stages."""
+    of_token, layers = _of_stages(problem, stages), _linear_layers(problem, stages)
     multiple, total = problem.topology.rank_token_multiple, np.zeros(2)
     again = problem.recomputed_share() if "core_attn" in problem.options.repeated else 0.0
     times = np.array([1.0 + again, 1.0])
@@ -81,6 +111,8 @@ def _sent_on_stage(plan: Plan, problem: Problem, of_token: _OfMasks, nodes: Ints
         if bucket.cp_size == 1:
             continue
         own_nodes = nodes[bucket.first_lane : bucket.lanes.stop]
+        if layers:
+            total += times @ _sent_by_linear_attention(bucket, problem, layers).of_lanes(own_nodes).sum(axis=2)
         if is_priced_lane_by_lane(bucket):
             sent = _sent(bucket, lane_tokens(bucket, multiple), problem, of_token)
             total += times @ sent.of_lanes(own_nodes).sum(axis=2)

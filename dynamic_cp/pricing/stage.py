@@ -3,7 +3,7 @@
 linear    = LIN * (tokens / cp + T0)          T0: a short pack does not fill the device
 tensor    = TPC * tokens / cp                 collectives of tensor and sequence parallelism
 copying   = CPY * tokens / cp                 copies of tokens for routed experts, and back (`experts.py`)
-attention, exposed                            `mechanisms/`
+attention, exposed                            `mechanisms/`, and linear attention by heads (`linear_attention.py`)
 forward   = overhead + linear + tensor + copying + attention + exposed, or what the host takes if that is more
 backward  = the same at their backward ratios + what recomputation repeats (full: forward, in block the share of its
             layers; selective: attention and exposed, and of linear, tensor and copying those of the MLP or of experts)
@@ -29,8 +29,9 @@ from dynamic_cp.plans.padding import sample_multiple
 from dynamic_cp.pricing.capacity import may_span_all, token_capacity
 from dynamic_cp.pricing.edges import edges_s_per_token, tensor_s_per_token
 from dynamic_cp.pricing.experts import ExpertPrice, copying_s_per_token, expert_prices
+from dynamic_cp.pricing.linear_attention import StageLinearAttention
 from dynamic_cp.pricing.table import PriceTable
-from dynamic_cp.pricing.terms import terms_of
+from dynamic_cp.pricing.terms import CONSTANT, HOST, NUM_TERMS, PER_TOKEN, terms_of
 from dynamic_cp.types import (
     ACROSS_NODES,
     Attention,
@@ -50,6 +51,7 @@ class _Floor(NamedTuple):
     """One row of `PriceTable.floors`."""
 
     num_lanes: int
+    link: int
     is_allowed: bool
     terms: _Terms
     level_terms: _Terms
@@ -82,22 +84,24 @@ class StagePrices:
         heaviest = max(range(len(stages)), key=lambda index: stages[index].sum(lambda layer: layer.linear_weights))
         stage = stages[heaviest]
         self._attention = StageAttention(stage, problem, node_lanes)
+        self._linear_attention = StageLinearAttention.of(stage, problem)
         self._hardware = hardware
         self._linear_back = problem.linear_backward_over_forward
         self._is_full, self._repeated = problem.options.recompute == "full", problem.options.repeated
         self._recomputed_share = problem.recomputed_share([heaviest])
-        layers = stage.num_layers
+        layers = stage.sum(lambda layer: layer.halves / 2)
         own_weights = stage.sum(lambda layer: layer.linear_weights - layer.expert_weights)
         self._mlp_share = stage.sum(lambda layer: layer.mlp_weights) / own_weights
         self._moe_share = stage.sum(lambda layer: layer.moe_weights) / own_weights
         self._linear_s_per_token = 2 * own_weights / hardware.linear_flops_per_s / topology.tp_size
         # Half of a layer's collectives are those of its MLP; routed experts need none, shared ones do.
         routed_only = stage.sum(lambda layer: layer.num_experts > 0 and not layer.mlp_kept_channels)
-        dense = stage.sum(lambda layer: layer.num_experts == 0)
+        dense = stage.sum(lambda layer: layer.mlp_weights > 0)
+        mlps = stage.sum(lambda layer: layer.mlp_weights > 0 or layer.num_experts > 0)
         tensor_s = tensor_s_per_token(problem)
         self._tensor_s_per_token = (layers - 0.5 * routed_only) * tensor_s
         self._mlp_tensor_s_per_token = 0.5 * dense * tensor_s
-        self._moe_tensor_s_per_token = 0.5 * (layers - dense - routed_only) * tensor_s
+        self._moe_tensor_s_per_token = 0.5 * (mlps - dense - routed_only) * tensor_s
         self._copying_s_per_token = copying_s_per_token(stage, problem)
         self.experts = expert_prices(stage, problem, self._recomputed_share)
         self.expert_lanes, self.imbalance = topology.expert_lanes, model.imbalance(topology.ep_size)
@@ -113,7 +117,8 @@ class StagePrices:
             layers * hardware.host_forward_s_per_layer + self._host_overhead_s,
             layers * hardware.host_backward_s_per_layer + self._host_overhead_s,
         )
-        self._host_attention_s = layers * hardware.host_ring_step_s_per_layer  # once more is one step more
+        # Once more is one step more.
+        self._host_attention_s = self._attention.layers * hardware.host_ring_step_s_per_layer
 
     def terms(self, of: Attention, cp_size: int, link: int, *, is_level: bool = False) -> _Terms:
         """Return the NUM_TERMS numbers of forward and of backward; without a closed form, of the least it takes.
@@ -123,19 +128,23 @@ class StagePrices:
             cp_size, link: of the group.
             is_level: with experts that other lanes share, whose block has as many tokens on every lane.
         """
-        both = self._with_attention(self._attention_of(of, cp_size, link), cp_size)
-        return self._with_experts(both, cp_size, 1.0, self.imbalance) if is_level else _terms_of_both(both)
+        own, level, _ = self.rows(of, cp_size, link)
+        return level if is_level else own
 
-    def floor(self, of: Attention, cp_size: int, link: int) -> _Terms:
-        """Return the terms of the least that a bucket takes, whatever the other lanes of its block hold."""
-        both = self._with_attention(self._attention_of(of, cp_size, link), cp_size)
+    def rows(self, of: Attention, cp_size: int, link: int) -> tuple[_Terms, _Terms, _Terms]:
+        """Return `terms`, the same with `is_level`, and those of the least that a bucket takes, whatever other lanes of
+        its block hold.
+        """
+        both = self._with_attention(self._mixers_of(of, cp_size, link), cp_size)
+        own = _terms_of_both(both)
+        if self.expert_lanes == 1:  # experts are there already
+            return own, own, own
         share = min(1.0, cp_size / self.expert_lanes)
-        return self._with_experts(both, cp_size, share, max(1.0, share * self.imbalance))
+        level = self._with_experts(both, cp_size, 1.0, self.imbalance)
+        return own, level, self._with_experts(both, cp_size, share, max(1.0, share * self.imbalance))
 
     def _with_experts(self, both: tuple[Convex, Convex], cp_size: int, mean: float, routed: float) -> _Terms:
         """Return the terms of a bucket with shared experts, for so many mean and routed tokens for each of a lane."""
-        if self.expert_lanes == 1:  # they are there already
-            return _terms_of_both(both)
         forward, backward = (
             one._replace(linear=one.linear.plus(_expert_line(price, cp_size, mean, routed)))
             for one, price in zip(both, self.experts, strict=True)
@@ -236,6 +245,37 @@ class StagePrices:
             )
         return Convex(forward, attention.kinks, host_s), Convex(backward, merged(kinks), host_back_s)
 
+    def states_over_heads(self, cp_size: int, link: int) -> Floats:
+        """Return what terms of a group grow by where its lanes pass on states instead of exchanging heads.
+
+        Returns:
+            [of the bucket, of each sample][forward or backward][NUM_TERMS] seconds.
+        """
+        shift = np.zeros((2, 2, NUM_TERMS))
+        linear = self._linear_attention
+        if linear is None or cp_size == 1:
+            return shift
+        ways = zip(linear.by_states(cp_size, link), linear.by_heads(cp_size, link), strict=True)
+        for direction, (states, heads) in enumerate(ways):
+            more = states.linear.plus(heads.linear, -1.0)
+            shift[0, direction, : PER_TOKEN + 1] = more.constant, more.per_token
+            shift[0, direction, HOST] = states.host_s - heads.host_s
+            shift[1, direction, CONSTANT] = states.per_sample
+        if self.repeats_attention:
+            shift[:, 1] += (self._recomputed_share if self._is_full else 1.0) * shift[:, 0]
+        return shift
+
+    def _mixers_of(self, of: Attention, cp_size: int, link: int) -> tuple[Convex, Convex]:
+        """Return attention and linear attention, of which lanes exchange heads, with both exchanges."""
+        both, linear = self._attention_of(of, cp_size, link), self._linear_attention
+        if linear is None:
+            return both
+        forward, backward = (
+            one._replace(linear=one.linear.plus(more.linear), host_s=one.host_s + more.host_s)
+            for one, more in zip(both, linear.alone() if cp_size == 1 else linear.by_heads(cp_size, link), strict=True)
+        )
+        return forward, backward
+
     def _attention_of(self, of: Attention, cp_size: int, link: int) -> tuple[Convex, Convex]:
         if cp_size == 1:
             return self._attention.alone()
@@ -266,15 +306,15 @@ def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[
             # A link that no group of this size has gets the rows of the one that they have.
             first[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
             for attention in possible if k else [Attention()]:
-                place = attention, 1 << k, link
-                floors.append(_Floor(1 << k, allowed, stage.floor(*place), stage.terms(*place, is_level=True)))
+                own, level, floor = stage.rows(attention, 1 << k, link)
+                floors.append(_Floor(1 << k, link, allowed, floor, level))
                 if MECHANISMS[attention.cp_comm_type].has_closed_form:
-                    terms.append(stage.terms(*place))
-                    level_terms.append(floors[-1].level_terms)
+                    terms.append(own)
+                    level_terms.append(level)
                     attentions.append(attention)
             end[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
     capacities = [token_capacity(1 << k, topology, options) if end[k, 0] > first[k, 0] else 0 for k in range(num_sizes)]
-    floors += _floors_of_placed(problem, stage)
+    floors += _floors_of_placed(problem, stage) + _floors_by_states(floors, problem, stage)
     edges = np.array(edges_s_per_token(problem))
     embedding_s, head_s = float(edges[0] + edges[1]), float(edges[2] + edges[3])
     # Only sequence parallelism splits the activations that pipeline stages exchange over the TP ranks.
@@ -303,12 +343,25 @@ def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[
     return table, tuple(attentions)
 
 
+def _floors_by_states(floors: list[_Floor], problem: Problem, stage: StagePrices) -> list[_Floor]:
+    """Return the floors of groups that pass on the states of one sample, where buckets may pass on any."""
+    if problem.model.linear_attention is None or problem.options.state_exchange == "heads":
+        return []
+
+    def shifted(floor: _Floor) -> _Floor:
+        shift = stage.states_over_heads(floor.num_lanes, floor.link).sum(axis=0)
+        own, level = ((np.array(terms) + shift).tolist() for terms in (floor.terms, floor.level_terms))
+        return floor._replace(terms=(own[0], own[1]), level_terms=(level[0], level[1]))
+
+    return [shifted(floor) for floor in floors if floor.num_lanes > 1]
+
+
 def _floors_of_placed(problem: Problem, stage: StagePrices) -> list[_Floor]:
     """Return the floors of placed buckets of all lanes: on fewer lanes one takes at least as long, and holds less."""
     topology, options = problem.topology, problem.options
-    return [
-        _Floor(topology.num_lanes, True, stage.floor(*place), stage.terms(*place, is_level=True))
-        for name in options.cp_comm_types
-        if is_placed(name) and may_span_all(topology, options)
-        for place in ((Attention(name), topology.num_lanes, ACROSS_NODES),)
-    ]
+    found = []
+    for name in options.cp_comm_types:
+        if is_placed(name) and may_span_all(topology, options):
+            _, level, floor = stage.rows(Attention(name), topology.num_lanes, ACROSS_NODES)
+            found.append(_Floor(topology.num_lanes, ACROSS_NODES, True, floor, level))
+    return found

@@ -197,7 +197,7 @@ def plan_lengths(
             (`model.config.to_dict()`), or a ModelShape.
         hardware: a bundled name, the path of a hardware file, or a Hardware.
         masks: one for each sample, as `types.Mask` or its text, None: causal; or the rule of all, as text:
-            "lambda:64,4096", "shared_question:4x0.2" (`types.parse_mask_rule`).
+            "lambda:64,4096", "shared_question:4x0.2", "tree:2x4x0.2" (`types.parse_mask_rule`).
         tp_size, pp_size, vp_size, ranks_per_node, sequence_parallel, ep_size: as in `types.Topology`.
         min_cp_size, max_cp_size: smallest and largest CP size, powers of two; 1 and 1: no context parallelism, None:
             the largest power of two <= num_lanes.

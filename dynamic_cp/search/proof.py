@@ -14,6 +14,7 @@ from dynamic_cp.bounds.exact import exact_plan
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.search.states import may_pass_on_states
 from dynamic_cp.types import MicroBatch, Sample, is_placed
 
 MOST_CHOICES = 450
@@ -50,6 +51,12 @@ def check_provable(samples: Sequence[Sample], cost_model: CostModel, exchanges: 
         UnsupportedFeatureError: with the numbers and the remedy.
     """
     topology = cost_model.topology
+    if may_pass_on_states(cost_model):
+        raise UnsupportedFeatureError(
+            "an exact search does not know plans that pass on states of linear attention, which this batch may have: "
+            f"let lanes exchange heads (--dynamic-cp-state-exchange heads), or {_REMEDY}",
+            state_exchange=cost_model.options.state_exchange,
+        )
     if placed := [name for name in exchanges if is_placed(name)]:
         raise UnsupportedFeatureError(
             f"an exact search does not know plans with {' '.join(placed)}, which this batch may have: name another "

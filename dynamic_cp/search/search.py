@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED
-from dynamic_cp.packing.judge import build_plan, grid_of_priced, price_packing
+from dynamic_cp.packing.judge import build_plan
 from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.extension import kind_planned
@@ -25,6 +25,7 @@ from dynamic_cp.pricing.resolution import Resolved, may_place, resolve
 from dynamic_cp.search.candidates import Batch, Candidate, Search, batch_of
 from dynamic_cp.search.placed import PlacedRows, placed_rows
 from dynamic_cp.search.proof import check_provable, prove
+from dynamic_cp.search.states import judged
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES
 from dynamic_cp.types import (
     Hardware,
@@ -64,7 +65,8 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
         options: limits and effort; min_cp_size and max_cp_size bind the dynamic policy, static_cp_size the static ones.
         policy: one of `POLICIES`. "dynamic" has the others among its candidates and is never slower: the static ones
             at every allowed CP size that holds the longest sample. Nor is it slower than a fast search that may use the
-            ring only, where options.cp_comm_types allow the ring.
+            ring only, where options.cp_comm_types allow the ring. With linear attention that is so of lanes which
+            exchange heads; which buckets pass on states is chosen afterwards, and makes no plan slower.
 
     Raises:
         InvalidInputError: no samples, a sample_id twice, an unknown policy, CP sizes that contradict each other.
@@ -160,11 +162,9 @@ def _pack(problem: Problem, batch: Batch, resolved: Resolved, prices: CostModel)
     ranking = search.ranking(problem.policy)
     if resolved.tries_ring_alone:
         ranking = sorted([*ranking, *search.by_the_ring()], key=lambda one: one.makespan_ns)
-    best = ranking[0]
-    priced = price_packing(batch.lengths, best.packing, best.cost_model)
-    micro_batches = build_plan(batch.samples, priced, best.cost_model, problem.policy).micro_batches
-    # The grid of the packing is the grid of the plan, and much faster to make.
-    return _Packed(best.makespan_ns, _reason(ranking), micro_batches, grid_of_priced(priced, best.cost_model))
+    best = judged(ranking, batch.lengths)
+    micro_batches = build_plan(batch.samples, best.priced, best.prices, problem.policy).micro_batches
+    return _Packed(best.makespan_ns, _reason(ranking) + best.in_words, micro_batches, best.grid)
 
 
 def _prove(batch: Batch, packed: _Packed, prices: CostModel) -> _Packed:

@@ -4,7 +4,7 @@
 
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
-this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `mask_rules`, `placement`,
+this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `branches`, `mask_rules`, `placement`,
 `linear_attention`, `plan`, then what a batch is planned for: `layers`, `stage_layers`, `experts`, `linear_layers`,
 `model`, `hardware`, `options`, `state`, `adapters`, `data_parallel`, `problem`.
 """
@@ -28,6 +28,7 @@ from dynamic_cp.types.attention import (
     is_placed,
     needs_latents,
 )
+from dynamic_cp.types.branches import Branches, SharedQuestion, Tree
 from dynamic_cp.types.counts import (
     MAX_COUNT,
     counted,
@@ -41,7 +42,7 @@ from dynamic_cp.types.hardware import (
 )
 from dynamic_cp.types.layers import Layer, Stage
 from dynamic_cp.types.linear_attention import STATE_EXCHANGES, LinearAttention, StateExchange
-from dynamic_cp.types.mask_rules import MaskRule, masks_by_rule, parse_mask_rule
+from dynamic_cp.types.mask_rules import MaskRule, masks_by_rule, parse_mask, parse_mask_rule
 from dynamic_cp.types.masks import (
     CAUSAL,
     FULL,
@@ -52,8 +53,6 @@ from dynamic_cp.types.masks import (
     Lambda,
     Mask,
     Rectangle,
-    SharedQuestion,
-    parse_mask,
 )
 from dynamic_cp.types.model import (
     ModelShape,
@@ -126,6 +125,7 @@ __all__ = [
     "UNPLACED",
     "Adapters",
     "Attention",
+    "Branches",
     "Bucket",
     "Causal",
     "CausalBlockwise",
@@ -164,6 +164,7 @@ __all__ = [
     "StateExchangeUse",
     "Topology",
     "Traits",
+    "Tree",
     "check_latents",
     "chunk_tokens",
     "counted",

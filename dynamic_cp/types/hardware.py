@@ -25,6 +25,8 @@ class Hardware:
             long as attention_backward_over_forward says.
         expert_flops_per_s, expert_extra_tokens: rate of the GEMMs of routed experts (0 = as linear_flops_per_s), and
             what each expert of a rank pays for in addition, however few tokens it has.
+        linear_attention_flops_per_s: rate of the products of linear attention in chunks; 0 = a quarter of
+            linear_flops_per_s.
         head_flops_per_s: rate of the LM head.
         memory_bandwidth_bytes_per_s: of the device's memory; prices the embedding and the loss.
         collective_bandwidth_in_node_bytes_per_s: bus bandwidth inside a node; prices TP collectives and the gradient
@@ -66,6 +68,7 @@ class Hardware:
     recompute_overhead_credit: float = 0.5
     expert_flops_per_s: float = 0.0
     expert_extra_tokens: float = 0.0
+    linear_attention_flops_per_s: float = 0.0
     head_flops_per_s: float = 0.0
     memory_bandwidth_bytes_per_s: float = 0.0
     collective_bandwidth_in_node_bytes_per_s: float = 0.0

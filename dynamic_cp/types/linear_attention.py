@@ -138,6 +138,11 @@ class LinearAttention:
         key, value = self.key_size, self.value_size
         return self.num_heads * (4 * key * (key + value) if self.has_delta_rule else 2 * key * value)
 
+    @property
+    def composing_flops(self) -> int:
+        """FLOPs of carrying states over one chunk."""
+        return 2 * self.num_heads * self.key_size * self.value_size * (self.key_size if self.has_delta_rule else 1)
+
     # Bytes.
 
     @property
@@ -165,6 +170,8 @@ class LinearAttention:
 
     def copied_groups(self, num_lanes: int) -> int:
         """Return how many groups the lanes of a group have together, each for its heads: at least num_groups."""
+        if num_lanes >= self.num_heads:  # a head, or none, each
+            return self.num_heads
         return sum(len(self.groups_of_lane(lane, num_lanes)) for lane in range(num_lanes))
 
     def most_heads(self, num_lanes: int) -> int:
@@ -188,11 +195,27 @@ class LinearAttention:
         out = self.state_bytes if backward else self.summary_bytes
         return CHUNKS_PER_LANE * (out + self.state_bytes) * (num_lanes - 1) / num_lanes
 
-    def halo_bytes(self, num_lanes: int, element_bytes: int) -> float:
+    def halo_bytes(self, num_lanes: int, element_bytes: int, chunk_tokens: int | None = None) -> float:
         """Return the bytes that a lane sends for a sample where states are exchanged, forward, in the mean of lanes, of
         tokens before the chunks of others, whose convolution sees them; backward sends as many.
 
-        Limits: chunks shorter than what the convolution sees need fewer.
+        Args:
+            chunk_tokens: of the sample; None: at least as many as the convolution sees before a token.
         """
-        rows = CHUNKS_PER_LANE * (self.kernel_size - 1) * (num_lanes - 1) / num_lanes
-        return rows * self.convolved_channels * element_bytes
+        return self._halo_tokens(num_lanes, chunk_tokens) / num_lanes * self.convolved_channels * element_bytes
+
+    def _halo_tokens(self, num_lanes: int, chunk_tokens: int | None) -> int:
+        """Return the tokens that lanes need of others, all together; zigzag, two neighbours share the middle."""
+        before, chunks = self.kernel_size - 1, CHUNKS_PER_LANE * num_lanes
+        if chunk_tokens is None or chunk_tokens >= before:
+            return before * (chunks - 2) if num_lanes > 1 else 0
+
+        def lane_of(chunk: int) -> int:
+            return min(chunk, chunks - 1 - chunk)
+
+        sources = (
+            (chunk, position // chunk_tokens)
+            for chunk in range(chunks)
+            for position in range(max(0, chunk * chunk_tokens - before), chunk * chunk_tokens)
+        )
+        return sum(lane_of(chunk) != lane_of(source) for chunk, source in sources)

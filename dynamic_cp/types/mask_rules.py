@@ -1,14 +1,15 @@
-"""Rules that give samples of known length their masks: for plans of lengths alone, from the command or as arrays."""
+"""Texts of masks, and of rules that give samples of known length theirs: for plans of lengths alone."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types.branches import SharedQuestion, Tree
 from dynamic_cp.types.counts import counted, require_at_least
-from dynamic_cp.types.masks import CAUSAL, Mask, SharedQuestion, parse_mask
+from dynamic_cp.types.masks import CAUSAL, Causal, CausalBlockwise, Full, KeyRanges, Lambda, Mask
 
 logger = logging.getLogger(__name__)
 
@@ -16,24 +17,53 @@ MaskRule = Callable[[int], Mask | None]
 """Tokens of a sample -> its mask; None: that of the model's layers."""
 
 
-def parse_mask_rule(text: str) -> MaskRule:
-    """Return the rule that gives samples of known length their masks.
+_KINDS: dict[str, Callable[..., Mask]] = {one.name: one for one in (Causal, Full, Lambda, CausalBlockwise)}
+_NUM_NUMBERS = {"causal": (0,), "full": (0,), "lambda": (2,), "causal_blockwise": (2, 3)}
+_EXAMPLES = "causal, full, lambda:64,4096, causal_blockwise:256,2, shared_question:100,30,50 or tree:100(30(20,40),50)"
 
-    Args:
-        text: a mask, or `shared_question:4x0.2` for 4 equal answers to a prompt of a share of 0.2 of the tokens.
-            Samples that are too short for that have the mask of the layers, and with `causal` all have.
+
+def parse_mask(text: str) -> Mask:
+    """Return the mask whose `str` is `text`.
 
     Raises:
         InvalidInputError: it is none; says what is needed.
     """
     name, _, rest = text.partition(":")
-    count, by, share = rest.partition("x")
-    if name == SharedQuestion.name and by:
+    if name == KeyRanges.name:
+        return KeyRanges.parse(rest)
+    if name == Tree.name and (tree := Tree.parse(rest)) is not None:
+        return tree
+    words = rest.split(",") if rest else []
+    if all(word.isdecimal() for word in words):
+        numbers = tuple(map(int, words))
+        if name in _NUM_NUMBERS and len(numbers) in _NUM_NUMBERS[name]:
+            return _KINDS[name](*numbers)
+        if name == SharedQuestion.name and len(numbers) > 1:
+            return SharedQuestion(numbers[0], numbers[1:])
+    raise InvalidInputError(f"mask {text[:40]!r} is unknown: use {_EXAMPLES}", mask=text)
+
+
+def parse_mask_rule(text: str) -> MaskRule:
+    """Return the rule that gives samples of known length their masks.
+
+    Args:
+        text: a mask, `shared_question:4x0.2` for 4 equal answers to a prompt of a share of 0.2 of the tokens, or
+            `tree:2x4x0.2` for the same at several levels: behind 0.2 of the tokens 2 equal parts, of each of which
+            0.2 are there before 4 equal branches. Samples that are too short for that have the mask of the layers,
+            and with `causal` all have.
+
+    Raises:
+        InvalidInputError: it is none; says what is needed.
+    """
+    name, _, rest = text.partition(":")
+    *counts, share = rest.split("x")
+    if counts and name in _SHARES:
         try:
-            numbers = int(count), float(share)
-        except ValueError:
-            raise InvalidInputError(f"mask {text!r} has no answers x share: use {name}:4x0.2", mask=text) from None
-        return _SharesOf(*numbers)
+            return _SharesOf(name, tuple(map(int, counts)), float(share))
+        except ValueError as error:
+            if isinstance(error, InvalidInputError):
+                raise
+            raise InvalidInputError(f"mask {text!r} has no {_SHARES[name]}", mask=text) from None
     mask = None if text == CAUSAL.name else parse_mask(text)
     return lambda _seqlen: mask
 
@@ -61,33 +91,62 @@ def masks_by_rule(text: str, seqlens: Sequence[int]) -> list[Mask | None]:
     return masks
 
 
+_SHARES = {
+    SharedQuestion.name: "answers x share: use shared_question:4x0.2",
+    Tree.name: "branches x share: use tree:2x4x0.2",
+}
+"""Rules with shares -> what their texts need."""
+
+
 @dataclass(frozen=True, slots=True)
 class _SharesOf:
-    """The rule for answers of equal length to a prompt that is a share of the sample."""
+    """The rule for equal branches behind a prompt that is a share of the sample; they may branch again in that way."""
 
-    num_answers: int
+    name: str
+    counts: tuple[int, ...]
     prompt_share: float
 
     def __post_init__(self) -> None:
-        require_at_least(1, num_answers=self.num_answers)
+        if self.name == SharedQuestion.name and len(self.counts) > 1:
+            raise ValueError("answers do not branch")
+        require_at_least(1, num_answers=min(self.counts))
         if not 0.0 < self.prompt_share < 1.0:
             raise InvalidInputError(
                 f"the prompt has a share of {self.prompt_share} of the tokens, more than 0 and less than 1 is needed"
             )
 
     def __call__(self, seqlen: int) -> Mask | None:
-        prompt = int(seqlen * self.prompt_share)
-        answer, rest = divmod(seqlen - prompt, self.num_answers)
-        if not prompt or not answer:
+        lengths, depths = zip(*self._segments(seqlen, 0), strict=True)
+        if min(lengths) < 1:
             return None
-        return SharedQuestion(prompt, (answer,) * (self.num_answers - 1) + (answer + rest,))
+        return Tree(lengths, depths) if self.name == Tree.name else SharedQuestion(lengths[0], lengths[1:])
+
+    def _segments(self, num_tokens: int, depth: int) -> Iterator[tuple[int, int]]:
+        """Yield length and depth of each segment of a part of a sample."""
+        if depth == len(self.counts):
+            yield num_tokens, depth
+            return
+        prompt = int(num_tokens * self.prompt_share)
+        yield prompt, depth
+        num_parts = self.counts[depth]
+        part, rest = divmod(num_tokens - prompt, num_parts)
+        if not part:  # no more of what is too short
+            yield 0, depth + 1
+            return
+        for index in range(num_parts):
+            yield from self._segments(part + (rest if index == num_parts - 1 else 0), depth + 1)
 
     def why_too_short(self, longest: int) -> str:
         """Return why even the longest sample cannot have it, with its numbers and a remedy."""
         prompt = int(longest * self.prompt_share)
         if not prompt:
             return f"a prompt of {self.prompt_share} of the {longest} tokens of the longest is empty: raise the share"
+        most, behind = self.counts[0], longest - prompt
+        if len(self.counts) > 1:
+            return (
+                f"the longest has {longest} tokens, {behind} of them for {' x '.join(map(str, self.counts))} "
+                "branches: ask for fewer"
+            )
         return (
-            f"the longest has {longest} tokens, {longest - prompt} of them for {self.num_answers} answers: ask for "
-            f"{longest - prompt} answers or fewer"
+            f"the longest has {longest} tokens, {behind} of them for {most} answers: ask for {behind} answers or fewer"
         )

@@ -7,13 +7,15 @@ Layers have one (CAUSAL, or FULL), and a sample may bring its own, as text
     causal_blockwise:256,2,1      the first block of 256 tokens, and those of the last 2 blocks' length up to itself;
                                   tokens of the last block see all before them
     shared_question:100,30,50     answers of 30 and of 50 tokens to a prompt of 100, which both see besides themselves
+    tree:100(30(20,40),50)        the same with more levels: behind 100 tokens 50, or 30 and then 20 or 40
     ranges:<base64>               any two ranges of keys per token (`KeyRanges`)
 
-A token always sees itself, and at most two ranges of keys. Work is counted in pairs of a token and a key that it sees.
+A token always sees itself, and few ranges of keys. Work is counted in pairs of a token and a key that it sees. Here are
+all but shared_question and tree (`branches`); `mask_rules` reads texts.
 In a layer with a window it sees of those what its window shows, by positions (`Windowed`).
 
-Sources: lambda from Han et al. 2024 (arXiv 2308.16137), causal_blockwise and shared_question with these shapes from DCP
-(arXiv 2510.10620, section 7).
+Sources: lambda from Han et al. 2024 (arXiv 2308.16137), causal_blockwise with these shapes from DCP (arXiv 2510.10620,
+section 7).
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
-from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -38,7 +39,7 @@ if TYPE_CHECKING:  # numpy takes longer to import than `dynamic-cp --help` may
 
 
 BEGIN, END, SECOND_BEGIN, SECOND_END = range(4)
-"""Columns of `Mask.key_ranges`."""
+"""First columns of `Mask.key_ranges`."""
 
 
 class Rectangle(NamedTuple):
@@ -81,9 +82,10 @@ class Mask:
         raise NotImplementedError
 
     def key_ranges(self, seqlen: int) -> Ranges:
-        """Return the keys that each token of a sequence sees, int32 [token, (BEGIN, END, SECOND_BEGIN, SECOND_END)].
+        """Return the keys that each token of a sequence sees, int32 [token, (BEGIN, END, SECOND_BEGIN, SECOND_END, …)].
 
-        They go from a begin to before an end; the second range lies behind the first, and is empty where one says all.
+        They go from a begin to before an end, in two ranges or more, each behind the one before; those that a token
+        does not need are empty.
         """
         raise NotImplementedError
 
@@ -129,10 +131,10 @@ class Causal(Mask):
     pairs_per_token2: ClassVar[float] = 0.5
 
     def num_pairs(self, seqlen: int) -> int:
-        return _triangle(seqlen)
+        return triangle(seqlen)
 
     def key_ranges(self, seqlen: int) -> Ranges:
-        return _up_to_itself(seqlen)
+        return up_to_itself(seqlen)
 
     def rectangles(self, seqlen: int) -> tuple[Rectangle, ...]:
         return (Rectangle.square(0, seqlen, causal=True),)
@@ -153,7 +155,7 @@ class Full(Mask):
         return seqlen * seqlen
 
     def key_ranges(self, seqlen: int) -> Ranges:
-        ranges = _up_to_itself(seqlen)
+        ranges = up_to_itself(seqlen)
         ranges[:, END] = seqlen
         return ranges
 
@@ -180,7 +182,7 @@ class Lambda(Mask):
 
     def num_pairs(self, seqlen: int) -> int:
         most = self.sink + self.window
-        return _triangle(min(seqlen, most)) + max(0, seqlen - most) * most
+        return triangle(min(seqlen, most)) + max(0, seqlen - most) * most
 
     def key_ranges(self, seqlen: int) -> Ranges:
         return _sink_and_window(seqlen, self.sink, self.window)
@@ -214,10 +216,10 @@ class CausalBlockwise(Mask):
 
     def num_pairs(self, seqlen: int) -> int:
         start = self._start_of_last_block(seqlen)
-        return self._sparse.num_pairs(start) + _triangle(seqlen) - _triangle(start)
+        return self._sparse.num_pairs(start) + triangle(seqlen) - triangle(start)
 
     def key_ranges(self, seqlen: int) -> Ranges:
-        ranges = _up_to_itself(seqlen)
+        ranges = up_to_itself(seqlen)
         start = self._start_of_last_block(seqlen)
         ranges[:start] = self._sparse.key_ranges(start)
         return ranges
@@ -229,69 +231,6 @@ class CausalBlockwise(Mask):
 
     def _start_of_last_block(self, seqlen: int) -> int:
         return (seqlen - 1) // self.block_size * self.block_size
-
-
-@dataclass(frozen=True, slots=True)
-class SharedQuestion(Mask):
-    """Answers to one prompt, which is there once: tokens of an answer attend to the prompt and to their own answer.
-
-    A sample of them is worth as many samples of prompt and answer.
-
-    Attributes:
-        prompt: its tokens, before those of the answers.
-        answers: tokens of each answer.
-    """
-
-    name = "shared_question"
-    prompt: int
-    answers: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        require_at_least(1, prompt=self.prompt)
-        if not self.answers or min(self.answers) < 1:
-            raise InvalidInputError(
-                f"shared_question has {len(self.answers)} answers, the shortest of {min(self.answers, default=0)} "
-                "tokens, at least 1 answer of 1 token is needed: leave out empty answers",
-                answers=self.answers,
-            )
-
-    def why_unfit(self, seqlen: int) -> str | None:
-        total = self.prompt + sum(self.answers)
-        if total == seqlen:
-            return None
-        return f"prompt and answers have {total} tokens, the sample {seqlen}: both must be equal"
-
-    def num_pairs(self, seqlen: int) -> int:
-        own = sum(_triangle(answer) + answer * self.prompt for answer in self.answers)
-        return _triangle(self.prompt) + own
-
-    def key_ranges(self, seqlen: int) -> Ranges:
-        ranges = _up_to_itself(seqlen)
-        start = self.prompt + self.answers[0]  # the first answer touches the prompt: one range
-        for answer in self.answers[1:]:
-            ranges[start : start + answer, SECOND_BEGIN] = start
-            ranges[start : start + answer, SECOND_END] = ranges[start : start + answer, END]
-            ranges[start : start + answer, END] = self.prompt
-            start += answer
-        return ranges
-
-    def rectangles(self, seqlen: int) -> tuple[Rectangle, ...]:
-        squares = [Rectangle.square(0, self.prompt, causal=True)]
-        for answer in self.answers:
-            squares.append(Rectangle.square(squares[-1].first_row + squares[-1].num_rows, answer, causal=True))
-        return (*squares, Rectangle(self.prompt, seqlen - self.prompt, 0, self.prompt, False))
-
-    def positions(self, seqlen: int) -> Positions:
-        """Every answer goes on from the end of the prompt."""
-        positions = _up_to_itself(seqlen)[:, END].astype("int64") - 1
-        start = self.prompt
-        for answer in self.answers:
-            positions[start : start + answer] -= start - self.prompt
-            start += answer
-        return positions
-
-    def __str__(self) -> str:
-        return f"{self.name}:{','.join(map(str, (self.prompt, *self.answers)))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +254,7 @@ class KeyRanges(Mask):
         if ranges.ndim != 2 or ranges.shape[1] != 4:
             raise InvalidInputError(f"key ranges have the shape {ranges.shape}, [tokens, 4] is needed")
         begin, end, second, last = ranges.T
-        own = _up_to_itself(len(ranges))[:, END] - 1
+        own = up_to_itself(len(ranges))[:, END] - 1
         ordered = (begin >= 0) & (begin <= end) & (second <= last) & ((second == last) | (end <= second))
         inside = (end <= len(ranges)) & (last <= len(ranges))
         sees_itself = ((begin <= own) & (own < end)) | ((second <= own) & (own < last))
@@ -329,13 +268,26 @@ class KeyRanges(Mask):
             )
         return cls(ranges.astype("<i4").tobytes())
 
+    @classmethod
+    def parse(cls, text: str) -> KeyRanges:
+        """Return the mask whose text is `text` behind its name.
+
+        Raises:
+            InvalidInputError: it is none.
+        """
+        try:
+            return cls.of(_ranges_in(zlib.decompress(base64.urlsafe_b64decode(text))))
+        except (binascii.Error, zlib.error, ValueError) as error:
+            raise InvalidInputError(
+                f"mask {f'{cls.name}:{text}'[:40]!r} holds no key ranges ({error}): write it by str()"
+            ) from None
+
     def why_unfit(self, seqlen: int) -> str | None:
         rows = len(self.content) // 16
         return None if rows == seqlen else f"there are key ranges of {rows} tokens, the sample has {seqlen}"
 
     def num_pairs(self, seqlen: int) -> int:
-        begin, end, second, last = _ranges_in(self.content).T
-        return int((end - begin + last - second).sum())
+        return num_pairs_of(_ranges_in(self.content))
 
     def key_ranges(self, seqlen: int) -> Ranges:
         return _ranges_in(self.content)
@@ -362,19 +314,13 @@ class Windowed(Mask):
             return reason
         if isinstance(self.mask, Full):
             return "its tokens see later ones, and a window ends with the token itself: use a mask that looks back"
-        most = _most_ranges_through(self.mask, self.window, seqlen)
-        if most <= 2:
-            return None
-        return (
-            f"through a window of {self.window.window} tokens and a sink of {self.window.sink} a token sees {most} "
-            "ranges of keys, at most 2 are supported: leave out the sink (--window-sink-tokens), or the mask"
-        )
+        return None
 
     def num_pairs(self, seqlen: int) -> int:
         return _num_pairs_through(self.mask, self.window, seqlen)
 
     def key_ranges(self, seqlen: int) -> Ranges:
-        return _ranges_through(self.mask, self.window, seqlen)[0]
+        return _ranges_through(self.mask, self.window, seqlen)
 
     def positions(self, seqlen: int) -> Positions | None:
         return self.mask.positions(seqlen)
@@ -393,46 +339,18 @@ class Windowed(Mask):
 CAUSAL, FULL = Causal(), Full()
 
 
-def parse_mask(text: str) -> Mask:
-    """Return the mask whose `str` is `text`.
-
-    Raises:
-        InvalidInputError: it is none; says what is needed.
-    """
-    name, _, rest = text.partition(":")
-    if name == KeyRanges.name:
-        try:
-            return KeyRanges.of(_ranges_in(zlib.decompress(base64.urlsafe_b64decode(rest))))
-        except (binascii.Error, zlib.error, ValueError) as error:
-            raise InvalidInputError(f"mask {text[:40]!r} holds no key ranges ({error}): write it by str()") from None
-    words = rest.split(",") if rest else []
-    if all(word.isdecimal() for word in words):
-        numbers = tuple(map(int, words))
-        if name in _NUM_NUMBERS and len(numbers) in _NUM_NUMBERS[name]:
-            return _KINDS[name](*numbers)
-        if name == SharedQuestion.name and len(numbers) > 1:
-            return SharedQuestion(numbers[0], numbers[1:])
-    raise InvalidInputError(f"mask {text[:40]!r} is unknown: use {_EXAMPLES}", mask=text)
-
-
-_KINDS: dict[str, Callable[..., Mask]] = {one.name: one for one in (Causal, Full, Lambda, CausalBlockwise)}
-_NUM_NUMBERS = {"causal": (0,), "full": (0,), "lambda": (2,), "causal_blockwise": (2, 3)}
-_EXAMPLES = "causal, full, lambda:64,4096, causal_blockwise:256,2 or shared_question:100,30,50"
-
-
 @lru_cache(maxsize=65536)
 def _num_pairs_through(mask: Mask, window: Lambda, seqlen: int) -> int:
-    begin, end, second, last = _ranges_through(mask, window, seqlen)[0].T
-    return int((end - begin + last - second).sum())
+    return num_pairs_of(_ranges_through(mask, window, seqlen))
 
 
-@lru_cache(maxsize=65536)
-def _most_ranges_through(mask: Mask, window: Lambda, seqlen: int) -> int:
-    return _ranges_through(mask, window, seqlen)[1] if window.sink else 2
+def num_pairs_of(ranges: Ranges) -> int:
+    """Return the pairs that `Mask.key_ranges` allow."""
+    return int(ranges[:, 1::2].sum(dtype="int64") - ranges[:, ::2].sum(dtype="int64"))
 
 
-def _ranges_through(mask: Mask, window: Lambda, seqlen: int) -> tuple[Ranges, int]:
-    """Return (the first two ranges of keys that each token sees through a window, how many the most have).
+def _ranges_through(mask: Mask, window: Lambda, seqlen: int) -> Ranges:
+    """Return the ranges of keys that each token sees through a window, as `Mask.key_ranges`.
 
     Positions in a range go up by 1 from key to key, so that a window leaves of it its end, and a sink its beginning.
     """
@@ -447,10 +365,11 @@ def _ranges_through(mask: Mask, window: Lambda, seqlen: int) -> tuple[Ranges, in
     size = end - begin
     until = begin + np.clip(window.sink - first, 0, size)
     since = np.maximum(begin + np.clip(positions[:, None] - window.window + 1 - first, 0, size), until)
-    parts = np.stack([begin, until, since, end], axis=2).reshape(seqlen, 4, 2)
-    found, count = np.zeros((seqlen, 5, 2), np.int64), np.zeros(seqlen, np.int64)
+    num_parts = ranges.shape[1]
+    parts = np.stack([begin, until, since, end], axis=2).reshape(seqlen, num_parts, 2)
+    found, count = np.zeros((seqlen, num_parts + 1, 2), np.int64), np.zeros(seqlen, np.int64)
     rows = np.arange(seqlen)
-    for part in range(4):
+    for part in range(num_parts):
         low, high = parts[:, part].T
         there = low < high
         # What begins where the one before ends is one with it; slot 0 stays empty.
@@ -458,10 +377,12 @@ def _ranges_through(mask: Mask, window: Lambda, seqlen: int) -> tuple[Ranges, in
         count += is_new
         found[rows[is_new], count[is_new], 0] = low[is_new]
         found[rows[there], count[there], 1] = high[there]
-    return found[:, 1:3].reshape(seqlen, 4).astype(np.int32), int(count.max())
+    most = max(2, int(count.max()))
+    return found[:, 1 : most + 1].reshape(seqlen, 2 * most).astype(np.int32)
 
 
-def _triangle(num_tokens: int) -> int:
+def triangle(num_tokens: int) -> int:
+    """Return the pairs of a causal sequence."""
     return num_tokens * (num_tokens + 1) // 2
 
 
@@ -471,7 +392,8 @@ def _ranges_in(content: bytes) -> Ranges:
     return np.frombuffer(content, "<i4").reshape(-1, 4).astype(np.int32)
 
 
-def _up_to_itself(seqlen: int) -> Ranges:
+def up_to_itself(seqlen: int) -> Ranges:
+    """Return the key ranges of a causal sequence."""
     import numpy as np
 
     ranges = np.zeros((seqlen, 4), np.int32)
@@ -480,7 +402,7 @@ def _up_to_itself(seqlen: int) -> Ranges:
 
 
 def _sink_and_window(seqlen: int, sink: int, window: int) -> Ranges:
-    ranges = _up_to_itself(seqlen)
+    ranges = up_to_itself(seqlen)
     first = sink + window  # tokens before see all before them: there the window touches the sink
     ranges[first:, SECOND_BEGIN] = ranges[first:, END] - window
     ranges[first:, SECOND_END] = ranges[first:, END]

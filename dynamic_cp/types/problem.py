@@ -40,6 +40,12 @@ class Problem:
                 tp_size=topology.tp_size,
             )
         self._check_recomputed_layers()
+        if self.options.pool != "off" and self.model.linear_attention is not None:
+            raise UnsupportedFeatureError(
+                f"a pool of attention servers does not know layers with linear attention, and pool is "
+                f"{self.options.pool!r}: leave the pool out (--dynamic-cp-pool off)",
+                pool=self.options.pool,
+            )
 
     @property
     def linear_backward_over_forward(self) -> float:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import AUTO, RING_ALONE, UNPLACED, ModelShape, PipelineLayers, StateDtypes
 from megatron.dynamic_cp.flags.activation import check_activation
+from megatron.dynamic_cp.flags.exclusions import PATTERN, VARIANT
 from megatron.dynamic_cp.flags.experts import check_experts
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, is_on, qk_width
 from megatron.dynamic_cp.flags.layer_needs import TRANSFORMER_IMPLS
@@ -73,7 +74,10 @@ REFUSED: tuple[Unsupported, ...] = (
     Unsupported("--eval-global-batch-size", "evaluation has the global batch size of training"),
     Unsupported("--eval-micro-batch-size", "a micro-batch is a pack of samples", off=(1,)),
     Unsupported("--dataloader-inter-document-masking", "--use-varlen-dataset makes documents samples"),
-    Unsupported("--hybrid-layer-pattern", "state-space layers are sequential"),
+    *(
+        Unsupported(flag, f"its layers were not checked in a checkout {_OURS}")
+        for flag in (VARIANT, PATTERN, "--hybrid-layer-pattern")
+    ),
     Unsupported("--full-validation", _DATA),
     Unsupported("--multiple-validation-sets", _DATA),
     Unsupported("--phase-transition-iterations", _DATA),

@@ -32,8 +32,8 @@ def sees_of(sample: Sample, mask: Mask = CAUSAL) -> Tensor:
     """Return which keys each token of a sample sees, pair by pair, in layers with `mask`."""
     keys = torch.arange(sample.seqlen)
     ranges = (sample.mask or mask).key_ranges(sample.seqlen)
-    begin, end, second, last = (torch.from_numpy(x.astype(np.int64))[:, None] for x in ranges.T)
-    sees = ((keys >= begin) & (keys < end)) | ((keys >= second) & (keys < last))
+    begin, end = (torch.from_numpy(ranges[:, first::2].astype(np.int64))[..., None] for first in (0, 1))
+    sees = ((keys >= begin) & (keys < end)).any(dim=1)
     if sample.mask is None or not isinstance(mask, Lambda):
         return sees
     positions = sample.mask.positions(sample.seqlen)

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.fusions import fused_softmax
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
@@ -23,10 +24,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_token_prediction, utils
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from dynamic_cp.types import Sample
+from megatron.dynamic_cp.flags.linear_attention import set_pattern
 from megatron.dynamic_cp.repairs import expert_routing, latent_attention, releases
 from tests.distributed.harness import initialize_model_parallel
+from tests.distributed.token_by_token import with_linear_layers
 
 VOCAB_SIZE = 256
 HIDDEN_SIZE = 128
@@ -46,6 +51,7 @@ class ModelVariant:
     model: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # arguments of GPTModel
     yarn: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # flags
     dense_layers: int = 0  # before those with experts
+    pattern: str = ""  # of halves of layers
 
 
 # Llama-like: RoPE, RMS norm, SwiGLU, grouped-query attention.
@@ -248,6 +254,32 @@ MOE_UNCOUNTED = ModelVariant(
 GATHERED = ModelVariant("gathered", config=LLAMA.config, model={"parallel_output": False})
 MTP_GATHERED = ModelVariant("mtp_gathered", config=MTP.config, model=GATHERED.model)
 MOE_BIASED = ModelVariant("moe_biased", config={**MOE.config, "add_bias_linear": True})
+# As Qwen3-Next: a gated delta net in every other layer, gated attention in the others; and with experts.
+_DELTA = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "attention_output_gate": True,
+}
+DELTA = ModelVariant("delta", config={**LLAMA.config, **_DELTA})
+DELTA_MOE = ModelVariant("delta_moe", config={**MOE_TOP_1.config, **_DELTA})
+# As Nemotron-H: halves of layers, without positions.
+_MAMBA = {
+    "normalization": "RMSNorm",
+    "num_query_groups": 2,
+    "activation_func": squared_relu,
+    "is_hybrid_model": True,
+    "mamba_num_heads": 8,
+    "mamba_num_groups": 2,
+    "mamba_head_dim": 12,
+    "mamba_state_dim": 16,
+}
+MAMBA = ModelVariant("mamba", position_embedding="none", pattern="M*-M", config=_MAMBA)
+MAMBA_MOE = ModelVariant("mamba_moe", position_embedding="none", pattern="ME*M", config={**_EXPERTS, **_MAMBA})
+HYBRIDS = (DELTA, DELTA_MOE, MAMBA, MAMBA_MOE)
 OF_REPORTS = (GATHERED, MTP_GATHERED, MOE_BIASED)
 # Experts alone, whatever their routers' losses.
 MOE_PLAIN = ModelVariant("moe_plain", config={**MOE.config, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None})
@@ -255,7 +287,8 @@ COMBINED = (MOE_UNCOUNTED, MOE_PLAIN, GPT_OSS, MTP_OFFSET, DEEPSEEK, MOE_MTP, MO
 LATENT_KINDS = (LATENT, LATENT_PLAIN, LATENT_8_HEADS)
 PLAIN = (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE)
 VARIANTS = {
-    v.name: v for v in (*PLAIN, ALL_OF_ENGINE, *FEATURES, *EXPERTS, *MULTI_TOKEN, *LATENT_KINDS, *COMBINED, *OF_REPORTS)
+    v.name: v
+    for v in (*PLAIN, ALL_OF_ENGINE, *FEATURES, *EXPERTS, *MULTI_TOKEN, *LATENT_KINDS, *COMBINED, *HYBRIDS, *OF_REPORTS)
 }
 
 
@@ -298,6 +331,7 @@ def transformer_config(variant: ModelVariant, **overrides: Any) -> TransformerCo
         dense = variant.dense_layers
         values["moe_layer_freq"] = [0] * dense + [1] * (values["num_layers"] - dense)
     config = kind(**values)
+    set_pattern(config, variant.pattern)
     for name, value in variant.yarn.items():  # fields that megatron-core has not, each with its default
         setattr(config, YARN_FIELDS[name], value)
     for name, value in YARN_DEFAULTS.items() if variant.yarn else ():
@@ -447,6 +481,11 @@ def reference_step(
                 # Already in 0.17 a function, though the layer's MLP is none yet.
                 of_one = experts.keywords["submodules"] if hasattr(experts, "keywords") else experts.submodules
                 of_one.linear_fc2 = Cloned
+    if variant in HYBRIDS:
+        layers = [stock_layer(config)] * num_layers if config.num_moe_experts is None else spec.layer_specs
+        if variant.pattern:
+            layers = [stock_layer(config), layers[-1]]
+        spec = TransformerBlockSubmodules(with_linear_layers(layers, config), WrappedTorchNorm)
     num_tokens = []  # with a loss, of each sample so far
     if config.mtp_num_layers:
         weigh_later_tokens_as_others(lambda: num_tokens[-1])

@@ -64,8 +64,8 @@ def run_bf16_step(
     config.finalize_model_grads_func = finalize_model_grads
 
     def counterpart(name: str, parameter: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        gated = config.gated_linear_unit and "linear_fc1" in name
-        return parity.tensor_parallel_part(parameter, tensors[parity.reference_name(chunk, name)], gated)
+        full = tensors[parity.reference_name(chunk, name)]
+        return parity.tensor_parallel_part(parameter, full, parity.sections_of(name, full, config))
 
     with torch.no_grad():
         for name, parameter in chunk.named_parameters():

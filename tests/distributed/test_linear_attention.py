@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -149,14 +149,14 @@ def test_layers_may_be_computed_a_second_time(way: StateExchange) -> None:
 def test_lanes_send_what_sizes_say(kind: str) -> None:
     """In the mean of lanes; float32, as elements of the model are 4 bytes here."""
     sizes = replace(LAYERS[kind], num_heads=8, num_groups=2)
-    for seqlens, cp_size in (((24,), 2), ((64, 32), 4), ((48, 96), 8)):
+    for seqlens, cp_size in (((24,), 2), ((64, 8, 16), 4), ((48, 16), 8)):
         whole = Whole(sizes, seqlens)
         for way in WAYS:
             found, sent = whole.on_lanes(cp_size, way, dtype=torch.float32)
             assert error(found, whole.expected) < 1e-4
             of_tokens = sum(seqlens) / cp_size * sizes.heads_bytes(cp_size, 4)
-            halo = sizes.halo_bytes(cp_size, 4)
-            of_samples = [len(seqlens) * (sizes.states_bytes(cp_size, backward=x) + halo) for x in (False, True)]
+            halo = sum(sizes.halo_bytes(cp_size, 4, seqlen // (2 * cp_size)) for seqlen in seqlens)
+            of_samples = [len(seqlens) * sizes.states_bytes(cp_size, backward=x) + halo for x in (False, True)]
             expected = [of_tokens] * 2 if way == "heads" else of_samples
             assert [sum(one) / cp_size for one in zip(*sent, strict=True)] == expected
 
@@ -200,15 +200,19 @@ def test_ranks_of_changing_groups_compute_the_same(kind: str) -> None:
         assert error(found, wholes[seqlens].expected) < 1e-10, seqlens
 
 
-def test_placed_attention_is_refused() -> None:
-    group: Any = EmulatedGroup(0, Board(1))
+def test_what_states_cannot_follow_is_refused() -> None:
     samples = (Sample(sample_id=0, seqlen=4),)
     placed = PlacedLane(programme=Programme((), (), (), (0, 0)), samples=samples, num_tokens=4)
-    params = DynamicPackedSeqParams.build(
-        (4,), torch.arange(4), group, label="iteration 3", stats=ExchangeStats(), placed=placed
-    )
-    with pytest.raises(UnsupportedFeatureError, match="the plan places attention at iteration 3, and layers of linear"):
-        Whole(LAYERS["mamba2"], (4,)).lane(params)
+    whole, group = Whole(LAYERS["mamba2"], (4,)), cast(Any, EmulatedGroup(0, Board(1)))
+    for message, more in {
+        "the plan places attention at iteration 3, and layers of linear": {"placed": placed},
+        "samples bring masks of their own at iteration 3": {"masked_samples": samples},
+    }.items():
+        params = DynamicPackedSeqParams.build(
+            (4,), torch.arange(4), group, label="iteration 3", stats=ExchangeStats(), **more
+        )
+        with pytest.raises(UnsupportedFeatureError, match=message):
+            whole.lane(params)
 
 
 def join_samples() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 from unittest import mock
@@ -27,6 +28,8 @@ from dynamic_cp.types import (
     Sample,
     SharedQuestion,
     Topology,
+    Tree,
+    parse_mask,
 )
 from dynamic_cp.types.plan import MicroBatch, PlannedBatch
 from examples import torch_device_mesh
@@ -59,6 +62,10 @@ def any_ranges(seqlen: int) -> KeyRanges:
 
 PACKS: dict[str, tuple[tuple[int, Mask | None], ...]] = {
     "answers": ((23, SharedQuestion(9, (6, 3, 5))), (11, SharedQuestion(1, (1,) * 10)), (2, SharedQuestion(1, (1,)))),
+    "trees": tuple(
+        (n, parse_mask(f"tree:{text}"))
+        for n, text in ((30, "4(5(2,6(3,1)),9)"), (3, "3"), (17, "1(1,1(5,1,1(4,3)))"), (21, "2(2(2(2(2(2(2,3),4)))))"))
+    ),
     "full": ((17, FULL), (1, FULL), (6, FULL)),
     "rectangles": ((13, None), (15, FULL), (1, None), (20, SharedQuestion(4, (9, 7))), (3, FULL), (8, None)),
     "windows": ((41, Lambda(2, 5)), (1, Lambda(0, 1)), (30, Lambda(0, 3)), (6, Lambda(64, 4096))),
@@ -66,31 +73,37 @@ PACKS: dict[str, tuple[tuple[int, Mask | None], ...]] = {
     "ranges": ((29, any_ranges(29)), (1, any_ranges(1))),
     "all kinds": (
         *((13, None), (25, Lambda(3, 4)), (15, FULL), (1, any_ranges(1)), (20, SharedQuestion(4, (9, 7))), (1, None)),
-        *((22, any_ranges(22)), (19, CausalBlockwise(5, 1)), (3, FULL), (8, None)),
+        *(
+            (22, any_ranges(22)),
+            (19, CausalBlockwise(5, 1)),
+            (3, FULL),
+            (8, None),
+            (11, parse_mask("tree:2(3(1,2),3)")),
+        ),
     ),
 }
 
 
-WINDOW = Lambda(0, 6)
-IN_WINDOWS = ("answers", "windows without a sink", "blocks", "ranges")
+LAYERS = {"a window": Lambda(0, 6), "a window and a sink": Lambda(2, 3)}
+IN_WINDOWS = [
+    f"{pack} through {layers}" for pack in ("answers", "trees", "windows", "blocks", "ranges") for layers in LAYERS
+]
 """Packs that also meet layers with a window."""
-PACKS["windows without a sink"] = tuple((n, mask) for n, mask in PACKS["windows"] if mask and not mask.sink)
-THROUGH = " through a window"
 
 
 def samples_of(pack: str) -> tuple[Sample, ...]:
-    masks = PACKS[pack.removesuffix(THROUGH)]
+    masks = PACKS[pack.partition(" through ")[0]]
     return tuple(Sample(sample_id=i, seqlen=n, mask=mask) for i, (n, mask) in enumerate(masks))
 
 
 def layers_of(pack: str) -> Mask:
-    return WINDOW if pack.endswith(THROUGH) else CAUSAL
+    return LAYERS.get(pack.partition(" through ")[2], CAUSAL)
 
 
 @lru_cache
 def attended(cp_size: int) -> list[dict[str, tuple[Tensor, ...]]]:
     """Return for each rank pack -> `attend`, in one job."""
-    return run_ranks(cp_size, attend_all, cp_size, (*PACKS, *(pack + THROUGH for pack in IN_WINDOWS)))
+    return run_ranks(cp_size, attend_all, cp_size, (*PACKS, *IN_WINDOWS))
 
 
 def attend_all(cp_size: int, names: tuple[str, ...]) -> dict[str, tuple[Tensor, ...]]:
@@ -145,7 +158,7 @@ def dense(pack: str, cp_size: int) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("pack", [*PACKS, *(pack + THROUGH for pack in IN_WINDOWS)])
+@pytest.mark.parametrize("pack", [*PACKS, *IN_WINDOWS])
 def test_attention_equals_a_dense_softmax(pack: str, cp_size: int) -> None:
     ranks = [of_rank[pack] for of_rank in attended(cp_size)]
     expected = dense(pack, cp_size)
@@ -158,6 +171,13 @@ def test_attention_equals_a_dense_softmax(pack: str, cp_size: int) -> None:
 def drop_a_rectangle() -> None:
     original = SharedQuestion.rectangles
     SharedQuestion.rectangles = lambda self, seqlen: original(self, seqlen)[:2] + original(self, seqlen)[3:]
+
+
+def let_branches_see_a_sibling() -> None:
+    original = Tree.rectangles
+    Tree.rectangles = lambda self, seqlen: tuple(
+        one._replace(num_columns=one.num_columns + 1) if not one.causal else one for one in original(self, seqlen)
+    )
 
 
 def widen_windows_by_one() -> None:
@@ -179,11 +199,9 @@ FAULTS = {
     plant.__name__: (plant, noticed)
     for plant, noticed in (
         (drop_a_rectangle, ("answers", "rectangles", "all kinds")),
-        (widen_windows_by_one, ("windows", "windows without a sink", "blocks", "all kinds")),
-        (
-            give_rows_the_ranges_of_the_row_before,
-            ("windows", "windows without a sink", "blocks", "ranges", "all kinds"),
-        ),
+        (let_branches_see_a_sibling, ("trees", "all kinds")),
+        (widen_windows_by_one, ("windows", "blocks", "all kinds")),
+        (give_rows_the_ranges_of_the_row_before, ("windows", "blocks", "ranges", "all kinds")),
     )
 }
 
@@ -199,26 +217,59 @@ def test_faults_are_noticed_where_they_matter_and_nowhere_else(fault: str) -> No
             assert_close(out, dense(pack, 1)[1])
 
 
-def questions() -> list[tuple[list[int], list[list[int]]]]:
-    """Return prompts with their responses, one of them long."""
-    random = np.random.default_rng(5)
+Words = Callable[[int], list[int]]
 
-    def words(number: int) -> list[int]:
-        return random.integers(0, VOCAB_SIZE, number).tolist()
 
+def questions(words: Words) -> list[dict[str, Any]]:
+    """Return rows of prompts with their responses, one of them long."""
+    lengths = ((300, (80, 60, 90, 40)), (40, (9, 30)), (2, (1,)))
+    return [{"prompt_ids": words(p), "response_ids": [words(a) for a in answers]} for p, answers in lengths]
+
+
+def trees(words: Words) -> list[dict[str, Any]]:
+    """Return rows of turns: 8 branches at 3 levels, not all of whose turns are learned; 5 levels, and a talk."""
+
+    def turn(tokens: int, *children: dict[str, Any], learned: Any = True) -> dict[str, Any]:
+        return {"tokens": words(tokens), "learned": learned, "children": list(children)}
+
+    tries = [turn(40, turn(20, turn(9), turn(1), learned=False), turn(11), turn(6, turn(13))) for _ in range(2)]
+    deep = turn(1, turn(1), turn(2, turn(3), turn(1, turn(4), turn(1, turn(2), turn(1)))))
+    answered = turn(30, turn(5, turn(4)), learned=[index % 3 > 0 for index in range(30)])
     return [
-        (words(p), [words(a) for a in answers]) for p, answers in ((300, (80, 60, 90, 40)), (40, (9, 30)), (2, (1,)))
+        {"turns": turn(450, *tries, learned=False)},
+        {"turns": turn(2, deep, turn(3), turn(20))},
+        {"turns": answered},
     ]
 
 
-def apart() -> list[SampleTokens]:
-    """Return prompt and response together, once for each response."""
+ROWS = {"questions": questions, "trees": trees}
+
+
+def rows_of(kind: str) -> list[dict[str, Any]]:
+    random = np.random.default_rng(5)
+    return ROWS[kind](lambda number: random.integers(0, VOCAB_SIZE, number).tolist())
+
+
+def apart(kind: str) -> list[SampleTokens]:
+    """Return each branch by itself: prompt and response together, once for each response."""
     found = []
-    for prompt, responses in questions():
-        for response in responses:
-            tokens = np.array([*prompt, *response], np.int64)
-            loss = np.r_[np.zeros(len(prompt) - 1), np.ones(len(response)), 0.0].astype(np.float32)
+
+    def add(turn: dict[str, Any], before: list[int], learned: list[bool]) -> None:
+        before = [*before, *turn["tokens"]]
+        learned = [*learned, *np.broadcast_to(turn["learned"], len(turn["tokens"]))]
+        for child in turn["children"]:
+            add(child, before, learned)
+        if not turn["children"]:
+            tokens = np.array(before, np.int64)
+            loss = np.append(learned[1:], 0).astype(np.float32)
             found.append(SampleTokens(tokens=tokens, labels=np.append(tokens[1:], 0), loss_mask=loss))
+
+    for row in rows_of(kind):
+        if "turns" in row:
+            add(row["turns"], [], [])
+            continue
+        answers = [{"tokens": one, "learned": True, "children": []} for one in row["response_ids"]]
+        add({"tokens": row["prompt_ids"], "learned": False, "children": answers}, [], [])
     return found
 
 
@@ -227,10 +278,11 @@ def new_model() -> TinyTransformer:
     return TinyTransformer()
 
 
-def train_apart() -> tuple[float, dict[str, Tensor]]:
+@lru_cache
+def train_apart(kind: str) -> tuple[float, dict[str, Tensor]]:
     model, total = new_model(), 0.0
-    num_tokens = sum(one.loss_mask.sum() for one in apart())
-    for one in apart():
+    num_tokens = sum(one.loss_mask.sum() for one in apart(kind))
+    for one in apart(kind):
         columns = (torch.from_numpy(x)[None] for x in (one.tokens, one.labels))
         losses = model(*columns, torch.arange(len(one.tokens))[None])
         loss = (losses * torch.from_numpy(one.loss_mask)).sum() / num_tokens
@@ -239,16 +291,15 @@ def train_apart() -> tuple[float, dict[str, Tensor]]:
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def train_together(exchange: str, collated: bool) -> tuple[float, dict[str, Tensor], Any]:
+def train_together(kind: str, exchange: str, collated: bool) -> tuple[float, dict[str, Tensor], Any]:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     lanes = Lanes.build(mesh, problem_for(mesh.size(), "p2p", exchange), timeout_s=60)
     wrapped = DistributedDataParallel(new_model(), process_group=lanes.mesh.get_group())
     if collated:
         collator = PlannedCollator(lanes.problem, lanes.lane)
-        features = [{"prompt_ids": prompt, "response_ids": responses} for prompt, responses in questions()]
-        (step,) = lanes.agreed([collator(features)])
+        (step,) = lanes.agreed([collator(rows_of(kind))])
     else:
-        made = [shared_question(*one) for one in questions()]
+        made = [shared_question(*row.values()) for row in rows_of(kind)]
         samples = [Sample(sample_id=i, seqlen=len(one.tokens), mask=mask) for i, (one, mask) in enumerate(made)]
         step = lanes.step(samples, lambda index: made[index][0])
     result = train_step(lanes, wrapped, step, loss_sum, label="step")
@@ -256,20 +307,53 @@ def train_together(exchange: str, collated: bool) -> tuple[float, dict[str, Tens
     return result.loss, gradients, step.plan.facts.cp_histogram
 
 
-@pytest.mark.parametrize(
-    ("num_lanes", "exchange", "collated"), [(1, "a2a", False), (2, "a2a", True), (2, "blocks", True)]
-)
-def test_a_shared_question_trains_as_its_samples_apart(num_lanes: int, exchange: str, collated: bool) -> None:
+def assert_trains_as_apart(kind: str, num_lanes: int, exchange: str, collated: bool = True) -> None:
     shims = tuple(shim.name for shim in cpu_backend.SHIMS)
-    loss, expected = train_apart()
+    loss, expected = train_apart(kind)
     for found, gradients, sizes in run_ranks(
-        num_lanes, train_together, exchange, collated, shims_without=shims, timeout_s=120
+        num_lanes, train_together, kind, exchange, collated, shims_without=shims, timeout_s=120
     ):
         assert max(sizes) == num_lanes
         assert abs(found - loss) <= TOLERANCE * loss
         for name, gradient in gradients.items():
             error = (gradient - expected[name]).abs().max() / expected[name].abs().max()
             assert error <= TOLERANCE, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "exchange", "collated"), [(1, "a2a", False), (2, "a2a", True), (2, "blocks", True)]
+)
+def test_a_shared_question_trains_as_its_samples_apart(num_lanes: int, exchange: str, collated: bool) -> None:
+    assert_trains_as_apart("questions", num_lanes, exchange, collated)
+
+
+@pytest.mark.parametrize(("num_lanes", "exchange"), [(2, "a2a"), (2, "blocks"), (4, "a2a")])
+def test_a_tree_of_turns_trains_as_its_branches_apart(num_lanes: int, exchange: str) -> None:
+    assert_trains_as_apart("trees", num_lanes, exchange)
+
+
+def count_prefixes_once() -> None:
+    """The loss of a turn that branches share counts once, not once for each of them."""
+    original = Tree.segments
+    Tree.segments = lambda self: [one._replace(num_branches=1) for one in original(self)]
+
+
+def let_positions_go_on() -> None:
+    """A branch goes on from the end of its sibling, not of its parent."""
+    Tree.positions = lambda self, seqlen: np.arange(seqlen)
+
+
+def plant_and_train(fault: Callable[[], None]) -> tuple[float, dict[str, Tensor], Any]:
+    fault()
+    return train_together("trees", "a2a", True)
+
+
+@pytest.mark.parametrize("fault", [count_prefixes_once, let_positions_go_on, let_branches_see_a_sibling])
+def test_faults_of_trees_are_noticed(fault: Callable[[], None]) -> None:
+    shims = tuple(shim.name for shim in cpu_backend.SHIMS)
+    _, expected = train_apart("trees")
+    ((_, found, _),) = run_ranks(1, plant_and_train, fault, shims_without=shims, timeout_s=120)
+    assert max((found[name] - one).abs().max() / one.abs().max() for name, one in expected.items()) > 100 * TOLERANCE
 
 
 MASKED = tuple(

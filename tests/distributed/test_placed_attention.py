@@ -44,6 +44,8 @@ from dynamic_cp.types import (
     Sample,
     SharedQuestion,
     Topology,
+    Tree,
+    parse_mask,
 )
 from megatron.dynamic_cp.attention import merge, placed_packs
 from megatron.dynamic_cp.attention.kernels import log_sum_exp
@@ -87,6 +89,7 @@ SAMPLES = tuple(
         (
             *((53, None), (1, None), (23, FULL), (41, Lambda(2, 5)), (29, CausalBlockwise(4, 2))),
             *((31, SharedQuestion(7, (11, 4, 9))), (19, any_ranges(19)), (1, FULL), (2, None)),
+            (30, parse_mask("tree:4(5(2,6(3,1)),9)")),
         )
     )
 )
@@ -370,9 +373,10 @@ def test_layers_with_a_window_cut_the_masks_that_samples_bring() -> None:
     """Answers see the end of their prompt only; of all masks both kinds of layers compute what they should."""
     looking_back = [one for one in SAMPLES if one.mask != FULL]
     samples = tuple(replace(one, sample_id=i) for i, one in enumerate(looking_back))
-    assert {type(one.mask) for one in samples} == {type(None), Lambda, CausalBlockwise, SharedQuestion, KeyRanges}
-    window, seen = Lambda(0, 9), Counter[str]()
-    for num_lanes, node_lanes, inner in ((2, 1, 1), (4, 2, 1), (3, 3, 1)):
+    assert {type(one.mask) for one in samples} == {type(None), Lambda, CausalBlockwise, SharedQuestion, KeyRanges, Tree}
+    seen = Counter[str]()
+    for num_lanes, node_lanes, inner, sink in ((2, 1, 1, 0), (4, 2, 1, 0), (3, 3, 1, 2)):
+        window = Lambda(sink, 9)
         case = Case(num_lanes, node_lanes, 2, samples=samples, window=window, inner=inner)
         seen += assert_case(case)
         without = case._replace(window=None)
@@ -478,10 +482,10 @@ def take_the_rows_before(programme: Programme) -> Programme:
 def end_ranges_a_key_early() -> Any:
     original = placed_packs._key_ranges
 
-    def shorter(*args: Any) -> NDArray[np.int32]:
-        ranges = original(*args)
-        ranges[:, 1::2] -= ranges[:, 1::2] > ranges[:, ::2] + 1
-        return ranges
+    def shorter(*args: Any) -> Iterator[NDArray[np.int32]]:
+        for ranges in original(*args):
+            ranges[:, 1::2] -= ranges[:, 1::2] > ranges[:, ::2] + 1
+            yield ranges
 
     return mock.patch.object(placed_packs, "_key_ranges", shorter)
 

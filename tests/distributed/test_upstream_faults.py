@@ -253,7 +253,6 @@ def test_no_field_asks_for_smoothed_labels() -> None:
     [
         ("distribute_saved_activations", True, "distribute_saved_activations is True, only False is supported"),
         ("calculate_per_token_loss", False, "calculate_per_token_loss is False, only True is supported"),
-        ("experimental_attention_variant", "gated_delta_net", r"--experimental-attention-variant .* is not supported"),
     ],
 )
 def test_what_reaches_a_fault_is_refused(field: str, value: Any, said: str) -> None:

@@ -30,6 +30,7 @@ from dynamic_cp.types import (
     Bucket,
     Experts,
     Hardware,
+    LinearAttention,
     MicroBatch,
     Plan,
     PlannedBatch,
@@ -64,7 +65,17 @@ EXPERTS = {
     ),
 }
 """Models of cases whose lanes may share experts."""
-_ALL_MODELS = {**MODELS, **WINDOWED, **EXPERTS}
+_GATED_DELTA = LinearAttention(kind="gated_delta_net", num_heads=24, num_groups=12, key_size=3, value_size=6)
+_MAMBA = LinearAttention(kind="mamba2", num_heads=24, num_groups=12, key_size=4, value_size=4)
+HYBRIDS = {
+    "gated-delta-net": replace(MODELS["many-heads"], linear_attention=_GATED_DELTA, linear_attention_freq=4),
+    "mamba-2": replace(MODELS["many-heads"], linear_attention=_MAMBA, layer_pattern="M-M-M*-" * 3 + "M*-"),
+    "hybrid-with-experts": replace(
+        MODELS["many-heads"], linear_attention=_MAMBA, layer_pattern="MEME*EMEMEM*" * 2, experts=_EXPERTS
+    ),
+}
+"""Models of cases whose layers may have linear attention."""
+_ALL_MODELS = {**MODELS, **WINDOWED, **EXPERTS, **HYBRIDS}
 _FREE = replace(
     TINY_HARDWARE,
     name="free",
@@ -242,6 +253,57 @@ def draw_expert_case(rng: np.random.Generator, most_lanes: int = 24, most_sample
         case = replace(case, options=replace(options, cp_comm_types=("p2p",)))
         longest = int(case.cost_model.table.capacities.max())
     return replace(case, seqlens=_draw_seqlens(rng, longest, most_samples))
+
+
+def draw_hybrid_case(rng: np.random.Generator, most_lanes: int = 24, most_samples: int = 60) -> Case:
+    """Return a random case of a model with linear attention, experts of which lanes may share."""
+    case = draw_case(rng, most_lanes, most_samples)
+    if rng.integers(4) == 0:
+        case, model = draw_expert_case(rng, most_lanes, most_samples), "hybrid-with-experts"
+    else:
+        model = str(rng.choice(list(HYBRIDS)[:2]))
+    use = str(rng.choice(["auto", "auto", "heads", "states"]))
+    # With many heads every exchange serves at least the groups that it serves with the model of the case.
+    return replace(case, model=model, options=replace(case.options, state_exchange=use))
+
+
+def check_hybrid_case(case: Case, seed: int) -> Counter[str]:
+    """Assert what a plan of a model with linear attention promises; return what was covered."""
+    samples, cost_model, use = case.samples, case.cost_model, case.options.state_exchange
+    shuffled = tuple(samples[index] for index in np.random.default_rng(seed).permutation(len(samples)))
+    by_heads = replace(case, options=replace(case.options, state_exchange="heads"))
+    planned = {"heads": by_heads.plan(), use: case.plan()}
+    for policy in ("static", "balanced") if comparable(case) else ():
+        assert planned["heads"].predicted_s <= by_heads.plan(policy).predicted_s, f"slower than {policy}"
+    plan = planned[use].plan
+    check_plan(plan, samples)
+    assert loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
+    facts = PlanFacts.of(planned[use])
+    for lane, message in enumerate(encode_lanes(plan, facts)):
+        assert decode_lane(message) == lane_plan(plan, lane, facts)
+    assert digest(case.plan(samples=shuffled).plan) == digest(plan), "another order, another plan"
+    timeline = simulate(plan, cost_model)
+    assert (timeline.iteration_s, timeline.lane_busy_s) == (planned[use].predicted_s, planned[use].predicted_busy_s)
+    passing = [bucket for bucket in plan.buckets if bucket.exchanges_states]
+    if use == "auto":
+        assert planned[use].predicted_s <= planned["heads"].predicted_s, "slower than with exchanged heads"
+    assert (
+        len(passing) == (0 if use == "heads" else sum(bucket.cp_size > 1 for bucket in plan.buckets)) or use == "auto"
+    )
+    if case.hardware != "free":
+        bound = lower_bound(samples, cost_model, "quick")
+        assert bound.proven_s <= timeline.makespan_s * (1 + 1e-9) + 1e-8, f"below what is proven, {bound.proven_s}"
+    shared = sum(bucket.cp_size > 1 for bucket in plan.buckets)
+    facts_of = {
+        "passes on states": passing,
+        "passes on states unasked": passing and use == "auto",
+        "exchanges heads unasked": shared and use == "auto" and len(passing) < shared,
+        "states and heads in a plan": 0 < len(passing) < shared,
+        "passes on states in a pipeline": passing and case.topology.pp_size > 1,
+        "passes on states with experts": passing and case.topology.expert_lanes > 1,
+        "several samples pass on states": any(len(bucket.samples) > 1 for bucket in passing),
+    }
+    return _covered(case, planned[use]) + Counter(name for name, holds in facts_of.items() if holds)
 
 
 def _draw_seqlens(rng: np.random.Generator, longest: int, most_samples: int) -> tuple[int, ...]:

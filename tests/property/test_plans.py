@@ -31,9 +31,11 @@ from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Sample, Topology
 from tests.property.instances import (
     Case,
     check_case,
+    check_hybrid_case,
     check_masked_case,
     draw_case,
     draw_expert_case,
+    draw_hybrid_case,
     draw_masked_case,
     longest_seqlen,
 )
@@ -122,6 +124,20 @@ def test_every_promise_of_a_plan_with_experts():
     of_experts = {name: count for name, count in covered.items() if "experts" in name}
     assert len(of_experts) == 5, of_experts
     assert min(of_experts.values()) >= 3, of_experts
+
+
+@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 2000), marks=pytest.mark.nightly)])
+def test_every_promise_of_a_plan_with_linear_attention(seeds):
+    covered: Counter[str] = Counter()
+    for seed in seeds:
+        case = draw_hybrid_case(np.random.default_rng(seed), most_lanes=12, most_samples=20)
+        try:
+            covered += check_hybrid_case(case, seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {case!r}: {error}") from error
+    of_states = {name: count for name, count in covered.items() if "states" in name or "heads" in name}
+    assert len(of_states) == 7, of_states
+    assert min(of_states.values()) >= 2, of_states
 
 
 @given(cases(), st.integers(0, 3))

@@ -17,6 +17,7 @@ from megatron.trainer.setup import model
 from tests.distributed import parity, reference
 from tests.distributed.test_bf16 import LAYOUTS as BF16_LAYOUTS
 from tests.distributed.test_combinations import EACH_NIGHT as TOGETHER
+from tests.distributed.test_hybrids import BY_DAY, BY_NIGHT
 from tests.distributed.test_parity import LAYOUTS
 from tests.trainer.commandline import command_line
 
@@ -33,6 +34,8 @@ TRAINER_WORDS = [
     "--attention-output-gate --qk-l2-norm --no-rope-freq 2 --use-rope-scaling",
     "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim "
     "16 --num-query-groups 4 --rotary-scaling-factor 4 --rotary-base 500 --qk-layernorm",
+    "--experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads 2",
+    "--hybrid-override-pattern M-*M --mamba-num-groups 2 --mamba-head-dim 16 --tensor-model-parallel-size 2",
     "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --recompute-granularity full",
     "--hidden-dropout 0.1 --kv-channels 32 --init-method-std 0.01 --use-cpu-initialization",
 ]
@@ -52,7 +55,7 @@ def test_what_the_trainer_builds_is_supported(words):
     check_supported(config)
 
 
-COMPARED = LAYOUTS | BF16_LAYOUTS | TOGETHER
+COMPARED = LAYOUTS | BF16_LAYOUTS | TOGETHER | BY_DAY | BY_NIGHT
 
 
 @pytest.mark.parametrize("layout", COMPARED.values(), ids=COMPARED)

@@ -8,8 +8,8 @@ With full attention every step is (L, L), but for the keys of padding, which a c
 and a full one does not. Layers with a window are on no ring: a lane has all keys of its sequences, and each row
 its range of them.
 
-Masks of samples that are made of few rectangles give a pack of the causal squares and one of what is full; all others
-give a *ranged* pack, which has two ranges of keys for every row.
+Masks of samples that are made of few rectangles give a pack of the causal squares and packs of what is full; all others
+give *ranged* packs, which have two ranges of keys for every row each. Rows that see more are in several packs.
 
 Everything is made on the host from the lengths that came with the plan, once per micro-batch, and kept in
 `LayerCache`: no layer asks the device for anything.
@@ -170,8 +170,9 @@ def _as_samples(params: DynamicPackedSeqParams) -> list[Sample]:
 
 
 def _packs_of(samples: Sequence[Sample], padded_seqlens: Sequence[int], device: torch.device) -> Iterator[Pack]:
-    """Yield a pack of all causal squares, one of all that is full, and a ranged one of the masks that are neither."""
-    rectangles: list[Rectangle] = []
+    """Yield a pack of all causal squares, packs of all that is full, and ranged ones of the masks that are neither."""
+    squares: list[Rectangle] = []
+    full: dict[int, list[Rectangle]] = {}
     ranged: list[Rectangle] = []
     key_ranges: list[NDArray[np.int32]] = []
     *starts, num_tokens = boundaries(padded_seqlens).tolist()
@@ -184,20 +185,53 @@ def _packs_of(samples: Sequence[Sample], padded_seqlens: Sequence[int], device: 
             continue
         if padded > sample.seqlen:
             found += (Rectangle.square(sample.seqlen, padded - sample.seqlen, causal=True),)
-        rectangles += (
-            one._replace(first_row=start + one.first_row, first_column=start + one.first_column) for one in found
-        )
-    for causal in (True, False):
-        chosen = [one for one in rectangles if one.causal == causal]
-        if chosen:
-            yield _pack_of(chosen, num_tokens, device, mask=CAUSAL if causal else FULL)
+        found = [one._replace(first_row=start + one.first_row, first_column=start + one.first_column) for one in found]
+        squares += (one for one in found if one.causal)
+        for level, one in _levels([one for one in found if not one.causal]):
+            full.setdefault(level, []).append(one)
+    if squares:
+        yield _pack_of(squares, num_tokens, device, mask=CAUSAL)
+    for of_level in full.values():
+        yield _pack_of(of_level, num_tokens, device, mask=FULL)
     if ranged:
-        yield _pack_of(ranged, num_tokens, device, key_ranges=np.concatenate(key_ranges))
+        for two in pairs_of_ranges(key_ranges):
+            yield _pack_of(ranged, num_tokens, device, key_ranges=two)
+
+
+def _levels(rectangles: Sequence[Rectangle]) -> Iterator[tuple[int, Rectangle]]:
+    """Yield the rectangles of a sample with numbers from 0; those of one number share no rows.
+
+    Rows of prefixes of prefixes lie within each other: then the number is how many they lie in.
+    """
+    ends: list[int] = []
+    for one in sorted(rectangles, key=lambda one: (one.first_row, -one.num_rows)):
+        while ends and ends[-1] <= one.first_row:
+            ends.pop()
+        yield len(ends), one
+        ends.append(one.first_row + one.num_rows)
+
+
+def pairs_of_ranges(ranges: Sequence[NDArray[np.int32]]) -> Iterator[NDArray[np.int32]]:
+    """Yield the `Mask.key_ranges` of some sequences as those of packs, which have two for each row; empty ones last."""
+    width = max(one.shape[1] for one in ranges)
+    if width == 4:
+        yield np.concatenate(ranges)
+        return
+    parts = np.concatenate([np.pad(one, ((0, 0), (0, width - one.shape[1]))) for one in ranges]).reshape(
+        -1, width // 2, 2
+    )
+    is_empty = parts[..., 0] >= parts[..., 1]
+    parts = np.take_along_axis(parts, np.argsort(is_empty, axis=1, kind="stable")[..., None], axis=1)
+    most = int((~is_empty).sum(axis=1).max())
+    parts = np.pad(parts, ((0, 0), (0, width // 2 % 2), (0, 0)))
+    for first in range(0, max(most, 1), 2):
+        yield np.ascontiguousarray(parts[:, first : first + 2]).reshape(-1, 4)
 
 
 def _with_padding(ranges: NDArray[np.int32], padded: int) -> NDArray[np.int32]:
     """Return the key ranges of a sequence with those of its padding, which is a causal sequence of its own."""
-    of_padding = CAUSAL.key_ranges(padded - len(ranges))
+    of_padding = np.zeros((padded - len(ranges), ranges.shape[1]), np.int32)
+    of_padding[:, :4] = CAUSAL.key_ranges(len(of_padding))
     of_padding[:, :2] += len(ranges)
     return np.concatenate((ranges, of_padding))
 

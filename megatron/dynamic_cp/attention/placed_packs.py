@@ -18,7 +18,7 @@ from dynamic_cp.placement.programme import Held, Programme
 from dynamic_cp.placement.transport import INSIDE
 from dynamic_cp.types import CAUSAL, FULL, Mask, Sample
 from dynamic_cp.types.placement import COLUMN, ROW
-from megatron.dynamic_cp.attention.packs import Pack, to_device
+from megatron.dynamic_cp.attention.packs import Pack, pairs_of_ranges, to_device
 
 
 class Message(NamedTuple):
@@ -181,7 +181,7 @@ def _packs_of_division(
     tokens_of: Callable[[Iterable[int]], NDArray[np.int64]],
     device: torch.device,
 ) -> Iterator[Pack]:
-    """Yield a pack of the causal squares, one of all that is full, and one of rows that see ranges of their keys.
+    """Yield a pack of the causal squares, one of all that is full, and those of rows that see ranges of their keys.
 
     All keys of a row are one rectangle, whichever homes they are from, and so are all rows with the same keys: kernels
     compute few large rectangles, however finely homes are cut.
@@ -209,15 +209,17 @@ def _packs_of_division(
             for row, columns in columns_of.items():
                 rows_of.setdefault(tuple(columns), []).append(row)
             rows = [row for together in rows_of.values() for row in together]
-            yield Pack.build(
-                [sum(held[row].num_tokens for row in together) for together in rows_of.values()],
-                [sum(held[column].num_tokens for column in columns) for columns in rows_of],
-                mask=FULL,
-                device=device,
-                rows=tokens_of(rows),
-                columns=tokens_of(column for columns in rows_of for column in columns),
-                key_ranges=_key_ranges(rows, columns_of, held, masks, seqlens) if is_ranged else None,
-            )
+            ranges = _key_ranges(rows, columns_of, held, masks, seqlens) if is_ranged else [None]
+            for key_ranges in ranges:
+                yield Pack.build(
+                    [sum(held[row].num_tokens for row in together) for together in rows_of.values()],
+                    [sum(held[column].num_tokens for column in columns) for columns in rows_of],
+                    mask=FULL,
+                    device=device,
+                    rows=tokens_of(rows),
+                    columns=tokens_of(column for columns in rows_of for column in columns),
+                    key_ranges=key_ranges,
+                )
 
 
 def _key_ranges(
@@ -226,8 +228,11 @@ def _key_ranges(
     held: Sequence[Held],
     masks: Sequence[Mask],
     seqlens: Sequence[int],
-) -> NDArray[np.int32]:
-    """Return what each row sees of its keys, which are parts of its sample in ascending order, one after the other."""
+) -> Iterator[NDArray[np.int32]]:
+    """Yield what each row sees of its keys, which are parts of its sample in ascending order, one after the other.
+
+    Two ranges at a time (`pairs_of_ranges`).
+    """
     found = []
     by_sample: dict[int, NDArray[np.int32]] = {}
     for row in rows:
@@ -240,5 +245,5 @@ def _key_ranges(
         lengths = np.array([held[column].num_tokens for column in columns])
         # Keys before each bound that are there: so a range of the sample becomes a range of what is there.
         bounds = by_sample[number][held[row].start : held[row].stop, :, None]
-        found.append(np.clip(bounds - starts, 0, lengths).sum(axis=-1))
-    return np.concatenate(found).astype(np.int32)
+        found.append(np.clip(bounds - starts, 0, lengths).sum(axis=-1).astype(np.int32))
+    return pairs_of_ranges(found)

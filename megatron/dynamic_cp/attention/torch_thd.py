@@ -19,8 +19,10 @@ from torch import Tensor
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.attention.kernels.check import check_kernel
 from megatron.dynamic_cp.attention.kernels.choice import choose_kernel, ranged_kernel
+from megatron.dynamic_cp.attention.linear.kernels.check import prepare_linear_kernel
 from megatron.dynamic_cp.attention.mechanisms.latents import LatentWidths
 from megatron.dynamic_cp.attention.thd import attention_from_latents, attention_thd
+from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
@@ -28,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_kernel(config: TransformerConfig, device: torch.device, *, ranges: bool = False) -> None:
-    """Choose the kernel that `TorchTHDAttention` will use, log why, and check it on the device; at start-up.
+    """Choose the kernels that attention of all kinds will use, log why, and check them on the device; at start-up.
 
     Args:
         ranges: tokens will see ranges of keys: the kernel for that is checked as well.
@@ -52,6 +54,11 @@ def prepare_kernel(config: TransformerConfig, device: torch.device, *, ranges: b
         )
         if error:
             logger.info("attention kernel %s checked: %.4f of the norm away from the portable one", kernel.name, error)
+    linear_attention = linear_attention_of(config)
+    if linear_attention is not None:
+        error = prepare_linear_kernel(linear_attention.of_rank(tp_size), config.params_dtype, device)
+        if error:
+            logger.info("linear attention checked: %.4f of the norm away from the portable kernel", error)
 
 
 class TorchTHDAttention(MegatronModule):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import SharedQuestion
+from dynamic_cp.types import Branches, SharedQuestion
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 
 
@@ -40,18 +40,21 @@ def shared_question(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -
     return sample_of(document, is_target, mask), mask
 
 
-def sample_of(
-    document: NDArray[np.int64], is_target: NDArray[np.bool_] | None, mask: SharedQuestion | None
-) -> SampleTokens:
+def sample_of(document: NDArray[np.int64], is_target: NDArray[np.bool_] | None, mask: Branches | None) -> SampleTokens:
     """Return the sample of a document, or of its beginning: all but its first token are labels.
 
+    A token that is learned counts once for each branch that it is part of, as with the branches apart.
+
     Args:
-        document: of a prompt with responses these one after the other.
+        document: of segments these one after the other, each with its first token that has a label.
         is_target: which of its tokens are learned; None: all.
         mask: of such a document; None: one of other kinds.
     """
     tokens = document[:-1].copy()  # a view would share its memory with the labels
-    if mask is not None:
-        tokens[mask.prompt + np.cumsum((0, *mask.answers[:-1]))] = document[mask.prompt]
     loss_mask = np.ones(len(tokens), np.float32) if is_target is None else is_target[1:].astype(np.float32)
+    if mask is not None:
+        segments = mask.segments()
+        for segment in segments[1:]:
+            tokens[segment.start] = document[segments[segment.parent].stop]
+        loss_mask *= np.repeat([one.num_branches for one in segments], [one.num_tokens for one in segments])
     return SampleTokens(tokens=tokens, labels=document[1:], loss_mask=loss_mask)

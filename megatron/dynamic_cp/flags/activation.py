@@ -11,11 +11,11 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from megatron.dynamic_cp.flags.exclusions import BIASED_EXPERTS, refuse_pairs
 
-FLAG = "--quick-geglu"
+FLAG, SQUARED = "--quick-geglu", "--squared-relu"
 CLAMP, OFFSET = "--activation-func-clamp-value", "--glu-linear-offset"
 OF_QUICK_GEGLU = frozenset({"activation_func_clamp_value", "glu_linear_offset"})
 """Flags and fields of a configuration that mean something with it alone."""
-CHOICES = OF_QUICK_GEGLU | {"quick_geglu"}
+CHOICES = OF_QUICK_GEGLU | {"quick_geglu", "squared_relu"}
 """All names that `choices` may return."""
 
 
@@ -45,6 +45,9 @@ def check_activation(config: Any) -> None:
         InvalidInputError: two activations, or numbers for one that is not there.
         UnsupportedFeatureError: what biases of experts were not checked with.
     """
+    if getattr(config, "squared_relu", False) and is_gated(config):
+        given = FLAG if is_quick_geglu(config) else "--swiglu"
+        raise InvalidInputError(f"{SQUARED} and {given} both say what the MLP computes: give one of them")
     clamp, offset = (getattr(config, name, None) for name in ("activation_func_clamp_value", "glu_linear_offset"))
     if is_quick_geglu(config):
         if getattr(config, "swiglu", False):
@@ -75,7 +78,7 @@ def choices(flags: Any) -> dict[str, Any]:
         flags: of this trainer, or the arguments of a Megatron-LM checkpoint, which may lack some.
     """
     if not is_quick_geglu(flags):
-        return {}
+        return {"squared_relu": True} if getattr(flags, "squared_relu", False) else {}
     clamp = getattr(flags, "activation_func_clamp_value", None)
     offset = float(getattr(flags, "glu_linear_offset", 0.0) or 0.0)
     return {

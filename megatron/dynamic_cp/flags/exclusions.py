@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.types import is_placed
 from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS as PIPELINE_FLAGS
 from megatron.dynamic_cp.flags.table import destination_of
@@ -19,6 +20,8 @@ from megatron.dynamic_cp.flags.windows import windows_of
 
 FP8, LATENTS, MODULES, POOL = "--fp8-format", "--multi-latent-attention", "--mtp-num-layers", "--dynamic-cp-pool"
 CHUNKS, ADAPTERS = "--loss-chunk-tokens", "--lora-rank"
+OUTPUTS = "--sandwich-norm, or a factor such as --residual-multiplier"
+VARIANT, PATTERN = "--experimental-attention-variant", "--hybrid-override-pattern"
 BIASED_EXPERTS, MASKS = "--num-experts with biases", "prompts with several responses"
 REPEATED_IN_FP8 = ("core_attn",)
 """What selective recomputation may repeat beside FP8: nothing that is computed in it."""
@@ -56,13 +59,13 @@ class Exclusion(NamedTuple):
         return f"{flag} {value}" if self.shows else flag
 
 
-def refuse_pairs(feature: str, config: Any, *, value: Any = None) -> None:
+def refuse_pairs(feature: str, config: Any, *, value: Any = None, called: str | None = None) -> None:
     """Refuse what a feature, which is on, is not run together with.
 
     Args:
         feature: of `EXCLUSIONS`.
         config: flags of this trainer or of a checkout, or a configuration.
-        value: of its flag, for the message.
+        value: of its flag, for the message; called: what the message calls the feature, where it has several flags.
 
     Raises:
         UnsupportedFeatureError: naming both features.
@@ -73,7 +76,7 @@ def refuse_pairs(feature: str, config: Any, *, value: Any = None) -> None:
             continue
         message = _MESSAGES.get(feature, "{feature} with {other} is not supported: {why}; leave one of them out")
         why = exclusion.why.format(config=config)
-        given = feature if value is None else f"{feature} {value}"
+        given = called or (feature if value is None else f"{feature} {value}")
         details = {} if feature == MASKS else {"flag": feature.split()[0]}
         if feature not in (MASKS, POOL):
             details["other"] = other
@@ -121,6 +124,11 @@ def _fused_swiglu(config: Any) -> str | None:
     return "--bias-swiglu-fusion" if fuses and getattr(config, "swiglu", True) else None
 
 
+def _placed(config: Any) -> str | None:
+    exchange = getattr(config, "cp_comm_type", None)
+    return f"--cp-comm-type {exchange}" if isinstance(exchange, str) and is_placed(exchange) else None
+
+
 def _static_policy(flags: Any) -> str | None:
     return None if flags.dynamic_cp else "--dynamic-cp off"
 
@@ -148,8 +156,44 @@ def _windows(flags: Any) -> str | None:
     return "--window-size" if windows_of(flags).are_there else None
 
 
+def _linear_attention(config: Any) -> str | None:
+    for flag in (VARIANT, PATTERN):
+        if getattr(config, destination_of(flag), None):
+            return flag
+    return None
+
+
+def _other_activation(config: Any) -> str | None:
+    symbols = getattr(config, destination_of(PATTERN), None)
+    if symbols and "G" not in symbols:
+        return None
+    function = getattr(config, "activation_func", None)
+    has_silu = getattr(config, "swiglu", False) if function is None else function.__name__ == "silu"
+    return None if has_silu else "another activation than that of --swiglu"
+
+
+def _recomputed_mlp(config: Any) -> str | None:
+    is_selective = getattr(config, "recompute_granularity", None) == "selective"
+    return "--recompute-modules mlp" if is_selective and "mlp" in (config.recompute_modules or ()) else None
+
+
 _AS_MANY = "all stages run as many layers, one beside the other"
 _UNTRIED = "it was not tried with one"
+_LOCAL = "it is for local layers"
+
+_ALONE = "both together were not checked"
+_BESIDE_LINEAR = (
+    Exclusion(MODULES, "which kind of layer modules have was not checked", off=(0,)),
+    Exclusion("--window-size", _ALONE, said=_windows),
+    Exclusion("--softmax-type", _ALONE, off=("vanilla",)),
+    Exclusion(LATENTS, _ALONE),
+    Exclusion("--fp32-residual-connection", _ALONE),
+    Exclusion(FP8, "local layers compute it, which have no FP8", said=_fp8),
+    Exclusion(
+        "--cp-comm-type blocks", "lanes then hold any runs of rows, and states pass from chunk to chunk", said=_placed
+    ),
+    Exclusion("--swiglu left out", "convolutions and gates of gated delta nets have SiLU", said=_other_activation),
+)
 
 EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
     FP8: (
@@ -212,6 +256,7 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
         Exclusion("--num-experts", "stages without a micro-batch have no tokens for experts", "0", shows=True),
         Exclusion(MODULES, _AS_MANY, "0"),
         Exclusion(LATENTS, _UNTRIED, "off"),
+        Exclusion(f"{VARIANT} or {PATTERN}", "servers compute attention", "none of them", said=_linear_attention),
         Exclusion("--window-size", _UNTRIED, "off", said=_windows),
         Exclusion(FP8, "it is for layers of TransformerEngine, whose attention is not placed", "off", said=_fp8),
         Exclusion(
@@ -227,12 +272,27 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
             "--dynamic-cp-refine", "the times of micro-batches in ticks are those of all stages", "0", shows=True
         ),
     ),
+    VARIANT: _BESIDE_LINEAR,
+    PATTERN: (
+        *_BESIDE_LINEAR,
+        Exclusion("--recompute-modules mlp", "layers without an MLP have nothing to repeat", said=_recomputed_mlp),
+    ),
     ADAPTERS: (
         Exclusion("--num-experts", "adapters are for dense models", said=_experts),
+        Exclusion(VARIANT, "projections of linear attention have no adapters", said=_linear_attention),
         Exclusion(LATENTS, "its projections have no adapters"),
+        Exclusion(f"{VARIANT} or {PATTERN}", "their projections have no adapters", said=_linear_attention),
         Exclusion(MODULES, "modules behind the last layer have no adapters"),
         Exclusion(POOL, "servers were not checked with frozen weights", off=("off",), shows=True),
         Exclusion("--transformer-impl transformer_engine", "its layers have no adapters", off=("local",), shows=True),
+    ),
+    OUTPUTS: (
+        Exclusion("--num-experts", "it was checked with dense layers", said=_experts),
+        Exclusion(VARIANT, "it was checked with plain attention", said=_linear_attention),
+        Exclusion(LATENTS, "it was checked with plain attention"),
+        Exclusion(MODULES, "modules behind the last layer do not have it"),
+        Exclusion(POOL, "servers do not have it", off=("off",), shows=True),
+        Exclusion("--transformer-impl transformer_engine", _LOCAL, off=("local",), shows=True),
     ),
     CHUNKS: (
         Exclusion(
@@ -250,10 +310,11 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
             shows=True,
         ),
         Exclusion(
-            "--window-sink-tokens",
-            "a response sees itself, the end of its prompt and the sink, three ranges of keys, and two are supported",
-            "the sink",
-            shows=True,
+            f"{VARIANT} or {PATTERN}",
+            "after a prompt with several responses each of them begins with the prompt's state, which layers of linear "
+            "attention pass on to one",
+            "the flag",
+            said=_linear_attention,
         ),
         Exclusion(
             POOL,

@@ -20,6 +20,7 @@ from dynamic_cp.types import (
     NOISE_MARGIN,
     POOL_USES,
     SEARCH_EFFORTS,
+    STATE_EXCHANGE_USES,
     CpCommType,
     DataParallel,
     PipelineLayers,
@@ -29,6 +30,7 @@ from dynamic_cp.types import (
     RecomputedLayers,
     RecomputeModule,
     SearchEffort,
+    StateExchangeUse,
     Topology,
 )
 from megatron.dynamic_cp.flags.table import NOT_NEGATIVE, POSITIVE, flag
@@ -189,6 +191,13 @@ class PlanningSettings:
         "auto",
         choices=CHOICES,
     )
+    state_exchange: StateExchangeUse = flag(
+        "how lanes share layers of linear attention: heads by an all-to-all each way, or states passed between the "
+        "chunks of a sample; auto: for every bucket what is faster",
+        STATE_EXCHANGE_USES[0],
+        name="--dynamic-cp-state-exchange",
+        choices=STATE_EXCHANGE_USES,
+    )
     inner_cp_sizes: tuple[int, ...] | None = flag(
         "lanes inside a node that exchange heads in a2a+p2p and blocks: groups are built for these sizes only; "
         "default: all powers of two that divide the lanes of a node and the query heads of a tensor-parallel rank, "
@@ -278,6 +287,7 @@ class PlanningSettings:
             pool=self.pool,
             noise_margin=self.noise_margin,
             ping_pong=self.ping_pong,
+            state_exchange=self.state_exchange,
         )
 
     def used(self, options: PlanOptions) -> PlanOptions:

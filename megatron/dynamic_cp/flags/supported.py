@@ -17,6 +17,8 @@ from megatron.dynamic_cp.flags.experts import DEFAULTS, check_experts, num_exper
 from megatron.dynamic_cp.flags.fp8 import check_fp8
 from megatron.dynamic_cp.flags.latent_attention import FIELDS as LATENT_FIELDS
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention
+from megatron.dynamic_cp.flags.linear_attention import FIELDS as LINEAR_FIELDS
+from megatron.dynamic_cp.flags.linear_attention import check_linear_attention
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.positions import check_norms
 from megatron.dynamic_cp.flags.table import destination_of
@@ -64,7 +66,6 @@ _MOE_FUSED = "padding is never sent to experts, which fused kernels expect"
 _MOE_TESTING = "it is for measuring, training with it learns nothing"
 _GRAPHS = "shapes change with every micro-batch"
 _OFFLOAD = "activations and weights stay on their device"
-_ATTENTION = "attention is that of a softmax over causal scores"
 _PRECISION = "train in fp32 or --bf16"
 
 
@@ -96,10 +97,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     _field("--moe-router-padding-for-fp8", _PRECISION),
     _field("--moe-router-topk-limited-devices", "--moe-router-num-groups and --moe-router-group-topk take its place"),
     Unsupported("--moe-use-upcycling", "--load takes checkpoints of the same model"),
-    _field("--experimental-attention-variant", _ATTENTION),
-    _field("--linear-attention-freq", _ATTENTION),
-    _field("--hybrid-override-pattern", "state-space layers are sequential", field="is_hybrid_model"),
-    Unsupported("--hybrid-attention-ratio", "state-space layers are sequential", off=(0,)),
+    Unsupported("--hybrid-attention-ratio", "--hybrid-override-pattern names the layers one by one", off=(0,)),
     _field("--hybrid-context-parallel", "--dynamic-cp takes its place"),
     _field(
         "--hierarchical-context-parallel-sizes",
@@ -131,8 +129,9 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
 # megatron-core, what follows from them, and what changes neither a tensor nor a schedule.
 _FIELDS = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels mtp_num_layers "
-    "mtp_loss_scaling_factor window_size window_attn_skip_freq softmax_type normalization fp32_residual_connection "
-    "layernorm_epsilon qk_layernorm qk_l2_norm attention_output_gate no_rope_freq rotary_interleaved activation_func "
+    "mtp_loss_scaling_factor window_size window_attn_skip_freq softmax_type softmax_scale normalization "
+    "fp32_residual_connection layernorm_epsilon qk_layernorm qk_l2_norm attention_output_gate no_rope_freq "
+    "rotary_interleaved activation_func "
     "gated_linear_unit add_bias_linear add_qkv_bias hidden_dropout attention_dropout attention_backend "
     "init_method init_method_std output_layer_init_method embedding_init_method embedding_init_method_std "
     "perform_initialization use_cpu_initialization bf16 fp8 fp8_recipe "
@@ -145,7 +144,7 @@ _FIELDS = (
     "finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func "
     "timers barrier_with_L1_time config_logger_dir deterministic_mode"
 )
-ALLOWED = LATENT_FIELDS | frozenset(_FIELDS.split())
+ALLOWED = LATENT_FIELDS | LINEAR_FIELDS | frozenset(_FIELDS.split())
 # More of them for a model with experts.
 _ALLOWED_OF_EXPERTS = frozenset({"num_moe_experts", "expert_model_parallel_size", *DEFAULTS})
 # Any of the two precisions; compared by name, because this module does not import torch.
@@ -214,8 +213,8 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
     Raises:
         UnsupportedFeatureError: an unsupported feature is on, or a field has a value nobody checked; the message names
             the flag or the field with its value and its default.
-        InvalidInputError: a window that cannot be, two norms of queries and keys, experts, activations, latents or
-            modules of multi-token prediction that do not fit.
+        InvalidInputError: a window that cannot be, two norms of queries and keys, experts, activations, latents,
+            linear attention or modules of multi-token prediction that do not fit.
     """
     for feature in UNSUPPORTED:
         if feature.field is not None and not feature.is_off(getattr(config, feature.field, None)):
@@ -225,6 +224,7 @@ def check_supported(config: Any, also_allowed: frozenset[str] = frozenset()) -> 
     check_experts(config)
     check_activation(config)
     check_latent_attention(config)
+    check_linear_attention(config)
     check_multi_token(config)
     check_fp8(config)
     recompute_modules(config)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.types import Mask, SharedQuestion, parse_mask
+from dynamic_cp.types import Branches, Mask, parse_mask
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 
 
@@ -86,10 +86,10 @@ def read_item(item: Any, needs: ChunkNeeds) -> list[ForeignSample]:
             )
     boundaries = _boundaries(item, len(tokens))
     masks = _masks(item, [end - first for first, end in boundaries])
-    if needs.labels and columns["labels"] is None and any(isinstance(mask, SharedQuestion) for mask in masks):
+    if needs.labels and columns["labels"] is None and any(isinstance(mask, Branches) for mask in masks):
         raise DataError(
-            "key 'labels' is missing, and in a shared_question (key 'mask') a label is not the next token: give labels "
-            "and loss_mask, as data.shared_question makes them",
+            "key 'labels' is missing, and in a shared_question or tree (key 'mask') a label is not the next token: "
+            "give labels and loss_mask, as data.shared_question and data.turns make them",
             key="labels",
         )
     return [_cut(columns, *place, mask, needs) for place, mask in zip(boundaries, masks, strict=True)]

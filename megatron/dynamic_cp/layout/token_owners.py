@@ -1,7 +1,7 @@
 """Whose each token of a lane is: for what is counted or lost by sequence, not by pack.
 
-A prompt with several responses is as many sequences, each of which has the prompt. So samples are told apart by parts
-that belong to the same sequences: the prompt and each response, or all of a sample that is one sequence.
+A prompt with several responses is as many sequences, each of which has the prompt; a tree is those of its branches.
+So samples are told apart by parts that belong to the same sequences: segments, or all of a sample that is one sequence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dynamic_cp.types import Sample, SharedQuestion
+from dynamic_cp.types import Branches, Sample
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions
 
@@ -43,46 +43,55 @@ def token_owners(params: DynamicPackedSeqParams) -> TokenOwners:
     def make() -> TokenOwners:
         if params.placed is not None:
             shards = params.placed.shards()  # of its samples, and padding
-            lengths = [*map(lengths_of_parts, params.placed.samples), ()]
+            parts = [*map(_parts, params.placed.samples), _Parts((), [])]
         else:
             cp_size, cp_rank = params.cp_group.size(), params.cp_group.rank()
             positions = packed_shard_positions(params.padded_seqlens, cp_size, cp_rank)
             shards = np.split(positions, np.cumsum(params.padded_seqlens)[:-1] // cp_size)
             if params.masked_samples is not None:
-                lengths = list(map(lengths_of_parts, params.masked_samples))
+                parts = list(map(_parts, params.masked_samples))
             else:
-                lengths = [(0 if params.is_empty_place else seqlen,) for seqlen in params.seqlens]
-        return _owners(shards, lengths, params.positions.device)
+                parts = [_Parts((0 if params.is_empty_place else seqlen,), [[0]]) for seqlen in params.seqlens]
+        return _owners(shards, parts, params.positions.device)
 
     return params.cache.once("owners", make)
 
 
+class _Parts(NamedTuple):
+    """The tokens of each part of a sample, and which of the parts each of its sequences has."""
+
+    lengths: tuple[int, ...]
+    sequences: list[list[int]]
+
+
+def _parts(sample: Sample) -> _Parts:
+    mask = sample.mask
+    return _Parts(mask.shape()[0], mask.paths()) if isinstance(mask, Branches) else _Parts((sample.seqlen,), [[0]])
+
+
 def lengths_of_parts(sample: Sample) -> tuple[int, ...]:
     """Return the tokens of each part: the prompt and each response, or all of a sample that is one sequence."""
-    mask = sample.mask
-    return (mask.prompt, *mask.answers) if isinstance(mask, SharedQuestion) else (sample.seqlen,)
+    return _parts(sample).lengths
 
 
-def _owners(
-    shards: Sequence[NDArray[np.int64]], lengths: Sequence[tuple[int, ...]], device: torch.device
-) -> TokenOwners:
+def _owners(shards: Sequence[NDArray[np.int64]], parts: Sequence[_Parts], device: torch.device) -> TokenOwners:
     """Return the owners of tokens.
 
     Args:
         shards: for each sample which of its tokens are here; what lies behind its parts is padding.
-        lengths: for each sample the tokens of its parts, the prompt's first if there are several.
+        parts: of each sample.
     """
-    num_parts, num_sequences = sum(map(len, lengths)), 0
-    parts, shares = [], []
+    num_parts, num_sequences = sum(len(one.lengths) for one in parts), 0
+    places, shares = [], []
     first = 0
-    for shard, of_sample in zip(shards, lengths, strict=True):
-        place = np.searchsorted(np.cumsum(of_sample), shard, side="right")
-        parts.append(np.where(place < len(of_sample), first + place, num_parts))
-        for part in range(first + (len(of_sample) > 1), first + len(of_sample)):
-            shares += [(one, num_sequences) for one in sorted({first, part})]
+    for shard, (lengths, sequences) in zip(shards, parts, strict=True):
+        place = np.searchsorted(np.cumsum(lengths), shard, side="right")
+        places.append(np.where(place < len(lengths), first + place, num_parts))
+        for sequence in sequences:
+            shares += [(first + part, num_sequences) for part in sequence]
             num_sequences += 1
-        first += len(of_sample)
-    of_tokens = np.concatenate(parts)
+        first += len(lengths)
+    of_tokens = np.concatenate(places)
     copies = np.bincount([part for part, _ in shares], minlength=num_parts + 1)[of_tokens]
     on_tokens, on_parts = (
         torch.from_numpy(values).to(device, non_blocking=True)

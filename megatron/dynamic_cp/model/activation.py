@@ -1,4 +1,4 @@
-"""Activations of MLPs that megatron-core has compiled only."""
+"""Activations of MLPs that megatron-core has compiled only: see `norm.TorchL2Norm`."""
 
 from __future__ import annotations
 
@@ -14,3 +14,13 @@ def quick_gelu(x: Tensor) -> Tensor:
     Source: Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2.
     """
     return x * torch.sigmoid(1.702 * x)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Return the square of what is positive of x; as in Nemotron.
+
+    DEVIATION, Reason, Recovery: as of `quick_gelu`.
+
+    Source: So et al. 2021 (arXiv 2109.08668), section 4.2.
+    """
+    return torch.relu(x).square()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
+from megatron.dynamic_cp.flags.linear_attention import pattern_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel
 from megatron.dynamic_cp.model.multi_token import future_of
@@ -27,6 +30,15 @@ class DynamicCPGPTModel(ChunkedHeadModel):
             # The head uses the embedding that the modules have here. megatron-core makes weights of its own for it
             # all the same, leaves them alone, and then cannot save a model that has them.
             self.output_layer.weight = None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return its tensors under megatron-core's names: those of its class of hybrids, where layers are halves."""
+        state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if pattern_of(self.config):
+            apply_prefix_mapping(state, {f"{prefix}decoder.final_layernorm.": f"{prefix}decoder.final_norm."})
+        return state
 
     def _postprocess(
         self,

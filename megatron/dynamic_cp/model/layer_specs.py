@@ -6,18 +6,21 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import layers_with_experts
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
-from megatron.dynamic_cp.flags import fp8
+from megatron.dynamic_cp.flags import fp8, linear_attention
 from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
+from megatron.dynamic_cp.flags.linear_attention import PLAIN, Parts, parts_of_layers
 from megatron.dynamic_cp.model.experts import LayerWithExperts, use_our_parts
+from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
 from megatron.dynamic_cp.model.latent_attention import DynamicCPLatentAttention
+from megatron.dynamic_cp.model.mamba import DynamicCPMamba
 from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm
 from megatron.dynamic_cp.model.residual import add_to_residual
 from megatron.dynamic_cp.model.self_attention import DynamicCPSelfAttention
@@ -33,29 +36,36 @@ def gpt_block_spec(
         transformer_impl: megatron-core's local layers with torch's norms, or its layers of TransformerEngine.
     """
     gathered_logits.install()
-    layer, norm = layer_spec(config, transformer_impl)
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [layer] * num_layers
-    if config.num_moe_experts is not None:
-        with_experts, _ = layer_spec(config, transformer_impl, config.num_moe_experts)
-        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-        have_some = layers_with_experts(config.moe_layer_freq, config.num_layers)[first : first + num_layers]
-        layers = [with_experts if has_some else layer for has_some in have_some]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+    _, norm = layer_spec(config, transformer_impl)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    own = parts_of_layers(config)[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    kinds = {parts: layer_spec(config, transformer_impl, parts)[0] for parts in set(own)}
+    return TransformerBlockSubmodules(layer_specs=[kinds[parts] for parts in own], layer_norm=norm)
 
 
 def layer_spec(
-    config: TransformerConfig, transformer_impl: TransformerImpl, num_experts: int | None = None
+    config: TransformerConfig, transformer_impl: TransformerImpl, parts: Parts = PLAIN
 ) -> tuple[ModuleSpec, type]:
-    """Return one layer, dense or with experts, and the norm behind the last one."""
+    """Return one layer with these parts, and the norm behind the last one."""
     if fp8.is_on(config) and transformer_impl == "local":
         raise UnsupportedFeatureError(
             f"{fp8.FLAG} {config.fp8} with local layers is not supported: only TransformerEngine's compute in FP8; "
             "leave it out",
             flag=fp8.FLAG,
         )
+    if transformer_impl != "local" and linear_attention.is_on(config):
+        raise UnsupportedFeatureError(
+            f"linear attention ({linear_attention.kind_of(config)}) with layers of TransformerEngine is not supported: "
+            "use --transformer-impl local",
+            flag="--transformer-impl",
+        )
     make = _local_layer if transformer_impl == "local" else _transformer_engine_layer
-    return make(config, num_experts)
+    layer, norm = make(config, config.num_moe_experts if parts.mlp == "experts" else None)
+    if parts.mixer == "linear":
+        _attend_linearly(layer, config)
+    if linear_attention.pattern_of(config):
+        _keep_half(layer, parts)
+    return layer, norm
 
 
 def _local_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
@@ -112,6 +122,27 @@ def _route_by_sample(layer: ModuleSpec, num_experts: int | None) -> None:
         expert_routing.install()
         layer.module = LayerWithExperts
         use_our_parts(layer.submodules.mlp)
+
+
+def _attend_linearly(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Have a layer built with linear attention, whose tensors megatron-core names as its own layers fuse the norm."""
+    is_mamba = linear_attention.kind_of(config) == linear_attention.MAMBA
+    place = "mixer." if is_mamba else "self_attention."
+    layer.submodules.self_attention = ModuleSpec(module=DynamicCPMamba if is_mamba else DynamicCPGatedDelta)
+    layer.submodules.sharded_state_dict_keys_map = {
+        **layer.submodules.sharded_state_dict_keys_map,
+        "input_layernorm.": f"{place}in_proj.layer_norm_",
+        "self_attention.": place,
+    }
+
+
+def _keep_half(layer: ModuleSpec, parts: Parts) -> None:
+    """Leave out of a layer the half that its symbol in a pattern does not name."""
+    half = layer.submodules
+    if parts.mixer is None:
+        half.input_layernorm, half.self_attention, half.self_attn_bda = IdentityOp, IdentityOp, IdentityFuncOp
+    else:
+        half.pre_mlp_layernorm, half.mlp, half.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp
 
 
 def _normalize_without_weights(attention: ModuleSpec, config: TransformerConfig) -> None:

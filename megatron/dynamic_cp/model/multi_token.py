@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from dynamic_cp.types import layers_with_experts
 from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
+from megatron.dynamic_cp.flags.linear_attention import parts_of_layers
 from megatron.dynamic_cp.layout.future_columns import FutureColumns
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.layer_specs import layer_spec
@@ -97,10 +97,7 @@ def mtp_block_spec(
     if not config.mtp_num_layers:
         return None
     # As megatron-core has it, a module's layer is as the last one of the model, on whatever stage that is.
-    has_experts = (
-        config.num_moe_experts is not None and layers_with_experts(config.moe_layer_freq, config.num_layers)[-1]
-    )
-    layer, norm = layer_spec(config, transformer_impl, config.num_moe_experts if has_experts else None)
+    layer, norm = layer_spec(config, transformer_impl, parts_of_layers(config)[-1])
     block = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=norm)
     spec = get_gpt_mtp_block_spec(config, block, transformer_impl == "transformer_engine", vp_stage=vp_stage)
     for module in [] if spec is None else spec.layer_specs:

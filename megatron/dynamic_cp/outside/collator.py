@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 
 from dynamic_cp.errors import DataError
-from dynamic_cp.types import Problem, Sample, SharedQuestion
+from dynamic_cp.types import Branches, Problem, Sample
 from megatron.dynamic_cp.data.micro_batches import pack_step
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.shared_question import shared_question
+from megatron.dynamic_cp.data.turns import Turn, tree_of_turns
 from megatron.dynamic_cp.outside.documents import IGNORED, Document, check_columns, documents_of
 from megatron.dynamic_cp.outside.lanes import LaneStep, plan_for_lane
 
 _QUESTION = ("prompt_ids", "response_ids")
+_TREE = "turns"
 
 
 class PlannedCollator:
@@ -45,11 +47,12 @@ class PlannedCollator:
                 model is causal, shifting happens here, before sharding: afterwards a token's successor may be on
                 another lane. With full attention (masked LMs) they are needed, and stay as they are. Or rows with
                 "prompt_ids" [P] and "response_ids", a list of [A]: one sample that trains all responses
-                (`data.shared_question`).
+                (`data.shared_question`). Or rows with "turns", a tree of {"tokens", "learned", "children"}: one sample
+                that trains all its branches (`data.turns`).
 
         Raises:
             DataError: what `documents_of` refuses.
-            InvalidInputError: a prompt of fewer than 2 tokens, or without a response.
+            InvalidInputError: a prompt of fewer than 2 tokens, or without a response; a turn that is none.
             InfeasibleSampleError: a sample that no CP size can hold.
         """
         causal = self.problem.model.causal_attention
@@ -65,10 +68,13 @@ class PlannedCollator:
         return LaneStep(plan=plan, packed=pack_step(plan, values.__getitem__), digest=digest.hexdigest())
 
 
-def _read(index: int, feature: Mapping[str, Any], causal: bool) -> list[tuple[SampleTokens, SharedQuestion | None]]:
+def _read(index: int, feature: Mapping[str, Any], causal: bool) -> list[tuple[SampleTokens, Branches | None]]:
     if all(name in feature for name in _QUESTION):
         check_columns(index, feature, _QUESTION)
         return [shared_question(feature["prompt_ids"], feature["response_ids"])]
+    if feature.get(_TREE) is not None:
+        check_columns(index, feature, (_TREE,))
+        return [tree_of_turns(Turn.read(feature[_TREE], f"sample {index}: turn"))]
     if not causal and feature.get("labels") is None:
         raise DataError(
             f"sample {index} has input_ids and 0 labels, the model's attention is full: a token sees itself, so give "

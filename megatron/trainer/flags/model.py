@@ -9,6 +9,7 @@ from megatron.dynamic_cp.flags.experts import BALANCING, DEFAULTS, expert_flag, 
 from megatron.dynamic_cp.flags.fp8 import ALIGNMENTS, FORMATS
 from megatron.dynamic_cp.flags.latent_attention import ROPE_TYPES
 from megatron.dynamic_cp.flags.layer_needs import TRANSFORMER_IMPLS, TransformerImpl
+from megatron.dynamic_cp.flags.linear_attention import linear_freq, variant
 from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES, no_rope_freq
 from megatron.dynamic_cp.flags.table import FRACTION, NOT_NEGATIVE, POSITIVE, REQUIRED, flag
 from megatron.dynamic_cp.flags.windows import skip_freq, window_size
@@ -96,13 +97,50 @@ class ModelSettings:
         "1, else rope",
         choices=ROPE_TYPES,
     )
+    experimental_attention_variant: str | None = flag(
+        "gated_delta_net (or gdn): linear attention in the place of attention in most layers, as Qwen3-Next (local "
+        "layers only)",
+        parse=variant,
+        metavar="NAME",
+    )
+    linear_attention_freq: int | tuple[int, ...] | None = flag(
+        "with it: layers with linear attention: all but every N-th, or a list with 1 for each layer with it and 0 for "
+        "attention, such as [1,1,1,0]*3",
+        parse=linear_freq,
+        metavar="N|LIST",
+    )
+    linear_conv_kernel_dim: int = flag("tokens that its convolution sees; default: 4", within=POSITIVE)
+    linear_key_head_dim: int = flag("width of a head of its queries and keys; default: 128", within=POSITIVE)
+    linear_value_head_dim: int = flag("width of a head of its values; default: 128", within=POSITIVE)
+    linear_num_key_heads: int = flag("heads of its queries and keys; default: 16", within=POSITIVE)
+    linear_num_value_heads: int = flag("heads of its values; default: 32", within=POSITIVE)
+    hybrid_override_pattern: str | None = flag(
+        "a symbol for each of --num-layers, which is a half of a layer: M Mamba-2, G gated delta net, * attention, - "
+        "MLP, E experts, as Nemotron-H (local layers only)",
+        name="--hybrid-override-pattern --hybrid-layer-pattern",
+        metavar="SYMBOLS",
+    )
+    mamba_state_dim: int = flag("with M: width of a state; default: 128", within=POSITIVE)
+    mamba_head_dim: int = flag("with M: width of a head; default: 64", within=POSITIVE)
+    mamba_num_groups: int = flag("with M: groups of heads that share keys and queries; default: 8", within=POSITIVE)
+    mamba_num_heads: int = flag("with M: heads; default: as many as make 2 * hidden", within=POSITIVE)
     mtp_num_layers: int | None = flag(
         "modules behind the last layer, each predicts a token one place further on", within=NOT_NEGATIVE
     )
     mtp_loss_scaling_factor: float = flag("weight of the mean of their losses; with --mtp-num-layers", 0.1)
     normalization: str = flag("norm of the layers", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag("added to the variance in a norm", 1e-05)
+    sandwich_norm: bool = flag("normalize what attention and MLP put out, too, as GLM-4 (local layers only)")
+    residual_multiplier: float = flag(
+        "factor of what attention and MLP put out, as Granite (local layers only)", 1.0, within=POSITIVE
+    )
+    embedding_multiplier: float = flag("factor of the embedding (local layers only)", 1.0, within=POSITIVE)
+    logits_scaling: float = flag("logits are divided by this (local layers only)", 1.0, within=POSITIVE)
+    softmax_scale: float | None = flag(
+        "factor of the scores of attention; default: 1 / sqrt(kv-channels) (local layers only)", within=POSITIVE
+    )
     swiglu: bool = flag("gated MLP with SiLU")
+    squared_relu: bool = flag("MLP with the square of ReLU, as Nemotron")
     quick_geglu: bool = flag("gated MLP with x * sigmoid(1.702 x), as gpt-oss (local layers only)")
     activation_func_clamp_value: float | None = flag(
         "with --quick-geglu: what is gated stays between -X and X, and its gate below X; default: no limits",

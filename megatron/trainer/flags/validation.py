@@ -29,6 +29,8 @@ from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
 from megatron.dynamic_cp.flags.exclusions import CHUNKS, POOL, refuse_pairs
 from megatron.dynamic_cp.flags.fp8 import check_fp8, complete_fp8, token_alignment
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, complete_latent_attention
+from megatron.dynamic_cp.flags.layer_outputs import check_outputs
+from megatron.dynamic_cp.flags.linear_attention import check_linear_attention, complete_linear_attention
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
 from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
@@ -54,9 +56,11 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     _complete_model_parallel(args)
     _complete_experts(args)
     _complete_recompute(args)
+    check_linear_attention(args)
     args.mtp_num_layers = args.mtp_num_layers or None  # as megatron-core has it, which builds no modules for None only
     check_multi_token(args)
     check_adapters(args)
+    check_outputs(args)
     planning = planning_settings(args)
     if args.global_batch_size is None:
         args.global_batch_size = planning.topology.num_lanes
@@ -133,6 +137,7 @@ def _complete_sizes(args: argparse.Namespace) -> None:
 
 def _complete_model(args: argparse.Namespace) -> None:
     complete_latent_attention(args)
+    complete_linear_attention(args)
     _complete_sizes(args)
     if not 0 < args.rotary_percent <= 1:
         raise InvalidInputError(f"--rotary-percent is {args.rotary_percent}, it must be in (0, 1]")
@@ -480,9 +485,10 @@ def _complete_recompute(args: argparse.Namespace) -> None:
 
 def _complete_fusions(args: argparse.Namespace) -> None:
     """Refuse fusions of what the model does not have; what depends on the device is decided there."""
-    for flag in ("--bias-swiglu-fusion", "--bias-gelu-fusion") if args.quick_geglu else ():
+    for flag in ("--bias-swiglu-fusion", "--bias-gelu-fusion") if args.quick_geglu or args.squared_relu else ():
         if getattr(args, destination_of(flag)):
-            raise InvalidInputError(f"{flag} is not for this model, which has --quick-geglu: leave it out")
+            own = "--quick-geglu" if args.quick_geglu else "--squared-relu"
+            raise InvalidInputError(f"{flag} is not for this model, which has {own}: leave it out")
     for flag, other, is_there in (
         ("--bias-swiglu-fusion", "--bias-gelu-fusion", args.swiglu),
         ("--bias-gelu-fusion", "--bias-swiglu-fusion", not args.swiglu),

@@ -98,8 +98,9 @@ def _decide(model: ModelSettings, device: torch.device) -> Fusions:
     no_bias = "--disable-bias-linear leaves no bias" if model.disable_bias_linear and not model.swiglu else ""
     if model.num_experts is not None and has_biases(model):
         no_bias = "megatron-core's of experts has no bias"
-    if model.quick_geglu:
-        no_bias, activation = "its activation is this project's own", ("--quick-geglu", "--bias-swiglu-fusion", None)
+    if model.quick_geglu or model.squared_relu:
+        name = "--quick-geglu" if model.quick_geglu else "--squared-relu"
+        no_bias, activation = "its activation is this project's own", (name, "--bias-swiglu-fusion", None)
     elif model.swiglu:
         activation = ("SwiGLU", "--bias-swiglu-fusion", model.bias_swiglu_fusion)
     else:

@@ -32,14 +32,16 @@ from megatron.dynamic_cp.flags.experts import DEFAULTS, DISPATCHER
 from megatron.dynamic_cp.flags.fp8 import DEFAULT_RECIPE
 from megatron.dynamic_cp.flags.latent_attention import latent_fields
 from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
+from megatron.dynamic_cp.flags.linear_attention import linear_fields, set_pattern
 from megatron.dynamic_cp.flags.positions import yarn_attributes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.flags.windows import set_sinks
-from megatron.dynamic_cp.model.activation import quick_gelu
+from megatron.dynamic_cp.model.activation import quick_gelu, squared_relu
 from megatron.dynamic_cp.model.adapters import train_adapters_only
 from megatron.dynamic_cp.model.chunked_head import set_loss_chunk
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
+from megatron.dynamic_cp.model.layer_outputs import change_outputs
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.multi_token import mtp_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
@@ -144,6 +146,7 @@ def transformer_config(
         **_of_experts(model, topology.ep_size),
     )
     set_sinks(config, model.window_sink_tokens)
+    set_pattern(config, model.hybrid_override_pattern)
     set_loss_chunk(config, planning.loss_chunk_tokens)
     for name, value in yarn_attributes(model).items():
         setattr(config, name, value)  # megatron-core has no fields for them
@@ -165,7 +168,9 @@ def _of_layers(model: ModelSettings) -> dict[str, Any]:
         "qk_l2_norm": model.qk_l2_norm,
         "attention_output_gate": model.attention_output_gate,
         "softmax_type": model.softmax_type,  # one of three, as checked
+        "softmax_scale": model.softmax_scale,
         **latent_fields(model),
+        **linear_fields(model),
         "mtp_num_layers": model.mtp_num_layers,
         "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
         "no_rope_freq": list(unrotated) if isinstance(unrotated, tuple) else unrotated,
@@ -195,8 +200,8 @@ def _of_stages(model: ModelSettings, topology: Topology) -> dict[str, Any]:
 
 
 def _activation(model: ModelSettings) -> Callable[[torch.Tensor], torch.Tensor]:
-    if model.quick_geglu:
-        return quick_gelu
+    if model.quick_geglu or model.squared_relu:
+        return quick_gelu if model.quick_geglu else squared_relu
     return torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
 
 
@@ -240,6 +245,7 @@ def build_chunks(
             )
         )
         use_one_rotary_table(chunks[-1])
+        change_outputs(chunks[-1], model)
         if (adapters := adapters_of(model)) is not None:
             train_adapters_only(chunks[-1], adapters)
     return chunks

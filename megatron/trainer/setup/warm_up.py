@@ -82,7 +82,8 @@ def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
 
 def _one_of_each_mask(chunks: Sequence[GPTModel]) -> list[torch.nn.Module]:
     """Return a core attention of a layer with a window and of one without, as far as there are any."""
-    attentions = (layer.self_attention.core_attention for chunk in chunks for layer in chunk.decoder.layers)
+    layers = (layer.self_attention for chunk in chunks for layer in chunk.decoder.layers)
+    attentions = (layer.core_attention for layer in layers if hasattr(layer, "core_attention"))
     return list({getattr(attention, "window", None): attention for attention in attentions}.values())
 
 

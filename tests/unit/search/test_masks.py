@@ -46,7 +46,7 @@ LAYOUTS = ((4, 1, 1, 1), (6, 1, 1, 1), (8, 2, 1, 2), (4, 4, 1, 1), (5, 2, 2, 1))
 
 def drawn_mask(rng: random.Random, seqlen: int) -> Mask | None:
     """Return a mask of some kind that fits, or none."""
-    kind = rng.randrange(7)
+    kind = rng.randrange(8)
     if kind == 0:
         return None
     if kind == 1:
@@ -59,6 +59,8 @@ def drawn_mask(rng: random.Random, seqlen: int) -> Mask | None:
         return parse_mask_rule(f"shared_question:{rng.randint(1, 4)}x{rng.uniform(0.1, 0.9)}")(seqlen)
     if kind == 5:
         return KeyRanges.of(Lambda(3, 9).key_ranges(seqlen))
+    if kind == 6:
+        return parse_mask_rule(f"tree:{rng.randint(1, 3)}x{rng.randint(1, 4)}x{rng.uniform(0.1, 0.9)}")(seqlen)
     return CAUSAL
 
 

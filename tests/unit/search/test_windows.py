@@ -110,7 +110,11 @@ def test_windows_of_all_layers_plan_as_samples_with_that_mask():
 
 
 @pytest.mark.parametrize("names", [("a2a",), ("blocks",), ("a2a", "blocks")])
-@pytest.mark.parametrize("model", [WINDOWED, EVERY_SECOND], ids=["all layers", "every second"])
+@pytest.mark.parametrize(
+    "model",
+    [WINDOWED, EVERY_SECOND, replace(WINDOWED, window_sink_tokens=4)],
+    ids=["all layers", "every second", "and a sink"],
+)
 def test_windows_cut_the_masks_that_samples_bring(model, names):
     """Prompts with answers, and others: work is counted pair by pair, plans are legal and above their bound."""
     answers, few = SharedQuestion(150, (300, 200, 250)), SharedQuestion(9, (9,))
@@ -122,10 +126,10 @@ def test_windows_cut_the_masks_that_samples_bring(model, names):
         positions = own.positions(sample.seqlen)
         at = np.arange(sample.seqlen) if positions is None else positions
         seen = dense(sample)
-        near = seen & (at[:, None] - at < WINDOW)
+        near = seen & ((at[:, None] - at < WINDOW) | (at < model.window_sink_tokens))
         pairs = windowed * int(near.sum()) + (8 - windowed) * int(seen.sum())
         assert model.squared_tokens(sample) * 8 == 2 * pairs - 8 * sample.seqlen
-        assert (near < seen).any() == (at.max() >= WINDOW)
+        assert (near < seen).any() == (at.max() >= WINDOW + model.window_sink_tokens)
     job = {"model": model, "topology": Topology(num_lanes=4), "hardware": CURVED_HARDWARE}
     job["options"] = PlanOptions(max_tokens_per_rank=512, cp_comm_types=names)
     planned = plan_global_batch(samples, **job)
@@ -138,18 +142,6 @@ def test_windows_cut_the_masks_that_samples_bring(model, names):
     flops = plan_flops(model, planned.plan)[0].forward
     squares = sum(model.squared_tokens(sample) for sample in samples)
     assert flops == pytest.approx(batch_flops(model, sum(sample.seqlen for sample in samples), squares).forward)
-
-
-def test_masks_that_windows_cut_to_too_many_ranges_are_refused():
-    model = replace(WINDOWED, window_sink_tokens=4)
-    sample = Sample(sample_id=7, seqlen=400, mask=SharedQuestion(200, (100, 100)))
-    options = PlanOptions(max_tokens_per_rank=512, cp_comm_types=("a2a", "blocks"))
-    with pytest.raises(
-        UnsupportedFeatureError, match=r"sample 7 has the mask shared_question.* a token sees 3 ranges of keys"
-    ):
-        plan_global_batch(
-            [sample], model=model, topology=Topology(num_lanes=4), hardware=CURVED_HARDWARE, options=options
-        )
 
 
 @pytest.mark.parametrize(("cp_size", "exchange"), [(1, "p2p"), (4, "a2a"), (4, "all_gather")])

@@ -43,11 +43,11 @@ def by_heads(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: Dyna
 
 def whole_samples(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: DynamicPackedSeqParams) -> Tensor:
     """Return what the tokens of whole samples find."""
+    if not layer.share.heads:  # backward exchanges, too, and each parameter has a gradient on each lane
+        nothing = torch.stack([parameter.sum() for parameter in layer.parameters]).sum()
+        return x_TC[..., None].expand(-1, -1, layer.sizes.value_size) + nothing
     runs = sample_runs(params, x_TC.device)
     x_TC = layer.convolved(x_TC, runs)
-    steps = layer.steps(x_TC, gates)
-    if not layer.share.heads:  # backward exchanges, too, and each parameter has a gradient on each lane
-        return steps.v_THV + torch.stack([parameter.sum() for parameter in layer.parameters]).sum()
-    found, _ = layer.kernel.scan(steps, runs, None)
+    found, _ = layer.kernel.scan(layer.steps(x_TC, gates), runs, None)
     assert found is not None
     return layer.finished(found, x_TC)

@@ -72,18 +72,14 @@ class LinearLayer:
 
     def convolved(self, x_TC: Tensor, runs: Runs) -> Tensor:
         """Return the share's channels behind the convolution of runs."""
-        if not self.share.heads:
-            return x_TC
         return self.kernel.convolve(x_TC, self.weight_CK, self.bias_C, runs)
 
     def steps(self, x_TC: Tensor, gates: list[Tensor]) -> Steps:
         """Return what tokens do, of convolved channels and of [T, heads] gates: beta and decay, or dt."""
         sections = _sections(self.sizes)
         widths = [width * len(self.share.groups if of_groups else self.share.heads) for of_groups, width in sections]
-        parts = [
-            part.unflatten(1, (-1, width)) if part.shape[1] else part.new_zeros((len(part), 0, width))
-            for part, (_, width) in zip(x_TC.split(widths, dim=1), sections, strict=True)
-        ]
+        split = zip(x_TC.split(widths, dim=1), sections, strict=True)
+        parts = [part.unflatten(1, (-1, width)) for part, (_, width) in split]
         if self.decay_rate_H is None:
             q, k, v = parts
             beta, decay = gates
@@ -106,10 +102,8 @@ class LinearLayer:
     def _by_head(self, x_TGK: Tensor) -> Tensor:
         """Return each head's group."""
         per_group = self.sizes.num_heads // self.sizes.num_groups
-        if per_group == 1:
-            return x_TGK
-        groups = [head // per_group - self.share.groups.start for head in self.share.heads]
-        return x_TGK[:, groups]
+        first = self.share.heads.start - self.share.groups.start * per_group
+        return x_TGK.repeat_interleave(per_group, dim=1).narrow(1, first, len(self.share.heads))
 
 
 def channels_of(x: Tensor, sizes: LinearAttention, share: Share, dim: int = -1) -> Tensor:

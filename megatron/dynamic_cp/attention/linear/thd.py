@@ -42,7 +42,8 @@ def gated_delta_net_thd(
         sizes: of this tensor-parallel rank (`LinearAttention.of_rank`).
 
     Raises:
-        UnsupportedFeatureError: attention of the micro-batch is placed, or no kernel for these tensors.
+        UnsupportedFeatureError: attention of the micro-batch is placed, samples bring masks, or no kernel for these
+            tensors.
     """
     return _in_its_way(_layer(qkv_TC, conv_weight, sizes), qkv_TC, [beta_TH, decay_TH], params)
 
@@ -94,6 +95,11 @@ def _in_its_way(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: D
         raise UnsupportedFeatureError(
             f"the plan places attention at {params.label}, and layers of linear attention need chunks of equal length "
             "on all lanes: plan without --cp-comm-type blocks"
+        )
+    if params.masked_samples is not None:
+        raise UnsupportedFeatureError(
+            f"samples bring masks of their own at {params.label}, and a state of linear attention has seen all tokens "
+            "before it: give samples no masks"
         )
     gates = [gate.to(state_dtype(gate.dtype)) for gate in gates]
     way = by_heads if params.cp_group.size() == 1 else WAYS[params.state_exchange]

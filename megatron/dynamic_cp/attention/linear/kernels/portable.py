@@ -102,11 +102,12 @@ class _Products(NamedTuple):
         """Return them for all blocks at once."""
         dtype = state_dtype(steps.v_THV.dtype)
         k, values, decay = (blocks.cut(x, dtype) for x in (steps.k_THK, steps.v_THV, steps.decay_TH))
-        total = decay.cumsum(-1)
+        # Sums of a block are large, and what counts are small differences of them.
+        total = decay.to(torch.float64).cumsum(-1)
         length = total.shape[-1]
         unseen = torch.ones(length, length, dtype=torch.bool, device=total.device).triu(1)
-        between = (total[..., :, None] - total[..., None, :]).masked_fill(unseen, -torch.inf).exp()
-        since_start = total.exp()[..., None]
+        between = (total[..., :, None] - total[..., None, :]).masked_fill(unseen, -torch.inf).exp().to(dtype)
+        since_start = total.exp()[..., None].to(dtype)
         kept = (k * between[..., -1, :, None]).transpose(-1, -2)
         transitions, recalled = since_start[..., -1, 0], None
         if steps.beta_TH is not None:

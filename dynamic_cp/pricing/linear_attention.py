@@ -1,0 +1,158 @@
+"""Seconds of linear attention on one pipeline stage, all its layers, and of the two ways in which lanes share it.
+
+In one direction, for T tokens and N samples of a bucket on cp lanes,
+
+    alone   T * (core + conv)
+    heads   T * (core * most heads of a lane / heads + conv / cp) + two all-to-alls of T / cp tokens
+    states  T / cp * (core + conv + again) + N * (composing + tokens of chunks that are not full + messages)
+
+Nothing hides the exchanges. So both ways are linear in tokens, and states in samples as well: packers, who know tokens
+alone, take heads; `search.states` chooses for each bucket of the finished packing.
+
+Backward, core products are BACKWARD_OVER_FORWARD times those forward. States: forward computes the summaries of chunks
+(`again`); backward computes the backward pass of the kernel twice, once for the gradients of the states before chunks.
+
+Limits: a kernel walks through the chunks of a sample one after the other, with heads and samples as its only
+parallelism; how far that lowers its rate for few heads is not known, nor priced.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dynamic_cp.convex import Linear
+from dynamic_cp.mechanisms.links import lanes_in_one_node
+from dynamic_cp.types import ACROSS_NODES, IN_NODE, LinearAttention, Problem, Stage
+from dynamic_cp.types.linear_attention import CHUNK_TOKENS, CHUNKS_PER_LANE
+
+BACKWARD_OVER_FORWARD = 2.5
+"""Products backward over forward: twice as many, and what a chunk keeps too much of is computed again. An estimate."""
+_CONVOLUTION_PASSES = 2, 4
+"""Passes of the convolved channels through memory, (forward, backward)."""
+_SHARE_OF_GEMMS = 0.25
+"""Rate of the core products over that of GEMMs, where hardware does not say. An assumption: docs/cost-model.md."""
+
+
+class LinearSeconds(NamedTuple):
+    """Seconds of linear attention in one direction.
+
+    Attributes:
+        linear: for the tokens of a bucket.
+        per_sample: for each of its samples besides.
+        host_s: of the host, for its exchange.
+    """
+
+    linear: Linear
+    per_sample: float = 0.0
+    host_s: float = 0.0
+
+
+Both = tuple[LinearSeconds, LinearSeconds]
+"""(forward, backward)."""
+
+
+class StageLinearAttention:
+    """Linear attention of one pipeline stage.
+
+    Attributes:
+        layers: their number.
+        sizes: of one layer on a tensor-parallel rank.
+    """
+
+    def __init__(self, stage: Stage, sizes: LinearAttention, problem: Problem) -> None:
+        hardware = problem.hardware
+        self.layers = stage.linear_attention.num_layers
+        self.sizes = sizes.of_rank(problem.topology.tp_size)
+        self._hardware, self._node_lanes = hardware, lanes_in_one_node(problem.topology)
+        self._element_bytes = problem.options.element_bytes
+        self._rate = hardware.linear_attention_flops_per_s or _SHARE_OF_GEMMS * hardware.linear_flops_per_s
+        self._prices: dict[tuple[bool, int, int], Both] = {}
+        self._bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
+
+    @classmethod
+    def of(cls, stage: Stage, problem: Problem) -> StageLinearAttention | None:
+        """Return that of a stage; None: the model has none."""
+        sizes = problem.model.linear_attention
+        return None if sizes is None else cls(stage, sizes, problem)
+
+    def alone(self) -> Both:
+        """Return what one lane takes."""
+        core, conv = self._core_s(self.sizes.core_flops), self._conv_s(1)
+        forward, backward = (
+            LinearSeconds(Linear(0.0, times * core + one)) for times, one in zip(self._times, conv, strict=True)
+        )
+        return forward, backward
+
+    def by_heads(self, cp_size: int, link: int) -> Both:
+        """Return what a group takes whose lanes exchange heads."""
+        return self._once(False, cp_size, link)
+
+    def by_states(self, cp_size: int, link: int) -> Both:
+        """Return what a group takes whose lanes pass on states."""
+        return self._once(True, cp_size, link)
+
+    def _once(self, passes_on_states: bool, cp_size: int, link: int) -> Both:
+        place = passes_on_states, cp_size, link
+        if place not in self._prices:
+            self._prices[place] = (self._by_states if passes_on_states else self._by_heads)(cp_size, link)
+        return self._prices[place]
+
+    def _by_heads(self, cp_size: int, link: int) -> Both:
+        core = self._core_s(self.sizes.core_flops) * self.sizes.most_heads(cp_size) / self.sizes.num_heads
+        sent = self.sizes.heads_bytes(cp_size, self._element_bytes.exchanged) / cp_size
+        exchange = Linear(2 * self._latency_s, self.layers * sent * self._s_per_byte(cp_size, link))
+        forward, backward = (
+            LinearSeconds(Linear(0.0, times * core + conv / cp_size).plus(exchange), host_s=self._host_s(2))
+            for times, conv in zip(self._times, self._conv_s(cp_size), strict=True)
+        )
+        return forward, backward
+
+    def _by_states(self, cp_size: int, link: int) -> Both:
+        sizes = self.sizes
+        core, summary = self._core_s(sizes.core_flops), self._core_s(sizes.summary_flops)
+        computed = core + summary, 2 * BACKWARD_OVER_FORWARD * core
+        composing = self._core_s(CHUNKS_PER_LANE * sizes.composing_flops)
+        halo = sizes.halo_bytes(cp_size, self._element_bytes.exchanged)
+        states = [sizes.states_bytes(cp_size, backward=backward) for backward in (False, True)]
+        latency = Linear(3 * self._latency_s)
+        forward, backward = (
+            LinearSeconds(
+                latency.plus(Linear(0.0, (core_s + conv) / cp_size)),
+                # The last chunk of products of each chunk of a lane is half full in the mean.
+                composing
+                + CHUNKS_PER_LANE * CHUNK_TOKENS / 2 * core_s
+                + self.layers * (sent + halo) * self._s_per_byte(cp_size, link),
+                self._host_s(3),
+            )
+            for core_s, conv, sent in zip(computed, self._conv_s(1), states, strict=True)
+        )
+        return forward, backward
+
+    @property
+    def _times(self) -> tuple[float, float]:
+        return 1.0, BACKWARD_OVER_FORWARD
+
+    @property
+    def _latency_s(self) -> float:
+        return self.layers * self._hardware.exchange_latency_s_per_layer
+
+    def _host_s(self, messages: int) -> float:
+        return self.layers * messages * self._hardware.host_message_s_per_layer
+
+    def _core_s(self, flops: float) -> float:
+        return self.layers * flops / self._rate
+
+    def _conv_s(self, num_lanes: int) -> tuple[float, float]:
+        """Return what the convolution of a token takes; lanes that exchange heads convolve copies of groups, too."""
+        channels = 2 * self.sizes.copied_groups(num_lanes) * self.sizes.key_size + self.sizes.value_channels
+        bandwidth = self._hardware.memory_bandwidth_bytes_per_s
+        once = self.layers * channels * self._element_bytes.activation / bandwidth if bandwidth else 0.0
+        forward, backward = _CONVOLUTION_PASSES
+        return forward * once, backward * once
+
+    def _s_per_byte(self, cp_size: int, link: int) -> float:
+        """Return the seconds per byte that a lane sends to all others alike: some of them may be in its node."""
+        leaving = 0.0 if link == IN_NODE else 1.0
+        if link == ACROSS_NODES and self._node_lanes < cp_size:
+            leaving = (cp_size - self._node_lanes) / (cp_size - 1)
+        return leaving / self._bandwidths[ACROSS_NODES] + (1.0 - leaving) / self._bandwidths[IN_NODE]

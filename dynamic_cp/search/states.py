@@ -1,0 +1,124 @@
+"""Which buckets of a packing pass on states of linear attention instead of exchanging heads.
+
+Packers know the tokens of buckets, and price an exchange of heads. States cost by the sample, so a finished packing is
+gone through bucket by bucket: one passes on states where that is faster forward and backward, and where the states that
+it keeps fit under the token limit. So no plan gets slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamic_cp.arrays import Bools, Floats, Ints
+from dynamic_cp.memory.activations import tokens_of_states
+from dynamic_cp.packing.judge import PricedPacking, grid_of_priced, makespan_of_grid_ns, price_packing
+from dynamic_cp.pipeline.longest_path import Grid
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.lengths import Lengths
+from dynamic_cp.pricing.terms import prices_of
+from dynamic_cp.search.candidates import Candidate
+
+_SAVED, _MOST_KINDS = 0.1, 4
+"""Share of a step that passing on states may save, so that slower kinds of candidates, each by its fastest one, are
+tried, too, and how many are: it saved 0 to 4 % of steps of github and sft_longalign on 64 H100."""
+
+
+class Judged(NamedTuple):
+    """A candidate with what its buckets exchange.
+
+    Attributes:
+        prices: of `priced`, with rows of the buckets that pass on states.
+        grid: its durations; makespan_ns: what they come to.
+        num_states: buckets that pass on states, of `num_shared` that have several lanes.
+    """
+
+    priced: PricedPacking
+    prices: CostModel
+    grid: Grid
+    makespan_ns: int
+    num_states: int = 0
+    num_shared: int = 0
+
+    @property
+    def in_words(self) -> str:
+        """What it adds to the reason of a plan."""
+        if not self.num_states:
+            return ""
+        return f"; {self.num_states} of {self.num_shared} shared buckets pass on states: {self.makespan_ns / 1e9:.6f} s"
+
+
+def may_pass_on_states(prices: CostModel) -> bool:
+    """Return whether plans may have buckets that do."""
+    return prices.model.linear_attention is not None and prices.options.state_exchange != "heads"
+
+
+def judged(ranking: Sequence[Candidate], lengths: Lengths) -> Judged:
+    """Return the fastest candidate once its buckets exchange what is faster; `ranking`: the fastest first by heads."""
+    if not may_pass_on_states(ranking[0].cost_model):
+        return _as_packed(ranking[0], price_packing(lengths, ranking[0].packing, ranking[0].cost_model))
+    prices = ranking[0].cost_model
+    tokens_of_sample = tokens_of_states(prices.model, prices.topology, prices.options)
+    best, kinds = _with_states(ranking[0], lengths, tokens_of_sample), {_kind_of(ranking[0])}
+    for candidate in ranking[1:]:
+        if candidate.makespan_ns * (1 - _SAVED) >= best.makespan_ns or len(kinds) == _MOST_KINDS:
+            break
+        if _kind_of(candidate) not in kinds:
+            kinds.add(_kind_of(candidate))
+            other = _with_states(candidate, lengths, tokens_of_sample)
+            best = other if other.makespan_ns < best.makespan_ns else best
+    return best
+
+
+def _as_packed(candidate: Candidate, priced: PricedPacking) -> Judged:
+    """Return a candidate none of whose buckets passes on states."""
+    # The grid of the packing is the grid of the plan, and much faster to make.
+    grid = grid_of_priced(priced, candidate.cost_model)
+    return Judged(priced, candidate.cost_model, grid, candidate.makespan_ns)
+
+
+def _kind_of(candidate: Candidate) -> str:
+    """Return how a candidate was packed, without the number of its micro-batches and their order."""
+    return candidate.name.partition(" m=")[0]
+
+
+def _with_states(candidate: Candidate, lengths: Lengths, tokens_of_sample: float) -> Judged:
+    """Return a candidate whose buckets pass on states where they may, of which each sample counts as so many tokens."""
+    priced, prices = price_packing(lengths, candidate.packing, candidate.cost_model), candidate.cost_model
+    packing = candidate.packing
+    shared = np.flatnonzero((packing.log2_cp_sizes > 0) & (priced.tokens > 0))
+    if not len(shared):
+        return _as_packed(candidate, priced)
+    k, rows = packing.log2_cp_sizes[shared], priced.price_rows[shared]
+    numbers = np.bincount(packing.bucket_of_sample, minlength=len(priced.tokens))[shared]
+    shifts = prices.shifts_of_states(k, prices.table.links[k, packing.first_lanes[shared] >> k], numbers)
+    chosen = np.ones(len(shared), np.bool_)
+    if prices.options.state_exchange == "auto":
+        held = priced.tokens[shared] / (1 << k) + numbers * tokens_of_sample
+        fits = held <= prices.options.max_tokens_per_rank
+        chosen = np.logical_and(_are_faster(prices, priced, shared, shifts), fits)
+    if chosen.any():
+        which, terms = rows[chosen], prices.table
+        first = len(terms.terms)
+        prices = prices.with_rows(
+            terms.terms[which] + shifts[chosen],
+            terms.level_terms[which] + shifts[chosen],
+            [prices.attentions[row] for row in which.tolist()],
+        )
+        price_rows = priced.price_rows.copy()
+        price_rows[shared[chosen]] = first + np.arange(len(which))
+        priced = priced._replace(price_rows=price_rows)
+    grid = grid_of_priced(priced, prices)
+    makespan_ns = makespan_of_grid_ns(grid, prices) if chosen.any() else candidate.makespan_ns
+    return Judged(priced, prices, grid, makespan_ns, int(chosen.sum()), len(shared))
+
+
+def _are_faster(prices: CostModel, priced: PricedPacking, shared: Ints, shifts: Floats) -> Bools:
+    """Return [shared bucket] -> whether states are faster forward or backward, and never slower."""
+    tokens, squares = priced.tokens[shared, None], priced.squares[shared, None]
+    terms = prices.table.terms[priced.price_rows[shared]]
+    by_heads, by_states = prices_of(terms, tokens, squares), prices_of(terms + shifts, tokens, squares)
+    never_slower, are_faster = (by_states <= by_heads).all(axis=1), (by_states < by_heads).any(axis=1)
+    return np.logical_and(never_slower, are_faster)

@@ -1,0 +1,237 @@
+"""Masks of samples whose branches share prefixes, which are there once: prompts with answers, and trees of turns.
+
+A sample is segments of tokens, depth first: each goes on from the one that it belongs to (its parent), and several may
+go on from the same. Tokens of a segment see those of the segments on the way to it, and their own up to themselves. A
+branch is the way from the first segment to one behind which none goes on: the sample is worth as many samples as it has
+branches.
+
+Sources: shared_question with these shapes from DCP (arXiv 2510.10620, section 7).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types.counts import require_at_least
+from dynamic_cp.types.masks import Mask, Rectangle, triangle, up_to_itself
+
+if TYPE_CHECKING:
+    from dynamic_cp.types.masks import Positions, Ranges
+
+MOST_LEVELS = 128
+"""Of a tree: each is one more call of a kernel."""
+
+
+class Segment(NamedTuple):
+    """A segment of a sample.
+
+    Attributes:
+        parent: the segment from whose end it goes on, by its place among all; -1: the first one has none.
+        start, stop: its tokens.
+        end: behind the last token of those that go on from it, theirs included; `stop` where there are none.
+        position: of its first token along its branch.
+        num_branches: that it is part of.
+    """
+
+    parent: int
+    start: int
+    stop: int
+    end: int
+    position: int
+    num_branches: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its own."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Branches(Mask):
+    """Segments that share prefixes; a subclass says how long they are, and which goes on from which."""
+
+    def shape(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return (tokens of each segment, segments before it on its branch), depth first."""
+        raise NotImplementedError
+
+    def segments(self) -> list[Segment]:
+        """Return the segments, depth first."""
+        parents: list[int] = []
+        starts, positions = [0], list[int]()
+        path: list[int] = []
+        lengths, depths = self.shape()
+        for place, (length, depth) in enumerate(zip(lengths, depths, strict=True)):
+            del path[depth:]
+            parents.append(path[-1] if path else -1)
+            positions.append(positions[path[-1]] + lengths[path[-1]] if path else 0)
+            starts.append(starts[-1] + length)
+            path.append(place)
+        ends, branches = starts[1:], [0] * len(parents)
+        for place in reversed(range(len(parents))):
+            branches[place] = max(1, branches[place])
+            if (parent := parents[place]) >= 0:
+                ends[parent] = max(ends[parent], ends[place])
+                branches[parent] += branches[place]
+        return [*map(Segment._make, zip(parents, starts, starts[1:], ends, positions, branches, strict=False))]
+
+    def paths(self) -> list[list[int]]:
+        """Return the segments of each branch, the first one first."""
+        paths: list[list[int]] = []
+        path: list[int] = []
+        for place, (depth, following) in enumerate(pairwise((*self.shape()[1], 0))):
+            path = [*path[:depth], place]
+            if following <= depth:
+                paths.append(path)
+        return paths
+
+    def why_unfit(self, seqlen: int) -> str | None:
+        total = sum(self.shape()[0])
+        return None if total == seqlen else f"its segments have {total} tokens, the sample {seqlen}: both must be equal"
+
+    def num_pairs(self, seqlen: int) -> int:
+        return sum(triangle(one.num_tokens) + one.num_tokens * one.position for one in self.segments())
+
+    def key_ranges(self, seqlen: int) -> Ranges:
+        """Segments on a branch that adjoin are one range."""
+        import numpy as np
+
+        seen: list[list[tuple[int, int]]] = []
+        segments = self.segments()
+        for segment in segments:
+            before = seen[segment.parent] if segment.parent >= 0 else []
+            if before and before[-1][1] == segment.start:
+                seen.append([*before[:-1], (before[-1][0], segment.stop)])
+            else:
+                seen.append([*before, (segment.start, segment.stop)])
+        ranges = np.zeros((seqlen, 2 * max(2, *map(len, seen))), np.int32)
+        own = up_to_itself(seqlen)[:, 1]
+        for segment, of_segment in zip(segments, seen, strict=True):
+            rows = slice(segment.start, segment.stop)
+            ranges[rows, : 2 * len(of_segment)] = np.array(of_segment).reshape(-1)
+            ranges[rows, 2 * len(of_segment) - 1] = own[rows]
+        return ranges
+
+    def rectangles(self, seqlen: int) -> tuple[Rectangle, ...]:
+        segments = self.segments()
+        squares = (Rectangle.square(one.start, one.num_tokens, causal=True) for one in segments)
+        behind = (
+            Rectangle(one.stop, one.end - one.stop, one.start, one.num_tokens, False)
+            for one in segments
+            if one.end > one.stop
+        )
+        return (*squares, *behind)
+
+    def positions(self, seqlen: int) -> Positions:
+        """Every segment goes on from the end of its parent."""
+        import numpy as np
+
+        positions = np.arange(seqlen)
+        for segment in self.segments():
+            positions[segment.start : segment.stop] += segment.position - segment.start
+        return positions
+
+
+@dataclass(frozen=True, slots=True)
+class SharedQuestion(Branches):
+    """Answers to one prompt, which is there once: tokens of an answer attend to the prompt and to their own answer.
+
+    A sample of them is worth as many samples of prompt and answer.
+
+    Attributes:
+        prompt: its tokens, before those of the answers.
+        answers: tokens of each answer.
+    """
+
+    name = "shared_question"
+    prompt: int
+    answers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_at_least(1, prompt=self.prompt)
+        if not self.answers or min(self.answers) < 1:
+            raise InvalidInputError(
+                f"shared_question has {len(self.answers)} answers, the shortest of {min(self.answers, default=0)} "
+                "tokens, at least 1 answer of 1 token is needed: leave out empty answers",
+                answers=self.answers,
+            )
+
+    def shape(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.prompt, *self.answers), (0, *(1 for _ in self.answers))
+
+    def why_unfit(self, seqlen: int) -> str | None:
+        total = self.prompt + sum(self.answers)
+        if total == seqlen:
+            return None
+        return f"prompt and answers have {total} tokens, the sample {seqlen}: both must be equal"
+
+    def num_pairs(self, seqlen: int) -> int:
+        own = sum(triangle(answer) + answer * self.prompt for answer in self.answers)
+        return triangle(self.prompt) + own
+
+    def __str__(self) -> str:
+        return f"{self.name}:{','.join(map(str, (self.prompt, *self.answers)))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tree(Branches):
+    """Turns that branch at several levels; its text has behind each segment, in parentheses, those that go on from it.
+
+    Attributes:
+        lengths: tokens of each segment, depth first.
+        depths: segments before each one on its branch: 0, then from 1 to one more than that of the segment before.
+    """
+
+    name = "tree"
+    lengths: tuple[int, ...]
+    depths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) != len(self.depths) or not self.lengths:
+            raise InvalidInputError(
+                f"a tree has {len(self.lengths)} lengths and {len(self.depths)} depths: give both for every segment, "
+                "at least for one"
+            )
+        require_at_least(1, **{f"segment {place}": length for place, length in enumerate(self.lengths)})
+        for place, (before, depth) in enumerate(pairwise((-1, *self.depths))):
+            if not min(place, 1) <= depth <= before + 1:
+                raise InvalidInputError(
+                    f"segment {place} of a tree has the depth {depth} behind one of {before}: the first has 0, others "
+                    "from 1 to one more than the segment before",
+                    segment=place,
+                )
+        if (levels := max(self.depths) + 1) > MOST_LEVELS:
+            raise InvalidInputError(
+                f"a tree has {levels} levels, at most {MOST_LEVELS} are supported: join segments behind which only one "
+                "goes on, or cut it in several samples",
+                levels=levels,
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Tree | None:
+        """Return the tree whose text is `text` behind its name; None where it is none."""
+        lengths, depths, depth = [], [], 0
+        for marks, number in re.findall(r"(\D*)(\d+)", text):
+            depth += marks.count("(") - marks.count(")")
+            depths.append(depth)
+            lengths.append(int(number))
+        if not lengths or _text_of(lengths, depths) != text:
+            return None
+        return cls(tuple(lengths), tuple(depths))
+
+    def shape(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.lengths, self.depths
+
+    def __str__(self) -> str:
+        return f"{self.name}:{_text_of(self.lengths, self.depths)}"
+
+
+def _text_of(lengths: Sequence[int], depths: Sequence[int]) -> str:
+    parts = [str(lengths[0])]
+    for length, (before, depth) in zip(lengths[1:], pairwise(depths), strict=True):
+        parts.append(f"({length}" if depth > before else f"{')' * (before - depth)},{length}")
+    return "".join(parts) + ")" * depths[-1]

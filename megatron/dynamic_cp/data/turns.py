@@ -1,0 +1,125 @@
+"""A tree of turns as one sample: its loss and gradients are those of its branches trained apart.
+
+    root = Turn(tokens=system_and_task, learned=False, children=(Turn(tokens=first_try), Turn(tokens=other_try, ...)))
+    sample, mask = tree_of_turns(root)
+
+Every turn is there once. It sees the turns on the way to it and itself, and its positions go on from theirs. The last
+token before several turns is there once for each of them, as in `shared_question`. A learned token counts as often as
+it would in the branches apart: once for each branch that it is part of; so a mean over tokens is theirs, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types import Tree
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens
+from megatron.dynamic_cp.data.shared_question import sample_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """Tokens, and what goes on from them.
+
+    Attributes:
+        tokens: at least 1; their ends of turns and documents are tokens like others.
+        learned: whether they are, or which of them.
+        children: the turns that go on from it; none: a branch ends here.
+    """
+
+    tokens: Sequence[int] | NDArray[np.int64]
+    learned: bool | Sequence[bool] | NDArray[np.bool_] = True
+    children: tuple[Turn, ...] = ()
+
+    def __post_init__(self) -> None:
+        shape, of_learned = np.shape(self.tokens), np.shape(self.learned)
+        if len(shape) != 1 or not shape[0] or of_learned not in ((), shape):
+            raise InvalidInputError(
+                f"a turn has tokens of shape {shape} and 'learned' of shape {of_learned}: at least 1 token, and "
+                "true, false or one entry for each token are needed"
+            )
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any], name: str = "turn") -> Turn:
+        """Return the turn of {"tokens": [...], "learned": true, "children": [...]}; of these only tokens are needed.
+
+        Raises:
+            InvalidInputError: a key is missing or unknown; says of which turn: `turn.2.1` is the first child of the
+                second one of the first.
+        """
+        # Without recursion: a long talk is a deep tree.
+        waiting, found = [(name, value)], []
+        while waiting:
+            place, of_turn = waiting.pop()
+            if not isinstance(of_turn, Mapping) or "tokens" not in of_turn or of_turn.keys() - cls.__slots__:
+                has = ", ".join(map(repr, of_turn)) if isinstance(of_turn, Mapping) else type(of_turn).__name__
+                raise InvalidInputError(
+                    f"{place} has {has or 'nothing'}: give 'tokens', and maybe 'learned' and 'children'", turn=place
+                )
+            found.append((place, of_turn))
+            waiting += ((f"{place}.{number}", child) for number, child in enumerate(of_turn.get("children") or (), 1))
+        made: list[Turn] = []  # those of the turns behind this one that no parent has yet
+        for place, of_turn in reversed(found):
+            number = len(of_turn.get("children") or ())
+            children = tuple(made[len(made) - number :])
+            del made[len(made) - number :]
+            try:
+                made.append(cls(tokens=of_turn["tokens"], learned=of_turn.get("learned", True), children=children))
+            except InvalidInputError as error:
+                raise InvalidInputError(f"{place}: {error}", turn=place) from None
+        return made[0]
+
+
+class _Segment(NamedTuple):
+    """Turns that go on from each other without a branching, one after the other."""
+
+    depth: int
+    tokens: list[NDArray[np.int64]]
+    is_target: list[NDArray[np.bool_]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens))
+
+
+def tree_of_turns(root: Turn) -> tuple[SampleTokens, Tree | None]:
+    """Return the tokens of the sample, and its mask; None where nothing branches.
+
+    Raises:
+        InvalidInputError: fewer than 2 tokens before the first branching.
+    """
+    segments = _segments(root)
+    first = segments[0].num_tokens
+    if first < 2:
+        raise InvalidInputError(
+            f"a tree has {first} tokens before its first branching, at least 2 are needed: begin with what all share",
+            num_tokens=first,
+        )
+    document = np.concatenate([tokens for one in segments for tokens in one.tokens])
+    is_target = np.concatenate([targets for one in segments for targets in one.is_target])
+    mask = None
+    if len(segments) > 1:
+        lengths = (first - 1, *(one.num_tokens for one in segments[1:]))
+        mask = Tree(lengths, tuple(one.depth for one in segments))
+    return sample_of(document, is_target, mask), mask
+
+
+def _segments(root: Turn) -> list[_Segment]:
+    segments: list[_Segment] = []
+    waiting = [(root, 0, True)]
+    while waiting:
+        turn, depth, begins = waiting.pop()
+        if begins:
+            segments.append(_Segment(depth, [], []))
+        tokens = np.asarray(turn.tokens, np.int64)
+        segments[-1].tokens.append(tokens)
+        segments[-1].is_target.append(np.broadcast_to(np.asarray(turn.learned, np.bool_), tokens.shape))
+        branches = len(turn.children) > 1
+        waiting += ((child, depth + branches, branches) for child in reversed(turn.children))
+    return segments

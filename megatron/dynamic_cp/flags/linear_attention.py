@@ -1,0 +1,325 @@
+"""Layers of linear attention as Megatron-LM's flags say them: in the place of attention, or in a pattern of halves.
+
+    --experimental-attention-variant gated_delta_net --linear-attention-freq 4   attention in every fourth layer
+    --hybrid-override-pattern M-M*M-                                             a symbol for each layer, half a layer
+
+Pure functions of flags and configurations; neither torch nor megatron-core is needed. A configuration has no field for
+the pattern, which megatron-core hands its own class of model: `set_pattern` keeps it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Literal, NamedTuple
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.types import LinearAttention, layers_with_experts
+from megatron.dynamic_cp.flags.exclusions import PATTERN, VARIANT, refuse_pairs
+from megatron.dynamic_cp.flags.experts import num_experts
+from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
+from megatron.dynamic_cp.flags.table import flag_of
+
+GATED_DELTA_NET, MAMBA = "gated_delta_net", "mamba2"
+ALIASES = {"gdn": GATED_DELTA_NET}
+"""Of later releases: value of --experimental-attention-variant -> what 0.16 calls it."""
+FREQ = "--linear-attention-freq"
+DELTA_SIZES = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+"""Flag -> Megatron-LM's default."""
+MAMBA_SIZES = {"mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_num_heads": None}
+"""The same of Mamba-2; None: as many heads as make twice the hidden size."""
+FIELDS = frozenset(
+    {
+        *("experimental_attention_variant", "linear_attention_freq", "is_hybrid_model"),
+        *("hetereogenous_dist_checkpoint", *DELTA_SIZES, *MAMBA_SIZES),
+    }
+)
+"""Fields of a configuration that may have any value that `check_linear_attention` lets pass."""
+CHOICES = frozenset({"experimental_attention_variant", "linear_attention_freq", "hybrid_override_pattern"}) | {
+    *DELTA_SIZES,
+    *MAMBA_SIZES,
+}
+"""All names that `choices` may return."""
+
+Mixer = Literal["attention", "linear"]
+MLP = Literal["dense", "experts"]
+_FREQ_PATTERN = "give a number, or 1 (linear) and 0 (attention) for each layer, such as [1,1,1,0]*3"
+_KINDS = {"M": MAMBA, "G": GATED_DELTA_NET}
+"""Symbol of a pattern -> kind of linear attention."""
+
+
+class Parts(NamedTuple):
+    """What a layer has; None: not this half."""
+
+    mixer: Mixer | None
+    mlp: MLP | None
+
+
+PLAIN = Parts("attention", "dense")
+_OF_SYMBOL = {
+    **dict.fromkeys(_KINDS, Parts("linear", None)),
+    "*": Parts("attention", None),
+    "-": Parts(None, "dense"),
+    "E": Parts(None, "experts"),
+}
+
+
+def variant(text: str) -> str:
+    """Return the value of --experimental-attention-variant; an argparse type."""
+    name = ALIASES.get(text, text)
+    if name != GATED_DELTA_NET:
+        raise argparse.ArgumentTypeError(_unknown_variant(text))
+    return name
+
+
+def linear_freq(text: str) -> int | tuple[int, ...]:
+    """Return the value of --linear-attention-freq; an argparse type."""
+    return layer_pattern(text, _FREQ_PATTERN)
+
+
+def is_on(config: Any) -> bool:
+    """Return whether flags or a configuration ask for layers of linear attention."""
+    return kind_of(config) is not None
+
+
+def pattern_of(config: Any) -> str:
+    """Return the symbols of the layers, "" where layers are whole ones."""
+    return getattr(config, "hybrid_override_pattern", None) or ""
+
+
+def set_pattern(config: Any, pattern: str | None) -> None:
+    """Let layers that are built of a TransformerConfig be halves: it has no field for that."""
+    if pattern:
+        vars(config)["hybrid_override_pattern"] = pattern
+        config.hetereogenous_dist_checkpoint = True  # layers are saved by their numbers
+
+
+def kind_of(config: Any) -> str | None:
+    """Return the kind of linear attention, None: there is none."""
+    symbol = next((symbol for symbol in pattern_of(config) if symbol in _KINDS), None)
+    if symbol is not None:
+        return _KINDS[symbol]
+    name = getattr(config, "experimental_attention_variant", None)
+    return None if name is None else ALIASES.get(name, name)
+
+
+def linear_attention_of(config: Any) -> LinearAttention | None:
+    """Return the sizes of its layers of linear attention, None: there are none.
+
+    Args:
+        config: completed flags or a configuration.
+    """
+    kind = kind_of(config)
+    if kind == MAMBA:
+        return LinearAttention(
+            kind="mamba2",
+            num_heads=config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim,
+            num_groups=config.mamba_num_groups,
+            key_size=config.mamba_state_dim,
+            value_size=config.mamba_head_dim,
+        )
+    if kind == GATED_DELTA_NET:
+        return LinearAttention(
+            kind="gated_delta_net",
+            num_heads=config.linear_num_value_heads,
+            num_groups=config.linear_num_key_heads,
+            key_size=config.linear_key_head_dim,
+            value_size=config.linear_value_head_dim,
+            kernel_size=config.linear_conv_kernel_dim,
+        )
+    return None
+
+
+def parts_of_layers(config: Any) -> tuple[Parts, ...]:
+    """Return what each layer of the model has.
+
+    Args:
+        config: checked flags or a configuration.
+    """
+    symbols = pattern_of(config)
+    if symbols:
+        return tuple(_OF_SYMBOL[symbol] for symbol in symbols)
+    layers, freq = config.num_layers, getattr(config, "linear_attention_freq", None)
+    is_linear = linear_layers(freq, layers) if is_on(config) else (False,) * layers
+    has_experts = (False,) * layers
+    if num_experts(config) is not None:
+        has_experts = layers_with_experts(config.moe_layer_freq, layers)
+    return tuple(
+        Parts("linear" if linear else "attention", "experts" if experts else "dense")
+        for linear, experts in zip(is_linear, has_experts, strict=True)
+    )
+
+
+def linear_layers(freq: Any, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it is linear, by --linear-attention-freq: all but every N-th, or a list."""
+    if isinstance(freq, int):
+        return tuple(number % freq != 0 for number in range(1, num_layers + 1))
+    return tuple(map(bool, freq))
+
+
+def complete_linear_attention(flags: Any) -> None:
+    """Fill in what flags of linear attention leave open; sizes that say nothing are refused.
+
+    Raises:
+        InvalidInputError: flags of it without it, or a hidden size that Mamba-2's heads do not share evenly.
+    """
+    kind = kind_of(flags)
+    for sizes, own, remedy in (
+        (DELTA_SIZES, GATED_DELTA_NET, f"add {VARIANT} {GATED_DELTA_NET}, or G to {PATTERN}"),
+        (MAMBA_SIZES, MAMBA, f"add M to {PATTERN}"),
+    ):
+        for name, default in sizes.items():
+            if getattr(flags, name) is None:
+                setattr(flags, name, default)
+            elif kind != own:
+                raise InvalidInputError(
+                    f"{flag_of(name)} {getattr(flags, name)} is for layers that this model does not have: {remedy}, or "
+                    "leave it out",
+                    name=name,
+                )
+    if kind == MAMBA and flags.mamba_num_heads is None:
+        if 2 * flags.hidden_size % flags.mamba_head_dim:
+            raise InvalidInputError(
+                f"--mamba-head-dim {flags.mamba_head_dim} does not divide twice --hidden-size {flags.hidden_size}, "
+                "which is the width of all heads: change one of them or give --mamba-num-heads",
+                head_dim=flags.mamba_head_dim,
+            )
+        flags.mamba_num_heads = 2 * flags.hidden_size // flags.mamba_head_dim
+    if flags.linear_attention_freq is not None and flags.experimental_attention_variant is None:
+        raise InvalidInputError(
+            f"{FREQ} {shown(flags.linear_attention_freq)} says which layers have linear attention: add {VARIANT} "
+            f"{GATED_DELTA_NET}, or leave it out"
+        )
+
+
+def check_linear_attention(config: Any) -> None:
+    """Refuse what cannot be, and what was not checked together with linear attention.
+
+    Args:
+        config: completed flags or a configuration.
+
+    Raises:
+        InvalidInputError: layers or heads that do not fit.
+        UnsupportedFeatureError: another variant, or another feature, which the message names.
+    """
+    name, symbols = getattr(config, "experimental_attention_variant", None), pattern_of(config)
+    if name is not None and ALIASES.get(name, name) != GATED_DELTA_NET:
+        raise UnsupportedFeatureError(f"{VARIANT} {_unknown_variant(name)}", flag=VARIANT, field=VARIANT)
+    if getattr(config, "is_hybrid_model", False) and not symbols:
+        raise UnsupportedFeatureError(
+            f"{PATTERN} (TransformerConfig.is_hybrid_model) without a pattern is not supported: give one, or leave it "
+            "out",
+            flag=PATTERN,
+            field="is_hybrid_model",
+        )
+    if symbols:
+        _check_pattern(config, symbols)
+    elif name is not None:
+        _check_freq(config.linear_attention_freq, config.num_layers)
+    attention = linear_attention_of(config)
+    if attention is None:
+        return
+    attention.of_rank(config.tensor_model_parallel_size)
+    refuse_pairs(PATTERN if symbols else VARIANT, config, value=symbols or name)
+
+
+def _unknown_variant(name: str) -> str:
+    return f"{name!r} is not supported: {GATED_DELTA_NET} (or gdn) is possible; leave it out for attention alone"
+
+
+def _check_pattern(config: Any, symbols: str) -> None:
+    unknown = sorted(set(symbols) - set(_OF_SYMBOL))
+    if unknown:
+        raise InvalidInputError(
+            f"{PATTERN} {symbols} has {' '.join(unknown)}, a layer is M (Mamba-2), G (gated delta net), * (attention), "
+            "- (MLP) or E (experts): change it",
+            symbols=unknown,
+        )
+    if len(symbols) != config.num_layers:
+        raise InvalidInputError(
+            f"{PATTERN} {symbols} has {len(symbols)} symbols, --num-layers is {config.num_layers}: give a symbol for "
+            "each layer",
+            num_layers=config.num_layers,
+        )
+    if len(set(symbols) & set(_KINDS)) != 1:
+        raise InvalidInputError(
+            f"{PATTERN} {symbols} needs M or G, and has {'both' if set(_KINDS) <= set(symbols) else 'neither'}: a "
+            "model has one kind of linear attention",
+        )
+    if getattr(config, "experimental_attention_variant", None) is not None:
+        raise InvalidInputError(f"{PATTERN} and {VARIANT} both say which layers are linear: give one of them")
+    if ("E" in symbols) != (num_experts(config) is not None):
+        raise InvalidInputError(
+            f"{PATTERN} {symbols} has {'' if 'E' in symbols else 'no '}layers with experts (E), --num-experts is "
+            f"{num_experts(config)}: change one of them"
+        )
+
+
+def _check_freq(freq: Any, num_layers: int) -> None:
+    if freq is None:
+        raise InvalidInputError(f"{VARIANT} needs {FREQ}, which layers have it: {_FREQ_PATTERN}")
+    if isinstance(freq, int):
+        if freq < 2:
+            raise InvalidInputError(f"{FREQ} is {freq}, the smallest allowed number is 2: {_FREQ_PATTERN}")
+    elif len(freq) != num_layers or set(freq) - {0, 1} or not any(freq):
+        raise InvalidInputError(
+            f"{FREQ} {shown(freq)} has {len(freq)} entries and {sum(map(bool, freq))} linear layers, the model has "
+            f"{num_layers} layers: {_FREQ_PATTERN}",
+            num_layers=num_layers,
+        )
+
+
+def linear_fields(model: Any) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that say it; {} without linear attention.
+
+    Args:
+        model: completed flags.
+    """
+    if not is_on(model):
+        return {}
+    freq = model.linear_attention_freq
+    return {
+        "experimental_attention_variant": model.experimental_attention_variant,
+        "linear_attention_freq": list(freq) if isinstance(freq, tuple) else freq,
+        "is_hybrid_model": bool(pattern_of(model)),
+        **{name: getattr(model, name) for name in (*DELTA_SIZES, *MAMBA_SIZES)},
+    }
+
+
+def choices(flags: Any) -> dict[str, Any]:
+    """Return what checkpoints must share of linear attention: name -> JSON value, {} without it.
+
+    Args:
+        flags: completed, of this trainer, or the arguments of a Megatron-LM checkpoint.
+    """
+    kind = kind_of(flags)
+    if kind is None:
+        return {}
+    symbols = pattern_of(flags)
+    layers = (
+        {"hybrid_override_pattern": symbols}
+        if symbols
+        else {
+            "experimental_attention_variant": kind,
+            "linear_attention_freq": list(map(int, linear_layers(flags.linear_attention_freq, flags.num_layers))),
+        }
+    )
+    sizes = MAMBA_SIZES if kind == MAMBA else DELTA_SIZES
+    return layers | {name: getattr(flags, name) for name in sizes}
+
+
+def shape_of(model: Any) -> dict[str, Any]:
+    """Return what `ModelShape` has of linear attention; {} without it."""
+    attention = linear_attention_of(model)
+    if attention is None:
+        return {}
+    symbols = pattern_of(model)
+    if symbols:
+        return {"linear_attention": attention, "layer_pattern": symbols}
+    freq = model.linear_attention_freq
+    return {"linear_attention": attention, "linear_attention_freq": freq if isinstance(freq, int) else tuple(freq)}

@@ -1,0 +1,202 @@
+"""What layers of linear attention have in common: projections, a convolution and gates, shared out by heads over TP.
+
+Parameters and their names, also in checkpoints, are those of megatron-core's modules, whose constructors ask for
+kernels of GPUs: checkpoints go to them and come from them. What tokens do to each other is in `attention.linear`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from torch import Tensor
+
+from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
+from megatron.dynamic_cp.groups.model_groups import check_groups
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+
+Offsets = tuple[tuple[int, int, int], ...]
+DECAY_RANGE = 1.0, 16.0
+"""Of which decay rates are drawn, as in megatron-core."""
+
+
+class LinearAttentionLayer(MegatronModule):
+    """In a transformer layer in the place of self-attention; a kind says which sections its projection has.
+
+    Attributes:
+        sizes: of this tensor-parallel rank.
+        rows: section of the first projection -> its rows on this rank.
+        channels: those sections that are convolved.
+    """
+
+    CONVOLVED: ClassVar[tuple[str, ...]]
+    HAS_BIAS: ClassVar[bool]
+
+    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: Any, **_unused: Any) -> None:
+        check_groups(pg_collection)
+        super().__init__(config)
+        self.layer_number, self.tp_group = layer_number, pg_collection.tp
+        attention = linear_attention_of(config)
+        assert attention is not None
+        self.tp_size: int = self.tp_group.size()
+        self.sizes = attention.of_rank(self.tp_size)
+        self.rows = self._sections()
+        self.channels = {name: self.rows[name] for name in self.CONVOLVED}
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size,
+            sum(self.rows.values()) * self.tp_size,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            tp_group=self.tp_group,
+        )
+        self.conv1d = self._convolution()
+        self.A_log = self._of_heads(lambda heads: torch.empty(heads).uniform_(*DECAY_RANGE).log())
+        self.out_proj = RowParallelLinear(
+            self.sizes.value_channels * self.tp_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="fc2",
+            tp_group=self.tp_group,
+        )
+        self.repeats_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *_unused: Any,
+        packed_seq_params: DynamicPackedSeqParams | None = None,
+        **_also_unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (output [T, 1, hidden size], None); with sequence parallelism T is a share of the tokens."""
+        if not isinstance(packed_seq_params, DynamicPackedSeqParams):
+            raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
+        projected, _ = self.in_proj(hidden_states)
+        sections = dict(zip(self.rows, projected.squeeze(1).split(list(self.rows.values()), dim=-1), strict=True))
+        found = self._attended(sections, packed_seq_params)
+        output: tuple[Tensor, Tensor | None] = self.out_proj(found.unsqueeze(1))
+        return output
+
+    def _sections(self) -> dict[str, int]:
+        """Return the rows of each section of the first projection on this rank."""
+        raise NotImplementedError
+
+    def _attended(self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams) -> Tensor:
+        """Return what heads find, gated and normalized, [T, heads * value width], of sections [T, rows]."""
+        raise NotImplementedError
+
+    def _core(self, attend: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        """Return `attend(*given)`, which backward computes again where core attention is recomputed."""
+        if self.repeats_core and self.training:
+            found: Tensor = tensor_parallel.checkpoint(attend, False, *given)
+            return found
+        return attend(*given)
+
+    def _of_heads(self, draw: Callable[[int], Tensor], dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        """Return a parameter with a number for each head of this rank; drawn alike for any number of TP ranks."""
+        values = draw(self.sizes.num_heads * self.tp_size).chunk(self.tp_size)[self.tp_group.rank()]
+        return _shared_out(values.to(dtype or self.config.params_dtype))
+
+    def _convolution(self) -> _Convolution:
+        """Return a convolution of each channel of this rank, as torch would draw it."""
+        bound = 1 / math.sqrt(self.sizes.kernel_size)
+        weights, biases = [], []
+        for channels in self.channels.values():
+            weight = torch.empty(channels * self.tp_size, 1, self.sizes.kernel_size).uniform_(-bound, bound)
+            bias = torch.empty(channels * self.tp_size).uniform_(-bound, bound)
+            for parts, whole in ((weights, weight), (biases, bias)):
+                parts.append(whole.chunk(self.tp_size)[self.tp_group.rank()])
+        dtype = self.config.params_dtype
+        return _Convolution(torch.cat(weights).to(dtype), torch.cat(biases).to(dtype) if self.HAS_BIAS else None)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return its tensors as megatron-core names and cuts them: by heads, each section by itself."""
+        own: dict[str, Any] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        state = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets)
+        for name, module in self.named_children():
+            state |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        cuts = *sharded_offsets, (len(sharded_offsets), self.tp_group.rank(), self.tp_size)
+        for name, sections in self._in_sections().items():
+            state[prefix + name] = _cut_in_sections(state[prefix + name], sections, cuts)
+        return state
+
+    def _in_sections(self) -> dict[str, dict[str, int]]:
+        """Return the parameters that are saved in sections, with the rows of these."""
+        found = {"in_proj.weight": self.rows, "conv1d.weight": self.channels}
+        return found | ({"conv1d.bias": self.channels} if self.HAS_BIAS else {})
+
+
+class _Convolution(torch.nn.Module):
+    """The weights of a convolution of each channel by itself, named as those of torch's module."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = _shared_out(weight)
+        self.bias = None if bias is None else _shared_out(bias)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return them cut by tensor parallelism."""
+        return sharded_by_rows(self, prefix, sharded_offsets)
+
+
+def sharded_by_rows(module: torch.nn.Module, prefix: str, sharded_offsets: Offsets) -> ShardedStateDict:
+    """Return the parameters of a module, all of which TP ranks have rows of."""
+    state = module.state_dict(prefix="", keep_vars=True)
+    return make_sharded_tensors_for_checkpoint(state, prefix, dict.fromkeys(state, 0), sharded_offsets)
+
+
+def _shared_out(values: Tensor) -> torch.nn.Parameter:
+    """Return a parameter of which each tensor-parallel rank has rows."""
+    parameter = torch.nn.Parameter(values.clone())
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    return parameter
+
+
+def _cut_in_sections(whole: ShardedTensor, rows: Mapping[str, int], cuts: Offsets) -> ShardedTensorFactory:
+    """Return what saves and loads a matrix in sections, each cut by TP by itself, under the section's name.
+
+    Args:
+        rows: section -> its rows on this rank.
+        cuts: (axis, part, number of parts) of each axis that is cut, the last one that of the rows.
+    """
+
+    @torch.no_grad()
+    def build(key: str, values: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+        assert flattened_range is None, "optimizers save whole tensors"
+        parts = zip(rows, values.split(list(rows.values())), strict=True)
+        more = {"replica_id": replica_id, "prepend_axis_num": len(cuts) - 1}
+        return [ShardedTensor.from_rank_offsets(f"{key}.{name}", part, *cuts, **more) for name, part in parts]
+
+    @torch.no_grad()
+    def merge(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts)
+
+    return ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)

@@ -1,0 +1,154 @@
+"""Models with layers of linear attention: losses and gradients equal those of a model that goes token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from dynamic_cp.plans.validate import check_plan
+from megatron.dynamic_cp.model import gated_delta, mamba
+from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.parity import (
+    BATCHES,
+    Case,
+    Layout,
+    assert_all_equal_to_reference,
+    assert_equal_to_reference,
+    build_chunks,
+    mixed_plan,
+    run_step,
+)
+from tests.distributed.reference import VARIANTS
+from tests.distributed.test_parity import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
+
+BY_DAY = {
+    "delta_dp4": Layout(4, variant="delta_moe", distributed_optimizer=True, config=SELECTIVE_RECOMPUTE),
+    "delta_tp2_pp2_vpp2": Layout(1, tp=2, pp=2, vpp=2, variant="delta"),
+    "mamba_dp4": Layout(4, variant="mamba", config=FULL_RECOMPUTE),
+    "mamba_tp2_sp": Layout(2, tp=2, sp=True, variant="mamba_moe"),
+}
+KINDS = {"delta": "delta_moe", "mamba": "mamba_moe"}
+BY_NIGHT = {
+    f"{kind}_{name}": layout
+    for kind, with_experts in KINDS.items()
+    for name, layout in {
+        "dp4_heads": Layout(4, variant=kind, states="heads"),
+        "dp4_states": Layout(4, variant=kind, states="states"),
+        "dp4_ep2": Layout(4, ep=2, variant=with_experts, distributed_optimizer=True),
+        "six_lanes": Layout(6, variant=kind),
+        "six_lanes_ep2": Layout(6, ep=2, variant=with_experts, config=SELECTIVE_RECOMPUTE),
+        "dp2_full_recompute": Layout(2, variant=with_experts, config=FULL_RECOMPUTE),
+        "tp2_sp": Layout(2, tp=2, sp=True, variant=kind, config=SELECTIVE_RECOMPUTE),
+        "tp2_sp_ep2": Layout(2, tp=2, sp=True, ep=2, variant=with_experts),
+        "pp2": Layout(2, pp=2, variant=kind, exchange="mixed"),
+        "pp2_unlike_stages": Layout(2, pp=2, variant=kind, config={"num_layers_in_first_pipeline_stage": 1}),
+        "pp2_vpp2": Layout(2, pp=2, vpp=2, variant=kind, distributed_optimizer=True, config=FULL_RECOMPUTE),
+        "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2, ep=2, variant=with_experts, distributed_optimizer=True),
+    }.items()
+}
+
+
+def cases_of(layouts: Mapping[str, Layout], reference_of: Any, batch: str = "long_tail") -> dict[str, Case]:
+    samples, cases = BATCHES[batch], {}
+    for name, layout in layouts.items():
+        plan = mixed_plan(samples, layout)
+        check_plan(plan, samples)
+        cases[name] = Case(layout, samples, plan, reference_of(layout, batch))
+    return cases
+
+
+def test_hybrids_equal_single_process(reference_of) -> None:
+    cases = cases_of(BY_DAY, reference_of)
+    for name in ("delta_dp4", "mamba_dp4"):
+        ways = {(bucket.cp_size, bucket.state_exchange) for bucket in cases[name].plan.buckets if bucket.cp_size > 1}
+        assert len(ways) >= 3, "not both ways"
+    assert_all_equal_to_reference(cases)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("batch", ["long_tail", "few", "tiny"])
+def test_hybrids_on_all_layouts_equal_single_process(batch: str, reference_of) -> None:
+    layouts = BY_NIGHT if batch == "long_tail" else {name: BY_NIGHT[name] for name in BY_NIGHT if "_dp4_" in name}
+    assert_all_equal_to_reference(cases_of(layouts, reference_of, batch))
+
+
+def sum_no_norm_over_tp() -> None:
+    """As megatron-core does without sequence parallelism."""
+    init = gated_delta.DynamicCPGatedDelta.__init__
+
+    def unmarked(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        for parameter in self.out_norm.parameters():
+            parameter.average_gradients_across_tp_domain = False
+
+    gated_delta.DynamicCPGatedDelta.__init__ = unmarked
+
+
+def take_gates_of_other_rows(kind: type, gate: str, other: str) -> Callable[[], None]:
+    """The first projection has sections of equal size in another order: those that gate."""
+
+    def sabotage() -> None:
+        sections = kind._sections
+
+        def swapped(self: Any) -> dict[str, int]:
+            names = {gate: other, other: gate}
+            return {names.get(name, name): rows for name, rows in sections(self).items()}
+
+        kind._sections = swapped
+
+    return sabotage
+
+
+def share_out_steps_by_the_first_rank() -> None:
+    """Every TP rank has the decays of the first one's heads."""
+    attended = mamba.DynamicCPMamba._attended
+
+    def of_first(self: Any, sections: Any, params: Any) -> torch.Tensor:
+        whole = sections["dt"].clone()
+        torch.distributed.broadcast(whole, torch.distributed.get_global_rank(self.tp_group, 0), group=self.tp_group)
+        return attended(self, sections | {"dt": whole}, params)
+
+    mamba.DynamicCPMamba._attended = of_first
+
+
+DELTA = Layout(1, tp=2, variant="delta")
+FAULTS = {
+    "a norm's gradient of own heads alone": (DELTA, sum_no_norm_over_tp, "out_norm"),
+    "beta for alpha": (DELTA, take_gates_of_other_rows(gated_delta.DynamicCPGatedDelta, "beta", "alpha"), "A_log"),
+    "z for values": (
+        Layout(1, tp=2, variant="mamba"),
+        take_gates_of_other_rows(mamba.DynamicCPMamba, "z", "x"),
+        "in_proj",
+    ),
+    "gates of another rank": (Layout(1, tp=2, variant="mamba"), share_out_steps_by_the_first_rank, "dt_bias"),
+}
+
+
+@pytest.mark.by_day("a norm's gradient of own heads alone", "gates of another rank")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_over_tensor_parallel_ranks_are_noticed(fault: str, reference_of) -> None:
+    layout, sabotage, where = FAULTS[fault]
+    samples = BATCHES["long_tail"]
+    expected = reference_of(layout, "long_tail")
+    found = run_ranks(2, run_step, layout, samples, mixed_plan(samples, layout), expected, sabotage)
+    with pytest.raises(AssertionError, match=where):
+        assert_equal_to_reference(found, layout, expected)
+
+
+def test_a_pattern_needs_no_module_of_another_half() -> None:
+    """What a symbol leaves out has no parameters."""
+    names = run_ranks(1, names_of_parameters)[0]
+    halves = [
+        {name.split(".")[3] for name in names if name.startswith(f"decoder.layers.{layer}.")} for layer in range(4)
+    ]
+    mixer = {"input_layernorm", "self_attention"}
+    assert halves == [mixer, mixer, {"pre_mlp_layernorm", "mlp"}, mixer]
+
+
+def names_of_parameters() -> list[str]:
+    initialize_model_parallel()
+    _, (chunk,) = build_chunks(Layout(1, variant="mamba"), VARIANTS["mamba"])
+    return [name for name, _ in chunk.named_parameters()]

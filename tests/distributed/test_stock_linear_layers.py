@@ -1,0 +1,217 @@
+"""Layers of linear attention beside megatron-core's own modules: what they compute, and what checkpoints hold.
+
+megatron-core's ask for kernels of GPUs. Here the gated delta net runs its own rule in torch, and Mamba-2 our definition
+in the place of its kernel: parameters, their order, gates and norms are theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from types import MethodType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch.nn.functional import silu, softplus
+
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
+from megatron.dynamic_cp.model.mamba import DynamicCPMamba
+from tests.distributed import reference, token_by_token
+from tests.distributed.harness import initialize_model_parallel, run_ranks
+
+SEQLENS = 5, 130, 1, 40
+VARIANTS = {"delta": reference.DELTA, "mamba": reference.MAMBA}
+TOLERANCE = 2e-5
+"""megatron-core's rule in torch computes in float32 by itself."""
+
+
+class _Norm(torch.nn.RMSNorm):
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+
+
+class _GatedNorm(torch.nn.Module):
+    """mamba_ssm's norm of groups of channels, with the constructor and the checkpoint of megatron-core's."""
+
+    def __init__(self, size: int, eps: float, group_size: int, **_unused: Any) -> None:
+        super().__init__()
+        self.weight, self.eps, self.group_size = torch.nn.Parameter(torch.ones(size)), eps, group_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        groups = x.unflatten(-1, (-1, self.group_size))
+        return (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)).flatten(-2) * self.weight
+
+
+class _NoTracker:
+    def fork(self) -> Any:
+        return contextlib.nullcontext()
+
+
+def _l2norm(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _scan(zxbcdt: Any, weight: Any, bias: Any, dt_bias: Any, rates: Any, D: Any, chunk_size: int, **given: Any) -> Any:
+    """Return what mamba_ssm's kernel computes of one sample, a token after the other."""
+    heads, width = len(dt_bias), given["headdim"]
+    values = heads * width
+    keys = (len(weight) - values) // 2
+    z, xbc, dt = zxbcdt[0].split([values, values + 2 * keys, heads], -1)
+    convolution = SimpleNamespace(weight=weight[:, None], bias=bias)
+    x, b, c = token_by_token.convolved(xbc, convolution).split([values, keys, keys], -1)
+    b, c = (one.unflatten(1, (given["ngroups"], -1)).repeat_interleave(heads // given["ngroups"], 1) for one in (b, c))
+    step = softplus(dt.double() + dt_bias)
+    state, found = x.new_zeros(heads, b.shape[-1], width), []
+    for x_t, b_t, c_t, step_t in zip(x.unflatten(1, (heads, width)), b, c, step, strict=True):
+        state = (step_t * rates).exp()[:, None, None] * state + b_t[:, :, None] * (step_t[:, None] * x_t)[:, None]
+        found.append(torch.einsum("hkv,hk->hv", state, c_t) + D[:, None] * x_t)
+    return (torch.stack(found).flatten(1) * silu(z.double())).float()[None]
+
+
+def stock_layer(kind: str, config: Any) -> torch.nn.Module:
+    """Return megatron-core's module on a CPU."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    if kind == "delta":
+        module = importlib.import_module("megatron.core.ssm.gated_delta_net")
+        common = getattr(module, "common", module)  # a package since 0.19
+        common.HAVE_FLA, common.l2norm, common.get_cuda_rng_tracker = True, _l2norm, _NoTracker
+        parts = module.GatedDeltaNetSubmodules(ColumnParallelLinear, _Norm, RowParallelLinear)
+        layer = module.GatedDeltaNet(config, parts, layer_number=1, pg_collection=groups)
+
+        def gated_norm(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # theirs is compiled
+            return self.out_norm(x.flatten(0, -2)) * silu(gate.flatten(0, -2))
+
+        layer._apply_gated_norm = MethodType(gated_norm, layer)
+        return layer
+    operations = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
+    sys.modules.setdefault(operations, mock.MagicMock())
+    module = importlib.import_module("megatron.core.ssm.mamba_mixer")
+    module.HAVE_MAMBA_SSM, module.get_cuda_rng_tracker = True, _NoTracker
+    module.ExtendedRMSNorm, module.mamba_split_conv1d_scan_combined = _GatedNorm, _scan
+    parts = module.MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
+    return module.MambaMixer(config, parts, config.hidden_size, layer_number=1, pg_collection=groups)
+
+
+def our_layer(kind: str, config: Any) -> torch.nn.Module:
+    make = DynamicCPGatedDelta if kind == "delta" else DynamicCPMamba
+    return make(config, layer_number=1, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+
+
+def config_of(kind: str, **overrides: Any) -> Any:
+    torch._dynamo.config.disable = True
+    return reference.transformer_config(VARIANTS[kind], deterministic_mode=True, **overrides)
+
+
+def name_in(stock: torch.nn.Module, name: str) -> str:
+    """Return our name of a parameter in megatron-core's module, which since 0.19 has the convolution's itself."""
+    return name if name in dict(stock.named_parameters()) else name.replace("conv1d.", "conv1d_")
+
+
+def compare(kind: str) -> dict[str, float]:
+    """Return the relative errors of outputs and gradients of a pack against samples one by one."""
+    initialize_model_parallel()
+    torch.manual_seed(3)
+    config = config_of(kind)
+    stock, ours = stock_layer(kind, config), our_layer(kind, config)
+    theirs = dict(stock.named_parameters())
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            counterpart = theirs[name_in(stock, name)]
+            if name in ("A_log", "dt_bias"):  # some heads that forget slowly
+                counterpart.copy_(torch.linspace(-0.5, 1.2, len(counterpart)))
+            counterpart.add_(torch.randn_like(counterpart) * 0.1)
+            parameter.copy_(counterpart)
+    assert len(theirs) == len(dict(ours.named_parameters()))
+    samples = [torch.randn(seqlen, 1, config.hidden_size) for seqlen in SEQLENS]
+    weights = torch.randn(sum(SEQLENS), 1, config.hidden_size)
+    given = {} if kind == "mamba" else {"attention_mask": None}
+    wanted = torch.cat([stock(sample, **given)[0] for sample in samples])
+    (wanted * weights).sum().backward()
+    params = DynamicPackedSeqParams.build(
+        SEQLENS,
+        torch.cat([torch.arange(seqlen) for seqlen in SEQLENS]),
+        ProcessGroupCollection.use_mpu_process_groups().cp,
+        label="test",
+        stats=ExchangeStats(),
+    )
+    found, bias = ours(torch.cat(samples), None, packed_seq_params=params)
+    assert bias is None
+    (found * weights).sum().backward()
+    errors = {"output": _error(found, wanted)}
+    for name, parameter in ours.named_parameters():
+        errors[name] = _error(parameter.grad, theirs[name_in(stock, name)].grad)
+    return errors
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_a_layer_computes_what_megatron_cores_does(kind: str) -> None:
+    errors = run_ranks(1, compare, kind)[0]
+    assert len(errors) >= 7
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+def save(kind: str, folder: str, tp_size: int, is_stock: bool) -> dict[str, torch.Tensor]:
+    initialize_model_parallel(tp_size)
+    torch.manual_seed(5 + torch.distributed.get_rank())
+    config = config_of(kind, tensor_model_parallel_size=tp_size)
+    layer = stock_layer(kind, config) if is_stock else our_layer(kind, config)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) if "out_norm" not in name else torch.ones_like(parameter))
+    dist_checkpointing.save(layer.sharded_state_dict(prefix="layer."), folder)
+    return {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+
+
+def load(kind: str, folder: str, tp_size: int, is_stock: bool) -> dict[str, torch.Tensor]:
+    initialize_model_parallel(tp_size)
+    config = config_of(kind, tensor_model_parallel_size=tp_size)
+    layer = stock_layer(kind, config) if is_stock else our_layer(kind, config)
+    loaded = dist_checkpointing.load(layer.sharded_state_dict(prefix="layer."), folder)
+    layer.load_state_dict({name.removeprefix("layer."): value for name, value in loaded.items()})
+    return {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_checkpoints_go_to_and_from_megatron_cores_layers(kind: str, tmp_path: Any) -> None:
+    """Ours on two tensor-parallel ranks -> theirs on one -> ours on two: what each rank had."""
+    first, second = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (first, second):
+        folder.mkdir()
+    saved = run_ranks(2, save, kind, str(first), 2, False)
+    config = config_of(kind)
+    (theirs,) = run_ranks(1, load, kind, str(first), 1, True)
+    for name, whole in theirs.items():
+        ours = name.replace("conv1d_", "conv1d.")
+        parts = [rank[ours] for rank in saved]
+        sections = token_by_token.sections_of(f"self_attention.{ours}", config)
+        if parts[0].shape == whole.shape:
+            wanted = parts[0]
+        elif sections is None:
+            wanted = torch.cat(parts, dim=1 if ours.startswith("out_proj") else 0)
+        else:
+            halves = [part.split([rows // 2 for rows in sections]) for part in parts]
+            wanted = torch.cat([torch.cat(both) for both in zip(*halves, strict=True)])
+        assert torch.equal(whole, wanted), name
+    run_ranks(1, resave, kind, str(first), str(second))
+    again = run_ranks(2, load, kind, str(second), 2, False)
+    assert all(torch.equal(one[name], other[name]) for one, other in zip(saved, again, strict=True) for name in one)
+
+
+def resave(kind: str, source: str, target: str) -> None:
+    """Have megatron-core's module load and save."""
+    initialize_model_parallel()
+    layer = stock_layer(kind, config_of(kind))
+    loaded = dist_checkpointing.load(layer.sharded_state_dict(prefix="layer."), source)
+    layer.load_state_dict({name.removeprefix("layer."): value for name, value in loaded.items()})
+    dist_checkpointing.save(layer.sharded_state_dict(prefix="layer."), target)

@@ -1,0 +1,163 @@
+"""Layers of linear attention by their definition, for the judge: a whole sample, a token after the other, in float64.
+
+Parameters have the names and shapes of megatron-core's modules, whose rows are in the order q k v z beta alpha and
+z x B C dt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import pad, silu, softplus
+
+KERNEL = 4
+
+
+def delta_rows(config: Any) -> dict[str, int]:
+    """Return the rows of the first projection of a whole gated delta net."""
+    heads = config.linear_num_value_heads
+    keys, values = config.linear_num_key_heads * config.linear_key_head_dim, heads * config.linear_value_head_dim
+    return {"q": keys, "k": keys, "v": values, "z": values, "beta": heads, "alpha": heads}
+
+
+def mamba_rows(config: Any) -> dict[str, int]:
+    """Return the rows of the first projection of a whole Mamba-2."""
+    keys, values = config.mamba_num_groups * config.mamba_state_dim, config.mamba_num_heads * config.mamba_head_dim
+    return {"z": values, "x": values, "B": keys, "C": keys, "dt": config.mamba_num_heads}
+
+
+def sections_of(name: str, config: Any) -> list[int] | None:
+    """Return the rows of the sections of a parameter, each of which TP cuts by itself; None: it has none."""
+    rows, convolved = delta_rows(config), "qkv"
+    if getattr(config, "hybrid_override_pattern", None):
+        rows, convolved = mamba_rows(config), "xBC"
+    if name.endswith("self_attention.in_proj.weight"):
+        return list(rows.values())
+    return [rows[one] for one in convolved] if ".conv1d." in name else None
+
+
+def convolved(x: Tensor, convolution: nn.Conv1d) -> Tensor:
+    """Return x [S, channels], each channel of a token with those of the three tokens before it."""
+    before = pad(x.T, (KERNEL - 1, 0)).double()  # [channels, 3 + S]
+    weight = convolution.weight[:, 0].double()
+    found = sum(weight[:, tap, None] * before[:, tap : tap + len(x)] for tap in range(KERNEL))
+    return silu(found + (0 if convolution.bias is None else convolution.bias.double()[:, None])).T
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: TransformerConfig, rows: dict[str, int], num_convolved: int, width: int) -> None:
+        super().__init__()
+        self.config, self.rows = config, rows
+        self.in_proj = nn.Linear(config.hidden_size, sum(rows.values()), bias=False)
+        self.conv1d = nn.Conv1d(num_convolved, num_convolved, KERNEL, groups=num_convolved, bias="x" in rows)
+        heads = rows.get("dt", rows.get("beta", 0))
+        self.A_log = nn.Parameter(torch.linspace(0.2, 1.5, heads))
+        self.dt_bias = nn.Parameter(torch.linspace(-1, 1, heads))
+        self.out_proj = nn.Linear(width, config.hidden_size, bias=False)
+        for linear in (self.in_proj, self.out_proj):
+            config.init_method(linear.weight)
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """Return (what the layer finds [S, 1, hidden size], None)."""
+        parts = self.in_proj(hidden[:, 0]).split(list(self.rows.values()), -1)
+        return self.out_proj(self.attend(dict(zip(self.rows, parts, strict=True))).float())[:, None], None
+
+    def attend(self, parts: dict[str, Tensor]) -> Tensor:
+        raise NotImplementedError
+
+
+class TokenByTokenDelta(_Layer):
+    """A gated delta net."""
+
+    def __init__(self, config: TransformerConfig, **_unused: Any) -> None:
+        rows = delta_rows(config)
+        super().__init__(config, rows, 2 * rows["k"] + rows["v"], rows["v"])
+        self.out_norm = nn.RMSNorm(config.linear_value_head_dim, eps=config.layernorm_epsilon)
+
+    def attend(self, parts: dict[str, Tensor]) -> Tensor:
+        heads, groups = self.config.linear_num_value_heads, self.config.linear_num_key_heads
+        mixed = convolved(torch.cat([parts[one] for one in "qkv"], -1), self.conv1d)
+        q, k, v = mixed.split([self.rows[one] for one in "qkv"], -1)
+        q, k = (
+            self._normalized(one.unflatten(-1, (groups, -1))).repeat_interleave(heads // groups, 1) for one in (q, k)
+        )
+        v, beta = v.unflatten(-1, (heads, -1)), parts["beta"].double().sigmoid()
+        decay = (-self.A_log.double().exp() * softplus(parts["alpha"].double() + self.dt_bias)).exp()
+        state, found = v.new_zeros(heads, k.shape[-1], v.shape[-1]), []
+        for q_t, k_t, v_t, beta_t, decay_t in zip(q, k, v, beta, decay, strict=True):
+            state = decay_t[:, None, None] * state
+            missing = beta_t[:, None] * (v_t - torch.einsum("hkv,hk->hv", state, k_t))
+            state = state + k_t[:, :, None] * missing[:, None]
+            found.append(torch.einsum("hkv,hk->hv", state, q_t) / k.shape[-1] ** 0.5)
+        z = parts["z"].unflatten(-1, (heads, -1)).double()
+        return (self.out_norm(torch.stack(found).float()).double() * silu(z)).flatten(1)
+
+    @staticmethod
+    def _normalized(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+class TokenByTokenMamba(_Layer):
+    """Mamba-2."""
+
+    def __init__(self, config: TransformerConfig, **_unused: Any) -> None:
+        rows = mamba_rows(config)
+        super().__init__(config, rows, 2 * rows["B"] + rows["x"], rows["x"])
+        self.D = nn.Parameter(torch.linspace(0.5, 1.5, rows["dt"]))
+        self.norm = nn.Module()
+        self.norm.weight = nn.Parameter(torch.ones(rows["x"]))
+
+    def attend(self, parts: dict[str, Tensor]) -> Tensor:
+        heads, groups = self.config.mamba_num_heads, self.config.mamba_num_groups
+        mixed = convolved(torch.cat([parts[one] for one in "xBC"], -1), self.conv1d)
+        x, b, c = mixed.split([self.rows[one] for one in "xBC"], -1)
+        x = x.unflatten(-1, (heads, -1))
+        b, c = (one.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 1) for one in (b, c))
+        step = softplus(parts["dt"].double() + self.dt_bias)
+        decay = (-step * self.A_log.double().exp()).exp()
+        state, found = x.new_zeros(heads, b.shape[-1], x.shape[-1]), []
+        for x_t, b_t, c_t, step_t, decay_t in zip(x, b, c, step, decay, strict=True):
+            state = decay_t[:, None, None] * state + b_t[:, :, None] * (step_t[:, None] * x_t)[:, None]
+            found.append(torch.einsum("hkv,hk->hv", state, c_t) + self.D[:, None] * x_t)
+        gated = torch.stack(found).flatten(1) * silu(parts["z"].double())
+        by_group = gated.unflatten(-1, (groups, -1))
+        by_group = by_group * torch.rsqrt(by_group.square().mean(-1, keepdim=True) + 1e-5)
+        return by_group.flatten(1) * self.norm.weight
+
+
+def with_linear_layers(layers: list[ModuleSpec], config: TransformerConfig) -> list[ModuleSpec]:
+    """Return megatron-core's layers, some with linear attention instead, or halves of them, as a pattern says.
+
+    Args:
+        layers: those of the whole model, or of a pattern one with an MLP and one with experts.
+    """
+    pattern = getattr(config, "hybrid_override_pattern", None)
+    if pattern:
+        return [_half(layers, symbol) for symbol in pattern]
+    freq = config.linear_attention_freq
+    linear = freq if isinstance(freq, list) else [number % freq != 0 for number in range(1, config.num_layers + 1)]
+    return [
+        _changed(one, self_attention=ModuleSpec(TokenByTokenDelta)) if is_linear else one
+        for one, is_linear in zip(layers, linear, strict=True)
+    ]
+
+
+def _half(layers: list[ModuleSpec], symbol: str) -> ModuleSpec:
+    if symbol in "-E":
+        nothing = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+        return _changed(layers[-1 if symbol == "E" else 0], **nothing)
+    nothing = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+    mixer = {"self_attention": ModuleSpec(TokenByTokenMamba)} if symbol == "M" else {}
+    return _changed(layers[0], **nothing, **mixer)
+
+
+def _changed(layer: ModuleSpec, **submodules: Any) -> ModuleSpec:
+    changed = ModuleSpec(module=layer.module, submodules=type(layer.submodules)(**vars(layer.submodules)))
+    for name, value in submodules.items():
+        setattr(changed.submodules, name, value)
+    return changed

@@ -1,0 +1,91 @@
+"""Flags of linear attention: what they mean, and what is refused in one line at start."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamic_cp.errors import DynamicCPError
+from dynamic_cp.types import LinearAttention
+from megatron.dynamic_cp.flags.linear_attention import Parts, parts_of_layers
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.arguments import parse_args
+from tests.trainer.commandline import command_line
+
+DELTA = "--experimental-attention-variant gated_delta_net"
+SIZES = "--linear-num-key-heads 2 --linear-num-value-heads 4"
+PATTERN = "--hybrid-override-pattern"
+
+
+def test_a_variant_of_most_layers() -> None:
+    experts = "--num-experts 4 --moe-layer-freq [0,1,1,1]"
+    words = f"--experimental-attention-variant gdn --linear-attention-freq 4 {SIZES} {experts}"
+    model = parse_args(command_line(words), 4).model
+    assert model.experimental_attention_variant == "gated_delta_net"
+    linear = [parts.mixer == "linear" for parts in parts_of_layers(model)]
+    assert linear == [True, True, True, False]
+    assert [parts.mlp for parts in parts_of_layers(model)] == ["dense", *["experts"] * 3]
+    shape = derive.model_shape(model, 256)
+    assert shape.linear_attention == LinearAttention(
+        kind="gated_delta_net", num_heads=4, num_groups=2, key_size=128, value_size=128
+    )
+    assert list(shape.linear_layers) == linear
+    listed = parse_args(command_line(f"{DELTA} --linear-attention-freq [1]*3+[0] {SIZES}"), 4).model
+    same = parse_args(command_line(f"{DELTA} --linear-attention-freq 4 {SIZES}"), 4).model
+    assert derive.model_identity(listed, 256) == derive.model_identity(same, 256)
+
+
+def test_a_pattern_of_halves() -> None:
+    model = parse_args(command_line(f"{PATTERN} M*-M --mamba-num-groups 2 --mamba-head-dim 16"), 4).model
+    assert model.mamba_num_heads == 8, "twice the hidden size"
+    mamba, attention, mlp = Parts("linear", None), Parts("attention", None), Parts(None, "dense")
+    assert parts_of_layers(model) == (mamba, attention, mlp, mamba)
+    assert derive.model_shape(model, 256).layer_pattern == "M*-M"
+    assert {"hybrid_override_pattern", "mamba_num_heads"} <= derive.model_identity(model, 256).keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--experimental-attention-variant dsa", "'dsa' is not supported: gated_delta_net .* is possible"),
+        (DELTA, "needs --linear-attention-freq"),
+        ("--linear-attention-freq 4", "add --experimental-attention-variant"),
+        (f"{DELTA} --linear-attention-freq 1", "smallest allowed number is 2"),
+        (f"{DELTA} --linear-attention-freq [1,0]", "2 entries .* the model has 4 layers"),
+        (f"{DELTA} --linear-attention-freq 2 --mamba-state-dim 16", "--mamba-state-dim 16 is for layers"),
+        ("--linear-key-head-dim 16", "--linear-key-head-dim 16 is for layers that this model does not have"),
+        (f"{DELTA} --linear-attention-freq 2 --linear-num-key-heads 3", "32 heads .* no multiple of its 3 groups"),
+        (
+            f"{DELTA} --linear-attention-freq 2 --linear-num-key-heads 1 --tensor-model-parallel-size 2",
+            "TP 2 does not divide 32 heads and 1 groups",
+        ),
+        (f"{DELTA} --linear-attention-freq 2 {PATTERN} M*-M", "both say which layers are linear"),
+        (f"{PATTERN} M*-", "has 3 symbols, --num-layers is 4"),
+        (f"{PATTERN} M*-D", "has D, a layer is"),
+        (f"{PATTERN} *-*-", "needs M or G, and has neither"),
+        (f"{PATTERN} M*G-", "has both"),
+        (f"{PATTERN} ME*M", "layers with experts .* --num-experts is None"),
+        (f"{PATTERN} M*-M --num-experts 4", "no layers with experts"),
+        (f"{PATTERN} M*-M --mamba-head-dim 48", "does not divide twice --hidden-size 64"),
+        (f"{PATTERN} M*-M --mamba-head-dim 16 --mtp-num-layers 1", "with --mtp-num-layers is not supported"),
+        (f"{DELTA} --linear-attention-freq 2 --window-size 7,0", "with --window-size is not supported"),
+        (f"{DELTA} --linear-attention-freq 2 --softmax-type learnable", "with --softmax-type is not supported"),
+        (f"{DELTA} --linear-attention-freq 2 --cp-comm-type blocks", "--cp-comm-type blocks is not supported"),
+        (f"{DELTA} --linear-attention-freq 2 --lora-rank 2", "their projections have no adapters"),
+        (f"{DELTA} --linear-attention-freq 2 --bf16 --fp8-format hybrid", "--fp8-format"),
+        (
+            f"{DELTA} --linear-attention-freq 2 --pipeline-model-parallel-size 2 --dynamic-cp --dynamic-cp-pool always",
+            "servers compute attention",
+        ),
+        ("--swiglu --squared-relu", "both say what the MLP computes"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: str, said: str) -> None:
+    with pytest.raises(DynamicCPError, match=said) as caught:
+        parse_args(command_line(words), 4)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gated_delta_net_has_silu() -> None:
+    words = [word for word in command_line(f"{DELTA} --linear-attention-freq 2 {SIZES}") if word != "--swiglu"]
+    with pytest.raises(DynamicCPError, match="another activation than that of --swiglu"):
+        parse_args(words, 4)

@@ -1,0 +1,235 @@
+"""Prices, bytes, FLOPs and memory of linear attention, by hand; and which buckets pass on states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dynamic_cp.bounds import lower_bound
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.memory.activations import activation_bytes, tokens_of_states
+from dynamic_cp.memory.memory_model import MemoryModel
+from dynamic_cp.pipeline.simulator import simulate
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.flops import batch_flops
+from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD, StageLinearAttention
+from dynamic_cp.pricing.resolution import allowed_exchanges
+from dynamic_cp.pricing.sent import sent_by_bucket
+from dynamic_cp.search.search import plan_global_batch, plan_problem
+from dynamic_cp.types import (
+    ACROSS_NODES,
+    IN_NODE,
+    Bucket,
+    LinearAttention,
+    MicroBatch,
+    Plan,
+    PlanOptions,
+    Problem,
+    Topology,
+    parse_mask,
+)
+from tests.unit.support import CURVED_HARDWARE, HOST_HARDWARE, TINY_MODEL, samples_of
+
+SIZES = LinearAttention(kind="gated_delta_net", num_heads=8, num_groups=4, key_size=16, value_size=32)
+MODEL = replace(TINY_MODEL, linear_attention=SIZES, linear_attention_freq=4)
+HARDWARE = replace(CURVED_HARDWARE, linear_attention_flops_per_s=1e9, memory_bandwidth_bytes_per_s=1e9)
+
+
+def problem_of(num_lanes: int = 4, hardware=HARDWARE, model=MODEL, **options: object) -> Problem:
+    given = {"max_tokens_per_rank": 600, "cp_comm_types": ("p2p", "a2a"), **options}
+    return Problem(topology=Topology(num_lanes=num_lanes), model=model, hardware=hardware, options=PlanOptions(**given))
+
+
+def stage_of(problem: Problem) -> StageLinearAttention:
+    found = StageLinearAttention.of(problem.model.stages(1)[0], problem)
+    assert found is not None
+    return found
+
+
+def test_one_lane_computes_products_in_chunks_and_convolves():
+    forward, backward = stage_of(problem_of()).alone()
+    core, conv = 3 * SIZES.core_flops / 1e9, 3 * SIZES.convolved_channels * 2 / 1e9
+    assert forward.linear == (0.0, pytest.approx(core + 2 * conv), 0.0)
+    assert backward.linear.per_token == pytest.approx(BACKWARD_OVER_FORWARD * core + 4 * conv)
+    assert forward.per_sample == forward.host_s == 0.0
+
+
+def test_lanes_that_exchange_heads_send_tokens_there_and_back():
+    free = replace(HARDWARE, linear_attention_flops_per_s=1e18, memory_bandwidth_bytes_per_s=1e15)
+    forward, backward = stage_of(problem_of(hardware=free)).by_heads(4, IN_NODE)
+    sent = 2 * (2 * 4 * 16 + 2 * 256) + 4 * 16  # queries and keys; values and outputs; gates in float32
+    per_token = 3 * sent / 4 * 3 / 4 / free.bandwidth_in_node_bytes_per_s
+    assert forward.linear.constant == 2 * 3 * free.exchange_latency_s_per_layer
+    assert forward.linear.per_token == pytest.approx(per_token, rel=1e-6)
+    assert backward.linear.per_token == pytest.approx(per_token, rel=1e-6)
+
+
+def test_the_lane_with_most_heads_decides_where_they_do_not_divide():
+    slow = replace(HARDWARE, linear_attention_flops_per_s=1e3)
+    uneven = replace(MODEL, linear_attention=replace(SIZES, num_heads=6, num_groups=6))
+    linear = stage_of(problem_of(hardware=slow, model=uneven))
+    alone, shared = (one[0].linear.per_token for one in (linear.alone(), linear.by_heads(4, IN_NODE)))
+    assert shared == pytest.approx(alone * 2 / 6, rel=1e-3)
+
+
+def test_states_cost_by_the_sample():
+    problem = problem_of()
+    linear, cost_model = stage_of(problem), CostModel(problem)
+    (short,), (_, long) = samples_of([100]), samples_of([100, 200])
+
+    def seconds(samples) -> float:
+        by = {
+            way: cost_model.bucket_cost(Bucket(first_lane=0, cp_size=2, samples=samples, state_exchange=way))
+            for way in ("heads", "states")
+        }
+        return by["states"].forward_s - by["heads"].forward_s
+
+    one, other = (way[0] for way in (linear.by_states(2, IN_NODE), linear.by_heads(2, IN_NODE)))
+    shift = one.linear.plus(other.linear, -1.0)
+    assert seconds((short,)) == pytest.approx(shift.constant + 100 * shift.per_token + one.per_sample)
+    assert seconds((short, long)) == pytest.approx(shift.constant + 300 * shift.per_token + 2 * one.per_sample)
+
+
+def test_what_leaves_a_node_takes_longer():
+    linear = stage_of(problem_of(16))
+    assert linear.by_states(16, ACROSS_NODES)[0].per_sample > linear.by_states(8, IN_NODE)[0].per_sample
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_recomputation_repeats_the_exchange_of_states(recompute):
+    problem = problem_of(recompute=recompute)
+    shift = CostModel(problem).stage.states_over_heads(2, IN_NODE)
+    plain = CostModel(problem_of()).stage.states_over_heads(2, IN_NODE)
+    assert (shift[:, 0] == plain[:, 0]).all()
+    assert shift[:, 1] == pytest.approx(plain[:, 1] + (recompute != "none") * plain[:, 0])
+
+
+def test_ring_steps_and_latency_are_those_of_layers_with_attention():
+    problem = problem_of()
+    alone = replace(problem, model=replace(TINY_MODEL, num_layers=1))
+    assert CostModel(problem).stage.attention.layers == 1
+    assert CostModel(problem).stage.attention.latency_s == CostModel(alone).stage.attention.latency_s
+    assert CostModel(problem).bytes_per_token() == CostModel(alone).bytes_per_token()
+
+
+def test_a_host_launches_messages_of_linear_attention():
+    hardware = replace(HOST_HARDWARE, host_message_s_per_layer=1.0)
+    forward, _ = stage_of(problem_of(hardware=hardware)).by_states(2, IN_NODE)
+    assert forward.host_s == 3 * 3
+
+
+def test_a_pattern_costs_what_its_whole_layers_cost():
+    halves = replace(MODEL, num_layers=8, linear_attention_freq=0, layer_pattern="G-G-G-*-")
+    for cp_size in (1, 2, 4):
+        costs = [CostModel(problem_of(model=model)).cost(cp_size, 0, 400, 90_000) for model in (MODEL, halves)]
+        assert costs[0] == pytest.approx(costs[1])
+
+
+def test_flops_of_attention_are_those_of_layers_that_have_it():
+    flops = batch_flops(MODEL, 1000, 500_000.0)
+    weights = sum(number * layer.linear_weights for number, layer in MODEL.stages(1)[0].layers)
+    attention = 4 * 128 * 0.5 * 500_000 + 3 * SIZES.core_flops * 1000
+    head = 2 * 128 * 257 * 1000
+    assert flops.forward == pytest.approx(2 * weights * 1000 + attention + head)
+
+
+@pytest.mark.parametrize("way", ["heads", "states"])
+def test_bytes_of_a_bucket_are_those_of_its_formula(way):
+    problem = problem_of()
+    bucket = Bucket(first_lane=0, cp_size=4, samples=tuple(samples_of([400, 5])), state_exchange=way)
+    attention = sent_by_bucket(bucket, replace(problem, model=replace(TINY_MODEL, num_layers=1)))
+    forward, backward = (sent_by_bucket(bucket, problem).num_bytes - 0).sum(axis=1) - attention.num_bytes.sum(axis=1)
+    if way == "heads":
+        want = 3 * 408 * SIZES.heads_bytes(4, 2)
+        assert (forward, backward) == (pytest.approx(want), pytest.approx(want))
+        return
+    halo = SIZES.halo_bytes(4, 2, 50) + SIZES.halo_bytes(4, 2, 1)
+    assert forward == pytest.approx(3 * 4 * (2 * SIZES.states_bytes(4) + halo))
+    assert backward == pytest.approx(3 * 4 * (2 * SIZES.states_bytes(4, backward=True) + halo))
+
+
+def test_states_are_kept_for_each_sample_and_only_where_they_are_not_recomputed():
+    topology = Topology(num_lanes=4, tp_size=2)
+    (linear,) = (layer for _, layer in MODEL.stages(1)[0].layers if layer.linear_attention)
+    kept = activation_bytes(MODEL, topology, PlanOptions(max_tokens_per_rank=64), linear)
+    assert kept.states_per_layer == 2 * (SIZES.state_bytes + SIZES.summary_bytes) / 2
+    again = activation_bytes(MODEL, topology, PlanOptions(max_tokens_per_rank=64, recompute="selective"), linear)
+    assert (again.states_per_layer, again.states_working) == (0.0, kept.states_per_layer)
+    assert again.per_layer < kept.per_layer
+
+
+def test_memory_of_a_plan_has_the_states_of_its_samples():
+    problem = problem_of(2)
+    buckets = [
+        Bucket(first_lane=0, cp_size=2, samples=tuple(samples_of([40] * 5)), state_exchange=way)
+        for way in ("heads", "states")
+    ]
+    peaks = [
+        MemoryModel(problem)
+        .peak(Plan(topology=problem.topology, max_tokens_per_rank=600, micro_batches=(MicroBatch(buckets=(bucket,)),)))[
+            0
+        ]
+        .exchange_bytes
+        for bucket in buckets
+    ]
+    assert peaks[1] - peaks[0] == 5 * 3 * 2 * (SIZES.state_bytes + SIZES.summary_bytes)
+
+
+def test_a_bucket_passes_on_states_where_that_is_faster_and_its_states_fit():
+    problem = problem_of(hardware=replace(HARDWARE, linear_attention_flops_per_s=1e12), max_tokens_per_rank=20_000)
+    batch = samples_of([60_000, 3000, 200])
+    planned = {way: plan_problem(replace(problem, options=replace(problem.options, state_exchange=way)), batch)
+               for way in ("auto", "heads", "states")}  # fmt: skip
+    assert not any(bucket.exchanges_states for bucket in planned["heads"].plan.buckets)
+    assert all(bucket.exchanges_states for bucket in planned["states"].plan.buckets if bucket.cp_size > 1)
+    auto = planned["auto"]
+    assert any(bucket.exchanges_states for bucket in auto.plan.buckets)
+    assert auto.predicted_s <= 1.02 * min(one.predicted_s for one in planned.values())
+    assert auto.predicted_s < planned["heads"].predicted_s
+    assert "buckets pass on states" in auto.reason
+    for way, one in planned.items():
+        prices = CostModel(replace(problem, options=replace(problem.options, state_exchange=way)))
+        assert simulate(one.plan, prices).iteration_s == one.predicted_s
+        assert lower_bound(batch, prices).seconds <= one.predicted_s
+    tight = replace(problem, options=replace(problem.options, max_tokens_per_rank=15_000))
+    assert tokens_of_states(tight.model, tight.topology, tight.options) > 0
+    assert not any(bucket.exchanges_states for bucket in plan_problem(tight, samples_of([60_000])).plan.buckets)
+
+
+def test_states_of_a_model_without_linear_attention_are_refused():
+    bucket = Bucket(first_lane=0, cp_size=2, samples=tuple(samples_of([40])), state_exchange="states")
+    with pytest.raises(UnsupportedFeatureError, match="the model has no linear attention"):
+        CostModel(problem_of(model=TINY_MODEL)).bucket_cost(bucket)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cp_comm_types": ("blocks",)}, "places attention anywhere"),
+        ({"search": "exact"}, "does not know plans that pass on states"),
+        ({"pool": "auto"}, "a pool of attention servers"),
+        ({"state_exchange": "both"}, "is unknown: use one of auto, heads, states"),
+    ],
+)
+def test_what_does_not_go_with_linear_attention_is_refused_by_name(changes, message):
+    with pytest.raises((UnsupportedFeatureError, InvalidInputError), match=message):
+        plan_problem(problem_of(**changes), samples_of([40, 900]))
+
+
+def test_masks_and_heads_that_tp_cannot_divide_are_refused():
+    masked = [replace(one, mask=parse_mask("full")) for one in samples_of([40])]
+    with pytest.raises(UnsupportedFeatureError, match="a state of linear attention has seen all tokens"):
+        plan_problem(problem_of(), masked)
+    options = PlanOptions(max_tokens_per_rank=64)
+    with pytest.raises(InvalidInputError, match="TP 3 does not divide"):
+        plan_global_batch(
+            samples_of([40]),
+            topology=Topology(num_lanes=1, tp_size=3),
+            model=MODEL,
+            hardware=HARDWARE,
+            options=options,
+        )
+    with pytest.raises(UnsupportedFeatureError, match="places attention"):
+        allowed_exchanges("blocks", MODEL)
+    assert "blocks" not in allowed_exchanges("auto", MODEL, has_masks=True)
