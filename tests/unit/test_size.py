@@ -11,7 +11,7 @@ PACKAGES = ("dynamic_cp", "megatron/dynamic_cp", "megatron/trainer", "megatron/l
 MOST_LINES = {
     "dynamic_cp": 1130,  # losses over chunks of tokens
     "dynamic_cp/bounds": 1700,
-    "dynamic_cp/calibration": 980,  # what waits for its host says nothing of a device
+    "dynamic_cp/calibration": 1020,  # the rate of linear attention
     "dynamic_cp/cli": 3300,  # gradients and optimizer states in lower precision; losses over chunks of tokens
     "dynamic_cp/comparison": 1670,  # options of hybrids
     "dynamic_cp/first_day": 620,  # the first hour of a node as one command
@@ -26,14 +26,14 @@ MOST_LINES = {
     "dynamic_cp/plans": 1130,  # what lanes exchange for linear attention
     "dynamic_cp/pool": 2880,  # linear attention is refused
     "dynamic_cp/pricing": 2210,  # linear attention: seconds and bytes of both ways to share it; adapters
-    "dynamic_cp/report": 2920,  # peak memory of a run
+    "dynamic_cp/report": 2940,  # peak memory of a run; bars of its parts
     "dynamic_cp/search": 1960,  # which buckets pass on states of linear attention
     "dynamic_cp/sweep": 1290,  # factors of Granite, layers without RoPE; prices of the job itself are left out
     "dynamic_cp/types": 3680,  # adapters; linear attention, and which layers of a hybrid have it; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 5820,  # linear attention of a pack over lanes, in two ways
-    "megatron/dynamic_cp/calibration": 1460,  # what the host takes; attention against float64, for a first day
+    "megatron/dynamic_cp/calibration": 1500,  # states of linear attention; attention against float64, for a first day
     "megatron/dynamic_cp/data": 1280,  # buckets of a lane without their tokens, for others to ask; trees of turns
     "megatron/dynamic_cp/flags": 2890,  # norms and factors; adapters; losses over chunks of tokens
     "megatron/dynamic_cp/foreign": 1450,
