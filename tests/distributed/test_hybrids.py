@@ -66,14 +66,14 @@ def test_hybrids_equal_single_process(reference_of) -> None:
     for name in ("delta_dp4", "mamba_dp4"):
         ways = {(bucket.cp_size, bucket.state_exchange) for bucket in cases[name].plan.buckets if bucket.cp_size > 1}
         assert len(ways) >= 3, "not both ways"
-    assert_all_equal_to_reference(cases)
+    assert_all_equal_to_reference(cases, bytes_too=True)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("batch", ["long_tail", "few", "tiny"])
 def test_hybrids_on_all_layouts_equal_single_process(batch: str, reference_of) -> None:
     layouts = BY_NIGHT if batch == "long_tail" else {name: BY_NIGHT[name] for name in BY_NIGHT if "_dp4_" in name}
-    assert_all_equal_to_reference(cases_of(layouts, reference_of, batch))
+    assert_all_equal_to_reference(cases_of(layouts, reference_of, batch), bytes_too=True)
 
 
 def sum_no_norm_over_tp() -> None:

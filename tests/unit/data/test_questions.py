@@ -157,7 +157,7 @@ def test_every_token_of_a_tree_follows_what_it_follows_in_its_branches(tmp_path,
         assert (tuple(b"Find the mill. I ask. "), EOD) in together
         assert (tuple(b"Find the mill. I ask. "), ord("A")) not in together
         masks = {str(sample.mask) for sample in stream.global_batch(0, 5)}
-        assert masks == {"None", "tree:14(7(7,1,4),20,4)", "shared_question:1,2,2", "shared_question:23,11,11,1"}
+        assert masks == {"None", "tree:14(7(7,1,4),21,4)", "shared_question:1,2,2", "shared_question:23,11,10,1"}
 
 
 def test_a_tree_is_truncated_by_its_last_turns(tmp_path):
