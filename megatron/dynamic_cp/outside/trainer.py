@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -182,7 +183,7 @@ class PlannedMicroBatches:
         ends = [len(packed.buckets) * place // number for place in range(number + 1)]
         sizes = [bucket.rank_tokens for bucket in packed.buckets]
         assert packed.columns is not None
-        for first, end in zip(ends, ends[1:], strict=False):
+        for first, end in pairwise(ends):
             tokens = packed.columns[:1, sum(sizes[:first]) : sum(sizes[:end])]
             yield PlannedInputs(tokens, batches, end - first)
 
