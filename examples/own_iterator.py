@@ -100,6 +100,7 @@ def main() -> None:
         for parameter in gpt.parameters():
             parameter.grad = parameter.main_grad
         optimizer.step()
+        optimizer.zero_grad()  # or the first micro-batch would add to the buffer twice
         total = sum(one["lm loss"] for one in losses)
         dist.all_reduce(total)
         if dist.get_rank() == 0:

@@ -4,6 +4,7 @@ Each part is fitted to the measurements of that part alone, with the formula by 
 
     linear      overhead + tokens * FLOPs / rate                 backward: its own overhead, a ratio of the rates
     attention   overhead + a * sum of (L^2 + extra_tokens * L)   causal kernels and further ring steps apart
+    states      overhead + tokens * FLOPs of linear attention / rate, both passes together
     edges       FLOPs of the head / rate + bytes / memory bandwidth
     links       latency + bytes / bandwidth
     host        a layer and rings of next to no tokens; what took little longer than its host says nothing of a GPU
@@ -27,6 +28,7 @@ from dynamic_cp.calibration.results import Calibration, FitError, Point
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.edges import LOSS_BACKWARD_BYTES_PER_LOGIT, LOSS_FORWARD_BYTES_PER_LOGIT
+from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD
 from dynamic_cp.types import Hardware, PlanOptions, Problem, Topology
 
 BUCKET_LAYERS = 2
@@ -88,6 +90,7 @@ class _Fit:
         self._set("backward_overhead_s_per_layer", overheads[1], "the same, backward")
         self._set("linear_extra_tokens", 0.0, "0: what a short pack costs more is in the overhead of a layer")
         self._ring()
+        self._linear_attention()
         self._edges()
         self._links()
         self._overheads()
@@ -222,6 +225,22 @@ class _Fit:
                     seconds + (one.cp_size - 1) * overhead, host_s + (one.cp_size - 1) * step_s
                 )
         self._compare("ring", rows, predicted[0], predicted[1], fitted=False)
+
+    def _linear_attention(self) -> None:
+        sizes, rows = self._setup.linear_attention, self._rows.of("linear_attention")
+        if sizes is None or not rows:
+            return
+        columns = np.array([[1.0, one.tokens] for one in rows])
+        terms = [fit_seconds(columns, seconds) for seconds in _both(rows)]
+        slope = float(terms[0][1] + terms[1][1])
+        if slope <= 0:
+            self._kept["linear_attention_flops_per_s"] = "its seconds do not grow with tokens: raise --max-tokens"
+            return
+        flops = (1 + BACKWARD_OVER_FORWARD) * sizes.core_flops
+        lengths = [seqlen for one in rows for seqlen in one.seqlens]
+        about = f"{sizes.kind}, samples of {min(lengths)} to {max(lengths)} tokens, both passes"
+        self._set("linear_attention_flops_per_s", flops / slope, about)
+        self._compare("linear_attention", rows, *(columns @ part for part in terms))
 
     def _edges(self) -> None:
         heads, embeddings = self._rows.of("edges", "head"), self._rows.of("edges", "embedding")

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import ModelShape
+from dynamic_cp.types import LinearAttention, ModelShape
 
 SECTIONS = {
     "linear": "a transformer layer without core attention",
     "causal": "attention of packs on one rank",
     "full": "a further ring step: tiles without a mask, and merging",
     "ring": "rings with transfers left out",
+    "linear_attention": "states of linear attention from token to token, of packs on one rank",
     "host": "a layer and rings of next to no tokens: what the host takes to launch them",
     "edges": "embedding, LM head and loss",
     "links": "messages and collectives between ranks",
@@ -111,7 +112,16 @@ class Setup:
             qk_head_dim=0,
             qk_pos_emb_head_dim=0,
             v_head_dim=0,
+            linear_attention=None,
+            linear_attention_freq=0,
+            layer_pattern="",
         )
+
+    @property
+    def linear_attention(self) -> LinearAttention | None:
+        """That of one layer as a TP rank holds it; None: the model has none."""
+        whole = self.model.linear_attention
+        return None if whole is None else whole.of_rank(self.tp_size)
 
     @property
     def words(self) -> str:

@@ -19,13 +19,17 @@ class Architecture:
     """Choices of a model that change no price, in Megatron's words.
 
     Attributes:
-        norm_epsilon: of all norms.
-        rotary_base, rotary_percent: of RoPE; without it they say nothing.
+        norm_epsilon: of all norms. zero_centered_gamma: they multiply by 1 + their weights.
+        rotary_base, rotary_percent: of RoPE; without it they say nothing. rotary_interleaved: neighbouring channels are
+            pairs, not those of two halves.
+        no_rope_freq: 1 for each layer that does not rotate and 0 for others; () = all rotate.
         use_rope_scaling, rope_scaling_factor: RoPE whose slow frequencies are lowered, by how much (Llama 3.1).
         rotary_scaling_factor and what follows: of YaRN, under the names of its flags; they say nothing without it.
         max_position_embeddings: longest sample of its training; 0 = unknown.
         add_bias_linear: biases in all linear layers. add_qkv_bias: in the QKV projection.
         qk_layernorm: queries and keys are normalized.
+        softmax_scale: factor of scores; 0 = 1 / sqrt(width of a head). residual_multiplier: of what attention and MLP
+            put out; embedding_multiplier: of the embedding; logits_scaling: what logits are divided by.
         softmax_type: scores of keys alone, with one of 0 besides, or with a learned one for each head.
         squared_relu: MLPs have the square of ReLU.
         quick_geglu: gates of MLPs are x sigmoid(1.702 x), as in gpt-oss.
@@ -48,6 +52,8 @@ class Architecture:
     qk_layernorm: bool
     rotary_base: int = 10000
     rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    no_rope_freq: tuple[int, ...] = ()
     use_rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
     rotary_scaling_factor: float = 1.0
@@ -57,6 +63,11 @@ class Architecture:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     yarn_correction_range_round_to_int: bool = True
+    zero_centered_gamma: bool = False
+    softmax_scale: float = 0.0
+    residual_multiplier: float = 1.0
+    embedding_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     softmax_type: SoftmaxType = "vanilla"
     squared_relu: bool = False
     quick_geglu: bool = False
@@ -101,6 +112,8 @@ class Architecture:
             )
             raise InvalidInputError(f"{where}: architecture {' and '.join(words)}: known are {', '.join(known)}")
         kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
+        data = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        kinds["tuple[int, ...]"] = (tuple,)
         choices = {
             "Normalization": get_args(Normalization),
             "PositionEmbedding": get_args(PositionEmbedding),

@@ -15,16 +15,42 @@ from dynamic_cp.models.routing import routing
 from dynamic_cp.types import Experts, ModelShape
 
 _GEMMAS = ("gemma", "gemma2", "gemma3_text")
-"""Decoders whose layers differ from those of the others in what is not priced, and which tie their embeddings."""
+"""Decoders that tie their embeddings unless they say so."""
+WHY_NOT_TRAINED = {
+    "gemma": "norms of 1 + w, and gates of GELU",
+    "gemma2": "scores and logits that are capped, norms of 1 + w, and gates of GELU",
+    "gemma3_text": "two bases of RoPE, norms of 1 + w, and gates of GELU",
+    **dict.fromkeys(("olmo2", "olmo3"), "norms behind attention and MLP alone, and of all heads together"),
+}
+"""Decoders whose layers differ from those of the others in what is not priced -> by what."""
 _LATENTS = ("deepseek_v2", "deepseek_v3")
 """Decoders with multi-latent attention; version 3 may predict further tokens."""
 _DEEPSEEKS = ("deepseek", *_LATENTS)
 _MOES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", *_DEEPSEEKS)
 """Decoders with experts, in some layers at least; those of DeepSeek may have none."""
-_DECODERS = ("llama", "mistral", "qwen2", "qwen3", *_GEMMAS, *_MOES)
+_GLMS = ("glm", "glm4")
+"""Decoders that rotate neighbouring channels, of half a head unless they say so, with biases in the QKV projection."""
+_DECODERS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "olmo3",
+    *_GLMS,
+    *_GEMMAS,
+    *_MOES,
+)
 """With a gate and an up projection in each MLP, whatever their hidden_act."""
 _QWENS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+_ASKED_FOR = (*_QWENS, "smollm3")
 """Have windows only where use_sliding_window says so."""
+_NO_WINDOWS = ("llama", "gemma", "granite", "olmo2", *_GLMS)
+PARTLY_ROTATED = ("phi3", *_GLMS)
+"""Families of which transformers read partial_rotary_factor."""
 _ENCODERS = {"bert": False, "modernbert": True}
 """Dense, tokens attend to their whole sample -> whether the MLP has a gate."""
 MODEL_TYPES = (*_DECODERS, *hybrids.MODEL_TYPES, *_ENCODERS)
@@ -64,8 +90,16 @@ _LATENT_EPSILON = 1e-6
 """Of the norms of latents, whatever rms_norm_eps says."""
 _QUICK_GELU = 1.702
 """Factor in the gates of gpt-oss."""
-_OF_GPT_OSS = frozenset({"swiglu_alpha", "swiglu_limit", "experts_per_token", "initial_context_length"})
-"""What its configs say besides; the last two once more."""
+FACTORS = ("residual_multiplier", "embedding_multiplier", "logits_scaling")
+"""Entries of Granite, and fields of `Architecture`."""
+_OF_FAMILY = {
+    "gpt_oss": frozenset({"swiglu_alpha", "swiglu_limit", "experts_per_token", "initial_context_length"}),
+    "qwen2_moe": frozenset({"qkv_bias"}),
+    "phi3": frozenset({"original_max_position_embeddings"}),
+    "smollm3": frozenset({"no_rope_layers", "no_rope_layer_interval"}),
+    "granite": frozenset({"attention_multiplier", *FACTORS}),
+}
+"""What configs of a family say besides; the last two of gpt_oss once more, that of phi3 of a RoPE that is refused."""
 _OF_EXPERTS = frozenset(
     {
         "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace",
@@ -156,6 +190,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         gated_linear_unit=_ENCODERS.get(model_type, True),
         causal_attention=model_type not in _ENCODERS or bool(data.get("is_decoder")),
         share_embeddings_and_output_weights=tied,
+        sandwich_norm=model_type == "glm4",
         **_windows(where, data, sizes["num_layers"]),
         experts=_experts(where, data, sizes["num_layers"]) if _has_experts(data) else None,
         **latents,
@@ -195,9 +230,9 @@ def _completed(where: str, data: Mapping[str, Any], latents: Mapping[str, Any]) 
         values["num_key_value_heads"] = values.get("num_attention_heads")
     if model_type in _ENCODERS:
         values["num_key_value_heads"] = values.get("num_attention_heads")
-    if model_type in (*_ENCODERS, *_GEMMAS):
+    if model_type in (*_ENCODERS, *_GEMMAS, "smollm3"):
         values.setdefault("tie_word_embeddings", True)
-    if model_type == "llama" and values.get("num_key_value_heads") is None:
+    if model_type in ("llama", "phi3") and values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
     if model_type not in ("qwen3", "qwen3_moe", "gpt_oss") and values.get("head_dim") is None:
         values["head_dim"] = _divided(where, values)
@@ -231,7 +266,7 @@ def _windows(where: str, data: Mapping[str, Any], num_layers: int) -> dict[str, 
     A sliding window counts the token itself, as `window_tokens` does.
     """
     model_type, layer_types = data.get("model_type"), data.get("layer_types")
-    is_used = data.get("use_sliding_window", model_type not in _QWENS)
+    is_used = data.get("use_sliding_window", model_type not in _ASKED_FOR)
     window = data.get("sliding_window") if is_used and model_type not in _ENCODERS else None
     if window is None:
         if layer_types and _SLIDING in layer_types:
@@ -241,7 +276,7 @@ def _windows(where: str, data: Mapping[str, Any], num_layers: int) -> dict[str, 
                 key="layer_types",
             )
         return {}
-    if model_type in ("llama", "gemma"):
+    if model_type in _NO_WINDOWS:
         raise UnsupportedFeatureError(
             f"{where}: sliding_window is {window!r}, which model_type {model_type} does not have: set it to null",
             key="sliding_window",
@@ -363,6 +398,9 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
     rotates, not_trained = rotation(where, data)
     routes, why_routed_otherwise = routing(where, data) if _has_experts(data) else ({}, [])
     attention_bias, mlp_bias = bool(data.get("attention_bias")), bool(data.get("mlp_bias"))
+    of_qkv = model_type == "qwen2" or (model_type == "qwen2_moe" and bool(data.get("qkv_bias", True)))
+    if model_type in _GLMS:
+        attention_bias, of_qkv = False, bool(data.get("attention_bias", True))
     not_trained += why_routed_otherwise
     if model_type == "gpt_oss":
         # One entry is for all biases, those of experts and of their router among them.
@@ -373,9 +411,12 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         normalization="RMSNorm",
         norm_epsilon=number(where, data, "rms_norm_eps", 1e-6),
         add_bias_linear=attention_bias and mlp_bias,
-        add_qkv_bias=model_type == "qwen2" or (model_type == "qwen2_moe" and bool(data.get("qkv_bias", True))),
+        add_qkv_bias=of_qkv,
         qk_layernorm=model_type in ("qwen3", "qwen3_moe", *_LATENTS),
         **rotates,
+        rotary_interleaved=model_type in _GLMS,
+        no_rope_freq=_unrotated(where, data) if model_type == "smollm3" else (),
+        **(_factors(where, data) if model_type == "granite" else {}),
         **routes,
         **(_activation(where, data) if model_type == "gpt_oss" else {}),
         max_position_embeddings=int(number(where, data, "max_position_embeddings", 0)),
@@ -397,8 +438,8 @@ def _why_trained_otherwise(
         reasons.append(f"{on} without {off}: linear layers have biases everywhere, in the QKV projection or nowhere")
     if model_type in _ENCODERS:
         reasons.append(f"model_type {model_type}: an encoder")
-    if model_type in _GEMMAS:
-        reasons.append(f"model_type {model_type}: norms, activation and embeddings of its own kind")
+    if model_type in WHY_NOT_TRAINED:
+        reasons.append(f"model_type {model_type}: {WHY_NOT_TRAINED[model_type]}")
     if model_type in _LATENTS:
         reasons += _why_latents_differ(where, data)
         if not rotates.get("yarn_correction_range_round_to_int", True):
@@ -412,12 +453,32 @@ def _why_trained_otherwise(
     known = _PRICED | _ARCHITECTURE | _NOT_THE_MODEL
     if model_type in _LATENTS:
         known |= _OF_EXPERTS
-    if model_type == "qwen2_moe":
-        known |= {"qkv_bias"}
-    if model_type == "gpt_oss":
-        known |= _OF_GPT_OSS
+    known |= _OF_FAMILY.get(str(model_type), frozenset())
     reasons += [f"{key} {value!r}: not known here" for key, value in data.items() if key not in known and value]
     return reasons
+
+
+def _factors(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the factors of a Granite; that of scores is 0 where it is what follows from the width of a head."""
+    width = whole_number(where, _completed(where, data, {}), "head_dim", SIZES)
+    scale = float(number(where, data, "attention_multiplier", 1.0))
+    factors = {name: float(number(where, data, name, 1.0)) for name in FACTORS}
+    return factors | {"softmax_scale": 0.0 if scale == width**-0.5 else scale}
+
+
+def _unrotated(where: str, data: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return 1 for each layer of a SmolLM3 that does not rotate and 0 for others, () where all do."""
+    num_layers = whole_number(where, data, "num_hidden_layers", SIZES)
+    rotated = data.get("no_rope_layers")  # which, despite its name, has 1 for those that do
+    if rotated is None:
+        every = whole_number(where, {"no_rope_layer_interval": 4, **data}, "no_rope_layer_interval", ())
+        rotated = [int(layer % every != 0) for layer in range(1, num_layers + 1)]
+    if not isinstance(rotated, list) or len(rotated) != num_layers or set(rotated) - {0, 1}:
+        raise InvalidInputError(
+            f"{where}: no_rope_layers is {rotated!r}: give 1 (rotates) or 0 for each of the {num_layers} layers",
+            key="no_rope_layers",
+        )
+    return tuple(1 - one for one in rotated) if 0 in rotated else ()
 
 
 def _activation(where: str, data: Mapping[str, Any]) -> dict[str, Any]:

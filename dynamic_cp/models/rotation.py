@@ -52,7 +52,9 @@ def rotation(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[
             continue
         found |= fields
         values |= {name: entry[name] for name in ("rope_theta", "partial_rotary_factor") if entry.get(name) is not None}
-    base = number(where, values, "rope_theta", 10000)
+    if data.get("model_type") in ("glm", "glm4"):
+        values.setdefault("partial_rotary_factor", 0.5)
+    base = number(where, values, "rope_theta", 2000000 if data.get("model_type") == "smollm3" else 10000)
     if base != int(base):
         not_trained.append(f"rope_theta {base}: a whole number is needed")
     found |= {

@@ -15,6 +15,10 @@ _CLASSES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -49,7 +53,10 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
             [f"positions by {architecture.position_embedding_type}"]
             * (architecture.position_embedding_type not in ("rope", "yarn"))
         ),
-        *([f"rotary_percent {architecture.rotary_percent}"] * (architecture.rotary_percent != 1)),
+        *(
+            [f"rotary_percent {architecture.rotary_percent}"]
+            * (architecture.rotary_percent != 1 and not architecture.rotary_interleaved)
+        ),
         *(["modules that predict further tokens"] * (shape.mtp_num_layers > 0 and not shape.kv_lora_rank)),
     ]
     model_type = _family(shape, architecture, reasons)
@@ -71,8 +78,15 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
         values |= _experts(shape.experts, shape.num_layers, architecture, model_type)
     if shape.kv_lora_rank:
         values |= _latents(shape, architecture)
-    elif model_type == "llama":
+    elif model_type in ("llama", "smollm3", "granite"):
         values |= {"attention_bias": architecture.add_bias_linear, "mlp_bias": architecture.add_bias_linear}
+        if model_type == "smollm3":
+            values["no_rope_layers"] = [1 - one for one in architecture.no_rope_freq]
+        if model_type == "granite":
+            values |= {name: getattr(architecture, name) for name in hugging_face.FACTORS}
+            values["attention_multiplier"] = architecture.softmax_scale or shape.kv_channels**-0.5
+    elif model_type in ("glm", "glm4"):
+        values |= {"attention_bias": architecture.add_qkv_bias, "partial_rotary_factor": architecture.rotary_percent}
     elif model_type == "gpt_oss":
         values |= {"attention_bias": True, "swiglu_limit": architecture.activation_func_clamp_value}
         values["sliding_window"] = shape.window_tokens or None
@@ -85,6 +99,8 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
         values |= {"use_sliding_window": shape.num_windowed_layers > 0, "sliding_window": shape.window_tokens or None}
         if model_type != "qwen3_moe":
             values["layer_types"] = list(hugging_face.layer_types(shape.windowed_layers))
+    if model_type in ("smollm3", "glm", "glm4"):
+        values["pad_token_id"] = None  # by default it is one of their own vocabulary
     if model_type == "qwen2_moe":
         values["qkv_bias"] = architecture.add_qkv_bias
     _check_read_back(where, values, shape, architecture)
@@ -111,6 +127,12 @@ def _family(shape: ModelShape, architecture: Architecture, reasons: list[str]) -
         if architecture.add_qkv_bias or shape.experts.shared_ffn_hidden_size:
             return "qwen2_moe"
         return "mixtral"
+    if shape.sandwich_norm or architecture.rotary_interleaved:
+        return "glm4" if shape.sandwich_norm else "glm"
+    if architecture.softmax_scale or any(getattr(architecture, name) != 1 for name in hugging_face.FACTORS):
+        return "granite"
+    if architecture.no_rope_freq:
+        return "smollm3"
     if architecture.qk_layernorm:
         reasons += ["biases and norms of queries and keys"] * has_biases
         return "qwen3"

@@ -6,7 +6,7 @@ the knee the exchange no longer hides behind computing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from dynamic_cp.report.drawing import (
     MEDIUM_IN,
     SMALL_PT,
     add_handles,
+    add_legend,
     format_count,
     format_s,
     format_tokens,
@@ -124,6 +125,25 @@ def imbalance(
     panel.set_xlabel(f"lanes{of}, from busiest to idlest (%)")
     panel.set_ylabel(f"busy time of a lane ({unit})")
     figure.legend(loc="outside lower left", ncols=1, handlelength=1.4, fontsize=SMALL_PT)
+    return figure
+
+
+def part_bars(times: Sequence[tuple[str, Mapping[str, float]]], theme: Theme, *, width_in: float = MEDIUM_IN) -> Figure:
+    """Return the picture of (name, part -> seconds) pairs: for each a bar of its parts, one behind the other."""
+    figure = new_figure(width_in, 1.3 + 0.45 * len(times))
+    panel = figure.subplots()
+    factor, unit = time_unit(max(sum(parts.values()) for _, parts in times))
+    names = list(dict.fromkeys(part for _, parts in times for part in parts))
+    colors = {name: theme.series_color(index) for index, name in enumerate(names)}
+    for place, (_, parts) in enumerate(times):
+        ends = np.cumsum([0.0, *parts.values()]) * factor
+        panel.barh(place, np.diff(ends), left=ends[:-1], height=0.6, color=[colors[part] for part in parts])
+        panel.text(ends[-1], place, f" {format_s(ends[-1] / factor)}", va="center", fontsize=SMALL_PT)
+    panel.set_yticks(range(len(times)), [name for name, _ in times])
+    panel.set_ylim(len(times) - 0.5, -0.5)
+    panel.margins(x=0.12)
+    panel.set_xlabel(f"time ({unit})")
+    add_legend(figure, list(colors.items()), width_in=width_in)
     return figure
 
 

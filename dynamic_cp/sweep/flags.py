@@ -173,6 +173,7 @@ def _shape(model: ModelShape, architecture: Architecture, tp_size: int) -> Flags
         ("--glu-linear-offset", architecture.quick_geglu and architecture.glu_linear_offset),
         ("--activation-func-clamp-value", is_clamped and architecture.activation_func_clamp_value),
         ("--swiglu", model.gated_linear_unit and not architecture.quick_geglu),
+        ("--sandwich-norm", model.sandwich_norm),
         ("--attention-output-gate", model.attention_output_gate),
         *(_windows(model) if model.window is not None else ()),
         *(_linear_attention(model.linear_attention, model) if model.linear_attention is not None else ()),
@@ -233,14 +234,24 @@ def _architecture(model: ModelShape, architecture: Architecture, max_seqlen: int
     return _given(
         ("--normalization", architecture.normalization),
         ("--norm-epsilon", architecture.norm_epsilon),
+        ("--apply-layernorm-1p", architecture.zero_centered_gamma),
         *_positions(architecture, max_seqlen, latent=model.kv_lora_rank > 0),
         ("--disable-bias-linear", not architecture.add_bias_linear),
         ("--add-qkv-bias", architecture.add_qkv_bias),
         ("--qk-layernorm", architecture.qk_layernorm),
         ("--softmax-type", architecture.softmax_type != "vanilla" and architecture.softmax_type),
+        *_factors(architecture),
         *(_routing(architecture) if model.experts is not None else ()),
         ("--init-method-std", architecture.init_method_std),
     )
+
+
+def _factors(architecture: Architecture) -> tuple[tuple[str, Any], ...]:
+    """Return the flags of factors that are not 1, or not what follows from the width of a head."""
+    names = ("residual_multiplier", "embedding_multiplier", "logits_scaling")
+    factors = [(f"--{name.replace('_', '-')}", getattr(architecture, name)) for name in names]
+    scale = architecture.softmax_scale
+    return *((flag, value != 1 and value) for flag, value in factors), ("--softmax-scale", scale > 0 and scale)
 
 
 def _positions(architecture: Architecture, max_seqlen: int, *, latent: bool) -> tuple[tuple[str, Any], ...]:
@@ -262,6 +273,8 @@ def _positions(architecture: Architecture, max_seqlen: int, *, latent: bool) -> 
         ("--max-position-embeddings", max(architecture.max_position_embeddings, max_seqlen)),
         ("--rotary-base", kind in ("rope", "yarn") and architecture.rotary_base),
         ("--rotary-percent", kind == "rope" and architecture.rotary_percent != 1 and architecture.rotary_percent),
+        ("--rotary-interleaved", architecture.rotary_interleaved),
+        ("--no-rope-freq", len(architecture.no_rope_freq) > 0 and _by_layer(architecture.no_rope_freq)),
         ("--use-rope-scaling", architecture.use_rope_scaling),
         ("--rope-scaling-factor", architecture.use_rope_scaling and architecture.rope_scaling_factor),
         *(yarn if is_yarn else ()),

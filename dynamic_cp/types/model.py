@@ -40,6 +40,7 @@ class ModelShape:
         causal_attention: a token attends to those before it; False = to all of its sequence (DiT).
         share_embeddings_and_output_weights: the LM head is the embedding table once more.
         attention_output_gate: what attention finds is multiplied by a gate, which is projected beside the queries.
+        sandwich_norm: what attention and MLP put out is normalized, too.
         other_weights_per_layer: weights of further matrices that every token meets once per layer (the query and output
             projection of a DiT's cross-attention).
         window_tokens: keys that a token attends to in layers with a window: itself and those right before it; 0 = no
@@ -75,6 +76,7 @@ class ModelShape:
     causal_attention: bool = True
     share_embeddings_and_output_weights: bool = False
     attention_output_gate: bool = False
+    sandwich_norm: bool = False
     other_weights_per_layer: int = 0
     window_tokens: int = 0
     window_attn_skip_freq: int | tuple[int, ...] = 0
@@ -440,12 +442,12 @@ class ModelShape:
         return layer.mixer_alone(self.hidden_size)
 
     def _attention_layer(self, *, has_experts: bool, has_window: bool) -> Layer:
-        of_latents = self.q_lora_rank + self.kv_lora_rank
+        of_latents, of_outputs = self.q_lora_rank + self.kv_lora_rank, 2 * self.hidden_size * self.sandwich_norm
         dense = Layer(
             linear_weights=self.linear_weights_per_layer,
             held_weights=self.linear_weights_per_layer - self.down_weights_per_layer,
-            norm_weights=2 * self.hidden_size + self.down_weights_per_layer + of_latents,
-            more_kept_channels=2 * of_latents + self.qk_pos_emb_head_dim,
+            norm_weights=2 * self.hidden_size + of_outputs + self.down_weights_per_layer + of_latents,
+            more_kept_channels=2 * of_latents + of_outputs + self.qk_pos_emb_head_dim,
             value_size=self.num_attention_heads * self.v_head_dim,
             latent_size=self.kv_lora_rank + self.qk_pos_emb_head_dim,
             up_weights=self.up_weights_per_layer,

@@ -149,14 +149,14 @@ def test_layers_may_be_computed_a_second_time(way: StateExchange) -> None:
 def test_lanes_send_what_sizes_say(kind: str) -> None:
     """In the mean of lanes; float32, as elements of the model are 4 bytes here."""
     sizes = replace(LAYERS[kind], num_heads=8, num_groups=2)
-    for seqlens, cp_size in (((24,), 2), ((64, 32), 4), ((48, 96), 8)):
+    for seqlens, cp_size in (((24,), 2), ((64, 8, 16), 4), ((48, 16), 8)):
         whole = Whole(sizes, seqlens)
         for way in WAYS:
             found, sent = whole.on_lanes(cp_size, way, dtype=torch.float32)
             assert error(found, whole.expected) < 1e-4
             of_tokens = sum(seqlens) / cp_size * sizes.heads_bytes(cp_size, 4)
-            halo = sizes.halo_bytes(cp_size, 4)
-            of_samples = [len(seqlens) * (sizes.states_bytes(cp_size, backward=x) + halo) for x in (False, True)]
+            halo = sum(sizes.halo_bytes(cp_size, 4, seqlen // (2 * cp_size)) for seqlen in seqlens)
+            of_samples = [len(seqlens) * sizes.states_bytes(cp_size, backward=x) + halo for x in (False, True)]
             expected = [of_tokens] * 2 if way == "heads" else of_samples
             assert [sum(one) / cp_size for one in zip(*sent, strict=True)] == expected
 

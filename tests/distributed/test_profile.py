@@ -30,6 +30,8 @@ MODEL = {
     "kv_channels": 16,
     "vocab_size": 128,
     "gated_linear_unit": True,
+    "linear_attention": {"kind": "mamba2", "num_heads": 4, "num_groups": 2, "key_size": 16, "value_size": 16},
+    "linear_attention_freq": 2,
 }
 
 
@@ -69,7 +71,7 @@ def test_two_ranks_measure_fit_and_go_on(tmp_path: Path) -> None:
     assert list(measured["sections"]) == list(SECTIONS)
     rows = [row for found in measured["sections"].values() for row in found]
     assert min(row["forward_s"] for row in rows) > 0
-    for section in ("linear", "causal", "full", "ring", "edges"):
+    for section in ("linear", "causal", "full", "ring", "linear_attention", "edges"):
         assert min(row["backward_s"] for row in measured["sections"][section]) > 0, section
     assert {row["kind"] for row in measured["sections"]["links"]} == set(EXCHANGES)
     assert {row["cp_size"] for row in measured["sections"]["held_out"]} == {1, 2}
@@ -77,6 +79,7 @@ def test_two_ranks_measure_fit_and_go_on(tmp_path: Path) -> None:
     hardware = load_hardware(tmp_path / "out.json")
     assert "2 ranks at once" in hardware.source["bandwidth_in_node_bytes_per_s"]
     assert "2 ranks at once" in hardware.source["attention_full_backward_flops_per_s"]
+    assert "mamba2, samples of 64 to 512 tokens" in hardware.source["linear_attention_flops_per_s"]
     assert "2 ranks at once" not in hardware.source["bandwidth_across_nodes_bytes_per_s"]
     plan = plan_global_batch(
         [Sample(sample_id=index, seqlen=100 + 50 * index) for index in range(6)],
@@ -93,7 +96,8 @@ def test_two_ranks_measure_fit_and_go_on(tmp_path: Path) -> None:
     results = run_ranks(2, run_command, words_for(tmp_path, "--resume"))
     again = json.loads((tmp_path / "out.json.measured.json").read_text())
     assert [status for status, _, _ in results] == [0, 0]
-    assert "resumed: linear, causal, full, ring, edges, links measured on" in results[0][1]
+    resumed = "resumed: linear, causal, full, ring, linear_attention, host, edges, links measured on"
+    assert resumed in " ".join(results[0][1].split())
     assert list(again["sections"]) == list(SECTIONS)
     for name in measured["sections"]:
         assert again["sections"][name] == measured["sections"][name]

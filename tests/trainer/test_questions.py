@@ -25,6 +25,7 @@ from tests.trainer.commandline import SMALL, command_line
 from tests.trainer.forked_planner import warm_up
 from tests.trainer.test_sft import flags_of_example
 from tests.trainer.training_ranks import losses, run_command, train
+from tests.unit.data.test_questions import apart
 
 TOLERANCE = 5e-6
 LANES = "--dynamic-cp --split 1,0,0 --max-seqlen-per-dp-cp-rank 64 --dynamic-cp-verify full --overlong error"
@@ -52,16 +53,42 @@ def write(path, lines):
     return path
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """The same responses: together, and each with a prompt of its own."""
-    folder, lines = tmp_path_factory.mktemp("questions"), made_lines(1)
-    apart = [{"prompt": line["prompt"], "responses": [one]} for line in lines for one in line["responses"]]
-    together, pairs = write(folder / "together.jsonl", lines), write(folder / "apart.jsonl", apart)
+def made_trees():
+    """Return lines of turns at three levels and at two, of which the first needs both lanes."""
+    below = [{"text": "d fgh", "children": [{"text": "a"}, {"text": ""}]}, {"text": "bcde" * 5}]
+    tries = [{"text": "h gf", "children": [{"text": text, "learned": False}, *below]} for text in ("ee", "c")]
+    small = [{"text": "efg", "children": [{"text": "h"}, {"text": "c" * index}]} for index in range(4)]
+    return [{"turns": turns} for turns in ({"text": "abc " * 9, "learned": False, "children": tries}, *small)]
+
+
+def num_learned(line):
+    """Return the tokens that a line without a branching learns."""
+    if "responses" in line:
+        return sum(len(text) + 1 for text in line["responses"])
+    turn, before, number = line["turns"], 0, 0
+    while turn is not None:
+        children = turn.get("children")
+        number += (len(turn["text"]) + (not children) - (not before)) * turn.get("learned", True)
+        before, turn = before + 1, children[0] if children else None
+    return number
+
+
+@pytest.fixture(scope="module", params=["questions", "trees"])
+def files(request, tmp_path_factory):
+    """The same responses or branches: together, and each with a prompt of its own; learned tokens; some CP sizes."""
+    folder = tmp_path_factory.mktemp(request.param)
+    lines = made_lines(1) if request.param == "questions" else made_trees()
+    alone = [*apart(lines)]
+    together, pairs = write(folder / "together.jsonl", lines), write(folder / "apart.jsonl", alone)
     return (
         f"--data-path {together} --global-batch-size {len(lines)}",
-        f"--data-path {pairs} --global-batch-size {len(apart)}",
+        f"--data-path {pairs} --global-batch-size {len(alone)}",
+        sum(map(num_learned, alone)),
+        {"questions": {1, 2}, "trees": {2}}[request.param],
     )
+
+
+only_questions = pytest.mark.parametrize("files", ["questions"], indirect=True)
 
 
 def gradients_of(runs, look=lambda name, run: None):
@@ -93,23 +120,27 @@ def gradients_of(runs, look=lambda name, run: None):
     return found
 
 
-WINDOWS = ("", "--window-size 11,0 --window-sink-tokens 2", "--window-size 11,0 --window-attn-skip-freq 2")
+WINDOWS = ("", "--window-size 11,0 --window-attn-skip-freq 2")
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize(
+    ("files", "windows"),
+    [*(("questions", one) for one in WINDOWS), ("trees", ""), ("trees", "--window-size 11,0 --window-sink-tokens 2")],
+    indirect=["files"],
+)
 def test_loss_and_gradients_are_those_of_the_pairs_apart_on_lanes_and_on_stages(files, windows):
     warm_up()
-    together, apart = (f"{one} {windows}" for one in files)
+    together, apart = (f"{one} {windows}" for one in files[:2])
     runs = {"apart": f"{LANES} {apart}", "lanes": f"{LANES} {together}", "stages": f"{STAGES} {together}"}
     runs = {name: command_line(SMALL, words) for name, words in runs.items()}
     compared = set()
     for found in run_ranks(2, gradients_of, runs, timeout_s=120):
         loss, num_tokens, _, expected = found.pop("apart")
-        assert num_tokens == sum(len(text) + 1 for line in made_lines(1) for text in line["responses"])
+        assert num_tokens == files[2]
         for name, (loss_sum, number, sizes, gradients) in found.items():
             assert number == num_tokens
             assert loss_sum == pytest.approx(loss, rel=TOLERANCE)
-            assert name == "stages" or sizes == {1, 2}
+            assert name == "stages" or sizes >= files[3]
             for one, gradient in gradients.items():
                 error = (gradient - expected[one]).abs().max() / expected[one].abs().max()
                 assert error <= TOLERANCE, f"{name}, {one}: {error:.1e}"
@@ -136,16 +167,23 @@ def routers_of(runs):
     return {name: (*found[name], *counted[name]) for name in runs}
 
 
-@pytest.mark.parametrize("flags", ["", "--moe-aux-loss-coeff 0.1", "--expert-model-parallel-size 2"])
+@pytest.mark.parametrize(
+    ("files", "flags"),
+    [
+        *(("questions", flags) for flags in ("", "--moe-aux-loss-coeff 0.1", "--expert-model-parallel-size 2")),
+        ("trees", "--moe-aux-loss-coeff 0.1"),
+    ],
+    indirect=["files"],
+)
 def test_losses_and_biases_of_routers_are_those_of_the_pairs_apart(files, flags):
     """Some samples are on two lanes: placed, or by heads where a loss counts sequences or lanes share experts."""
     warm_up()
-    together, apart = (f"{one} {ROUTED} {flags}" for one in files)
+    together, apart = (f"{one} {ROUTED} {flags}" for one in files[:2])
     runs = {name: command_line(SMALL, LANES, words) for name, words in (("apart", apart), ("lanes", together))}
     for found in run_ranks(2, routers_of, runs, timeout_s=120):
         loss, _, _, expected, biases, logged = found["apart"]
         loss_sum, _, sizes, gradients, biases_together, logged_together = found["lanes"]
-        assert sizes == {1, 2}
+        assert sizes >= files[3]
         assert loss_sum == pytest.approx(loss, rel=TOLERANCE)
         for one, gradient in gradients.items():
             error = (gradient - expected[one]).abs().max() / expected[one].abs().max()
@@ -180,8 +218,9 @@ def test_a_run_evaluates_saves_and_goes_on_to_the_last_digit(tmp_path, capfd):
     assert losses(again) == losses(records)[2:]
 
 
+@only_questions
 def test_an_exchange_that_serves_no_masks_is_one_message_on_all_ranks_at_the_start(files):
-    together, _ = files
+    together = files[0]
     for ended in run_command(2, LANES, together, "--cp-comm-type p2p"):
         assert ended.code != 0
         assert "which p2p cannot serve on several lanes, and the longest of its batch has" in ended.error

@@ -38,8 +38,10 @@ EXAMPLES = sorted(
     ROOT / "examples" / name
     for name in re.findall(r"`examples/([\w]+\.py)`", (DOCS / "api.md").read_text(encoding="utf-8"))
 )
-EACH_NIGHT = {"accelerate_hugging_face", "shared_questions", "torch_device_mesh", "video_dit"}
+EACH_NIGHT = {"accelerate_hugging_face", "dpo", "grpo", "shared_questions", "torch_device_mesh", "video_dit"}
 """The costly examples of what tests/distributed tries, too."""
+PICTURES = {"draw_pipeline": "pipeline", "dpo": "dpo", "grpo": "grpo"}
+"""Example -> the picture that it writes."""
 KNOWN_LANGUAGES = {"python", "sh", "text"}
 
 
@@ -228,7 +230,7 @@ def test_examples_run(example: Path, examples_ran: Path) -> None:
     assert len(out.splitlines()) >= 4
     folder = examples_ran / example.stem
     written = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    assert written == (["runs/pipeline.svg"] if example.stem == "draw_pipeline" else [])
+    assert written == ([f"runs/{PICTURES[example.stem]}.svg"] if example.stem in PICTURES else [])
 
 
 @pytest.mark.nightly

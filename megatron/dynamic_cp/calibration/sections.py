@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.calibration.measurements import Measurement
+from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.kernels.choice import kernel_for
+from megatron.dynamic_cp.attention.linear.kernels.choice import choose_linear_kernel
+from megatron.dynamic_cp.attention.linear.recurrence import Steps, state_dtype
+from megatron.dynamic_cp.attention.linear.runs import Runs
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import ring_pack
 from megatron.dynamic_cp.attention.thd import attention_thd
@@ -87,6 +91,17 @@ def emulated_rings(bench: Bench) -> list[Measurement]:
         return bench.measure(probes)
 
 
+def linear_attention(bench: Bench) -> list[Measurement]:
+    """States of linear attention from token to token, forward and backward; nothing where the model has none."""
+    sizes = bench.setup.linear_attention
+    if sizes is None:
+        return []
+    lengths = bench.lengths()
+    packs = [(seqlen,) for seqlen in lengths]
+    packs += [(seqlen,) * (lengths[-1] // seqlen) for seqlen in lengths[len(lengths) // 2 : -1]]
+    return bench.measure([_states_probe(bench, sizes, seqlens) for seqlens in packs])
+
+
 def host(bench: Bench) -> list[Measurement]:
     """A layer and rings on one rank, with so few tokens that a GPU waits for its host; nothing on a CPU."""
     if bench.device.type == "cpu":
@@ -137,6 +152,7 @@ RUN: dict[str, Callable[[Bench], list[Measurement]]] = {
     "causal": causal,
     "full": full,
     "ring": emulated_rings,
+    "linear_attention": linear_attention,
     "host": host,
     "edges": edges,
     "links": links,
@@ -186,6 +202,26 @@ def _attention_probe(
         return attention_thd(*inputs, params, bench.scale)
 
     return _probe(section, seqlens, forward, lambda out: out.backward(grad), **about)
+
+
+def _states_probe(bench: Bench, sizes: LinearAttention, seqlens: tuple[int, ...]) -> Probe:
+    """Return the recurrence of all heads on random inputs, without a convolution."""
+    runs, tokens = Runs.build(seqlens, bench.device), sum(seqlens)
+    kernel = choose_linear_kernel(bench.device, sizes.key_size)
+    gates = state_dtype(bench.gpt.dtype)
+    q, k, v = (bench.random(tokens, sizes.num_heads, size) for size in (*[sizes.key_size] * 2, sizes.value_size))
+    decay, beta = (torch.rand(tokens, sizes.num_heads, device=bench.device, dtype=gates) for _ in range(2))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    steps = Steps(q, k, v, -decay / 8, beta if sizes.has_delta_rule else None, sizes.key_size**-0.5)
+    inputs = [tensor.requires_grad_() for tensor in steps.tensors]
+    grad = torch.randn_like(v)
+
+    def forward() -> Any:
+        for one in inputs:
+            one.grad = None
+        return kernel.scan(steps.with_tensors(inputs), runs, None)[0]
+
+    return _probe("linear_attention", seqlens, forward, lambda out: out.backward(grad))
 
 
 @contextmanager

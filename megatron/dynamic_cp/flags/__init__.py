@@ -4,7 +4,7 @@ Read in this order: `table` (what a row of it is), `layer_pattern`, `windows` (w
 (which layers rotate, and how), `experts` (which layers have some, and how tokens get there), `pipeline_layers` (which
 stages have how many), `exclusions` (which features are not run together), `activation` (what MLPs compute, with
 biases), `fp8` (what products in FP8 need of a plan), `latent_attention` (how wide its latents are), `linear_attention`
-(which layers have it), `multi_token` (modules behind the last layer), `adapters` (of low rank), `supported` (what is
-refused by name), `settings` (flags of planning, and their frozen values), `layer_needs` (what a run asks of its
-layers), `exchange_sizes` (CP sizes that exchanges can serve).
+(which layers have it), `multi_token` (modules behind the last layer), `adapters` (of low rank), `layer_outputs` (norms
+and factors of what parts put out), `supported` (what is refused by name), `settings` (flags of planning, and their
+frozen values), `layer_needs` (what a run asks of its layers), `exchange_sizes` (CP sizes that exchanges can serve).
 """

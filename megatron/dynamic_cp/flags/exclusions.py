@@ -20,6 +20,7 @@ from megatron.dynamic_cp.flags.windows import windows_of
 
 FP8, LATENTS, MODULES, POOL = "--fp8-format", "--multi-latent-attention", "--mtp-num-layers", "--dynamic-cp-pool"
 CHUNKS, ADAPTERS = "--loss-chunk-tokens", "--lora-rank"
+OUTPUTS = "--sandwich-norm, or a factor such as --residual-multiplier"
 VARIANT, PATTERN = "--experimental-attention-variant", "--hybrid-override-pattern"
 BIASED_EXPERTS, MASKS = "--num-experts with biases", "prompts with several responses"
 REPEATED_IN_FP8 = ("core_attn",)
@@ -58,13 +59,13 @@ class Exclusion(NamedTuple):
         return f"{flag} {value}" if self.shows else flag
 
 
-def refuse_pairs(feature: str, config: Any, *, value: Any = None) -> None:
+def refuse_pairs(feature: str, config: Any, *, value: Any = None, called: str | None = None) -> None:
     """Refuse what a feature, which is on, is not run together with.
 
     Args:
         feature: of `EXCLUSIONS`.
         config: flags of this trainer or of a checkout, or a configuration.
-        value: of its flag, for the message.
+        value: of its flag, for the message; called: what the message calls the feature, where it has several flags.
 
     Raises:
         UnsupportedFeatureError: naming both features.
@@ -75,7 +76,7 @@ def refuse_pairs(feature: str, config: Any, *, value: Any = None) -> None:
             continue
         message = _MESSAGES.get(feature, "{feature} with {other} is not supported: {why}; leave one of them out")
         why = exclusion.why.format(config=config)
-        given = feature if value is None else f"{feature} {value}"
+        given = called or (feature if value is None else f"{feature} {value}")
         details = {} if feature == MASKS else {"flag": feature.split()[0]}
         if feature not in (MASKS, POOL):
             details["other"] = other
@@ -178,6 +179,7 @@ def _recomputed_mlp(config: Any) -> str | None:
 
 _AS_MANY = "all stages run as many layers, one beside the other"
 _UNTRIED = "it was not tried with one"
+_LOCAL = "it is for local layers"
 
 _ALONE = "both together were not checked"
 _BESIDE_LINEAR = (
@@ -277,11 +279,20 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
     ),
     ADAPTERS: (
         Exclusion("--num-experts", "adapters are for dense models", said=_experts),
+        Exclusion(VARIANT, "projections of linear attention have no adapters", said=_linear_attention),
         Exclusion(LATENTS, "its projections have no adapters"),
         Exclusion(f"{VARIANT} or {PATTERN}", "their projections have no adapters", said=_linear_attention),
         Exclusion(MODULES, "modules behind the last layer have no adapters"),
         Exclusion(POOL, "servers were not checked with frozen weights", off=("off",), shows=True),
         Exclusion("--transformer-impl transformer_engine", "its layers have no adapters", off=("local",), shows=True),
+    ),
+    OUTPUTS: (
+        Exclusion("--num-experts", "it was checked with dense layers", said=_experts),
+        Exclusion(VARIANT, "it was checked with plain attention", said=_linear_attention),
+        Exclusion(LATENTS, "it was checked with plain attention"),
+        Exclusion(MODULES, "modules behind the last layer do not have it"),
+        Exclusion(POOL, "servers do not have it", off=("off",), shows=True),
+        Exclusion("--transformer-impl transformer_engine", _LOCAL, off=("local",), shows=True),
     ),
     CHUNKS: (
         Exclusion(

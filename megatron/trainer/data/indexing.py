@@ -262,7 +262,7 @@ def _joined_index(
         columns["first_targets"] = joined["first_targets"]
         if len(joined["continued"]):
             columns["continued"] = joined["continued"]
-    columns |= questions.columns(joined["questions"], joined["num_answers"], joined["answers"])
+    columns |= questions.columns(joined, of_chats=request["kind"] == "chat")
     return LengthIndex.build(request, counts, table.columns() | columns)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamic_cp.types import SharedQuestion
+from dynamic_cp.types import Branches
 from megatron.trainer.data.chat import ChatReader
 from megatron.trainer.data.json_text import LineError
 from megatron.trainer.data.length_index import LengthIndex
@@ -46,7 +46,7 @@ class JsonLines(Source):
 
     def read_targeted(self, document: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
         """Return what `read` does, and which of these tokens are an assistant's, or no prompt's; None: all."""
-        tokens, is_target, _ = self._read(document)
+        tokens, is_target, *_ = self._read(document)
         if self.first_targets is None:
             return tokens[start:stop], None
         return tokens[start:stop], (np.ones(len(tokens), np.bool_) if is_target is None else is_target)[start:stop]
@@ -68,11 +68,11 @@ class JsonLines(Source):
                 raise self._lines.changed_line(document, num_tokens, indexed, "tokens")
             unit = "bytes" if isinstance(self._reader.tokenizer, ByteTokenizer) else "tokens"
             raise self._lines.changed_line(document, num_tokens - 1, indexed - 1, f"{unit} of text")
-        if list(found.answers) != self._questions.answers(document):
+        if (found.answers, found.depths or (1,) * len(found.answers)) != self._questions.parts(document):
             raise self._lines.changed_line(document)
         return found
 
-    def mask(self, document: int, num_predicted: int) -> SharedQuestion | None:
+    def mask(self, document: int, num_predicted: int) -> Branches | None:
         """Return the mask of the first tokens of a document."""
         return self._questions.mask(document, num_predicted)
 

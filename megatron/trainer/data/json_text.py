@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from dynamic_cp.json_text import unique_entries
+from megatron.trainer.data.turns import TURNS, Turn, TurnError, turns_of
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PROMPT, RESPONSES, COMPLETION, CHOSEN, REJECTED = "prompt", "responses", "completion", "chosen", "rejected"
@@ -72,11 +73,11 @@ def is_chat(value: Mapping[str, Any]) -> bool:
     return any(field in value for field in _FIELDS_OF_CHATS) or isinstance(value.get(PROMPT), list)
 
 
-def content_of_line(line: bytes, json_key: str) -> str | Question:
-    """Return the text field of a line, or its prompt and responses, or its prompt and completion, all of them texts.
+def content_of_line(line: bytes, json_key: str) -> str | Question | list[Turn]:
+    """Return the text of a line, or its prompt and responses, or prompt and completion, or turns, all of them texts.
 
     Raises:
-        LineError: no JSON object with a string under `json_key`, or with a prompt and responses; or with both.
+        LineError: no JSON object with a string under `json_key`, or with a prompt and responses, or turns; or with two.
     """
     value = object_of_line(line, f'{{"{json_key}": "..."}}')
     if RESPONSES in value and json_key != RESPONSES:
@@ -87,6 +88,13 @@ def content_of_line(line: bytes, json_key: str) -> str | Question:
                 + (", or read it as messages with --sft" if isinstance(question.prompt, list) else "")
             )
         return question
+    if TURNS in value and json_key != TURNS:
+        if (other := next((name for name in (json_key, PROMPT) if name in value), None)) is not None:
+            raise LineError(f" has {TURNS!r} and {other!r}: leave {other!r} out, or give it alone")
+        try:
+            return turns_of(value[TURNS])
+        except TurnError as error:
+            raise LineError(str(error)) from None
     if json_key not in value:
         refuse_preferences(value)
         prompt, completion = value.get(PROMPT), value.get(COMPLETION)

@@ -9,28 +9,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.trainer.data.json_text import Question, check_prompt, content_of_line, encode
+from megatron.trainer.data.scan import measures_of, parts_of_line
 from megatron.trainer.data.tokenizer import TextTokenizer
+from megatron.trainer.data.turns import Parts, Turn
 
 
 class Document(NamedTuple):
-    """A text or a chat as tokens, or a prompt and its responses one after the other.
+    """A text or a chat as tokens, or a prompt and its responses one after the other, or the turns of a tree.
 
     Attributes:
         tokens: int64 [n], a text with its end of document.
         is_target: which of them are learned, bool [n]; None: all.
-        answers: tokens of each response; none where there is no prompt.
+        answers: tokens of each response, or of each part of a tree behind the first; none where there is neither.
+        depths: of each part of a tree; none: 1 for each response.
     """
 
     tokens: NDArray[np.int64]
     is_target: NDArray[np.bool_] | None = None
     answers: tuple[int, ...] = ()
+    depths: tuple[int, ...] = ()
 
     def measures(self) -> tuple[int, ...]:
         """Return what `scan.scan_lines` needs: the first learned token is one after the beginning."""
         if self.is_target is None:
             return (len(self.tokens),)
         learned = self.is_target[1:]
-        return len(self.tokens), 1 + int(learned.argmax()), int(learned.sum()), *self.answers
+        depths = self.depths or (1,) * len(self.answers)
+        return measures_of(Parts(len(self.tokens), 1 + int(learned.argmax()), int(learned.sum()), self.answers, depths))
 
 
 class LineReader(Protocol):
@@ -43,7 +48,7 @@ class LineReader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextReader:
-    """Reads the text field of JSONL lines as tokens and the end of document; prompts with responses, too.
+    """Reads the text field of JSONL lines as tokens and the end of document; prompts with responses and trees, too.
 
     A prompt is tokenized by itself and has no end; each response has one, which is learned with it.
     """
@@ -55,10 +60,12 @@ class TextReader:
         """Return the one document of a line.
 
         Raises:
-            LineError: there is neither a text nor a prompt with responses.
+            LineError: there is neither a text nor a prompt with responses, nor turns.
         """
         content = content_of_line(line, self.json_key)
-        return [Document(self._ended(content)) if isinstance(content, str) else self.question(content)]
+        if isinstance(content, str):
+            return [Document(self._ended(content))]
+        return [self.question(content) if isinstance(content, Question) else self._tree(content)]
 
     def question(self, content: Question) -> Document:
         """Return a prompt and its responses, all of them texts; LineError where the prompt is too short."""
@@ -67,6 +74,13 @@ class TextReader:
         responses = [self._ended(response) for response in content.responses]
         tokens = np.concatenate([prompt, *responses])
         return Document(tokens, np.arange(len(tokens)) >= len(prompt), tuple(map(len, responses)))
+
+    def _tree(self, turns: list[Turn]) -> Document:
+        tokens = [self._ended(one.text) if one.ends else self.tokenizer.encode(encode(one.text)) for one in turns]
+        lengths = [*map(len, tokens)]
+        parts = parts_of_line(turns, lengths)
+        is_target = np.repeat([one.learned for one in turns], lengths)
+        return Document(np.concatenate(tokens), is_target, parts.lengths, parts.depths)
 
     def _ended(self, text: str) -> NDArray[np.int64]:
         return np.append(self.tokenizer.encode(encode(text)), self.tokenizer.eod)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
-from dynamic_cp.types import SharedQuestion
+from dynamic_cp.types import Branches
 from megatron.trainer.data.source import Source
 
 
@@ -124,7 +124,7 @@ class SampleIndex:
         """Return what `read` does, and which of these tokens are learned; None: all."""
         return self.source.read_targeted(*self._piece(number))
 
-    def masks(self, numbers: NDArray[np.int64]) -> list[SharedQuestion | None]:
+    def masks(self, numbers: NDArray[np.int64]) -> list[Branches | None]:
         """Return the masks of samples 0 <= numbers < num_samples; None where one is causal."""
         rows, _ = self._locate(numbers)  # a document that has a mask is one sample
         documents, num_predicted = self.documents[rows].tolist(), self.num_predicted[rows].tolist()

@@ -13,7 +13,8 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron.trainer.data.json_text import LineError, check_prompt, content_of_line, num_bytes
+from megatron.trainer.data.json_text import LineError, Question, check_prompt, content_of_line, num_bytes
+from megatron.trainer.data.turns import Parts, Turn, TurnError, parts_of
 
 SNIFFED_BYTES = 8192
 BUFFER_BYTES = 1 << 17
@@ -25,7 +26,7 @@ class ScanError(Exception):
 
 COLUMNS = (
     *("offsets_bytes", "lengths", "blanks", "continued"),
-    *("first_targets", "questions", "num_answers", "answers"),
+    *("first_targets", "questions", "num_answers", "answers", "depths"),
 )
 
 
@@ -39,9 +40,10 @@ class JsonLinesRange(NamedTuple):
             blanks: [b], for each blank line how many documents come before it in this range.
             continued: [c], which of the n documents are of the line of the document before.
             first_targets: the first token that is learned of each document that does not learn all: of each chat.
-            questions: [q], which of the n documents are prompts with responses.
-            num_answers: [q], how many responses each of them has.
+            questions: [q], which of the n documents are prompts with responses, or trees of turns.
+            num_answers: [q], how many responses each of them has, or parts behind the first one.
             answers: [sum(num_answers)], tokens of each response, those at the end of the line.
+            depths: [sum(num_answers)], 1 for a response; for a part of a tree how often what is above it branches.
         num_targets: tokens of chats, and of lines with responses, that are learned.
         error: the first line without text, counted from 0 in this range, and what is wrong with it; the lines after it
             are not looked at.
@@ -63,11 +65,29 @@ def scan_json_lines(path: str, start: int, stop: int, size_bytes: int, json_key:
         content = content_of_line(line, json_key)
         if isinstance(content, str):
             return [(num_bytes(content) + 1,)]
+        if not isinstance(content, Question):
+            return [measures_of(parts_of_line(content, [num_bytes(turn.text) + turn.ends for turn in content]))]
         num_prompt_tokens, answers = num_bytes(content.prompt), [num_bytes(text) + 1 for text in content.responses]
         check_prompt(num_prompt_tokens)
-        return [(num_prompt_tokens + sum(answers), num_prompt_tokens, sum(answers), *answers)]
+        depths = (1,) * len(answers)
+        length = num_prompt_tokens + sum(answers)
+        return [measures_of(Parts(length, num_prompt_tokens, sum(answers), tuple(answers), depths))]
 
     return scan_lines(path, start, stop, size_bytes, measure)
+
+
+def parts_of_line(turns: Sequence[Turn], lengths: Sequence[int]) -> Parts:
+    """Return `turns.parts_of`, whose errors are those of a line here."""
+    try:
+        return parts_of(turns, lengths)
+    except TurnError as error:
+        raise LineError(str(error)) from None
+
+
+def measures_of(parts: Parts) -> tuple[int, ...]:
+    """Return what `scan_lines` needs of a prompt with responses, or of a tree."""
+    of_parts = (number for part in zip(parts.lengths, parts.depths, strict=True) for number in part)
+    return parts.length, parts.first_target, parts.num_targets, *of_parts
 
 
 def scan_lines(
@@ -78,7 +98,7 @@ def scan_lines(
     Args:
         size_bytes: of the file when it was listed; what lies behind is not looked at.
         measure: a line -> for each document of it: its tokens; of a chat also the first that is learned and how many
-            are; of a prompt with responses besides these the tokens of each response.
+            are; of a prompt with responses, and of a tree, besides tokens and depth of each part behind the first.
 
     Raises:
         OSError: a file that cannot be read.
@@ -136,8 +156,9 @@ def _append(columns: dict[str, array[int]], offset_bytes: int, measures: Sequenc
     columns["first_targets"].append(first_target)
     if answers:
         columns["questions"].append(document)
-        columns["num_answers"].append(len(answers))
-        columns["answers"].extend(answers)
+        columns["num_answers"].append(len(answers) // 2)
+        columns["answers"].extend(answers[::2])
+        columns["depths"].extend(answers[1::2])
     return num_targets
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
-from dynamic_cp.types import SharedQuestion
+from dynamic_cp.types import Branches
 
 
 class Source:
@@ -20,7 +20,7 @@ class Source:
     Attributes:
         lengths: int64 [documents], tokens of each document with its end of document.
         first_targets: int64 [documents], the first token after the beginning that is learned; None: all tokens are.
-        has_masks: some documents are prompts with several responses, which do not attend to each other.
+        has_masks: some documents have several branches, which do not attend to each other.
     """
 
     lengths: NDArray[np.int64]
@@ -43,7 +43,7 @@ class Source:
         """Return what `read` does, and which of these tokens are learned; None: all."""
         return self.read(document, start, stop), None
 
-    def mask(self, document: int, num_predicted: int) -> SharedQuestion | None:
+    def mask(self, document: int, num_predicted: int) -> Branches | None:
         """Return the mask of the sample that predicts the first tokens of a document; None where it is causal."""
         return None
 

@@ -7,13 +7,14 @@ from typing import Any
 
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.types import ModelShape, PipelineLayers
-from megatron.dynamic_cp.flags import activation, experts, linear_attention, multi_token
+from megatron.dynamic_cp.flags import activation, experts, layer_outputs, linear_attention, multi_token
 from megatron.dynamic_cp.flags.latent_attention import LATENT, latent_attention_of, shape_of
 from megatron.dynamic_cp.flags.positions import CHOICES, choices
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.trainer.flags.settings import ModelSettings
 
 FEATURES = CHOICES | experts.CHOICES | multi_token.NAMES | LATENT | activation.CHOICES | linear_attention.CHOICES
+FEATURES |= layer_outputs.CHOICES
 """All names that `features_of` may return."""
 TOKEN_IDS = "num_token_ids"
 """Argument under which checkpoints keep how many rows of the embedding table are no padding."""
@@ -56,6 +57,7 @@ def model_shape(model: Any, vocab_rows: int, pipeline_layers: PipelineLayers = (
         **shape_of(model),
         **linear_attention.shape_of(model),
         mtp_num_layers=getattr(model, "mtp_num_layers", None) or 0,
+        sandwich_norm=bool(getattr(model, "sandwich_norm", False)),
         source="command line",
     )
 
@@ -76,6 +78,6 @@ def model_identity(model: ModelSettings, vocab_rows: int) -> dict[str, Any]:
 
 def features_of(flags: Any) -> dict[str, Any]:
     """Return what of a model is not as it always was: name -> JSON value, nothing for what is off; see FEATURES."""
-    of_attention = choices(flags) | latent_attention_of(flags)
+    of_attention = choices(flags) | latent_attention_of(flags) | layer_outputs.choices(flags)
     of_layers = experts.choices(flags) | multi_token.modules_of(flags) | activation.choices(flags)
     return of_attention | of_layers | linear_attention.choices(flags)

@@ -29,6 +29,7 @@ from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
 from megatron.dynamic_cp.flags.exclusions import CHUNKS, POOL, refuse_pairs
 from megatron.dynamic_cp.flags.fp8 import check_fp8, complete_fp8, token_alignment
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, complete_latent_attention
+from megatron.dynamic_cp.flags.layer_outputs import check_outputs
 from megatron.dynamic_cp.flags.linear_attention import check_linear_attention, complete_linear_attention
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
@@ -59,6 +60,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     args.mtp_num_layers = args.mtp_num_layers or None  # as megatron-core has it, which builds no modules for None only
     check_multi_token(args)
     check_adapters(args)
+    check_outputs(args)
     planning = planning_settings(args)
     if args.global_batch_size is None:
         args.global_batch_size = planning.topology.num_lanes

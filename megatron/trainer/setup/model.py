@@ -41,6 +41,7 @@ from megatron.dynamic_cp.model.activation import quick_gelu, squared_relu
 from megatron.dynamic_cp.model.adapters import train_adapters_only
 from megatron.dynamic_cp.model.chunked_head import set_loss_chunk
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
+from megatron.dynamic_cp.model.layer_outputs import change_outputs
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.multi_token import mtp_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
@@ -167,6 +168,8 @@ def _of_layers(model: ModelSettings) -> dict[str, Any]:
         "qk_l2_norm": model.qk_l2_norm,
         "attention_output_gate": model.attention_output_gate,
         "softmax_type": model.softmax_type,  # one of three, as checked
+        "softmax_scale": model.softmax_scale,
+        "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
         **latent_fields(model),
         **linear_fields(model),
         "mtp_num_layers": model.mtp_num_layers,
@@ -243,6 +246,7 @@ def build_chunks(
             )
         )
         use_one_rotary_table(chunks[-1])
+        change_outputs(chunks[-1], model)
         if (adapters := adapters_of(model)) is not None:
             train_adapters_only(chunks[-1], adapters)
     return chunks

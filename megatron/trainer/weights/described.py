@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import Adapters, ModelShape
-from megatron.dynamic_cp.flags import activation, experts
+from megatron.dynamic_cp.flags import activation, experts, layer_outputs
 from megatron.dynamic_cp.flags.adapters import adapters_of
 from megatron.dynamic_cp.flags.latent_attention import is_on
-from megatron.dynamic_cp.flags.positions import YARN
+from megatron.dynamic_cp.flags.positions import YARN, unrotated_layers
 from megatron.trainer.checkpoints import safe_loading
 from megatron.trainer.flags import derive
 
@@ -24,13 +24,8 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_path": (),
     "attention_output_gate": (),
     "qk_l2_norm": (),
-    "no_rope_freq": (),
     "rotary_seq_len_interpolation_factor": (1, 1.0),
-    "rotary_interleaved": (),
-    "rotary_percent": (1.0,),
     "window_sink_tokens": (0,),
-    "apply_layernorm_1p": (),
-    "layernorm_zero_centered_gamma": (),
     "squared_relu": (),
 }
 """Argument that changes what is computed, which no family here has -> its values, beside none, that change nothing."""
@@ -89,6 +84,8 @@ def _described(args: argparse.Namespace) -> Described:
         qk_layernorm=bool(getattr(args, "qk_layernorm", False)),
         rotary_base=args.rotary_base,
         **_positions(args),
+        **_factors(args),
+        zero_centered_gamma=bool(getattr(args, "apply_layernorm_1p", False)),
         softmax_type=getattr(args, "softmax_type", None) or "vanilla",
         **_routing(args),
         **activation.choices(args),
@@ -109,7 +106,13 @@ def _positions(args: argparse.Namespace) -> dict[str, Any]:
     kind = args.position_embedding_type
     if kind == "rope" and is_on(args) and args.rope_type == "yarn" and (args.rotary_scaling_factor or 1) > 1:
         kind = "yarn"
-    found: dict[str, Any] = {"position_embedding_type": kind}
+    unrotated = unrotated_layers(getattr(args, "no_rope_freq", None), args.num_layers) or ()
+    found: dict[str, Any] = {
+        "position_embedding_type": kind,
+        "rotary_percent": float(getattr(args, "rotary_percent", 1.0)),
+        "rotary_interleaved": bool(getattr(args, "rotary_interleaved", False)),
+        "no_rope_freq": tuple(unrotated) if any(unrotated) else (),
+    }
     if getattr(args, "use_rope_scaling", False):
         found |= {"use_rope_scaling": True, "rope_scaling_factor": float(args.rope_scaling_factor)}
     if kind == "yarn":
@@ -117,6 +120,12 @@ def _positions(args: argparse.Namespace) -> dict[str, Any]:
             value = getattr(args, name, None)
             found[name] = type(default)(default if value is None else value)
     return found
+
+
+def _factors(args: argparse.Namespace) -> dict[str, float]:
+    """Return the factors of what parts put out, in the fields of `Architecture`."""
+    said = layer_outputs.choices(args)
+    return {name: float(value) for name, value in said.items() if name != "sandwich_norm"}
 
 
 def _routing(args: argparse.Namespace) -> dict[str, Any]:

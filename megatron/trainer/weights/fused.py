@@ -12,7 +12,9 @@ from megatron.trainer.weights.names import Fused
 
 def join(fused: Fused, parts: Sequence[Tensor]) -> Tensor:
     """Return the tensor of `fused` out of its parts, contiguous; without rows of padding."""
-    if fused.joined == "KV head by KV head":
+    if fused.joined in _BY_KV_HEAD:
+        if len(parts) == 1:
+            parts = parts[0].split(_widths(fused))
         # [groups * width, ...] each -> [groups, its queries + a key + a value, ...]
         grouped = [part.reshape(fused.num_groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(grouped, dim=1).reshape(fused.shape)
@@ -21,6 +23,15 @@ def join(fused: Fused, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts))
 
 
+def _widths(fused: Fused) -> list[int]:
+    """Return the rows of queries, keys and values, which are three tensors or one."""
+    if len(fused.parts) == 3:
+        return [part.shape[0] for part in fused.parts]
+    keys = fused.num_groups * fused.num_channels
+    return [fused.parts[0].shape[0] - 2 * keys, keys, keys]
+
+
+_BY_KV_HEAD = ("KV head by KV head", "queries, keys, values")
 _OF_ALL_EXPERTS = ("transposed", "gate and up in turn", "gate and up in turn, transposed")
 
 
@@ -42,10 +53,11 @@ def _turned_back(fused: Fused, joined: Tensor) -> Tensor:
 
 def split(fused: Fused, joined: Tensor) -> list[Tensor]:
     """Return the parts of the tensor of `fused`, each contiguous and with memory of its own; padding is left out."""
-    if fused.joined == "KV head by KV head":
+    if fused.joined in _BY_KV_HEAD:
         grouped = joined.reshape(fused.num_groups, -1, *joined.shape[1:])
-        widths = [part.shape[0] // fused.num_groups for part in fused.parts]
-        pieces = grouped.split(widths, dim=1)
+        pieces: Sequence[Tensor] = grouped.split([width // fused.num_groups for width in _widths(fused)], dim=1)
+        if len(fused.parts) == 1:
+            pieces = (torch.cat([piece.flatten(0, 1) for piece in pieces]),)
     elif fused.joined in _OF_ALL_EXPERTS:
         pieces = (_turned_back(fused, joined),)
     elif fused.joined == "with rows of padding":

@@ -96,7 +96,7 @@ def read_source(path: str, *, tp_size: int = 1, pp_size: int = 1, ep_size: int =
     config = read_json(Path(where))
     family = names.check_family(where, config.get("model_type"))
     shape, architecture = hugging_face.model_shape(where, config), hugging_face.architecture(where, config)
-    _check_trained(where, architecture)
+    _check_trained(where, architecture, family)
     flags = tuple(" ".join(shlex.split(flag)) for flag in model_flags(shape, architecture, tp_size=1))
     settings = _settings(flags, architecture.max_position_embeddings, tp_size, pp_size, ep_size)
     folder = SafetensorsFolder(path)
@@ -115,10 +115,10 @@ def read_source(path: str, *, tp_size: int = 1, pp_size: int = 1, ep_size: int =
     )
 
 
-def _check_trained(where: str, architecture: Architecture) -> None:
+def _check_trained(where: str, architecture: Architecture, family: str) -> None:
     reasons = [*architecture.not_trained, *architecture.not_imported]
-    if architecture.rotary_percent != 1:
-        reasons.append(f"partial_rotary_factor {architecture.rotary_percent}: these families rotate whole heads")
+    if architecture.rotary_percent != 1 and family not in hugging_face.PARTLY_ROTATED:
+        reasons.append(f"partial_rotary_factor {architecture.rotary_percent}: {family} rotates whole heads")
     if not architecture.max_position_embeddings:
         reasons.append("max_position_embeddings: it is missing")
     if reasons:

@@ -16,12 +16,14 @@ from typing import Literal
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.models.hugging_face import WHY_NOT_TRAINED
 from dynamic_cp.types import ModelShape
 
 Joined = Literal[
     "alone",
     "one after the other",
     "KV head by KV head",
+    "queries, keys, values",
     "with rows of padding",
     "transposed",
     "gate and up in turn",
@@ -51,7 +53,7 @@ class Fused:
         name: in a checkpoint.
         layer: of the model, to which it belongs; None: to none.
         place: where it is in the stacks of the checkpoint's tensor, of sizes `stacks`: layers, experts.
-        num_groups: KV heads of the model.
+        num_groups, num_channels: KV heads of the model, and how wide each is.
         num_rows: of one that has rows of padding at its end; imported ones have none, a run adds those that it needs.
     """
 
@@ -62,6 +64,7 @@ class Fused:
     parts: tuple[Part, ...]
     joined: Joined
     num_groups: int
+    num_channels: int
     num_rows: int
 
     @property
@@ -237,6 +240,24 @@ _MODULE = (
     _alone("final_layernorm.weight", "shared_head.norm.weight", "hidden"),
 )
 """A module that predicts a further token, beside its layer: both read the embedding first, the hidden states second."""
+_FUSED_QUERIES_KEYS_VALUES = tuple(
+    _Row(
+        ours=row.ours,
+        theirs={"self_attn.qkv_proj.weight": "queries_keys_values hidden"},
+        joined="queries, keys, values",
+    )
+    if row.ours == "self_attention.linear_qkv.weight"
+    else row
+    for row in _QUERIES_KEYS_VALUES
+)
+_FUSED_GATES = tuple(
+    _alone(row.ours, "mlp.gate_up_proj.weight", "twice_ffn hidden") if row.ours == "mlp.linear_fc1.weight" else row
+    for row in _DENSE
+)
+"""Matrices that transformers have fused, too; gates lie before what they gate in both."""
+_OUTPUT_NORMS = tuple(
+    _alone(f"{name}.weight", f"{name}.weight", "hidden") for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
+)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COPIES = MappingProxyType({EMBEDDING: "embed_tokens.weight", HEAD: "shared_head.head.weight"})
 """Table of the vocabulary -> its copy in each module that predicts a further token."""
@@ -262,7 +283,10 @@ class Table:
 
 FAMILIES: Mapping[str, Table] = MappingProxyType(
     {
-        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Table()),
+        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"), Table()),
+        "phi3": Table(attention=_FUSED_QUERIES_KEYS_VALUES, dense=_FUSED_GATES),
+        "glm": Table(dense=_FUSED_GATES),
+        "glm4": Table(dense=(*_FUSED_GATES, *_OUTPUT_NORMS)),
         "mixtral": Table(experts=_EXPERTS_OF_MIXTRAL),
         **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Table(experts=_EXPERTS_OF_QWEN)),
         **dict.fromkeys(
@@ -281,8 +305,9 @@ def check_family(where: str, model_type: object) -> str:
         UnsupportedFeatureError: weights of that family are not known here.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        differs = f" ({why})" if (why := WHY_NOT_TRAINED.get(str(model_type))) else ""
         raise UnsupportedFeatureError(
-            f"{where}: model_type is {model_type!r}, weights of {', '.join(FAMILIES)} can be converted: "
+            f"{where}: model_type is {model_type!r}{differs}, weights of {', '.join(FAMILIES)} can be converted: "
             "take a model of one of these families",
             key="model_type",
         )
@@ -332,10 +357,12 @@ class _Namer:
             "hidden": shape.hidden_size,
             "twice_hidden": 2 * shape.hidden_size,
             "queries": shape.query_size,
+            "queries_keys_values": shape.query_size + 2 * shape.kv_size,
             "keys": shape.kv_size,
             "head": shape.kv_channels,
             "heads": shape.num_attention_heads,
             "ffn": shape.ffn_hidden_size,
+            "twice_ffn": 2 * shape.ffn_hidden_size,
             "query_latent": shape.q_lora_rank,
             "latent": shape.kv_lora_rank,
             "latent_and_rotated": shape.kv_lora_rank + shape.qk_pos_emb_head_dim,
@@ -412,6 +439,7 @@ class _Namer:
                 ),
                 joined=row.joined,
                 num_groups=self._shape.num_query_groups,
+                num_channels=self._shape.kv_channels,
                 num_rows=self._num_rows,
             )
 
@@ -427,6 +455,7 @@ class _Namer:
             parts=(Part(name=theirs, shape=self._widths("vocabulary hidden"), copies=copies),),
             joined="with rows of padding",
             num_groups=self._shape.num_query_groups,
+            num_channels=self._shape.kv_channels,
             num_rows=self._num_rows,
         )
 

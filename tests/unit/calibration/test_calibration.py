@@ -18,7 +18,8 @@ from dynamic_cp.calibration.picture import save_picture
 from dynamic_cp.calibration.results import FitError, Point
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.catalog import hardware_as_dict, load_hardware
-from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Sample, Topology
+from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD
+from dynamic_cp.types import Hardware, LinearAttention, ModelShape, PlanOptions, Sample, Topology
 
 MODEL = ModelShape(
     num_layers=8,
@@ -129,6 +130,9 @@ def synthetic(truth: Hardware, noise: float, seed: int, setup: Setup = SETUP) ->
         back *= 2.5 * flops / truth.attention_full_backward_flops_per_s
         launch = truth.ring_step_overhead_s_per_layer
         add_layer("full", launch + step, 2 * launch + back, (tokens,))
+        if setup.linear_attention is not None:
+            states_s = tokens * setup.linear_attention.core_flops / truth.linear_attention_flops_per_s
+            add("linear_attention", 3e-5 + states_s, 6e-5 + BACKWARD_OVER_FORWARD * states_s, seqlens=(tokens,))
         head = 2 * shard.hidden_size * shard.vocab_size / truth.head_flops_per_s
         memory = 1 / truth.memory_bandwidth_bytes_per_s
         add(
@@ -209,6 +213,19 @@ def test_without_noise_every_coefficient_comes_back() -> None:
         assert getattr(found.hardware, name) == pytest.approx(getattr(TRUTH, name), rel=5e-3), name
     assert {error.name for error in found.errors} >= {"linear", "causal", "full", "edges", "buckets", "held_out"}
     assert max(error.p95 for error in found.errors) < 0.005
+
+
+def test_linear_attention_has_a_rate_of_its_own() -> None:
+    """Measured are its states alone; layers and whole packs are those of a model without any."""
+    sizes = LinearAttention(kind="gated_delta_net", num_heads=16, num_groups=8, key_size=64, value_size=64)
+    setup = replace(SETUP, model=replace(MODEL, linear_attention=sizes, linear_attention_freq=4))
+    assert setup.shard == SETUP.shard
+    truth = replace(TRUTH, linear_attention_flops_per_s=7e13)
+    found = calibrate(BASE, synthetic(truth, 0.0, 0, setup), name="fitted")
+    assert found.hardware.linear_attention_flops_per_s == pytest.approx(7e13, rel=5e-3)
+    assert "gated_delta_net, samples of 256 to 16384" in found.hardware.source["linear_attention_flops_per_s"]
+    without = replace(found.hardware, linear_attention_flops_per_s=BASE.linear_attention_flops_per_s)
+    assert without == replace(fitted(0.0).hardware, source=without.source)
 
 
 def test_what_waits_for_the_host_says_nothing_of_the_device() -> None:
@@ -411,9 +428,9 @@ def test_seconds_that_do_not_grow_are_refused() -> None:
 def test_seconds_that_cannot_be_true_are_refused(section, seconds) -> None:
     """A clock that did not tick, or a file that someone edited."""
     measured = synthetic(SLOW_HOST, 0.0, 0)
-    if section == "ring":
-        one = Measurement(section="ring", seqlens=(512,), cp_size=2, forward_s=1e-3, backward_s=2e-3)
-        measured.sections["ring"] = (one, one)
+    if section in ("ring", "linear_attention"):
+        one = Measurement(section=section, seqlens=(512,), cp_size=2, forward_s=1e-3, backward_s=2e-3)
+        measured.sections[section] = (one, one)
     first, *rest = measured.sections[section]
     measured.sections[section] = (replace(first, forward_s=seconds), *rest)
     with pytest.raises(InvalidInputError, match=f"a row of section {section} took {seconds} s forward"):

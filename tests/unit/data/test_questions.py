@@ -21,6 +21,23 @@ LINES = [
     {"prompt": "Is it far?", "responses": ["No."]},
     {"prompt": "ab", "responses": ["c", "d"], "tools": None, "id": 7},
 ]
+TREES = [
+    LINES[1],
+    {
+        "turns": {
+            "text": "Find the mill. ",
+            "learned": False,
+            "children": [
+                {"text": "I ask. ", "children": [{"text": "A boy.", "learned": False}, {"text": ""}, {"text": "☃"}]},
+                {"text": "I look. ", "children": [{"text": "And see.", "children": [{"text": " It."}]}]},
+                {"text": "No."},
+            ],
+        }
+    },
+    {"turns": {"text": "ab", "children": [{"text": "c", "learned": False}, {"text": "d", "learned": False}]}},
+    {"turns": {"text": "abc", "learned": False, "children": [{"text": "def", "children": [{"text": "g"}]}]}},
+    LINES[0],
+]
 TWO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What runs past the mill?"}]
 CHATS = [
     {"prompt": TWO, "responses": ["The river.", "ü" * 9, "x"]},
@@ -50,10 +67,9 @@ def learned(stream, sample):
     for place in np.flatnonzero(values.loss_mask).tolist():
         seen = list(range(place + 1))
         if mask is not None:
-            begin, end, second, last = ranges[place].tolist()
-            seen = [*range(begin, end), *range(second, last)]
+            seen = [key for begin, end in ranges[place].reshape(-1, 2).tolist() for key in range(begin, end)]
             assert [int(positions[key]) for key in seen] == list(range(len(seen)))
-        found.append((tuple(values.tokens[seen].tolist()), int(values.labels[place])))
+        found += [(tuple(values.tokens[seen].tolist()), int(values.labels[place]))] * int(values.loss_mask[place])
     return found
 
 
@@ -67,11 +83,25 @@ def apart(lines):
     for line in lines:
         if "messages" in line:
             yield line
+        elif "turns" in line:
+            yield from branches(line["turns"])
         elif "responses" in line:
             for response in line["responses"]:
                 yield {"prompt": line["prompt"], "responses": [response]}
         else:
             yield line
+
+
+def branches(turn, *above):
+    """Yield each branch of a tree as a line, without a branching."""
+    way = (*above, turn)
+    for child in turn.get("children", []):
+        yield from branches(child, *way)
+    if not turn.get("children") and any(one.get("learned", True) for one in way):
+        line = []
+        for one in reversed(way):
+            line = [one | {"children": line}]
+        yield {"turns": line[0]}
 
 
 def as_chats(lines):
@@ -110,6 +140,42 @@ def test_every_token_of_a_response_follows_what_it_follows_in_its_pair(tmp_path,
         assert (tuple(b"What runs past the mill?"), EOD) in together
         assert (tuple(b"What runs past the mill?The river"), ord(".")) in together
         assert not [seen for seen, _ in together if bytes(seen).startswith(b"What runs") and len(seen) < 24]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "plain"])
+def test_every_token_of_a_tree_follows_what_it_follows_in_its_branches(tmp_path, folders, kind):
+    """And as often: what branches share counts once for each."""
+    changes = with_tokenizer(kind, folders) | {"seq_length": 512}
+    one = config(write(tmp_path / "a.jsonl", TREES), **changes)
+    together = all_learned(one)
+    assert together == all_learned(config(write(tmp_path / "b.jsonl", [*apart(TREES)]), **changes))
+    stream = build_splits(one).train
+    assert "4 prompts with 12 responses or turns of" in stream.describe()
+    if kind == "bytes":
+        assert together.count((tuple(b"Find the mill. "), ord("I"))) == 4
+        assert together.count((tuple(b"Find the mill. I "), ord("a"))) == 3
+        assert (tuple(b"Find the mill. I ask. "), EOD) in together
+        assert (tuple(b"Find the mill. I ask. "), ord("A")) not in together
+        masks = {str(sample.mask) for sample in stream.global_batch(0, 5)}
+        assert masks == {"None", "tree:14(7(7,1,4),21,4)", "shared_question:1,2,2", "shared_question:23,11,10,1"}
+
+
+def test_a_tree_is_truncated_by_its_last_turns(tmp_path):
+    """As prompts with responses are; of a tree of one branch nothing is left to hide."""
+    path = write(tmp_path / "a.jsonl", TREES[1:2])
+    whole = all_learned(config(path, seq_length=64))
+    expected = {30: "tree:14(7(7,1,1))", 29: "tree:14(7(7,1))", 28: "None", 47: "tree:14(7(7,1,4),14)", 12: None}
+    for seq_length, mask in expected.items():
+        one = config(path, seq_length=seq_length, overlong="truncate")
+        if mask is None:
+            with pytest.raises(DataError):
+                build_splits(one)
+            continue
+        (sample,) = build_splits(one).train.global_batch(0, 1)
+        assert (sample.seqlen, str(sample.mask)) == (seq_length, mask)
+        kept = all_learned(one)
+        assert kept
+        assert set(kept) <= set(whole)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "plain", "marked"])
@@ -225,6 +291,19 @@ BAD = [
             "field 'prompt' is a list, not a string: write it as one text, or read",
         ),
         ({"prompt": "ab", "answer": "c"}, "has no field 'text' (it has 'prompt', 'answer')"),
+        ({"turns": {"text": "ab"}, "prompt": "x"}, "has 'turns' and 'prompt': leave 'prompt' out, or give it alone"),
+        ({"turns": []}, "turn 1 has list: give a string 'text', and maybe 'learned' and 'children'"),
+        (
+            {"turns": {"text": "ab", "children": [{"text": "c"}, {"txt": "c"}]}},
+            "turn 1.2 has 'txt': give a string 'text'",
+        ),
+        ({"turns": {"text": "ab", "children": {}}}, "turn 1: 'learned' is true or false, 'children' a list of turns"),
+        ({"turns": {"text": "", "children": [{"text": "c"}]}}, "turn 1 has an empty text and 1 behind it"),
+        ({"turns": {"text": "ab", "learned": False}}, "none of its 1 turns is learned"),
+        (
+            {"turns": {"text": "a", "children": [{"text": "c"}, {"text": "d"}]}},
+            "its turns have 1 tokens before they branch, and 4 learned ones behind the first: at least 2 and 1 are",
+        ),
     ],
 )
 def test_a_malformed_line_is_named_with_the_remedy(tmp_path, line, message):

@@ -227,7 +227,11 @@ def test_a_config_that_is_written_says_what_was_read(name, tmp_path):
 @pytest.mark.parametrize(
     ("of_shape", "of_architecture", "says"),
     [
-        ({"gated_linear_unit": False}, {}, "here has no gated MLP: none of llama, mistral, qwen2, qwen3, mixtral,"),
+        (
+            {"gated_linear_unit": False},
+            {},
+            "here has no gated MLP: none of llama, mistral, qwen2, qwen3, smollm3, glm, glm4, granite, mixtral,",
+        ),
         ({}, {"normalization": "LayerNorm"}, "no RMSNorm"),
         ({}, {"position_embedding_type": "none"}, "positions by none"),
         ({}, {"rotary_percent": 0.5}, "rotary_percent 0.5"),

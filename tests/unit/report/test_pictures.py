@@ -17,7 +17,7 @@ from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.narrow import narrowed
 from dynamic_cp.report import drawing
 from dynamic_cp.report.cp_map import cp_map
-from dynamic_cp.report.curves import imbalance, knee, knee_points, length_histogram, length_shares
+from dynamic_cp.report.curves import imbalance, knee, knee_points, length_histogram, length_shares, part_bars
 from dynamic_cp.report.drawing import MEDIUM_IN, NARROW_IN, WIDE_IN, inline_svg, look, png_bytes, save, svg_text
 from dynamic_cp.report.gantt import gantt
 from dynamic_cp.report.placed import lane_shares, placed_links, placed_shares
@@ -63,6 +63,7 @@ OTHERS = {
     "tiles-many": partial(placed_tiles, LARGE.bucket, CAUSAL),
     "links-many": partial(placed_links, LARGE.sent, LARGE.nodes),
     "shares-many": partial(placed_shares, LARGE.bucket, CAUSAL, LARGE.sent, LARGE.nodes),
+    "parts": partial(part_bars, [("dynamic CP", {"pack": 0.2, "passes": 1.1}), ("static CP", {"passes": 1.5})]),
     "lengths": partial(length_histogram, LENGTHS),
     "one-length": partial(length_histogram, [1]),
     "all-lengths": partial(length_histogram, [1 << power for power in range(22)]),
@@ -374,6 +375,14 @@ def test_imbalance_says_max_over_mean():
     assert "uneven: busiest 3\u00a0s, mean 2\u00a0s, max/mean 1.50" in said
     assert "even: busiest 2\u00a0s, mean 2\u00a0s, max/mean 1.00" in said
     assert "busy time of a lane (s)" in said
+
+
+def test_bars_of_parts_end_where_their_sum_is():
+    draw = OTHERS["parts"]
+    assert {"dynamic CP", "pack", "passes", "time (s)", "1.3\u00a0s", "1.5\u00a0s"} <= texts(svg_text(draw, LIGHT))
+    with look(LIGHT):
+        bars = draw(LIGHT).axes[0].patches
+    assert [(bar.get_x(), bar.get_width()) for bar in bars] == [(0, 0.2), (0.2, pytest.approx(1.1)), (0, 1.5)]
 
 
 def test_imbalance_of_idle_lanes_is_drawn():

@@ -1,0 +1,71 @@
+"""Norms and factors of what parts of a model put out: trained alike on every layout, and kept by checkpoints.
+
+That they are those of transformers, `test_weights` shows (GLM-4, Granite).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamic_cp.errors import DynamicCPError
+from megatron.trainer.flags import derive
+from megatron.trainer.flags.arguments import parse_args
+from tests.trainer.commandline import command_line
+from tests.trainer.conftest import SAVED, TO_LAST
+from tests.trainer.training_ranks import losses, run_command, train
+
+OUTPUTS = (
+    "--sandwich-norm --residual-multiplier 0.5 --embedding-multiplier 3 --logits-scaling 2 --softmax-scale 0.4 "
+    "--num-layers 2"
+)
+ON_ONE = f"--dynamic-cp --mock-data {OUTPUTS}"
+LAYOUTS = {
+    "4 lanes": "--max-seqlen-per-dp-cp-rank 48",
+    "TP2 SP PP2": "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    "--recompute-granularity full --loss-chunk-tokens 16",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_goes_on_as_one_rank(layout, uninterrupted, saved_by):
+    expected = uninterrupted(ON_ONE, 1)
+    found = train(4, TO_LAST, ON_ONE, LAYOUTS[layout], f"--load {saved_by(ON_ONE, 1)}")
+    assert losses(found) == pytest.approx(expected[SAVED:], abs=5e-6)
+    assert expected[-1] < expected[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("--residual-multiplier 0.6", "residual_multiplier = 0.5, this run has 0.6: use the same model"),
+        ("--softmax-scale 0.3", "softmax_scale = 0.4, this run has 0.3: use the same model"),
+    ],
+)
+def test_a_run_with_another_factor_is_refused(change, says, saved_by):
+    (ended,) = run_command(1, ON_ONE, change, f"--load {saved_by(ON_ONE, 1)}")
+    assert says in ended.error
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--sandwich-norm --num-experts 4", "--sandwich-norm with --num-experts is not supported: it was checked with"),
+        ("--logits-scaling 2 --mtp-num-layers 1", "--logits-scaling 2.0 with --mtp-num-layers is not supported"),
+        (
+            "--softmax-scale 0.1 --transformer-impl transformer_engine",
+            "--softmax-scale 0.1 with --transformer-impl transformer_engine is not supported: it is for local layers",
+        ),
+        ("--residual-multiplier 0", "--residual-multiplier is 0.0, it must be greater than 0"),
+    ],
+)
+def test_flags_that_disagree_are_told_at_once(flags, says):
+    with pytest.raises(DynamicCPError, match=says):
+        parse_args(command_line(f"--dynamic-cp {flags}"), 4)
+
+
+def test_norms_have_weights_and_keep_their_inputs():
+    plain, normed = (
+        derive.model_shape(parse_args(command_line(f"--dynamic-cp {flags}"), 4).model, 64) for flags in ("", OUTPUTS)
+    )
+    assert normed.layer.norm_weights - plain.layer.norm_weights == 2 * 64
+    assert normed.layer.more_kept_channels - plain.layer.more_kept_channels == 2 * 64
