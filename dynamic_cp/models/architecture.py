@@ -19,7 +19,7 @@ class Architecture:
     """Choices of a model that change no price, in Megatron's words.
 
     Attributes:
-        norm_epsilon: of all norms.
+        norm_epsilon: of all norms. zero_centered_gamma: they multiply by 1 + their weights.
         rotary_base, rotary_percent: of RoPE; without it they say nothing. rotary_interleaved: neighbouring channels are
             pairs, not those of two halves.
         no_rope_freq: 1 for each layer that does not rotate and 0 for others; () = all rotate.
@@ -62,6 +62,7 @@ class Architecture:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     yarn_correction_range_round_to_int: bool = True
+    zero_centered_gamma: bool = False
     softmax_scale: float = 0.0
     residual_multiplier: float = 1.0
     embedding_multiplier: float = 1.0

@@ -210,6 +210,7 @@ def _architecture(model: ModelShape, architecture: Architecture, max_seqlen: int
     return _given(
         ("--normalization", architecture.normalization),
         ("--norm-epsilon", architecture.norm_epsilon),
+        ("--apply-layernorm-1p", architecture.zero_centered_gamma),
         *_positions(architecture, max_seqlen, latent=model.kv_lora_rank > 0),
         ("--disable-bias-linear", not architecture.add_bias_linear),
         ("--add-qkv-bias", architecture.add_qkv_bias),

@@ -78,9 +78,7 @@ def test_what_the_parity_suite_compares_is_supported(monkeypatch, layout):
 
 # What our modules would ignore, or compute in a way that nobody compared: field, value, other fields that it needs.
 DANGEROUS = [
-    ("layernorm_zero_centered_gamma", True, {}),
     ("apply_residual_connection_post_layernorm", True, {}),
-    ("softmax_scale", 0.5, {}),
     ("attention_softmax_in_fp32", False, {}),
     ("attention_dropout", 0.1, {}),
     ("apply_rope_fusion", True, {}),
@@ -117,8 +115,8 @@ def test_any_other_setting_is_refused_by_name_and_value(field, value, needed):
 
 
 def test_a_refusal_names_value_and_default():
-    with pytest.raises(UnsupportedFeatureError, match=r"softmax_scale is 0\.5, only None is supported"):
-        check_supported(plain_config(softmax_scale=0.5))
+    with pytest.raises(UnsupportedFeatureError, match="attention_softmax_in_fp32 is False, only True is supported"):
+        check_supported(plain_config(attention_softmax_in_fp32=False))
 
 
 def test_allowed_fields_exist():

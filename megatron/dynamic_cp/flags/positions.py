@@ -31,13 +31,13 @@ YARN: dict[str, tuple[str, Any]] = {
 
 CHOICES = frozenset(
     {
-        *("attention_output_gate", "qk_l2_norm", "no_rope_freq", "softmax_type"),
+        *("attention_output_gate", "qk_l2_norm", "no_rope_freq", "softmax_type", "apply_layernorm_1p"),
         *("use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
         *(attribute for attribute, _ in YARN.values()),
     }
 )
 """All names that `choices` may return."""
-STRETCHED = CHOICES - {"attention_output_gate", "qk_l2_norm", "no_rope_freq", "softmax_type"}
+STRETCHED = CHOICES - {"attention_output_gate", "qk_l2_norm", "no_rope_freq", "softmax_type", "apply_layernorm_1p"}
 """Those that say how far positions reach: training may go on with others, as with another base of RoPE."""
 
 _PATTERN = "give a number, or 1 (no rotation) and 0 (rotation) for each layer, such as [0,0,0,1]*4"
@@ -182,7 +182,7 @@ def choices(flags: Any) -> dict[str, Any]:
     """
     found: dict[str, Any] = {
         name: True
-        for name in ("attention_output_gate", "qk_l2_norm", "use_rope_scaling")
+        for name in ("attention_output_gate", "qk_l2_norm", "use_rope_scaling", "apply_layernorm_1p")
         if getattr(flags, name, False)
     }
     if getattr(flags, "softmax_type", None) not in (None, SOFTMAX_TYPES[0]):

@@ -130,8 +130,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
 _FIELDS = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels mtp_num_layers "
     "mtp_loss_scaling_factor window_size window_attn_skip_freq softmax_type softmax_scale normalization "
-    "fp32_residual_connection layernorm_epsilon qk_layernorm qk_l2_norm attention_output_gate no_rope_freq "
-    "rotary_interleaved activation_func "
+    "layernorm_zero_centered_gamma fp32_residual_connection layernorm_epsilon qk_layernorm qk_l2_norm "
+    "attention_output_gate no_rope_freq rotary_interleaved activation_func "
     "gated_linear_unit add_bias_linear add_qkv_bias hidden_dropout attention_dropout attention_backend "
     "init_method init_method_std output_layer_init_method embedding_init_method embedding_init_method_std "
     "perform_initialization use_cpu_initialization bf16 fp8 fp8_recipe "

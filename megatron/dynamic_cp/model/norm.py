@@ -24,6 +24,8 @@ class TorchNorm:
         kinds: dict[str, type[torch.nn.Module]] = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
         if config.fp32_residual_connection:
             kinds = {"RMSNorm": _RMSNormOfFloat32, "LayerNorm": _LayerNormOfFloat32}
+        if config.layernorm_zero_centered_gamma:
+            kinds = {"RMSNorm": _CenteredRMSNorm, "LayerNorm": _CenteredLayerNorm}
         kind = kinds[config.normalization]
         norm = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():
@@ -45,6 +47,32 @@ class _LayerNormOfFloat32(torch.nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         return torch.nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
+
+
+class _CenteredRMSNorm(torch.nn.RMSNorm):
+    """Multiplies by 1 + weight, which begins with 0; computes in float32 at least, and gives what matrices take."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        scale = 1 + self.weight.to(exact)
+        return torch.nn.functional.rms_norm(x.to(exact), self.normalized_shape, scale, self.eps).to(self.weight.dtype)
+
+
+class _CenteredLayerNorm(torch.nn.LayerNorm):
+    """As `_CenteredRMSNorm`."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        scale, bias = 1 + self.weight.to(exact), self.bias.to(exact)
+        normed = torch.nn.functional.layer_norm(x.to(exact), self.normalized_shape, scale, bias, self.eps)
+        return normed.to(self.weight.dtype)
 
 
 class TorchL2Norm(torch.nn.Module):

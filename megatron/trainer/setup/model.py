@@ -169,6 +169,7 @@ def _of_layers(model: ModelSettings) -> dict[str, Any]:
         "attention_output_gate": model.attention_output_gate,
         "softmax_type": model.softmax_type,  # one of three, as checked
         "softmax_scale": model.softmax_scale,
+        "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
         **latent_fields(model),
         **linear_fields(model),
         "mtp_num_layers": model.mtp_num_layers,

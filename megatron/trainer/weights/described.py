@@ -26,8 +26,6 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "qk_l2_norm": (),
     "rotary_seq_len_interpolation_factor": (1, 1.0),
     "window_sink_tokens": (0,),
-    "apply_layernorm_1p": (),
-    "layernorm_zero_centered_gamma": (),
     "squared_relu": (),
 }
 """Argument that changes what is computed, which no family here has -> its values, beside none, that change nothing."""
@@ -87,6 +85,7 @@ def _described(args: argparse.Namespace) -> Described:
         rotary_base=args.rotary_base,
         **_positions(args),
         **_factors(args),
+        zero_centered_gamma=bool(getattr(args, "apply_layernorm_1p", False)),
         softmax_type=getattr(args, "softmax_type", None) or "vanilla",
         **_routing(args),
         **activation.choices(args),
