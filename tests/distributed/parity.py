@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from torch.distributed import distributed_c10d
 
 from dynamic_cp.models import catalog
 from dynamic_cp.plans.padding import rank_tokens
+from dynamic_cp.pricing.sent import sent_by_plan
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import (
     STATE_EXCHANGES,
@@ -30,6 +32,7 @@ from dynamic_cp.types import (
     Plan,
     PlannedBatch,
     PlanOptions,
+    Problem,
     Sample,
     StateExchange,
     Topology,
@@ -696,6 +699,21 @@ def assert_bytes_as_planned(comparisons: list[Comparison], layout: Layout, plan:
     assert [c.bytes_sent for c in comparisons] == planned
 
 
+def assert_all_bytes_as_planned(comparisons: list[Comparison], layout: Layout, plan: Plan) -> None:
+    """So do all ranks together: what lanes send for linear attention is planned in their mean."""
+    options = PlanOptions(
+        max_tokens_per_rank=plan.max_tokens_per_rank,
+        bytes_per_element=4,
+        recompute=layout.config.get("recompute_granularity", "none"),
+    )
+    hardware = catalog.load_hardware("h100")
+    planned = sent_by_plan(
+        plan, Problem(topology=plan.topology, model=layout.model, hardware=hardware, options=options)
+    )
+    sent = sum(c.bytes_sent for c in comparisons)
+    assert math.isclose(sent, sum(planned), rel_tol=1e-12), (sent, planned)
+
+
 def assert_all_equal_to_reference(cases: Mapping[str, Case], *, bytes_too: bool = False) -> None:
     """Run all cases; what is wrong with any of them is told together."""
     wrong = []
@@ -704,7 +722,9 @@ def assert_all_equal_to_reference(cases: Mapping[str, Case], *, bytes_too: bool 
         try:
             assert_equal_to_reference(comparisons, case.layout, case.expected)
             if bytes_too:
-                assert_bytes_as_planned(comparisons, case.layout, case.plan)
+                is_hybrid = case.layout.model.linear_attention is not None
+                compared = assert_all_bytes_as_planned if is_hybrid else assert_bytes_as_planned
+                compared(comparisons, case.layout, case.plan)
         except AssertionError as error:
             wrong.append(f"{name}: {error}")
     assert not wrong, "\n".join(wrong)

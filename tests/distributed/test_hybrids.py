@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from dynamic_cp.plans.validate import check_plan
 from megatron.dynamic_cp.model import gated_delta, mamba
@@ -65,14 +66,14 @@ def test_hybrids_equal_single_process(reference_of) -> None:
     for name in ("delta_dp4", "mamba_dp4"):
         ways = {(bucket.cp_size, bucket.state_exchange) for bucket in cases[name].plan.buckets if bucket.cp_size > 1}
         assert len(ways) >= 3, "not both ways"
-    assert_all_equal_to_reference(cases)
+    assert_all_equal_to_reference(cases, bytes_too=True)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("batch", ["long_tail", "few", "tiny"])
 def test_hybrids_on_all_layouts_equal_single_process(batch: str, reference_of) -> None:
     layouts = BY_NIGHT if batch == "long_tail" else {name: BY_NIGHT[name] for name in BY_NIGHT if "_dp4_" in name}
-    assert_all_equal_to_reference(cases_of(layouts, reference_of, batch))
+    assert_all_equal_to_reference(cases_of(layouts, reference_of, batch), bytes_too=True)
 
 
 def sum_no_norm_over_tp() -> None:
@@ -146,6 +147,40 @@ def test_a_pattern_needs_no_module_of_another_half() -> None:
     ]
     mixer = {"input_layernorm", "self_attention"}
     assert halves == [mixer, mixer, {"pre_mlp_layernorm", "mlp"}, mixer]
+
+
+def test_tensors_are_saved_under_megatron_cores_names() -> None:
+    """Those of its class of hybrids, whose layers fuse a norm into the projection behind it, and number layers."""
+    (names,) = run_ranks(1, names_in_checkpoints, "mamba")
+    of_mamba = [
+        *("in_proj.layer_norm_weight", *(f"in_proj.weight.{part}" for part in ("z", "x", "B", "C", "dt"))),
+        *(f"conv1d.{name}.{part}" for name in ("weight", "bias") for part in "xBC"),
+        *("A_log", "dt_bias", "D", "norm.weight", "out_proj.weight"),
+    ]
+    layers = [f"decoder.layers.{layer}.mixer.{name}" for layer in (0, 3) for name in of_mamba]
+    layers += [f"decoder.layers.1.self_attention.linear_{name}" for name in ("qkv.layer_norm_weight", "qkv.weight")]
+    layers += ["decoder.layers.1.self_attention.linear_proj.weight"]
+    layers += [f"decoder.layers.2.mlp.linear_{name}.weight" for name in ("fc1", "fc2")]
+    layers += ["decoder.layers.2.mlp.linear_fc1.layer_norm_weight", "decoder.final_norm.weight"]
+    assert {name for name in names if name.startswith("decoder.")} == set(layers)
+    (names,) = run_ranks(1, names_in_checkpoints, "delta")
+    linear = {name.removeprefix("decoder.layers.0.self_attention.") for name in names if "layers.0.self_att" in name}
+    sections = ("query", "key", "value")
+    assert linear == {
+        *("in_proj.layer_norm_weight", *(f"in_proj.weight.{part}" for part in (*sections, "z", "beta", "alpha"))),
+        *(f"conv1d.weight.{part}" for part in sections),
+        *("A_log", "dt_bias", "out_norm.weight", "out_proj.weight"),
+    }
+
+
+def names_in_checkpoints(variant: str) -> set[str]:
+    initialize_model_parallel()
+    _, (chunk,) = build_chunks(Layout(1, variant=variant), VARIANTS[variant])
+    found = set()
+    for one in chunk.sharded_state_dict().values():
+        parts = one.build() if isinstance(one, ShardedTensorFactory) else [one]
+        found |= {part.key for part in (parts.values() if isinstance(parts, dict) else parts)}
+    return {name for name in found if not name.endswith(("_extra_state", ".bias"))}
 
 
 def names_of_parameters() -> list[str]:

@@ -1,6 +1,8 @@
-"""Flags of linear attention: what they mean, and what is refused in one line at start."""
+"""Linear attention on the command line: checked at once, trained, and kept by checkpoints."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,8 @@ from megatron.dynamic_cp.flags.linear_attention import Parts, parts_of_layers
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from tests.trainer.commandline import command_line
+from tests.trainer.conftest import SAVED, TO_LAST
+from tests.trainer.training_ranks import losses, train
 
 DELTA = "--experimental-attention-variant gated_delta_net"
 SIZES = "--linear-num-key-heads 2 --linear-num-value-heads 4"
@@ -89,3 +93,22 @@ def test_a_gated_delta_net_has_silu() -> None:
     words = [word for word in command_line(f"{DELTA} --linear-attention-freq 2 {SIZES}") if word != "--swiglu"]
     with pytest.raises(DynamicCPError, match="another activation than that of --swiglu"):
         parse_args(words, 4)
+
+
+WIDTHS = "--linear-key-head-dim 16 --linear-value-head-dim 16"
+RUNS = {
+    "delta": f"{DELTA} --linear-attention-freq 2 {SIZES} {WIDTHS}",
+    "mamba": f"{PATTERN} M-*M --num-layers 4 --mamba-num-groups 2 --mamba-head-dim 16 --mamba-state-dim 16",
+}
+DYNAMIC = "--dynamic-cp --mock-data --num-workers 0 --max-seqlen-per-dp-cp-rank 64 --use-distributed-optimizer"
+
+
+@pytest.mark.by_day("mamba")
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_resumed_run_is_that_of_another_layout(kind: str, uninterrupted: Any, saved_by: Any) -> None:
+    """Two lanes with the distributed optimizer, and a run of two tensor-parallel ranks that goes on from them."""
+    words = f"{DYNAMIC} {RUNS[kind]}"
+    first = uninterrupted(words, 2)
+    split = "--tensor-model-parallel-size 2 --sequence-parallel --max-seqlen-per-dp-cp-rank 128"
+    resumed = train(2, words, split, TO_LAST, f"--load {saved_by(words, 2)}")
+    assert losses(resumed) == pytest.approx(first[SAVED:], rel=1e-5)
