@@ -21,7 +21,7 @@ from megatron.dynamic_cp.post_training.columns import Columns
 from megatron.dynamic_cp.post_training.found import Found
 from megatron.dynamic_cp.post_training.heads import TokenOutputs, add_value_head
 from megatron.dynamic_cp.post_training.megatron_passes import MegatronPasses
-from megatron.dynamic_cp.post_training.rows import Rows
+from megatron.dynamic_cp.post_training.rows import MicroBatchRows, Rows
 from megatron.dynamic_cp.post_training.torch_passes import TorchPasses, label_log_probs
 from megatron.dynamic_cp.repairs import cpu_backend
 from tests.distributed import post_training
@@ -69,9 +69,12 @@ def errors_of_results(found: Found, samples: tuple[Sample, ...], expected: dict[
     errors = {}
     responses = post_training.responses_of(samples)
     for name, values in expected["tokens"].items():
+        if [len(one) for one in found.tokens[name]] != [sample.seqlen for sample in samples]:
+            errors |= {name: float("inf"), f"sums of {name}": float("inf")}
+            continue
         own = [found.tokens[name][one.row][one.places] for one in responses]
         errors[name] = relative(np.concatenate(own), torch.cat(values))
-        masked = [float((one.loss_mask[-len(v) :] * v).sum()) for one, v in zip(responses, values, strict=True)]
+        masked = [float((one.loss_mask * of_tokens).sum()) for one, of_tokens in zip(responses, values, strict=True)]
         errors[f"sums of {name}"] = relative(found.sums[name], masked)
     return errors
 
@@ -190,8 +193,8 @@ def run_plain_loop(samples: tuple[Sample, ...], expected: dict[str, Any]) -> tup
 
 
 def test_a_plain_loop_equals_a_single_process() -> None:
-    samples = post_training.plain_batch() + post_training.batch_of_pairs()
-    expected = run_without_shims(1, post_training.judge_plain_loop, samples, ("ppo", "gspo"))[0]
+    samples = (*post_training.plain_batch(), post_training.tree(), *post_training.batch_of_pairs())
+    expected = run_without_shims(1, post_training.judge_plain_loop, samples, ("sft", "ppo", "gspo"))[0]
     ranks = run_without_shims(4, run_plain_loop, samples, expected)
     assert_equal([errors for errors, _ in ranks], expected, "plain loop")
     assert len(set().union(*(sizes for _, sizes in ranks))) > 1
@@ -215,13 +218,13 @@ def keep_gradients_of_sums_on_their_lane(_: Plan) -> None:
 
 
 def count_a_response_on_every_lane(_: Plan) -> None:
-    original = losses.response_sums
+    original = MicroBatchRows.sums
 
-    def whole(values, mask, rows, num_responses):
-        sums = original(values, mask, rows, num_responses)
-        return sums if values.requires_grad else torch.ones_like(sums)
+    def whole(self, values, num_responses):
+        sums = original(self, values, num_responses)
+        return sums if values.requires_grad or values.dtype == torch.float64 else torch.ones_like(sums)
 
-    losses.response_sums = whole
+    MicroBatchRows.sums = whole
 
 
 def shift_weights_by_one_token(_: Plan) -> None:
