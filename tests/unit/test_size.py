@@ -19,7 +19,7 @@ MOST_LINES = {
     "dynamic_cp/lengths": 1200,
     "dynamic_cp/mechanisms": 1400,  # few communicators
     "dynamic_cp/memory": 630,  # adapters; chunks of the loss; activations and states of linear attention
-    "dynamic_cp/models": 1670,  # dense families that differ by a norm or a factor; says what an old file lacks
+    "dynamic_cp/models": 2060,  # config.json of hybrids; dense families that differ by a norm or a factor
     "dynamic_cp/packing": 2750,
     "dynamic_cp/pipeline": 1050,
     "dynamic_cp/placement": 3740,
@@ -28,7 +28,7 @@ MOST_LINES = {
     "dynamic_cp/pricing": 2210,  # linear attention: seconds and bytes of both ways to share it; adapters
     "dynamic_cp/report": 2940,  # peak memory of a run; bars of its parts
     "dynamic_cp/search": 1960,  # which buckets pass on states of linear attention
-    "dynamic_cp/sweep": 1290,  # factors of Granite, layers without RoPE; prices of the job itself are left out
+    "dynamic_cp/sweep": 1320,  # flags of linear attention, factors of Granite, layers without RoPE
     "dynamic_cp/types": 3680,  # adapters; linear attention, and which layers of a hybrid have it; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
