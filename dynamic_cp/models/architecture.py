@@ -31,6 +31,7 @@ class Architecture:
         softmax_scale: factor of scores; 0 = 1 / sqrt(width of a head). residual_multiplier: of what attention and MLP
             put out; embedding_multiplier: of the embedding; logits_scaling: what logits are divided by.
         softmax_type: scores of keys alone, with one of 0 besides, or with a learned one for each head.
+        squared_relu: MLPs have the square of ReLU.
         quick_geglu: gates of MLPs are x sigmoid(1.702 x), as in gpt-oss.
         activation_func_clamp_value: bound of what is gated, 0 = none; glu_linear_offset: added to it.
         router_score_function: what makes a token's scores of experts of logits; those of the chosen ones are brought to
@@ -68,6 +69,7 @@ class Architecture:
     embedding_multiplier: float = 1.0
     logits_scaling: float = 1.0
     softmax_type: SoftmaxType = "vanilla"
+    squared_relu: bool = False
     quick_geglu: bool = False
     activation_func_clamp_value: float = 0.0
     glu_linear_offset: float = 0.0

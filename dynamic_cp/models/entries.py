@@ -7,6 +7,17 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 
+SIZES = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "vocab_size": "vocab_size",
+}
+"""Entry -> field of `ModelShape`."""
+
 
 def number(where: str, values: Mapping[str, Any], key: str, default: float) -> float:
     """Return an entry of a config, `default` where it is missing.

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.models import hybrids
 from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.models.entries import SIZES as SIZES
 from dynamic_cp.models.entries import number, whole_number
 from dynamic_cp.models.rotation import rotation
 from dynamic_cp.models.routing import routing
@@ -51,7 +53,7 @@ PARTLY_ROTATED = ("phi3", *_GLMS)
 """Families of which transformers read partial_rotary_factor."""
 _ENCODERS = {"bert": False, "modernbert": True}
 """Dense, tokens attend to their whole sample -> whether the MLP has a gate."""
-MODEL_TYPES = (*_DECODERS, *_ENCODERS)
+MODEL_TYPES = (*_DECODERS, *hybrids.MODEL_TYPES, *_ENCODERS)
 _SLIDING, _WHOLE = "sliding_attention", "full_attention"
 """Entries of layer_types."""
 
@@ -75,17 +77,6 @@ _NOT_PRICED = {
     "num_nextn_predict_layers": ("prediction of several tokens", 1),
 }
 """Key of what the cost model has no formula for -> what it is, and from which value on it is there."""
-
-SIZES = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "ffn_hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups",
-    "head_dim": "kv_channels",
-    "vocab_size": "vocab_size",
-}
-"""Entry -> field of `ModelShape`."""
 
 LATENT_SIZES = {
     "kv_lora_rank": "kv_lora_rank",
@@ -175,9 +166,11 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
 
     Limits: biases, query/key norms and the layer before a masked LM's head are not counted.
     """
+    if hybrids.is_config(data):
+        return hybrids.model_shape(where, data)
     model_type = data.get("model_type")
     _refuse_what_has_no_price(where, data)
-    if model_type not in MODEL_TYPES:
+    if model_type not in _DECODERS and model_type not in _ENCODERS:
         raise UnsupportedFeatureError(
             f"{where}: model_type is {model_type!r}, known are {', '.join(MODEL_TYPES)}: "
             "write the numbers into a file like the bundled models",
@@ -399,6 +392,8 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
     Raises:
         InvalidInputError: a value of the wrong type.
     """
+    if hybrids.is_config(data):
+        return hybrids.architecture(where, data, _ARCHITECTURE | _NOT_THE_MODEL)
     model_type = data.get("model_type")
     rotates, not_trained = rotation(where, data)
     routes, why_routed_otherwise = routing(where, data) if _has_experts(data) else ({}, [])

@@ -48,6 +48,7 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
     reasons = [
         *(["no RMSNorm"] * (architecture.normalization != "RMSNorm")),
         *(["no gated MLP"] * (not shape.gated_linear_unit)),
+        *(["linear attention"] * (shape.linear_attention is not None)),
         *(
             [f"positions by {architecture.position_embedding_type}"]
             * (architecture.position_embedding_type not in ("rope", "yarn"))

@@ -11,7 +11,7 @@ from typing import Any
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.setting import POOL_POLICIES, Setting
-from dynamic_cp.types import FP32_STATE, SHARDED, DataParallel, Experts, ModelShape, StateDtypes
+from dynamic_cp.types import FP32_STATE, SHARDED, DataParallel, Experts, LinearAttention, ModelShape, StateDtypes
 from dynamic_cp.types.stage_layers import flags_of
 
 _POLICY_FLAGS = {
@@ -28,6 +28,9 @@ def why_not_trained(model: ModelShape, architecture: Architecture | None) -> str
     """Return what of a model pretrain_gpt.py does not have, None where it trains it."""
     if not model.causal_attention:
         return "attention without a mask: this model is for planning"
+    linear = model.linear_attention
+    if linear is not None and not linear.has_delta_rule and not (model.layer_pattern and linear.kernel_size == 4):
+        return "Mamba-2 is in patterns of layers alone, with a convolution of 4 tokens"
     if flags_of(model.pipeline_layers) is None:
         return f"no flags give stages the layers {[list(one) for one in model.pipeline_layers]}"
     return None if architecture is None or not architecture.not_trained else "; ".join(architecture.not_trained)
@@ -165,6 +168,7 @@ def _shape(model: ModelShape, architecture: Architecture, tp_size: int) -> Flags
         ("--qk-pos-emb-head-dim", is_latent and model.qk_pos_emb_head_dim),
         ("--v-head-dim", is_latent and model.v_head_dim),
         ("--kv-channels", not is_latent and model.kv_channels),
+        ("--squared-relu", architecture.squared_relu),
         ("--quick-geglu", architecture.quick_geglu),
         ("--glu-linear-offset", architecture.quick_geglu and architecture.glu_linear_offset),
         ("--activation-func-clamp-value", is_clamped and architecture.activation_func_clamp_value),
@@ -172,6 +176,7 @@ def _shape(model: ModelShape, architecture: Architecture, tp_size: int) -> Flags
         ("--sandwich-norm", model.sandwich_norm),
         ("--attention-output-gate", model.attention_output_gate),
         *(_windows(model) if model.window is not None else ()),
+        *(_linear_attention(model.linear_attention, model) if model.linear_attention is not None else ()),
         *(_experts(model.experts) if model.experts is not None else ()),
         ("--mtp-num-layers", model.mtp_num_layers or None),
         ("--untie-embeddings-and-output-weights", not model.share_embeddings_and_output_weights),
@@ -186,6 +191,25 @@ def _windows(model: ModelShape) -> tuple[tuple[str, Any], ...]:
         ("--window-size", f"{model.window_tokens - 1},0"),
         ("--window-attn-skip-freq", _by_layer(skip) if skip else None),
         ("--window-sink-tokens", model.window_sink_tokens or None),
+    )
+
+
+def _linear_attention(linear: LinearAttention, model: ModelShape) -> tuple[tuple[str, Any], ...]:
+    pattern = model.layer_pattern
+    is_delta, is_mamba = linear.has_delta_rule, not linear.has_delta_rule
+    return (
+        ("--experimental-attention-variant", not pattern and linear.kind),
+        ("--linear-attention-freq", not pattern and _by_layer(model.linear_attention_freq)),
+        ("--hybrid-override-pattern", pattern != "" and shlex.quote(pattern)),
+        ("--linear-conv-kernel-dim", is_delta and linear.kernel_size),
+        ("--linear-key-head-dim", is_delta and linear.key_size),
+        ("--linear-value-head-dim", is_delta and linear.value_size),
+        ("--linear-num-key-heads", is_delta and linear.num_groups),
+        ("--linear-num-value-heads", is_delta and linear.num_heads),
+        ("--mamba-state-dim", is_mamba and linear.key_size),
+        ("--mamba-head-dim", is_mamba and linear.value_size),
+        ("--mamba-num-groups", is_mamba and linear.num_groups),
+        ("--mamba-num-heads", is_mamba and linear.num_heads),
     )
 
 

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamic_cp.types import Sample, SharedQuestion
+from dynamic_cp.types import Sample, SharedQuestion, Tree
 from examples.torch_device_mesh import VOCAB_SIZE, TinyTransformer
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.shared_question import shared_question
+from megatron.dynamic_cp.data.turns import Turn, tree_of_turns
 from megatron.dynamic_cp.post_training.found import Found
 from megatron.dynamic_cp.post_training.losses import Loss
 from megatron.dynamic_cp.post_training.objectives import (
@@ -32,6 +33,15 @@ from megatron.dynamic_cp.post_training.objectives import (
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel
 
+_WORDS = np.random.default_rng(8).integers(1, VOCAB_SIZE, 100)
+ROOT = Turn(
+    tokens=_WORDS[:30],
+    learned=False,
+    children=(
+        Turn(tokens=_WORDS[30:41], children=(Turn(tokens=_WORDS[41:60]), Turn(tokens=_WORDS[60:62]))),
+        Turn(tokens=_WORDS[62:100]),
+    ),
+)
 LENGTHS = (37, 1, 90, 5, 1, 64, 23, 12, 7, 130, 2, 48)
 PROMPTS = ((40, (17, 30)), (12, (1, 9)), (75, (20, 8)), (2, (1, 1)), (9, (44, 61)))
 
@@ -39,6 +49,8 @@ PROMPTS = ((40, (17, 30)), (12, (1, 9)), (75, (20, 8)), (2, (1, 1)), (9, (44, 61
 def read_sample(sample: Sample) -> SampleTokens:
     """Return random tokens; of a plain sample every fifth has no loss, but the last has one."""
     random = np.random.default_rng(500 + sample.sample_id)
+    if isinstance(sample.mask, Tree):
+        return tree_of_turns(ROOT)[0]
     if isinstance(sample.mask, SharedQuestion):
         prompt = random.integers(1, VOCAB_SIZE, sample.mask.prompt + 1)
         return shared_question(prompt, [random.integers(1, VOCAB_SIZE, n) for n in sample.mask.answers])[0]
@@ -60,14 +72,20 @@ def batch_of_pairs() -> tuple[Sample, ...]:
     )
 
 
+def tree() -> Sample:
+    """Return a tree of three branches, two of which share a turn with a loss."""
+    values, mask = tree_of_turns(ROOT)
+    return Sample(sample_id=95, seqlen=len(values.tokens), mask=mask)
+
+
 class Response(NamedTuple):
-    """A response by itself: its tokens as a sequence, and which of the sample's places its last ones are."""
+    """A response by itself: its tokens as a sequence with all before it, and which of the sample's places they are."""
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
     row: int
-    places: slice
+    places: np.ndarray
 
 
 def responses_of(samples: tuple[Sample, ...]) -> list[Response]:
@@ -75,24 +93,26 @@ def responses_of(samples: tuple[Sample, ...]) -> list[Response]:
     found = []
     for row, sample in enumerate(samples):
         values = read_sample(sample)
-        tokens, labels, mask = (torch.from_numpy(x) for x in (values.tokens, values.labels, values.loss_mask))
-        if not isinstance(sample.mask, SharedQuestion):
-            found.append(Response(tokens, labels, mask, row, slice(0, sample.seqlen)))
-            continue
-        prompt = slice(0, sample.mask.prompt)
-        first = sample.mask.prompt
-        for length in sample.mask.answers:
-            place = slice(first, first + length)
-            first = place.stop
-            parts = (torch.cat([column[prompt], column[place]]) for column in (tokens, labels, mask))
-            found.append(Response(*parts, row, place))
+        ends = [sample.seqlen]
+        paths = [[0]]
+        if isinstance(sample.mask, SharedQuestion | Tree):
+            ends, paths = np.cumsum(sample.mask.shape()[0]), sample.mask.paths()
+        parts = np.split(np.arange(sample.seqlen), ends[:-1])
+        for path in paths:
+            places = np.concatenate([parts[part] for part in path])
+            columns = (torch.from_numpy(x[places]) for x in (values.tokens, values.labels, 1 * (values.loss_mask > 0)))
+            found.append(Response(*columns, row, places))
     return found
+
+
+def num_responses(sample: Sample) -> int:
+    return len(sample.mask.paths()) if isinstance(sample.mask, SharedQuestion | Tree) else 1
 
 
 def columns_of(samples: tuple[Sample, ...]) -> dict[str, list[Any]]:
     """Return columns of all kinds: for each token, for each response, for each sample."""
     random = np.random.default_rng(3)
-    numbers = [len(s.mask.answers) if isinstance(s.mask, SharedQuestion) else 1 for s in samples]
+    numbers = list(map(num_responses, samples))
 
     def tokens(mean: float, deviation: float) -> list[Any]:
         return [random.normal(mean, deviation, sample.seqlen).astype(np.float32) for sample in samples]
@@ -125,8 +145,7 @@ def groups_of(samples: tuple[Sample, ...]) -> list[int]:
     """Return the group of each response: those of a prompt, and of plain samples every fourth."""
     groups = []
     for row, sample in enumerate(samples):
-        is_plain = not isinstance(sample.mask, SharedQuestion)
-        groups += [row % 4] if is_plain else [100 + row] * len(sample.mask.answers)
+        groups += [row % 4] if sample.mask is None else [100 + row] * num_responses(sample)
     return groups
 
 
@@ -236,8 +255,7 @@ def judged(
             "log_probs": torch.stack([row[label] for row, label in zip(every, one.labels, strict=True)]),
             "entropies": -(every.exp() * every).sum(-1),
         } | dict(zip(["values"], values, strict=False))
-        length = one.places.stop - one.places.start
-        terms = {"mask": one.loss_mask[-length:]} | {name: values[-length:] for name, values in found.items()}
+        terms = {"mask": one.loss_mask} | found
         for name in found:
             tokens.setdefault(name, []).append(terms[name].detach())
         number = number_in_row[one.row]
@@ -257,11 +275,11 @@ def judged(
     return result
 
 
-def judge(variant_name: str, samples: tuple[Sample, ...], losses: tuple[str, ...]) -> dict[str, Any]:
+def judge(variant_name: str, samples: tuple[Sample, ...], losses: tuple[str, ...], num_layers: int) -> dict[str, Any]:
     """Return what `judged` does of megatron-core's model, and "initial", its weights."""
     variant = reference.VARIANTS[variant_name]
     initialize_model_parallel()
-    config = reference.transformer_config(variant, num_layers=2)
+    config = reference.transformer_config(variant, num_layers=num_layers)
     torch.compiler.set_stance("force_eager")
     spec = reference.stock_layer(config)
     if config.num_moe_experts is not None:

@@ -193,6 +193,31 @@ def test_planned_steps_equal_the_model_alone(family, wrapper):
                 assert error <= TOLERANCE, f"{name}: {error:.1e}"
 
 
+def train_rows(rows):
+    """Return loss and gradients of a step on rows of one rank."""
+    accelerator = accelerator_of_rank()
+    model = new_model("Llama")
+    use_dynamic_cp(model)
+    options = PlanOptions(max_tokens_per_rank=128, cp_comm_types=("a2a",))
+    lanes = lanes_of(accelerator, problem_of(model.config, 1, options, hardware="cpu"), timeout_s=60)
+    (step,) = lanes.agreed([PlannedCollator(lanes.problem, lanes.lane)(rows)])
+    result = train_step(lanes, model, step, causal_lm_loss)
+    return result.loss, {name: one.grad for name, one in model.named_parameters()}
+
+
+def test_a_tree_counts_what_branches_share_as_often_as_they_do():
+    def turn(tokens, *children, learned=True):
+        return {"tokens": tokens, "learned": learned, "children": list(children)}
+
+    tree = {"turns": turn([5, 6, 7], turn([8, 9], turn([10]), turn([11, 12])), turn([13, 14]), learned=False)}
+    branches = ([5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 11, 12], [5, 6, 7, 13, 14])
+    apart = [{"input_ids": one, "labels": [-100] * 3 + one[3:]} for one in branches]
+    ((loss, gradients),), ((expected_loss, expected),) = run(1, train_rows, [tree]), run(1, train_rows, apart)
+    assert abs(loss - expected_loss) <= TOLERANCE * loss
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).abs().max() <= TOLERANCE * expected[name].abs().max(), name
+
+
 ENCODERS = ("Bert", "ModernBert")
 
 

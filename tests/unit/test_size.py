@@ -19,7 +19,7 @@ MOST_LINES = {
     "dynamic_cp/lengths": 1200,
     "dynamic_cp/mechanisms": 1400,  # few communicators
     "dynamic_cp/memory": 630,  # adapters; chunks of the loss; activations and states of linear attention
-    "dynamic_cp/models": 1670,  # dense families that differ by a norm or a factor; says what an old file lacks
+    "dynamic_cp/models": 2060,  # config.json of hybrids; dense families that differ by a norm or a factor
     "dynamic_cp/packing": 2750,
     "dynamic_cp/pipeline": 1050,
     "dynamic_cp/placement": 3740,
@@ -28,7 +28,7 @@ MOST_LINES = {
     "dynamic_cp/pricing": 2210,  # linear attention: seconds and bytes of both ways to share it; adapters
     "dynamic_cp/report": 2940,  # peak memory of a run; bars of its parts
     "dynamic_cp/search": 1960,  # which buckets pass on states of linear attention
-    "dynamic_cp/sweep": 1290,  # factors of Granite, layers without RoPE; prices of the job itself are left out
+    "dynamic_cp/sweep": 1320,  # flags of linear attention, factors of Granite, layers without RoPE
     "dynamic_cp/types": 3680,  # adapters; linear attention, and which layers of a hybrid have it; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
@@ -40,8 +40,8 @@ MOST_LINES = {
     "megatron/dynamic_cp/groups": 760,  # two cuDNNs; ranks of a node connect first; what linear attention connects
     "megatron/dynamic_cp/layout": 460,  # what lanes exchange for linear attention
     "megatron/dynamic_cp/measuring": 220,
-    "megatron/dynamic_cp/model": 1910,  # norms and factors behind parts; adapters
-    "megatron/dynamic_cp/outside": 940,
+    "megatron/dynamic_cp/model": 1910,  # the head over chunks of tokens: losses, log-probs, and what passes ask for
+    "megatron/dynamic_cp/outside": 1180,  # the loops of transformers and TRL
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
     "megatron/dynamic_cp/post_training": 1300,  # columns, results in order, a socket for losses, a value head

@@ -43,38 +43,34 @@ def token_owners(params: DynamicPackedSeqParams) -> TokenOwners:
     def make() -> TokenOwners:
         if params.placed is not None:
             shards = params.placed.shards()  # of its samples, and padding
-            parts = [*map(_parts, params.placed.samples), _Parts((), [])]
+            parts = [*map(parts_of, params.placed.samples), Parts((), [])]
         else:
             cp_size, cp_rank = params.cp_group.size(), params.cp_group.rank()
             positions = packed_shard_positions(params.padded_seqlens, cp_size, cp_rank)
             shards = np.split(positions, np.cumsum(params.padded_seqlens)[:-1] // cp_size)
             if params.masked_samples is not None:
-                parts = list(map(_parts, params.masked_samples))
+                parts = list(map(parts_of, params.masked_samples))
             else:
-                parts = [_Parts((0 if params.is_empty_place else seqlen,), [[0]]) for seqlen in params.seqlens]
+                parts = [Parts((0 if params.is_empty_place else seqlen,), [[0]]) for seqlen in params.seqlens]
         return _owners(shards, parts, params.positions.device)
 
     return params.cache.once("owners", make)
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """The tokens of each part of a sample, and which of the parts each of its sequences has."""
 
     lengths: tuple[int, ...]
     sequences: list[list[int]]
 
 
-def _parts(sample: Sample) -> _Parts:
+def parts_of(sample: Sample) -> Parts:
+    """Return the parts of a sample: those of a prompt with responses or of a tree of turns, or all of it as one."""
     mask = sample.mask
-    return _Parts(mask.shape()[0], mask.paths()) if isinstance(mask, Branches) else _Parts((sample.seqlen,), [[0]])
+    return Parts(mask.shape()[0], mask.paths()) if isinstance(mask, Branches) else Parts((sample.seqlen,), [[0]])
 
 
-def lengths_of_parts(sample: Sample) -> tuple[int, ...]:
-    """Return the tokens of each part: the prompt and each response, or all of a sample that is one sequence."""
-    return _parts(sample).lengths
-
-
-def _owners(shards: Sequence[NDArray[np.int64]], parts: Sequence[_Parts], device: torch.device) -> TokenOwners:
+def _owners(shards: Sequence[NDArray[np.int64]], parts: Sequence[Parts], device: torch.device) -> TokenOwners:
     """Return the owners of tokens.
 
     Args:

@@ -20,11 +20,13 @@ from megatron.dynamic_cp.data.micro_batches import pack_step
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.shared_question import shared_question
 from megatron.dynamic_cp.data.turns import Turn, tree_of_turns
-from megatron.dynamic_cp.outside.documents import IGNORED, Document, check_columns, documents_of
+from megatron.dynamic_cp.outside.documents import HONOURED, IGNORED, Document, check_columns, documents_of
 from megatron.dynamic_cp.outside.lanes import LaneStep, plan_for_lane
 
 _QUESTION = ("prompt_ids", "response_ids")
 _TREE = "turns"
+COLUMNS = (*HONOURED, *_QUESTION, _TREE)
+"""Columns of rows that change what is trained."""
 
 
 class PlannedCollator:
@@ -56,7 +58,7 @@ class PlannedCollator:
             InfeasibleSampleError: a sample that no CP size can hold.
         """
         causal = self.problem.model.causal_attention
-        read = [sample for index, feature in enumerate(features) for sample in _read(index, feature, causal)]
+        read = [sample for index, feature in enumerate(features) for sample in read_row(index, feature, causal)]
         values = [one for one, _ in read]
         samples = [Sample(sample_id=index, seqlen=len(one.tokens), mask=mask) for index, (one, mask) in enumerate(read)]
         plan = plan_for_lane(self.problem, samples, self.lane)
@@ -68,7 +70,13 @@ class PlannedCollator:
         return LaneStep(plan=plan, packed=pack_step(plan, values.__getitem__), digest=digest.hexdigest())
 
 
-def _read(index: int, feature: Mapping[str, Any], causal: bool) -> list[tuple[SampleTokens, Branches | None]]:
+def read_row(index: int, feature: Mapping[str, Any], causal: bool) -> list[tuple[SampleTokens, Branches | None]]:
+    """Return the samples of a row as `PlannedCollator` takes it, each with its mask.
+
+    Args:
+        index: of the row, for messages.
+        causal: whether the model's attention is.
+    """
     if all(name in feature for name in _QUESTION):
         check_columns(index, feature, _QUESTION)
         return [shared_question(feature["prompt_ids"], feature["response_ids"])]

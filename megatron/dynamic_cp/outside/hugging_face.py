@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.models.hugging_face import model_shape
-from dynamic_cp.types import PlanOptions, Problem, Topology
+from dynamic_cp.types import PlanOptions, Problem, Topology, Tree
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.outside.attention import scaled_dot_product_attention
 from megatron.dynamic_cp.outside.documents import IGNORED
@@ -179,17 +179,28 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def causal_lm_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Return the sum of the losses of the lane's tokens by the model's own loss function, for `train_step`."""
+    """Return the sum of the losses of the lane's tokens by the model's own loss function, for `train_step`.
+
+    With trees of turns it is cross-entropy: tokens that branches share count several times.
+    """
+    params: DynamicPackedSeqParams = batch["packed_seq_params"]
+    samples = params.masked_samples if params.placed is None else params.placed.samples
+    if any(isinstance(sample.mask, Tree) for sample in samples or ()):
+        return (_cross_entropy(model, batch, "none") * batch["loss_mask"].flatten()).sum()
     return model(**model_inputs(batch), num_items_in_batch=1).loss
 
 
 def masked_lm_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
     """Return the same for a masked LM: cross-entropy, because some models' own loss functions know the mean only."""
+    return _cross_entropy(model, batch, "sum")
+
+
+def _cross_entropy(model: torch.nn.Module, batch: dict[str, Any], reduction: str) -> Tensor:
     inputs = model_inputs(batch)
     labels = inputs.pop("labels")
     del inputs["shift_labels"]
     logits = model(**inputs).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
 def lanes_of(accelerator: Accelerator, problem: Problem, *, timeout_s: float = 600.0) -> Lanes:

@@ -5,7 +5,8 @@
     result = passes.train(step, samples, columns, ppo_clip())   # the gradients of that loss of the global batch
 
 `passes` are those of Megatron's runtime or of a plain PyTorch loop. A *response* is what a loss over whole samples
-counts: a sample, or each response of a prompt that several share (`data.shared_question`).
+counts: a sample, each response of a prompt that several share (`data.shared_question`), or each branch of a tree of
+turns (`data.turns`).
 
 Read in this order: `rows` (where each token is in the caller's order), `columns`, `losses` (the socket), `objectives`
 (losses that are written in it), `found` (what forward passes give back), `torch_passes`, `heads` (what Megatron's last

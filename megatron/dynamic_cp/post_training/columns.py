@@ -24,11 +24,11 @@ The value at place i belongs to the label at place i, which follows token i. On 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Columns:
-    """Columns of a global batch as flat tensors, with a 0 behind them for padding.
+    """Columns of a global batch as flat tensors.
 
     Attributes:
-        of_tokens: name -> float32 [tokens + 1].
-        of_responses: name -> float32 [responses + 1].
+        of_tokens: name -> float32 [tokens].
+        of_responses: name -> float32 [responses].
     """
 
     of_tokens: Mapping[str, Tensor]
@@ -80,9 +80,10 @@ class Columns:
         )
         return Columns(of_tokens=of_tokens, of_responses=of_responses)
 
-    def on_tokens(self, rows: MicroBatchRows) -> dict[str, Tensor]:
-        """Return the values of local tokens, each [T]; those of a response are the same for all its tokens."""
-        shards = {name: values[rows.places] for name, values in self.of_tokens.items()}
+    def on_entries(self, rows: MicroBatchRows) -> dict[str, Tensor]:
+        """Return the values of local entries, each [entries]; those of a response are the same for all its tokens."""
+        places = rows.places[rows.tokens]
+        shards = {name: values[places] for name, values in self.of_tokens.items()}
         return shards | {name: values[rows.responses] for name, values in self.of_responses.items()}
 
     def on_responses(self, rows: MicroBatchRows) -> dict[str, Tensor]:
@@ -122,4 +123,4 @@ def _are_of_responses(name: str, rows: Rows, arrays: Sequence[NDArray[np.float32
 
 
 def _flat(arrays: Sequence[NDArray[np.float32]]) -> Tensor:
-    return torch.from_numpy(np.concatenate([*arrays, np.zeros(1, np.float32)]))
+    return torch.from_numpy(np.concatenate(arrays))

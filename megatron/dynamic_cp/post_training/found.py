@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynamic_cp.errors import DisagreementError
-from megatron.dynamic_cp.post_training.losses import Values, response_sums
+from megatron.dynamic_cp.post_training.losses import Values
 from megatron.dynamic_cp.post_training.rows import MicroBatchRows, Rows
 
 
@@ -44,7 +44,7 @@ class Gatherer:
         self._rows, self._names, self._device, self._is_speaker = rows, names, device, is_speaker
         # Behind the outputs: how often a token came; how many of a response have a loss.
         self._tokens = torch.zeros(len(names) + 1, rows.num_tokens + 1, device=device)
-        self._sums = torch.zeros(len(names) + 1, rows.num_responses + 1, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(len(names) + 1, rows.num_responses, dtype=torch.float64, device=device)
 
     def add(self, outputs: Values, loss_mask: Tensor, rows: MicroBatchRows) -> None:
         """Take the outputs of a micro-batch, each [T] or [1, T]."""
@@ -54,7 +54,7 @@ class Gatherer:
         values = [outputs[name].detach().reshape(-1).float() for name in self._names]
         every = torch.stack([*values, torch.ones_like(loss_mask.reshape(-1))])
         self._tokens.index_add_(1, rows.places, every)
-        self._sums += response_sums(every.double(), loss_mask.reshape(-1), rows, self._sums.shape[1])
+        self._sums += rows.sums((every[:, rows.tokens] * rows.masked(loss_mask)).double(), self._sums.shape[1])
 
     def found(self) -> Found:
         """Return the results. Collective over the job, two all-reduces: of all tokens, and of all responses.
@@ -64,7 +64,7 @@ class Gatherer:
         """
         dist.all_reduce(self._tokens)
         dist.all_reduce(self._sums)
-        tokens, sums = self._tokens[:, :-1].cpu().numpy(), self._sums[:, :-1].cpu().numpy()
+        tokens, sums = self._tokens[:, :-1].cpu().numpy(), self._sums.cpu().numpy()
         num_wrong = int((tokens[-1] != 1).sum())
         if num_wrong:
             raise DisagreementError(

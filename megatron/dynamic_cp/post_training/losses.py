@@ -3,6 +3,7 @@
     tokens (outputs of the model and columns, each [T])  -> a loss of each token                       TokenLoss
     tokens -> terms [T] -> their sums over each response, on all its lanes -> a loss of each response  ResponseLoss
 
+T counts the tokens of a micro-batch on a lane; a token that several responses share is there once for each of them.
 Every lane adds up what its tokens share in the loss, and the sum over all lanes is divided once, by what the mean of
 the global batch says. So no loss knows of lanes, CP sizes or micro-batches.
 """
@@ -119,9 +120,9 @@ class Objective:
 
     Attributes:
         columns: on the device.
-        counts: tokens with a loss of each response of the job, float32 [responses + 1].
+        counts: tokens with a loss of each response of the job, 1 where there are none, float32 [responses].
         divisor: what the sum over the job is divided by.
-        num_tokens: of the job that a loss mask does not hide, those of no response, too.
+        num_tokens: with a loss, of the job.
     """
 
     loss: Loss
@@ -135,24 +136,23 @@ class Objective:
         """Return the objective.
 
         Args:
-            counts: tokens with a loss of each response, summed over the job, [responses + 1]; the last is of none.
+            counts: tokens with a loss of each response, summed over the job.
 
         Raises:
             DataError: no token has a loss.
         """
-        of_responses = counts[:-1]
-        num_tokens, num_responses = round(float(of_responses.sum())), int((of_responses > 0).sum())
+        num_tokens, num_responses = round(float(counts.sum())), int((counts > 0).sum())
         if num_tokens == 0:
             raise DataError(
-                f"0 tokens of the {len(of_responses)} responses of the global batch have a loss: check their loss masks"
+                f"0 tokens of the {len(counts)} responses of the global batch have a loss: check their loss masks"
             )
         divisors: dict[Any, float] = {"tokens": num_tokens, "samples": num_responses}
         return cls(
             loss=loss,
             columns=columns.to(counts.device),
-            counts=counts.float(),
+            counts=torch.where(counts > 0, counts, 1).float(),
             divisor=divisors.get(loss.mean, loss.mean),
-            num_tokens=round(float(counts.sum())),
+            num_tokens=num_tokens,
         )
 
     @property
@@ -169,27 +169,20 @@ class Objective:
             outputs: of the model, each [T] or [1, T].
             loss_mask: [T] or [1, T], 0 for padding.
         """
-        mask = loss_mask.reshape(-1) * (rows.responses < len(self.counts) - 1)
-        has_loss = mask > 0
-        tokens = {name: output.reshape(-1) for name, output in outputs.items()} | self.columns.on_tokens(rows)
-        tokens = {name: torch.where(has_loss, values, 0) for name, values in tokens.items()}
-        of_token = self.counts.clamp(min=1)[rows.responses]
+        mask = rows.masked(loss_mask)
+        own = {name: output.reshape(-1)[rows.tokens] for name, output in outputs.items()}
+        tokens = {
+            name: torch.where(mask > 0, values, 0) for name, values in (own | self.columns.on_entries(rows)).items()
+        }
+        shares = mask / self.counts[rows.responses]
         if isinstance(self.loss, TokenLoss):
-            weights = mask / of_token if self.loss.mean == "samples" else mask
-            return (self.loss.of_tokens(tokens) * weights).sum()
+            return (self.loss.of_tokens(tokens) * (shares if self.loss.mean == "samples" else mask)).sum()
         terms = self.loss.terms(tokens)
-        sums = response_sums(torch.stack([*terms.values()]), mask, rows, len(self.counts))
+        sums = rows.sums(torch.stack([*terms.values()]) * mask, len(self.counts))
         sums = _SumOverLanes.apply(sums, params.cp_group)[:, rows.present]
-        known = self.columns.on_responses(rows) | {"num_tokens": self.counts.clamp(min=1)[rows.present]}
+        known = self.columns.on_responses(rows) | {"num_tokens": self.counts[rows.present]}
         losses = self.loss.of_responses(dict(zip(terms, sums, strict=True)) | known)
-        own = response_sums(mask[None] / of_token, torch.ones_like(mask), rows, len(self.counts))[0, rows.present]
-        return (losses * own).sum()
-
-
-def response_sums(values: Tensor, mask: Tensor, rows: MicroBatchRows, num_responses: int) -> Tensor:
-    """Return the sums of values [n, T] over each response's local tokens, [n, num_responses]; the last is of none."""
-    sums = values.new_zeros(len(values), num_responses)
-    return sums.index_add(1, rows.responses, values * mask.to(values.dtype))
+        return (losses * rows.sums(shares[None], len(self.counts))[0, rows.present]).sum()
 
 
 class _SumOverLanes(torch.autograd.Function):
@@ -233,14 +226,14 @@ def ready(
 def count_tokens(
     rows: Rows, of_lane: Sequence[MicroBatchRows], masks: Sequence[Tensor], device: torch.device
 ) -> Tensor:
-    """Return the tokens with a loss of each response of the job, float64 [responses + 1]. Collective over the job.
+    """Return the tokens with a loss of each response of the job, float64 [responses]. Collective over the job.
 
     Args:
         of_lane, masks: of each micro-batch, its rows and loss mask; none on ranks that repeat what others have.
     """
-    counts = torch.zeros(1, rows.num_responses + 1, dtype=torch.float64, device=device)
+    counts = torch.zeros(rows.num_responses, dtype=torch.float64, device=device)
     for micro_batch, mask in zip(of_lane, masks, strict=True):
-        of_tokens = mask.reshape(1, -1).to(device).double()
-        counts += response_sums(of_tokens, torch.ones_like(of_tokens), micro_batch.to(device), len(counts[0]))
+        here = micro_batch.to(device)
+        counts += here.sums(here.masked(mask.to(device))[None].double(), len(counts))[0]
     dist.all_reduce(counts)
-    return counts[0]
+    return counts

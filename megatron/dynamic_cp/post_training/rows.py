@@ -9,7 +9,7 @@ The same numbers take a sample's columns to its lanes and bring results back, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -20,7 +20,7 @@ from dynamic_cp.errors import DisagreementError, InvalidInputError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.data.micro_batches import PackedBucket, packed_buckets, shards_of
-from megatron.dynamic_cp.layout.token_owners import lengths_of_parts
+from megatron.dynamic_cp.layout.token_owners import parts_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,7 +52,7 @@ class Rows:
     @cached_property
     def first_responses(self) -> NDArray[np.int64]:
         """The number of each sample's first response, and behind all of them, [samples + 1]."""
-        return _starts([max(1, len(lengths_of_parts(sample)) - 1) for sample in self.samples])
+        return _starts([len(parts_of(sample).sequences) for sample in self.samples])
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +61,7 @@ class Rows:
 
     @property
     def num_responses(self) -> int:
-        """Responses of all samples; the number of what belongs to none."""
+        """Responses of all samples."""
         return int(self.first_responses[-1])
 
     def of_lane(self, plan: LanePlan) -> list[MicroBatchRows]:
@@ -78,8 +78,8 @@ class Rows:
 
     def _of_bucket(self, samples: Sequence[Sample], bucket: PackedBucket, lane: int) -> MicroBatchRows:
         places = np.full(bucket.rank_tokens, self.num_tokens)
-        responses = np.full(bucket.rank_tokens, self.num_responses)
-        present: list[NDArray[np.int64]] = []
+        none = np.zeros(0, np.int64)
+        tokens, responses, present = [none], [none], [none]
         start = 0
         for sample, shard in zip(samples, shards_of(bucket, lane), strict=False):
             row = self.row_of_id.get(sample.sample_id)
@@ -91,18 +91,24 @@ class Rows:
                 )
             here = slice(start, start + len(shard))
             start = here.stop
-            is_token = shard < sample.seqlen
-            places[here] = np.where(is_token, self.starts[row] + shard, self.num_tokens)
-            of_row = np.arange(*self.first_responses[row : row + 2])
-            present.append(of_row)
-            lengths = lengths_of_parts(sample)
-            of_parts = of_row if len(lengths) == 1 else np.append(self.num_responses, of_row)  # a prompt is nobody's
-            of_parts = np.append(of_parts, self.num_responses)  # and so is padding
-            responses[here] = of_parts[np.searchsorted(np.cumsum(lengths), shard, side="right")]
+            places[here] = np.where(shard < sample.seqlen, self.starts[row] + shard, self.num_tokens)
+            present.append(np.arange(*self.first_responses[row : row + 2]))
+            lengths, sequences = parts_of(sample)
+            has_part = np.zeros((len(sequences), len(lengths) + 1), np.bool_)  # padding is nobody's part
+            for number, parts in enumerate(sequences):
+                has_part[number, parts] = True
+            of_token = np.searchsorted(np.cumsum(lengths), shard, side="right")
+            of_response, token = np.nonzero(has_part[:, of_token])
+            tokens.append(here.start + token)
+            responses.append(self.first_responses[row] + of_response)
+        every = np.concatenate(tokens)
+        copies = np.bincount(every, minlength=1)
         return MicroBatchRows(
             places=torch.from_numpy(places),
-            responses=torch.from_numpy(responses),
-            present=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *present])),
+            tokens=torch.from_numpy(every),
+            responses=torch.from_numpy(np.concatenate(responses)),
+            weights=torch.from_numpy((1 / copies[every]).astype(np.float32)),
+            present=torch.from_numpy(np.concatenate(present)),
         )
 
 
@@ -114,19 +120,30 @@ def _starts(lengths: Sequence[int]) -> NDArray[np.int64]:
 class MicroBatchRows:
     """Where the T local tokens of a micro-batch are in the caller's order.
 
+    A token that several responses share is an *entry* of each of them; padding is none.
+
     Attributes:
         places: int64 [T], `Rows.num_tokens` for padding.
-        responses: int64 [T], `Rows.num_responses` for padding, and for a prompt that several responses share.
+        tokens, responses: which local token each entry is, and whose, int64 [entries].
+        weights: 1 over the entries of the same token, float32 [entries].
         present: the responses of all samples that this lane works with, tokens of its own or not, int64 [present].
     """
 
     places: torch.Tensor
+    tokens: torch.Tensor
     responses: torch.Tensor
+    weights: torch.Tensor
     present: torch.Tensor
 
     def to(self, device: torch.device) -> MicroBatchRows:
         """Return them on `device`."""
-        places, responses, present = (
-            tensor.to(device, non_blocking=True) for tensor in (self.places, self.responses, self.present)
-        )
-        return MicroBatchRows(places=places, responses=responses, present=present)
+        moved = {field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)}
+        return MicroBatchRows(**moved)
+
+    def masked(self, loss_mask: torch.Tensor) -> torch.Tensor:
+        """Return the loss mask of each entry, whose sum over the entries of a token is its own, [entries]."""
+        return loss_mask.reshape(-1)[self.tokens] * self.weights
+
+    def sums(self, values: torch.Tensor, num_responses: int) -> torch.Tensor:
+        """Return the sums of values [n, entries] over the local ones of each response, [n, num_responses]."""
+        return values.new_zeros(len(values), num_responses).index_add(1, self.responses, values)

@@ -631,7 +631,11 @@ def test_what_the_configs_of_that_test_say(tmp_path):
     assert of("qwen3") == replace(llama, qk_layernorm=True)
     assert load_architecture("llama-3-8b").rotary_base == load_architecture("llama-3-70b").rotary_base == 500_000
     assert [name for name in TRAINED if load_architecture(name).add_qkv_bias] == ["qwen2.5-32b", "qwen2.5-7b"]
-    assert [name for name in TRAINED if load_architecture(name).qk_layernorm] == ["qwen3-30b-a3b", "qwen3-8b"]
+    assert [name for name in TRAINED if load_architecture(name).qk_layernorm] == [
+        "qwen3-30b-a3b",
+        "qwen3-8b",
+        "qwen3-next-80b-a3b",
+    ]
 
 
 @pytest.mark.parametrize(

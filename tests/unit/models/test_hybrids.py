@@ -1,0 +1,135 @@
+"""config.json of hybrids: which layers have linear attention, as transformers would have them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.models import hugging_face, written
+from dynamic_cp.models.catalog import load_architecture, load_model
+from dynamic_cp.types import LinearAttention
+
+QWEN3_NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "full_attention_interval": 4,
+    "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": [], "decoder_sparse_step": 1,
+    "moe_intermediate_size": 512, "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10,
+    "num_hidden_layers": 48, "num_key_value_heads": 2, "head_dim": 256, "norm_topk_prob": True,
+    "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "rope_theta": 10000000, "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "vocab_size": 151936, "use_cache": True,
+}  # fmt: skip
+NEMOTRON: dict[str, Any] = {
+    "model_type": "nemotron_h", "hidden_size": 2688, "intermediate_size": 1856, "num_attention_heads": 32,
+    "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 131072, "tie_word_embeddings": False,
+    "hybrid_override_pattern": load_model("nemotron-3-nano").layer_pattern, "num_hidden_layers": 52,
+    "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4,
+    "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5, "use_conv_bias": True,
+    "max_position_embeddings": 262144, "initializer_range": 0.014, "chunk_size": 128, "expand": 2,
+    "time_step_limit": [0.0, float("inf")], "time_step_min": 0.001, "rope_theta": 10000,
+}  # fmt: skip
+GRANITE: dict[str, Any] = {
+    "model_type": "granitemoehybrid", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 320, "num_hidden_layers": 2, "shared_intermediate_size": 48,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "mamba_n_heads": 8, "mamba_d_state": 16,
+    "layer_types": ["mamba", "attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "config"), [("qwen3-next-80b-a3b", QWEN3_NEXT), ("nemotron-3-nano", NEMOTRON)])
+def test_published_configs_are_the_models_of_the_catalog(name, config):
+    assert replace(hugging_face.model_shape("there", config), source="") == replace(load_model(name), source="")
+    (not_imported,) = hugging_face.architecture("there", config).not_imported
+    assert "linear attention" in not_imported
+    read = replace(hugging_face.architecture("there", config), not_imported=())
+    assert read == load_architecture(name)
+
+
+def test_catalog_models_are_as_large_as_their_names_say():
+    assert round(load_model("qwen3-next-80b-a3b").num_parameters / 1e9) == 80
+    assert round(load_model("nemotron-3-nano").num_parameters / 1e9, 1) == 31.6
+
+
+@pytest.mark.parametrize(
+    ("layers", "freq"),
+    [
+        (["linear_attention"] * 3 + ["full_attention"], 4),
+        (["full_attention"] + ["linear_attention"] * 3, (0, 1, 1, 1)),
+        (["linear_attention", "full_attention"] * 2, 2),
+    ],
+)
+def test_a_list_of_layers_is_one_number_where_it_can_be(layers, freq):
+    config = {**QWEN3_NEXT, "num_hidden_layers": 4, "layer_types": layers}
+    assert hugging_face.model_shape("there", config).linear_attention_freq == freq
+
+
+def test_the_text_of_a_model_with_a_tower_is_read():
+    text = {key: value for key, value in QWEN3_NEXT.items() if key not in ("model_type", "num_experts")}
+    config = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 27}, "tie_word_embeddings": True}
+    shape = hugging_face.model_shape("there", config)
+    assert shape.experts is None
+    assert shape.share_embeddings_and_output_weights is False  # its text says so
+    assert hugging_face.architecture("there", config).rotary_percent == 0.25
+    moe = {"model_type": "qwen3_5_moe", "text_config": {**text, "num_experts": 256, "intermediate_size": None}}
+    assert hugging_face.model_shape("there", moe).ffn_hidden_size == 512
+
+
+def test_a_layer_of_granite_is_a_mixer_and_experts_one_after_the_other():
+    shape = hugging_face.model_shape("there", GRANITE)
+    assert shape.layer_pattern == "ME*E"
+    assert shape.linear_attention == LinearAttention(
+        kind="mamba2", num_heads=8, num_groups=1, key_size=16, value_size=16
+    )
+    dense = {**GRANITE, "num_local_experts": 0}
+    assert hugging_face.model_shape("there", dense).layer_pattern == "M-*-"
+    bamba = {**dense, "model_type": "bamba", "layer_types": None, "attn_layer_indices": [0]}
+    assert hugging_face.model_shape("there", bamba).layer_pattern == "*-M-"
+
+
+def test_lists_of_nemotron_say_the_same_as_its_pattern():
+    listed = ["mamba", "moe", "attention", "mlp"]
+    config = {**NEMOTRON, "layers_block_type": listed}
+    assert hugging_face.model_shape("there", config).layer_pattern == "ME*-"
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (QWEN3_NEXT | {"layer_types": ["linear_attention"] * 4}, "layer_types has 4 entries, num_hidden_layers is 48"),
+        (QWEN3_NEXT | {"layer_types": ["sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        (QWEN3_NEXT | {"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+        (QWEN3_NEXT | {"hidden_size": None}, "lacks hidden_size"),
+        ({"model_type": "qwen3_5"}, "text_config is None"),
+        (NEMOTRON | {"hybrid_override_pattern": None}, "lacks layers_block_type and hybrid_override_pattern"),
+        (NEMOTRON | {"hybrid_override_pattern": "MX*"}, "has X: its symbols"),
+        (NEMOTRON | {"moe_latent_size": 64}, "experts of latents are not priced"),
+    ],
+)
+def test_configs_that_contradict_themselves_are_refused(config, says):
+    with pytest.raises((InvalidInputError, UnsupportedFeatureError), match=says):
+        hugging_face.model_shape("there", config)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (QWEN3_NEXT | {"attention_bias": True}, "attention_bias True: layers of hybrids have none"),
+        (QWEN3_NEXT | {"logit_cap": 30}, "logit_cap 30: not known here"),
+        (NEMOTRON | {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu': it is relu2"),
+        (NEMOTRON | {"time_step_limit": [0.001, 0.1]}, "steps of Mamba-2 have no limits"),
+        (NEMOTRON | {"num_experts_per_tok": 1}, "scores of several experts have sum 1"),
+        (GRANITE, "were never compared with those of transformers"),
+    ],
+)
+def test_what_is_not_trained_is_said(config, says):
+    assert any(says in why for why in hugging_face.architecture("there", config).not_trained)
+
+
+def test_no_family_is_written_for_a_hybrid_yet():
+    with pytest.raises(UnsupportedFeatureError, match="linear attention"):
+        written.config("it", load_model("qwen3-next-80b-a3b"), load_architecture("qwen3-next-80b-a3b"))
