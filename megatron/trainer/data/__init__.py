@@ -8,7 +8,7 @@ Read in this order:
 - `length_index`: the file of an index; `file_table` knows the files behind it and notices changes
 - `index_cache`: finds an index or makes it
 - `unpacked`: gzip, JSON arrays and parquet as lines
-- `json_text`: the text of a line, or its prompt and responses; `turns`: or a tree of turns
+- `turns`: a tree of turns in a line; `json_text`: the text of a line, its prompt and responses, or such a tree
 - `hugging_face`, `tokenizer`: text to tokens; `line_reader`: a line to documents
 - `chat_template` (messages to a text), `chat_records` (forms of chats to messages), `chat_format` (what of a text is
   learned), `chat` (tokens and a loss mask), `chat_reader` (by which template): a line of chats to documents
