@@ -88,13 +88,12 @@ def losses_of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(job.stdout)
 
 
-@pytest.mark.parametrize("which", RANKS)
-def test_ranks_that_share_one_gpu(which: str, losses_of_one_rank: list[float], tmp_path: Path) -> None:
-    """NCCL refuses ranks that share a device of one host, so each says that it is on another host.
+def trains_on_ranks(num_ranks: int, flags: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Train on ranks that share one GPU.
 
-    Real rings and reductions over the loopback socket; the losses are those of one rank.
+    NCCL refuses ranks that share a device of one host, so each says that it is on another host: real rings and
+    reductions over the loopback socket.
     """
-    num_ranks, flags = RANKS[which]
     script = tmp_path / "rank.sh"
     script.write_text(
         f'export NCCL_HOSTID="host$LOCAL_RANK" LOCAL_RANK=0\nexec {sys.executable} pretrain_gpt.py "$@"\n',
@@ -111,7 +110,14 @@ def test_ranks_that_share_one_gpu(which: str, losses_of_one_rank: list[float], t
     }
     launcher = f"-m torch.distributed.run --standalone --nproc-per-node {num_ranks} --no-python bash"
     words = [sys.executable, *launcher.split(), str(script), *MODEL.split(), *SPLIT.split(), *flags.split()]
-    job = trains([*words, "--data-cache-path", str(tmp_path)], alone, 140)
+    return trains([*words, "--data-cache-path", str(tmp_path)], alone, 140)
+
+
+@pytest.mark.parametrize("which", RANKS)
+def test_ranks_that_share_one_gpu(which: str, losses_of_one_rank: list[float], tmp_path: Path) -> None:
+    """The losses are those of one rank."""
+    num_ranks, flags = RANKS[which]
+    job = trains_on_ranks(num_ranks, flags, tmp_path)
     assert job.returncode == 0, job.stdout
     found = losses(job.stdout)
     assert len(found) == 3, job.stdout

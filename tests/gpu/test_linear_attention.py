@@ -1,0 +1,58 @@
+"""Linear attention on one GPU by flash-linear-attention: its kernels, and hybrids on one rank and on several."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dynamic_cp.types import LinearAttention
+from megatron.dynamic_cp.attention.linear.kernels import fla
+from megatron.dynamic_cp.attention.linear.kernels.check import TOLERANCE, check_linear_kernel
+from tests.gpu.judge import DEVICE
+from tests.gpu.test_training import MODEL, SPLIT, losses, trains, trains_on_ranks
+
+pytestmark = pytest.mark.gpu
+
+QWEN3_NEXT = LinearAttention(kind="gated_delta_net", num_heads=32, num_groups=16, key_size=128, value_size=128)
+NEMOTRON_NANO = LinearAttention(kind="mamba2", num_heads=64, num_groups=8, key_size=128, value_size=64)
+HYBRID = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 8 --linear-key-head-dim 64 --linear-value-head-dim 64"
+)
+
+
+@pytest.fixture(autouse=True)
+def skip_without_kernels() -> None:
+    obstacle = fla.why_not(DEVICE, QWEN3_NEXT.key_size)
+    if obstacle is not None:
+        pytest.skip(f"flash-linear-attention {obstacle}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [QWEN3_NEXT, NEMOTRON_NANO], ids=lambda sizes: sizes.kind)
+def test_kernels_equal_products_of_matrices(sizes: LinearAttention, dtype: torch.dtype) -> None:
+    assert check_linear_kernel(fla.FLA, sizes, dtype, DEVICE) < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def losses_of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    words = [*MODEL.split(), *SPLIT.split(), *HYBRID.split(), "--max-seqlen-per-dp-cp-rank", "4096"]
+    cache = str(tmp_path_factory.mktemp("cache"))
+    job = trains([sys.executable, "pretrain_gpt.py", *words, "--data-cache-path", cache], {}, 200)
+    assert job.returncode == 0, job.stdout
+    assert "linear attention kernel fla" in job.stdout, job.stdout
+    return losses(job.stdout)
+
+
+@pytest.mark.parametrize("way", ["heads", "states"])
+def test_hybrids_on_ranks_that_share_one_gpu(way: str, losses_of_one_rank: list[float], tmp_path: Path) -> None:
+    job = trains_on_ranks(4, f"{HYBRID} --dynamic-cp-state-exchange {way}", tmp_path)
+    assert job.returncode == 0, job.stdout
+    found = losses(job.stdout)
+    assert len(found) == 3, job.stdout
+    assert found == pytest.approx(losses_of_one_rank, rel=5e-3), (found, losses_of_one_rank)
+    assert re.search(r"cp[24]×", job.stdout), f"no sample was split: {job.stdout}"
