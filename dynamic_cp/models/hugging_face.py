@@ -49,7 +49,7 @@ _QWENS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 _ASKED_FOR = (*_QWENS, "smollm3")
 """Have windows only where use_sliding_window says so."""
 _NO_WINDOWS = ("llama", "gemma", "granite", "olmo2", *_GLMS)
-PARTLY_ROTATED = ("phi3", *_GLMS)
+PARTLY_ROTATED = ("phi3", *_GLMS, *hybrids.PARTLY_ROTATED)
 """Families of which transformers read partial_rotary_factor."""
 _ENCODERS = {"bert": False, "modernbert": True}
 """Dense, tokens attend to their whole sample -> whether the MLP has a gate."""

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.models import hugging_face, rotation
+from dynamic_cp.models import hugging_face, hybrids, rotation
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import Experts, ModelShape
 
@@ -25,6 +25,9 @@ _CLASSES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
 }
 """model_type -> class of transformers."""
 _NO_PART = ("source", "not_trained")
@@ -45,10 +48,14 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
     Raises:
         UnsupportedFeatureError: no family has such layers.
     """
+    if shape.linear_attention is not None:
+        values = _common(shape, architecture) | hybrids.written(shape, architecture)
+        values["architectures"] = [_CLASSES[values["model_type"]]]
+        _check_read_back(where, values, shape, architecture)
+        return values
     reasons = [
         *(["no RMSNorm"] * (architecture.normalization != "RMSNorm")),
         *(["no gated MLP"] * (not shape.gated_linear_unit)),
-        *(["linear attention"] * (shape.linear_attention is not None)),
         *(
             [f"positions by {architecture.position_embedding_type}"]
             * (architecture.position_embedding_type not in ("rope", "yarn"))
@@ -62,17 +69,12 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
     model_type = _family(shape, architecture, reasons)
     if reasons:
         raise UnsupportedFeatureError(f"{where} has {', '.join(reasons)}: none of {', '.join(_CLASSES)} does")
-    values: dict[str, Any] = {
+    values = {
         "architectures": [_CLASSES[model_type]],
         "model_type": model_type,
-        **{key: getattr(shape, name) for key, name in hugging_face.SIZES.items()},
         "hidden_act": "silu",
         "rms_norm_eps": architecture.norm_epsilon,
-        **rotation.written(architecture),
-        "max_position_embeddings": architecture.max_position_embeddings,
-        "initializer_range": architecture.init_method_std,
-        "tie_word_embeddings": shape.share_embeddings_and_output_weights,
-        "attention_dropout": 0.0,
+        **_common(shape, architecture),
     }
     if shape.experts is not None:
         values |= _experts(shape.experts, shape.num_layers, architecture, model_type)
@@ -105,6 +107,19 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
         values["qkv_bias"] = architecture.add_qkv_bias
     _check_read_back(where, values, shape, architecture)
     return values
+
+
+def _common(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
+    """Return the entries of all families."""
+    rotates = architecture.position_embedding_type in ("rope", "yarn")
+    return {
+        **{key: getattr(shape, name) for key, name in hugging_face.SIZES.items()},
+        **(rotation.written(architecture) if rotates else {}),
+        "max_position_embeddings": architecture.max_position_embeddings,
+        "initializer_range": architecture.init_method_std,
+        "tie_word_embeddings": shape.share_embeddings_and_output_weights,
+        "attention_dropout": 0.0,
+    }
 
 
 def _family(shape: ModelShape, architecture: Architecture, reasons: list[str]) -> str:

@@ -19,14 +19,10 @@ from megatron.trainer.checkpoints import safe_loading
 from megatron.trainer.flags import derive
 
 _OFF: Mapping[str, tuple[Any, ...]] = {
-    "experimental_attention_variant": (),
-    "hybrid_override_pattern": (),
     "heterogeneous_layers_config_path": (),
-    "attention_output_gate": (),
     "qk_l2_norm": (),
     "rotary_seq_len_interpolation_factor": (1, 1.0),
     "window_sink_tokens": (0,),
-    "squared_relu": (),
 }
 """Argument that changes what is computed, which no family here has -> its values, beside none, that change nothing."""
 
