@@ -16,12 +16,12 @@ from torch.distributed.fsdp import fully_shard
 from dynamic_cp.types import Plan, Sample
 from examples.torch_device_mesh import problem_for
 from megatron.dynamic_cp.outside import Lanes
-from megatron.dynamic_cp.post_training import losses, megatron_passes
+from megatron.dynamic_cp.post_training import losses
 from megatron.dynamic_cp.post_training.columns import Columns
-from megatron.dynamic_cp.post_training.found import Found
+from megatron.dynamic_cp.post_training.found import Found, Gatherer
 from megatron.dynamic_cp.post_training.heads import TokenOutputs, add_value_head
 from megatron.dynamic_cp.post_training.megatron_passes import MegatronPasses
-from megatron.dynamic_cp.post_training.rows import MicroBatchRows, Rows
+from megatron.dynamic_cp.post_training.rows import MicroBatchRows
 from megatron.dynamic_cp.post_training.torch_passes import TorchPasses, label_log_probs
 from megatron.dynamic_cp.repairs import cpu_backend
 from tests.distributed import post_training, reference
@@ -236,7 +236,14 @@ def run_without_shims(world_size: int, function: Any, *args: Any) -> list[Any]:
 
 def results_in_the_order_of_lanes(plan: Plan) -> None:
     held = [sample for lane in range(4) for one in plan.micro_batches for sample in one.bucket_of_lane(lane).samples]
-    megatron_passes.Rows = lambda samples: Rows(samples=tuple(dict.fromkeys(held)))
+    order = [post_training.plain_batch().index(sample) for sample in dict.fromkeys(held)]
+    original = Gatherer.found
+
+    def by_lanes(self):
+        found = original(self)
+        return replace(found, tokens={name: [of[row] for row in order] for name, of in found.tokens.items()})
+
+    Gatherer.found = by_lanes
 
 
 def sum_over_one_shard(_: Plan) -> None:
