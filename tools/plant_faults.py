@@ -46,7 +46,27 @@ EXPERTS = "tests/distributed/test_experts.py"
 REPORTS = "tests/distributed/test_upstream_faults.py"
 NORMS = REPORTS + " -k norm_that_gradients"
 POST_TRAINING = "tests/distributed/test_post_training.py -k equal_a and day"
+HYBRIDS = "tests/distributed/test_hybrids.py"
+LINEAR_LAYERS = "tests/distributed/test_stock_linear_layers.py"
 FAULTS = {
+    "the norm of a gated delta net has the gradient of a TP rank's heads": Fault(
+        "parameter.register_hook(lambda gradient: gradient * self.tp_size)", "pass", f"{HYBRIDS} -k equal_single"
+    ),
+    "sections of a projection are saved as one": Fault(
+        'found = {"in_proj.weight": self.rows, "conv1d.weight": self.channels}',
+        'found = {"conv1d.weight": self.channels}',
+        f"{LINEAR_LAYERS} -k checkpoints",
+    ),
+    "steps of Mamba-2 have no bias": Fault(
+        'softplus(sections["dt"].to(exact) + self.dt_bias.to(exact))',
+        'softplus(sections["dt"].to(exact))',
+        LINEAR_LAYERS,
+    ),
+    "a half of a layer keeps the other one": Fault(
+        "half.pre_mlp_layernorm, half.mlp, half.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp",
+        "pass",
+        f"{HYBRIDS} -k another_half",
+    ),
     "a framework gets the slower groups": Fault(
         "reason = min(candidates, key=lambda name: (largest_of",
         "reason = max(candidates, key=lambda name: (largest_of",
