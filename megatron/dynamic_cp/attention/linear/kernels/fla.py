@@ -18,8 +18,7 @@ from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.recurrence import Steps, state_dtype
 from megatron.dynamic_cp.attention.linear.runs import Runs
 
-RELEASE = "0.6.0"
-"""Of fla-core, by which this was written and tried."""
+RELEASE = "0.6.0"  # of fla-core, with which this was tried
 FUNCTIONS = {
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
     "chunk_simple_gla": "fla.ops.simple_gla",
