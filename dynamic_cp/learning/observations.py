@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dynamic_cp.pipeline.graph import edges_paid
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.table import seconds_of_rows
+from dynamic_cp.pricing.terms import prices_of
 from dynamic_cp.types import is_power_of_two
 
 Floats = npt.NDArray[np.float64]
@@ -26,6 +26,7 @@ class Observation:
     Attributes:
         cp_size, first_lane, cp_comm_type, inner_cp_size: as in `Bucket`; inner_cp_size 0 where it is not known.
         tokens, tokens_squared: sums over the padded lengths of the whole group.
+        num_states: samples whose states of linear attention its lanes passed on; 0: none, or heads were exchanged.
         stage, chunk: pipeline stage, and model chunk on it (0 without interleaving).
         forward_s, backward_s: seconds without waiting for other stages.
     """
@@ -40,6 +41,7 @@ class Observation:
     stage: int = 0
     chunk: int = 0
     inner_cp_size: int = 0
+    num_states: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,9 @@ class PricedObservations:
         self._rows = np.array([row for _, row in priced], np.int64)
         self._tokens = np.array([one.tokens for one in kept], np.float64)
         self._squares = np.array([one.tokens_squared for one in kept], np.float64)
+        self._num_states = np.array([one.num_states for one in kept], np.int64)
+        places = [cost_model.place(one.cp_size, one.first_lane) for one in kept]
+        self._places = np.array(places, np.int64).reshape(-1, 2)
         self._rank_tokens = self._tokens / np.array([one.cp_size for one in kept], np.float64)
         pays = [edges_paid(one.stage, one.chunk, pp_size, vp_size) for one in kept]
         chunks = [cost_model.model.chunks_of_heaviest(one.stage, one.chunk, vp_size) for one in kept]
@@ -109,7 +114,9 @@ class PricedObservations:
         Args:
             cost_model: with the topology and options of the one given at first.
         """
-        seconds = seconds_of_rows(cost_model.table, self._rows, self._tokens, self._squares)
+        shifts = cost_model.shifts_of_states(self._places[:, 0], self._places[:, 1], self._num_states)
+        terms = cost_model.table.level_terms[self._rows] + shifts
+        seconds = prices_of(terms, self._tokens[:, None], self._squares[:, None])
         embedding, head = cost_model.table.edges_s_per_token.reshape(2, 2)
         edges = self._pays[:, :1] * embedding + self._pays[:, 1:] * head
         return np.asarray(seconds / self._chunks + self._rank_tokens[:, None] * edges)

@@ -18,6 +18,8 @@ from dynamic_cp.types import Experts, LinearAttention, ModelShape
 _TEXTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """model_type of a language model with a vision tower around it -> of the language model, in its text_config."""
 _QWENS = ("qwen3_next", *_TEXTS.values())
+PARTLY_ROTATED = _QWENS
+"""Of which transformers read partial_rotary_factor."""
 _MAMBAS = ("nemotron_h", "granitemoehybrid", "bamba")
 MODEL_TYPES = (*_QWENS, *_TEXTS, *_MAMBAS)
 
@@ -50,6 +52,8 @@ _SYMBOLS = {
     "moe": "E",
 }
 """Entry of a list of layers -> symbol of a pattern."""
+_NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""Back, as transformers writes it."""
 _KNOWN = frozenset(
     {
         *SIZES, *_GATED_DELTA, *_OF_NEMOTRON, *_OF_OTHERS, "model_type", "tie_word_embeddings", "num_experts",
@@ -117,13 +121,16 @@ def architecture(where: str, data: Mapping[str, Any], known: frozenset[str]) -> 
         add_bias_linear=False,
         add_qkv_bias=False,
         qk_layernorm=is_qwen,
+        zero_centered_gamma=is_qwen,
         squared_relu=is_nemotron,
         **fields,
         **routes,
         max_position_embeddings=int(number(where, data, "max_position_embeddings", 0)),
         init_method_std=number(where, data, "initializer_range", 0.02),
         not_trained=tuple(why_not),
-        not_imported=(f"weights of model_type {model_type}: names of layers with linear attention are not known",),
+        not_imported=()
+        if is_qwen or is_nemotron
+        else (f"weights of model_type {model_type}: names of layers with linear attention are not known",),
     )
 
 
@@ -383,3 +390,60 @@ def _why_trained_otherwise(data: Mapping[str, Any]) -> list[str]:
         reasons.append(f"model_type {data['model_type']}: its layers were never compared with those of transformers")
         reasons += [f"{key} {data[key]}: no factors" for key in _FACTORS if data.get(key, 1.0) != 1.0]
     return reasons
+
+
+def written(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
+    """Return the entries of a config.json that are read as the layers of a hybrid: of Nemotron-H where they are halves.
+
+    What its family does not have is read otherwise.
+    """
+    linear, experts = shape.linear_attention, shape.experts
+    assert linear is not None
+    if shape.layer_pattern:
+        values = {key: getattr(linear, field) for key, (field, _) in _OF_NEMOTRON.items()}
+        values |= {
+            "model_type": "nemotron_h",
+            "layers_block_type": [_NAMES.get(symbol, symbol) for symbol in shape.layer_pattern],
+            "layer_norm_epsilon": architecture.norm_epsilon,
+            "mlp_hidden_act": "relu2",
+            "time_step_min": _NO_STEP,
+        }
+        return values if experts is None else values | _experts_of_nemotron(experts, architecture)
+    values = {key: getattr(linear, field) for key, (field, _) in _GATED_DELTA.items()}
+    values |= {
+        "model_type": "qwen3_5_text" if experts is None else "qwen3_next",
+        "layer_types": ["linear_attention" if one else "full_attention" for one in shape.linear_layers],
+        "rms_norm_eps": architecture.norm_epsilon,
+        "partial_rotary_factor": architecture.rotary_percent,
+        "hidden_act": "silu",
+    }
+    if experts is not None:
+        have_some = experts.moe_layers(shape.num_layers)
+        values |= {
+            "num_experts": experts.num_experts,
+            "num_experts_per_tok": experts.topk,
+            "moe_intermediate_size": experts.ffn_hidden_size,
+            "shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [layer for layer, has_some in enumerate(have_some) if not has_some],
+            "norm_topk_prob": not architecture.router_pre_softmax,
+        }
+    return values
+
+
+_NO_STEP = 1e-9
+"""transformers bound the steps of Mamba-2 by time_step_min, which is to say how its weights begin; we do not."""
+
+
+def _experts_of_nemotron(experts: Experts, architecture: Architecture) -> dict[str, Any]:
+    return {
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.topk,
+        "moe_intermediate_size": experts.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": architecture.router_scaling_factor,
+        "n_group": architecture.router_num_groups or 1,
+        "topk_group": architecture.router_group_topk or 1,
+    }

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.models import hugging_face, rotation
+from dynamic_cp.models import hugging_face, hybrids, rotation
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import Experts, ModelShape
 
@@ -19,12 +19,17 @@ _CLASSES = {
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
 }
 """model_type -> class of transformers."""
 _NO_PART = ("source", "not_trained")
@@ -45,10 +50,14 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
     Raises:
         UnsupportedFeatureError: no family has such layers.
     """
+    if shape.linear_attention is not None:
+        values = _common(shape, architecture) | hybrids.written(shape, architecture)
+        values["architectures"] = [_CLASSES[values["model_type"]]]
+        _check_read_back(where, values, shape, architecture)
+        return values
     reasons = [
         *(["no RMSNorm"] * (architecture.normalization != "RMSNorm")),
         *(["no gated MLP"] * (not shape.gated_linear_unit)),
-        *(["linear attention"] * (shape.linear_attention is not None)),
         *(
             [f"positions by {architecture.position_embedding_type}"]
             * (architecture.position_embedding_type not in ("rope", "yarn"))
@@ -62,17 +71,12 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
     model_type = _family(shape, architecture, reasons)
     if reasons:
         raise UnsupportedFeatureError(f"{where} has {', '.join(reasons)}: none of {', '.join(_CLASSES)} does")
-    values: dict[str, Any] = {
+    values = {
         "architectures": [_CLASSES[model_type]],
         "model_type": model_type,
-        **{key: getattr(shape, name) for key, name in hugging_face.SIZES.items()},
         "hidden_act": "silu",
         "rms_norm_eps": architecture.norm_epsilon,
-        **rotation.written(architecture),
-        "max_position_embeddings": architecture.max_position_embeddings,
-        "initializer_range": architecture.init_method_std,
-        "tie_word_embeddings": shape.share_embeddings_and_output_weights,
-        "attention_dropout": 0.0,
+        **_common(shape, architecture),
     }
     if shape.experts is not None:
         values |= _experts(shape.experts, shape.num_layers, architecture, model_type)
@@ -85,6 +89,8 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
         if model_type == "granite":
             values |= {name: getattr(architecture, name) for name in hugging_face.FACTORS}
             values["attention_multiplier"] = architecture.softmax_scale or shape.kv_channels**-0.5
+    elif model_type in ("gemma", "gemma3_text"):
+        values |= _gemma(shape, architecture)
     elif model_type in ("glm", "glm4"):
         values |= {"attention_bias": architecture.add_qkv_bias, "partial_rotary_factor": architecture.rotary_percent}
     elif model_type == "gpt_oss":
@@ -107,6 +113,33 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
     return values
 
 
+def _gemma(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
+    values: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+    if not shape.sandwich_norm:
+        return values
+    bases = {"full_attention": architecture.rotary_base, "sliding_attention": architecture.window_rotary_base}
+    scale = architecture.softmax_scale
+    return values | {
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
+        "query_pre_attn_scalar": round(scale**-2) if scale else shape.kv_channels,
+        "sliding_window": shape.window_tokens or None,
+        "layer_types": list(hugging_face.layer_types(shape.windowed_layers)),
+    }
+
+
+def _common(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
+    """Return the entries of all families."""
+    rotates = architecture.position_embedding_type in ("rope", "yarn")
+    return {
+        **{key: getattr(shape, name) for key, name in hugging_face.SIZES.items()},
+        **(rotation.written(architecture) if rotates else {}),
+        "max_position_embeddings": architecture.max_position_embeddings,
+        "initializer_range": architecture.init_method_std,
+        "tie_word_embeddings": shape.share_embeddings_and_output_weights,
+        "attention_dropout": 0.0,
+    }
+
+
 def _family(shape: ModelShape, architecture: Architecture, reasons: list[str]) -> str:
     """Return the model_type of a model, and add to `reasons` what it does not have."""
     only_some = 0 < shape.num_windowed_layers < shape.num_layers
@@ -127,6 +160,8 @@ def _family(shape: ModelShape, architecture: Architecture, reasons: list[str]) -
         if architecture.add_qkv_bias or shape.experts.shared_ffn_hidden_size:
             return "qwen2_moe"
         return "mixtral"
+    if architecture.geglu:
+        return "gemma3_text" if shape.sandwich_norm else "gemma"
     if shape.sandwich_norm or architecture.rotary_interleaved:
         return "glm4" if shape.sandwich_norm else "glm"
     if architecture.softmax_scale or any(getattr(architecture, name) != 1 for name in hugging_face.FACTORS):

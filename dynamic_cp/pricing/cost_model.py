@@ -134,7 +134,7 @@ class CostModel:
                 "leave state_exchange out",
                 first_lane=bucket.first_lane,
             )
-        places = np.array([self._place(one.cp_size, one.first_lane) for one in buckets], np.int64).reshape(-1, 2)
+        places = np.array([self.place(one.cp_size, one.first_lane) for one in buckets], np.int64).reshape(-1, 2)
         return self.shifts_of_states(places[:, 0], places[:, 1], numbers)
 
     def shifts_of_states(self, log2_cp_sizes: Ints, links: Ints, num_samples: Ints) -> Floats:
@@ -260,7 +260,7 @@ class CostModel:
 
     def duration_ns(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
         """Return forward + backward of `cost` on the slowest stage in whole nanoseconds, at the fastest exchange."""
-        k, link = self._place(cp_size, first_lane)
+        k, link = self.place(cp_size, first_lane)
         self._check_served(k, link)
         return int(duration_ns(self.table, k, link, float(tokens), float(tokens_squared)))
 
@@ -291,7 +291,7 @@ class CostModel:
             cp_size, first_lane, cp_comm_type: of the bucket.
             inner_cp_size: of the bucket; None = the first, and largest, that the exchange has.
         """
-        k, link = self._place(cp_size, first_lane)
+        k, link = self.place(cp_size, first_lane)
         first, end = int(self.table.first_option[k, link]), int(self.table.end_option[k, link])
         if cp_size == 1:
             return first
@@ -320,15 +320,16 @@ class CostModel:
             return table_terms, row
         attention = self._check_possible((cp_comm_type,), cp_size, inner_cp_size)
         assert MECHANISMS[attention.cp_comm_type].has_closed_form, "`lane_costs` prices the others"
-        link = self._place(cp_size, first_lane)[1]
+        link = self.place(cp_size, first_lane)[1]
         return np.array([self._stage.terms(attention, cp_size, link, is_level=is_level)]), 0
 
     def _best_row(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
-        k, link = self._place(cp_size, first_lane)
+        k, link = self.place(cp_size, first_lane)
         self._check_served(k, link)
         return int(best_option(self.table, k, link, float(tokens), float(tokens_squared)))
 
-    def _place(self, cp_size: int, first_lane: int) -> tuple[int, int]:
+    def place(self, cp_size: int, first_lane: int) -> tuple[int, int]:
+        """Return (log2 of its size, link) of a group."""
         k = cp_size.bit_length() - 1
         return k, int(self.table.links[k, first_lane >> k])
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from dynamic_cp.convex import Linear
 from dynamic_cp.mechanisms.links import lanes_in_one_node
-from dynamic_cp.types import ACROSS_NODES, IN_NODE, LinearAttention, Problem, Stage
+from dynamic_cp.types import ACROSS_NODES, IN_NODE, Hardware, LinearAttention, Problem, Stage
 from dynamic_cp.types.linear_attention import CHUNK_TOKENS, CHUNKS_PER_LANE
 
 BACKWARD_OVER_FORWARD = 2.5
@@ -51,6 +51,11 @@ Both = tuple[LinearSeconds, LinearSeconds]
 """(forward, backward)."""
 
 
+def core_flops_per_s(hardware: Hardware) -> float:
+    """Return the rate of the products of linear attention, also where hardware does not say."""
+    return hardware.linear_attention_flops_per_s or _SHARE_OF_GEMMS * hardware.linear_flops_per_s
+
+
 class StageLinearAttention:
     """Linear attention of one pipeline stage.
 
@@ -65,7 +70,7 @@ class StageLinearAttention:
         self.sizes = sizes.of_rank(problem.topology.tp_size)
         self._hardware, self._node_lanes = hardware, lanes_in_one_node(problem.topology)
         self._element_bytes = problem.options.element_bytes
-        self._rate = hardware.linear_attention_flops_per_s or _SHARE_OF_GEMMS * hardware.linear_flops_per_s
+        self._rate = core_flops_per_s(hardware)
         self._prices: dict[tuple[bool, int, int], Both] = {}
         self._bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Bools, Floats, Ints
-from dynamic_cp.pricing.terms import price, prices_of
+from dynamic_cp.pricing.terms import price
 
 PER_MEAN, PER_ROUTED = 1, 2
 """Columns of `PriceTable.expert_terms`, behind CONSTANT: per mean token, per routed token."""
@@ -58,11 +58,6 @@ class PriceTable(NamedTuple):
     imbalance: float
     level_terms: Floats
     level_floors: Floats
-
-
-def seconds_of_rows(table: PriceTable, rows: Ints, tokens: Floats, squares: Floats) -> Floats:
-    """Return [bucket, forward or backward] -> seconds of buckets that pay `rows` of the table, in level blocks."""
-    return prices_of(table.level_terms[rows], tokens[:, None], squares[:, None])
 
 
 @compiled

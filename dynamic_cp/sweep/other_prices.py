@@ -16,6 +16,7 @@ from typing import Any
 
 from dynamic_cp.comparison.job import SweepJob
 from dynamic_cp.comparison.speedup import OtherPrice, speedup_of
+from dynamic_cp.pricing.linear_attention import core_flops_per_s
 from dynamic_cp.setting import STATIC_POLICIES, Setting
 from dynamic_cp.sweep.evaluate import Point, evaluate, fastest_first
 from dynamic_cp.sweep.space import Refused
@@ -49,6 +50,14 @@ def _with_hardware(job: SweepJob, factor: float, names: Sequence[str]) -> SweepJ
     return replace(job, hardware=replace(job.hardware, **given))
 
 
+def _with_linear_attention(job: SweepJob, factor: float) -> SweepJob:
+    """Return the job on hardware that computes linear attention `factor` times as fast; of others the same."""
+    if job.model.linear_attention is None:
+        return job
+    rate = factor * core_flops_per_s(job.hardware)
+    return replace(job, hardware=replace(job.hardware, linear_attention_flops_per_s=rate))
+
+
 _ATTENTION = [name for name in Hardware.__slots__ if name.startswith("attention") and name.endswith("flops_per_s")]
 _LINKS = [name for name in Hardware.__slots__ if "bandwidth" in name and name != "memory_bandwidth_bytes_per_s"]
 
@@ -57,6 +66,8 @@ PRICE_SETS = (
     PriceSet("TP collectives overlapped in static jobs alone", lambda job: replace(job, tp_overlap="static")),
     PriceSet("attention 30% slower", lambda job: _with_hardware(job, 1 / _ATTENTION_ERROR, _ATTENTION)),
     PriceSet("attention 30% faster", lambda job: _with_hardware(job, _ATTENTION_ERROR, _ATTENTION)),
+    PriceSet("linear attention half as fast", lambda job: _with_linear_attention(job, 0.5)),
+    PriceSet("linear attention twice as fast", lambda job: _with_linear_attention(job, 2.0)),
     PriceSet("links half as fast", lambda job: _with_hardware(job, 0.5, _LINKS)),
     PriceSet(
         "gradients reduced in the open",

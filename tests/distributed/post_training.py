@@ -275,11 +275,11 @@ def judged(
     return result
 
 
-def judge(variant_name: str, samples: tuple[Sample, ...], losses: tuple[str, ...]) -> dict[str, Any]:
+def judge(variant_name: str, samples: tuple[Sample, ...], losses: tuple[str, ...], num_layers: int) -> dict[str, Any]:
     """Return what `judged` does of megatron-core's model, and "initial", its weights."""
     variant = reference.VARIANTS[variant_name]
     initialize_model_parallel()
-    config = reference.transformer_config(variant, num_layers=2)
+    config = reference.transformer_config(variant, num_layers=num_layers)
     torch.compiler.set_stance("force_eager")
     spec = reference.stock_layer(config)
     if config.num_moe_experts is not None:

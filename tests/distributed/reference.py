@@ -6,6 +6,7 @@ lets it run on a CPU.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -266,6 +267,11 @@ _DELTA = {
 }
 DELTA = ModelVariant("delta", config={**LLAMA.config, **_DELTA})
 DELTA_MOE = ModelVariant("delta_moe", config={**MOE_TOP_1.config, **_DELTA})
+DELTA_HALVES = ModelVariant(
+    "delta_halves",
+    pattern="G-*G",
+    config={**LLAMA.config, **_DELTA, "experimental_attention_variant": None, "is_hybrid_model": True},
+)
 # As Nemotron-H: halves of layers, without positions.
 _MAMBA = {
     "normalization": "RMSNorm",
@@ -279,7 +285,7 @@ _MAMBA = {
 }
 MAMBA = ModelVariant("mamba", position_embedding="none", pattern="M*-M", config=_MAMBA)
 MAMBA_MOE = ModelVariant("mamba_moe", position_embedding="none", pattern="ME*M", config={**_EXPERTS, **_MAMBA})
-HYBRIDS = (DELTA, DELTA_MOE, MAMBA, MAMBA_MOE)
+HYBRIDS = (DELTA, DELTA_MOE, DELTA_HALVES, MAMBA, MAMBA_MOE)
 OF_REPORTS = (GATHERED, MTP_GATHERED, MOE_BIASED)
 # Experts alone, whatever their routers' losses.
 MOE_PLAIN = ModelVariant("moe_plain", config={**MOE.config, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None})
@@ -470,7 +476,9 @@ def reference_step(
     spec = stock_layer(config)
     if config.num_moe_experts is not None:
         expert_routing.install()
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+        plain = copy.copy(config)
+        plain.experimental_attention_variant = None  # since 0.19 it refuses what `with_linear_layers` puts in
+        spec = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization=config.normalization)
         for layer in spec.layer_specs:
             if config.multi_latent_attention:
                 layer.submodules.self_attention.submodules.core_attention = TwoWidths

@@ -276,7 +276,7 @@ def test_only_the_latest_steps_are_kept_and_ranks_must_agree() -> None:
 
 def test_least_ignores_passes_that_did_not_end() -> None:
     def row(micro_batch: int, forward_s: float, backward_s: float) -> list[float]:
-        return [0, micro_batch, 0, 0, 0, 2, 0, 1, 64, 4096, forward_s, backward_s]
+        return [0, micro_batch, 0, 0, 0, 2, 0, 1, 64, 4096, 0, forward_s, backward_s]
 
     nan = float("nan")
     rows = np.array([row(1, 3, 4), row(0, 5, nan), row(1, 2, 6), row(0, nan, nan)])
@@ -348,7 +348,7 @@ def trivial_step(device: str) -> tuple[BucketTimes, Callable[[Callable[..., Any]
 
     class Params:
         local_cp_size, cp_comm_type, inner_cp_size, masked_samples = 1, "p2p", 1, None
-        padded_seqlens = tuple(range(1, 33))
+        padded_seqlens, state_exchange = tuple(range(1, 33)), "heads"
 
     model = torch.nn.Linear(4, 4)
     x = torch.randn(4, 4)

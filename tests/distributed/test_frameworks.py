@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from dynamic_cp import load_model
+from dynamic_cp.frameworks import TESTED
 from megatron.dynamic_cp.scheduler.groups import check_groups
 from megatron.dynamic_cp.scheduler.job import MODEL, PP
-from megatron.dynamic_cp.scheduler.register import TESTED
 from tests.distributed import verl_seam
 from tests.distributed.harness import run_ranks
 from tests.wheels import newest_or_skip, wheel_or_skip
@@ -52,7 +52,7 @@ def test_every_sample_is_trained_once_and_results_come_in_order() -> None:
 
 @pytest.mark.nightly
 def test_the_newest_release_of_verl_does_the_same() -> None:
-    """Where this fails, or names another release, `register.TESTED` and the page are to be looked at."""
+    """Where this fails, or names another release, `frameworks.TESTED` and the page are to be looked at."""
     newest = newest_or_skip(verl_seam.FOLDER, "verl")
     check_step(verl_seam.unpacked_or_skip(newest))
     assert newest in TESTED["verl"]

@@ -49,7 +49,7 @@ BY_NIGHT = {
         "pp2_vpp2": Layout(2, pp=2, vpp=2, variant=kind, distributed_optimizer=True, config=FULL_RECOMPUTE),
         "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2, ep=2, variant=with_experts, distributed_optimizer=True),
     }.items()
-}
+} | {"delta_halves": Layout(2, tp=2, variant="delta_halves")}
 
 
 def cases_of(layouts: Mapping[str, Layout], reference_of: Any, batch: str = "long_tail") -> dict[str, Case]:

@@ -16,19 +16,20 @@ from torch.distributed.fsdp import fully_shard
 from dynamic_cp.types import Plan, Sample
 from examples.torch_device_mesh import problem_for
 from megatron.dynamic_cp.outside import Lanes
-from megatron.dynamic_cp.post_training import losses, megatron_passes
+from megatron.dynamic_cp.post_training import losses
 from megatron.dynamic_cp.post_training.columns import Columns
-from megatron.dynamic_cp.post_training.found import Found
+from megatron.dynamic_cp.post_training.found import Found, Gatherer
 from megatron.dynamic_cp.post_training.heads import TokenOutputs, add_value_head
 from megatron.dynamic_cp.post_training.megatron_passes import MegatronPasses
-from megatron.dynamic_cp.post_training.rows import MicroBatchRows, Rows
+from megatron.dynamic_cp.post_training.rows import MicroBatchRows
 from megatron.dynamic_cp.post_training.torch_passes import TorchPasses, label_log_probs
 from megatron.dynamic_cp.repairs import cpu_backend
-from tests.distributed import post_training
-from tests.distributed.harness import run_ranks
+from tests.distributed import post_training, reference
+from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.parity import (
     TOLERANCE,
     Layout,
+    build_chunks,
     build_runtime,
     gather_owned_gradients,
     in_jobs_of_their_own,
@@ -41,13 +42,25 @@ BATCHES = {
     "plain": (post_training.plain_batch(), ("sft", "ppo", "fixed", "gspo", "dpo_apart", "values")),
     "pairs": (post_training.batch_of_pairs(), ("ppo", "gspo", "dpo", "rewards")),
 }
-LAYOUTS = {
-    "dp4": Layout(4, config={"num_layers": 2}, exchange="mixed"),
-    "dp2_pp2": Layout(2, pp=2, config={"num_layers": 2}, distributed_optimizer=True),
-    "dp2_tp2_sp": Layout(2, tp=2, sp=True, config={"num_layers": 2, "loss_chunk_tokens": 16}),
-    "dp4_pairs": Layout(4, config={"num_layers": 2}, exchange="a2a"),
-    "dp2_placed": Layout(2, config={"num_layers": 2}),
-    "dp2_ep2": Layout(2, ep=2, variant="moe_plain", config={"num_layers": 2}),
+TWO_LAYERS = {"num_layers": 2}
+EVERY_DAY = {
+    "dp4": Layout(4, config=TWO_LAYERS, exchange="mixed"),
+    "dp4_pairs": Layout(4, config=TWO_LAYERS, exchange="a2a"),
+    "dp2_pp2": Layout(2, pp=2, config=TWO_LAYERS, distributed_optimizer=True),
+    "dp2_pp2_critic": Layout(2, pp=2, config=TWO_LAYERS),
+    "dp2_tp2_sp": Layout(2, tp=2, sp=True, config=TWO_LAYERS | {"loss_chunk_tokens": 16}),
+    "dp2_ep2": Layout(2, ep=2, variant="moe_plain", config=TWO_LAYERS),
+}
+EACH_NIGHT = {
+    "dp2_placed": Layout(2, config=TWO_LAYERS),
+    "dp2_pp2_vpp2": Layout(2, pp=2, vpp=2, distributed_optimizer=True, overlap_grad_reduce=True),
+    "dp2_pp2_tied": Layout(2, pp=2, variant="llama_tied", config=TWO_LAYERS),
+    "tp2_learned_positions_critic": Layout(2, tp=2, variant="gpt2", config=TWO_LAYERS, overlap_grad_reduce=True),
+    "dp2_recompute_pairs": Layout(
+        2,
+        exchange="a2a",
+        config=TWO_LAYERS | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
 }
 
 
@@ -140,27 +153,44 @@ def assert_equal(ranks: list[dict[str, float]], expected: dict[str, Any], name: 
 def judged():
     known = {}
 
-    def get(variant: str, kind: str) -> Any:
-        if (variant, kind) not in known:
+    def get(layout: Layout, kind: str) -> Any:
+        key = layout.variant, layout.num_layers, kind
+        if key not in known:
             samples, losses = BATCHES[kind]
-            known[variant, kind] = samples, run_ranks(1, post_training.judge, variant, samples, losses)[0]
-        return known[variant, kind]
+            known[key] = run_ranks(1, post_training.judge, layout.variant, samples, losses, layout.num_layers)[0]
+        return BATCHES[kind][0], known[key]
 
     return get
 
 
-def test_passes_equal_a_single_process(judged) -> None:
+@pytest.mark.parametrize(
+    "layouts", [pytest.param(EVERY_DAY, id="day"), pytest.param(EACH_NIGHT, id="night", marks=pytest.mark.nightly)]
+)
+def test_passes_equal_a_single_process(layouts: dict[str, Layout], judged) -> None:
     cases = {}
-    for name, layout in LAYOUTS.items():
-        samples, expected = judged(layout.variant, "pairs" if name.endswith("pairs") else "plain")
+    for name, layout in layouts.items():
+        samples, expected = judged(layout, "pairs" if name.endswith("pairs") else "plain")
         plan = placed_plan(samples, layout) if name.endswith("placed") else plan_of(samples, layout)
-        cases[name] = (layout, samples, plan, expected)
-    cases["dp2_pp2_critic"] = (*cases["dp2_pp2"][:3], critic_of(cases["dp2_pp2"][3]))
+        cases[name] = (layout, samples, plan, critic_of(expected) if name.endswith("critic") else expected)
     for world_size in (4, 2):
         alike = {name: case for name, case in cases.items() if case[0].topology.world_size == world_size}
         ranks = run_ranks(world_size, run_cases, alike)
         for name, case in alike.items():
             assert_equal([rank[name] for rank in ranks], case[-1], name)
+
+
+def saved_heads(replaces_lm_head: bool) -> set[str]:
+    """Return what a checkpoint holds of the heads."""
+    initialize_model_parallel()
+    _, chunks = build_chunks(Layout(1, config=TWO_LAYERS), reference.LLAMA)
+    add_value_head(chunks, replaces_lm_head=replaces_lm_head)
+    return {name for name in chunks[0].sharded_state_dict() if "decoder" not in name and "embedding" not in name}
+
+
+@pytest.mark.parametrize("replaces_lm_head", [False, True])
+def test_checkpoints_hold_the_heads(replaces_lm_head: bool) -> None:
+    of_lm = set() if replaces_lm_head else {"output_layer.weight"}
+    assert run_ranks(1, saved_heads, replaces_lm_head) == [{"value_head.weight", "value_head.bias"} | of_lm]
 
 
 def run_plain_loop(samples: tuple[Sample, ...], expected: dict[str, Any]) -> tuple[dict[str, float], set[int]]:
@@ -206,7 +236,14 @@ def run_without_shims(world_size: int, function: Any, *args: Any) -> list[Any]:
 
 def results_in_the_order_of_lanes(plan: Plan) -> None:
     held = [sample for lane in range(4) for one in plan.micro_batches for sample in one.bucket_of_lane(lane).samples]
-    megatron_passes.Rows = lambda samples: Rows(samples=tuple(dict.fromkeys(held)))
+    order = [post_training.plain_batch().index(sample) for sample in dict.fromkeys(held)]
+    original = Gatherer.found
+
+    def by_lanes(self):
+        found = original(self)
+        return replace(found, tokens={name: [of[row] for row in order] for name, of in found.tokens.items()})
+
+    Gatherer.found = by_lanes
 
 
 def sum_over_one_shard(_: Plan) -> None:
@@ -258,8 +295,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_noticed(fault: Callable[[Plan], None], judged) -> None:
-    samples, expected = judged("llama", "plain")
+    samples, expected = judged(EVERY_DAY["dp4"], "plain")
     few = {"losses": {name: expected["losses"][name] for name in ("sft", "fixed", "gspo")}}
-    case = (LAYOUTS["dp4"], samples, plan_of(samples, LAYOUTS["dp4"]), expected | few)
+    case = (EVERY_DAY["dp4"], samples, plan_of(samples, EVERY_DAY["dp4"]), expected | few)
     errors = run_ranks(4, run_case, *case, fault)
     assert max(one[FAULTS[fault]] for one in errors) > 100 * TOLERANCE

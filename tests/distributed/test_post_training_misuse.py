@@ -17,10 +17,17 @@ from dynamic_cp.types import Bucket, Sample
 from examples.torch_device_mesh import problem_for
 from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel
 from megatron.dynamic_cp.outside import Lanes
-from megatron.dynamic_cp.post_training.columns import Columns
+from megatron.dynamic_cp.post_training.columns import OUTPUTS, Columns
 from megatron.dynamic_cp.post_training.heads import TokenOutputs
 from megatron.dynamic_cp.post_training.losses import ResponseLoss, TokenLoss, check_loss
-from megatron.dynamic_cp.post_training.objectives import dpo, group_advantages, of_the_other, ppo_clip, sft
+from megatron.dynamic_cp.post_training.objectives import (
+    dpo,
+    group_advantages,
+    of_the_other,
+    ppo_clip,
+    reward_pairs,
+    sft,
+)
 from megatron.dynamic_cp.post_training.rows import Rows
 from megatron.dynamic_cp.post_training.torch_passes import TorchPasses, label_log_probs
 from tests.distributed import post_training
@@ -63,6 +70,9 @@ def refused_by_passes() -> dict[str, str]:
         "not_finite": training({"weights": [np.ones(30), np.full(4, np.nan)]}),
         "other_values_on_one_rank": training({"weights": [np.ones(30), np.full(4, float(lanes.lane))]}),
         "missing": training({"weights": weights}, ppo_clip(kl=0.1)),
+        "taken": training({"log_probs": weights}),
+        "one_number": training({"weights": weights}, TokenLoss(of_tokens=lambda of: of["log_probs"].mean())),
+        "other_samples_on_one_rank": lambda: passes.forward(step, samples[:: 1 - 2 * lanes.lane]),
         "divisor": training({"weights": weights}, sft(mean=0.0)),
         "no_pair": training({"reference": [-1.0, -2.0]}, dpo()),
         "other_plan": training({"weights": [np.ones(31), weights[1]]}, of=[Sample(sample_id=5, seqlen=31), samples[1]]),
@@ -79,7 +89,10 @@ SAYS = {
     "other_samples": ("values of 1 samples", "the pass has 2"),
     "not_finite": ("4 values of 4 that are not finite", "at place 1"),
     "other_values_on_one_rank": ("ranks disagree on the columns",),
-    "missing": ("needs 3 columns, 3 of them", "'reference_log_probs'", "given are 'weights'"),
+    "missing": ("reads 4 outputs and columns, 3 of them", "'reference_log_probs'", "'values', 'weights': have"),
+    "taken": ("column 'log_probs'", "4 names that are taken"),
+    "one_number": ("a loss returned [] values for", "return one for each"),
+    "other_samples_on_one_rank": ("ranks disagree on the samples of a pass",),
     "divisor": ("divides by 0.0",),
     "no_pair": ("sample 5 has 1 response", "of 2 together", "data.shared_question"),
     "other_plan": ("sample 5 of 30 tokens", "2 samples"),
@@ -98,9 +111,9 @@ def test_bad_input_is_one_line_on_all_ranks() -> None:
             assert "\n" not in messages[name]
 
 
-def check(loss: Any, *buckets: Bucket) -> None:
+def check(loss: Any, *buckets: Bucket, outputs: tuple[str, ...] = OUTPUTS) -> None:
     rows = Rows(samples=post_training.batch_of_pairs())
-    check_loss(loss, rows, Columns.of(rows, {}), SimpleNamespace(buckets=buckets))
+    check_loss(loss, rows, Columns.of(rows, {}), SimpleNamespace(buckets=buckets), outputs)
 
 
 def nothing(of: Any) -> Any:
@@ -128,6 +141,10 @@ class Model(ChunkedHeadModel):
         (
             lambda: check(OF_RESPONSES, Bucket(first_lane=1, cp_size=3, cp_comm_type="blocks")),
             ("on 3 lanes from 1 on", "other exchanges than blocks"),
+        ),
+        (
+            lambda: check(reward_pairs(), outputs=("log_probs", "entropies")),
+            ("reads 1 outputs and columns, 1 of them", "'values'", "have an output computed"),
         ),
         (lambda: TokenOutputs(log_probs=False).check([]), ("0 outputs",)),
         (lambda: TokenOutputs().check([GPT]), ("SimpleNamespace", "DynamicCPGPTModel")),

@@ -19,6 +19,7 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import (
     RingShift,
     all_gather_tokens,
     all_to_all_heads,
+    all_to_all_messages,
     reduce_scatter_tokens,
 )
 from megatron.dynamic_cp.groups import first_exchange as warm_up
@@ -353,11 +354,14 @@ def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
         "messages": lambda params: LaneMessages(
             [(1, [x_THD])], [(1, [Expected((2, 1, 4), x_THD.dtype)])], params
         ).wait(),
+        "messages_of_all": lambda params: all_to_all_messages(
+            [[x_THD]] * 2, [[Expected((2, 1, 4), x_THD.dtype)]] * 2, params
+        ),
     }
     # A group that timed out is of no use any more: each exchange gets its own.
     groups = {name: DynamicCPGroups.build(Topology(num_lanes=3), timeout_s=1) for name in exchanges}
     if dist.get_rank() == 1:
-        time.sleep(7)  # hangs, does not die: a dead peer is noticed at once
+        time.sleep(8)  # hangs, does not die: a dead peer is noticed at once
     errors = {}
     if dist.get_rank() == 0:
         for name, exchange in exchanges.items():
@@ -378,7 +382,7 @@ def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
 
 def test_hung_peer_is_named_within_the_timeout() -> None:
     errors, _, _ = run_ranks(3, wait_for_a_hung_peer, timeout_s=60)
-    assert set(errors) == {"ring", "all_gather", "reduce_scatter", "all_to_all", "messages"}
+    assert set(errors) == {"ring", "all_gather", "reduce_scatter", "all_to_all", "messages", "messages_of_all"}
     for name, (message, waited_s) in errors.items():
         assert 0.5 < waited_s < 3.5
         assert "ranks [0, 1]" in message

@@ -34,7 +34,7 @@ def mamba_rows(config: Any) -> dict[str, int]:
 def sections_of(name: str, config: Any) -> list[int] | None:
     """Return the rows of the sections of a parameter, each of which TP cuts by itself; None: it has none."""
     rows, convolved = delta_rows(config), "qkv"
-    if getattr(config, "hybrid_override_pattern", None):
+    if "M" in (getattr(config, "hybrid_override_pattern", None) or ""):
         rows, convolved = mamba_rows(config), "xBC"
     if name.endswith("self_attention.in_proj.weight"):
         return list(rows.values())
@@ -152,8 +152,8 @@ def _half(layers: list[ModuleSpec], symbol: str) -> ModuleSpec:
         nothing = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
         return _changed(layers[-1 if symbol == "E" else 0], **nothing)
     nothing = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
-    mixer = {"self_attention": ModuleSpec(TokenByTokenMamba)} if symbol == "M" else {}
-    return _changed(layers[0], **nothing, **mixer)
+    kind = {"M": TokenByTokenMamba, "G": TokenByTokenDelta}.get(symbol)
+    return _changed(layers[0], **nothing, **({} if kind is None else {"self_attention": ModuleSpec(kind)}))
 
 
 def _changed(layer: ModuleSpec, **submodules: Any) -> ModuleSpec:

@@ -123,6 +123,7 @@ _MASK_RULES = (
     "causal_blockwise:16,2,1",
     "shared_question:2x0.5",
     "shared_question:4x0.2",
+    "tree:2x2x0.3",
 )
 RECOMPUTE = ("none", "selective", "full")
 

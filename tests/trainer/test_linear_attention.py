@@ -100,7 +100,10 @@ RUNS = {
     "delta": f"{DELTA} --linear-attention-freq 2 {SIZES} {WIDTHS}",
     "mamba": f"{PATTERN} M-*M --num-layers 4 --mamba-num-groups 2 --mamba-head-dim 16 --mamba-state-dim 16",
 }
-DYNAMIC = "--dynamic-cp --mock-data --num-workers 0 --max-seqlen-per-dp-cp-rank 64 --use-distributed-optimizer"
+DYNAMIC = (
+    "--dynamic-cp --mock-data --num-workers 0 --max-seqlen-per-dp-cp-rank 64 --use-distributed-optimizer "
+    "--dynamic-cp-verify full"
+)
 
 
 @pytest.mark.by_day("mamba")

@@ -79,6 +79,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "pad_token_id": 0, "tie_word_embeddings": True}),
     "glm": ("glm", {"head_dim": 16, "pad_token_id": 0}),
     "glm4": ("glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
     "granite": (
         "granite",
         {
@@ -90,7 +106,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-SPLIT_UP = {"phi3": "mistral"}
+SPLIT_UP = {"phi3": "mistral", "qwen3_5_moe": "qwen3_next"}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENTS = {
     "num_key_value_heads": 4,
@@ -145,6 +161,37 @@ MODELS |= {
         },
     ),
     "deepseek_v3, further tokens": ("deepseek_v3", {**LATENTS, **EXPERTS, **GROUPS, "first_k_dense_replace": 0}),
+}
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+OF_QWEN = {"num_experts": 4, **EXPERTS, "shared_expert_intermediate_size": 40}
+MODELS |= {
+    "qwen3_next": ("qwen3_next", {**DELTA, **OF_QWEN}),
+    "qwen3_5": ("qwen3_5_text", DELTA),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**DELTA, **OF_QWEN}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "head_dim": 16,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 6,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "time_step_min": 1e-9,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+        },
+    ),
 }
 """Layers with experts and those without them have unlike tensors; of one kind they are stacked."""
 # Sums in another order; measured 3e-7.
@@ -255,7 +302,17 @@ def test_the_models_differ_in_what_they_say():
 
 
 @pytest.mark.by_day(
-    *("llama, all heads, biases, tied", "mistral", "qwen2", "qwen3, windows", "phi3", "mixtral", "qwen2_moe"),
+    *(
+        "llama, all heads, biases, tied",
+        "mistral",
+        "qwen2",
+        "qwen3, windows",
+        "phi3",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_next",
+    ),
+    "nemotron_h",
     *("qwen3_moe, one layer dense", "deepseek_v2", "deepseek_v3, further tokens", "gpt_oss"),
 )
 @pytest.mark.parametrize("name", MODELS)
@@ -319,6 +376,8 @@ def _logits_on_one_rank(words: list[str]) -> list[tuple[list[int], torch.Tensor]
 
 @pytest.mark.by_day(
     *("llama 3.1", "llama, all heads, biases, tied", "qwen3, windows", "phi3", "smollm3", "glm4", "granite"),
+    "gemma3",
+    *("qwen3_next", "qwen3_5", "nemotron_h"),
     "qwen2_moe",
     "qwen3_moe, one layer dense",
     *("deepseek_v2", "deepseek_v3, dense, YaRN", "deepseek_v3", "gpt_oss"),
@@ -351,11 +410,17 @@ LAYOUTS = {
         "qwen2_moe",
         "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
     ),
+    "4 lanes, gated delta nets": ("qwen3_5", "--max-seqlen-per-dp-cp-rank 16"),
+    "TP2 PP2, halves": (
+        "nemotron_h",
+        "--tensor-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 --pipeline-model-parallel-size 2 "
+        "--sequence-parallel --use-distributed-optimizer",
+    ),
     "PP2 EP2": ("mixtral", "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"),
 }
 
 
-@pytest.mark.by_day("TP2 PP2, padded, tied", "4 lanes, EP2")
+@pytest.mark.by_day("TP2 PP2, padded, tied", "4 lanes, EP2", "4 lanes, gated delta nets")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_goes_on_from_the_weights_and_its_checkpoint_goes_back(layout, folder_of, imported, tmp_path):
     """On several ranks: what transformers compute is the loss before the first step, and after two."""
@@ -363,7 +428,8 @@ def test_training_goes_on_from_the_weights_and_its_checkpoint_goes_back(layout, 
     padding_rows = 1 if "tensor" in more else 0
     checkpoint = imported(name)
     words = f"--dynamic-cp {flags_of(checkpoint)} {DATA} {more} --load {checkpoint} --train-iters 3 --lr-decay-iters 9"
-    found = train(4, words, f"--save {tmp_path} --save-interval 2")
+    other = ("--swiglu",) if "--squared-relu" in words else ()
+    found = train(4, words, f"--save {tmp_path} --save-interval 2", without=other)
     assert sorted(found) == [1, 2, 3], "a new run"
     before, _, after = losses(found)
     assert before == pytest.approx(loss_of(loaded(folder_of(name)), words, 0, padding_rows), abs=TOLERANCE)
@@ -791,7 +857,7 @@ OTHER_FLAGS = {
     "a score beside keys": ({"softmax_type": "learnable"}, r"has softmax_type learnable"),
     "a gate of attention": (
         {"attention_output_gate": True},
-        r"was trained with --attention-output-gate True, which cannot be exported",
+        r"has attention_output_gate True, which llama has not",
     ),
     "more tokens": ({"mtp_num_layers": 1}, r"has modules that predict further tokens"),
     "windows with experts": (

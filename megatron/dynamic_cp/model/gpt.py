@@ -35,7 +35,13 @@ class DynamicCPGPTModel(ChunkedHeadModel):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
         """Return its tensors under megatron-core's names: those of its class of hybrids, where layers are halves."""
-        state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        is_last = self.post_process
+        # Where a value head took its place, megatron-core looks for the weight of the LM head all the same.
+        self.post_process = is_last and self.output_layer is not None
+        try:
+            state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        finally:
+            self.post_process = is_last
         if pattern_of(self.config):
             apply_prefix_mapping(state, {f"{prefix}decoder.final_layernorm.": f"{prefix}decoder.final_norm."})
         return state

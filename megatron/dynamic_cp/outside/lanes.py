@@ -92,6 +92,7 @@ class Lanes:
             query_heads=heads,
             device=device,
             lane_ranks=flat.mesh.flatten().tolist(),
+            has_linear_attention=problem.model.linear_attention is not None,
         )
         return cls(mesh=flat, groups=groups, problem=problem, device=device)
 

@@ -17,6 +17,7 @@ refused: `megatron.dynamic_cp.post_training` has their losses.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from itertools import pairwise
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.frameworks import untested
 from dynamic_cp.types import Branches, PlanOptions, Sample
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.data.micro_batches import micro_batches
@@ -35,6 +37,8 @@ from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.outside.collator import COLUMNS, read_row
 from megatron.dynamic_cp.outside.hugging_face import lanes_of, model_inputs, problem_of, use_dynamic_cp
 from megatron.dynamic_cp.outside.lanes import Lanes, LaneStep
+
+logger = logging.getLogger(__name__)
 
 _SERVED = ("Trainer", "SFTTrainer")
 """Classes whose loss is a sum over tokens."""
@@ -83,6 +87,8 @@ class PlannedMicroBatches:
         super().__init__(*args, **others)
         trainer: Any = self
         _check_trainer(trainer)
+        for line in untested("transformers", "trl"):
+            logger.warning("dynamic CP: %s", line)
         use_dynamic_cp(trainer.model)
         problem = problem_of(
             trainer.model.config,

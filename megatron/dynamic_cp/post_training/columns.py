@@ -15,6 +15,10 @@ from torch import Tensor
 from dynamic_cp.errors import DataError
 from megatron.dynamic_cp.post_training.rows import MicroBatchRows, Rows
 
+OUTPUTS = ("log_probs", "entropies", "values")
+"""What models compute of tokens."""
+RESERVED = (*OUTPUTS, "num_tokens")
+
 GivenColumns = Mapping[str, Sequence[Any]]
 """Name -> for each sample, in the caller's order: [S] values, one for each response, or a single one.
 
@@ -39,11 +43,17 @@ class Columns:
         """Return the columns of samples.
 
         Raises:
-            DataError: a column that has not as many samples, or a sample's values that are neither for tokens nor for
-                responses, or not finite.
+            DataError: a column with a name that is taken, that has not as many samples, or a sample's values that are
+                neither for tokens nor for responses, or not finite.
         """
         of_tokens, of_responses = {}, {}
         for name, values in given.items():
+            if name in RESERVED:
+                raise DataError(
+                    f"column {name!r} has one of {len(RESERVED)} names that are taken ({', '.join(RESERVED)}): "
+                    "rename it",
+                    column=name,
+                )
             if len(values) != len(rows.samples):
                 raise DataError(
                     f"column {name!r} has values of {len(values)} samples, the pass has {len(rows.samples)}: give each "

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.plans.lane_plan import LanePlan
-from dynamic_cp.types import Sample, is_placed
+from dynamic_cp.types import is_placed
 from megatron.dynamic_cp.agreement.verify import agree
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.post_training.columns import Columns, GivenColumns
+from megatron.dynamic_cp.post_training.columns import OUTPUTS, Columns, GivenColumns
 from megatron.dynamic_cp.post_training.rows import MicroBatchRows, Rows
 
 Values = Mapping[str, Tensor]
@@ -41,7 +41,7 @@ class TokenLoss:
 
     Attributes:
         of_tokens: values [T] -> losses [T]; a token without a loss has 0 in all values, and its loss is not counted.
-        needs: the columns that it reads.
+        needs: the outputs and columns that it reads.
         mean: how tokens count.
     """
 
@@ -58,7 +58,7 @@ class ResponseLoss:
         terms: values [T] -> what is summed over the tokens of a response that have a loss, each [T].
         of_responses: sums of terms, columns of responses and "num_tokens", each [R] -> losses [R]. R counts all
             responses of some samples, in their order; nobody else's sums are there.
-        needs: the columns that either reads.
+        needs: the outputs and columns that either reads.
         mean: how responses count; "tokens" is for losses of tokens.
         group_size: responses that every sample has, if the loss is of several together; None: any number.
     """
@@ -77,22 +77,24 @@ class ResponseLoss:
 Loss = TokenLoss | ResponseLoss
 
 
-def check_loss(loss: Loss, rows: Rows, columns: Columns, plan: LanePlan) -> None:
+def check_loss(loss: Loss, rows: Rows, columns: Columns, plan: LanePlan, outputs: Sequence[str] = OUTPUTS) -> None:
     """Refuse a loss that cannot be computed.
 
     Raises:
-        DataError: it needs a column that is not there, or another number of responses of each sample.
+        DataError: it needs a column or an output that is not there, or another number of responses of each sample.
         InvalidInputError: it divides by 0 or less.
         UnsupportedFeatureError: sums over responses whose lanes are no CP group of their own.
     """
     if not isinstance(loss.mean, str) and not loss.mean > 0:
         raise InvalidInputError(f"the mean divides by {loss.mean}: give a number greater than 0")
-    missing = [name for name in loss.needs if name not in columns.names]
+    there = [*outputs, *sorted(columns.names)]
+    missing = [name for name in loss.needs if name not in there]
     if missing:
         raise DataError(
-            f"the loss needs {len(loss.needs)} columns, {len(missing)} of them are not there: "
-            f"{', '.join(map(repr, missing))}; given are {', '.join(map(repr, sorted(columns.names))) or 'none'}",
-            columns=missing,
+            f"the loss reads {len(loss.needs)} outputs and columns, {len(missing)} of them are not there: "
+            f"{', '.join(map(repr, missing))}; there are {', '.join(map(repr, there))}: have an output computed, or "
+            "give the column",
+            missing=missing,
         )
     if isinstance(loss, TokenLoss):
         return
@@ -176,13 +178,22 @@ class Objective:
         }
         shares = mask / self.counts[rows.responses]
         if isinstance(self.loss, TokenLoss):
-            return (self.loss.of_tokens(tokens) * (shares if self.loss.mean == "samples" else mask)).sum()
-        terms = self.loss.terms(tokens)
+            losses = _of_shape(mask, self.loss.of_tokens(tokens))
+            return (losses * (shares if self.loss.mean == "samples" else mask)).sum()
+        terms = {name: _of_shape(mask, term) for name, term in self.loss.terms(tokens).items()}
         sums = rows.sums(torch.stack([*terms.values()]) * mask, len(self.counts))
         sums = _SumOverLanes.apply(sums, params.cp_group)[:, rows.present]
         known = self.columns.on_responses(rows) | {"num_tokens": self.counts[rows.present]}
-        losses = self.loss.of_responses(dict(zip(terms, sums, strict=True)) | known)
+        losses = _of_shape(rows.present, self.loss.of_responses(dict(zip(terms, sums, strict=True)) | known))
         return (losses * rows.sums(shares[None], len(self.counts))[0, rows.present]).sum()
+
+
+def _of_shape(expected: Tensor, values: Tensor) -> Tensor:
+    if values.shape != expected.shape:  # torch would stretch a single value over all
+        raise InvalidInputError(
+            f"a loss returned {list(values.shape)} values for {len(expected)}: return one for each token or response",
+        )
+    return values
 
 
 class _SumOverLanes(torch.autograd.Function):
@@ -205,22 +216,29 @@ def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def ready(
-    samples: Sequence[Sample], columns: GivenColumns, loss: Loss, plan: LanePlan, device: torch.device
-) -> tuple[Rows, Columns, list[MicroBatchRows]]:
-    """Return what a pass trains on, once all ranks found it good and equal. Collective over the job.
+def agreed_columns(
+    rows: Rows,
+    columns: GivenColumns,
+    loss: Loss,
+    plan: LanePlan,
+    device: torch.device,
+    outputs: Sequence[str] = OUTPUTS,
+) -> Columns:
+    """Return the columns of a pass, once all ranks found them good, equal and enough for the loss. Collective.
+
+    Args:
+        outputs: that the pass computes.
 
     Raises:
-        DynamicCPError: something in it is not; on all ranks.
+        DynamicCPError: they are not; on all ranks.
     """
 
-    def prepare() -> tuple[Rows, Columns, list[MicroBatchRows]]:
-        rows = Rows(samples=tuple(samples))
+    def prepare() -> Columns:
         checked = Columns.of(rows, columns)
-        check_loss(loss, rows, checked, plan)
-        return rows, checked, rows.of_lane(plan)
+        check_loss(loss, rows, checked, plan, outputs)
+        return checked
 
-    return agree(prepare, lambda prepared: prepared[1].digest(), what="the columns of a pass", device=device)
+    return agree(prepare, lambda checked: checked.digest(), what="the columns of a pass", device=device)
 
 
 def count_tokens(

@@ -16,13 +16,13 @@ from torch import Tensor
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import Sample
-from megatron.dynamic_cp.agreement.verify import agree, collective_device
+from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.post_training.columns import GivenColumns
 from megatron.dynamic_cp.post_training.found import Found, Gatherer, evaluating
 from megatron.dynamic_cp.post_training.heads import TokenOutputs, bare
-from megatron.dynamic_cp.post_training.losses import Loss, Objective, count_tokens, ready
-from megatron.dynamic_cp.post_training.rows import MicroBatchRows, Rows
+from megatron.dynamic_cp.post_training.losses import Loss, Objective, agreed_columns, count_tokens
+from megatron.dynamic_cp.post_training.rows import MicroBatchRows, agreed_rows
 from megatron.dynamic_cp.step.loss import LossOutput, run_forward
 from megatron.dynamic_cp.step.schedule import run_schedule
 
@@ -66,13 +66,7 @@ class MegatronPasses:
             data, plan: of these samples: what `DataIteratorWrapper.wrap` returned, and its `plan`.
         """
         device = collective_device()
-
-        def prepare() -> tuple[Rows, list[MicroBatchRows]]:
-            self._check(data)
-            rows = Rows(samples=tuple(samples))
-            return rows, rows.of_lane(plan)
-
-        rows, of_lane = agree(prepare, None, device=device)
+        rows, of_lane = agreed_rows(samples, plan, device, partial(self._check, data))
         gatherer = Gatherer(rows, self.outputs.names, device, is_speaker=_is_speaker())
 
         def take(batch: _Batch, micro_batch: MicroBatchRows, outputs: Tensor) -> LossOutput:
@@ -96,8 +90,8 @@ class MegatronPasses:
             DynamicCPError: bad columns, no token with a loss, or a model that cannot compute the outputs; on all ranks.
         """
         device = collective_device()
-        agree(lambda: self._check(data), None, device=device)
-        rows, checked, of_lane = ready(samples, columns, loss, plan, device)
+        rows, of_lane = agreed_rows(samples, plan, device, partial(self._check, data))
+        checked = agreed_columns(rows, columns, loss, plan, device, self.outputs.names)
         held = [list(iterator) for iterator in data.data_iterators]
         masks = [batch["loss_mask"] for batch in held[-1]] if _is_speaker() else []
         counts = count_tokens(rows, of_lane if masks else [], masks, device)

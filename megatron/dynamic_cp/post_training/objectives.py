@@ -17,7 +17,7 @@ from megatron.dynamic_cp.post_training.losses import Mean, ResponseLoss, TokenLo
 
 def sft(*, mean: Mean = "tokens") -> TokenLoss:
     """Return the cross entropy of each token times its "weights"."""
-    return TokenLoss(of_tokens=lambda of: -of["log_probs"] * of["weights"], needs=("weights",), mean=mean)
+    return TokenLoss(of_tokens=lambda of: -of["log_probs"] * of["weights"], needs=("log_probs", "weights"), mean=mean)
 
 
 def ppo_clip(
@@ -43,7 +43,8 @@ def ppo_clip(
             losses = losses + kl * (torch.exp(back) - back - 1)
         return losses - entropy * of["entropies"] if entropy else losses
 
-    needs = ("advantages", "old_log_probs") + ("reference_log_probs",) * bool(kl)
+    needs = ("log_probs", "advantages", "old_log_probs")
+    needs += ("reference_log_probs",) * bool(kl) + ("entropies",) * bool(entropy)
     return TokenLoss(of_tokens=of_tokens, needs=needs, mean=mean)
 
 
@@ -62,7 +63,7 @@ def gspo(*, low: float = 3e-4, high: float = 4e-4) -> ResponseLoss:
     return ResponseLoss(
         terms=lambda of: {"log_ratio": of["log_probs"] - of["old_log_probs"]},
         of_responses=of_responses,
-        needs=("advantages", "old_log_probs"),
+        needs=("log_probs", "advantages", "old_log_probs"),
     )
 
 
@@ -78,7 +79,9 @@ def dpo(*, beta: float = 0.1) -> ResponseLoss:
         gains = (of["sum"] - of["reference"]).unflatten(0, (-1, 2))
         return -logsigmoid(beta * (gains[:, 0] - gains[:, 1])).repeat_interleave(2)
 
-    return ResponseLoss(terms=_sum_of("log_probs"), of_responses=of_responses, needs=("reference",), group_size=2)
+    return ResponseLoss(
+        terms=_sum_of("log_probs"), of_responses=of_responses, needs=("log_probs", "reference"), group_size=2
+    )
 
 
 def dpo_apart(*, beta: float = 0.1) -> ResponseLoss:
@@ -95,7 +98,7 @@ def dpo_apart(*, beta: float = 0.1) -> ResponseLoss:
         return 2 * losses - losses.detach()
 
     return ResponseLoss(
-        terms=_sum_of("log_probs"), of_responses=of_responses, needs=("reference", "sides", "other_gains")
+        terms=_sum_of("log_probs"), of_responses=of_responses, needs=("log_probs", "reference", "sides", "other_gains")
     )
 
 
@@ -113,7 +116,7 @@ def value_regression(*, clip: float | None = None, mean: Mean = "tokens") -> Tok
             losses = torch.maximum(losses, (near - of["returns"]).square())
         return losses / 2
 
-    return TokenLoss(of_tokens=of_tokens, needs=("returns",) + ("old_values",) * (clip is not None), mean=mean)
+    return TokenLoss(of_tokens=of_tokens, needs=("values", "returns") + ("old_values",) * (clip is not None), mean=mean)
 
 
 def reward_pairs() -> ResponseLoss:
@@ -126,7 +129,7 @@ def reward_pairs() -> ResponseLoss:
         rewards = of["sum"].unflatten(0, (-1, 2))
         return -logsigmoid(rewards[:, 0] - rewards[:, 1]).repeat_interleave(2)
 
-    return ResponseLoss(terms=_sum_of("values"), of_responses=of_responses, group_size=2)
+    return ResponseLoss(terms=_sum_of("values"), of_responses=of_responses, needs=("values",), group_size=2)
 
 
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:

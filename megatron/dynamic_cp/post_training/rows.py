@@ -8,7 +8,8 @@ The same numbers take a sample's columns to its lanes and bring results back, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from dynamic_cp.errors import DisagreementError, InvalidInputError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import Sample
+from megatron.dynamic_cp.agreement.verify import agree
 from megatron.dynamic_cp.data.micro_batches import PackedBucket, packed_buckets, shards_of
 from megatron.dynamic_cp.layout.token_owners import parts_of
 
@@ -63,6 +65,10 @@ class Rows:
     def num_responses(self) -> int:
         """Responses of all samples."""
         return int(self.first_responses[-1])
+
+    def digest(self) -> str:
+        """Return a digest of the samples in their order (hex)."""
+        return hashlib.sha256(repr(self.samples).encode()).hexdigest()
 
     def of_lane(self, plan: LanePlan) -> list[MicroBatchRows]:
         """Return where the tokens of each micro-batch of a lane are.
@@ -110,6 +116,26 @@ class Rows:
             weights=torch.from_numpy((1 / copies[every]).astype(np.float32)),
             present=torch.from_numpy(np.concatenate(present)),
         )
+
+
+def agreed_rows(
+    samples: Sequence[Sample], plan: LanePlan, device: torch.device, check: Callable[[], None] = lambda: None
+) -> tuple[Rows, list[MicroBatchRows]]:
+    """Return the rows of samples, and those of this lane's micro-batches, equal on all ranks. Collective over the job.
+
+    Args:
+        check: what else a rank looks at first.
+
+    Raises:
+        DynamicCPError: ranks have other samples, or one of them found something bad; on all ranks.
+    """
+
+    def prepare() -> tuple[Rows, list[MicroBatchRows]]:
+        check()
+        rows = Rows(samples=tuple(samples))
+        return rows, rows.of_lane(plan)
+
+    return agree(prepare, lambda prepared: prepared[0].digest(), what="the samples of a pass", device=device)
 
 
 def _starts(lengths: Sequence[int]) -> NDArray[np.int64]:

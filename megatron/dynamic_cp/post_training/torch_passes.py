@@ -11,15 +11,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dynamic_cp.types import Sample
-from megatron.dynamic_cp.agreement.verify import agree
 from megatron.dynamic_cp.data.micro_batches import micro_batches
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.outside.lanes import Lanes, LaneStep
 from megatron.dynamic_cp.outside.step import StepResult, train_step
 from megatron.dynamic_cp.post_training.columns import GivenColumns
 from megatron.dynamic_cp.post_training.found import Found, Gatherer, evaluating
-from megatron.dynamic_cp.post_training.losses import Loss, Objective, Values, count_tokens, ready
-from megatron.dynamic_cp.post_training.rows import Rows
+from megatron.dynamic_cp.post_training.losses import Loss, Objective, Values, agreed_columns, count_tokens
+from megatron.dynamic_cp.post_training.rows import agreed_rows
 
 Outputs = Callable[[torch.nn.Module, dict[str, Any]], Values]
 """(wrapped model, micro-batch) -> what it computes of each local token, each [T] or [1, T]: "log_probs", ..."""
@@ -58,8 +57,7 @@ class TorchPasses:
             step: of these samples.
             label: where in the run this is, for error messages.
         """
-        rows = Rows(samples=tuple(samples))
-        of_lane = agree(lambda: rows.of_lane(step.plan), None, device=self.lanes.device)
+        rows, of_lane = agreed_rows(samples, step.plan, self.lanes.device)
         gatherer = None
         with evaluating([self.model]):
             for batch, micro_batch in zip(self._batches(step, label), of_lane, strict=True):
@@ -90,7 +88,8 @@ class TorchPasses:
         Raises:
             DynamicCPError: bad columns, or no token with a loss; on all ranks.
         """
-        rows, checked, of_lane = ready(samples, columns, loss, step.plan, self.lanes.device)
+        rows, of_lane = agreed_rows(samples, step.plan, self.lanes.device)
+        checked = agreed_columns(rows, columns, loss, step.plan, self.lanes.device)
         sizes = [len(micro_batch.places) for micro_batch in of_lane]
         counts = count_tokens(rows, of_lane, step.packed.loss_mask.split(sizes), self.lanes.device)
         objective = Objective.of(loss, checked, counts)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import logging
-import sys
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.frameworks import untested
 from megatron.dynamic_cp.scheduler.job import Job
 from megatron.dynamic_cp.scheduler.planned import scheduler_class
 
@@ -18,8 +17,6 @@ THEIRS = "default_dynamic_cp"
 """The one name that Megatron-Core accepts with dynamic context parallelism; it means our class once that was chosen."""
 SCHEDULERS = ("scheduler_map", "DefaultDynamicCPScheduler")
 """What data_schedule defines where a scheduler can be added that gives each micro-batch CP sizes."""
-TESTED = {"verl": ("0.9.1",)}
-"""Framework -> releases whose code ran with the class, on CPU."""
 
 _MODULE = "megatron.core.datasets.data_schedule"
 
@@ -47,21 +44,6 @@ def register(job: Job, *, as_theirs: bool = True) -> type:
     if as_theirs:
         module.scheduler_map[THEIRS] = chosen
         module.DefaultDynamicCPScheduler = chosen
-    for framework in untested():
-        logger.warning("dynamic CP: %s", framework)
+    for line in untested("verl"):
+        logger.warning("dynamic CP: %s", line)
     return chosen
-
-
-def untested() -> list[str]:
-    """Return a line for each imported framework whose release the class was not tested with."""
-    lines = []
-    for package, releases in TESTED.items():
-        if package not in sys.modules:
-            continue
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            version = "of no release"
-        if version not in releases:
-            lines.append(f"{package} {version} was not tested with the planner, {', '.join(releases)} was")
-    return lines

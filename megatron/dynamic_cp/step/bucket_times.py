@@ -52,12 +52,13 @@ _COLUMNS = (
     "inner_cp_size",
     "tokens",
     "tokens_squared",
+    "num_states",
     "forward_s",
     "backward_s",
 )
 _EXCHANGES = tuple(TRAITS)
 """A mechanism is a number in a row of figures."""
-_NUM_KEYS = 10
+_NUM_KEYS = 11
 """All columns but the seconds: the same on all ranks that share a bucket on a chunk."""
 
 
@@ -72,6 +73,7 @@ class _Timed:
     inner_cp_size: int
     tokens: int
     tokens_squared: int
+    num_states: int
     forward: list[Mark]
     backward: list[Mark]
 
@@ -218,6 +220,7 @@ class BucketTimes:
             inner_cp_size=params.inner_cp_size,
             tokens=sum(params.padded_seqlens),
             tokens_squared=_tokens_squared(params, self._shape),
+            num_states=len(params.seqlens) if params.state_exchange == "states" else 0,
             forward=[self._mark()],
             backward=[],
         )
@@ -243,6 +246,7 @@ class BucketTimes:
             timed.inner_cp_size,
             timed.tokens,
             timed.tokens_squared,
+            timed.num_states,
             self._seconds(timed.forward),
             self._seconds(timed.backward),
         ]
@@ -289,7 +293,7 @@ def _observations(rows: NDArray[np.float64]) -> list[Observation]:
                 backward_s=column["backward_s"],
                 **{
                     name: int(column[name])
-                    for name in ("cp_size", "first_lane", "tokens", "tokens_squared", "stage", "chunk")
+                    for name in ("cp_size", "first_lane", "tokens", "tokens_squared", "num_states", "stage", "chunk")
                 },
             )
         )

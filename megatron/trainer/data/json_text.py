@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from dynamic_cp.json_text import unique_entries
-from megatron.trainer.data.turns import TURNS, Turn, TurnError, turns_of
+from megatron.trainer.data.turns import TURNS, Parts, Turn, TurnError, parts_of, turns_of
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PROMPT, RESPONSES, COMPLETION, CHOSEN, REJECTED = "prompt", "responses", "completion", "chosen", "rejected"
@@ -111,6 +111,14 @@ def content_of_line(line: bytes, json_key: str) -> str | Question | list[Turn]:
             "repair the line or name another field with --json-key"
         )
     return text
+
+
+def parts_of_line(turns: Sequence[Turn], lengths: Sequence[int]) -> Parts:
+    """Return `turns.parts_of` of a line; LineError where that is no tree to train."""
+    try:
+        return parts_of(turns, lengths)
+    except TurnError as error:
+        raise LineError(str(error)) from None
 
 
 def question_of(value: dict[str, Any], other: str) -> Question:

@@ -8,8 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.trainer.data.json_text import Question, check_prompt, content_of_line, encode
-from megatron.trainer.data.scan import measures_of, parts_of_line
+from megatron.trainer.data.json_text import Question, check_prompt, content_of_line, encode, parts_of_line
 from megatron.trainer.data.tokenizer import TextTokenizer
 from megatron.trainer.data.turns import Parts, Turn
 
@@ -35,7 +34,7 @@ class Document(NamedTuple):
             return (len(self.tokens),)
         learned = self.is_target[1:]
         depths = self.depths or (1,) * len(self.answers)
-        return measures_of(Parts(len(self.tokens), 1 + int(learned.argmax()), int(learned.sum()), self.answers, depths))
+        return Parts(len(self.tokens), 1 + int(learned.argmax()), int(learned.sum()), self.answers, depths).measures()
 
 
 class LineReader(Protocol):

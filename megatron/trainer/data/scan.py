@@ -13,8 +13,8 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron.trainer.data.json_text import LineError, Question, check_prompt, content_of_line, num_bytes
-from megatron.trainer.data.turns import Parts, Turn, TurnError, parts_of
+from megatron.trainer.data.json_text import LineError, Question, check_prompt, content_of_line, num_bytes, parts_of_line
+from megatron.trainer.data.turns import Parts
 
 SNIFFED_BYTES = 8192
 BUFFER_BYTES = 1 << 17
@@ -66,28 +66,14 @@ def scan_json_lines(path: str, start: int, stop: int, size_bytes: int, json_key:
         if isinstance(content, str):
             return [(num_bytes(content) + 1,)]
         if not isinstance(content, Question):
-            return [measures_of(parts_of_line(content, [num_bytes(turn.text) + turn.ends for turn in content]))]
+            return [parts_of_line(content, [num_bytes(turn.text) + turn.ends for turn in content]).measures()]
         num_prompt_tokens, answers = num_bytes(content.prompt), [num_bytes(text) + 1 for text in content.responses]
         check_prompt(num_prompt_tokens)
         depths = (1,) * len(answers)
         length = num_prompt_tokens + sum(answers)
-        return [measures_of(Parts(length, num_prompt_tokens, sum(answers), tuple(answers), depths))]
+        return [Parts(length, num_prompt_tokens, sum(answers), tuple(answers), depths).measures()]
 
     return scan_lines(path, start, stop, size_bytes, measure)
-
-
-def parts_of_line(turns: Sequence[Turn], lengths: Sequence[int]) -> Parts:
-    """Return `turns.parts_of`, whose errors are those of a line here."""
-    try:
-        return parts_of(turns, lengths)
-    except TurnError as error:
-        raise LineError(str(error)) from None
-
-
-def measures_of(parts: Parts) -> tuple[int, ...]:
-    """Return what `scan_lines` needs of a prompt with responses, or of a tree."""
-    of_parts = (number for part in zip(parts.lengths, parts.depths, strict=True) for number in part)
-    return parts.length, parts.first_target, parts.num_targets, *of_parts
 
 
 def scan_lines(

@@ -50,6 +50,11 @@ class Parts(NamedTuple):
     lengths: tuple[int, ...]
     depths: tuple[int, ...]
 
+    def measures(self) -> tuple[int, ...]:
+        """Return what `scan.scan_lines` needs."""
+        of_parts = (number for part in zip(self.lengths, self.depths, strict=True) for number in part)
+        return self.length, self.first_target, self.num_targets, *of_parts
+
 
 def turns_of(value: Any) -> list[Turn]:
     """Return the turns of a tree, depth first.

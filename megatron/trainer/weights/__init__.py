@@ -2,7 +2,9 @@
 
 Read in this order:
 
-- `names`: one table of names per family, and which tensor is made of which
+- `rows`: a line of a table of names, and which tensor is made of which
+- `hybrid_names`: lines of layers with linear attention, and of halves of layers
+- `names`: one table of names per family
 - `fused`: from several tensors to one, and back
 - `safetensors_folder`: a folder of transformers, tensor by tensor
 - `checkpoint_tensors`: the tensors of a checkpoint, one at a time

@@ -20,7 +20,7 @@ from dynamic_cp.types import Adapters
 from megatron.dynamic_cp.model.adapters import INNER, OUTER
 from megatron.trainer.weights.checkpoint_tensors import CheckpointTensors, Saved
 from megatron.trainer.weights.fused import split
-from megatron.trainer.weights.names import Fused
+from megatron.trainer.weights.rows import Fused
 from megatron.trainer.weights.safetensors_folder import Place, write_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dynamic_cp.errors import CheckpointError
 from megatron.trainer.checkpoints import safe_loading
-from megatron.trainer.weights.names import Fused
+from megatron.trainer.weights.rows import Fused
 
 _FORMAT = {
     "sharded_backend": "torch_dist",

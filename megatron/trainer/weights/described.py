@@ -19,14 +19,10 @@ from megatron.trainer.checkpoints import safe_loading
 from megatron.trainer.flags import derive
 
 _OFF: Mapping[str, tuple[Any, ...]] = {
-    "experimental_attention_variant": (),
-    "hybrid_override_pattern": (),
     "heterogeneous_layers_config_path": (),
-    "attention_output_gate": (),
     "qk_l2_norm": (),
     "rotary_seq_len_interpolation_factor": (1, 1.0),
     "window_sink_tokens": (0,),
-    "squared_relu": (),
 }
 """Argument that changes what is computed, which no family here has -> its values, beside none, that change nothing."""
 
@@ -111,6 +107,7 @@ def _positions(args: argparse.Namespace) -> dict[str, Any]:
         "position_embedding_type": kind,
         "rotary_percent": float(getattr(args, "rotary_percent", 1.0)),
         "rotary_interleaved": bool(getattr(args, "rotary_interleaved", False)),
+        "window_rotary_base": getattr(args, "window_rotary_base", None) or 0,
         "no_rope_freq": tuple(unrotated) if any(unrotated) else (),
     }
     if getattr(args, "use_rope_scaling", False):

@@ -27,8 +27,9 @@ from megatron.trainer.weights import adapters, names, output
 from megatron.trainer.weights.adapters import MergedTensors
 from megatron.trainer.weights.checkpoint_tensors import CheckpointTensors
 from megatron.trainer.weights.described import Described, described
-from megatron.trainer.weights.fused import split
-from megatron.trainer.weights.names import Fused, num_parameters
+from megatron.trainer.weights.fused import put_together, split
+from megatron.trainer.weights.names import num_parameters
+from megatron.trainer.weights.rows import Fused, Part
 from megatron.trainer.weights.safetensors_folder import CONFIG, DTYPES, Place, read_json, shards_of, write_shards
 
 _COPIED = (
@@ -79,9 +80,11 @@ class _Parts:
     def __init__(self, saved: CheckpointTensors | MergedTensors, tensors: Sequence[Fused]) -> None:
         self._saved = saved
         self._names = {fused.name: found_as(fused.name, saved.saved) for fused in tensors}
-        self.by_name = {
-            name: (fused, part) for fused in tensors for part in fused.parts for name in (part.name, *part.copies)
-        }
+        self.by_name: dict[str, list[tuple[Fused, Part]]] = {}
+        for fused in tensors:
+            for part in fused.parts:
+                for name in (part.name, *part.copies):
+                    self.by_name.setdefault(name, []).append((fused, part))
         self._split: dict[str, Tensor] = {}
 
     def places(self, new: Path) -> dict[str, Place]:
@@ -91,7 +94,7 @@ class _Parts:
             UnsupportedFeatureError: a type that is not written.
         """
         places = {}
-        for name, (fused, part) in self.by_name.items():
+        for name, ((fused, part), *_) in self.by_name.items():
             dtype = str(self._saved.saved[self._names[fused.name]].dtype).removeprefix("torch.")
             if dtype not in DTYPES.values():
                 raise UnsupportedFeatureError(
@@ -104,11 +107,16 @@ class _Parts:
 
     def read(self, name: str) -> Tensor:
         """Return a tensor; those that are read with it are kept until then."""
-        fused, wanted = self.by_name[name]
+        (fused, wanted), *others = self.by_name[name]
+        if wanted.section is not None:
+            found = [(part.section, self._pieces(one)[0]) for one, part in ((fused, wanted), *others)]
+            return put_together([(section, rows) for section, rows in found if section is not None])
         if wanted.name not in self._split:
-            pieces = split(fused, self._saved.read(self._names[fused.name], fused.place))
-            self._split = {part.name: piece for part, piece in zip(fused.parts, pieces, strict=True)}
+            self._split = {part.name: piece for part, piece in zip(fused.parts, self._pieces(fused), strict=True)}
         return self._split.pop(wanted.name)
+
+    def _pieces(self, fused: Fused) -> list[Tensor]:
+        return split(fused, self._saved.read(self._names[fused.name], fused.place))
 
 
 def export_weights(

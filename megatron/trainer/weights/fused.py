@@ -7,11 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.trainer.weights.names import Fused
+from megatron.trainer.weights.rows import Fused, Part, Section
 
 
 def join(fused: Fused, parts: Sequence[Tensor]) -> Tensor:
-    """Return the tensor of `fused` out of its parts, contiguous; without rows of padding."""
+    """Return the tensor of `fused` out of its parts, contiguous; without rows of padding.
+
+    Args:
+        parts: whole tensors of transformers.
+    """
+    parts = [taken(part, tensor) for part, tensor in zip(fused.parts, parts, strict=True)]
+    if fused.joined == "less one":
+        return (parts[0].float() - 1).to(parts[0].dtype)
+    if fused.joined == "KV head by KV head, with gates":
+        queries, *rest = parts
+        # [heads * (query, gate), ...] -> [groups, (its queries, its gates), ...]
+        queries = queries.unflatten(0, (fused.num_groups, -1, 2, fused.num_channels)).transpose(1, 2)
+        parts = [queries.flatten(0, 3), *rest]
     if fused.joined in _BY_KV_HEAD:
         if len(parts) == 1:
             parts = parts[0].split(_widths(fused))
@@ -31,7 +43,21 @@ def _widths(fused: Fused) -> list[int]:
     return [fused.parts[0].shape[0] - 2 * keys, keys, keys]
 
 
-_BY_KV_HEAD = ("KV head by KV head", "queries, keys, values")
+def taken(part: Part, tensor: Tensor) -> Tensor:
+    """Return the rows of a whole tensor that a part means."""
+    if part.section is None:
+        return tensor
+    groups, start, stop = part.section
+    return tensor.unflatten(0, (groups, -1))[:, start:stop].flatten(0, 1)
+
+
+def put_together(sections: Sequence[tuple[Section, Tensor]]) -> Tensor:
+    """Return the whole tensor of its sections."""
+    ordered = sorted(sections, key=lambda one: one[0].start)
+    return torch.cat([rows.unflatten(0, (section.num_groups, -1)) for section, rows in ordered], dim=1).flatten(0, 1)
+
+
+_BY_KV_HEAD = ("KV head by KV head", "KV head by KV head, with gates", "queries, keys, values")
 _OF_ALL_EXPERTS = ("transposed", "gate and up in turn", "gate and up in turn, transposed")
 
 
@@ -58,13 +84,18 @@ def split(fused: Fused, joined: Tensor) -> list[Tensor]:
         pieces: Sequence[Tensor] = grouped.split([width // fused.num_groups for width in _widths(fused)], dim=1)
         if len(fused.parts) == 1:
             pieces = (torch.cat([piece.flatten(0, 1) for piece in pieces]),)
+        elif fused.joined.endswith("gates"):
+            queries, *rest = pieces
+            pieces = (queries.unflatten(1, (2, -1, fused.num_channels)).transpose(1, 2), *rest)
+    elif fused.joined == "less one":
+        pieces = ((joined.float() + 1).to(joined.dtype),)
     elif fused.joined in _OF_ALL_EXPERTS:
         pieces = (_turned_back(fused, joined),)
     elif fused.joined == "with rows of padding":
         pieces = (joined[: fused.parts[0].shape[0]],)
     else:
-        pieces = joined.split([part.shape[0] for part in fused.parts])
+        pieces = joined.split([part.taken[0] for part in fused.parts])
     return [
-        piece.reshape(part.shape).clone(memory_format=torch.contiguous_format)
+        piece.reshape(part.taken).clone(memory_format=torch.contiguous_format)
         for part, piece in zip(fused.parts, pieces, strict=True)
     ]

@@ -31,7 +31,8 @@ from megatron.trainer.flags.arguments import build_parser, parse_args
 from megatron.trainer.flags.settings import Settings
 from megatron.trainer.weights import checkpoint_tensors, names, output
 from megatron.trainer.weights.fused import join
-from megatron.trainer.weights.names import Fused, num_parameters
+from megatron.trainer.weights.names import num_parameters
+from megatron.trainer.weights.rows import Fused
 from megatron.trainer.weights.safetensors_folder import CONFIG, SafetensorsFolder, read_json
 
 FLAGS = "model.flags"
@@ -165,7 +166,13 @@ def _check_tensors(folder: SafetensorsFolder, tensors: Sequence[Fused], family: 
                 name=name,
             )
     if tied:
-        _check_copy(folder, names.HEAD, names.EMBEDDING, "tie_word_embeddings", "set tie_word_embeddings to false")
+        _check_copy(
+            folder,
+            names.HEAD,
+            names.FAMILIES[family].embedding,
+            "tie_word_embeddings",
+            "set tie_word_embeddings to false",
+        )
     for copy, part in copies.items():
         _check_copy(folder, copy, part.name, "num_nextn_predict_layers", "modules have no table of their own here")
 

@@ -12,102 +12,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
-from typing import Literal
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.hugging_face import WHY_NOT_TRAINED
 from dynamic_cp.types import ModelShape
-
-Joined = Literal[
-    "alone",
-    "one after the other",
-    "KV head by KV head",
-    "queries, keys, values",
-    "with rows of padding",
-    "transposed",
-    "gate and up in turn",
-    "gate and up in turn, transposed",
-]
-"""How the parts of a tensor lie in it; `fused` does it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A tensor of transformers.
-
-    Attributes:
-        copies: other names under which files hold it once more.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    copies: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fused:
-    """A tensor of megatron-core, unsplit, and the tensors of transformers that it is made of.
-
-    Attributes:
-        name: in a checkpoint.
-        layer: of the model, to which it belongs; None: to none.
-        place: where it is in the stacks of the checkpoint's tensor, of sizes `stacks`: layers, experts.
-        num_groups, num_channels: KV heads of the model, and how wide each is.
-        num_rows: of one that has rows of padding at its end; imported ones have none, a run adds those that it needs.
-    """
-
-    name: str
-    layer: int | None
-    place: tuple[int, ...]
-    stacks: tuple[int, ...]
-    parts: tuple[Part, ...]
-    joined: Joined
-    num_groups: int
-    num_channels: int
-    num_rows: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Without the axes of stacks."""
-        rows = sum(part.shape[0] for part in self.parts)
-        if self.joined.endswith("transposed"):
-            *before, inner, outer = self.parts[0].shape
-            return (*before, outer, inner)
-        return (self.num_rows if self.joined == "with rows of padding" else rows, *self.parts[0].shape[1:])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A line of a table.
-
-    Attributes:
-        theirs: names of transformers -> the widths of their axes; {} in a name is the number of an expert.
-        where: what a model must have for them to be there; "": always.
-    """
-
-    ours: str
-    theirs: Mapping[str, str]
-    joined: Joined = "alone"
-    where: str = ""
-
-    @property
-    def of_an_expert(self) -> bool:
-        """Whether each expert has one."""
-        return any("{}" in name for name in self.theirs)
-
-
-def _gated(ours: str, gate: str, up: str, axes: str, where: str = "") -> _Row:
-    return _Row(ours=ours, theirs={gate: axes, up: axes}, joined="one after the other", where=where)
-
-
-def _alone(ours: str, theirs: str, axes: str, where: str = "") -> _Row:
-    return _Row(ours=ours, theirs={theirs: axes}, where=where)
-
+from dynamic_cp.types.linear_layers import EXPERTS, MLP
+from megatron.trainer.weights import hybrid_names
+from megatron.trainer.weights.rows import Fused, Part, Row, alone, gated
 
 _QUERIES_KEYS_VALUES = (
-    _alone("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "hidden"),
-    _Row(
+    alone("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "hidden"),
+    Row(
         ours="self_attention.linear_qkv.weight",
         theirs={
             "self_attn.q_proj.weight": "queries hidden",
@@ -116,7 +32,7 @@ _QUERIES_KEYS_VALUES = (
         },
         joined="KV head by KV head",
     ),
-    _Row(
+    Row(
         ours="self_attention.linear_qkv.bias",
         theirs={
             "self_attn.q_proj.bias": "queries",
@@ -126,65 +42,65 @@ _QUERIES_KEYS_VALUES = (
         joined="KV head by KV head",
         where="biases of QKV",
     ),
-    _alone("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head", "norms of queries and keys"),
-    _alone("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head", "norms of queries and keys"),
-    _alone("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden queries"),
-    _alone("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "hidden", "biases"),
+    alone("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head", "norms of queries and keys"),
+    alone("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head", "norms of queries and keys"),
+    alone("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden queries"),
+    alone("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "hidden", "biases"),
 )
 _LATENTS = (
-    _alone("input_layernorm.weight", "input_layernorm.weight", "hidden"),
-    _alone("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "queries hidden", "no latent of queries"),
-    _alone(
+    alone("input_layernorm.weight", "input_layernorm.weight", "hidden"),
+    alone("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "queries hidden", "no latent of queries"),
+    alone(
         "self_attention.linear_q_down_proj.weight",
         "self_attn.q_a_proj.weight",
         "query_latent hidden",
         "a latent of queries",
     ),
-    _alone(
+    alone(
         "self_attention.linear_q_up_proj.layer_norm_weight",
         "self_attn.q_a_layernorm.weight",
         "query_latent",
         "a latent of queries",
     ),
-    _alone(
+    alone(
         "self_attention.linear_q_up_proj.weight",
         "self_attn.q_b_proj.weight",
         "queries query_latent",
         "a latent of queries",
     ),
-    _alone(
+    alone(
         "self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "latent_and_rotated hidden"
     ),
-    _alone("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", "latent"),
-    _alone("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "keys_and_values latent"),
-    _alone("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden values"),
+    alone("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", "latent"),
+    alone("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "keys_and_values latent"),
+    alone("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden values"),
 )
 """Its heads lie alike in both: content and rotated channels of a query, keys and values of a head."""
 _DENSE = (
-    _alone("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", "hidden"),
-    _gated("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "ffn hidden"),
-    _gated("mlp.linear_fc1.bias", "mlp.gate_proj.bias", "mlp.up_proj.bias", "ffn", "biases"),
-    _alone("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden ffn"),
-    _alone("mlp.linear_fc2.bias", "mlp.down_proj.bias", "hidden", "biases"),
+    alone("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", "hidden"),
+    gated("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "ffn hidden"),
+    gated("mlp.linear_fc1.bias", "mlp.gate_proj.bias", "mlp.up_proj.bias", "ffn", "biases"),
+    alone("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden ffn"),
+    alone("mlp.linear_fc2.bias", "mlp.down_proj.bias", "hidden", "biases"),
 )
 
 
-def _experts(router: str, gate: str, up: str, down: str) -> tuple[_Row, ...]:
+def _experts(router: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
     """Return the lines of a layer with experts; the last three names have the number of an expert."""
     return (
-        _alone("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
-        _alone("mlp.router.weight", router, "experts hidden"),
-        _gated("mlp.experts.experts.linear_fc1.weight", gate, up, "expert_ffn hidden"),
-        _alone("mlp.experts.experts.linear_fc2.weight", down, "hidden expert_ffn"),
+        alone("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
+        alone("mlp.router.weight", router, "experts hidden"),
+        gated("mlp.experts.experts.linear_fc1.weight", gate, up, "expert_ffn hidden"),
+        alone("mlp.experts.experts.linear_fc2.weight", down, "hidden expert_ffn"),
     )
 
 
-def _shared(name: str) -> tuple[_Row, ...]:
+def _shared(name: str) -> tuple[Row, ...]:
     """Return the lines of shared experts, which are one MLP."""
     gate, up, down = (f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
     return (
-        _gated("mlp.shared_experts.linear_fc1.weight", gate, up, "shared_ffn hidden", "shared experts"),
-        _alone("mlp.shared_experts.linear_fc2.weight", down, "hidden shared_ffn", "shared experts"),
+        gated("mlp.shared_experts.linear_fc1.weight", gate, up, "shared_ffn hidden", "shared experts"),
+        alone("mlp.shared_experts.linear_fc2.weight", down, "hidden shared_ffn", "shared experts"),
     )
 
 
@@ -203,45 +119,45 @@ _EXPERTS_OF_MIXTRAL = _experts(
 _EXPERTS_OF_QWEN = (
     *_NUMBERED,
     *_shared("mlp.shared_expert"),
-    _alone("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", "one hidden", "a gate of shared experts"),
+    alone("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", "one hidden", "a gate of shared experts"),
 )
 _EXPERTS_OF_DEEPSEEK = (
     *_NUMBERED,
     *_shared("mlp.shared_experts"),
-    _alone("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "experts", "a bias of experts"),
+    alone("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "experts", "a bias of experts"),
 )
-_SINKS = _alone("self_attention.core_attention.softmax_offset", "self_attn.sinks", "heads")
+_SINKS = alone("self_attention.core_attention.softmax_offset", "self_attn.sinks", "heads")
 _EXPERTS_OF_GPT_OSS = (
-    _alone("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
-    _alone("mlp.router.weight", "mlp.router.weight", "experts hidden"),
-    _alone("mlp.router.bias", "mlp.router.bias", "experts"),
-    _Row(
+    alone("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
+    alone("mlp.router.weight", "mlp.router.weight", "experts hidden"),
+    alone("mlp.router.bias", "mlp.router.bias", "experts"),
+    Row(
         ours="mlp.experts.experts.linear_fc1.weight",
         theirs={"mlp.experts.gate_up_proj": "experts hidden twice_expert_ffn"},
         joined="gate and up in turn, transposed",
     ),
-    _Row(
+    Row(
         ours="mlp.experts.experts.linear_fc1.bias",
         theirs={"mlp.experts.gate_up_proj_bias": "experts twice_expert_ffn"},
         joined="gate and up in turn",
     ),
-    _Row(
+    Row(
         ours="mlp.experts.experts.linear_fc2.weight",
         theirs={"mlp.experts.down_proj": "experts expert_ffn hidden"},
         joined="transposed",
     ),
-    _alone("mlp.experts.experts.linear_fc2.bias", "mlp.experts.down_proj_bias", "experts hidden"),
+    alone("mlp.experts.experts.linear_fc2.bias", "mlp.experts.down_proj_bias", "experts hidden"),
 )
 """The experts of a layer are one tensor."""
 _MODULE = (
-    _alone("enorm.weight", "enorm.weight", "hidden"),
-    _alone("hnorm.weight", "hnorm.weight", "hidden"),
-    _alone("eh_proj.weight", "eh_proj.weight", "hidden twice_hidden"),
-    _alone("final_layernorm.weight", "shared_head.norm.weight", "hidden"),
+    alone("enorm.weight", "enorm.weight", "hidden"),
+    alone("hnorm.weight", "hnorm.weight", "hidden"),
+    alone("eh_proj.weight", "eh_proj.weight", "hidden twice_hidden"),
+    alone("final_layernorm.weight", "shared_head.norm.weight", "hidden"),
 )
 """A module that predicts a further token, beside its layer: both read the embedding first, the hidden states second."""
 _FUSED_QUERIES_KEYS_VALUES = tuple(
-    _Row(
+    Row(
         ours=row.ours,
         theirs={"self_attn.qkv_proj.weight": "queries_keys_values hidden"},
         joined="queries, keys, values",
@@ -251,12 +167,30 @@ _FUSED_QUERIES_KEYS_VALUES = tuple(
     for row in _QUERIES_KEYS_VALUES
 )
 _FUSED_GATES = tuple(
-    _alone(row.ours, "mlp.gate_up_proj.weight", "twice_ffn hidden") if row.ours == "mlp.linear_fc1.weight" else row
+    alone(row.ours, "mlp.gate_up_proj.weight", "twice_ffn hidden") if row.ours == "mlp.linear_fc1.weight" else row
     for row in _DENSE
 )
 """Matrices that transformers have fused, too; gates lie before what they gate in both."""
+_GATED_ATTENTION = tuple(
+    Row(
+        ours=row.ours,
+        theirs={**row.theirs, "self_attn.q_proj.weight": "twice_queries hidden"},
+        joined="KV head by KV head, with gates",
+    )
+    if row.ours == "self_attention.linear_qkv.weight"
+    else row
+    for row in _QUERIES_KEYS_VALUES
+)
+"""Behind the rows of a query head those of its gate."""
 _OUTPUT_NORMS = tuple(
-    _alone(f"{name}.weight", f"{name}.weight", "hidden") for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
+    alone(f"{name}.weight", f"{name}.weight", "hidden") for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
+)
+_DENSE_OF_GEMMA = tuple(
+    alone(row.ours, "pre_feedforward_layernorm.weight", "hidden") if "layer_norm" in row.ours else row for row in _DENSE
+)
+_OUTPUT_NORMS_OF_GEMMA = (
+    alone("post_self_attn_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
+    alone("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),
 )
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COPIES = MappingProxyType({EMBEDDING: "embed_tokens.weight", HEAD: "shared_head.head.weight"})
@@ -269,21 +203,28 @@ class Table:
 
     Attributes:
         attention, dense, experts: of a layer, of its MLP, of that of a layer with experts.
+        linear: of a layer with linear attention.
+        stem, embedding, final_norm: what precedes the number of a layer, and two names besides.
         module: of what predicts a further token, behind the last layer: below `mtp.layers.<number>.` and below the next
             `model.layers.<number>.`, where the names of its layer are, too; (): files hold none.
         left_out: ends of names that files may have and that hold no weights.
     """
 
-    attention: tuple[_Row, ...] = _QUERIES_KEYS_VALUES
-    dense: tuple[_Row, ...] = _DENSE
-    experts: tuple[_Row, ...] = ()
-    module: tuple[_Row, ...] = ()
+    attention: tuple[Row, ...] = _QUERIES_KEYS_VALUES
+    dense: tuple[Row, ...] = _DENSE
+    experts: tuple[Row, ...] = ()
+    linear: tuple[Row, ...] = ()
+    module: tuple[Row, ...] = ()
     left_out: tuple[str, ...] = field(default=(".rotary_emb.inv_freq",))
+    stem: str = "model.layers."
+    embedding: str = EMBEDDING
+    final_norm: str = "model.norm.weight"
 
 
 FAMILIES: Mapping[str, Table] = MappingProxyType(
     {
-        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"), Table()),
+        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "gemma"), Table()),
+        "gemma3_text": Table(dense=(*_DENSE_OF_GEMMA, *_OUTPUT_NORMS_OF_GEMMA)),
         "phi3": Table(attention=_FUSED_QUERIES_KEYS_VALUES, dense=_FUSED_GATES),
         "glm": Table(dense=_FUSED_GATES),
         "glm4": Table(dense=(*_FUSED_GATES, *_OUTPUT_NORMS)),
@@ -291,6 +232,20 @@ FAMILIES: Mapping[str, Table] = MappingProxyType(
         **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Table(experts=_EXPERTS_OF_QWEN)),
         **dict.fromkeys(
             ("deepseek_v2", "deepseek_v3"), Table(attention=_LATENTS, experts=_EXPERTS_OF_DEEPSEEK, module=_MODULE)
+        ),
+        "qwen3_next": Table(attention=_GATED_ATTENTION, experts=_EXPERTS_OF_QWEN, linear=hybrid_names.QWEN3_NEXT),
+        **dict.fromkeys(
+            ("qwen3_5_text", "qwen3_5_moe_text"),
+            Table(attention=_GATED_ATTENTION, experts=_EXPERTS_OF_QWEN, linear=hybrid_names.QWEN3_5),
+        ),
+        "nemotron_h": Table(
+            attention=hybrid_names.NEMOTRON_ATTENTION,
+            dense=hybrid_names.NEMOTRON_MLP,
+            experts=hybrid_names.NEMOTRON_EXPERTS,
+            linear=hybrid_names.NEMOTRON_MAMBA,
+            stem="backbone.layers.",
+            embedding="backbone.embeddings.weight",
+            final_norm="backbone.norm_f.weight",
         ),
         "gpt_oss": Table(attention=(*_QUERIES_KEYS_VALUES, _SINKS), experts=_EXPERTS_OF_GPT_OSS),
     }
@@ -316,7 +271,7 @@ def check_family(where: str, model_type: object) -> str:
 
 def are_stacked(shape: ModelShape) -> bool:
     """Return whether a run that trains a model saves the tensors of its layers in stacks."""
-    return shape.experts is None or shape.experts.layer_freq == 1
+    return shape.linear_attention is None and (shape.experts is None or shape.experts.layer_freq == 1)
 
 
 def fused_tensors(
@@ -357,6 +312,7 @@ class _Namer:
             "hidden": shape.hidden_size,
             "twice_hidden": 2 * shape.hidden_size,
             "queries": shape.query_size,
+            "twice_queries": 2 * shape.query_size,
             "queries_keys_values": shape.query_size + 2 * shape.kv_size,
             "keys": shape.kv_size,
             "head": shape.kv_channels,
@@ -377,46 +333,60 @@ class _Namer:
                 "shared_ffn": experts.shared_ffn_hidden_size,
             }
 
+        self._sections = {}
+        if shape.linear_attention is not None:
+            self._sizes |= hybrid_names.sizes(shape.linear_attention)
+            self._sections = hybrid_names.sections(shape.linear_attention)
+
     def tensors(self) -> Iterator[Fused]:
         """Yield all of them."""
-        shape = self._shape
-        num_layers, experts = shape.num_layers, shape.experts
-        with_experts = (False,) * num_layers if experts is None else experts.moe_layers(num_layers)
+        shape, table = self._shape, self._table
+        num_layers = shape.num_layers
         tied = shape.share_embeddings_and_output_weights
         yield self._vocabulary(
-            "embedding.word_embeddings.weight", EMBEDDING, (EMBEDDING, HEAD) if tied else (EMBEDDING,)
+            "embedding.word_embeddings.weight", table.embedding, (table.embedding, HEAD) if tied else (table.embedding,)
         )
-        for layer, has_experts in enumerate(with_experts):
-            theirs = f"model.layers.{layer}."
+        for layer in range(num_layers):
+            theirs, rows = f"{table.stem}{layer}.", self._rows_of(layer)
             if self._stacked:
-                yield from self._layer("decoder.layers.", theirs, has_experts, layer, (layer,), (num_layers,))
+                yield from self._layer("decoder.layers.", theirs, rows, layer, (layer,), (num_layers,))
             else:
-                yield from self._layer(f"decoder.layers.{layer}.", theirs, has_experts, layer)
-        yield from self._named(_alone("decoder.final_layernorm.weight", "model.norm.weight", "hidden"), "", "", None)
+                yield from self._layer(f"decoder.layers.{layer}.", theirs, rows, layer)
+        norm = "final_norm" if shape.layer_pattern else "final_layernorm"
+        yield from self._named(alone(f"decoder.{norm}.weight", table.final_norm, "hidden"), "", "", None)
         for depth in range(shape.mtp_num_layers):
             number = num_layers + depth
-            ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{number}."
-            for row in self._table.module:
+            ours, theirs = f"mtp.layers.{depth}.", f"{table.stem}{number}."
+            for row in table.module:
                 yield from self._named(row, ours, theirs, number)
-            yield from self._layer(f"{ours}transformer_layer.", theirs, with_experts[-1], number)
+            yield from self._layer(f"{ours}transformer_layer.", theirs, self._rows_of(num_layers - 1), number)
         if not tied:
             yield self._vocabulary("output_layer.weight", HEAD, (HEAD,))
+
+    def _rows_of(self, layer: int) -> tuple[Row, ...]:
+        """Return the lines of a layer: of a mixer and an MLP, or of one of them where layers are halves."""
+        shape, table = self._shape, self._table
+        mixer = table.linear if shape.linear_layers[layer] else table.attention
+        mlp = table.experts if shape.moe_layers[layer] else table.dense
+        if shape.layer_pattern:
+            return mlp if shape.layer_pattern[layer] in (MLP, EXPERTS) else mixer
+        return (*mixer, *mlp)
 
     def _layer(
         self,
         ours: str,
         theirs: str,
-        has_experts: bool,
+        rows: Iterable[Row],
         layer: int,
         place: tuple[int, ...] = (),
         stacks: tuple[int, ...] = (),
     ) -> Iterator[Fused]:
-        for row in (*self._table.attention, *(self._table.experts if has_experts else self._table.dense)):
+        for row in rows:
             yield from self._named(row, ours, theirs, layer, place, stacks)
 
     def _named(
         self,
-        row: _Row,
+        row: Row,
         ours: str,
         theirs: str,
         layer: int | None,
@@ -434,7 +404,11 @@ class _Namer:
                 place=place if number is None else (*place, number),
                 stacks=stacks if number is None else (*stacks, len(numbers)),
                 parts=tuple(
-                    Part(name=theirs + name.format(number), shape=self._widths(axes))
+                    Part(
+                        name=theirs + name.format(number),
+                        shape=self._widths(axes),
+                        section=self._sections[row.section] if row.section else None,
+                    )
                     for name, axes in row.theirs.items()
                 ),
                 joined=row.joined,
@@ -465,4 +439,4 @@ class _Namer:
 
 def num_parameters(tensors: Iterable[Fused]) -> int:
     """Return the weights of a model, without rows of padding and copies."""
-    return sum(prod(part.shape) for fused in tensors for part in fused.parts)
+    return sum(prod(part.taken) for fused in tensors for part in fused.parts)

@@ -14,7 +14,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.setting import Setting
 from dynamic_cp.sweep import Space, sweep
 from dynamic_cp.sweep.other_prices import PRICE_SETS
-from dynamic_cp.types import DataParallel, Topology
+from dynamic_cp.types import DataParallel, LinearAttention, Topology
 from tests.unit.report.support import comparison
 from tests.unit.support import samples_of
 
@@ -42,15 +42,26 @@ def seconds(setting: Setting, job: SweepJob) -> float:
     return CostModel(job.problem(setting)).cost(2, 0, 8000, 8000**2).forward_s
 
 
+LINEAR = LinearAttention(kind="gated_delta_net", num_heads=32, num_groups=16, key_size=128, value_size=128)
+DENSE_SETS = [prices.name for prices in PRICE_SETS if not prices.name.startswith("linear attention")]
+"""Those that change a job without linear attention."""
+
+
 @pytest.mark.parametrize("prices", PRICE_SETS, ids=lambda prices: prices.name)
 def test_each_set_changes_what_it_names(prices) -> None:
-    other = prices.change(JOB)
-    ours, theirs = (seconds(setting, other) / seconds(setting, JOB) for setting in (DYNAMIC, STATIC))
+    job = JOB
+    if prices.name not in DENSE_SETS:
+        assert prices.change(job) == job
+        job = replace(JOB, model=replace(JOB.model, linear_attention=LINEAR, linear_attention_freq=4))
+    other = prices.change(job)
+    ours, theirs = (seconds(setting, other) / seconds(setting, job) for setting in (DYNAMIC, STATIC))
     expected = {
         "TP collectives overlapped in all jobs": ours == theirs < 1,
         "TP collectives overlapped in static jobs alone": ours == 1 > theirs,
         "attention 30% slower": ours == theirs > 1,
         "attention 30% faster": ours == theirs < 1,
+        "linear attention half as fast": ours == theirs > 1,
+        "linear attention twice as fast": ours == theirs < 1,
         "links half as fast": ours == theirs > 1,
         "gradients reduced in the open": ours == theirs == 1
         and CostModel(other.problem(STATIC)).reduction.least_s > CostModel(JOB.problem(STATIC)).reduction.least_s,
@@ -62,7 +73,7 @@ def test_each_set_changes_what_it_names(prices) -> None:
 def test_a_sweep_has_the_gain_under_all_prices() -> None:
     space = Space(num_gpus=8, ranks_per_node=8, tp_sizes=(2,), pp_sizes=(1,), recompute=("none",))
     found = sweep(space, JOB, policies=("static", "dynamic"))
-    assert [one.name for one in found.other_prices] == [prices.name for prices in PRICE_SETS]
+    assert [one.name for one in found.other_prices] == DENSE_SETS
     shipped = found.best["static"].iteration_s / found.best["dynamic"].iteration_s
     gains = {one.name: one.speedup.ratio for one in found.other_prices}
     assert gains["TP collectives overlapped in static jobs alone"] < shipped
@@ -70,7 +81,7 @@ def test_a_sweep_has_the_gain_under_all_prices() -> None:
     assert sweep(space, JOB, policies=("dynamic",)).other_prices == ()
     in_the_open = replace(JOB, data_parallel=DataParallel())
     names = [one.name for one in sweep(space, in_the_open, policies=("static", "dynamic")).other_prices]
-    assert names == [one.name for one in PRICE_SETS if one.name != "gradients reduced in the open"], "the job's own"
+    assert names == [name for name in DENSE_SETS if name != "gradients reduced in the open"], "the job's own"
 
 
 def gain(name: str, ratio: float) -> OtherPrice:

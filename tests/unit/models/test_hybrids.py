@@ -44,10 +44,7 @@ GRANITE: dict[str, Any] = {
 @pytest.mark.parametrize(("name", "config"), [("qwen3-next-80b-a3b", QWEN3_NEXT), ("nemotron-3-nano", NEMOTRON)])
 def test_published_configs_are_the_models_of_the_catalog(name, config):
     assert replace(hugging_face.model_shape("there", config), source="") == replace(load_model(name), source="")
-    (not_imported,) = hugging_face.architecture("there", config).not_imported
-    assert "linear attention" in not_imported
-    read = replace(hugging_face.architecture("there", config), not_imported=())
-    assert read == load_architecture(name)
+    assert hugging_face.architecture("there", config) == load_architecture(name)
 
 
 def test_catalog_models_are_as_large_as_their_names_say():
@@ -130,6 +127,11 @@ def test_what_is_not_trained_is_said(config, says):
     assert any(says in why for why in hugging_face.architecture("there", config).not_trained)
 
 
-def test_no_family_is_written_for_a_hybrid_yet():
-    with pytest.raises(UnsupportedFeatureError, match="linear attention"):
-        written.config("it", load_model("qwen3-next-80b-a3b"), load_architecture("qwen3-next-80b-a3b"))
+@pytest.mark.parametrize(("name", "family"), [("qwen3-next-80b-a3b", "qwen3_next"), ("nemotron-3-nano", "nemotron_h")])
+def test_a_config_that_is_written_is_read_as_the_model(name, family):
+    shape, architecture = load_model(name), load_architecture(name)
+    values = written.config("it", shape, architecture)
+    assert values["model_type"] == family
+    assert replace(hugging_face.model_shape("it", values), source="") == replace(shape, source="")
+    with pytest.raises(UnsupportedFeatureError, match=f"has normalization 'LayerNorm', which {family} has not"):
+        written.config("it", shape, replace(architecture, normalization="LayerNorm"))

@@ -8,6 +8,7 @@ import pytest
 
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.learning.observations import Observation, PricedObservations
 from dynamic_cp.memory.activations import activation_bytes, tokens_of_states
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
@@ -233,3 +234,17 @@ def test_masks_and_heads_that_tp_cannot_divide_are_refused():
     with pytest.raises(UnsupportedFeatureError, match="places attention"):
         allowed_exchanges("blocks", MODEL)
     assert "blocks" not in allowed_exchanges("auto", MODEL, has_masks=True)
+
+
+def test_measured_buckets_that_passed_on_states_are_priced_so():
+    problem = problem_of()
+    prices = CostModel(problem)
+    bucket = Bucket(first_lane=0, cp_size=2, samples=tuple(samples_of([100, 60])), state_exchange="states")
+    cost = prices.bucket_cost(bucket)
+    seen = {"cp_size": 2, "first_lane": 0, "tokens": 160, "tokens_squared": 100**2 + 60**2}
+    edges = cost.embedding_forward_s + cost.head_forward_s, cost.embedding_backward_s + cost.head_backward_s
+    measured = Observation(
+        forward_s=cost.forward_s + edges[0], backward_s=cost.backward_s + edges[1], num_states=2, **seen
+    )
+    priced = PricedObservations([measured], prices)
+    assert priced.predicted_s(prices) == pytest.approx(priced.measured_s)

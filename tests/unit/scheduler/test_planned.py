@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.grpo_groups import BATCHES, LAYOUTS, gain, geometric_mean, rollouts
+from dynamic_cp import frameworks
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.pricing.cost_model import CostModel
 from megatron.dynamic_cp.scheduler import planned, register
@@ -208,11 +210,11 @@ def test_an_import_registers_what_the_environment_says(
 
 
 def test_a_release_that_was_not_tested_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(register.sys.modules, "verl", ModuleType("verl"))
+    monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
     versions = iter(["0.9.1", "1.0.0"])
-    monkeypatch.setattr(register.importlib.metadata, "version", lambda package: next(versions))
-    assert register.untested() == []
-    assert register.untested() == ["verl 1.0.0 was not tested with the planner, 0.9.1 was"]
+    monkeypatch.setattr(frameworks.importlib.metadata, "version", lambda package: next(versions))
+    assert frameworks.untested("verl") == []
+    assert frameworks.untested("verl") == ["verl 1.0.0 was not tested with the planner, 0.9.1 was"]
 
 
 def test_a_driver_plans_where_neither_torch_nor_megatron_core_is_installed() -> None:
