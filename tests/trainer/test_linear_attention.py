@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import LinearAttention
-from megatron.dynamic_cp.flags.linear_attention import Parts, parts_of_layers
+from megatron.dynamic_cp.flags.linear_attention import Parts, choices, parts_of_layers
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from tests.trainer.commandline import command_line
@@ -45,6 +46,13 @@ def test_a_pattern_of_halves() -> None:
     assert parts_of_layers(model) == (mamba, attention, mlp, mamba)
     assert derive.model_shape(model, 256).layer_pattern == "M*-M"
     assert {"hybrid_override_pattern", "mamba_num_heads"} <= derive.model_identity(model, 256).keys()
+
+
+def test_flags_of_a_megatron_lm_checkpoint_say_the_same() -> None:
+    ours = parse_args(command_line(f"{PATTERN} M*-M --mamba-num-groups 2 --mamba-head-dim 16"), 4).model
+    sizes = {"mamba_num_heads": None, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_state_dim": 128}
+    theirs = SimpleNamespace(hybrid_layer_pattern="M*-M", hidden_size=64, num_layers=4, **sizes)
+    assert choices(theirs) == choices(ours) != {}
 
 
 @pytest.mark.parametrize(

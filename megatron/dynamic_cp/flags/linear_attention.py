@@ -89,7 +89,8 @@ def is_on(config: Any) -> bool:
 
 def pattern_of(config: Any) -> str:
     """Return the symbols of the layers, "" where layers are whole ones."""
-    return getattr(config, "hybrid_override_pattern", None) or ""
+    names = ("hybrid_override_pattern", "hybrid_layer_pattern")  # Megatron-LM's, until 0.18 and since
+    return next((value for name in names if (value := getattr(config, name, None))), "")
 
 
 def set_pattern(config: Any, pattern: str | None) -> None:
@@ -118,7 +119,7 @@ def linear_attention_of(config: Any) -> LinearAttention | None:
     if kind == MAMBA:
         return LinearAttention(
             kind="mamba2",
-            num_heads=config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim,
+            num_heads=_mamba_heads(config),
             num_groups=config.mamba_num_groups,
             key_size=config.mamba_state_dim,
             value_size=config.mamba_head_dim,
@@ -133,6 +134,12 @@ def linear_attention_of(config: Any) -> LinearAttention | None:
             kernel_size=config.linear_conv_kernel_dim,
         )
     return None
+
+
+def _mamba_heads(config: Any) -> int:
+    """Return its heads, which flags of a Megatron-LM checkpoint may leave to the hidden size."""
+    heads: int = config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim
+    return heads
 
 
 def parts_of_layers(config: Any) -> tuple[Parts, ...]:
@@ -309,8 +316,9 @@ def choices(flags: Any) -> dict[str, Any]:
             "linear_attention_freq": list(map(int, linear_layers(flags.linear_attention_freq, flags.num_layers))),
         }
     )
-    sizes = MAMBA_SIZES if kind == MAMBA else DELTA_SIZES
-    return layers | {name: getattr(flags, name) for name in sizes}
+    if kind == GATED_DELTA_NET:
+        return layers | {name: getattr(flags, name, default) for name, default in DELTA_SIZES.items()}
+    return layers | {name: getattr(flags, name) for name in MAMBA_SIZES} | {"mamba_num_heads": _mamba_heads(flags)}
 
 
 def shape_of(model: Any) -> dict[str, Any]:
