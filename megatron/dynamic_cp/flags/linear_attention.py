@@ -248,9 +248,9 @@ def _check_pattern(config: Any, symbols: str) -> None:
             num_layers=config.num_layers,
         )
     if len(set(symbols) & set(LINEAR_SYMBOLS)) != 1:
+        has = "both" if set(LINEAR_SYMBOLS) <= set(symbols) else "neither"
         raise InvalidInputError(
-            f"{PATTERN} {symbols} needs M or G, and has {'both' if set(LINEAR_SYMBOLS) <= set(symbols) else 'neither'}: a "
-            "model has one kind of linear attention",
+            f"{PATTERN} {symbols} needs M or G, and has {has}: a model has one kind of linear attention"
         )
     if getattr(config, "experimental_attention_variant", None) is not None:
         raise InvalidInputError(f"{PATTERN} and {VARIANT} both say which layers are linear: give one of them")
