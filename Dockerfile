@@ -55,6 +55,8 @@ ARG TE
 ENV PIP_CONSTRAINT=
 COPY --from=transformer-engine /wheels /wheels
 RUN pip install --no-cache-dir --no-deps --force-reinstall /wheels/transformer_engine*.whl
+# Kernels of hybrids; what they need is NGC's.
+RUN pip install --no-cache-dir --no-deps fla-core==0.6.0
 COPY docker/constraints.txt /opt/dynamic-cp/docker/
 RUN python3 -c "import numpy, torch; print(f'numpy=={numpy.__version__}')" > /tmp/kept.txt \
  && grep -E '^(numba|llvmlite|click|rich|einops|psutil|xxhash|safetensors)==' /opt/dynamic-cp/docker/constraints.txt >> /tmp/kept.txt \

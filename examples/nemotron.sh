@@ -24,10 +24,10 @@ train() {
     --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32 \
     --moe-router-topk-scaling-factor 2.5 \
     --data-path "$DOCUMENTS" --data-glob '**/*.py' --overlong drop --split 98,2,0 --tokenizer-type ByteTokenizer \
-    --global-batch-size 8 --lr-decay-iters 20 --lr-warmup-iters 3 --lr-decay-style cosine \
+    --global-batch-size 8 --lr-decay-iters 16 --lr-warmup-iters 3 --lr-decay-style cosine \
     --lr 4e-3 --min-lr 4e-4 --weight-decay 0.1 --adam-beta2 0.95 \
     "$@"
 }
-train --dynamic-cp --train-iters 20 --eval-iters 1 "$@"
+train --dynamic-cp --train-iters 16 --eval-iters 1 "$@"
 echo "CP 4 for all samples:"
-train --context-parallel-size 4 --static-cp-policy balanced --train-iters 5 "$@"
+train --context-parallel-size 4 --static-cp-policy balanced --train-iters 4 "$@"

@@ -45,7 +45,28 @@ TICKS = "tests/distributed/test_ticks.py -k equal_single_process and four"
 EXPERTS = "tests/distributed/test_experts.py"
 REPORTS = "tests/distributed/test_upstream_faults.py"
 NORMS = REPORTS + " -k norm_that_gradients"
+POST_TRAINING = "tests/distributed/test_post_training.py -k equal_a and day"
+HYBRIDS = "tests/distributed/test_hybrids.py"
+LINEAR_LAYERS = "tests/distributed/test_stock_linear_layers.py"
 FAULTS = {
+    "the norm of a gated delta net has the gradient of a TP rank's heads": Fault(
+        "parameter.register_hook(lambda gradient: gradient * self.tp_size)", "pass", f"{HYBRIDS} -k equal_single"
+    ),
+    "sections of a projection are saved as one": Fault(
+        'found = {"in_proj.weight": self.rows, "conv1d.weight": self.channels}',
+        'found = {"conv1d.weight": self.channels}',
+        f"{LINEAR_LAYERS} -k checkpoints",
+    ),
+    "steps of Mamba-2 have no bias": Fault(
+        'softplus(sections["dt"].to(exact) + self.dt_bias.to(exact))',
+        'softplus(sections["dt"].to(exact))',
+        LINEAR_LAYERS,
+    ),
+    "a half of a layer keeps the other one": Fault(
+        "half.pre_mlp_layernorm, half.mlp, half.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp",
+        "pass",
+        f"{HYBRIDS} -k another_half",
+    ),
     "a framework gets the slower groups": Fault(
         "reason = min(candidates, key=lambda name: (largest_of",
         "reason = max(candidates, key=lambda name: (largest_of",
@@ -58,6 +79,23 @@ FAULTS = {
         "            overflow += more\n",
         "            del more\n",
         "tests/unit/scheduler tests/megatron_lm/test_groups.py",
+    ),
+    "results of a pass lie as lanes hold them": Fault(
+        "np.where(shard < sample.seqlen, self.starts[row] + shard, self.num_tokens)",
+        "np.where(shard < sample.seqlen, np.arange(here.start, here.stop), self.num_tokens)",
+        POST_TRAINING,
+    ),
+    "a response is summed over one shard": Fault(
+        "    if group.size() > 1:\n        dist.all_reduce(total, group=group)\n", "", POST_TRAINING
+    ),
+    "weights are those of the token before": Fault(
+        "{name: values[places] for name", "{name: values.roll(1)[places] for name", POST_TRAINING
+    ),
+    "advantages are over the batch, not its groups": Fault(
+        "advantages = values - means[numbers]", "advantages = values - values.mean()", POST_TRAINING
+    ),
+    "a value head is trained on one part of the sequence": Fault(
+        "config.sequence_parallel  # type: ignore[attr-defined]  # sum over TP ranks", "False", POST_TRAINING
     ),
     "the scheduler is not restored": Fault('    _load_scheduler(trainable.scheduler, run["scheduler"])\n', "", RESUMED),
     "the optimizer is not restored": Fault(

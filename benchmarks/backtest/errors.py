@@ -38,6 +38,7 @@ LIMITS: Mapping[str, Limit] = {
     "dense": Limit(0.96, 1.04, 1.10),
     "experts": Limit(0.90, 1.07, 1.88),
     "long context": Limit(0.90, 1.19, 1.35),
+    "hybrids": Limit(0.90, 1.12, 1.20),
     "weak scaling": Limit(0.86, 1.05, 1.40),
     "A100, no flash attention": Limit(0.78, 1.10, 1.80),
     "torchtitan": Limit(0.56, 1.00, 2.05),

@@ -22,6 +22,7 @@ class Architecture:
         norm_epsilon: of all norms. zero_centered_gamma: they multiply by 1 + their weights.
         rotary_base, rotary_percent: of RoPE; without it they say nothing. rotary_interleaved: neighbouring channels are
             pairs, not those of two halves.
+        window_rotary_base: in layers with a window; 0 = rotary_base.
         no_rope_freq: 1 for each layer that does not rotate and 0 for others; () = all rotate.
         use_rope_scaling, rope_scaling_factor: RoPE whose slow frequencies are lowered, by how much (Llama 3.1).
         rotary_scaling_factor and what follows: of YaRN, under the names of its flags; they say nothing without it.
@@ -32,6 +33,7 @@ class Architecture:
             put out; embedding_multiplier: of the embedding; logits_scaling: what logits are divided by.
         softmax_type: scores of keys alone, with one of 0 besides, or with a learned one for each head.
         squared_relu: MLPs have the square of ReLU.
+        geglu: gates of MLPs are GELU in its form with tanh, as in Gemma.
         quick_geglu: gates of MLPs are x sigmoid(1.702 x), as in gpt-oss.
         activation_func_clamp_value: bound of what is gated, 0 = none; glu_linear_offset: added to it.
         router_score_function: what makes a token's scores of experts of logits; those of the chosen ones are brought to
@@ -53,6 +55,7 @@ class Architecture:
     rotary_base: int = 10000
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
+    window_rotary_base: int = 0
     no_rope_freq: tuple[int, ...] = ()
     use_rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
@@ -70,6 +73,7 @@ class Architecture:
     logits_scaling: float = 1.0
     softmax_type: SoftmaxType = "vanilla"
     squared_relu: bool = False
+    geglu: bool = False
     quick_geglu: bool = False
     activation_func_clamp_value: float = 0.0
     glu_linear_offset: float = 0.0

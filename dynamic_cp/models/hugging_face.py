@@ -17,9 +17,7 @@ from dynamic_cp.types import Experts, ModelShape
 _GEMMAS = ("gemma", "gemma2", "gemma3_text")
 """Decoders that tie their embeddings unless they say so."""
 WHY_NOT_TRAINED = {
-    "gemma": "norms of 1 + w, and gates of GELU",
-    "gemma2": "scores and logits that are capped, norms of 1 + w, and gates of GELU",
-    "gemma3_text": "two bases of RoPE, norms of 1 + w, and gates of GELU",
+    "gemma2": "scores and logits that are capped",
     **dict.fromkeys(("olmo2", "olmo3"), "norms behind attention and MLP alone, and of all heads together"),
 }
 """Decoders whose layers differ from those of the others in what is not priced -> by what."""
@@ -98,6 +96,8 @@ _OF_FAMILY = {
     "phi3": frozenset({"original_max_position_embeddings"}),
     "smollm3": frozenset({"no_rope_layers", "no_rope_layer_interval"}),
     "granite": frozenset({"attention_multiplier", *FACTORS}),
+    "gemma": frozenset({"hidden_activation"}),
+    "gemma3_text": frozenset({"hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"}),
 }
 """What configs of a family say besides; the last two of gpt_oss once more, that of phi3 of a RoPE that is refused."""
 _OF_EXPERTS = frozenset(
@@ -190,7 +190,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         gated_linear_unit=_ENCODERS.get(model_type, True),
         causal_attention=model_type not in _ENCODERS or bool(data.get("is_decoder")),
         share_embeddings_and_output_weights=tied,
-        sandwich_norm=model_type == "glm4",
+        sandwich_norm=model_type in ("glm4", "gemma3_text"),
         **_windows(where, data, sizes["num_layers"]),
         experts=_experts(where, data, sizes["num_layers"]) if _has_experts(data) else None,
         **latents,
@@ -412,11 +412,12 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         norm_epsilon=number(where, data, "rms_norm_eps", 1e-6),
         add_bias_linear=attention_bias and mlp_bias,
         add_qkv_bias=of_qkv,
-        qk_layernorm=model_type in ("qwen3", "qwen3_moe", *_LATENTS),
+        qk_layernorm=model_type in ("qwen3", "qwen3_moe", "gemma3_text", *_LATENTS),
         **rotates,
         rotary_interleaved=model_type in _GLMS,
         no_rope_freq=_unrotated(where, data) if model_type == "smollm3" else (),
         **(_factors(where, data) if model_type == "granite" else {}),
+        **(_of_gemma(where, data) if model_type in _GEMMAS else {}),
         **routes,
         **(_activation(where, data) if model_type == "gpt_oss" else {}),
         max_position_embeddings=int(number(where, data, "max_position_embeddings", 0)),
@@ -448,7 +449,11 @@ def _why_trained_otherwise(
         reasons.append("use_sliding_window true of qwen3_moe: releases of transformers disagree which layers have one")
     if data.get("attention_dropout"):
         reasons.append(f"attention_dropout {data['attention_dropout']}: attention has none")
-    if data.get("hidden_act", "silu") not in ("silu", "swish"):
+    if model_type in _GEMMAS:
+        key = "hidden_activation" if data.get("hidden_activation") else "hidden_act"
+        if data.get(key, _TANH_GELU) != _TANH_GELU:
+            reasons.append(f"{key} {data[key]}: a gated MLP of Gemma has {_TANH_GELU}")
+    elif data.get("hidden_act", "silu") not in ("silu", "swish"):
         reasons.append(f"hidden_act {data['hidden_act']}: a gated MLP has SiLU")
     known = _PRICED | _ARCHITECTURE | _NOT_THE_MODEL
     if model_type in _LATENTS:
@@ -456,6 +461,20 @@ def _why_trained_otherwise(
     known |= _OF_FAMILY.get(str(model_type), frozenset())
     reasons += [f"{key} {value!r}: not known here" for key, value in data.items() if key not in known and value]
     return reasons
+
+
+_TANH_GELU = "gelu_pytorch_tanh"
+
+
+def _of_gemma(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what layers of Gemma have in their own way."""
+    values = _completed(where, data, {})
+    hidden_size, width = (whole_number(where, values, key, SIZES) for key in ("hidden_size", "head_dim"))
+    found = {"zero_centered_gamma": True, "geglu": True, "embedding_multiplier": float(hidden_size) ** 0.5}
+    scale = number(where, {"query_pre_attn_scalar": 256, **data}, "query_pre_attn_scalar", 256)
+    if data["model_type"] != "gemma" and scale != width:
+        found["softmax_scale"] = float(scale) ** -0.5
+    return found
 
 
 def _factors(where: str, data: Mapping[str, Any]) -> dict[str, Any]:

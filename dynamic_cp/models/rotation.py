@@ -41,7 +41,10 @@ def rotation(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[
         InvalidInputError: a value of the wrong type.
     """
     found: dict[str, Any] = {"position_embedding_type": "rope"}
-    values, not_trained = dict(data), []
+    not_trained: list[str] = []
+    if data.get("model_type") == "gemma3_text":
+        data, not_trained = _of_whole_layers(where, data, found)
+    values = dict(data)
     for key in ("rope_scaling", "rope_parameters"):
         entry = data.get(key)
         if not entry:
@@ -62,6 +65,26 @@ def rotation(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[
         "rotary_percent": float(number(where, values, "partial_rotary_factor", 1.0)),
     }
     return found, not_trained
+
+
+def _of_whole_layers(where: str, data: Mapping[str, Any], found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a config of Gemma 3 with the rotation of its layers without a window, and what of others is not trained.
+
+    Args:
+        found: gets the base of layers with a window.
+    """
+    entry = data.get("rope_parameters")
+    whole, windowed = (
+        dict(entry.get(kind) or {}) if isinstance(entry, Mapping) else {}
+        for kind in ("full_attention", "sliding_attention")
+    )
+    windowed.setdefault("rope_theta", data.get("rope_local_base_freq", 10000))
+    base = number(where, windowed, "rope_theta", 10000)
+    found["window_rotary_base"] = int(base)
+    kind = windowed.get("rope_type", "default")
+    why_not = [f"rope_type {kind} of layers with a window"] * (kind != "default")
+    why_not += [f"rope_theta {base} of layers with a window: a whole number is needed"] * (base != int(base))
+    return {"rope_theta": 1000000, **data, "rope_parameters": whole}, why_not
 
 
 def _scaled(where: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

@@ -19,6 +19,8 @@ _CLASSES = {
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -87,6 +89,8 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
         if model_type == "granite":
             values |= {name: getattr(architecture, name) for name in hugging_face.FACTORS}
             values["attention_multiplier"] = architecture.softmax_scale or shape.kv_channels**-0.5
+    elif model_type in ("gemma", "gemma3_text"):
+        values |= _gemma(shape, architecture)
     elif model_type in ("glm", "glm4"):
         values |= {"attention_bias": architecture.add_qkv_bias, "partial_rotary_factor": architecture.rotary_percent}
     elif model_type == "gpt_oss":
@@ -107,6 +111,20 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
         values["qkv_bias"] = architecture.add_qkv_bias
     _check_read_back(where, values, shape, architecture)
     return values
+
+
+def _gemma(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
+    values: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+    if not shape.sandwich_norm:
+        return values
+    bases = {"full_attention": architecture.rotary_base, "sliding_attention": architecture.window_rotary_base}
+    scale = architecture.softmax_scale
+    return values | {
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
+        "query_pre_attn_scalar": round(scale**-2) if scale else shape.kv_channels,
+        "sliding_window": shape.window_tokens or None,
+        "layer_types": list(hugging_face.layer_types(shape.windowed_layers)),
+    }
 
 
 def _common(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
@@ -142,6 +160,8 @@ def _family(shape: ModelShape, architecture: Architecture, reasons: list[str]) -
         if architecture.add_qkv_bias or shape.experts.shared_ffn_hidden_size:
             return "qwen2_moe"
         return "mixtral"
+    if architecture.geglu:
+        return "gemma3_text" if shape.sandwich_norm else "gemma"
     if shape.sandwich_norm or architecture.rotary_interleaved:
         return "glm4" if shape.sandwich_norm else "glm"
     if architecture.softmax_scale or any(getattr(architecture, name) != 1 for name in hugging_face.FACTORS):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 
 from dynamic_cp import cli
+from megatron.dynamic_cp.attention.linear.kernels import fla
 from megatron.dynamic_cp.repairs.releases import RELEASES
 from tests.cluster.conftest import ROOT
 
@@ -80,7 +81,7 @@ def test_bases_are_pinned() -> None:
 
 def test_what_pip_installs_is_pinned() -> None:
     commands = [part for one in ALL if one.name == "RUN" for part in one.rest.split("&&") if "pip install" in part]
-    assert len(commands) == 6
+    assert len(commands) == 7
     for command in commands:
         assert "--no-cache-dir" in command
         assert "--constraint" in command or "==" in command or "/wheels/" in command, command
@@ -121,6 +122,10 @@ def test_transformer_engine_is_one_that_the_extra_permits() -> None:
     assert permitted.specifier.contains(BASES["TE"].removeprefix("v"))
     assert of("transformer-engine", "ARG") == of("gpu", "ARG") == ["TE"]  # the version is compared as the last step
     assert "startswith('${TE#v}')" in of("gpu", "RUN")[-1]
+
+
+def test_kernels_of_hybrids_are_of_the_release_that_was_tried() -> None:
+    assert any(f"fla-core=={fla.RELEASE}" in one for one in of("gpu", "RUN"))
 
 
 def test_the_offline_recipe_brings_what_the_trainer_needs() -> None:

@@ -30,7 +30,6 @@ from tests.distributed.test_linear_attention import LAYERS, Whole, error
 from tests.distributed.verl_seam import FOLDER
 from tests.wheels import wheel_or_skip
 
-FLA_CORE = "0.6.0"
 CUDA = torch.device("cuda", 0)
 
 
@@ -66,7 +65,7 @@ DOCUMENTED: dict[str, Callable[..., Any]] = {
 
 def signatures_of_the_wheel() -> dict[str, inspect.Signature]:
     """Return the parameters of what is called; Triton, which its modules import, is not needed to read them."""
-    with zipfile.ZipFile(wheel_or_skip(FOLDER, "fla-core", FLA_CORE)) as wheel:
+    with zipfile.ZipFile(wheel_or_skip(FOLDER, "fla-core", fla.RELEASE)) as wheel:
         found = {}
         for name, module in fla.FUNCTIONS.items():
             folder = module.replace(".", "/")
@@ -152,7 +151,7 @@ def test_a_wrong_kernel_is_noticed_at_start(kind: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
 def test_released_programs_equal_the_portable_kernel_in_the_interpreter(tmp_path: Path) -> None:
     """The interpreter counts in int, which has no `to`; nothing else of the release is changed."""
-    with zipfile.ZipFile(wheel_or_skip(FOLDER, "fla-core", FLA_CORE)) as wheel:
+    with zipfile.ZipFile(wheel_or_skip(FOLDER, "fla-core", fla.RELEASE)) as wheel:
         wheel.extractall(tmp_path)
     for name in ("chunk_delta_h", "chunk_h"):
         source = tmp_path / f"fla/ops/common/{name}.py"

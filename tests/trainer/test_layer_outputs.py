@@ -1,6 +1,6 @@
-"""Norms and factors of what parts of a model put out: trained alike on every layout, and kept by checkpoints.
+"""Norms, factors and bases of RoPE that some families have: trained alike on every layout, and kept by checkpoints.
 
-That they are those of transformers, `test_weights` shows (GLM-4, Granite).
+That they are those of transformers, `test_weights` shows (GLM-4, Granite, Gemma 3).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tests.trainer.training_ranks import losses, run_command, train
 
 OUTPUTS = (
     "--sandwich-norm --residual-multiplier 0.5 --embedding-multiplier 3 --logits-scaling 2 --softmax-scale 0.4 "
-    "--num-layers 2"
+    "--num-layers 2 --apply-layernorm-1p --window-size 15,0 --window-attn-skip-freq 2 --window-rotary-base 1000"
 )
 ON_ONE = f"--dynamic-cp --mock-data {OUTPUTS}"
 LAYOUTS = {
-    "4 lanes": "--max-seqlen-per-dp-cp-rank 48",
+    "4 lanes": "--max-seqlen-per-dp-cp-rank 48 --cp-comm-type all_gather",
     "TP2 SP PP2": "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
     "--recompute-granularity full --loss-chunk-tokens 16",
 }
@@ -38,6 +38,7 @@ def test_every_layout_goes_on_as_one_rank(layout, uninterrupted, saved_by):
     ("change", "says"),
     [
         ("--residual-multiplier 0.6", "residual_multiplier = 0.5, this run has 0.6: use the same model"),
+        ("--window-rotary-base 999", "window_rotary_base = 1000, this run has 999: use the same model"),
         ("--softmax-scale 0.3", "softmax_scale = 0.4, this run has 0.3: use the same model"),
     ],
 )
@@ -55,6 +56,12 @@ def test_a_run_with_another_factor_is_refused(change, says, saved_by):
             "--softmax-scale 0.1 --transformer-impl transformer_engine",
             "--softmax-scale 0.1 with --transformer-impl transformer_engine is not supported: it is for local layers",
         ),
+        (
+            "--sandwich-norm --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --num-layers 2",
+            "--sandwich-norm with --experimental-attention-variant is not supported: it was checked with plain",
+        ),
+        ("--geglu", "--geglu and --swiglu both say what the MLP computes: give one of them"),
+        ("--window-rotary-base 1000", "--window-rotary-base 1000 is for layers with a window, and there are none"),
         ("--residual-multiplier 0", "--residual-multiplier is 0.0, it must be greater than 0"),
     ],
 )

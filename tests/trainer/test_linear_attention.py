@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import LinearAttention
-from megatron.dynamic_cp.flags.linear_attention import Parts, parts_of_layers
+from megatron.dynamic_cp.flags.linear_attention import Parts, choices, parts_of_layers
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from tests.trainer.commandline import command_line
@@ -47,14 +48,21 @@ def test_a_pattern_of_halves() -> None:
     assert {"hybrid_override_pattern", "mamba_num_heads"} <= derive.model_identity(model, 256).keys()
 
 
+def test_flags_of_a_megatron_lm_checkpoint_say_the_same() -> None:
+    ours = parse_args(command_line(f"{PATTERN} M*-M --mamba-num-groups 2 --mamba-head-dim 16"), 4).model
+    sizes = {"mamba_num_heads": None, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_state_dim": 128}
+    theirs = SimpleNamespace(hybrid_layer_pattern="M*-M", hidden_size=64, num_layers=4, **sizes)
+    assert choices(theirs) == choices(ours) != {}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--experimental-attention-variant dsa", "'dsa' is not supported: gated_delta_net .* is possible"),
         (DELTA, "needs --linear-attention-freq"),
         ("--linear-attention-freq 4", "add --experimental-attention-variant"),
-        (f"{DELTA} --linear-attention-freq 1", "smallest allowed number is 2"),
-        (f"{DELTA} --linear-attention-freq [1,0]", "2 entries .* the model has 4 layers"),
+        (f"{DELTA} --linear-attention-freq 1", "gives none of the 4 layers linear attention"),
+        (f"{DELTA} --linear-attention-freq [1,0]", "is of 2 layers, the model has 4"),
         (f"{DELTA} --linear-attention-freq 2 --mamba-state-dim 16", "--mamba-state-dim 16 is for layers"),
         ("--linear-key-head-dim 16", "--linear-key-head-dim 16 is for layers that this model does not have"),
         (f"{DELTA} --linear-attention-freq 2 --linear-num-key-heads 3", "32 heads .* no multiple of its 3 groups"),
@@ -74,7 +82,7 @@ def test_a_pattern_of_halves() -> None:
         (f"{DELTA} --linear-attention-freq 2 --window-size 7,0", "with --window-size is not supported"),
         (f"{DELTA} --linear-attention-freq 2 --softmax-type learnable", "with --softmax-type is not supported"),
         (f"{DELTA} --linear-attention-freq 2 --cp-comm-type blocks", "--cp-comm-type blocks is not supported"),
-        (f"{DELTA} --linear-attention-freq 2 --lora-rank 2", "their projections have no adapters"),
+        (f"{DELTA} --linear-attention-freq 2 --lora-rank 2", "projections of linear attention have no adapters"),
         (f"{DELTA} --linear-attention-freq 2 --bf16 --fp8-format hybrid", "--fp8-format"),
         (
             f"{DELTA} --linear-attention-freq 2 --pipeline-model-parallel-size 2 --dynamic-cp --dynamic-cp-pool always",

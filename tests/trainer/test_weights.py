@@ -79,6 +79,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "pad_token_id": 0, "tie_word_embeddings": True}),
     "glm": ("glm", {"head_dim": 16, "pad_token_id": 0}),
     "glm4": ("glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
     "granite": (
         "granite",
         {
@@ -360,6 +376,7 @@ def _logits_on_one_rank(words: list[str]) -> list[tuple[list[int], torch.Tensor]
 
 @pytest.mark.by_day(
     *("llama 3.1", "llama, all heads, biases, tied", "qwen3, windows", "phi3", "smollm3", "glm4", "granite"),
+    "gemma3",
     *("qwen3_next", "qwen3_5", "nemotron_h"),
     "qwen2_moe",
     "qwen3_moe, one layer dense",

@@ -10,12 +10,15 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from megatron.dynamic_cp.flags.exclusions import BIASED_EXPERTS, refuse_pairs
+from megatron.dynamic_cp.flags.table import destination_of
 
-FLAG, SQUARED = "--quick-geglu", "--squared-relu"
+FLAG, SQUARED, GEGLU = "--quick-geglu", "--squared-relu", "--geglu"
+_NAMED = (FLAG, SQUARED, GEGLU)
+"""Activations that take the place of GELU, or of the gates of --swiglu."""
 CLAMP, OFFSET = "--activation-func-clamp-value", "--glu-linear-offset"
 OF_QUICK_GEGLU = frozenset({"activation_func_clamp_value", "glu_linear_offset"})
 """Flags and fields of a configuration that mean something with it alone."""
-CHOICES = OF_QUICK_GEGLU | {"quick_geglu", "squared_relu"}
+CHOICES = OF_QUICK_GEGLU | {"quick_geglu", "squared_relu", "geglu"}
 """All names that `choices` may return."""
 
 
@@ -27,7 +30,12 @@ def is_quick_geglu(config: Any) -> bool:
 
 def is_gated(flags: Any) -> bool:
     """Return whether the MLPs of a model are gated, by its flags."""
-    return bool(getattr(flags, "swiglu", False)) or is_quick_geglu(flags)
+    return bool(getattr(flags, "swiglu", False) or getattr(flags, "geglu", False)) or is_quick_geglu(flags)
+
+
+def named(flags: Any) -> str | None:
+    """Return the flag of an activation that is neither GELU nor that of --swiglu; None: there is none."""
+    return next((flag for flag in _NAMED if getattr(flags, destination_of(flag), False)), None)
 
 
 def has_biases(config: Any) -> bool:
@@ -45,9 +53,9 @@ def check_activation(config: Any) -> None:
         InvalidInputError: two activations, or numbers for one that is not there.
         UnsupportedFeatureError: what biases of experts were not checked with.
     """
-    if getattr(config, "squared_relu", False) and is_gated(config):
-        given = FLAG if is_quick_geglu(config) else "--swiglu"
-        raise InvalidInputError(f"{SQUARED} and {given} both say what the MLP computes: give one of them")
+    given = [flag for flag in (SQUARED, GEGLU, FLAG, "--swiglu") if getattr(config, destination_of(flag), False)]
+    if len(given) > 1 and given != [FLAG, "--swiglu"]:
+        raise InvalidInputError(f"{given[0]} and {given[1]} both say what the MLP computes: give one of them")
     clamp, offset = (getattr(config, name, None) for name in ("activation_func_clamp_value", "glu_linear_offset"))
     if is_quick_geglu(config):
         if getattr(config, "swiglu", False):
@@ -78,7 +86,7 @@ def choices(flags: Any) -> dict[str, Any]:
         flags: of this trainer, or the arguments of a Megatron-LM checkpoint, which may lack some.
     """
     if not is_quick_geglu(flags):
-        return {"squared_relu": True} if getattr(flags, "squared_relu", False) else {}
+        return {name: True for name in ("squared_relu", "geglu") if getattr(flags, name, False)}
     clamp = getattr(flags, "activation_func_clamp_value", None)
     offset = float(getattr(flags, "glu_linear_offset", 0.0) or 0.0)
     return {

@@ -279,9 +279,10 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
     ),
     ADAPTERS: (
         Exclusion("--num-experts", "adapters are for dense models", said=_experts),
-        Exclusion(VARIANT, "projections of linear attention have no adapters", said=_linear_attention),
+        Exclusion(
+            f"{VARIANT} or {PATTERN}", "projections of linear attention have no adapters", said=_linear_attention
+        ),
         Exclusion(LATENTS, "its projections have no adapters"),
-        Exclusion(f"{VARIANT} or {PATTERN}", "their projections have no adapters", said=_linear_attention),
         Exclusion(MODULES, "modules behind the last layer have no adapters"),
         Exclusion(POOL, "servers were not checked with frozen weights", off=("off",), shows=True),
         Exclusion("--transformer-impl transformer_engine", "its layers have no adapters", off=("local",), shows=True),

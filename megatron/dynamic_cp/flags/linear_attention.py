@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import LinearAttention, layers_with_experts
+from dynamic_cp.types.linear_layers import LINEAR_SYMBOLS, layers_with_linear_attention
 from megatron.dynamic_cp.flags.exclusions import PATTERN, VARIANT, refuse_pairs
 from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
@@ -49,8 +50,6 @@ CHOICES = frozenset({"experimental_attention_variant", "linear_attention_freq", 
 Mixer = Literal["attention", "linear"]
 MLP = Literal["dense", "experts"]
 _FREQ_PATTERN = "give a number, or 1 (linear) and 0 (attention) for each layer, such as [1,1,1,0]*3"
-_KINDS = {"M": MAMBA, "G": GATED_DELTA_NET}
-"""Symbol of a pattern -> kind of linear attention."""
 
 
 class Parts(NamedTuple):
@@ -62,7 +61,7 @@ class Parts(NamedTuple):
 
 PLAIN = Parts("attention", "dense")
 _OF_SYMBOL = {
-    **dict.fromkeys(_KINDS, Parts("linear", None)),
+    **dict.fromkeys(LINEAR_SYMBOLS, Parts("linear", None)),
     "*": Parts("attention", None),
     "-": Parts(None, "dense"),
     "E": Parts(None, "experts"),
@@ -89,7 +88,8 @@ def is_on(config: Any) -> bool:
 
 def pattern_of(config: Any) -> str:
     """Return the symbols of the layers, "" where layers are whole ones."""
-    return getattr(config, "hybrid_override_pattern", None) or ""
+    names = ("hybrid_override_pattern", "hybrid_layer_pattern")  # Megatron-LM's, until 0.18 and since
+    return next((value for name in names if (value := getattr(config, name, None))), "")
 
 
 def set_pattern(config: Any, pattern: str | None) -> None:
@@ -101,9 +101,9 @@ def set_pattern(config: Any, pattern: str | None) -> None:
 
 def kind_of(config: Any) -> str | None:
     """Return the kind of linear attention, None: there is none."""
-    symbol = next((symbol for symbol in pattern_of(config) if symbol in _KINDS), None)
+    symbol = next((symbol for symbol in pattern_of(config) if symbol in LINEAR_SYMBOLS), None)
     if symbol is not None:
-        return _KINDS[symbol]
+        return LINEAR_SYMBOLS[symbol]
     name = getattr(config, "experimental_attention_variant", None)
     return None if name is None else ALIASES.get(name, name)
 
@@ -118,7 +118,7 @@ def linear_attention_of(config: Any) -> LinearAttention | None:
     if kind == MAMBA:
         return LinearAttention(
             kind="mamba2",
-            num_heads=config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim,
+            num_heads=_mamba_heads(config),
             num_groups=config.mamba_num_groups,
             key_size=config.mamba_state_dim,
             value_size=config.mamba_head_dim,
@@ -135,6 +135,12 @@ def linear_attention_of(config: Any) -> LinearAttention | None:
     return None
 
 
+def _mamba_heads(config: Any) -> int:
+    """Return its heads, which flags of a Megatron-LM checkpoint may leave to the hidden size."""
+    heads: int = config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim
+    return heads
+
+
 def parts_of_layers(config: Any) -> tuple[Parts, ...]:
     """Return what each layer of the model has.
 
@@ -145,7 +151,7 @@ def parts_of_layers(config: Any) -> tuple[Parts, ...]:
     if symbols:
         return tuple(_OF_SYMBOL[symbol] for symbol in symbols)
     layers, freq = config.num_layers, getattr(config, "linear_attention_freq", None)
-    is_linear = linear_layers(freq, layers) if is_on(config) else (False,) * layers
+    is_linear = layers_with_linear_attention(freq, layers) if is_on(config) else (False,) * layers
     has_experts = (False,) * layers
     if num_experts(config) is not None:
         has_experts = layers_with_experts(config.moe_layer_freq, layers)
@@ -153,13 +159,6 @@ def parts_of_layers(config: Any) -> tuple[Parts, ...]:
         Parts("linear" if linear else "attention", "experts" if experts else "dense")
         for linear, experts in zip(is_linear, has_experts, strict=True)
     )
-
-
-def linear_layers(freq: Any, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it is linear, by --linear-attention-freq: all but every N-th, or a list."""
-    if isinstance(freq, int):
-        return tuple(number % freq != 0 for number in range(1, num_layers + 1))
-    return tuple(map(bool, freq))
 
 
 def complete_linear_attention(flags: Any) -> None:
@@ -220,7 +219,9 @@ def check_linear_attention(config: Any) -> None:
     if symbols:
         _check_pattern(config, symbols)
     elif name is not None:
-        _check_freq(config.linear_attention_freq, config.num_layers)
+        if config.linear_attention_freq is None:
+            raise InvalidInputError(f"{VARIANT} needs {FREQ}, which layers have it: {_FREQ_PATTERN}")
+        layers_with_linear_attention(config.linear_attention_freq, config.num_layers)
     attention = linear_attention_of(config)
     if attention is None:
         return
@@ -246,10 +247,10 @@ def _check_pattern(config: Any, symbols: str) -> None:
             "each layer",
             num_layers=config.num_layers,
         )
-    if len(set(symbols) & set(_KINDS)) != 1:
+    if len(set(symbols) & set(LINEAR_SYMBOLS)) != 1:
+        has = "both" if set(LINEAR_SYMBOLS) <= set(symbols) else "neither"
         raise InvalidInputError(
-            f"{PATTERN} {symbols} needs M or G, and has {'both' if set(_KINDS) <= set(symbols) else 'neither'}: a "
-            "model has one kind of linear attention",
+            f"{PATTERN} {symbols} needs M or G, and has {has}: a model has one kind of linear attention"
         )
     if getattr(config, "experimental_attention_variant", None) is not None:
         raise InvalidInputError(f"{PATTERN} and {VARIANT} both say which layers are linear: give one of them")
@@ -257,20 +258,6 @@ def _check_pattern(config: Any, symbols: str) -> None:
         raise InvalidInputError(
             f"{PATTERN} {symbols} has {'' if 'E' in symbols else 'no '}layers with experts (E), --num-experts is "
             f"{num_experts(config)}: change one of them"
-        )
-
-
-def _check_freq(freq: Any, num_layers: int) -> None:
-    if freq is None:
-        raise InvalidInputError(f"{VARIANT} needs {FREQ}, which layers have it: {_FREQ_PATTERN}")
-    if isinstance(freq, int):
-        if freq < 2:
-            raise InvalidInputError(f"{FREQ} is {freq}, the smallest allowed number is 2: {_FREQ_PATTERN}")
-    elif len(freq) != num_layers or set(freq) - {0, 1} or not any(freq):
-        raise InvalidInputError(
-            f"{FREQ} {shown(freq)} has {len(freq)} entries and {sum(map(bool, freq))} linear layers, the model has "
-            f"{num_layers} layers: {_FREQ_PATTERN}",
-            num_layers=num_layers,
         )
 
 
@@ -306,11 +293,14 @@ def choices(flags: Any) -> dict[str, Any]:
         if symbols
         else {
             "experimental_attention_variant": kind,
-            "linear_attention_freq": list(map(int, linear_layers(flags.linear_attention_freq, flags.num_layers))),
+            "linear_attention_freq": list(
+                map(int, layers_with_linear_attention(flags.linear_attention_freq, flags.num_layers))
+            ),
         }
     )
-    sizes = MAMBA_SIZES if kind == MAMBA else DELTA_SIZES
-    return layers | {name: getattr(flags, name) for name in sizes}
+    if kind == GATED_DELTA_NET:
+        return layers | {name: getattr(flags, name, default) for name, default in DELTA_SIZES.items()}
+    return layers | {name: getattr(flags, name) for name in MAMBA_SIZES} | {"mamba_num_heads": _mamba_heads(flags)}
 
 
 def shape_of(model: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
+from megatron.dynamic_cp.flags.windows import windows_of
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 """Values of --softmax-type: scores of keys alone, with one of 0 besides, or with a learned one for each head."""
@@ -32,6 +33,7 @@ YARN: dict[str, tuple[str, Any]] = {
 CHOICES = frozenset(
     {
         *("attention_output_gate", "qk_l2_norm", "no_rope_freq", "softmax_type", "apply_layernorm_1p"),
+        "window_rotary_base",
         *("use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
         *(attribute for attribute, _ in YARN.values()),
     }
@@ -109,7 +111,14 @@ def check_positions(flags: Any) -> None:
         )
     if is_scaled and not flags.rope_scaling_factor > 0:
         raise InvalidInputError(f"--rope-scaling-factor is {flags.rope_scaling_factor}, it must be greater than 0")
+    own_base = flags.window_rotary_base if hasattr(flags, "window_rotary_base") else None
+    if own_base is not None and not windows_of(flags).are_there:
+        raise InvalidInputError(
+            f"--window-rotary-base {own_base} is for layers with a window, and there are none: give --window-size, or "
+            "leave it out"
+        )
     for is_on, flag, kinds in (
+        (own_base is not None, "--window-rotary-base", ROTARY[:1]),
         (unrotated is not None, "--no-rope-freq", ROTARY),
         (is_scaled, "--use-rope-scaling", ROTARY[:1]),
         (interpolation is not None, "--rotary-seq-len-interpolation-factor", ROTARY[:1]),
@@ -147,6 +156,11 @@ def _check_yarn(flags: Any) -> None:
             f"--rotary-percent is {flags.rotary_percent}, YaRN rotates whole heads: leave it out",
             rotary_percent=flags.rotary_percent,
         )
+
+
+def set_window_rotary_base(config: Any, base: int | None) -> None:
+    """Let layers with a window that are built of a TransformerConfig rotate by another base: it has no field for it."""
+    vars(config)["window_rotary_base"] = base
 
 
 def yarn_attributes(flags: Any) -> dict[str, Any]:
@@ -189,6 +203,8 @@ def choices(flags: Any) -> dict[str, Any]:
         found["softmax_type"] = flags.softmax_type
     if "use_rope_scaling" in found:
         found["rope_scaling_factor"] = float(getattr(flags, "rope_scaling_factor", 8.0))
+    if getattr(flags, "window_rotary_base", None) is not None:
+        found["window_rotary_base"] = flags.window_rotary_base
     interpolation = getattr(flags, "rotary_seq_len_interpolation_factor", None)
     if interpolation not in (None, 1):
         found["rotary_seq_len_interpolation_factor"] = interpolation

@@ -16,6 +16,11 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def tanh_gelu(x: Tensor) -> Tensor:
+    """Return GELU of x in its form with tanh; in gated MLPs as of Gemma."""
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
 def squared_relu(x: Tensor) -> Tensor:
     """Return the square of what is positive of x; as in Nemotron.
 

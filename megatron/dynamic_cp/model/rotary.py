@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dynamic_cp.plans.padding import round_up
 from megatron.dynamic_cp.flags.positions import ROTARY
+from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 _TABLE_STEP_TOKENS = 4096
@@ -49,21 +50,47 @@ class OneRotaryTable(torch.nn.Module):
 
 
 def use_one_rotary_table(model: torch.nn.Module) -> None:
-    """Give a GPTModel its `OneRotaryTable`; does nothing when it has no RoPE, or each layer its own."""
-    if getattr(model, "position_embedding_type", None) in ROTARY and hasattr(model, "rotary_pos_emb"):
-        model.rotary_pos_emb = OneRotaryTable(model.rotary_pos_emb)
+    """Give a GPTModel its `OneRotaryTable`, and its layers with a window theirs, where these have a base of their own.
+
+    Does nothing when it has no RoPE, or each layer its own.
+    """
+    if getattr(model, "position_embedding_type", None) not in ROTARY or not hasattr(model, "rotary_pos_emb"):
+        return
+    rotary = model.rotary_pos_emb
+    model.rotary_pos_emb = OneRotaryTable(rotary)
+    base = getattr(model.config, "window_rotary_base", None)
+    if base is None:
+        return
+    windows, config = windows_of(model.config), model.config
+    table = OneRotaryTable(
+        RotaryEmbedding(
+            config.kv_channels,
+            model.rotary_percent,
+            rotary_interleaved=config.rotary_interleaved,
+            rotary_base=base,
+            use_cpu_initialization=config.use_cpu_initialization,
+        )
+    )
+    for layer in model.decoder.layers:
+        if windows.of_layer(layer.layer_number) is not None:
+            vars(layer.self_attention)["window_rotary"] = table  # no part of any one layer
 
 
 def rotary_cos_sin(
-    frequencies: Tensor, params: DynamicPackedSeqParams, dtype: torch.dtype, concentration: float = 1.0
+    frequencies: Tensor,
+    params: DynamicPackedSeqParams,
+    dtype: torch.dtype,
+    concentration: float = 1.0,
+    called: str = "rotation",
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the local tokens, each [T, 1, 1, rotary dim]; computed by the first layer that asks.
 
     Args:
         frequencies: megatron-core's table of angles, float32 [longest sequence, 1, 1, rotary dim].
         concentration: factor of what is rotated, of all layers (`positions.concentration`).
+        called: name of the table, which several layers share.
     """
-    return params.cache.once("rotation", lambda: cos_sin_at(frequencies, params.positions, dtype, concentration))
+    return params.cache.once(called, lambda: cos_sin_at(frequencies, params.positions, dtype, concentration))
 
 
 def cos_sin_at(

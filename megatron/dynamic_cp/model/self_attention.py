@@ -11,13 +11,15 @@ from torch import Tensor
 from megatron.dynamic_cp.flags.positions import concentration
 from megatron.dynamic_cp.groups.model_groups import check_groups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.model.rotary import rotary_cos_sin, rotate
+from megatron.dynamic_cp.model.rotary import OneRotaryTable, rotary_cos_sin, rotate
 
 
 class DynamicCPSelfAttention(SelfAttention):
     """megatron-core's SelfAttention; only where and how RoPE is applied differs, and that no gate is compiled."""
 
     _rotary: tuple[Tensor, Tensor] | None = None
+    window_rotary: OneRotaryTable | None = None
+    """Where the layer has a window and rotates by a base of its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_groups(kwargs.get("pg_collection"))
@@ -40,11 +42,18 @@ class DynamicCPSelfAttention(SelfAttention):
         if not isinstance(packed_seq_params, DynamicPackedSeqParams):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
         if rotary_pos_emb is not None and self._rotates:
-            self._rotary = rotary_cos_sin(rotary_pos_emb, packed_seq_params, hidden_states.dtype, self._concentration)
+            self._rotary = self._angles(rotary_pos_emb, packed_seq_params, hidden_states.dtype)
         try:
             return super().forward(hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs)
         finally:
             self._rotary = None
+
+    def _angles(self, table: Tensor, params: DynamicPackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the local tokens; `table`: the model's frequencies."""
+        if self.window_rotary is None:
+            return rotary_cos_sin(table, params, dtype, self._concentration)
+        own = self.window_rotary(len(table))
+        return rotary_cos_sin(own, params, dtype, self._concentration, called="rotation in windows")
 
     def queries_keys_values(
         self, hidden_states: Tensor, rotary_pos_emb: Tensor | None, params: DynamicPackedSeqParams
@@ -55,7 +64,7 @@ class DynamicCPSelfAttention(SelfAttention):
             hidden_states: as of `forward`; rotary_pos_emb: the whole frequency table.
         """
         if rotary_pos_emb is not None and self._rotates:
-            self._rotary = rotary_cos_sin(rotary_pos_emb, params, hidden_states.dtype, self._concentration)
+            self._rotary = self._angles(rotary_pos_emb, params, hidden_states.dtype)
         try:
             has_gate = self.config.attention_output_gate
             *found, last = self.get_query_key_value_tensors(hidden_states, None, output_gate=has_gate)

@@ -53,6 +53,10 @@ class ModelSettings:
         "how tokens know their positions", "learned_absolute", choices=("rope", "yarn", "learned_absolute", "none")
     )
     rotary_base: int = flag("base of RoPE's wavelengths", 10000, within=POSITIVE)
+    window_rotary_base: int | None = flag(
+        "base of RoPE's wavelengths in layers with a window; default: --rotary-base (local layers only)",
+        within=POSITIVE,
+    )
     rotary_percent: float = flag("share of a head's channels that RoPE rotates", 1.0)
     rotary_interleaved: bool = flag("rotate neighbouring channels instead of halves")
     no_rope_freq: int | tuple[int, ...] | None = flag(
@@ -142,6 +146,7 @@ class ModelSettings:
     )
     swiglu: bool = flag("gated MLP with SiLU")
     squared_relu: bool = flag("MLP with the square of ReLU, as Nemotron")
+    geglu: bool = flag("gated MLP with GELU in its form with tanh, as Gemma (local layers only)")
     quick_geglu: bool = flag("gated MLP with x * sigmoid(1.702 x), as gpt-oss (local layers only)")
     activation_func_clamp_value: float | None = flag(
         "with --quick-geglu: what is gated stays between -X and X, and its gate below X; default: no limits",

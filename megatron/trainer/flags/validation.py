@@ -23,7 +23,7 @@ from dynamic_cp.types import (
     is_power_of_two,
 )
 from megatron.dynamic_cp.flags import experts, latent_attention
-from megatron.dynamic_cp.flags.activation import check_activation
+from megatron.dynamic_cp.flags.activation import check_activation, named
 from megatron.dynamic_cp.flags.adapters import adapters_of, check_adapters
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
 from megatron.dynamic_cp.flags.exclusions import CHUNKS, POOL, refuse_pairs
@@ -485,9 +485,9 @@ def _complete_recompute(args: argparse.Namespace) -> None:
 
 def _complete_fusions(args: argparse.Namespace) -> None:
     """Refuse fusions of what the model does not have; what depends on the device is decided there."""
-    for flag in ("--bias-swiglu-fusion", "--bias-gelu-fusion") if args.quick_geglu or args.squared_relu else ():
+    own = named(args)
+    for flag in ("--bias-swiglu-fusion", "--bias-gelu-fusion") if own else ():
         if getattr(args, destination_of(flag)):
-            own = "--quick-geglu" if args.quick_geglu else "--squared-relu"
             raise InvalidInputError(f"{flag} is not for this model, which has {own}: leave it out")
     for flag, other, is_there in (
         ("--bias-swiglu-fusion", "--bias-gelu-fusion", args.swiglu),

@@ -14,7 +14,7 @@ from torch.utils._triton import has_triton
 
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.agreement.verify import agree
-from megatron.dynamic_cp.flags.activation import has_biases
+from megatron.dynamic_cp.flags.activation import has_biases, named
 from megatron.trainer.flags.settings import ModelSettings
 from megatron.trainer.setup import compile_once
 
@@ -98,8 +98,7 @@ def _decide(model: ModelSettings, device: torch.device) -> Fusions:
     no_bias = "--disable-bias-linear leaves no bias" if model.disable_bias_linear and not model.swiglu else ""
     if model.num_experts is not None and has_biases(model):
         no_bias = "megatron-core's of experts has no bias"
-    if model.quick_geglu or model.squared_relu:
-        name = "--quick-geglu" if model.quick_geglu else "--squared-relu"
+    if name := named(model):
         no_bias, activation = "its activation is this project's own", (name, "--bias-swiglu-fusion", None)
     elif model.swiglu:
         activation = ("SwiGLU", "--bias-swiglu-fusion", model.bias_swiglu_fusion)

@@ -33,11 +33,11 @@ from megatron.dynamic_cp.flags.fp8 import DEFAULT_RECIPE
 from megatron.dynamic_cp.flags.latent_attention import latent_fields
 from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
 from megatron.dynamic_cp.flags.linear_attention import linear_fields, set_pattern
-from megatron.dynamic_cp.flags.positions import yarn_attributes
+from megatron.dynamic_cp.flags.positions import set_window_rotary_base, yarn_attributes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.flags.windows import set_sinks
-from megatron.dynamic_cp.model.activation import quick_gelu, squared_relu
+from megatron.dynamic_cp.model.activation import quick_gelu, squared_relu, tanh_gelu
 from megatron.dynamic_cp.model.adapters import train_adapters_only
 from megatron.dynamic_cp.model.chunked_head import set_loss_chunk
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
@@ -146,6 +146,7 @@ def transformer_config(
         **_of_experts(model, topology.ep_size),
     )
     set_sinks(config, model.window_sink_tokens)
+    set_window_rotary_base(config, model.window_rotary_base)
     set_pattern(config, model.hybrid_override_pattern)
     set_loss_chunk(config, planning.loss_chunk_tokens)
     for name, value in yarn_attributes(model).items():
@@ -201,8 +202,13 @@ def _of_stages(model: ModelSettings, topology: Topology) -> dict[str, Any]:
 
 
 def _activation(model: ModelSettings) -> Callable[[torch.Tensor], torch.Tensor]:
-    if model.quick_geglu or model.squared_relu:
-        return quick_gelu if model.quick_geglu else squared_relu
+    for is_on, function in (
+        (model.quick_geglu, quick_gelu),
+        (model.squared_relu, squared_relu),
+        (model.geglu, tanh_gelu),
+    ):
+        if is_on:
+            return function
     return torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
 
 

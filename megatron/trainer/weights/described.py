@@ -107,6 +107,7 @@ def _positions(args: argparse.Namespace) -> dict[str, Any]:
         "position_embedding_type": kind,
         "rotary_percent": float(getattr(args, "rotary_percent", 1.0)),
         "rotary_interleaved": bool(getattr(args, "rotary_interleaved", False)),
+        "window_rotary_base": getattr(args, "window_rotary_base", None) or 0,
         "no_rope_freq": tuple(unrotated) if any(unrotated) else (),
     }
     if getattr(args, "use_rope_scaling", False):

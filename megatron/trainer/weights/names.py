@@ -185,6 +185,13 @@ _GATED_ATTENTION = tuple(
 _OUTPUT_NORMS = tuple(
     alone(f"{name}.weight", f"{name}.weight", "hidden") for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
 )
+_DENSE_OF_GEMMA = tuple(
+    alone(row.ours, "pre_feedforward_layernorm.weight", "hidden") if "layer_norm" in row.ours else row for row in _DENSE
+)
+_OUTPUT_NORMS_OF_GEMMA = (
+    alone("post_self_attn_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
+    alone("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),
+)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COPIES = MappingProxyType({EMBEDDING: "embed_tokens.weight", HEAD: "shared_head.head.weight"})
 """Table of the vocabulary -> its copy in each module that predicts a further token."""
@@ -216,7 +223,8 @@ class Table:
 
 FAMILIES: Mapping[str, Table] = MappingProxyType(
     {
-        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"), Table()),
+        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "gemma"), Table()),
+        "gemma3_text": Table(dense=(*_DENSE_OF_GEMMA, *_OUTPUT_NORMS_OF_GEMMA)),
         "phi3": Table(attention=_FUSED_QUERIES_KEYS_VALUES, dense=_FUSED_GATES),
         "glm": Table(dense=_FUSED_GATES),
         "glm4": Table(dense=(*_FUSED_GATES, *_OUTPUT_NORMS)),

@@ -571,6 +571,7 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
         "not_imported": (),
         "no_rope_freq": trained_model.no_rope_freq or (),
         "softmax_scale": trained_model.softmax_scale or 0,
+        "window_rotary_base": trained_model.window_rotary_base or 0,
         "zero_centered_gamma": trained_model.apply_layernorm_1p,
         "router_score_function": trained_model.moe_router_score_function,
         "router_pre_softmax": trained_model.moe_router_pre_softmax,

@@ -230,7 +230,7 @@ def test_a_config_that_is_written_says_what_was_read(name, tmp_path):
         (
             {"gated_linear_unit": False},
             {},
-            "here has no gated MLP: none of llama, mistral, qwen2, qwen3, smollm3, glm, glm4, granite, mixtral,",
+            "here has no gated MLP: none of llama, mistral, qwen2, qwen3, smollm3, glm, glm4, granite, gemma,",
         ),
         ({}, {"normalization": "LayerNorm"}, "no RMSNorm"),
         ({}, {"position_embedding_type": "none"}, "positions by none"),

@@ -32,7 +32,7 @@ def choose_linear_kernel(device: torch.device, key_size: int) -> LinearKernel:
     if obstacle is not None:
         raise UnsupportedFeatureError(
             f"layers of linear attention find no kernel: flash-linear-attention {obstacle}; install it with "
-            "pip install 'fla-core[cuda]'"
+            f"pip install 'fla-core[cuda]=={fla.RELEASE}'"
         )
     logger.info("linear attention kernel %s: on %s", fla.FLA.name, torch.cuda.get_device_name(device))
     return fla.FLA

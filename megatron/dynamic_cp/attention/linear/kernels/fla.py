@@ -3,7 +3,7 @@
 Its functions take the boundaries of runs, a state before each and give that behind each, and have gradients to both.
 A scan without beta is its `chunk_simple_gla`: with C as queries, B as keys and dt x as values that is Mamba-2.
 
-Source: fla-core 0.6.0; `tests/distributed/test_linear_kernels.py` reads the arguments out of the wheel.
+Source: fla-core of RELEASE; `tests/distributed/test_linear_kernels.py` reads the arguments out of its wheel.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.recurrence import Steps, state_dtype
 from megatron.dynamic_cp.attention.linear.runs import Runs
 
+RELEASE = "0.6.0"  # of fla-core, with which this was tried
 FUNCTIONS = {
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
     "chunk_simple_gla": "fla.ops.simple_gla",

@@ -112,8 +112,9 @@ class _Products(NamedTuple):
         transitions, recalled = since_start[..., -1, 0], None
         if steps.beta_TH is not None:
             beta = blocks.cut(steps.beta_TH, dtype)[..., None]
-            system = (k @ k.transpose(-1, -2) * between * beta).tril(-1)  # its diagonal is taken for ones
-            known = torch.cat((beta * values, beta * since_start * k), dim=-1)
+            beta_k = beta * k
+            system = beta_k @ k.transpose(-1, -2) * between  # the solver takes its diagonal for ones
+            known = torch.cat((beta * values, beta_k * since_start), dim=-1)
             solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
             values, recalled = solved.split((values.shape[-1], k.shape[-1]), dim=-1)
             same = torch.eye(k.shape[-1], dtype=dtype, device=k.device)
