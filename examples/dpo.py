@@ -117,7 +117,7 @@ def train(problem: Problem, groups: DynamicCPGroups) -> tuple[list[float], float
     clock = Clock()
     with clock.part("reference"):
         reference = passes.forward(*packed(Clock()), samples).sums["log_probs"]
-    columns = {"reference": reference.reshape(-1, 2)}
+    columns = {"reference": reference}
     losses = []
     for step in range(NUM_STEPS):
         data = packed(clock)

@@ -10,7 +10,8 @@ Nothing hides the exchanges. So both ways are linear in tokens, and states in sa
 alone, take heads; `search.states` chooses for each bucket of the finished packing.
 
 Backward, core products are BACKWARD_OVER_FORWARD times those forward. States: forward computes the summaries of chunks
-(`again`); backward computes the backward pass of the kernel twice, once for the gradients of the states before chunks.
+in a pass of the kernel of its own (`again`); backward computes the kernel's backward pass twice, once for the gradients
+of the states before chunks.
 
 Limits: a kernel walks through the chunks of a sample one after the other, with heads and samples as its only
 parallelism; how far that lowers its rate for few heads is not known, nor priced.

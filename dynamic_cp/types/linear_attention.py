@@ -134,9 +134,13 @@ class LinearAttention:
 
     @property
     def summary_flops(self) -> int:
-        """FLOPs of a token that summaries of chunks add, where states are exchanged."""
-        key, value = self.key_size, self.value_size
-        return self.num_heads * (4 * key * (key + value) if self.has_delta_rule else 2 * key * value)
+        """FLOPs of a token that summaries of chunks add, where states are exchanged: the kernel once more.
+
+        Of a gated delta net it computes on values [v | 0], so that A comes out beside b.
+        """
+        if not self.has_delta_rule:
+            return self.core_flops
+        return replace(self, value_size=self.value_size + self.key_size).core_flops
 
     @property
     def composing_flops(self) -> int:

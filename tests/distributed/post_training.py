@@ -152,7 +152,6 @@ def groups_of(samples: tuple[Sample, ...]) -> list[int]:
 def with_own_columns(samples: tuple[Sample, ...], found: Found) -> dict[str, list[Any]]:
     """Return the columns, with those that the package makes on the host: advantages, and what one of a pair is told."""
     columns = columns_of(samples)
-    numbers = [len(one) for one in columns["rewards"]]
     rewards, reference_sums = np.concatenate(columns["rewards"]), np.hstack(columns["reference"])
     advantages = group_advantages(rewards, groups_of(samples))
     pairs = [number // 2 for number in range(len(rewards))]
@@ -161,7 +160,7 @@ def with_own_columns(samples: tuple[Sample, ...], found: Found) -> dict[str, lis
         "other_gains": of_the_other(found.sums["log_probs"] - reference_sums, pairs),
         "sides": np.resize([1.0, -1.0], len(rewards)),
     }
-    return columns | {name: np.split(values, np.cumsum(numbers)[:-1]) for name, values in made.items()}
+    return columns | made
 
 
 Terms = Mapping[str, Tensor]

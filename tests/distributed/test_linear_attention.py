@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -17,6 +18,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.placement.programme import Programme
 from dynamic_cp.types import STATE_EXCHANGES as WAYS
 from dynamic_cp.types import LinearAttention, Sample, StateExchange
+from dynamic_cp.types.linear_attention import LINEAR_KINDS
 from megatron.dynamic_cp.attention.linear import heads, states
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer
@@ -133,6 +135,26 @@ def test_packs_over_lanes_equal_samples_token_after_token(kind: str, way: StateE
         for cp_size in (1, 2, 4):
             found, _ = whole.on_lanes(cp_size, way)
             assert error(found, whole.expected) < 1e-10, (seqlens, cp_size)
+
+
+@pytest.mark.nightly
+def test_random_layers_and_packs_equal_samples_token_after_token() -> None:
+    """Also convolutions that see nothing or much before a token, and lanes that are no power of two."""
+    chosen = random.Random(7)
+    for _ in range(200):
+        num_groups = chosen.choice([1, 2, 3])
+        sizes = LinearAttention(
+            kind=chosen.choice(LINEAR_KINDS),
+            num_heads=num_groups * chosen.choice([1, 2, 3]),
+            num_groups=num_groups,
+            key_size=chosen.choice([1, 2, 5]),
+            value_size=chosen.choice([1, 3]),
+            kernel_size=chosen.choice([1, 2, 4, 6]),
+        )
+        whole = Whole(sizes, [chosen.choice([1, 2, 3, 5, 9, 17, 40, 70]) for _ in range(chosen.randint(1, 4))])
+        cp_size, way = chosen.choice([1, 2, 3, 4, 8]), chosen.choice(WAYS)
+        found, _ = whole.on_lanes(cp_size, way, repeated=chosen.random() < 0.3)
+        assert error(found, whole.expected) < 1e-10, (sizes, whole.seqlens, cp_size, way)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -22,7 +22,7 @@ from megatron.dynamic_cp.post_training.found import Found, Gatherer
 from megatron.dynamic_cp.post_training.heads import TokenOutputs, add_value_head
 from megatron.dynamic_cp.post_training.megatron_passes import MegatronPasses
 from megatron.dynamic_cp.post_training.rows import MicroBatchRows
-from megatron.dynamic_cp.post_training.torch_passes import TorchPasses, label_log_probs
+from megatron.dynamic_cp.post_training.torch_passes import TorchPasses, head_log_probs, label_log_probs
 from megatron.dynamic_cp.repairs import cpu_backend
 from tests.distributed import post_training, reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
@@ -37,6 +37,7 @@ from tests.distributed.parity import (
     placed_plan,
     reference_name,
 )
+from tests.distributed.test_attention import LargestTensor
 
 BATCHES = {
     "plain": (post_training.plain_batch(), ("sft", "ppo", "fixed", "gspo", "dpo_apart", "values")),
@@ -228,6 +229,23 @@ def test_a_plain_loop_equals_a_single_process() -> None:
     ranks = run_without_shims(4, run_plain_loop, samples, expected)
     assert_equal([errors for errors, _ in ranks], expected, "plain loop")
     assert len(set().union(*(sizes for _, sizes in ranks))) > 1
+
+
+def test_log_probs_over_chunks_hold_logits_of_a_chunk() -> None:
+    torch.manual_seed(0)
+    hidden, labels, head = torch.randn(1, 50, 16), torch.randint(200, (1, 50)), torch.nn.Linear(16, 200)
+    weights, found = torch.randn(2, 1, 50), []
+    for chunk_tokens in (50, 8):
+        of_hidden = hidden.clone().requires_grad_()
+        with LargestTensor() as largest:
+            outputs = torch.stack([*head_log_probs(of_hidden, head, labels, chunk_tokens, temperature=0.7).values()])
+            gradients = torch.autograd.grad((outputs * weights).sum(), [of_hidden, *head.parameters()])
+        assert largest.num_elements == max(chunk_tokens * 200, 16 * 200)
+        found.append([outputs, *gradients])
+    for whole, in_chunks in zip(*found, strict=True):
+        assert relative(in_chunks.detach(), whole.detach()) < TOLERANCE
+    expected = torch.log_softmax(head(hidden) / 0.7, -1)[0, torch.arange(50), labels[0]]
+    assert relative(found[1][0][0, 0].detach(), expected.detach()) < TOLERANCE
 
 
 def run_without_shims(world_size: int, function: Any, *args: Any) -> list[Any]:

@@ -86,7 +86,7 @@ def refused_by_passes() -> dict[str, str]:
 
 SAYS = {
     "too_short_on_one_rank": ("29 values", "30 tokens and 1 response", "(rank 1)"),
-    "other_samples": ("values of 1 samples", "the pass has 2"),
+    "other_samples": ("1 entries", "2 samples of 2 responses"),
     "not_finite": ("4 values of 4 that are not finite", "at place 1"),
     "other_values_on_one_rank": ("ranks disagree on the columns",),
     "missing": ("reads 4 outputs and columns, 3 of them", "'reference_log_probs'", "'values', 'weights': have"),

@@ -145,6 +145,10 @@ def test_what_a_checkpoint_lacks_or_has_besides_is_told(on_one_rank, imported, t
         ("--lora-rank 0", "--lora-rank is 0, it must be greater than 0"),
         ("--lora-rank 4 --lora-target-modules q_proj", "invalid choice: 'q_proj'"),
         ("--lora-rank 4 --num-experts 4", "--lora-rank 4 with --num-experts is not supported: adapters are for dense"),
+        (
+            "--lora-rank 4 --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --num-layers 2",
+            "--lora-rank 4 with --experimental-attention-variant is not supported: projections of linear attention",
+        ),
         ("--lora-rank 4 --mtp-num-layers 1", "--lora-rank 4 with --mtp-num-layers is not supported: modules behind"),
         (
             "--lora-rank 4 --transformer-impl transformer_engine",

@@ -122,7 +122,8 @@ def test_checkpoints_know_what_is_on() -> None:
     """What is off is not there, as in checkpoints from before."""
     plain = identity("")
     assert not CHOICES & plain.keys()
-    assert identity(FEATURES).keys() | identity(YARN).keys() >= CHOICES
+    windows = "--window-size 7,0 --window-rotary-base 1000 --apply-layernorm-1p"
+    assert set().union(*map(identity, (FEATURES, YARN, windows))) >= CHOICES
     assert identity("--no-rope-freq 2") == identity("--no-rope-freq [0,1]*2")
     assert identity("--no-rope-freq 0") == identity("--rotary-seq-len-interpolation-factor 1") == plain
 

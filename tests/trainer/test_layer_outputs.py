@@ -56,6 +56,10 @@ def test_a_run_with_another_factor_is_refused(change, says, saved_by):
             "--softmax-scale 0.1 --transformer-impl transformer_engine",
             "--softmax-scale 0.1 with --transformer-impl transformer_engine is not supported: it is for local layers",
         ),
+        (
+            "--sandwich-norm --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --num-layers 2",
+            "--sandwich-norm with --experimental-attention-variant is not supported: it was checked with plain",
+        ),
         ("--geglu", "--geglu and --swiglu both say what the MLP computes: give one of them"),
         ("--window-rotary-base 1000", "--window-rotary-base 1000 is for layers with a window, and there are none"),
         ("--residual-multiplier 0", "--residual-multiplier is 0.0, it must be greater than 0"),

@@ -20,7 +20,8 @@ OUTPUTS = ("log_probs", "entropies", "values")
 RESERVED = (*OUTPUTS, "num_tokens")
 
 GivenColumns = Mapping[str, Sequence[Any]]
-"""Name -> for each sample, in the caller's order: [S] values, one for each response, or a single one.
+"""Name -> for each sample, in the caller's order: [S] values, one for each response, or a single one; or one value for
+each response of all samples, such as `Found.sums`.
 
 The value at place i belongs to the label at place i, which follows token i. On all ranks the same.
 """
@@ -54,10 +55,12 @@ class Columns:
                     "rename it",
                     column=name,
                 )
+            if len(values) == rows.num_responses != len(rows.samples):
+                values = np.split(np.asarray(values), rows.first_responses[1:-1])
             if len(values) != len(rows.samples):
                 raise DataError(
-                    f"column {name!r} has values of {len(values)} samples, the pass has {len(rows.samples)}: give each "
-                    "sample its own, in the order of the samples",
+                    f"column {name!r} has {len(values)} entries, the pass {len(rows.samples)} samples of "
+                    f"{rows.num_responses} responses: give one for each sample, in the order of the samples",
                     column=name,
                 )
             arrays = [_values(name, row, value) for row, value in enumerate(values)]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.data.micro_batches import micro_batches
@@ -31,6 +32,25 @@ def label_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) ->
         "log_probs": every.gather(-1, labels[..., None])[..., 0],
         "entropies": -(every.exp() * every).sum(-1),
     }
+
+
+def head_log_probs(
+    hidden: Tensor, head: Callable[[Tensor], Tensor], labels: Tensor, chunk_tokens: int, temperature: float = 1.0
+) -> dict[str, Tensor]:
+    """Return `label_log_probs` of head(hidden) over chunks of tokens, whose logits backward computes again.
+
+    Args:
+        hidden: [1, T, H].
+        head: hidden states [1, t, H] -> logits [1, t, words].
+        chunk_tokens: most tokens whose logits exist at once, at least 1.
+    """
+
+    def of_chunk(part: Tensor, of_part: Tensor) -> dict[str, Tensor]:
+        return label_log_probs(head(part), of_part, temperature)
+
+    parts = zip(hidden.split(chunk_tokens, 1), labels.split(chunk_tokens, 1), strict=True)
+    chunks = [checkpoint(of_chunk, *part, use_reentrant=False) for part in parts]
+    return {name: torch.cat([chunk[name] for chunk in chunks], dim=1) for name in chunks[0]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ LENGTHS = (1, 2, 17, 64, 127, 128, 129, 200, 300, 512, 700)
 def dense(sample: Sample) -> np.ndarray:
     """Return [token, key] -> whether it is seen."""
     seen = np.zeros((sample.seqlen, sample.seqlen), bool)
-    for token, (begin, end, second, last) in enumerate((sample.mask or CAUSAL).key_ranges(sample.seqlen).tolist()):
-        seen[token, begin:end] = True
-        seen[token, second:last] = True
+    for token, ranges in enumerate((sample.mask or CAUSAL).key_ranges(sample.seqlen).tolist()):
+        for begin, end in zip(ranges[::2], ranges[1::2], strict=True):
+            seen[token, begin:end] = True
     return seen
 
 
