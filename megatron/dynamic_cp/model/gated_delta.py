@@ -12,7 +12,7 @@ from torch.nn.functional import silu, softplus
 
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.model.linear_attention import LinearAttentionLayer
+from megatron.dynamic_cp.model.linear_attention import TOGETHER, LinearAttentionLayer
 from megatron.dynamic_cp.model.norm import TorchNorm
 
 
@@ -41,7 +41,6 @@ class DynamicCPGatedDelta(LinearAttentionLayer):
         return {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
 
     def _attended(self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams) -> Tensor:
-        qkv = torch.cat([sections[name] for name in self.CONVOLVED], dim=-1)
         alpha = sections["alpha"]
         exact = torch.promote_types(alpha.dtype, torch.float32)
         decay = -self.A_log.exp() * softplus(alpha.to(exact) + self.dt_bias)
@@ -49,6 +48,6 @@ class DynamicCPGatedDelta(LinearAttentionLayer):
         def attend(*given: Tensor) -> Tensor:
             return gated_delta_net_thd(*given, params, self.sizes)
 
-        found = self._core(attend, qkv, sections["beta"].sigmoid(), decay, self.conv1d.weight)
+        found = self._core(attend, sections[TOGETHER], sections["beta"].sigmoid(), decay, self.conv1d.weight)
         z = sections["z"].unflatten(-1, (self.sizes.num_heads, -1))
         return (self.out_norm(found) * silu(z.to(exact))).to(found.dtype).flatten(1)

@@ -28,6 +28,8 @@ from megatron.dynamic_cp.groups.model_groups import check_groups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 Offsets = tuple[tuple[int, int, int], ...]
+TOGETHER = "convolved"
+"""Of a token's sections those together that are convolved."""
 DECAY_RANGE = 1.0, 16.0
 """Of which decay rates are drawn, as in megatron-core."""
 
@@ -54,6 +56,10 @@ class LinearAttentionLayer(MegatronModule):
         self.sizes = attention.of_rank(self.tp_size)
         self.rows = self._sections()
         self.channels = {name: self.rows[name] for name in self.CONVOLVED}
+        # What is convolved follows each other: no copy of it is needed.
+        others = [(name, rows) for name, rows in self.rows.items() if name not in self.channels]
+        first = list(self.rows).index(self.CONVOLVED[0])
+        self._parts = dict([*others[:first], (TOGETHER, sum(self.channels.values())), *others[first:]])
         self.in_proj = ColumnParallelLinear(
             config.hidden_size,
             sum(self.rows.values()) * self.tp_size,
@@ -93,7 +99,7 @@ class LinearAttentionLayer(MegatronModule):
         if not isinstance(packed_seq_params, DynamicPackedSeqParams):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
         projected, _ = self.in_proj(hidden_states)
-        sections = dict(zip(self.rows, projected.squeeze(1).split(list(self.rows.values()), dim=-1), strict=True))
+        sections = dict(zip(self._parts, projected.squeeze(1).split(list(self._parts.values()), dim=-1), strict=True))
         found = self._attended(sections, packed_seq_params)
         output: tuple[Tensor, Tensor | None] = self.out_proj(found.unsqueeze(1))
         return output
@@ -103,7 +109,11 @@ class LinearAttentionLayer(MegatronModule):
         raise NotImplementedError
 
     def _attended(self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams) -> Tensor:
-        """Return what heads find, gated and normalized, [T, heads * value width], of sections [T, rows]."""
+        """Return what heads find, gated and normalized, [T, heads * value width], of sections [T, rows].
+
+        Args:
+            sections: those that are not convolved by their names, the others as TOGETHER.
+        """
         raise NotImplementedError
 
     def _core(self, attend: Callable[..., Tensor], *given: Tensor) -> Tensor:

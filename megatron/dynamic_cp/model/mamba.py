@@ -15,7 +15,7 @@ from torch.nn.functional import silu, softplus
 
 from megatron.dynamic_cp.attention.linear.thd import mamba2_thd
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.model.linear_attention import LinearAttentionLayer, Offsets, sharded_by_rows
+from megatron.dynamic_cp.model.linear_attention import TOGETHER, LinearAttentionLayer, Offsets, sharded_by_rows
 
 STEP_RANGE = 0.001, 0.1
 """Of which steps dt are drawn, by their logarithm; and the norm's epsilon: as in megatron-core, which has no flags."""
@@ -38,7 +38,7 @@ class DynamicCPMamba(LinearAttentionLayer):
         return {"z": values, "x": values, "B": keys, "C": keys, "dt": self.sizes.num_heads}
 
     def _attended(self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams) -> Tensor:
-        convolved = torch.cat([sections[name] for name in self.CONVOLVED], dim=-1)
+        convolved = sections[TOGETHER]
         exact = torch.promote_types(convolved.dtype, torch.float32)
         steps = softplus(sections["dt"].to(exact) + self.dt_bias.to(exact))
 
