@@ -108,7 +108,7 @@ def _texts(value: dict[str, Any]) -> Question | None:
     Without a prompt it is what both answers begin with, up to a space before they differ.
     """
     prompt, chosen, rejected = (value.get(field) for field in (PROMPT, CHOSEN, REJECTED))
-    in_chat = {"conversations", "instruction"} & set(value)
+    in_chat = {"conversations", "instruction", "system"} & set(value)
     if not (isinstance(chosen, str) and isinstance(rejected, str)) or in_chat or not isinstance(prompt, str | None):
         return None
     if chosen == rejected:
