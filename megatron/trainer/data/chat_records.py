@@ -32,6 +32,8 @@ from megatron.trainer.data.json_text import (
 )
 
 MESSAGES, CONVERSATIONS, INSTRUCTION, OUTPUT = "messages", "conversations", "instruction", "output"
+ASKED = ("question", "query", "input")
+"""Names that others give a prompt."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_OF_SPEAKER = {
@@ -75,7 +77,9 @@ def preference_of(value: Mapping[str, Any]) -> list[list[Message]]:
     shared = common or prompt
     if answers[0] == answers[1] or not shared:
         why = "are the same" if shared else f"have no message in common and no {PROMPT!r} precedes them"
-        raise LineError(f": {CHOSEN!r} and {REJECTED!r} {why}: repair or remove the line")
+        asked = None if shared else next((field for field in ASKED if field in given), None)
+        remedy = f"rename {asked!r} to {PROMPT!r}" if asked else "repair or remove the line"
+        raise LineError(f": {CHOSEN!r} and {REJECTED!r} {why}: {remedy}")
     return [[*_with_system(given, unlearned(shared)), *answer[len(common) :]] for answer in answers]
 
 

@@ -173,6 +173,14 @@ BAD = {
         {"system": "Be brief.", "chosen": "Far? No.", "rejected": "Far? Yes."},
         "have no message in common and no 'prompt' precedes them",
     ),
+    "a prompt by another name": (
+        {"system": "Be brief.", "question": "Far?", "chosen": "It is not.", "rejected": "It is."},
+        "have no message in common and no 'prompt' precedes them: rename 'question' to 'prompt'",
+    ),
+    "texts that begin otherwise": (
+        {"chosen": "No.", "rejected": "Yes."},
+        "have no message in common and no 'prompt' precedes them: repair or remove the line",
+    ),
     "no answer": ({"prompt": PROMPT, "chosen": PROMPT[1:], "rejected": [YES]}, "has no assistant message to learn"),
     "role": ({"prompt": "?", "chosen": [{"role": "me", "content": ""}], "rejected": [YES]}, "message 1 has role 'me'"),
     "a short prompt": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "its prompt has 1 tokens, at least 2"),
