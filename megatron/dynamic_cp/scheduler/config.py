@@ -10,7 +10,9 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import RECOMPUTE_MODULES, DataParallel, ModelShape, RecomputedLayers
+from megatron.dynamic_cp.flags import linear_attention
 from megatron.dynamic_cp.flags.experts import experts_of
 from megatron.dynamic_cp.flags.latent_attention import is_on, qk_width, shape_of
 from megatron.dynamic_cp.flags.pipeline_layers import pipeline_layers
@@ -36,8 +38,12 @@ def model_of(config: Any) -> ModelShape:
     Without a vocabulary in the configuration or in Megatron-LM's arguments the LM head is left out.
 
     Raises:
-        DynamicCPError: windows, latents or layers of stages that the planner does not know.
+        DynamicCPError: windows, latents, linear attention or layers of stages that the planner does not know.
     """
+    if getattr(config, "is_hybrid_model", False) and not linear_attention.pattern_of(config):
+        raise UnsupportedFeatureError(
+            "is_hybrid_model is true, and the configuration has no hybrid_override_pattern: give the model to job_of()"
+        )
     windows, latents = windows_of(config), is_on(config)
     return ModelShape(
         num_layers=config.num_layers,
@@ -62,6 +68,7 @@ def model_of(config: Any) -> ModelShape:
         mtp_num_layers=getattr(config, "mtp_num_layers", None) or 0,
         source="configuration of the framework",
         **shape_of(config),
+        **linear_attention.shape_of(config),
     )
 
 

@@ -71,7 +71,10 @@ class Job:
             model=self.model,
             hardware=self.hardware,
             options=PlanOptions(
-                max_tokens_per_rank=max_tokens_per_rank, min_cp_size=min_cp_size, **{"search": "fast", **self.options}
+                max_tokens_per_rank=max_tokens_per_rank,
+                min_cp_size=min_cp_size,
+                state_exchange="heads",  # what frameworks do with linear attention
+                **{"search": "fast", **self.options},
             ),
             data_parallel=self.data_parallel,
         )

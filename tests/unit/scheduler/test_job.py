@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamic_cp import ModelShape, load_hardware, load_model
-from dynamic_cp.errors import DynamicCPError
+from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from dynamic_cp.types import DataParallel, RecomputedLayers, Topology
 from megatron.dynamic_cp.scheduler import config as of_config
 from megatron.dynamic_cp.scheduler.job import HARDWARE, MODEL, PP, TP, job_of, job_of_environment
@@ -83,6 +83,20 @@ def test_a_configuration_says_windows_latents_modules_and_stages() -> None:
     experts = of_config.model_of(configuration(num_moe_experts=8, moe_router_topk=2)).experts
     assert experts is not None
     assert (experts.num_experts, experts.topk) == (8, 2)
+
+
+def test_a_configuration_says_linear_attention_whose_heads_frameworks_exchange() -> None:
+    delta = {"linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128}
+    delta |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "linear_attention_freq": 4}
+    config = configuration(experimental_attention_variant="gated_delta_net", **delta)
+    model = of_config.model_of(config)
+    assert model.linear_layers == ((True, True, True, False) * 7)
+    assert model.linear_attention is not None
+    assert model.linear_attention.num_heads == 32
+    problem = job_of(config, hardware="h100").problem(8, 1024)
+    assert problem.options.state_exchange == "heads"
+    with pytest.raises(UnsupportedFeatureError, match="no hybrid_override_pattern"):
+        of_config.model_of(configuration(is_hybrid_model=True))
 
 
 @pytest.mark.parametrize(
