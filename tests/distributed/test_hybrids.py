@@ -40,6 +40,7 @@ BY_NIGHT = {
         "dp4_states": Layout(4, variant=kind, states="states"),
         "dp4_ep2": Layout(4, ep=2, variant=with_experts, distributed_optimizer=True),
         "six_lanes": Layout(6, variant=kind),
+        "dp8": Layout(8, variant=kind, distributed_optimizer=True, overlap_grad_reduce=True),
         "six_lanes_ep2": Layout(6, ep=2, variant=with_experts, config=SELECTIVE_RECOMPUTE),
         "dp2_full_recompute": Layout(2, variant=with_experts, config=FULL_RECOMPUTE),
         "tp2_sp": Layout(2, tp=2, sp=True, variant=kind, config=SELECTIVE_RECOMPUTE),
