@@ -24,15 +24,14 @@ from megatron.trainer.data.chat_records import (
     MESSAGES,
     called,
     calls_of,
-    checked,
     has_mark,
     messages_of,
     preference_of,
+    prompt_of,
     tools_of,
     unlearned,
 )
 from megatron.trainer.data.json_text import (
-    PROMPT,
     RESPONSES,
     LineError,
     check_prompt,
@@ -69,8 +68,7 @@ def parse_chats(line: bytes) -> Chats:
     tools = tools_of(value)
     if RESPONSES in value:
         question = question_of(value, MESSAGES)
-        given = [{"role": "user", "content": question.prompt}] if isinstance(question.prompt, str) else question.prompt
-        shared = unlearned(checked(given, PROMPT, "a text, or at least one message, is needed"))
+        shared = unlearned(prompt_of(value))
         chats = [[*shared, {"role": "assistant", "content": response}] for response in question.responses]
         if has_mark([*question.responses]):
             raise LineError(f": field {RESPONSES!r} has the noncharacter U+FDD0, U+FDD1 or U+FDD2: remove it")

@@ -1,14 +1,15 @@
 """Records as public chat data have them, as messages.
 
-    {"messages": [{"role", "content"}, ...]}                  OpenAI; as they are
-    {"conversations": [{"from", "value"}, ...], "system"}     ShareGPT
-    {"prompt", "completion"}                                  texts or messages; the completion is learned
-    {"instruction", "input", "output", "system", "history"}   Alpaca
-    {"prompt", "chosen", "rejected"}                          a preference: `preferences`; instead of the prompt what
-                                                              precedes the answer in the other forms, or nothing where
-                                                              both chats begin with it
+    {"messages": [{"role", "content"}, ...]}        OpenAI; as they are
+    {"conversations": [{"from", "value"}, ...]}     ShareGPT
+    {"prompt", "completion"}                        texts or messages; the completion is learned
+    {"instruction", "input", "output", "history"}   Alpaca
+    {"prompt", "chosen", "rejected"}                a preference: `preferences`; instead of the prompt what precedes
+                                                    the answer in the other forms, or nothing where both chats begin
+                                                    with it
 
-A null is taken for a field that is missing, as tables have it. A new form is a row of `FORMS` or `PREFERENCES`.
+In all but the first a field "system" stands before the others. A null is taken for a field that is missing, as tables
+have it. A new form is a row of `FORMS` or `PREFERENCES`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from megatron.trainer.data.json_text import (
 )
 
 MESSAGES, CONVERSATIONS, INSTRUCTION, OUTPUT = "messages", "conversations", "instruction", "output"
+ASKED = ("question", "query", "input")
+"""Names that others give a prompt."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_OF_SPEAKER = {
@@ -54,7 +57,8 @@ def messages_of(value: Mapping[str, Any]) -> list[Message]:
     if MESSAGES in given:
         return FORMS[MESSAGES,](given)
     refuse_preferences(given)
-    return FORMS[_form(given, FORMS, f"--sft reads chats ({words(_READ)}); leave it out for text")](given)
+    form = _form(given, FORMS, f"--sft reads chats ({words(_READ)}); leave it out for text")
+    return _with_system(given, FORMS[form](given))
 
 
 def preference_of(value: Mapping[str, Any]) -> list[list[Message]]:
@@ -66,14 +70,33 @@ def preference_of(value: Mapping[str, Any]) -> list[list[Message]]:
     given = without_nulls(value)
     fields = _form(given, PREFERENCES, f"preferences are read ({words(PREFERENCES)})")
     answers = [_answer(given, field) for field in (CHOSEN, REJECTED)]
-    prompt, num_shared = PREFERENCES[fields](given), 0
-    if fields == (CHOSEN, REJECTED) or isinstance(given.get(PROMPT), str):
-        num_shared = len([*takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False))])
-    shared = answers[0][:num_shared] or prompt
+    prompt = PREFERENCES[fields](given)
+    common = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False))]
+    if prompt and not _is_asked_in(common, prompt, is_text=isinstance(given.get(PROMPT), str)):
+        common = []
+    shared = common or prompt
     if answers[0] == answers[1] or not shared:
         why = "are the same" if shared else f"have no message in common and no {PROMPT!r} precedes them"
-        raise LineError(f": {CHOSEN!r} and {REJECTED!r} {why}: repair or remove the line")
-    return [[*unlearned(shared), *answer[num_shared:]] for answer in answers]
+        asked = None if shared else next((field for field in ASKED if field in given), None)
+        remedy = f"rename {asked!r} to {PROMPT!r}" if asked else "repair or remove the line"
+        raise LineError(f": {CHOSEN!r} and {REJECTED!r} {why}: {remedy}")
+    return [[*_with_system(given, unlearned(shared)), *answer[len(common) :]] for answer in answers]
+
+
+def prompt_of(value: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of a record's prompt, its system message before them.
+
+    Raises:
+        LineError: the prompt is neither a text nor messages.
+    """
+    return _with_system(value, _prompt(value))
+
+
+def _is_asked_in(common: Sequence[Message], prompt: Sequence[Message], *, is_text: bool) -> bool:
+    """Return whether what both chats of a preference begin with has the prompt; a text may be written otherwise."""
+    if not common or common[0]["role"] == "assistant":
+        return False
+    return is_text or all(message in common for message in prompt)
 
 
 def without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,8 +258,7 @@ def _chat(value: Mapping[str, Any]) -> list[Message]:
 
 def _conversations(value: Mapping[str, Any]) -> list[Message]:
     needed = "at least one question and one answer are needed"
-    messages = checked(_all_spoken(value[CONVERSATIONS]), CONVERSATIONS, needed)
-    return _system(value, messages) + messages
+    return checked(_all_spoken(value[CONVERSATIONS]), CONVERSATIONS, needed)
 
 
 def _completion(value: Mapping[str, Any]) -> list[Message]:
@@ -273,13 +295,12 @@ def unlearned(messages: Sequence[Message]) -> list[Message]:
 
 
 def _instruction(value: Mapping[str, Any]) -> list[Message]:
-    """Return the chat of an instruction, without its last answer where the record has no output."""
     for field in (INSTRUCTION, "input", OUTPUT):
         if not isinstance(value.get(field, ""), str):
             raise LineError(f": field {field!r} is a {type(value[field]).__name__}, not a string: repair the line")
     history = value.get("history") or []
-    pairs = [*history, (value[INSTRUCTION], value.get(OUTPUT, ""))]
-    messages = _system(value, [])
+    pairs = [*history, (value[INSTRUCTION], value[OUTPUT])]
+    messages = []
     for number, pair in enumerate(pairs, 1):
         if not isinstance(pair, (list, tuple)) or [type(text) for text in pair] != [str, str]:
             raise LineError(f": entry {number} of 'history' is {pair!r}: pairs of a question and an answer are needed")
@@ -287,19 +308,26 @@ def _instruction(value: Mapping[str, Any]) -> list[Message]:
         if number == len(pairs) and value.get("input"):
             question = f"{question}\n{value['input']}"
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return messages if OUTPUT in value else messages[:-1]
+    return messages
 
 
-def _system(value: Mapping[str, Any], messages: Sequence[Message]) -> list[Message]:
-    """Return the message of a record's field `system`, which stands before the others."""
+def _question(value: Mapping[str, Any]) -> list[Message]:
+    """Return the chat of an instruction up to its last answer, which stands elsewhere."""
+    if value.get(OUTPUT):
+        raise LineError(f" has {OUTPUT!r} beside {CHOSEN!r} and {REJECTED!r}: leave {OUTPUT!r} out")
+    return _instruction({**value, OUTPUT: ""})[:-1]
+
+
+def _with_system(value: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """Return messages behind that of a record's field `system`."""
     system = value.get("system")
-    if not system or (messages and messages[0]["role"] == "system" and messages[0]["content"] == system):
-        return []
+    if not system or (messages[0]["role"] == "system" and messages[0]["content"] == system):
+        return messages
     if not isinstance(system, str):
         raise LineError(f": field 'system' is a {type(system).__name__}, not a string: repair the line")
-    if messages and messages[0]["role"] == "system":
+    if messages[0]["role"] == "system":
         raise LineError(": field 'system' differs from the chat's own system message: leave one of them out")
-    return [{"role": "system", "content": system}]
+    return [{"role": "system", "content": system}, *messages]
 
 
 FORMS: Mapping[Fields, Callable[[Mapping[str, Any]], list[Message]]] = MappingProxyType(
@@ -317,7 +345,7 @@ PREFERENCES: Mapping[Fields, Callable[[Mapping[str, Any]], list[Message]]] = Map
         (CHOSEN, REJECTED): lambda _: [],
         (PROMPT, CHOSEN, REJECTED): _prompt,
         (CONVERSATIONS, CHOSEN, REJECTED): _conversations,
-        (INSTRUCTION, CHOSEN, REJECTED): _instruction,
+        (INSTRUCTION, CHOSEN, REJECTED): _question,
     }
 )
 """The fields of a preference -> the messages before its answers."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data.chat import ChatReader, parse_preference
 from megatron.trainer.data.chat_reader import build_chat_reader
-from megatron.trainer.data.chat_records import without_nulls
+from megatron.trainer.data.chat_records import ASKED, without_nulls
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.data_path import find_files
 from megatron.trainer.data.json_text import CHOSEN, PROMPT, REJECTED, LineError, Question, object_of_line
@@ -103,12 +103,12 @@ class _PairReader:
 
 
 def _texts(value: dict[str, Any]) -> Question | None:
-    """Return a preference of texts alone; None: it is a chat.
+    """Return a preference of texts alone; None: it is a chat, or none.
 
-    Without a prompt it is what both answers begin with, up to a space before they differ.
+    Without a prompt, by whatever name, it is what both answers begin with, up to a space before they differ.
     """
     prompt, chosen, rejected = (value.get(field) for field in (PROMPT, CHOSEN, REJECTED))
-    in_chat = {"conversations", "instruction"} & set(value)
+    in_chat = {"conversations", "instruction", "system", *ASKED * (prompt is None)} & set(value)
     if not (isinstance(chosen, str) and isinstance(rejected, str)) or in_chat or not isinstance(prompt, str | None):
         return None
     if chosen == rejected:
@@ -118,7 +118,7 @@ def _texts(value: dict[str, Any]) -> Question | None:
     pairs = enumerate(zip(chosen, rejected, strict=False))
     stop = next((place for place, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
     stop -= chosen[:stop].endswith(" ")
-    return Question(chosen[:stop], (chosen[stop:], rejected[stop:]))
+    return Question(chosen[:stop], (chosen[stop:], rejected[stop:])) if stop else None
 
 
 def _pair(document: Document) -> PreferencePair:

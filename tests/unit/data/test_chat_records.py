@@ -38,6 +38,10 @@ FORMS = {
     ),
     "conversations_in_openai's_words": ({"conversations": messages_of(AGAIN)}, AGAIN),
     "prompt_and_completion": ({"prompt": "Is it far?", "completion": "No."}, AGAIN[3:]),
+    "prompt_and_completion_with_system": (
+        {"system": "Be brief.", "prompt": AGAIN[1][1], "completion": AGAIN[2][1]},
+        QUESTION,
+    ),
     "messages_and_completion": (
         {"prompt": messages_of(QUESTION[:2]), "completion": messages_of(QUESTION[2:]), "label": None},
         QUESTION,

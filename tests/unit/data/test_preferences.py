@@ -46,6 +46,34 @@ FORMS = {
         {"instruction": "Is it", "input": "far?", "chosen": "No.", "rejected": "Yes, it is."},
         [{"role": "user", "content": "Is it\nfar?"}],
     ),
+    "alpaca and whole chats": (
+        {"instruction": "Is it far?", "output": "", "chosen": [*PROMPT[1:], NO], "rejected": [*PROMPT[1:], YES]},
+        PROMPT[1:],
+    ),
+    "texts and a system": (
+        {"system": "Be brief.", "prompt": "Is it far?", "chosen": "No.", "rejected": "Yes, it is."},
+        PROMPT,
+    ),
+    "messages and a system": (
+        {"system": "Be brief.", "prompt": PROMPT[1:], "chosen": [NO], "rejected": [YES]},
+        PROMPT,
+    ),
+    "whole chats and a system": (
+        {"system": "Be brief.", "chosen": [*PROMPT[1:], NO], "rejected": [*PROMPT[1:], YES]},
+        PROMPT,
+    ),
+    "a prompt that chats repeat": (
+        {"prompt": PROMPT, "chosen": [*PROMPT, NO], "rejected": [*PROMPT, YES]},
+        PROMPT,
+    ),
+    "the last question of whole chats": (
+        {"prompt": EARLIER[2:], "chosen": [*EARLIER, NO], "rejected": [*EARLIER, YES]},
+        EARLIER,
+    ),
+    "a system that chats follow": (
+        {"prompt": PROMPT[:1], "chosen": [*PROMPT[1:], NO], "rejected": [*PROMPT[1:], YES]},
+        PROMPT,
+    ),
 }
 
 
@@ -69,6 +97,15 @@ def test_every_form_has_the_tokens_of_its_two_chats(tmp_path, form):
         assert not learned[len(tokens) :].any()
         assert int(is_target.argmax()) == pair.prompt_length
         assert bytes(tokens[pair.prompt_length :].tolist()).decode() == answer["content"] + "<|im_end|>"
+
+
+@pytest.mark.parametrize("prompt", ["Is it far?", PROMPT[1:]])
+def test_answers_that_begin_alike_stay_behind_their_prompt(tmp_path, prompt):
+    chats = [[{"role": "assistant", "content": "Sure."}, *EARLIER[:1], answer] for answer in (NO, YES)]
+    (pair,) = pairs(tmp_path / "a.jsonl", {"prompt": prompt, "chosen": chats[0], "rejected": chats[1]})
+    alone, learned = tokens_of(reader_of(flags()), json.dumps({"messages": [*PROMPT[1:], *chats[0]]}).encode())
+    assert pair.chosen.tolist() == alone[: len(pair.chosen)].tolist()
+    assert pair.chosen_is_target.tolist() == learned[: len(pair.chosen)].tolist()
 
 
 @pytest.mark.parametrize(
@@ -123,6 +160,26 @@ BAD = {
     "two prompts": (
         {"prompt": PROMPT, "instruction": "x", "chosen": "a", "rejected": "b"},
         "has 'prompt' with 'chosen' with 'rejected' and 'instruction' with 'chosen' with 'rejected': leave one",
+    ),
+    "an output": (
+        {"instruction": "x", "output": "y", "chosen": "a", "rejected": "b"},
+        "has 'output' beside 'chosen' and 'rejected': leave 'output' out",
+    ),
+    "two systems": (
+        {"system": "Be long.", "prompt": PROMPT, "chosen": "a", "rejected": "b"},
+        "field 'system' differs from the chat's own system message",
+    ),
+    "a system alone": (
+        {"system": "Be brief.", "chosen": "Far? No.", "rejected": "Far? Yes."},
+        "have no message in common and no 'prompt' precedes them",
+    ),
+    "a prompt by another name": (
+        {"system": "Be brief.", "question": "Far?", "chosen": "It is not.", "rejected": "It is."},
+        "have no message in common and no 'prompt' precedes them: rename 'question' to 'prompt'",
+    ),
+    "texts that begin otherwise": (
+        {"chosen": "No.", "rejected": "Yes."},
+        "have no message in common and no 'prompt' precedes them: repair or remove the line",
     ),
     "no answer": ({"prompt": PROMPT, "chosen": PROMPT[1:], "rejected": [YES]}, "has no assistant message to learn"),
     "role": ({"prompt": "?", "chosen": [{"role": "me", "content": ""}], "rejected": [YES]}, "message 1 has role 'me'"),

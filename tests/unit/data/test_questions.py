@@ -42,7 +42,7 @@ TWO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "
 CHATS = [
     {"prompt": TWO, "responses": ["The river.", "ü" * 9, "x"]},
     {"messages": [*TWO, {"role": "assistant", "content": "The river."}]},
-    {"prompt": "Is it far?", "responses": ["No."]},
+    {"prompt": "Is it far?", "responses": ["No."], "system": "Be brief."},
     {"prompt": [*TWO, {"role": "assistant", "content": "The river."}, TWO[1]], "responses": ["I said it.", "Ask."]},
 ]
 
@@ -87,7 +87,7 @@ def apart(lines):
             yield from branches(line["turns"])
         elif "responses" in line:
             for response in line["responses"]:
-                yield {"prompt": line["prompt"], "responses": [response]}
+                yield line | {"responses": [response]}
         else:
             yield line
 
@@ -111,6 +111,7 @@ def as_chats(lines):
             continue
         prompt = line["prompt"]
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        prompt = [*TWO[:1] * ("system" in line), *prompt]
         shared = [one | {"weight": 0} if one["role"] == "assistant" else one for one in prompt]
         yield {"messages": [*shared, {"role": "assistant", "content": line["responses"][0]}]}
 
