@@ -51,7 +51,7 @@ MOST_LINES = {
     "megatron/lm_adaptor": 2730,  # refuses layers of linear attention
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1980,  # a model without adapters, and others than a run has
-    "megatron/trainer/data": 5550,  # preference pairs, in every form that people have them; trees of turns
+    "megatron/trainer/data": 5580,  # preference pairs, in every form that people have them, as samples; trees of turns
     "megatron/trainer/ending": 590,
     "megatron/trainer/flags": 1510,  # norms and factors; adapters; variables that a run on GPUs needs
     "megatron/trainer/loop": 500,  # peak memory of a run
