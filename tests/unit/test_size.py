@@ -44,7 +44,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/outside": 1190,  # the loops of transformers and TRL
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
-    "megatron/dynamic_cp/post_training": 1320,  # columns, results in order, a socket for losses, a value head
+    "megatron/dynamic_cp/post_training": 1400,  # columns, results in order, losses tried first, a value head
     "megatron/dynamic_cp/repairs": 780,  # a TransformerEngine that cannot be imported; checkpoints of halves of weights
     "megatron/dynamic_cp/scheduler": 860,  # the planner for other frameworks
     "megatron/dynamic_cp/step": 800,  # a micro-batch without its loss, for passes of post-training
