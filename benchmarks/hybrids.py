@@ -153,7 +153,7 @@ def _exchanges(job: SweepJob, setting: Setting) -> tuple[tuple[float, ...], int,
 
 def planning_s(name: str, lengths: str, topology: Topology) -> float:
     """Return the CPU seconds of a plan, the least of some."""
-    batch = job_of(name, lengths, 1).batches[0]
+    batch = job_of(name, lengths, topology.world_size // NUM_GPUS).batches[0]
     options = PlanOptions(max_tokens_per_rank=20480, recompute="selective", cp_comm_types=CP_COMM_TYPES)
     problem = Problem(topology=topology, model=model_of(name), hardware=load_hardware("h100"), options=options)
     taken = []

@@ -44,14 +44,14 @@ MOST_LINES = {
     "megatron/dynamic_cp/outside": 1190,  # the loops of transformers and TRL
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
-    "megatron/dynamic_cp/post_training": 1320,  # columns, results in order, a socket for losses, a value head
+    "megatron/dynamic_cp/post_training": 1400,  # columns, results in order, losses tried first, a value head
     "megatron/dynamic_cp/repairs": 780,  # a TransformerEngine that cannot be imported; checkpoints of halves of weights
     "megatron/dynamic_cp/scheduler": 860,  # the planner for other frameworks
     "megatron/dynamic_cp/step": 800,  # a micro-batch without its loss, for passes of post-training
     "megatron/lm_adaptor": 2730,  # refuses layers of linear attention
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1980,  # a model without adapters, and others than a run has
-    "megatron/trainer/data": 5550,  # preference pairs, in every form that people have them; trees of turns
+    "megatron/trainer/data": 5580,  # preference pairs, in every form that people have them, as samples; trees of turns
     "megatron/trainer/ending": 590,
     "megatron/trainer/flags": 1510,  # norms and factors; adapters; variables that a run on GPUs needs
     "megatron/trainer/loop": 500,  # peak memory of a run
