@@ -32,7 +32,7 @@ MOST_LINES = {
     "dynamic_cp/types": 3680,  # adapters; linear attention, and which layers of a hybrid have it; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
-    "megatron/dynamic_cp/attention": 5820,  # linear attention of a pack over lanes, in two ways
+    "megatron/dynamic_cp/attention": 5900,  # linear attention of a pack over lanes, in two ways
     "megatron/dynamic_cp/calibration": 1500,  # states of linear attention; attention against float64, for a first day
     "megatron/dynamic_cp/data": 1280,  # buckets of a lane without their tokens, for others to ask; trees of turns
     "megatron/dynamic_cp/flags": 2920,  # norms and factors; adapters; losses over chunks of tokens
