@@ -1,10 +1,13 @@
 """What dynamic CP gives hybrids: each policy at its own fastest layout of a sweep, and what the choice of states adds.
 
-    python -m benchmarks.hybrids                                    # all lines, an hour of one core
-    python -m benchmarks.hybrids --models qwen3-next-80b-a3b --gpus 64 --json runs/hybrids.json
+    python -m benchmarks.hybrids                     # all lines, ten minutes of one core
+    python -m benchmarks.hybrids --models qwen3-next-80b-a3b --json runs/hybrids.json
+    python -m benchmarks.hybrids --planning          # what planning takes, over that of the twins
 
-Modelled on H100 (docs/hybrids.md). Of each model there is also its twin with attention in every layer and the same
-other sizes. Gains are ratios of the sums over the batches; in brackets those of single batches.
+Modelled on H100 (docs/hybrids.md): 64 GPUs, each policy at its own fastest setting, and 512 with a batch eight times as
+large, each at the fastest of its two best settings of 64, the dynamic one also at those of the others. The twin of a
+model has attention in every layer and the same other sizes. Gains are ratios of the sums over the batches; in brackets
+those of single batches.
 """
 
 from __future__ import annotations
@@ -13,9 +16,8 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dynamic_cp.cli.tuned import exchanges_tried
 from dynamic_cp.comparison.job import SweepJob
@@ -24,8 +26,9 @@ from dynamic_cp.models import hugging_face
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.setting import Setting
-from dynamic_cp.sweep import Space, sweep
-from dynamic_cp.types import DataParallel, ModelShape, Sample
+from dynamic_cp.sweep import Point, Space, evaluate, sweep
+from dynamic_cp.sweep.evaluate import fastest_first
+from dynamic_cp.types import CP_COMM_TYPES, DataParallel, ModelShape, PlanOptions, Problem, Sample, Topology
 
 QWEN3_5_9B = {
     "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
@@ -35,8 +38,9 @@ QWEN3_5_9B = {
 MODELS = ("qwen3.5-9b", "qwen3-next-80b-a3b", "nemotron-3-nano")
 LENGTHS = ("github", "sft_longalign")
 MAX_SEQLEN = 131072
-SIZES = {64: (256, 4), 512: (1024, 2)}
-"""GPUs -> (samples of a batch, batches)."""
+NUM_GPUS, TIMES = 64, 8
+NUM_SAMPLES, NUM_BATCHES = 256, (4, 2)
+"""Samples of a batch on so many GPUs; batches on these, and on TIMES as many."""
 STATIC, POLICIES = ("balanced", "static"), ("dynamic", "balanced", "static", "megatron-dev")
 
 
@@ -87,11 +91,12 @@ def model_of(name: str) -> ModelShape:
     return model if plain == name else replace(model, linear_attention=None, linear_attention_freq=0)
 
 
-def measure(name: str, lengths: str, gpus: int) -> Line:
-    """Return a line of the table."""
-    num_samples, num_batches = SIZES[gpus]
-    drawn = [draw_lengths(lengths, num_samples, seed, MAX_SEQLEN) for seed in range(num_batches)]
-    job = SweepJob(
+def job_of(name: str, lengths: str, times: int) -> SweepJob:
+    """Return the job of `times` as many GPUs and samples."""
+    drawn = [
+        draw_lengths(lengths, times * NUM_SAMPLES, seed, MAX_SEQLEN) for seed in range(NUM_BATCHES[min(times - 1, 1)])
+    ]
+    return SweepJob(
         batches=tuple(
             tuple(Sample(sample_id=index, seqlen=int(seqlen)) for index, seqlen in enumerate(one)) for one in drawn
         ),
@@ -100,13 +105,34 @@ def measure(name: str, lengths: str, gpus: int) -> Line:
         hardware=load_hardware("h100"),
         data_parallel=DataParallel(overlap_grad_reduce=True, overlap_param_gather=True),
     )
-    space = Space(num_gpus=gpus, exchanges=exchanges_tried(None, job.model))
-    best = sweep(space, job, policies=POLICIES, with_other_prices=False).best
+
+
+def measure(name: str, lengths: str) -> list[Line]:
+    """Return the lines of the table for a model and a workload."""
+    job = job_of(name, lengths, 1)
+    space = Space(num_gpus=NUM_GPUS, exchanges=exchanges_tried(None, job.model))
+    found = sweep(space, job, policies=POLICIES, with_other_prices=False)
+    larger, best = job_of(name, lengths, TIMES), {}
+    for policy, one in found.policies.items():
+        settings = [_larger(point.setting) for point in (one.best, one.next_best) if point is not None]
+        if policy == "dynamic":  # as in the sweep
+            settings += [_larger(replace(other, policy=policy, static_cp_size=None)) for other in found.settings]
+        points = [point for point in (evaluate(setting, larger) for setting in settings) if isinstance(point, Point)]
+        if points:
+            best[policy] = fastest_first(points)[0]
+    return [_line(name, lengths, job, found.best), _line(name, lengths, larger, best)]
+
+
+def _larger(setting: Setting) -> Setting:
+    return replace(setting, topology=replace(setting.topology, num_lanes=TIMES * setting.topology.num_lanes))
+
+
+def _line(name: str, lengths: str, job: SweepJob, best: Mapping[str, Point]) -> Line:
     by_heads, num_states, num_shared = _exchanges(job, best["dynamic"].setting)
     return Line(
         model=name,
         lengths=lengths,
-        gpus=gpus,
+        gpus=best["dynamic"].setting.topology.world_size,
         batches_s={policy: point.batches_s for policy, point in best.items()},
         by_heads_s=by_heads,
         layouts={policy: f"{one.setting.layout}, {one.setting.recompute}" for policy, one in best.items()},
@@ -125,27 +151,55 @@ def _exchanges(job: SweepJob, setting: Setting) -> tuple[tuple[float, ...], int,
     return tuple(seconds), sum(bucket.exchanges_states for bucket in shared), len(shared)
 
 
+def planning_s(name: str, lengths: str, topology: Topology) -> float:
+    """Return the CPU seconds of a plan, the least of some."""
+    batch = job_of(name, lengths, topology.world_size // NUM_GPUS).batches[0]
+    options = PlanOptions(max_tokens_per_rank=20480, recompute="selective", cp_comm_types=CP_COMM_TYPES)
+    problem = Problem(topology=topology, model=model_of(name), hardware=load_hardware("h100"), options=options)
+    taken = []
+    for _ in range(7):
+        started = time.process_time()
+        plan_problem(problem, batch)
+        taken.append(time.process_time() - started)
+    return min(taken)
+
+
+def print_planning() -> None:
+    """Print what planning of a dense hybrid takes over that of its twin, in one run."""
+    total = dict.fromkeys((MODELS[0], f"full {MODELS[0]}"), 0.0)
+    for lanes, pp_size in ((32, 1), (256, 1), (64, 4), (128, 2)):
+        topology = Topology(num_lanes=lanes, tp_size=2, pp_size=pp_size, sequence_parallel=True)
+        for lengths in LENGTHS:
+            each = {name: planning_s(name, lengths, topology) for name in total}
+            total = {name: total[name] + each[name] for name in total}
+            ours, theirs = each.values()
+            print(f"{lanes} lanes, PP {pp_size}, {lengths}: {1e3 * ours:.1f} ms over {1e3 * theirs:.1f} ms", flush=True)
+    ours, theirs = total.values()
+    print(f"all together {ours / theirs:.3f}")
+
+
 def main() -> None:
-    """Print a line for each model, workload and number of GPUs."""
+    """Print two lines for each model and workload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=[*MODELS, *(f"full {name}" for name in MODELS[:2])])
+    parser.add_argument("--models", nargs="+", default=[*MODELS, f"full {MODELS[0]}"])
     parser.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=LENGTHS)
-    parser.add_argument("--gpus", nargs="+", type=int, default=list(SIZES), choices=SIZES)
+    parser.add_argument("--planning", action="store_true", help="measure what planning takes instead")
     parser.add_argument("--json", help="write the seconds of all batches and the layouts here")
     given = parser.parse_args()
+    if given.planning:
+        print_planning()
+        return
     print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER), flush=True)
-    lines: list[dict[str, Any]] = []
-    for gpus in given.gpus:
+    lines: list[Line] = []
+    for name in given.models:
         for lengths in given.lengths:
-            for name in given.models:
-                started = time.process_time()
-                line = measure(name, lengths, gpus)
+            for line in measure(name, lengths):
                 print("| " + " | ".join(line.row()) + " |", flush=True)
-                lines.append({**line.__dict__, "cpu_s": time.process_time() - started})
-                if given.json:
-                    os.makedirs(os.path.dirname(given.json) or ".", exist_ok=True)
-                    with open(given.json, "w", encoding="utf-8") as file:
-                        json.dump(lines, file, indent=1)
+                lines.append(line)
+            if given.json:
+                os.makedirs(os.path.dirname(given.json) or ".", exist_ok=True)
+                with open(given.json, "w", encoding="utf-8") as file:
+                    json.dump([line.__dict__ for line in lines], file, indent=1)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 torchrun --nproc-per-node 4 examples/dpo.py [PICTURE.svg]
 
 Direct preference optimization of a small GPT on 4 CPU ranks (gloo): 24 prompts of 8 to 300 words, each with a chosen
-response that goes on counting and a rejected one that does not. A pair is one sample with its prompt there once. The
-whole run is done twice, with dynamic CP and with the static CP size that the longest pair needs. Losses are equal, the
-margin grows, and a picture (default: runs/dpo.svg) shows where time goes.
+response that goes on counting and a rejected one that does not. A pair is one sample with its prompt there once, as
+`PreferencePair.sample` makes it of your records. The whole run is done twice, with dynamic CP and with the static CP
+size that the longest pair needs. Losses are equal, the margin grows, and a picture (default: runs/dpo.svg) shows where
+time goes.
 """
 
 import sys

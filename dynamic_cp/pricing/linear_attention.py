@@ -13,8 +13,9 @@ Backward, core products are BACKWARD_OVER_FORWARD times those forward. States: f
 in a pass of the kernel of its own (`again`); backward computes the kernel's backward pass twice, once for the gradients
 of the states before chunks.
 
-Limits: a kernel walks through the chunks of a sample one after the other, with heads and samples as its only
-parallelism; how far that lowers its rate for few heads is not known, nor priced.
+Limits: of composing states only the FLOPs are priced, not the few launches for each doubling of the chunks. A kernel
+walks through the chunks of a sample one after the other, with heads and samples as its only parallelism; how far that
+lowers its rate for few heads is not known, nor priced.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class StageLinearAttention:
         sizes = self.sizes
         core, summary = self._core_s(sizes.core_flops), self._core_s(sizes.summary_flops)
         computed = core + summary, 2 * BACKWARD_OVER_FORWARD * core
-        composing = self._core_s(CHUNKS_PER_LANE * sizes.composing_flops)
+        composing = self._core_s(sizes.composing_flops(cp_size))
         halo = sizes.halo_bytes(cp_size, self._element_bytes.exchanged)
         states = [sizes.states_bytes(cp_size, backward=backward) for backward in (False, True)]
         latency = Linear(3 * self._latency_s)

@@ -142,10 +142,14 @@ class LinearAttention:
             return self.core_flops
         return replace(self, value_size=self.value_size + self.key_size).core_flops
 
-    @property
-    def composing_flops(self) -> int:
-        """FLOPs of carrying states over one chunk."""
-        return 2 * self.num_heads * self.key_size * self.value_size * (self.key_size if self.has_delta_rule else 1)
+    def composing_flops(self, num_lanes: int) -> int:
+        """Return the FLOPs of a lane for a sample where states are exchanged: carrying states over all chunks, for its
+        share of the heads, in log2(chunks) steps that carry transitions as well.
+        """
+        num_steps = (CHUNKS_PER_LANE * num_lanes - 1).bit_length()
+        states = 2 * self.num_heads * self.key_size * self.value_size * (self.key_size if self.has_delta_rule else 1)
+        transitions = 2 * self.num_heads * self.key_size**3 if self.has_delta_rule else self.num_heads
+        return CHUNKS_PER_LANE * num_steps * (states + transitions)
 
     # Bytes.
 

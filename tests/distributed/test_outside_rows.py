@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from dynamic_cp.errors import DataError
+from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.types import PlanOptions
+from megatron.dynamic_cp.data.turns import Turn, tree_of_turns
 from megatron.dynamic_cp.outside import IGNORED, PlannedCollator, documents_of
 
 needs_transformers = pytest.mark.skipif(
@@ -158,6 +159,31 @@ def test_what_cannot_be_honoured_is_refused_by_name(case: str) -> None:
         documents_of(5, row)
     assert str(caught.value).startswith("sample 5")
     assert says in str(caught.value)
+
+
+BAD_TURNS: dict[str, tuple[dict[str, Any], str]] = {
+    "a text": ({"tokens": [1, 2], "learned": "no"}, "turn: a turn has tokens of int64 and 'learned' of <U2 ('no')"),
+    "weights": ({"tokens": [1, 2], "learned": [0.5, 0.5]}, "'learned' of float64 ([0.5, 0.5])"),
+    "two": ({"tokens": [1, 2], "learned": 2}, "'learned' of int64 (2): tokens are whole numbers, 'learned' is true or"),
+    "parts of tokens": ({"tokens": [1.5, 2]}, "tokens of float64"),
+    "a number of children": ({"tokens": [1, 2], "children": 5}, "give 'tokens', and maybe 'learned' and 'children', a"),
+    "no tokens": ({"tokens": [1, 2], "children": [{"tokens": None, "learned": True}]}, "turn.1 has 'learned': give"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TURNS)
+def test_a_turn_that_is_none_is_refused_by_name(case: str) -> None:
+    turn, says = BAD_TURNS[case]
+    with pytest.raises(InvalidInputError) as caught:
+        Turn.read(turn)
+    assert says in str(caught.value)
+
+
+def test_turns_have_nulls_as_tables_have_them() -> None:
+    root = Turn.read(
+        {"tokens": [1, 2], "learned": None, "children": [{"tokens": [3], "learned": [0], "children": None}]}
+    )
+    assert tree_of_turns(root)[0].loss_mask.tolist() == [1, 0]
 
 
 @needs_transformers

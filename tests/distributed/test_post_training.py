@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import Plan, Sample
 from examples.torch_device_mesh import problem_for
 from megatron.dynamic_cp.outside import Lanes
@@ -178,6 +179,44 @@ def test_passes_equal_a_single_process(layouts: dict[str, Layout], judged) -> No
         ranks = run_ranks(world_size, run_cases, alike)
         for name, case in alike.items():
             assert_equal([rank[name] for rank in ranks], case[-1], name)
+
+
+def train_with_an_idle_head(
+    layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any], outputs: TokenOutputs, name: str
+) -> tuple[list[float], float, str]:
+    """Return the losses of two steps, the largest gradient of the head, and what is said without a reduction."""
+    runtime = build_runtime(layout, samples, plan, expected, post_training.read_sample, add_value_head)
+    passes = MegatronPasses(model=runtime.model, seq_length=512, outputs=outputs)
+    losses, columns = [], post_training.columns_of(samples)
+
+    def train(step: int) -> None:
+        for chunk in runtime.model:
+            chunk.zero_grad_buffer()
+        data = runtime.wrapper.wrap(step, samples)
+        result = passes.train(data, runtime.wrapper.plan, samples, columns, post_training.LOSSES[name][0])
+        losses.append(result.loss)
+
+    train(0)
+    train(1)
+    head = runtime.chunks[0].output_layer if outputs.values else runtime.chunks[0].value_head
+    runtime.chunks[0].config.finalize_model_grads_func = None
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        train(2)
+    return losses, max(weight.main_grad.abs().max().item() for weight in head.parameters()), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "name"), [(TokenOutputs(), "sft"), (TokenOutputs(log_probs=False, values=True), "values")]
+)
+def test_a_head_may_be_idle(outputs: TokenOutputs, name: str, judged) -> None:
+    """Buckets of gradients that are reduced as backward goes wait for all their weights."""
+    samples, expected = judged(EVERY_DAY["dp4"], "plain")
+    layout = Layout(1, config=TWO_LAYERS, overlap_grad_reduce=True)
+    case = layout, samples, plan_of(samples, layout), expected, outputs, name
+    ((losses, gradient, said),) = run_ranks(1, train_with_an_idle_head, *case)
+    assert losses == pytest.approx([expected["losses"][name]] * 2, rel=1e-5)
+    assert gradient == 0
+    assert said.startswith("finalize_model_grads_func of the model's configuration is None")
 
 
 def saved_heads(replaces_lm_head: bool) -> set[str]:

@@ -22,11 +22,14 @@ from megatron.dynamic_cp.post_training.heads import TokenOutputs
 from megatron.dynamic_cp.post_training.losses import ResponseLoss, TokenLoss, check_loss
 from megatron.dynamic_cp.post_training.objectives import (
     dpo,
+    dpo_apart,
     group_advantages,
+    gspo,
     of_the_other,
     ppo_clip,
     reward_pairs,
     sft,
+    value_regression,
 )
 from megatron.dynamic_cp.post_training.rows import Rows
 from megatron.dynamic_cp.post_training.torch_passes import TorchPasses, label_log_probs
@@ -58,12 +61,13 @@ def refused_by_passes() -> dict[str, str]:
     def training(columns: dict[str, Any], loss: Any = None, of: Any = None) -> Callable[[], Any]:
         return lambda: passes.train(step, of or samples, columns, loss or sft())
 
-    def without_losses() -> None:
+    def with_masks(mask: float, *ids: int) -> Any:
         masked = {sample.sample_id: post_training.read_sample(sample) for sample in samples}
-        for one in masked.values():
-            one.loss_mask[:] = 0
-        passes.train(lanes.step(samples, masked.__getitem__), samples, {"weights": weights}, sft())
+        for sample_id in ids or masked:
+            masked[sample_id].loss_mask[:] = mask
+        return lanes.step(samples, masked.__getitem__)
 
+    apart = dpo_apart()
     calls = {
         "too_short_on_one_rank": training({"weights": [np.ones(30 - lanes.lane), np.ones(4)]}),
         "other_samples": training({"weights": weights[:1]}),
@@ -77,8 +81,13 @@ def refused_by_passes() -> dict[str, str]:
         "no_pair": training({"reference": [-1.0, -2.0]}, dpo()),
         "other_plan": training({"weights": [np.ones(31), weights[1]]}, of=[Sample(sample_id=5, seqlen=31), samples[1]]),
         "same_ids": training({"weights": weights[:1] * 2}, of=samples[:1] * 2),
-        "no_losses": without_losses,
+        "no_losses": lambda: passes.train(with_masks(0), samples, {"weights": weights}, sft()),
         "fewer_samples": lambda: passes.forward(step, samples[:1]),
+        "fraction": lambda: passes.train(with_masks(0.5), samples, {"weights": weights}, sft()),
+        "response_without_losses": lambda: passes.train(
+            with_masks(0, 2), samples, {"reference": [0.0] * 2, "sides": [1.0, -1.0], "other_gains": [0.0] * 2}, apart
+        ),
+        "not_named": training({"returns": weights}, value_regression()),
         "more_samples": lambda: passes.forward(step, [*samples, Sample(sample_id=9, seqlen=3)]),
     }
     return {name: message_of(call) for name, call in calls.items()}
@@ -98,6 +107,9 @@ SAYS = {
     "other_plan": ("sample 5 of 30 tokens", "2 samples"),
     "same_ids": ("2 samples have 1 ids",),
     "no_losses": ("0 tokens of the 2 responses", "loss masks"),
+    "fraction": ("34 tokens have a loss mask that is no whole number", "as a column"),
+    "response_without_losses": ("1 of 2 responses have 0 tokens with a loss", "number 1,"),
+    "not_named": ("reads 'values' of each token, where 'entropies', 'log_probs', 'returns' are", "TorchPasses.names"),
     "fewer_samples": ("sample 2 of 4 tokens", "1 samples"),
     "more_samples": ("3 of 37 tokens were not computed exactly once",),
 }
@@ -111,16 +123,19 @@ def test_bad_input_is_one_line_on_all_ranks() -> None:
             assert "\n" not in messages[name]
 
 
-def check(loss: Any, *buckets: Bucket, outputs: tuple[str, ...] = OUTPUTS) -> None:
+def check(loss: Any, *buckets: Bucket, outputs: tuple[str, ...] = OUTPUTS, **columns: Any) -> None:
     rows = Rows(samples=post_training.batch_of_pairs())
-    check_loss(loss, rows, Columns.of(rows, {}), SimpleNamespace(buckets=buckets), outputs)
+    check_loss(loss, rows, Columns.of(rows, columns), SimpleNamespace(buckets=buckets), outputs)
 
 
 def nothing(of: Any) -> Any:
     return of
 
 
-OF_RESPONSES = ResponseLoss(terms=nothing, of_responses=nothing)
+OF_RESPONSES = ResponseLoss(
+    terms=lambda of: {"reference": of["log_probs"]}, of_responses=lambda of: of["reference"] / of["num_tokens"]
+)
+OF_TOKENS = [np.ones(sample.seqlen) for sample in post_training.batch_of_pairs()]
 GPT = SimpleNamespace(config=SimpleNamespace(mtp_num_layers=2), post_process=True, output_layer=None)
 
 
@@ -143,6 +158,25 @@ class Model(ChunkedHeadModel):
             ("on 3 lanes from 1 on", "other exchanges than blocks"),
         ),
         (
+            lambda: check(dpo(), reference=OF_TOKENS),
+            ("reads 'reference' of each response, where 'num_tokens', 'sum' are", "a column of one value for each"),
+        ),
+        (
+            lambda: check(gspo(), advantages=OF_TOKENS, old_log_probs=OF_TOKENS),
+            ("reads 'advantages' of each response",),
+        ),
+        (
+            lambda: check(OF_RESPONSES, reference=np.ones(10)),
+            ("'reference' is computed of each response", "rename one"),
+        ),
+        (
+            lambda: check(TokenLoss(of_tokens=nothing), outputs=("margin",), margin=OF_TOKENS),
+            ("'margin' is computed of each token",),
+        ),
+        (lambda: check(sft(mean="token"), weights=OF_TOKENS), ("the mean is 'token': give 'tokens', 'samples'",)),
+        (lambda: check(sft(), weights=["a"] * 5), ("column 'weights' is not of numbers (could not convert",)),
+        (lambda: check(sft(), weights=["a"] * 10), ("column 'weights' is not of numbers (could not convert",)),
+        (
             lambda: check(reward_pairs(), outputs=("log_probs", "entropies")),
             ("reads 1 outputs and columns, 1 of them", "'values'", "have an output computed"),
         ),
@@ -160,7 +194,11 @@ def test_what_cannot_be_is_told(call: Callable[[], Any], parts: tuple[str, ...])
 
 def test_what_can_be_is_not_refused() -> None:
     check(OF_RESPONSES, Bucket(first_lane=2, cp_size=2, cp_comm_type="blocks"))
-    check(TokenLoss(of_tokens=nothing), Bucket(first_lane=1, cp_size=3, cp_comm_type="blocks"))
+    check(sft(), weights=[torch.ones(len(each), dtype=torch.bfloat16) for each in OF_TOKENS])
+    check(sft(), weights=torch.ones(10, dtype=torch.bfloat16, requires_grad=True))
+    own = TokenLoss(of_tokens=lambda of: of["margin"], needs=("margin",), mean=np.int64(3))
+    check(own, outputs=("margin",))
+    check(TokenLoss(of_tokens=lambda of: of["log_probs"]), Bucket(first_lane=1, cp_size=3, cp_comm_type="blocks"))
     unscaled = group_advantages([1.0, 4.0, 3.0, 3.0], "aabb", scales=False)
     assert unscaled.tolist() == [-1.5, 1.5, 0.0, 0.0]
     assert group_advantages([1.0, 4.0, 3.0, 3.0], "aabb")[2:].tolist() == [0.0, 0.0], "a group without a difference"

@@ -20,7 +20,7 @@ OUTPUTS = (
 )
 ON_ONE = f"--dynamic-cp --mock-data {OUTPUTS}"
 LAYOUTS = {
-    "4 lanes": "--max-seqlen-per-dp-cp-rank 48 --cp-comm-type all_gather",
+    "4 lanes": "--max-seqlen-per-dp-cp-rank 48",
     "TP2 SP PP2": "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
     "--recompute-granularity full --loss-chunk-tokens 16",
 }

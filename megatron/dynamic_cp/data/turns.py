@@ -29,7 +29,7 @@ class Turn:
 
     Attributes:
         tokens: at least 1; their ends of turns and documents are tokens like others.
-        learned: whether they are, or which of them.
+        learned: whether they are, or which of them; 1 and 0 are true and false.
         children: the turns that go on from it; none: a branch ends here.
     """
 
@@ -38,16 +38,23 @@ class Turn:
     children: tuple[Turn, ...] = ()
 
     def __post_init__(self) -> None:
-        shape, of_learned = np.shape(self.tokens), np.shape(self.learned)
-        if len(shape) != 1 or not shape[0] or of_learned not in ((), shape):
+        tokens, learned = np.asarray(self.tokens), np.asarray(self.learned)
+        if tokens.ndim != 1 or not tokens.size or learned.shape not in ((), tokens.shape):
             raise InvalidInputError(
-                f"a turn has tokens of shape {shape} and 'learned' of shape {of_learned}: at least 1 token, and "
-                "true, false or one entry for each token are needed"
+                f"a turn has tokens of shape {tokens.shape} and 'learned' of shape {learned.shape}: at least 1 token, "
+                "and true, false or one entry for each token are needed"
+            )
+        if tokens.dtype.kind not in "iu" or learned.dtype.kind not in "biu" or (learned != learned.astype(bool)).any():
+            raise InvalidInputError(
+                f"a turn has tokens of {tokens.dtype} and 'learned' of {learned.dtype} ({self.learned!r:.40}): tokens "
+                "are whole numbers, 'learned' is true or false"
             )
 
     @classmethod
     def read(cls, value: Mapping[str, Any], name: str = "turn") -> Turn:
         """Return the turn of {"tokens": [...], "learned": true, "children": [...]}; of these only tokens are needed.
+
+        A null is taken for a key that is missing, as tables have it.
 
         Raises:
             InvalidInputError: a key is missing or unknown; says of which turn: `turn.2.1` is the first child of the
@@ -57,20 +64,23 @@ class Turn:
         waiting, found = [(name, value)], []
         while waiting:
             place, of_turn = waiting.pop()
-            if not isinstance(of_turn, Mapping) or "tokens" not in of_turn or of_turn.keys() - cls.__slots__:
-                has = ", ".join(map(repr, of_turn)) if isinstance(of_turn, Mapping) else type(of_turn).__name__
+            given = {key: of for key, of in of_turn.items() if of is not None} if isinstance(of_turn, Mapping) else {}
+            children = given.get("children", [])
+            if "tokens" not in given or given.keys() - cls.__slots__ or not isinstance(children, list | tuple):
+                has = ", ".join(map(repr, given)) if isinstance(of_turn, Mapping) else type(of_turn).__name__
                 raise InvalidInputError(
-                    f"{place} has {has or 'nothing'}: give 'tokens', and maybe 'learned' and 'children'", turn=place
+                    f"{place} has {has or 'nothing'}: give 'tokens', and maybe 'learned' and 'children', a list",
+                    turn=place,
                 )
-            found.append((place, of_turn))
-            waiting += ((f"{place}.{number}", child) for number, child in enumerate(of_turn.get("children") or (), 1))
+            found.append((place, given))
+            waiting += ((f"{place}.{number}", child) for number, child in enumerate(children, 1))
         made: list[Turn] = []  # those of the turns behind this one that no parent has yet
-        for place, of_turn in reversed(found):
-            number = len(of_turn.get("children") or ())
+        for place, given in reversed(found):
+            number = len(given.get("children", ()))
             children = tuple(made[len(made) - number :])
             del made[len(made) - number :]
             try:
-                made.append(cls(tokens=of_turn["tokens"], learned=of_turn.get("learned", True), children=children))
+                made.append(cls(tokens=given["tokens"], learned=given.get("learned", True), children=children))
             except InvalidInputError as error:
                 raise InvalidInputError(f"{place}: {error}", turn=place) from None
         return made[0]

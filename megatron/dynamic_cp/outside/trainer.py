@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.frameworks import untested
@@ -209,8 +210,15 @@ def _check_trainer(trainer: Any) -> None:
             f"{owner.__name__} compares whole rows, planned micro-batches hold parts of them: "
             f"{' and '.join(_SERVED)} are served; megatron.dynamic_cp.post_training has losses over rows"
         )
-    args = trainer.args
+    args, dispatches = trainer.args, trainer.accelerator.dispatch_batches
+    streamed = [name for name in ("train_dataset", "eval_dataset") if _is_streamed(getattr(trainer, name))]
     for wrong, what in (
+        (
+            dispatches or (dispatches is None and streamed),
+            f"{streamed[0] if streamed else 'train_dataset'} is {'an IterableDataset' if streamed else 'dispatched'}, "
+            "its batches are tensors that rank 0 cuts: accelerator_config={'dispatch_batches': False}, every rank then "
+            "reads all rows and keeps its own",
+        ),
         (not dist.is_initialized(), "there is 1 process without a launcher: start with torchrun or accelerate launch"),
         (trainer.is_deepspeed_enabled, "DeepSpeed reduces gradients in every micro-batch: use DDP or FSDP"),
         (
@@ -230,3 +238,8 @@ def _check_trainer(trainer: Any) -> None:
     ):
         if wrong:
             raise UnsupportedFeatureError(f"{type(trainer).__name__}: {what}")
+
+
+def _is_streamed(data: Any) -> bool:
+    """Return whether a data set, or one of several, has no length that says which rank reads what."""
+    return any(isinstance(one, IterableDataset) for one in (data.values() if isinstance(data, dict) else (data,)))

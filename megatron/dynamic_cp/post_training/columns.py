@@ -45,7 +45,7 @@ class Columns:
 
         Raises:
             DataError: a column with a name that is taken, that has not as many samples, or a sample's values that are
-                neither for tokens nor for responses, or not finite.
+                neither for tokens nor for responses, no numbers, or not finite.
         """
         of_tokens, of_responses = {}, {}
         for name, values in given.items():
@@ -56,7 +56,7 @@ class Columns:
                     column=name,
                 )
             if len(values) == rows.num_responses != len(rows.samples):
-                values = np.split(np.asarray(values), rows.first_responses[1:-1])
+                values = np.split(_array(name, values), rows.first_responses[1:-1])
             if len(values) != len(rows.samples):
                 raise DataError(
                     f"column {name!r} has {len(values)} entries, the pass {len(rows.samples)} samples of "
@@ -105,7 +105,7 @@ class Columns:
 
 
 def _values(name: str, row: int, value: Any) -> NDArray[np.float32]:
-    array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value, dtype=np.float32)
+    array = _array(name, value)
     num_bad = int(array.size - np.isfinite(array).sum())
     if num_bad:
         raise DataError(
@@ -114,6 +114,13 @@ def _values(name: str, row: int, value: Any) -> NDArray[np.float32]:
             column=name,
         )
     return array
+
+
+def _array(name: str, value: Any) -> NDArray[np.float32]:
+    try:
+        return np.asarray(value.detach().float().cpu() if isinstance(value, Tensor) else value, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"column {name!r} is not of numbers ({error}): give arrays or tensors", column=name) from None
 
 
 def _are_of_responses(name: str, rows: Rows, arrays: Sequence[NDArray[np.float32]]) -> bool:

@@ -68,7 +68,10 @@ class TokenOutputs:
                 raise InvalidInputError("log_probs are asked for, and a value head took the place of the LM head")
 
     def __call__(self, gpt: GPTModel, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return [names, 1, T] in float32."""
+        """Return [names, 1, T] in float32.
+
+        Heads that are there and not asked for get gradients of 0: buckets of gradients wait for all their weights.
+        """
         outputs: list[Tensor] = []
         if self.log_probs:
             weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else None
@@ -78,7 +81,9 @@ class TokenOutputs:
             )
         if self.values:
             outputs.append(getattr(gpt, _NAME)(hidden))
-        return torch.stack(outputs)
+        idle = [gpt.output_layer] * (not self.log_probs) + [getattr(gpt, _NAME, None)] * (not self.values)
+        weights = [weight for head in idle if head is not None for weight in head.parameters() if weight.requires_grad]
+        return sum((0 * weight.flatten()[0].float() for weight in weights), start=torch.stack(outputs))
 
     @contextmanager
     def installed(self, chunks: Sequence[GPTModel]) -> Iterator[None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -61,6 +62,7 @@ class ResponseLoss:
         needs: the outputs and columns that either reads.
         mean: how responses count; "tokens" is for losses of tokens.
         group_size: responses that every sample has, if the loss is of several together; None: any number.
+        needs_all: a response without a token with a loss is an error; so it is with a `group_size`.
     """
 
     terms: Callable[[Values], Values]
@@ -68,6 +70,7 @@ class ResponseLoss:
     needs: tuple[str, ...] = ()
     mean: Mean = "samples"
     group_size: int | None = None
+    needs_all: bool = False
 
     def __post_init__(self) -> None:
         if self.mean == "tokens":
@@ -82,10 +85,12 @@ def check_loss(loss: Loss, rows: Rows, columns: Columns, plan: LanePlan, outputs
 
     Raises:
         DataError: it needs a column or an output that is not there, or another number of responses of each sample.
-        InvalidInputError: it divides by 0 or less.
+        InvalidInputError: its mean is none, or divides by 0 or less.
         UnsupportedFeatureError: sums over responses whose lanes are no CP group of their own.
     """
-    if not isinstance(loss.mean, str) and not loss.mean > 0:
+    if loss.mean not in ("tokens", "samples") and not isinstance(loss.mean, Real):
+        raise InvalidInputError(f"the mean is {loss.mean!r}: give 'tokens', 'samples', or a number to divide by")
+    if isinstance(loss.mean, Real) and not loss.mean > 0:
         raise InvalidInputError(f"the mean divides by {loss.mean}: give a number greater than 0")
     there = [*outputs, *sorted(columns.names)]
     missing = [name for name in loss.needs if name not in there]
@@ -96,6 +101,7 @@ def check_loss(loss: Loss, rows: Rows, columns: Columns, plan: LanePlan, outputs
             "give the column",
             missing=missing,
         )
+    _try(loss, columns, outputs)
     if isinstance(loss, TokenLoss):
         return
     for sample, number in zip(rows.samples, np.diff(rows.first_responses).tolist(), strict=True):
@@ -114,6 +120,42 @@ def check_loss(loss: Loss, rows: Rows, columns: Columns, plan: LanePlan, outputs
                 "on, which are no CP group of their own: plan with other exchanges than blocks",
                 cp_size=bucket.cp_size,
             )
+
+
+def _try(loss: Loss, columns: Columns, outputs: Sequence[str]) -> None:
+    """Compute a loss of zeros, to find what it lacks before a pass does."""
+    zeros = torch.zeros(1 if isinstance(loss, TokenLoss) else loss.group_size or 1)
+    tokens = _Named("token", dict.fromkeys(outputs, zeros), dict.fromkeys(columns.names, zeros))
+    if isinstance(loss, TokenLoss):
+        _of_shape(zeros, loss.of_tokens(tokens))
+        return
+    terms = {name: _of_shape(zeros, term) for name, term in loss.terms(tokens).items()}
+    known = dict.fromkeys([*columns.of_responses, "num_tokens"], zeros)
+    _of_shape(zeros, loss.of_responses(_Named("response", terms, known)))
+
+
+class _Named(dict[str, Tensor]):
+    """What a loss reads of each token, or of each response: what is computed, and what is known.
+
+    Raises:
+        DataError: a name is there twice; or one that is read is not there.
+    """
+
+    def __init__(self, of: str, computed: Values, known: Values) -> None:
+        super().__init__({**computed, **known})
+        self._of = of
+        if twice := [name for name in computed if name in known]:
+            raise DataError(
+                f"{twice[0]!r} is computed of each {of}, and is the name of what is given, too: rename one of them",
+                name=twice[0],
+            )
+
+    def __missing__(self, name: str) -> Tensor:
+        raise DataError(
+            f"the loss reads {name!r} of each {self._of}, where {', '.join(map(repr, sorted(self)))} are: have an "
+            f"output computed (`TorchPasses.names` says which are), or give a column of one value for each {self._of}",
+            name=name,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,12 +183,19 @@ class Objective:
             counts: tokens with a loss of each response, summed over the job.
 
         Raises:
-            DataError: no token has a loss.
+            DataError: no token has a loss; or none of a response that the loss cannot leave out.
         """
         num_tokens, num_responses = round(float(counts.sum())), int((counts > 0).sum())
         if num_tokens == 0:
             raise DataError(
                 f"0 tokens of the {len(counts)} responses of the global batch have a loss: check their loss masks"
+            )
+        num_empty = len(counts) - num_responses
+        if num_empty and isinstance(loss, ResponseLoss) and (loss.group_size or loss.needs_all):
+            raise DataError(
+                f"{num_empty} of {len(counts)} responses have 0 tokens with a loss, the first is number "
+                f"{int(counts.argmin())}, and the loss is of all: mend the loss mask, or leave its sample or pair out",
+                num_empty=num_empty,
             )
         divisors: dict[Any, float] = {"tokens": num_tokens, "samples": num_responses}
         return cls(
@@ -173,9 +222,9 @@ class Objective:
         """
         mask = rows.masked(loss_mask)
         own = {name: output.reshape(-1)[rows.tokens] for name, output in outputs.items()}
-        tokens = {
-            name: torch.where(mask > 0, values, 0) for name, values in (own | self.columns.on_entries(rows)).items()
-        }
+        given = self.columns.on_entries(rows)
+        own, given = ({name: torch.where(mask > 0, each, 0) for name, each in of.items()} for of in (own, given))
+        tokens = _Named("token", own, given)
         shares = mask / self.counts[rows.responses]
         if isinstance(self.loss, TokenLoss):
             losses = _of_shape(mask, self.loss.of_tokens(tokens))
@@ -184,7 +233,8 @@ class Objective:
         sums = rows.sums(torch.stack([*terms.values()]) * mask, len(self.counts))
         sums = _SumOverLanes.apply(sums, params.cp_group)[:, rows.present]
         known = self.columns.on_responses(rows) | {"num_tokens": self.counts[rows.present]}
-        losses = _of_shape(rows.present, self.loss.of_responses(dict(zip(terms, sums, strict=True)) | known))
+        named = _Named("response", dict(zip(terms, sums, strict=True)), known)
+        losses = _of_shape(rows.present, self.loss.of_responses(named))
         return (losses * rows.sums(shares[None], len(self.counts))[0, rows.present]).sum()
 
 
@@ -248,10 +298,21 @@ def count_tokens(
 
     Args:
         of_lane, masks: of each micro-batch, its rows and loss mask; none on ranks that repeat what others have.
+
+    Raises:
+        DataError: masks that are no whole numbers; on all ranks.
     """
-    counts = torch.zeros(rows.num_responses, dtype=torch.float64, device=device)
-    for micro_batch, mask in zip(of_lane, masks, strict=True):
-        here = micro_batch.to(device)
-        counts += here.sums(here.masked(mask.to(device))[None].double(), len(counts))[0]
+    # Behind the responses: how many tokens have a bad mask.
+    counts = torch.zeros(rows.num_responses + 1, dtype=torch.float64, device=device)
+    for micro_batch, given in zip(of_lane, masks, strict=True):
+        here, mask = micro_batch.to(device), given.to(device)
+        counts[:-1] += here.sums(here.masked(mask)[None].double(), rows.num_responses)[0]
+        counts[-1] += ((mask != mask.round()) | (mask < 0)).sum()
     dist.all_reduce(counts)
-    return counts
+    if num_bad := int(counts[-1]):
+        raise DataError(
+            f"{num_bad} tokens have a loss mask that is no whole number from 0 on, which runtimes cannot count: give 0 "
+            "and 1, and weights as a column that your loss reads",
+            num_bad=num_bad,
+        )
+    return counts[:-1]

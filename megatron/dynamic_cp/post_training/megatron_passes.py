@@ -90,7 +90,7 @@ class MegatronPasses:
             DynamicCPError: bad columns, no token with a loss, or a model that cannot compute the outputs; on all ranks.
         """
         device = collective_device()
-        rows, of_lane = agreed_rows(samples, plan, device, partial(self._check, data))
+        rows, of_lane = agreed_rows(samples, plan, device, partial(self._check, data, trains=True))
         checked = agreed_columns(rows, columns, loss, plan, device, self.outputs.names)
         held = [list(iterator) for iterator in data.data_iterators]
         masks = [batch["loss_mask"] for batch in held[-1]] if _is_speaker() else []
@@ -111,12 +111,17 @@ class MegatronPasses:
         dist.all_reduce(total)
         return PassResult(loss=float(total) / objective.divisor, num_tokens=objective.num_tokens)
 
-    def _check(self, data: StepData) -> None:
+    def _check(self, data: StepData, *, trains: bool = False) -> None:
         if data.run is not None:
             raise UnsupportedFeatureError(
                 "the plan has servers of all stages, which passes of post-training cannot run: plan without them"
             )
         self.outputs.check(bare(self.model))
+        if trains and bare(self.model)[0].config.finalize_model_grads_func is None:
+            raise UnsupportedFeatureError(
+                "finalize_model_grads_func of the model's configuration is None, so gradients of lanes would stay "
+                "apart: set it to megatron.core.distributed.finalize_model_grads"
+            )
 
     def _run(
         self,

@@ -98,7 +98,10 @@ def dpo_apart(*, beta: float = 0.1) -> ResponseLoss:
         return 2 * losses - losses.detach()
 
     return ResponseLoss(
-        terms=_sum_of("log_probs"), of_responses=of_responses, needs=("log_probs", "reference", "sides", "other_gains")
+        terms=_sum_of("log_probs"),
+        of_responses=of_responses,
+        needs=("log_probs", "reference", "sides", "other_gains"),
+        needs_all=True,
     )
 
 

@@ -16,7 +16,7 @@ from megatron.dynamic_cp.data.micro_batches import micro_batches
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.outside.lanes import Lanes, LaneStep
 from megatron.dynamic_cp.outside.step import StepResult, train_step
-from megatron.dynamic_cp.post_training.columns import GivenColumns
+from megatron.dynamic_cp.post_training.columns import OUTPUTS, GivenColumns
 from megatron.dynamic_cp.post_training.found import Found, Gatherer, evaluating
 from megatron.dynamic_cp.post_training.losses import Loss, Objective, Values, agreed_columns, count_tokens
 from megatron.dynamic_cp.post_training.rows import agreed_rows
@@ -60,12 +60,14 @@ class TorchPasses:
     Attributes:
         model: wrapped in DistributedDataParallel or by `fully_shard` over all lanes.
         outputs: what of a micro-batch results and losses are made of.
+        names: that losses may read of it.
         backward: what is called on the loss, such as `accelerator.backward`.
     """
 
     lanes: Lanes
     model: torch.nn.Module
     outputs: Outputs
+    names: tuple[str, ...] = OUTPUTS
     backward: Callable[[Tensor], None] = Tensor.backward
 
     def forward(self, step: LaneStep, samples: Sequence[Sample], *, label: str = "forward pass") -> Found:
@@ -109,7 +111,7 @@ class TorchPasses:
             DynamicCPError: bad columns, or no token with a loss; on all ranks.
         """
         rows, of_lane = agreed_rows(samples, step.plan, self.lanes.device)
-        checked = agreed_columns(rows, columns, loss, step.plan, self.lanes.device)
+        checked = agreed_columns(rows, columns, loss, step.plan, self.lanes.device, self.names)
         sizes = [len(micro_batch.places) for micro_batch in of_lane]
         counts = count_tokens(rows, of_lane, step.packed.loss_mask.split(sizes), self.lanes.device)
         objective = Objective.of(loss, checked, counts)

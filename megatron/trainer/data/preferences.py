@@ -17,6 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, InvalidInputError
+from dynamic_cp.types import SharedQuestion
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens
+from megatron.dynamic_cp.data.shared_question import sample_of
 from megatron.trainer.data.chat import ChatReader, parse_preference
 from megatron.trainer.data.chat_reader import build_chat_reader
 from megatron.trainer.data.chat_records import ASKED, without_nulls
@@ -44,6 +47,13 @@ class PreferencePair(NamedTuple):
     prompt_length: int
     chosen_is_target: NDArray[np.bool_]
     rejected_is_target: NDArray[np.bool_]
+
+    def sample(self) -> tuple[SampleTokens, SharedQuestion]:
+        """Return both answers behind their prompt as one sample, and its mask: only what is a target has a loss."""
+        behind = slice(self.prompt_length, None)
+        mask = SharedQuestion(self.prompt_length - 1, (len(self.chosen[behind]), len(self.rejected[behind])))
+        document = np.append(self.chosen, self.rejected[behind])
+        return sample_of(document, np.append(self.chosen_is_target, self.rejected_is_target[behind]), mask), mask
 
 
 def preference_pairs(

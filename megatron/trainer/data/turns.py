@@ -1,6 +1,6 @@
 """Lines {"turns": {"text": ..., "learned": ..., "children": [...]}}: trees of turns, which share what is above them.
 
-Only the standard library is imported, as in `scan`.
+Only the standard library is imported, as in `scan`. A null is taken for a key that is missing, as tables have it.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ def turns_of(value: Any) -> list[Turn]:
     found: list[Turn] = []
     waiting: list[tuple[str, Any, int, bool]] = [("1", value, 0, True)]
     while waiting:
-        name, turn, depth, begins = waiting.pop()
-        children = _checked(name, turn)
+        name, given, depth, begins = waiting.pop()
+        turn = _checked(name, given)
+        children = turn.get("children", [])
         found.append(Turn(turn["text"], turn.get("learned", True), depth, begins, not children))
         branches = len(children) > 1
         below = [(f"{name}.{number}", child, depth + branches, branches) for number, child in enumerate(children, 1)]
@@ -76,10 +77,11 @@ def turns_of(value: Any) -> list[Turn]:
     return found
 
 
-def _checked(name: str, turn: Any) -> list[Any]:
-    """Return the children of a turn."""
-    if not isinstance(turn, Mapping) or not isinstance(turn.get("text"), str) or turn.keys() - set(_KEYS):
-        has = ", ".join(map(repr, turn)) if isinstance(turn, Mapping) else type(turn).__name__
+def _checked(name: str, given: Any) -> dict[str, Any]:
+    """Return a turn without its nulls."""
+    turn = {key: entry for key, entry in given.items() if entry is not None} if isinstance(given, Mapping) else {}
+    if not isinstance(turn.get("text"), str) or turn.keys() - set(_KEYS):
+        has = ", ".join(map(repr, turn)) if isinstance(given, Mapping) else type(given).__name__
         raise TurnError(
             f": turn {name} has {has or 'nothing'}: give a string 'text', and maybe 'learned' and 'children'"
         )
@@ -88,7 +90,7 @@ def _checked(name: str, turn: Any) -> list[Any]:
         raise TurnError(f": turn {name}: 'learned' is true or false, 'children' a list of turns")
     if children and not turn["text"]:
         raise TurnError(f": turn {name} has an empty text and {len(children)} behind it: only the last of a branch may")
-    return children
+    return turn
 
 
 def parts_of(turns: Sequence[Turn], lengths: Sequence[int]) -> Parts:
@@ -98,7 +100,8 @@ def parts_of(turns: Sequence[Turn], lengths: Sequence[int]) -> Parts:
         lengths: tokens of each turn.
 
     Raises:
-        TurnError: fewer than 2 tokens before the first branching; or nothing but the first token is learned.
+        TurnError: fewer than 2 tokens before the first branching; or nothing but the first token is learned; or more
+            levels than masks have.
     """
     parts: list[list[int]] = []
     first_target = num_targets = length = 0
@@ -118,4 +121,10 @@ def parts_of(turns: Sequence[Turn], lengths: Sequence[int]) -> Parts:
         )
     if len(parts) == 1:
         return Parts(length, first_target, num_targets, (length - first_target,), (1,))
+    from dynamic_cp.types.branches import MOST_LEVELS  # only here: it takes longer than the rest
+
+    if (levels := 1 + max(depth for _, depth in parts)) > MOST_LEVELS:
+        raise TurnError(
+            f": its turns have {levels} levels, at most {MOST_LEVELS} are supported: cut it in several lines"
+        )
     return Parts(length, first_target, num_targets, *map(tuple, zip(*parts[1:], strict=True)))

@@ -26,7 +26,7 @@ from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.catalog import load_architecture, load_hardware, load_model, model_names
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.sweep import Point, Setting, Space, SweepJob, evaluate, launch_flags, layouts_of, pareto_front, sweep
-from dynamic_cp.sweep.flags import launcher
+from dynamic_cp.sweep.flags import launcher, why_not_trained
 from dynamic_cp.sweep.search import SHOWN, STATIC_POLICIES
 from dynamic_cp.sweep.space import Refused, settings_of, variants
 from dynamic_cp.tried import EXCHANGES
@@ -688,6 +688,11 @@ def test_a_model_that_the_trainer_does_not_have_gets_no_line_and_the_reason(chan
     recommended = json.loads(capsys.readouterr().out)["recommended"]
     assert recommended["command"] is None
     assert says in recommended["no_command"]
+
+
+def test_a_hybrid_with_multi_token_prediction_gets_no_line():
+    model = replace(load_model("qwen3-next-80b-a3b"), mtp_num_layers=1)
+    assert why_not_trained(model, None) == "linear attention with multi-token prediction is for planning"
 
 
 DEEPSEEK_V3 = {

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from dynamic_cp.errors import DataError, InvalidInputError
+from dynamic_cp.types import SharedQuestion
 from megatron.trainer.data.preferences import preference_pairs
 from megatron.trainer.data.tokenizer import ByteTokenizer
 from tests.unit.data.test_chat import flags, reader_of, tokens_of
@@ -142,6 +143,14 @@ def test_answers_of_several_messages_and_files_of_all_kinds(tmp_path):
         b"<user>2 plus 3?<assistant>add.<tool>5<assistant>5..",
         b"add.5..",
     )
+    tokens, mask = first.sample()
+    lengths = [len(first.chosen) - first.prompt_length, len(first.rejected) - first.prompt_length]
+    assert mask == SharedQuestion(first.prompt_length - 1, (lengths[0], lengths[1]))
+    assert bytes(tokens.labels[tokens.loss_mask > 0].tolist()) == b"add.5..No.."
+    assert bytes(tokens.tokens[-lengths[1] :].tolist()) == b">" + bytes(
+        first.rejected[first.prompt_length : -1].tolist()
+    )
+    assert len(tokens.tokens) == mask.prompt + sum(lengths)
     assert second.rejected.tolist() == first.chosen.tolist()
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(json.dumps(records).encode()))
     arrays = [*preference_pairs(str(tmp_path / "b.json.gz"), ByteTokenizer(), chat_template=str(template))]

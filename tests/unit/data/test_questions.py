@@ -104,6 +104,14 @@ def branches(turn, *above):
         yield {"turns": line[0]}
 
 
+def nested(levels):
+    """Return a tree of so many levels."""
+    turn = {"text": "x"}
+    for _ in range(levels - 1):
+        turn = {"text": "abc", "children": [{"text": "y"}, turn]}
+    return {"turns": turn}
+
+
 def as_chats(lines):
     for line in apart(lines):
         if "messages" in line:
@@ -159,6 +167,21 @@ def test_every_token_of_a_tree_follows_what_it_follows_in_its_branches(tmp_path,
         assert (tuple(b"Find the mill. I ask. "), ord("A")) not in together
         masks = {str(sample.mask) for sample in stream.global_batch(0, 5)}
         assert masks == {"None", "tree:14(7(7,1,4),21,4)", "shared_question:1,2,2", "shared_question:23,11,10,1"}
+
+
+def test_a_null_of_a_turn_is_a_missing_key(tmp_path):
+    children = [{"text": "c"}, {"text": "d", "children": [{"text": "e"}]}]
+    filled = [{"text": "c", "children": None}, {"text": "d", "learned": None, "children": children[1]["children"]}]
+    lines = [{"turns": {"text": "ab", "children": of}} for of in (children, filled)]
+    bare, with_nulls = (all_learned(config(write(tmp_path / "a.jsonl", [line]))) for line in lines)
+    assert with_nulls == bare
+    assert len(bare) == 7
+
+
+def test_a_tree_has_as_many_levels_as_masks(tmp_path):
+    path = write(tmp_path / "a.jsonl", [nested(128)])
+    (sample,) = build_splits(config(path, seq_length=1024)).train.global_batch(0, 1)
+    assert max(sample.mask.depths) == 127
 
 
 def test_a_tree_is_truncated_by_its_last_turns(tmp_path):
@@ -305,6 +328,7 @@ BAD = [
             {"turns": {"text": "a", "children": [{"text": "c"}, {"text": "d"}]}},
             "its turns have 1 tokens before they branch, and 4 learned ones behind the first: at least 2 and 1 are",
         ),
+        (nested(129), "its turns have 129 levels, at most 128 are supported: cut it in several lines"),
     ],
 )
 def test_a_malformed_line_is_named_with_the_remedy(tmp_path, line, message):

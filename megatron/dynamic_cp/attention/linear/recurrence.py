@@ -65,6 +65,11 @@ def applied(transition: Tensor, state: Tensor) -> Tensor:
     return transition[..., None, None] * state
 
 
+def followed(later: Tensor, earlier: Tensor) -> Tensor:
+    """Return the transition of two runs, of those of both, [runs, samples, heads, ...]."""
+    return later @ earlier if later.ndim == 5 else later * earlier
+
+
 def transposed(transition: Tensor) -> Tensor:
     """Return A', of A [runs, samples, heads, ...]."""
     return transition.transpose(-1, -2) if transition.ndim == 5 else transition

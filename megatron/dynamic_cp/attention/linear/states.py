@@ -24,7 +24,7 @@ from megatron.dynamic_cp.attention.linear.exchange import exchanged
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share
 from megatron.dynamic_cp.attention.linear.layout import chunk_runs, halo
-from megatron.dynamic_cp.attention.linear.recurrence import Steps, applied, state_dtype, transposed
+from megatron.dynamic_cp.attention.linear.recurrence import Steps, applied, followed, state_dtype, transposed
 from megatron.dynamic_cp.attention.linear.runs import Runs
 from megatron.dynamic_cp.attention.mechanisms.transfers import Expected
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
@@ -72,20 +72,16 @@ class StateChain:
             transitions, own: A [runs, heads, ...] and b [runs, heads, key, value] of this lane's chunks.
         """
         self._transitions, own = (in_sample_order(of_lanes) for of_lanes in self._scattered(transitions, own))
-        states = [torch.zeros_like(own[0])]
-        for chunk in range(len(own) - 1):
-            states.append(applied(self._transitions[chunk], states[-1]) + own[chunk])
-        return self._gathered(torch.stack(states))
+        behind = composed(self._transitions, own)
+        return self._gathered(torch.cat((torch.zeros_like(own[:1]), behind[:-1])))
 
     def gradients(self, grad: Tensor) -> Tensor:
         """Return the gradient of the state behind each chunk; `grad`: what each chunk's tokens say of that before."""
         assert self._transitions is not None, "forward comes first"
         (of_lanes,) = self._scattered(grad)
         own, back = in_sample_order(of_lanes), transposed(self._transitions)
-        grads = [torch.zeros_like(own[0])]
-        for chunk in reversed(range(1, len(own))):
-            grads.append(own[chunk] + applied(back[chunk], grads[-1]))
-        return self._gathered(torch.stack(grads[::-1]))
+        before = composed(back.flip(0), own.flip(0)).flip(0)
+        return self._gathered(torch.cat((before[1:], torch.zeros_like(own[:1]))))
 
     def _scattered(self, *tensors: Tensor) -> list[Tensor]:
         """Return [lane, runs, heads, ...] of the chunks of all lanes, of this lane's share of the heads."""
@@ -101,6 +97,24 @@ class StateChain:
         expected = [[Expected((num_runs, heads.stop - heads.start, *sizes), of_chunks.dtype)] for heads in self._heads]
         returned = exchanged([[part] for part in of_lanes], expected, self._params)
         return torch.cat([part for (part,) in returned], dim=1)
+
+
+def composed(transitions: Tensor, own: Tensor) -> Tensor:
+    """Return the state behind each chunk of a chain that begins with zeros.
+
+    Pairs of neighbours, then pairs of pairs: a launch for each step would wait for the one before, and steps are as
+    many as the logarithm of the chunks.
+
+    Args:
+        transitions, own: A and b of each chunk, [chunk, samples, heads, ...].
+    """
+    reach = 1
+    while reach < len(own):
+        later = transitions[reach:]
+        own = torch.cat((own[:reach], applied(later, own[:-reach]) + own[reach:]))
+        transitions = torch.cat((transitions[:reach], followed(later, transitions[:-reach])))
+        reach *= 2
+    return own
 
 
 def in_sample_order(of_lanes: Tensor) -> Tensor:
