@@ -52,13 +52,15 @@ _SYMBOLS = {
     "moe": "E",
 }
 """Entry of a list of layers -> symbol of a pattern."""
+_PATTERN = "hybrid_override_pattern"
+"""Entry of Nemotron-H that has these symbols itself."""
 _NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Back, as transformers writes it."""
 _KNOWN = frozenset(
     {
         *SIZES, *_GATED_DELTA, *_OF_NEMOTRON, *_OF_OTHERS, "model_type", "tie_word_embeddings", "num_experts",
         "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step",
-        "mlp_only_layers", "layer_types", "layers_block_type", "full_attention_interval", "hybrid_override_pattern",
+        "mlp_only_layers", "layer_types", "layers_block_type", "full_attention_interval", _PATTERN,
         "n_routed_experts", "n_shared_experts", "moe_shared_expert_intermediate_size", "routed_scaling_factor",
         "n_group", "topk_group", "num_local_experts", "shared_intermediate_size", "attn_layer_indices",
         "position_embedding_type", "layer_norm_epsilon", "mlp_hidden_act", "mamba_hidden_act", "expand", "mamba_expand",
@@ -68,6 +70,7 @@ _KNOWN = frozenset(
         # How kernels compute, how weights begin, what is kept while text is generated, and the towers of other media.
         "chunk_size", "mamba_chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "num_logits_to_keep",
         "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "moe_shared_expert_overlap",
+        "mamba_ssm_dtype", "output_gate_type",
         "mtp_num_hidden_layers", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "mamba_dt_min", "mamba_dt_max",
         "mamba_dt_init_floor", "attn_output_gate", "mlp_bias", "z_loss_coefficient",
     }
@@ -112,9 +115,8 @@ def architecture(where: str, data: Mapping[str, Any], known: frozenset[str]) -> 
     fields, why_not = _positions(where, data)
     routes, why_routed_otherwise = _routing(where, data)
     why_not += why_routed_otherwise + _why_trained_otherwise(data)
-    why_not += [
-        f"{key} {value!r}: not known here" for key, value in data.items() if key not in known | _KNOWN and value
-    ]
+    known |= _KNOWN | (_AGAIN_IN_NEMOTRON.keys() if is_nemotron else set())
+    why_not += [f"{key} {value!r}: not known here" for key, value in data.items() if key not in known and value]
     return Architecture(
         normalization="RMSNorm",
         norm_epsilon=number(where, data, "layer_norm_epsilon" if is_nemotron else "rms_norm_eps", _EPSILON[model_type]),
@@ -152,7 +154,9 @@ def _language_model(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Reader:
-    """Layers of one family of configs."""
+    """Layers of one family of configs; `entries`: what a list of its layers may have."""
+
+    entries: Sequence[str] = ("linear_attention", "mamba", "full_attention", "attention")
 
     def __init__(self, where: str, data: Mapping[str, Any]) -> None:
         self.where, self.data = where, data
@@ -171,17 +175,36 @@ class _Reader:
         values = {field: self.size(key, default) for key, (field, default) in entries.items()}
         return LinearAttention(kind=kind, **values)  # type: ignore[arg-type]
 
-    def listed(self, *keys: str) -> list[str] | None:
-        """Return the first of some entries that lists layers."""
-        for key in keys:
-            if (layers := self.data.get(key)) is not None:
-                if not isinstance(layers, list) or (unknown := [one for one in layers if one not in _SYMBOLS]):
-                    wrong = f"has {unknown[0]!r}" if isinstance(layers, list) else f"is {layers!r}"
-                    raise UnsupportedFeatureError(
-                        f"{self.where}: {key} {wrong}, layers are {', '.join(_SYMBOLS)}", key=key
-                    )
-                return layers
-        return None
+    def listed(self, *keys: str) -> str | None:
+        """Return the layers as symbols, of the entries that say them; None: none of `keys` does.
+
+        Raises:
+            UnsupportedFeatureError: a layer that this family does not have.
+            InvalidInputError: entries contradict each other or num_hidden_layers.
+        """
+        given = {key: self._symbols(key) for key in keys if self.data.get(key) is not None}
+        num_layers = self.size("num_hidden_layers", 0)
+        for key, symbols in given.items():
+            if num_layers and len(symbols) != num_layers:
+                raise InvalidInputError(
+                    f"{self.where}: {key} has {len(symbols)} entries, num_hidden_layers is {num_layers}: give one for "
+                    "each layer",
+                    key=key,
+                )
+        if len(set(given.values())) > 1:
+            raise InvalidInputError(
+                f"{self.where}: {' and '.join(given)} say other layers: leave one of them out", key=next(iter(given))
+            )
+        return next(iter(given.values()), None)
+
+    def _symbols(self, key: str) -> str:
+        layers = self.data[key]
+        if key == _PATTERN and isinstance(layers, str):
+            return layers  # `ModelShape` looks at its symbols
+        if not isinstance(layers, list) or (unknown := [one for one in layers if one not in self.entries]):
+            wrong = f"has {unknown[0]!r}" if isinstance(layers, list) else f"is {layers!r}"
+            raise UnsupportedFeatureError(f"{self.where}: {key} {wrong}, layers are {', '.join(self.entries)}", key=key)
+        return "".join(_SYMBOLS[one] for one in layers)
 
     def head_dim(self, default: int) -> int:
         """Return the width of a head; default 0: what the heads make of hidden_size."""
@@ -190,6 +213,8 @@ class _Reader:
 
 class _Qwen(_Reader):
     """Qwen3-Next, and the text of Qwen3.5: gated delta nets in all but every fourth layer."""
+
+    entries = ("linear_attention", "full_attention")
 
     def layers(self) -> dict[str, Any]:
         num_layers = self.size("num_hidden_layers")
@@ -202,21 +227,15 @@ class _Qwen(_Reader):
             "gated_linear_unit": True,
             "attention_output_gate": True,
             "linear_attention": self.linear_attention("gated_delta_net", _GATED_DELTA),
-            "linear_attention_freq": self._freq(num_layers),
+            "linear_attention_freq": self._freq(),
             "experts": experts,
         }
 
-    def _freq(self, num_layers: int) -> int | tuple[int, ...]:
+    def _freq(self) -> int | tuple[int, ...]:
         layers = self.listed("layer_types")
         if layers is None:
             return self.size("full_attention_interval", 4)
-        which = tuple(int(_SYMBOLS[one] == "M") for one in layers)
-        if len(which) != num_layers:
-            raise InvalidInputError(
-                f"{self.where}: layer_types has {len(which)} entries, num_hidden_layers is {num_layers}: give one for "
-                "each layer",
-                key="layer_types",
-            )
+        which = tuple(int(symbol == "M") for symbol in layers)
         every = which.index(0) + 1 if 0 in which else 0
         is_regular = every > 0 and all(one == (layer % every != 0) for layer, one in enumerate(which, 1))
         return every if is_regular else which
@@ -239,6 +258,8 @@ class _Qwen(_Reader):
 
 class _Nemotron(_Reader):
     """Nemotron-H and 3: a symbol for each half of a layer."""
+
+    entries = tuple(_SYMBOLS)
 
     def layers(self) -> dict[str, Any]:
         pattern = self._pattern()
@@ -265,14 +286,13 @@ class _Nemotron(_Reader):
         }
 
     def _pattern(self) -> str:
-        layers = self.listed("layers_block_type", "layer_types")
-        pattern = self.data.get("hybrid_override_pattern")
-        if layers is None and not isinstance(pattern, str):
+        layers = self.listed("layers_block_type", "layer_types", _PATTERN)
+        if layers is None:
             raise InvalidInputError(
                 f"{self.where} lacks layers_block_type and hybrid_override_pattern: one of them says what layers are",
                 key="layers_block_type",
             )
-        return str(pattern) if layers is None else "".join(_SYMBOLS[one] for one in layers)
+        return layers
 
 
 class _MambaWithMlp(_Reader):
@@ -283,13 +303,7 @@ class _MambaWithMlp(_Reader):
         layers = self.listed("layer_types", "layers_block_type")
         if layers is None:
             whole = [] if is_granite else self.data.get("attn_layer_indices") or []
-            layers = ["full_attention" if layer in whole else "linear_attention" for layer in range(num_layers)]
-        if len(layers) != num_layers:
-            raise InvalidInputError(
-                f"{self.where}: layer_types has {len(layers)} entries, num_hidden_layers is {num_layers}: give one for "
-                "each layer",
-                key="layer_types",
-            )
+            layers = "".join("*" if layer in whole else "M" for layer in range(num_layers))
         num_experts = self.size("num_local_experts", 0) if is_granite else 0
         width = self.size("shared_intermediate_size", 1024) if is_granite else self.size("intermediate_size")
         experts = None
@@ -306,7 +320,7 @@ class _MambaWithMlp(_Reader):
             "ffn_hidden_size": width,
             "gated_linear_unit": True,
             "linear_attention": self._mamba(),
-            "layer_pattern": "".join(_SYMBOLS[one] + ("E" if experts else "-") for one in layers),
+            "layer_pattern": "".join(symbol + ("E" if experts else "-") for symbol in layers),
             "experts": experts,
         }
 
@@ -368,8 +382,18 @@ _SAME = {
     "use_conv_bias": (True,),
     "mamba_conv_bias": (True,),
     "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),
+    "mamba_ssm_dtype": ("float32",),
 }
 """Entry -> values with which layers are as pretrain_gpt.py has them."""
+_SAME_OF_NEMOTRON = {**_SAME, "hidden_act": ("relu2", "silu")}
+"""Its MLPs go by mlp_hidden_act."""
+_AGAIN_IN_NEMOTRON = {
+    "norm_eps": ("layer_norm_epsilon", 1e-5),
+    "rms_norm_eps": ("layer_norm_epsilon", 1e-5),
+    "attention_head_dim": ("head_dim", 128),
+}
+"""Entry -> the one that transformers reads, which must be the same, and what that is where it is missing."""
 _OFF = (
     *("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "attention_dropout", "hidden_dropout"),
     *("residual_in_fp32", "num_nextn_predict_layers", "sliding_window"),
@@ -379,9 +403,18 @@ _FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "at
 
 
 def _why_trained_otherwise(data: Mapping[str, Any]) -> list[str]:
+    is_nemotron = data["model_type"] == "nemotron_h"
     reasons = [
-        f"{key} {data[key]!r}: it is {same[0]}" for key, same in _SAME.items() if data.get(key, same[0]) not in same
+        f"{key} {data[key]!r}: it is {same[0]}"
+        for key, same in (_SAME_OF_NEMOTRON if is_nemotron else _SAME).items()
+        if data.get(key, same[0]) not in same
     ]
+    if is_nemotron:
+        reasons += [
+            f"{key} {data[key]!r}: {read} is {value}"
+            for key, (read, default) in _AGAIN_IN_NEMOTRON.items()
+            if data.get(key) not in (None, value := default if data.get(read) is None else data[read])
+        ]
     reasons += [f"{key} {data[key]!r}: layers of hybrids have none" for key in _OFF if data.get(key)]
     limits = data.get("time_step_limit") or data.get("mamba_dt_limit")
     if isinstance(limits, Sequence) and any(isinstance(one, int | float) and 0 < one < float("inf") for one in limits):

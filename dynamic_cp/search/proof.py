@@ -54,7 +54,7 @@ def check_provable(samples: Sequence[Sample], cost_model: CostModel, exchanges: 
     if may_pass_on_states(cost_model):
         raise UnsupportedFeatureError(
             "an exact search does not know plans that pass on states of linear attention, which this batch may have: "
-            f"let lanes exchange heads (--dynamic-cp-state-exchange heads), or {_REMEDY}",
+            f"{_REMEDY}, or in a run let lanes exchange heads (--dynamic-cp-state-exchange heads)",
             state_exchange=cost_model.options.state_exchange,
         )
     if placed := [name for name in exchanges if is_placed(name)]:

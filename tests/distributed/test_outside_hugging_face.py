@@ -372,6 +372,12 @@ def misuse():
             UnsupportedFeatureError,
             lambda: use_dynamic_cp(new_model("Qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)),
         ),
+        "linear_layers": (
+            UnsupportedFeatureError,
+            lambda: use_dynamic_cp(
+                SimpleNamespace(config=SimpleNamespace(layer_types=["linear_attention", "full_attention"]))
+            ),
+        ),
         "loader_split_by_rank": (DisagreementError, lambda: next(lanes.agreed(split_by_rank))),
     }
     messages = {}
@@ -396,6 +402,7 @@ SAYS = {
     "encoder_dropout": ("attention_probs_dropout_prob 0.1", "only 0"),
     "rope": ("'dynamic'", "llama3"),
     "window_layers": ("sliding_attention", "full_attention only", "--window-size"),
+    "linear_layers": ("of type linear_attention, our", "(dynamic-cp weights, pretrain_gpt.py), or"),
     "loader_split_by_rank": ("ranks disagree on the global batch of a step",),
 }
 

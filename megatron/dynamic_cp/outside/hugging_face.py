@@ -79,9 +79,10 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
             )
     layers = set(getattr(config, "layer_types", None) or ())
     if others := layers - {"full_attention"}:
+        windows = " --window-size" * ("sliding_attention" in others)
         raise UnsupportedFeatureError(
             f"the model has layers of type {', '.join(sorted(others))}, our attention does full_attention only: "
-            "train it with Megatron's layers (dynamic-cp weights, pretrain_gpt.py --window-size), or use another model",
+            f"train it with Megatron's layers (dynamic-cp weights, pretrain_gpt.py{windows}), or use another model",
             layer_types=sorted(layers),
         )
     rope = getattr(config, "rope_parameters", None) or {}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError, UnsupportedFeatureError
@@ -27,11 +28,12 @@ from megatron.trainer.weights import adapters, names, output
 from megatron.trainer.weights.adapters import MergedTensors
 from megatron.trainer.weights.checkpoint_tensors import CheckpointTensors
 from megatron.trainer.weights.described import Described, described
-from megatron.trainer.weights.fused import put_together, split
+from megatron.trainer.weights.fused import put_together, split, split_dtype
 from megatron.trainer.weights.names import num_parameters
 from megatron.trainer.weights.rows import Fused, Part
 from megatron.trainer.weights.safetensors_folder import CONFIG, DTYPES, Place, read_json, shards_of, write_shards
 
+_T = TypeVar("_T")
 _COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -85,6 +87,7 @@ class _Parts:
             for part in fused.parts:
                 for name in (part.name, *part.copies):
                     self.by_name.setdefault(name, []).append((fused, part))
+        self._most = _most_common((saved.dtype, prod(saved.shape)) for saved in saved.saved.values())
         self._split: dict[str, Tensor] = {}
 
     def places(self, new: Path) -> dict[str, Place]:
@@ -95,7 +98,7 @@ class _Parts:
         """
         places = {}
         for name, ((fused, part), *_) in self.by_name.items():
-            dtype = str(self._saved.saved[self._names[fused.name]].dtype).removeprefix("torch.")
+            dtype = str(self._dtype(fused)).removeprefix("torch.")
             if dtype not in DTYPES.values():
                 raise UnsupportedFeatureError(
                     f"{fused.name} is of type {dtype}, {', '.join(DTYPES.values())} are exported: save the model in "
@@ -116,7 +119,11 @@ class _Parts:
         return self._split.pop(wanted.name)
 
     def _pieces(self, fused: Fused) -> list[Tensor]:
-        return split(fused, self._saved.read(self._names[fused.name], fused.place))
+        pieces = split(fused, self._saved.read(self._names[fused.name], fused.place))
+        return [piece.to(self._dtype(fused)) for piece in pieces]
+
+    def _dtype(self, fused: Fused) -> torch.dtype:
+        return split_dtype(fused, self._saved.saved[self._names[fused.name]].dtype, self._most)
 
 
 def export_weights(
@@ -142,7 +149,10 @@ def export_weights(
     parts = _Parts(opened.saved, tensors)
     places = parts.places(Path(new))
     shards = shards_of(places, max_shard_bytes)
-    config = {**target.config, "torch_dtype": _dtype(places)}
+    config = {
+        **target.config,
+        "torch_dtype": _most_common((place.dtype, prod(place.shape)) for place in places.values()),
+    }
     with output.new_folder(new) as partial:
         write_shards(partial, shards, places, parts.read)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -280,9 +290,9 @@ def _check_tensors(folder: Path, saved: CheckpointTensors | MergedTensors, tenso
             )
 
 
-def _dtype(places: Mapping[str, Place]) -> str:
-    """Return the type of most numbers."""
-    counts: dict[str, int] = {}
-    for place in places.values():
-        counts[place.dtype] = counts.get(place.dtype, 0) + prod(place.shape)
+def _most_common(numbers: Iterable[tuple[_T, int]]) -> _T:
+    """Return the type of most numbers, of (type, numbers) of each tensor."""
+    counts: dict[_T, int] = {}
+    for dtype, count in numbers:
+        counts[dtype] = counts.get(dtype, 0) + count
     return max(counts, key=lambda dtype: counts[dtype])

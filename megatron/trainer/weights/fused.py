@@ -1,4 +1,8 @@
-"""From the tensors of transformers to one of megatron-core, and back; every value is copied as it is."""
+"""From the tensors of transformers to one of megatron-core, and back.
+
+Every value is copied as it is, but those of a tensor that is theirs less one. They are kept in a wider type, in which
+the difference is exact above 2 ** -14, so that they come back to the bit.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ def join(fused: Fused, parts: Sequence[Tensor]) -> Tensor:
     """
     parts = [taken(part, tensor) for part, tensor in zip(fused.parts, parts, strict=True)]
     if fused.joined == "less one":
-        return (parts[0].float() - 1).to(parts[0].dtype)
+        return parts[0].to(joined_dtype(fused, parts[0].dtype)) - 1
     if fused.joined == "KV head by KV head, with gates":
         queries, *rest = parts
         # [heads * (query, gate), ...] -> [groups, (its queries, its gates), ...]
@@ -33,6 +37,26 @@ def join(fused: Fused, parts: Sequence[Tensor]) -> Tensor:
     if fused.joined in _OF_ALL_EXPERTS:
         return _turned(fused, parts[0]).contiguous()
     return torch.cat(list(parts))
+
+
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+
+
+def joined_dtype(fused: Fused, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of the tensor of `fused` out of parts of a type."""
+    return _WIDER[dtype] if fused.joined == "less one" else dtype
+
+
+def split_dtype(fused: Fused, dtype: torch.dtype, most: torch.dtype) -> torch.dtype:
+    """Return the type of the parts of the tensor of `fused`.
+
+    Args:
+        dtype: of that tensor: wider than them as it was imported, as they are where a run saved it.
+        most: of most numbers of its checkpoint.
+    """
+    if fused.joined != "less one":
+        return dtype
+    return torch.float32 if dtype == torch.float64 else most if _WIDER.get(most) == dtype else dtype
 
 
 def _widths(fused: Fused) -> list[int]:
@@ -78,7 +102,10 @@ def _turned_back(fused: Fused, joined: Tensor) -> Tensor:
 
 
 def split(fused: Fused, joined: Tensor) -> list[Tensor]:
-    """Return the parts of the tensor of `fused`, each contiguous and with memory of its own; padding is left out."""
+    """Return the parts of the tensor of `fused`, each contiguous and with memory of its own; padding is left out.
+
+    They have its type, but where it is theirs less one: float64 then, and `split_dtype` says what it is to be.
+    """
     if fused.joined in _BY_KV_HEAD:
         grouped = joined.reshape(fused.num_groups, -1, *joined.shape[1:])
         pieces: Sequence[Tensor] = grouped.split([width // fused.num_groups for width in _widths(fused)], dim=1)
@@ -88,7 +115,7 @@ def split(fused: Fused, joined: Tensor) -> list[Tensor]:
             queries, *rest = pieces
             pieces = (queries.unflatten(1, (2, -1, fused.num_channels)).transpose(1, 2), *rest)
     elif fused.joined == "less one":
-        pieces = ((joined.float() + 1).to(joined.dtype),)
+        pieces = (joined.double() + 1,)
     elif fused.joined in _OF_ALL_EXPERTS:
         pieces = (_turned_back(fused, joined),)
     elif fused.joined == "with rows of padding":

@@ -30,7 +30,7 @@ from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import build_parser, parse_args
 from megatron.trainer.flags.settings import Settings
 from megatron.trainer.weights import checkpoint_tensors, names, output
-from megatron.trainer.weights.fused import join
+from megatron.trainer.weights.fused import join, joined_dtype
 from megatron.trainer.weights.names import num_parameters
 from megatron.trainer.weights.rows import Fused
 from megatron.trainer.weights.safetensors_folder import CONFIG, SafetensorsFolder, read_json
@@ -144,6 +144,7 @@ def _check_tensors(folder: SafetensorsFolder, tensors: Sequence[Fused], family: 
         name: place
         for name, place in folder.places.items()
         if not name.endswith(names.FAMILIES[family].left_out)
+        and not name.startswith(names.FAMILIES[family].unread)
         and not (tied and name == names.HEAD)
         and name not in copies
     }
@@ -212,7 +213,7 @@ def _dtypes(folder: SafetensorsFolder, tensors: Sequence[Fused]) -> dict[str, to
                     "model in one type",
                     name=part.name,
                 )
-    return {name: getattr(torch, dtype) for name, (_, dtype) in chosen.items()}
+    return {fused.name: joined_dtype(fused, getattr(torch, chosen[fused.name][1])) for fused in tensors}
 
 
 def _shown(shape: Sequence[int]) -> str:
@@ -267,9 +268,12 @@ def _run_values(source: Source) -> dict[str, Any]:
 def _report(source: Source, path: str, new: str) -> list[str]:
     num_bytes = sum(source.dtypes[fused.name].itemsize * torch.Size(fused.shape).numel() for fused in source.tensors)
     types = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in source.dtypes.values()}))
+    unread = [name for name in source.folder.places if name.startswith(names.FAMILIES[source.family].unread)]
+    without = f"{path}: without {counted(len(unread), 'tensor')} of modules that predict further tokens"
     return [
         f"{path}: {source.family}, {counted(source.shape.num_layers, 'layer')}, "
         f"{num_parameters(source.tensors):,} parameters, {bytes_in_words(num_bytes)}, {types}",
+        *([f"{without} ({unread[0]}), as transformers loads it"] if unread else ()),
         f"{new}: the checkpoint {checkpoint_files.RELEASE}, and {FLAGS}",
         f"start from it with: pretrain_gpt.py --dynamic-cp $(cat {shlex.quote(str(Path(new) / FLAGS))}) "
         f"--load {shlex.quote(new)} --exit-on-missing-checkpoint ...",

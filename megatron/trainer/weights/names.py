@@ -208,6 +208,7 @@ class Table:
         module: of what predicts a further token, behind the last layer: below `mtp.layers.<number>.` and below the next
             `model.layers.<number>.`, where the names of its layer are, too; (): files hold none.
         left_out: ends of names that files may have and that hold no weights.
+        unread: begins of names that files may have, of modules that predict further tokens; transformers reads none.
     """
 
     attention: tuple[Row, ...] = _QUERIES_KEYS_VALUES
@@ -216,6 +217,7 @@ class Table:
     linear: tuple[Row, ...] = ()
     module: tuple[Row, ...] = ()
     left_out: tuple[str, ...] = field(default=(".rotary_emb.inv_freq",))
+    unread: tuple[str, ...] = ()
     stem: str = "model.layers."
     embedding: str = EMBEDDING
     final_norm: str = "model.norm.weight"
@@ -233,16 +235,19 @@ FAMILIES: Mapping[str, Table] = MappingProxyType(
         **dict.fromkeys(
             ("deepseek_v2", "deepseek_v3"), Table(attention=_LATENTS, experts=_EXPERTS_OF_DEEPSEEK, module=_MODULE)
         ),
-        "qwen3_next": Table(attention=_GATED_ATTENTION, experts=_EXPERTS_OF_QWEN, linear=hybrid_names.QWEN3_NEXT),
+        "qwen3_next": Table(
+            attention=_GATED_ATTENTION, experts=_EXPERTS_OF_QWEN, linear=hybrid_names.QWEN3_NEXT, unread=("mtp.",)
+        ),
         **dict.fromkeys(
             ("qwen3_5_text", "qwen3_5_moe_text"),
-            Table(attention=_GATED_ATTENTION, experts=_EXPERTS_OF_QWEN, linear=hybrid_names.QWEN3_5),
+            Table(attention=_GATED_ATTENTION, experts=_EXPERTS_OF_QWEN, linear=hybrid_names.QWEN3_5, unread=("mtp.",)),
         ),
         "nemotron_h": Table(
             attention=hybrid_names.NEMOTRON_ATTENTION,
             dense=hybrid_names.NEMOTRON_MLP,
             experts=hybrid_names.NEMOTRON_EXPERTS,
             linear=hybrid_names.NEMOTRON_MAMBA,
+            unread=("mtp.",),
             stem="backbone.layers.",
             embedding="backbone.embeddings.weight",
             final_norm="backbone.norm_f.weight",

@@ -21,6 +21,9 @@ QWEN3_NEXT: dict[str, Any] = {
     "num_hidden_layers": 48, "num_key_value_heads": 2, "head_dim": 256, "norm_topk_prob": True,
     "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "rope_theta": 10000000, "router_aux_loss_coef": 0.001,
     "shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "vocab_size": 151936, "use_cache": True,
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
+    "output_router_logits": False, "rope_scaling": None, "torch_dtype": "bfloat16", "use_sliding_window": False,
+    "transformers_version": "4.57.0.dev0",
 }  # fmt: skip
 NEMOTRON: dict[str, Any] = {
     "model_type": "nemotron_h", "hidden_size": 2688, "intermediate_size": 1856, "num_attention_heads": 32,
@@ -32,6 +35,13 @@ NEMOTRON: dict[str, Any] = {
     "routed_scaling_factor": 2.5, "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5, "use_conv_bias": True,
     "max_position_embeddings": 262144, "initializer_range": 0.014, "chunk_size": 128, "expand": 2,
     "time_step_limit": [0.0, float("inf")], "time_step_min": 0.001, "rope_theta": 10000,
+    "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"a": "b"}, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "hidden_dropout": 0.0,
+    "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32", "mlp_bias": False, "norm_eps": 1e-5,
+    "num_logits_to_keep": 1, "partial_rotary_factor": 1.0, "rescale_prenorm_residual": True, "residual_in_fp32": False,
+    "sliding_window": None, "time_step_floor": 0.0001, "time_step_max": 0.1, "torch_dtype": "bfloat16",
+    "transformers_version": "4.55.4", "use_bias": False, "use_cache": True, "use_mamba_kernels": True,
 }  # fmt: skip
 GRANITE: dict[str, Any] = {
     "model_type": "granitemoehybrid", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
@@ -90,7 +100,7 @@ def test_a_layer_of_granite_is_a_mixer_and_experts_one_after_the_other():
 
 def test_lists_of_nemotron_say_the_same_as_its_pattern():
     listed = ["mamba", "moe", "attention", "mlp"]
-    config = {**NEMOTRON, "layers_block_type": listed}
+    config = {**NEMOTRON, "layers_block_type": listed, "num_hidden_layers": 4, "hybrid_override_pattern": "ME*-"}
     assert hugging_face.model_shape("there", config).layer_pattern == "ME*-"
 
 
@@ -103,7 +113,17 @@ def test_lists_of_nemotron_say_the_same_as_its_pattern():
         (QWEN3_NEXT | {"hidden_size": None}, "lacks hidden_size"),
         ({"model_type": "qwen3_5"}, "text_config is None"),
         (NEMOTRON | {"hybrid_override_pattern": None}, "lacks layers_block_type and hybrid_override_pattern"),
-        (NEMOTRON | {"hybrid_override_pattern": "MX*"}, "has X: its symbols"),
+        (NEMOTRON | {"hybrid_override_pattern": "MX*", "num_hidden_layers": 3}, "has X: its symbols"),
+        (NEMOTRON | {"num_hidden_layers": 10}, "hybrid_override_pattern has 52 entries, num_hidden_layers is 10"),
+        (
+            NEMOTRON | {"layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": None},
+            "layers_block_type and hybrid_override_pattern say other layers",
+        ),
+        (
+            QWEN3_NEXT | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "moe"]},
+            "has 'moe', layers are linear_attention, full_attention$",
+        ),
+        (GRANITE | {"layer_types": ["mamba", "moe"]}, "layer_types has 'moe'"),
         (NEMOTRON | {"moe_latent_size": 64}, "experts of latents are not priced"),
     ],
 )
@@ -113,10 +133,34 @@ def test_configs_that_contradict_themselves_are_refused(config, says):
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        NEMOTRON | {"head_dim": None, "attention_head_dim": 128, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
+        {
+            "model_type": "qwen3_5",
+            "text_config": QWEN3_NEXT
+            | {
+                "attn_output_gate": True, "mamba_ssm_dtype": "float32", "output_gate_type": "swish",
+                "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+            },
+        },
+    ],
+)  # fmt: skip
+def test_entries_that_say_what_layers_do_anyway_are_read(config):
+    assert hugging_face.architecture("there", config).not_trained == ()
+
+
+@pytest.mark.parametrize(
     ("config", "says"),
     [
         (QWEN3_NEXT | {"attention_bias": True}, "attention_bias True: layers of hybrids have none"),
         (QWEN3_NEXT | {"logit_cap": 30}, "logit_cap 30: not known here"),
+        (QWEN3_NEXT | {"norm_eps": 1e-6}, "norm_eps 1e-06: not known here"),
+        (QWEN3_NEXT | {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid': it is swish"),
+        (QWEN3_NEXT | {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype 'bfloat16': it is float32"),
+        (QWEN3_NEXT | {"hidden_act": "relu2"}, "hidden_act 'relu2': it is silu"),
+        (NEMOTRON | {"norm_eps": 1e-6}, "norm_eps 1e-06: layer_norm_epsilon is 1e-05"),
+        (NEMOTRON | {"head_dim": None, "attention_head_dim": 64}, "attention_head_dim 64: head_dim is 128"),
         (NEMOTRON | {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu': it is relu2"),
         (NEMOTRON | {"time_step_limit": [0.001, 0.1]}, "steps of Mamba-2 have no limits"),
         (NEMOTRON | {"num_experts_per_tok": 1}, "scores of several experts have sum 1"),

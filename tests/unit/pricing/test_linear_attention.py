@@ -208,7 +208,7 @@ def test_states_of_a_model_without_linear_attention_are_refused():
     ("changes", "message"),
     [
         ({"cp_comm_types": ("blocks",)}, "places attention anywhere"),
-        ({"search": "exact"}, "does not know plans that pass on states"),
+        ({"search": "exact"}, "pass on states .*: use --search thorough .*, or in a run let lanes exchange heads"),
         ({"pool": "auto"}, "a pool of attention servers"),
         ({"state_exchange": "both"}, "is unknown: use one of auto, heads, states"),
     ],
