@@ -133,9 +133,17 @@ def test_what_a_checkpoint_lacks_or_has_besides_is_told(on_one_rank, imported, t
         assert says in ended.error
     (ended,) = run_command(1, plain, f"--load {saved} --finetune")
     assert "this run has no adapters: give the same, or merge them first" in ended.error
-    assert len(train(1, words, f"--load {tmp_path} --finetune --train-iters 1")) == 1
+    (ended,) = run_command(1, words, f"--load {tmp_path} --finetune --train-iters 1")
+    assert (ended.code, "random weights" in ended.stderr) == (0, False)
     with pytest.raises(CheckpointError, match="has no adapters: leave --adapter out"):
         export_adapters(str(tmp_path), str(tmp_path / "new"))
+
+
+@pytest.mark.parametrize("more", ["", "--load {folder}"])
+def test_adapters_beside_random_weights_are_warned_of(more, tmp_path):
+    (ended,) = run_command(1, LORA, "--train-iters 1 --lr-decay-iters 9", more.format(folder=tmp_path))
+    assert ended.code == 0
+    assert "no checkpoint is loaded: adapters are trained beside random weights" in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from megatron.trainer.flags.derive import FEATURES, TOKEN_IDS
 logger = logging.getLogger(__name__)
 
 
-def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool) -> Position:
-    """Load the latest checkpoint below `load_dir` and return its position; collective.
+def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool) -> Position | None:
+    """Load the latest checkpoint below `load_dir` and return its position; None where there is none. Collective.
 
     Args:
         finetune: load the weights only and begin at iteration 0; so it is with imported weights in any case.
@@ -39,7 +39,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     found = run_on_rank_zero(lambda: _find(load_dir, required, trainable.identity["model"], finetune), _found)
     if found is None:
         logger.info("no checkpoint in %s: starting afresh", load_dir)
-        return Position()
+        return None
     folder, run = found
     is_imported = run["optimizer_kind"] is None
     saved = _checked_vocabulary(trainable, run["identity"], folder) if is_imported else run["identity"]

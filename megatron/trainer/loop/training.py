@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from dynamic_cp.errors import DynamicCPError
@@ -96,7 +97,7 @@ def _pretrain(settings: Settings, on_step: Callable[[int, StepRecord], None] | N
 
 def _first_position(run: Run) -> Position:
     """Return where training begins: that of the checkpoint to go on from, which is loaded, or the start."""
-    position, checkpoints = Position(), run.settings.checkpoints
+    position, checkpoints = None, run.settings.checkpoints
     if checkpoints.load is not None:
         phase.enter("loading the checkpoint")
         position = loading.load(
@@ -105,6 +106,10 @@ def _first_position(run: Run) -> Position:
             finetune=checkpoints.finetune,
             required=checkpoints.exit_on_missing_checkpoint,
         )
+    if position is None:
+        position = Position()
+        if run.settings.model.lora_rank is not None and dist.get_rank() == 0:
+            logger.warning("no checkpoint is loaded: adapters are trained beside random weights; give --load a model")
     train_iters = run.settings.training.train_iters
     if position.iteration >= train_iters:
         logger.info("nothing to train: iteration %d of %d", position.iteration, train_iters)
