@@ -2,7 +2,7 @@
 
 Packers know the tokens of buckets, and price an exchange of heads. States cost by the sample, so a finished packing is
 gone through bucket by bucket: one passes on states where those that it keeps fit under the token limit, and where that
-is faster forward and backward, so that no plan gets slower; or whether it is faster or not, where a run asks for states.
+is faster forward and backward, so that no plan gets slower; faster or not where a run asks for states.
 """
 
 from __future__ import annotations
