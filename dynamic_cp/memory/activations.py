@@ -15,8 +15,9 @@ MLPs counted by their true widths):
     latent attention: latents before and after their norms, the rotated key (2 * (q + kv) + rope) * b, not split by TP
         alone; queries, keys, values and output all of the width of keys, to which kernels pad the values
     linear attention in the place of attention: what is convolved before and after that, the
-        gate z, what heads find and that normed; of a gated delta net also its matrices of
-        chunks of 64 tokens                                  (2 * convolved + 3 * value (+ 64 * heads)) / TP * b
+        gate z, what heads find and that normed; and what kernels get besides: of a gated
+        delta net matrices of chunks of 64 tokens, of Mamba-2   (2 * convolved + 3 * value) / TP * b
+        values times steps, and keys and queries of each head   (64, or value + 2 * key width) * heads / TP * b
     a module of multi-token prediction: embedding, norms, projected         6 * hidden_size * b, not split by TP alone
 
 Linear attention whose lanes pass on states keeps for each sample the states before and behind a lane's two chunks, and
@@ -27,9 +28,9 @@ A rank computes topk / TP copies of each token of a lane, on average over its EP
 Sequence parallelism also splits the first line. Full recomputation keeps only the input of each layer, or of each unit
 of layers, and needs such a unit in full while it runs backward. Where it leaves out layers of a chunk, these keep all,
 and are done with when the first layer is computed again. Selective recomputation of the attention drops the
-log-sum-exp, or of linear attention what was convolved, the matrices and the states, of the MLP of dense layers the
-inputs and output of its activation function, of experts what they keep, of the norms what these have put out (half of
-the first line).
+log-sum-exp, or of linear attention what was convolved, what kernels get besides and the states, of the MLP of dense
+layers the inputs and output of its activation function, of experts what they keep, of the norms what these have put out
+(half of the first line).
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def _linear_bytes(linear: LinearAttention | None, element: int, tp_size: int) ->
         return _LinearBytes()
     convolved, value = linear.convolved_channels * element, linear.value_channels * element
     gates = GATE_BYTES * linear.gate_channels
-    dropped = convolved + (CHUNK_TOKENS * linear.num_heads * element if linear.has_delta_rule else 0)
+    of_head = CHUNK_TOKENS if linear.has_delta_rule else linear.value_size + 2 * linear.key_size
+    dropped = convolved + of_head * linear.num_heads * element
     states = CHUNKS_PER_LANE * (linear.state_bytes + linear.summary_bytes)
     each = convolved + 3 * value + gates + dropped, dropped, convolved + gates + value, states
     return _LinearBytes(*(one / tp_size for one in each))

@@ -285,7 +285,7 @@ def forget_to_transpose() -> Any:
 def take_groups_in_rounds() -> Any:
     """Heads 0, 1, 2 have the groups 0, 1, 0 instead of 0, 0, 1."""
     in_rounds = lambda self, x: x[:, [head % x.shape[1] for head in range(len(self.share.heads))]]  # noqa: E731
-    return mock.patch.object(LinearLayer, "_by_head", in_rounds)
+    return mock.patch.object(LinearLayer, "_grouped", in_rounds)
 
 
 SUMMARIES = states.summaries

@@ -32,7 +32,7 @@ MOST_LINES = {
     "dynamic_cp/types": 3680,  # adapters; linear attention, and which layers of a hybrid have it; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
-    "megatron/dynamic_cp/attention": 5900,  # linear attention of a pack over lanes, in two ways
+    "megatron/dynamic_cp/attention": 5950,  # linear attention of a pack over lanes, in two ways, and little of it kept
     "megatron/dynamic_cp/calibration": 1500,  # states of linear attention; attention against float64, for a first day
     "megatron/dynamic_cp/data": 1280,  # buckets of a lane without their tokens, for others to ask; trees of turns
     "megatron/dynamic_cp/flags": 2920,  # norms and factors; adapters; losses over chunks of tokens
@@ -40,7 +40,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/groups": 760,  # two cuDNNs; ranks of a node connect first; what linear attention connects
     "megatron/dynamic_cp/layout": 460,  # what lanes exchange for linear attention
     "megatron/dynamic_cp/measuring": 220,
-    "megatron/dynamic_cp/model": 1960,  # the head over chunks of tokens: losses, log-probs, and what passes ask for
+    "megatron/dynamic_cp/model": 1970,  # the head over chunks of tokens; gates of linear attention, computed again
     "megatron/dynamic_cp/outside": 1210,  # the loops of transformers and TRL, also with streamed data
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from megatron.dynamic_cp.attention.linear.again import computed_again
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.linear_attention import TOGETHER, LinearAttentionLayer
@@ -49,5 +50,8 @@ class DynamicCPGatedDelta(LinearAttentionLayer):
             return gated_delta_net_thd(*given, params, self.sizes)
 
         found = self._core(attend, sections[TOGETHER], sections["beta"].sigmoid(), decay, self.conv1d.weight)
-        z = sections["z"].unflatten(-1, (self.sizes.num_heads, -1))
-        return (self.out_norm(found) * silu(z.to(exact))).to(found.dtype).flatten(1)
+
+        def gated(found: Tensor, z: Tensor) -> Tensor:
+            return (self.out_norm(found) * silu(z.to(exact))).to(found.dtype)
+
+        return computed_again(gated, found, sections["z"].unflatten(-1, (self.sizes.num_heads, -1))).flatten(1)

@@ -100,6 +100,9 @@ class LinearAttentionLayer(MegatronModule):
             raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
         projected, _ = self.in_proj(hidden_states)
         sections = dict(zip(self._parts, projected.squeeze(1).split(list(self._parts.values()), dim=-1), strict=True))
+        if packed_seq_params.cp_group.size() > 1 and not self.repeats_core:
+            # Lanes convolve what they exchange, and z alone would keep the whole projection.
+            sections["z"] = sections["z"].contiguous()
         found = self._attended(sections, packed_seq_params)
         output: tuple[Tensor, Tensor | None] = self.out_proj(found.unsqueeze(1))
         return output
@@ -123,10 +126,10 @@ class LinearAttentionLayer(MegatronModule):
             return found
         return attend(*given)
 
-    def _of_heads(self, draw: Callable[[int], Tensor], dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+    def _of_heads(self, draw: Callable[[int], Tensor]) -> torch.nn.Parameter:
         """Return a parameter with a number for each head of this rank; drawn alike for any number of TP ranks."""
         values = draw(self.sizes.num_heads * self.tp_size).chunk(self.tp_size)[self.tp_group.rank()]
-        return _shared_out(values.to(dtype or self.config.params_dtype))
+        return _shared_out(values.to(self.config.params_dtype))
 
     def _convolution(self) -> _Convolution:
         """Return a convolution of each channel of this rank, as torch would draw it."""

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from megatron.dynamic_cp.attention.linear.again import computed_again
 from megatron.dynamic_cp.attention.linear.thd import mamba2_thd
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.linear_attention import TOGETHER, LinearAttentionLayer, Offsets, sharded_by_rows
@@ -47,7 +48,11 @@ class DynamicCPMamba(LinearAttentionLayer):
 
         conv = self.conv1d
         found = self._core(attend, convolved, steps, self.A_log, self.D, conv.weight, conv.bias).flatten(1)
-        return self.norm(found * silu(sections["z"].to(exact))).to(found.dtype)
+
+        def gated(found: Tensor, z: Tensor) -> Tensor:
+            return self.norm(found * silu(z.to(exact))).to(found.dtype)
+
+        return computed_again(gated, found, sections["z"])
 
 
 class _GroupNorm(torch.nn.Module):

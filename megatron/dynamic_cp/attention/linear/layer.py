@@ -7,12 +7,13 @@ and C), one after the other: q k v, or x B C. A share of the heads has of each s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynamic_cp.types import LinearAttention
+from megatron.dynamic_cp.attention.linear.again import computed_again
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.recurrence import Steps, state_dtype
 from megatron.dynamic_cp.attention.linear.runs import Runs
@@ -83,13 +84,13 @@ class LinearLayer:
         if self.decay_rate_H is None:
             q, k, v = parts
             beta, decay = gates
-            keys = (self._by_head(_normalized(x)) for x in (q, k))
-            return Steps(*keys, v, decay, beta, scale=self.sizes.key_size**-0.5)
+            q, k = (self._grouped(_Normalized.apply(x)) for x in (q, k))
+            return Steps(q, k, v.contiguous(), decay, beta, scale=self.sizes.key_size**-0.5)
         x, key, query = parts
         (step,) = gates
         decay = -self.decay_rate_H.to(step.dtype).exp() * step
-        value = (x.to(step.dtype) * step[..., None]).to(x.dtype)
-        return Steps(self._by_head(query), self._by_head(key), value, decay, None, scale=1.0)
+        value = computed_again(lambda x, step: (x.to(step.dtype) * step[..., None]).to(x.dtype), x, step)
+        return Steps(self._grouped(query), self._grouped(key), value, decay, None, scale=1.0)
 
     def finished(self, found_THV: Tensor, x_TC: Tensor) -> Tensor:
         """Return what tokens find with what they find of themselves; `x_TC`: the convolved channels."""
@@ -97,13 +98,17 @@ class LinearLayer:
             return found_THV
         dtype = state_dtype(found_THV.dtype)
         own_THV = x_TC[:, : found_THV[0].numel()].view_as(found_THV)
-        return (found_THV.to(dtype) + self.skip_H.to(dtype)[:, None] * own_THV.to(dtype)).to(found_THV.dtype)
+        own_THV = computed_again(lambda skip, own: skip.to(dtype)[:, None] * own.to(dtype), self.skip_H, own_THV)
+        return (found_THV.to(dtype) + own_THV).to(found_THV.dtype)
 
-    def _by_head(self, x_TGK: Tensor) -> Tensor:
-        """Return each head's group."""
+    def _grouped(self, x_TGK: Tensor) -> Tensor:
+        """Return groups that serve as many of the heads each; where a share cuts one, a copy for each head."""
         per_group = self.sizes.num_heads // self.sizes.num_groups
-        first = self.share.heads.start - self.share.groups.start * per_group
-        return x_TGK.repeat_interleave(per_group, dim=1).narrow(1, first, len(self.share.heads))
+        heads, groups = self.share
+        first = heads.start - groups.start * per_group
+        if len(groups) == 1 or (first == 0 and len(heads) == len(groups) * per_group):
+            return x_TGK
+        return x_TGK.repeat_interleave(per_group, dim=1).narrow(1, first, len(heads))
 
 
 def channels_of(x: Tensor, sizes: LinearAttention, share: Share, dim: int = -1) -> Tensor:
@@ -123,7 +128,20 @@ def _sections(sizes: LinearAttention) -> tuple[tuple[bool, int], ...]:
     return (keys, keys, values) if sizes.has_delta_rule else (values, keys, keys)
 
 
-def _normalized(x: Tensor) -> Tensor:
-    """Return x with vectors of length 1."""
-    wide = x.to(state_dtype(x.dtype))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPSILON)).to(x.dtype)
+class _Normalized(torch.autograd.Function):
+    """Vectors of length 1. Backward needs what came out, which the kernel keeps, too, and one number for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        wide = x.to(state_dtype(x.dtype))
+        scale = torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPSILON)
+        normalized = (wide * scale).to(x.dtype)
+        ctx.save_for_backward(normalized, scale)
+        return normalized
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        normalized, scale = ctx.saved_tensors
+        wide, wide_grad = normalized.to(scale.dtype), grad.to(scale.dtype)
+        along = (wide * wide_grad).sum(-1, keepdim=True)
+        return (scale * (wide_grad - wide * along)).to(grad.dtype)

@@ -20,7 +20,7 @@ class Steps(NamedTuple):
     """What tokens do, for each of some heads.
 
     Attributes:
-        q_THK, k_THK, v_THV: in the dtype of the model.
+        q_THK, k_THK, v_THV: in the dtype of the model; queries and keys may be of groups of heads, equally large.
         decay_TH: logarithms, at most 0, in that of states.
         beta_TH: in that of states; None: as in Mamba-2.
         scale: of what is found.
@@ -38,6 +38,14 @@ class Steps(NamedTuple):
         """Those that there are."""
         tensors = (self.q_THK, self.k_THK, self.v_THV, self.decay_TH, self.beta_TH)
         return [tensor for tensor in tensors if tensor is not None]
+
+    def by_head(self) -> Steps:
+        """Return the same with a query and a key of each head."""
+        per_group = self.v_THV.shape[1] // self.k_THK.shape[1]
+        if per_group == 1:
+            return self
+        q_THK, k_THK = (x.repeat_interleave(per_group, dim=1) for x in (self.q_THK, self.k_THK))
+        return self._replace(q_THK=q_THK, k_THK=k_THK)
 
     def with_tensors(self, tensors: list[Tensor]) -> Steps:
         """Return the same with other `tensors`."""

@@ -134,9 +134,9 @@ def summaries(kernel: LinearKernel, steps: Steps, runs: Runs) -> tuple[Tensor, T
     if steps.beta_TH is None:
         _, own = kernel.scan(steps, runs, None, only_state=True)
         return _sums(steps.decay_TH, runs).exp(), own
-    num_heads, key_size = steps.k_THK.shape[1:]
-    value_size = steps.v_THV.shape[2]
-    nothing = steps.v_THV.new_zeros((*steps.v_THV.shape[:2], key_size))
+    num_tokens, num_heads, value_size = steps.v_THV.shape
+    key_size = steps.k_THK.shape[2]
+    nothing = steps.v_THV.new_zeros((num_tokens, num_heads, key_size))
     start = torch.zeros(
         (len(runs.lengths), num_heads, key_size, value_size + key_size),
         dtype=state_dtype(steps.v_THV.dtype),

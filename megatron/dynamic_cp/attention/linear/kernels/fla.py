@@ -54,6 +54,8 @@ def _function(name: str):  # type: ignore[no-untyped-def]
 
 def scan(steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = False) -> tuple[Tensor | None, Tensor]:
     """Return what `kernel.Scan` says."""
+    if steps.beta_TH is None:
+        steps = steps.by_head()  # its delta rule alone takes groups
     q, k, v, decay, *beta = (tensor[None].contiguous() for tensor in steps.tensors)
     arguments = {
         "scale": steps.scale,

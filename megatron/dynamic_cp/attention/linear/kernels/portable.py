@@ -132,7 +132,7 @@ class _Products(NamedTuple):
 def scan(steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = False) -> tuple[Tensor | None, Tensor]:
     """Return what `kernel.Scan` says, computed in the dtype of states."""
     blocks = Blocks.of(runs)
-    products = _Products.of(steps, blocks, only_state=only_state)
+    products = _Products.of(steps.by_head(), blocks, only_state=only_state)
     if state is None:
         current = products.own.new_zeros((len(runs.lengths), *products.own.shape[1:]))
     else:
