@@ -203,8 +203,8 @@ MASK = _option(
     metavar="MASK",
     help="Which keys of its sample a token attends to: causal, full, lambda:SINK,WINDOW (tokens), "
     "causal_blockwise:BLOCK,LOCAL[,SINK] (tokens of a block, blocks), shared_question:4x0.2 (4 answers, a prompt of "
-    "0.2 of the tokens), or tree:2x4x0.2 (so at several levels). To plan with: pretrain_gpt.py trains causal, and "
-    "prompts whose lines have responses.",
+    "0.2 of the tokens), or tree:2x4x0.2 (so at several levels). To plan with: pretrain_gpt.py trains causal, "
+    "prompts whose lines have responses, and trees of turns.",
 )
 
 

@@ -1,8 +1,8 @@
 """Which buckets of a packing pass on states of linear attention instead of exchanging heads.
 
 Packers know the tokens of buckets, and price an exchange of heads. States cost by the sample, so a finished packing is
-gone through bucket by bucket: one passes on states where that is faster forward and backward, and where the states that
-it keeps fit under the token limit. So no plan gets slower.
+gone through bucket by bucket: one passes on states where those that it keeps fit under the token limit, and where that
+is faster forward and backward, so that no plan gets slower; faster or not where a run asks for states.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Judged(NamedTuple):
         prices: of `priced`, with rows of the buckets that pass on states.
         grid: its durations; makespan_ns: what they come to.
         num_states: buckets that pass on states, of `num_shared` that have several lanes.
+        num_too_large: that were to pass on states, and whose states do not fit.
     """
 
     priced: PricedPacking
@@ -41,13 +42,18 @@ class Judged(NamedTuple):
     makespan_ns: int
     num_states: int = 0
     num_shared: int = 0
+    num_too_large: int = 0
 
     @property
     def in_words(self) -> str:
         """What it adds to the reason of a plan."""
-        if not self.num_states:
+        if not (self.num_states or self.num_too_large):
             return ""
-        return f"; {self.num_states} of {self.num_shared} shared buckets pass on states: {self.makespan_ns / 1e9:.6f} s"
+        too_large = f", those of {self.num_too_large} do not fit under the token limit" if self.num_too_large else ""
+        return (
+            f"; {self.num_states} of {self.num_shared} shared buckets pass on states{too_large}: "
+            f"{self.makespan_ns / 1e9:.6f} s"
+        )
 
 
 def may_pass_on_states(prices: CostModel) -> bool:
@@ -94,11 +100,12 @@ def _with_states(candidate: Candidate, lengths: Lengths, tokens_of_sample: float
     k, rows = packing.log2_cp_sizes[shared], priced.price_rows[shared]
     numbers = np.bincount(packing.bucket_of_sample, minlength=len(priced.tokens))[shared]
     shifts = prices.shifts_of_states(k, prices.table.links[k, packing.first_lanes[shared] >> k], numbers)
-    chosen = np.ones(len(shared), np.bool_)
+    held = priced.tokens[shared] / (1 << k) + numbers * tokens_of_sample
+    wanted = np.ones(len(shared), np.bool_)
     if prices.options.state_exchange == "auto":
-        held = priced.tokens[shared] / (1 << k) + numbers * tokens_of_sample
-        fits = held <= prices.options.max_tokens_per_rank
-        chosen = np.logical_and(_are_faster(prices, priced, shared, shifts), fits)
+        wanted = _are_faster(prices, priced, shared, shifts)
+    chosen = np.logical_and(wanted, held <= prices.options.max_tokens_per_rank)
+    num_too_large = 0 if prices.options.state_exchange == "auto" else int((~chosen).sum())
     if chosen.any():
         which, terms = rows[chosen], prices.table
         first = len(terms.terms)
@@ -112,7 +119,7 @@ def _with_states(candidate: Candidate, lengths: Lengths, tokens_of_sample: float
         priced = priced._replace(price_rows=price_rows)
     grid = grid_of_priced(priced, prices)
     makespan_ns = makespan_of_grid_ns(grid, prices) if chosen.any() else candidate.makespan_ns
-    return Judged(priced, prices, grid, makespan_ns, int(chosen.sum()), len(shared))
+    return Judged(priced, prices, grid, makespan_ns, int(chosen.sum()), len(shared), num_too_large)
 
 
 def _are_faster(prices: CostModel, priced: PricedPacking, shared: Ints, shifts: Floats) -> Bools:

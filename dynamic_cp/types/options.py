@@ -137,8 +137,8 @@ class PlanOptions:
             the dynamic policy until it is proven the fastest, which only tiny batches can be.
         pool: whether servers of all stages may compute attention in ticks: never, where that is faster by simulation,
             or always. Of the dynamic policy.
-        state_exchange: how lanes may share layers with linear attention: "heads" or "states" in all buckets of several
-            lanes, or "auto", in each bucket what is faster.
+        state_exchange: how lanes may share layers with linear attention: "heads" in all buckets of several lanes,
+            "states" in those whose states fit under the limit, or "auto", in each bucket what is faster.
         noise_margin: share by which ticks last longer than planned, >= 0.
         ping_pong: layers of a pool run in two nano-batches, of which one computes while the other travels.
     """

@@ -16,10 +16,11 @@ import numpy as np
 from benchmarks.peers import wlb
 from dynamic_cp.bounds import lower_bound
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
+from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.pipeline.schedule import stage_operations
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
-from dynamic_cp.plans.padding import padding_fraction
+from dynamic_cp.plans.padding import padded_of, padding_fraction
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
@@ -288,9 +289,16 @@ def check_hybrid_case(case: Case, seed: int) -> Counter[str]:
     passing = [bucket for bucket in plan.buckets if bucket.exchanges_states]
     if use == "auto":
         assert planned[use].predicted_s <= planned["heads"].predicted_s, "slower than with exchanged heads"
-    assert (
-        len(passing) == (0 if use == "heads" else sum(bucket.cp_size > 1 for bucket in plan.buckets)) or use == "auto"
-    )
+    of_sample = tokens_of_states(cost_model.model, case.topology, case.options)
+    fitting = [
+        bucket
+        for bucket in plan.buckets
+        if bucket.cp_size > 1
+        and sum(padded_of(bucket, case.topology.rank_token_multiple)) / bucket.cp_size + len(bucket.samples) * of_sample
+        <= case.options.max_tokens_per_rank
+    ]
+    assert passing == [bucket for bucket in fitting if bucket in passing], "its states do not fit"
+    assert use == "auto" or passing == ([] if use == "heads" else fitting)
     if case.hardware != "free":
         bound = lower_bound(samples, cost_model, "quick")
         assert bound.proven_s <= timeline.makespan_s * (1 + 1e-9) + 1e-8, f"below what is proven, {bound.proven_s}"

@@ -193,7 +193,7 @@ class PlanningSettings:
     )
     state_exchange: StateExchangeUse = flag(
         "how lanes share layers of linear attention: heads by an all-to-all each way, or states passed between the "
-        "chunks of a sample; auto: for every bucket what is faster",
+        "chunks of a sample, where these fit under the token limit; auto: for every bucket what is faster",
         STATE_EXCHANGE_USES[0],
         name="--dynamic-cp-state-exchange",
         choices=STATE_EXCHANGE_USES,

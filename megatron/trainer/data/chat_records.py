@@ -72,9 +72,12 @@ def preference_of(value: Mapping[str, Any]) -> list[list[Message]]:
     answers = [_answer(given, field) for field in (CHOSEN, REJECTED)]
     prompt = PREFERENCES[fields](given)
     common = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False))]
-    if prompt and not _is_asked_in(common, prompt, is_text=isinstance(given.get(PROMPT), str)):
+    is_text = isinstance(given.get(PROMPT), str)
+    if prompt and not _are_whole(common, prompt, is_text=is_text):
         common = []
-    shared = common or prompt
+    elif prompt:
+        prompt = [message for message in prompt if not is_text and message not in common]
+    shared = [*prompt, *common]
     if answers[0] == answers[1] or not shared:
         why = "are the same" if shared else f"have no message in common and no {PROMPT!r} precedes them"
         asked = None if shared else next((field for field in ASKED if field in given), None)
@@ -92,11 +95,9 @@ def prompt_of(value: Mapping[str, Any]) -> list[Message]:
     return _with_system(value, _prompt(value))
 
 
-def _is_asked_in(common: Sequence[Message], prompt: Sequence[Message], *, is_text: bool) -> bool:
-    """Return whether what both chats of a preference begin with has the prompt; a text may be written otherwise."""
-    if not common or common[0]["role"] == "assistant":
-        return False
-    return is_text or all(message in common for message in prompt)
+def _are_whole(common: Sequence[Message], prompt: Sequence[Message], *, is_text: bool) -> bool:
+    """Return whether what both chats begin with has the end of their prompt; a text may be written otherwise there."""
+    return bool(common) and common[0]["role"] != "assistant" and (is_text or prompt[-1] in common)
 
 
 def without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:

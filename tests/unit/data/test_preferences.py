@@ -67,6 +67,10 @@ FORMS = {
         {"prompt": PROMPT, "chosen": [*PROMPT, NO], "rejected": [*PROMPT, YES]},
         PROMPT,
     ),
+    "a question that chats repeat": (
+        {"prompt": PROMPT, "chosen": [*PROMPT[1:], NO], "rejected": [*PROMPT[1:], YES]},
+        PROMPT,
+    ),
     "the last question of whole chats": (
         {"prompt": EARLIER[2:], "chosen": [*EARLIER, NO], "rejected": [*EARLIER, YES]},
         EARLIER,

@@ -193,9 +193,17 @@ def test_a_bucket_passes_on_states_where_that_is_faster_and_its_states_fit():
         prices = CostModel(replace(problem, options=replace(problem.options, state_exchange=way)))
         assert simulate(one.plan, prices).iteration_s == one.predicted_s
         assert lower_bound(batch, prices).seconds <= one.predicted_s
-    tight = replace(problem, options=replace(problem.options, max_tokens_per_rank=15_000))
-    assert tokens_of_states(tight.model, tight.topology, tight.options) > 0
-    assert not any(bucket.exchanges_states for bucket in plan_problem(tight, samples_of([60_000])).plan.buckets)
+
+
+@pytest.mark.parametrize("way", ["auto", "states"])
+def test_no_bucket_passes_on_states_that_do_not_fit_though_a_run_asks_for_them(way):
+    hardware = replace(HARDWARE, linear_attention_flops_per_s=1e12)
+    problem = problem_of(hardware=hardware, max_tokens_per_rank=15_000, state_exchange=way)
+    assert tokens_of_states(problem.model, problem.topology, problem.options) > 0
+    planned = plan_problem(problem, samples_of([60_000]))
+    assert [(bucket.cp_size, bucket.exchanges_states) for bucket in planned.plan.buckets] == [(4, False)]
+    said = "; 0 of 1 shared buckets pass on states, those of 1 do not fit under the token limit"
+    assert (said in planned.reason) == (way == "states")
 
 
 def test_states_of_a_model_without_linear_attention_are_refused():
