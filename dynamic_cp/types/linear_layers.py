@@ -89,8 +89,39 @@ def check_linear_layers(
         )
 
 
+def check_symbols(pattern: str, num_layers: int, *, has_experts: bool) -> None:
+    """Refuse a pattern that does not fill the layers, lacks a layer that is needed, or disagrees about experts.
+
+    Raises:
+        InvalidInputError: the message names what, and the remedy.
+    """
+    name = f"layer_pattern (--hybrid-override-pattern) {pattern}"
+    if unknown := sorted(set(pattern) - set(SYMBOLS)):
+        raise InvalidInputError(
+            f"{name} has {', '.join(unknown)}: its symbols are M (Mamba-2), G (gated delta net), {ATTENTION} "
+            f"(attention), {MLP} (MLP) and {EXPERTS} (experts)",
+            layer_pattern=pattern,
+        )
+    if len(pattern) != num_layers:
+        raise InvalidInputError(
+            f"{name} is of {counted(len(pattern), 'layer')}, the model has {num_layers}: give a "
+            "symbol for each of them",
+            layer_pattern=pattern,
+            num_layers=num_layers,
+        )
+    if ATTENTION not in pattern:
+        raise InvalidInputError(f"{name} has no {ATTENTION}: a layer with attention is needed")
+    if not set(pattern) & {MLP, EXPERTS}:
+        raise InvalidInputError(f"{name} has no {MLP} and no {EXPERTS}: a layer with an MLP is needed")
+    if (EXPERTS in pattern) != has_experts:
+        raise InvalidInputError(
+            f"{name} has {'no' if has_experts else 'some'} {EXPERTS}, and the model has "
+            f"{'some' if has_experts else 'no'} experts (--num-experts): give both or neither"
+        )
+
+
 def check_pattern(pattern: str, num_layers: int, experts: Experts | None, beside: Iterable[str]) -> None:
-    """Refuse a pattern that does not fill the layers, or says other things than the rest of the model.
+    """Refuse what `check_symbols` does, and a pattern that says other things than the rest of the model.
 
     Args:
         beside: what the model has that does not go with a pattern.
@@ -98,28 +129,7 @@ def check_pattern(pattern: str, num_layers: int, experts: Experts | None, beside
     Raises:
         InvalidInputError: the message names what, and the remedy.
     """
-    if unknown := sorted(set(pattern) - set(SYMBOLS)):
-        raise InvalidInputError(
-            f"layer_pattern {pattern} has {', '.join(unknown)}: its symbols are {', '.join(SYMBOLS)}",
-            layer_pattern=pattern,
-        )
-    if len(pattern) != num_layers:
-        raise InvalidInputError(
-            f"layer_pattern {pattern} is of {counted(len(pattern), 'layer')}, the model has {num_layers}: give a "
-            "symbol for each of them",
-            layer_pattern=pattern,
-            num_layers=num_layers,
-        )
-    if ATTENTION not in pattern:
-        raise InvalidInputError(f"layer_pattern {pattern} has no {ATTENTION}: a layer with attention is needed")
-    if not set(pattern) & {MLP, EXPERTS}:
-        raise InvalidInputError(f"layer_pattern {pattern} has no {MLP} and no {EXPERTS}: a layer with an MLP is needed")
-    if (EXPERTS in pattern) != (experts is not None):
-        has = "no" if experts is None else "some"
-        raise InvalidInputError(
-            f"layer_pattern {pattern} has {'some' if experts is None else 'no'} {EXPERTS}, and the model has {has} "
-            "experts: give both or neither"
-        )
+    check_symbols(pattern, num_layers, has_experts=experts is not None)
     if experts is not None and experts.layer_freq != 1:
         raise InvalidInputError(
             f"experts have layer_freq {experts.layer_freq} and layer_pattern is {pattern}, which says it, too: leave "

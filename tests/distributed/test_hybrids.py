@@ -29,6 +29,7 @@ BY_DAY = {
     "delta_dp4": Layout(4, variant="delta_moe", distributed_optimizer=True, config=SELECTIVE_RECOMPUTE),
     "delta_tp2_pp2_vpp2": Layout(1, tp=2, pp=2, vpp=2, variant="delta"),
     "mamba_dp4": Layout(4, variant="mamba", config=FULL_RECOMPUTE),
+    "mamba_tp2": Layout(1, tp=2, variant="mamba"),
     "mamba_tp2_sp": Layout(2, tp=2, sp=True, variant="mamba_moe"),
 }
 KINDS = {"delta": "delta_moe", "mamba": "mamba_moe"}

@@ -13,8 +13,8 @@ import argparse
 from typing import Any, Literal, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.types import LinearAttention, layers_with_experts
-from dynamic_cp.types.linear_layers import LINEAR_SYMBOLS, layers_with_linear_attention
+from dynamic_cp.types import STATE_EXCHANGE_USES, LinearAttention, layers_with_experts
+from dynamic_cp.types.linear_layers import LINEAR_SYMBOLS, check_symbols, layers_with_linear_attention
 from megatron.dynamic_cp.flags.exclusions import PATTERN, VARIANT, refuse_pairs
 from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
@@ -229,24 +229,25 @@ def check_linear_attention(config: Any) -> None:
     refuse_pairs(PATTERN if symbols else VARIANT, config, value=symbols or name)
 
 
+def check_state_exchange(config: Any, way: str) -> None:
+    """Refuse a way to share layers of linear attention where there are none.
+
+    Raises:
+        InvalidInputError: the message has the remedy.
+    """
+    if way != STATE_EXCHANGE_USES[0] and not is_on(config):
+        raise InvalidInputError(
+            f"--dynamic-cp-state-exchange {way} is for layers that this model does not have, those with linear "
+            f"attention: add {VARIANT} or {PATTERN}, or leave it out"
+        )
+
+
 def _unknown_variant(name: str) -> str:
     return f"{name!r} is not supported: {GATED_DELTA_NET} (or gdn) is possible; leave it out for attention alone"
 
 
 def _check_pattern(config: Any, symbols: str) -> None:
-    unknown = sorted(set(symbols) - set(_OF_SYMBOL))
-    if unknown:
-        raise InvalidInputError(
-            f"{PATTERN} {symbols} has {' '.join(unknown)}, a layer is M (Mamba-2), G (gated delta net), * (attention), "
-            "- (MLP) or E (experts): change it",
-            symbols=unknown,
-        )
-    if len(symbols) != config.num_layers:
-        raise InvalidInputError(
-            f"{PATTERN} {symbols} has {len(symbols)} symbols, --num-layers is {config.num_layers}: give a symbol for "
-            "each layer",
-            num_layers=config.num_layers,
-        )
+    check_symbols(symbols, config.num_layers, has_experts=num_experts(config) is not None)
     if len(set(symbols) & set(LINEAR_SYMBOLS)) != 1:
         has = "both" if set(LINEAR_SYMBOLS) <= set(symbols) else "neither"
         raise InvalidInputError(
@@ -254,11 +255,6 @@ def _check_pattern(config: Any, symbols: str) -> None:
         )
     if getattr(config, "experimental_attention_variant", None) is not None:
         raise InvalidInputError(f"{PATTERN} and {VARIANT} both say which layers are linear: give one of them")
-    if ("E" in symbols) != (num_experts(config) is not None):
-        raise InvalidInputError(
-            f"{PATTERN} {symbols} has {'' if 'E' in symbols else 'no '}layers with experts (E), --num-experts is "
-            f"{num_experts(config)}: change one of them"
-        )
 
 
 def linear_fields(model: Any) -> dict[str, Any]:

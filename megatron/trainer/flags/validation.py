@@ -30,7 +30,11 @@ from megatron.dynamic_cp.flags.exclusions import CHUNKS, POOL, refuse_pairs
 from megatron.dynamic_cp.flags.fp8 import check_fp8, complete_fp8, token_alignment
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, complete_latent_attention
 from megatron.dynamic_cp.flags.layer_outputs import check_outputs
-from megatron.dynamic_cp.flags.linear_attention import check_linear_attention, complete_linear_attention
+from megatron.dynamic_cp.flags.linear_attention import (
+    check_linear_attention,
+    check_state_exchange,
+    complete_linear_attention,
+)
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
 from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
@@ -332,6 +336,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
     if settings.loss_chunk_tokens:
         refuse_pairs(CHUNKS, args, value=args.loss_chunk_tokens)
     settings = with_exchange_sizes(settings, args.num_attention_heads // topology.tp_size)
+    check_state_exchange(args, settings.state_exchange)
     if settings.max_tokens_per_rank is None:  # --seq-length is checked once memory is known
         return settings
     if limit is not None and not limit > 0:
