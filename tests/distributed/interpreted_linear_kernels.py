@@ -14,8 +14,7 @@ from torch import Tensor
 from triton.runtime import autotuner
 
 from dynamic_cp.types import StateExchange
-from megatron.dynamic_cp.attention.linear import thd
-from megatron.dynamic_cp.attention.linear.kernels import check
+from megatron.dynamic_cp.attention.linear import check, thd
 from megatron.dynamic_cp.attention.linear.kernels.fla import FLA
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.harness import run_ranks
@@ -32,7 +31,7 @@ def lane_of_a_pack(whole: Whole, way: StateExchange) -> list[Tensor]:
         stats=ExchangeStats(),
         state_exchange=way,
     )
-    thd.choose_linear_kernel = lambda device, key_size: FLA  # type: ignore[assignment]
+    thd.choose_linear_kernel = lambda device, sizes: FLA  # type: ignore[assignment]
     return whole.lane(params, dtype=torch.float32)[0]
 
 

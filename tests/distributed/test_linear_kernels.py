@@ -21,8 +21,8 @@ from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.attention.linear import thd
+from megatron.dynamic_cp.attention.linear.check import check_linear_kernel
 from megatron.dynamic_cp.attention.linear.kernels import choice, fla
-from megatron.dynamic_cp.attention.linear.kernels.check import check_linear_kernel
 from megatron.dynamic_cp.attention.linear.kernels.portable import PORTABLE
 from megatron.dynamic_cp.attention.linear.recurrence import Steps
 from megatron.dynamic_cp.attention.linear.runs import Runs
@@ -147,6 +147,37 @@ def test_a_wrong_kernel_is_noticed_at_start(kind: str) -> None:
             check(change)
 
 
+def forget_biases(x: Tensor, weight: Tensor, bias: Tensor | None, runs: Runs) -> Tensor:
+    return PORTABLE.convolve(x, weight, None if bias is None else 0 * bias, runs)
+
+
+def take_groups_in_rounds(steps: Steps, *args: Any, **kwargs: Any) -> Any:
+    """Groups are copies of the first head's, which shows in gradients alone."""
+    keys = [x.expand(-1, steps.v_THV.shape[1], -1).detach() + 0 * x for x in (steps.q_THK, steps.k_THK)]
+    return PORTABLE.scan(steps._replace(q_THK=keys[0], k_THK=keys[1]), *args, **kwargs)
+
+
+def cut_wide_values(steps: Steps, runs: Runs, state: Tensor | None, **options: Any) -> Any:
+    """A block of channels behind those that values have is left as it was."""
+    found, last = PORTABLE.scan(steps, runs, state, **options)
+    return found, last if state is None else torch.cat((last[..., :5], state[..., 5:]), dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"convolve": forget_biases}, "the convolution"),
+        ({"scan": take_groups_in_rounds}, "the gradient of queries"),
+        ({"scan": cut_wide_values}, "the transition of runs"),
+    ],
+    ids=["biases", "groups", "summaries"],
+)
+def test_what_layers_ask_for_besides_is_checked_at_start(change: dict[str, Any], what: str) -> None:
+    kernel = replace(PORTABLE, name="other", **change)
+    with pytest.raises(UnsupportedFeatureError, match=f"is wrong on cpu: {what}"):
+        check_linear_kernel(kernel, LAYERS["gated_delta_net"], torch.float32, torch.device("cpu"))
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
 def test_released_programs_equal_the_portable_kernel_in_the_interpreter(tmp_path: Path) -> None:
@@ -172,12 +203,15 @@ def test_released_programs_equal_the_portable_kernel_in_the_interpreter(tmp_path
 
 
 def test_gpus_need_flash_linear_attention() -> None:
+    delta, mamba = (replace(LAYERS[kind], key_size=512) for kind in ("gated_delta_net", "mamba2"))
     choice.choose_linear_kernel.cache_clear()
-    with (
-        mock.patch.object(fla, "find_spec", lambda package: None if package == "fla" else object()),
-        pytest.raises(UnsupportedFeatureError, match="needs fla, which is not installed; install it with pip"),
-    ):
-        choice.choose_linear_kernel(CUDA, 128)
-    with pytest.raises(UnsupportedFeatureError, match="takes keys of at most 256 channels, these have 512"):
-        choice.choose_linear_kernel(CUDA, 512)
-    assert choice.choose_linear_kernel(torch.device("cpu"), 512) is PORTABLE
+    with mock.patch.object(fla, "find_spec", lambda package: None if package == "fla" else object()):
+        for sizes in (LAYERS["gated_delta_net"], mamba):
+            with pytest.raises(UnsupportedFeatureError, match="needs fla, which is not installed; install it with pip"):
+                choice.choose_linear_kernel(CUDA, sizes)
+    with pytest.raises(UnsupportedFeatureError, match="keys of at most 256 channels, these have 512: give") as caught:
+        choice.choose_linear_kernel(CUDA, delta)
+    assert "install" not in str(caught.value)
+    with pytest.raises(UnsupportedFeatureError, match="runs on CUDA devices only: train"):
+        choice.choose_linear_kernel(torch.device("meta"), delta)
+    assert choice.choose_linear_kernel(torch.device("cpu"), delta) is PORTABLE

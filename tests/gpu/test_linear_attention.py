@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dynamic_cp.types import LinearAttention
+from megatron.dynamic_cp.attention.linear.check import TOLERANCE, check_linear_kernel
 from megatron.dynamic_cp.attention.linear.kernels import fla
-from megatron.dynamic_cp.attention.linear.kernels.check import TOLERANCE, check_linear_kernel
 from tests.gpu.judge import DEVICE
 from tests.gpu.test_training import MODEL, SPLIT, losses, trains, trains_on_ranks
 
@@ -27,7 +27,7 @@ HYBRID = (
 
 @pytest.fixture(autouse=True)
 def skip_without_kernels() -> None:
-    obstacle = fla.why_not(DEVICE, QWEN3_NEXT.key_size)
+    obstacle = fla.why_not(DEVICE, QWEN3_NEXT)
     if obstacle is not None:
         pytest.skip(f"flash-linear-attention {obstacle}")
 

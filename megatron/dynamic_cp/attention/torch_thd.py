@@ -19,7 +19,7 @@ from torch import Tensor
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.attention.kernels.check import check_kernel
 from megatron.dynamic_cp.attention.kernels.choice import choose_kernel, ranged_kernel
-from megatron.dynamic_cp.attention.linear.kernels.check import prepare_linear_kernel
+from megatron.dynamic_cp.attention.linear.check import prepare_linear_kernel
 from megatron.dynamic_cp.attention.mechanisms.latents import LatentWidths
 from megatron.dynamic_cp.attention.thd import attention_from_latents, attention_thd
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of

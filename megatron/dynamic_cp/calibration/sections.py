@@ -207,7 +207,7 @@ def _attention_probe(
 def _states_probe(bench: Bench, sizes: LinearAttention, seqlens: tuple[int, ...]) -> Probe:
     """Return the recurrence of all heads on random inputs, without a convolution."""
     runs, tokens = Runs.build(seqlens, bench.device), sum(seqlens)
-    kernel = choose_linear_kernel(bench.device, sizes.key_size)
+    kernel = choose_linear_kernel(bench.device, sizes)
     gates = state_dtype(bench.gpt.dtype)
     q, k, v = (bench.random(tokens, sizes.num_heads, size) for size in (*[sizes.key_size] * 2, sizes.value_size))
     decay, beta = (torch.rand(tokens, sizes.num_heads, device=bench.device, dtype=gates) for _ in range(2))

@@ -7,5 +7,6 @@ what chunks of tokens do to states. A bucket's plan says which (`DynamicPackedSe
 Read in this order: `runs` (rows that follow each other), `layout` (which rows of a sample a lane holds, and who holds
 those before them), `recurrence` (what a token does to a state), `kernels` (convolution and recurrence of runs, on CPUs
 and GPUs), `exchange` (the collective), `again` (what backward computes a second time), `layer` (one layer's share of
-the heads), `heads`, `states` (the two ways), `thd` (what modules call).
+the heads), `heads`, `states` (the two ways), `thd` (what modules call), `check` (compares a kernel with the portable
+one at start-up).
 """

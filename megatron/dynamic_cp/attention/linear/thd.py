@@ -83,7 +83,7 @@ def _layer(x_TC: Tensor, conv_weight: Tensor, sizes: LinearAttention, **more: Te
     return LinearLayer(
         sizes=sizes,
         share=Share.of_lane(sizes, 0, 1),
-        kernel=choose_linear_kernel(x_TC.device, sizes.key_size),
+        kernel=choose_linear_kernel(x_TC.device, sizes),
         weight_CK=conv_weight.squeeze(1),
         **more,
     )

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.kernels import fla
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.kernels.portable import PORTABLE
@@ -16,11 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 @lru_cache
-def choose_linear_kernel(device: torch.device, key_size: int) -> LinearKernel:
+def choose_linear_kernel(device: torch.device, sizes: LinearAttention) -> LinearKernel:
     """Return the kernel of linear attention on `device` and log why, once; called at start-up, too, to end there.
-
-    Args:
-        key_size: width of keys, or the state size of Mamba-2.
 
     Raises:
         UnsupportedFeatureError: on a GPU, flash-linear-attention is missing or cannot do it.
@@ -28,11 +26,8 @@ def choose_linear_kernel(device: torch.device, key_size: int) -> LinearKernel:
     if device.type == "cpu":
         logger.info("linear attention kernel %s: on the CPU", PORTABLE.name)
         return PORTABLE
-    obstacle = fla.why_not(device, key_size)
+    obstacle = fla.why_not(device, sizes)
     if obstacle is not None:
-        raise UnsupportedFeatureError(
-            f"layers of linear attention find no kernel: flash-linear-attention {obstacle}; install it with "
-            f"pip install 'fla-core[cuda]=={fla.RELEASE}'"
-        )
+        raise UnsupportedFeatureError(f"layers of linear attention find no kernel: flash-linear-attention {obstacle}")
     logger.info("linear attention kernel %s: on %s", fla.FLA.name, torch.cuda.get_device_name(device))
     return fla.FLA

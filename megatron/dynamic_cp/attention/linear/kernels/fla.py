@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.recurrence import Steps, state_dtype
 from megatron.dynamic_cp.attention.linear.runs import Runs
@@ -27,24 +28,28 @@ FUNCTIONS = {
 """What is called, and where it is."""
 MOST_KEY_SIZE = 256
 """The widest keys that its gated delta rule takes."""
+_INSTALL = f"install it with pip install 'fla-core[cuda]=={RELEASE}'"
 
 
-def why_not(device: torch.device, key_size: int) -> str | None:
-    """Return why it cannot be used; None: it can."""
+def why_not(device: torch.device, sizes: LinearAttention) -> str | None:
+    """Return why it cannot be used, and what helps; None: it can."""
     if device.type != "cuda":
-        return "runs on GPUs only"
-    if key_size > MOST_KEY_SIZE:
-        return f"takes keys of at most {MOST_KEY_SIZE} channels, these have {key_size}"
+        return "runs on CUDA devices only: train on one, or on CPUs"
+    if sizes.has_delta_rule and sizes.key_size > MOST_KEY_SIZE:
+        return (
+            f"takes keys of at most {MOST_KEY_SIZE} channels, these have {sizes.key_size}: give heads narrower keys "
+            "(--linear-key-head-dim)"
+        )
     for package in ("triton", "fla"):
         if find_spec(package) is None:
-            return f"needs {package}, which is not installed"
+            return f"needs {package}, which is not installed; {_INSTALL}"
     for name, module in FUNCTIONS.items():
         try:
             missing = not hasattr(import_module(module), name)
         except ImportError as error:
-            return f"cannot be imported ({error})"
+            return f"cannot be imported ({error}); {_INSTALL}"
         if missing:
-            return f"lacks {name} in {module}"
+            return f"lacks {name} in {module}; {_INSTALL}"
     return None
 
 

@@ -18,13 +18,14 @@ from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.kernels.portable import PORTABLE
 from megatron.dynamic_cp.attention.linear.recurrence import Steps, state_dtype
 from megatron.dynamic_cp.attention.linear.runs import Runs
+from megatron.dynamic_cp.attention.linear.states import summaries
 
 TOLERANCE = 0.05
 """Of the norm; bfloat16 rounds products of states to 2 or 3 digits, a mistake is of the size of what is compared."""
 _LENGTHS = (2, 66, 522)
 _GATES = (("decays", "betas"), ("decays",))
 _INPUTS = [
-    ("what is convolved", "its weights", "queries", "keys", "values", *gates, "the states before runs")
+    ("what is convolved", "its weights", "its biases", "queries", "keys", "values", *gates, "the states before runs")
     for gates in _GATES
 ]
 
@@ -39,7 +40,7 @@ def prepare_linear_kernel(sizes: LinearAttention, dtype: torch.dtype, device: to
     Raises:
         UnsupportedFeatureError: there is no kernel on this device, or it computes something else; names what.
     """
-    return check_linear_kernel(choose_linear_kernel(device, sizes.key_size), sizes, dtype, device)
+    return check_linear_kernel(choose_linear_kernel(device, sizes), sizes, dtype, device)
 
 
 def check_linear_kernel(
@@ -71,8 +72,8 @@ def check_linear_kernel(
     return worst
 
 
-def _inputs(sizes: LinearAttention, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Steps, Tensor]:
-    """Return channels and weights of a convolution, steps of two heads, and a state before each run."""
+def _inputs(sizes: LinearAttention, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], Steps, Tensor]:
+    """Return a convolution's channels, weights and biases, steps of two heads of a group, a state before each run."""
     generator = torch.Generator().manual_seed(1)
     num_rows, heads = sum(_LENGTHS), 2
 
@@ -80,7 +81,7 @@ def _inputs(sizes: LinearAttention, dtype: torch.dtype, device: torch.device) ->
         return torch.randn(*shape, generator=generator).to(device, of)
 
     wide = state_dtype(dtype)
-    q, k = (torch.nn.functional.normalize(random(num_rows, heads, sizes.key_size), dim=-1) for _ in range(2))
+    q, k = (torch.nn.functional.normalize(random(num_rows, 1, sizes.key_size), dim=-1) for _ in range(2))
     steps = Steps(
         q_THK=q,
         k_THK=k,
@@ -90,17 +91,17 @@ def _inputs(sizes: LinearAttention, dtype: torch.dtype, device: torch.device) ->
         scale=1.0,
     )
     state = random(len(_LENGTHS), heads, sizes.key_size, sizes.value_size, of=wide)
-    return random(num_rows, 64), random(64, sizes.kernel_size), steps, state
+    return [random(num_rows, 64), random(64, sizes.kernel_size), random(64)], steps, state
 
 
 def _results(
-    kernel: LinearKernel, inputs: tuple[Tensor, Tensor, Steps, Tensor], runs: Runs
+    kernel: LinearKernel, inputs: tuple[list[Tensor], Steps, Tensor], runs: Runs
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (what it is, the tensor)."""
-    x_TC, weight_CK, steps, state = inputs
-    tensors = [tensor.clone().requires_grad_() for tensor in (x_TC, weight_CK, *steps.tensors, state)]
-    convolved = kernel.convolve(tensors[0], tensors[1], None, runs)
-    found, last = kernel.scan(steps.with_tensors(tensors[2:-1]), runs, tensors[-1])
+    convolution, steps, state = inputs
+    tensors = [tensor.clone().requires_grad_() for tensor in (*convolution, *steps.tensors, state)]
+    convolved = kernel.convolve(tensors[0], tensors[1], tensors[2], runs)
+    found, last = kernel.scan(steps.with_tensors(tensors[3:-1]), runs, tensors[-1])
     assert found is not None
     outputs = (convolved, found, last)
     for name, output in zip(("the convolution", "what tokens find", "the state behind runs"), outputs, strict=True):
@@ -108,3 +109,6 @@ def _results(
     weights = [torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype) for out in outputs]
     for name, grad in zip(_INPUTS[steps.beta_TH is None], torch.autograd.grad(outputs, tensors, weights), strict=True):
         yield f"the gradient of {name}", grad
+    with torch.no_grad():  # of a gated delta net these scan wider values, from a state that is not 0
+        transitions, own = summaries(kernel, steps, runs)
+    yield from (("the transition of runs", transitions), ("what runs add to states", own))
