@@ -132,8 +132,8 @@ def train(problem: Problem, groups: DynamicCPGroups) -> tuple[list[float], float
         if step == 0:  # warm now
             clock = Clock()
     with clock.part("last log-probs"):
-        found = passes.forward(*packed(Clock()), samples)
-    return losses, margin(found.sums["log_probs"], reference), clock
+        last = passes.forward(*packed(Clock()), samples)
+    return losses, margin(last.sums["log_probs"], reference), clock
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ from examples.torch_device_mesh import VOCAB_SIZE, TinyTransformer
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.shared_question import shared_question
 from megatron.dynamic_cp.data.turns import Turn, tree_of_turns
-from megatron.dynamic_cp.post_training.found import Found
 from megatron.dynamic_cp.post_training.losses import Loss
 from megatron.dynamic_cp.post_training.objectives import (
     dpo,
@@ -30,6 +29,7 @@ from megatron.dynamic_cp.post_training.objectives import (
     sft,
     value_regression,
 )
+from megatron.dynamic_cp.post_training.pass_outputs import PassOutputs
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel
 
@@ -149,7 +149,7 @@ def groups_of(samples: tuple[Sample, ...]) -> list[int]:
     return groups
 
 
-def with_own_columns(samples: tuple[Sample, ...], found: Found) -> dict[str, list[Any]]:
+def with_own_columns(samples: tuple[Sample, ...], outputs: PassOutputs) -> dict[str, list[Any]]:
     """Return the columns, with those that the package makes on the host: advantages, and what one of a pair is told."""
     columns = columns_of(samples)
     rewards, reference_sums = np.concatenate(columns["rewards"]), np.hstack(columns["reference"])
@@ -157,7 +157,7 @@ def with_own_columns(samples: tuple[Sample, ...], found: Found) -> dict[str, lis
     pairs = [number // 2 for number in range(len(rewards))]
     made = {
         "advantages": advantages,
-        "other_gains": of_the_other(found.sums["log_probs"] - reference_sums, pairs),
+        "other_gains": of_the_other(outputs.sums["log_probs"] - reference_sums, pairs),
         "sides": np.resize([1.0, -1.0], len(rewards)),
     }
     return columns | made

@@ -19,9 +19,9 @@ from examples.torch_device_mesh import problem_for
 from megatron.dynamic_cp.outside import Lanes
 from megatron.dynamic_cp.post_training import losses
 from megatron.dynamic_cp.post_training.columns import Columns
-from megatron.dynamic_cp.post_training.found import Found, Gatherer
 from megatron.dynamic_cp.post_training.heads import TokenOutputs, add_value_head
 from megatron.dynamic_cp.post_training.megatron_passes import MegatronPasses
+from megatron.dynamic_cp.post_training.pass_outputs import Gatherer, PassOutputs
 from megatron.dynamic_cp.post_training.rows import MicroBatchRows
 from megatron.dynamic_cp.post_training.torch_passes import TorchPasses, head_log_probs, label_log_probs
 from megatron.dynamic_cp.repairs import cpu_backend
@@ -79,18 +79,18 @@ def plan_of(samples: tuple[Sample, ...], layout: Layout) -> Plan:
     return next(plan for plan in plans if len(plan.cp_histogram) == layout.lanes.bit_length())
 
 
-def errors_of_results(found: Found, samples: tuple[Sample, ...], expected: dict[str, Any]) -> dict[str, float]:
+def errors_of_results(outputs: PassOutputs, samples: tuple[Sample, ...], expected: dict[str, Any]) -> dict[str, float]:
     """Return the errors of a forward pass: of each token, and of the sums over each response."""
     errors = {}
     responses = post_training.responses_of(samples)
     for name, values in expected["tokens"].items():
-        if [len(one) for one in found.tokens[name]] != [sample.seqlen for sample in samples]:
+        if [len(one) for one in outputs.tokens[name]] != [sample.seqlen for sample in samples]:
             errors |= {name: float("inf"), f"sums of {name}": float("inf")}
             continue
-        own = [found.tokens[name][one.row][one.places] for one in responses]
+        own = [outputs.tokens[name][one.row][one.places] for one in responses]
         errors[name] = relative(np.concatenate(own), torch.cat(values))
         masked = [float((one.loss_mask * of_tokens).sum()) for one, of_tokens in zip(responses, values, strict=True)]
-        errors[f"sums of {name}"] = relative(found.sums[name], masked)
+        errors[f"sums of {name}"] = relative(outputs.sums[name], masked)
     return errors
 
 
@@ -294,13 +294,13 @@ def run_without_shims(world_size: int, function: Any, *args: Any) -> list[Any]:
 def results_in_the_order_of_lanes(plan: Plan) -> None:
     held = [sample for lane in range(4) for one in plan.micro_batches for sample in one.bucket_of_lane(lane).samples]
     order = [post_training.plain_batch().index(sample) for sample in dict.fromkeys(held)]
-    original = Gatherer.found
+    original = Gatherer.gathered
 
     def by_lanes(self):
         found = original(self)
         return replace(found, tokens={name: [of[row] for row in order] for name, of in found.tokens.items()})
 
-    Gatherer.found = by_lanes
+    Gatherer.gathered = by_lanes
 
 
 def sum_over_one_shard(_: Plan) -> None:

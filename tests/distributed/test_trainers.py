@@ -182,6 +182,8 @@ def refused() -> list[str]:
         with pytest.raises(DynamicCPError, match=f"{other.__name__} compares whole rows"):
             _check_trainer(object.__new__(type("Planned", (PlannedMicroBatches, other), {})))
     trainer = trainer_of("Trainer", planned=True)
+    with pytest.raises(DynamicCPError, match="eval_dataset is an IterableDataset"):
+        trainer.evaluate(trainer.eval_dataset.to_iterable_dataset())
     bad = [{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0]}] if trainer.lanes.lane == 1 else rows()[1:2]
     with pytest.raises(DynamicCPError) as caught:
         trainer.get_batch_samples(iter([trainer.data_collator(bad)]), 1, torch.device("cpu"))

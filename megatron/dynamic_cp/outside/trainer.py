@@ -107,6 +107,11 @@ class PlannedMicroBatches:
         own: Any = self
         own._signature_columns = list(dict.fromkeys([*own._signature_columns, *COLUMNS]))
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return the Trainer's own, of this data set or of one that it has by name."""
+        _refuse_dispatched(self, "eval_dataset", eval_dataset)
+        return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+
     def get_batch_samples(
         self, epoch_iterator: Iterator[Rows], num_batches: int, device: torch.device
     ) -> tuple[list[PlannedInputs], Tensor | None]:
@@ -210,15 +215,10 @@ def _check_trainer(trainer: Any) -> None:
             f"{owner.__name__} compares whole rows, planned micro-batches hold parts of them: "
             f"{' and '.join(_SERVED)} are served; megatron.dynamic_cp.post_training has losses over rows"
         )
-    args, dispatches = trainer.args, trainer.accelerator.dispatch_batches
-    streamed = [name for name in ("train_dataset", "eval_dataset") if _is_streamed(getattr(trainer, name))]
+    args = trainer.args
+    for name in ("train_dataset", "eval_dataset"):
+        _refuse_dispatched(trainer, name, getattr(trainer, name))
     for wrong, what in (
-        (
-            dispatches or (dispatches is None and streamed),
-            f"{streamed[0] if streamed else 'train_dataset'} is {'an IterableDataset' if streamed else 'dispatched'}, "
-            "its batches are tensors that rank 0 cuts: accelerator_config={'dispatch_batches': False}, every rank then "
-            "reads all rows and keeps its own",
-        ),
         (not dist.is_initialized(), "there is 1 process without a launcher: start with torchrun or accelerate launch"),
         (trainer.is_deepspeed_enabled, "DeepSpeed reduces gradients in every micro-batch: use DDP or FSDP"),
         (
@@ -240,6 +240,13 @@ def _check_trainer(trainer: Any) -> None:
             raise UnsupportedFeatureError(f"{type(trainer).__name__}: {what}")
 
 
-def _is_streamed(data: Any) -> bool:
-    """Return whether a data set, or one of several, has no length that says which rank reads what."""
-    return any(isinstance(one, IterableDataset) for one in (data.values() if isinstance(data, dict) else (data,)))
+def _refuse_dispatched(trainer: Any, name: str, data: Any) -> None:
+    """Refuse a data set, or several by name, whose batches rank 0 would cut for the others."""
+    dispatches = trainer.accelerator.dispatch_batches
+    streamed = any(isinstance(one, IterableDataset) for one in (data.values() if isinstance(data, dict) else (data,)))
+    if dispatches or (dispatches is None and streamed):
+        raise UnsupportedFeatureError(
+            f"{type(trainer).__name__}: {name} is {'an IterableDataset' if streamed else 'dispatched'}, its batches "
+            "are tensors that rank 0 cuts: accelerator_config={'dispatch_batches': False}, every rank then reads all "
+            "rows and keeps its own"
+        )

@@ -1,7 +1,7 @@
 """Post-training on planned micro-batches: what samples bring, what passes give back, and losses of one's own.
 
-    found = passes.forward(step, samples)                       # log-probs, ..., in the order of `samples`
-    columns = {"advantages": [...], "old_log_probs": found.tokens["log_probs"]}
+    old = passes.forward(step, samples)                         # log-probs, ..., in the order of `samples`
+    columns = {"advantages": [...], "old_log_probs": old.tokens["log_probs"]}
     result = passes.train(step, samples, columns, ppo_clip())   # the gradients of that loss of the global batch
 
 `passes` are those of Megatron's runtime or of a plain PyTorch loop. A *response* is what a loss over whole samples
@@ -9,6 +9,6 @@ counts: a sample, each response of a prompt that several share (`data.shared_que
 turns (`data.turns`).
 
 Read in this order: `rows` (where each token is in the caller's order), `columns`, `losses` (the socket), `objectives`
-(losses that are written in it), `found` (what forward passes give back), `torch_passes`, `heads` (what Megatron's last
-stage computes), `megatron_passes`.
+(losses that are written in it), `pass_outputs` (what forward passes give back), `torch_passes`, `heads` (what
+Megatron's last stage computes), `megatron_passes`.
 """

@@ -21,7 +21,7 @@ RESERVED = (*OUTPUTS, "num_tokens")
 
 GivenColumns = Mapping[str, Sequence[Any]]
 """Name -> for each sample, in the caller's order: [S] values, one for each response, or a single one; or one value for
-each response of all samples, such as `Found.sums`.
+each response of all samples, such as `PassOutputs.sums`.
 
 The value at place i belongs to the label at place i, which follows token i. On all ranks the same.
 """

@@ -19,9 +19,9 @@ from dynamic_cp.types import Sample
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.post_training.columns import GivenColumns
-from megatron.dynamic_cp.post_training.found import Found, Gatherer, evaluating
 from megatron.dynamic_cp.post_training.heads import TokenOutputs, bare
 from megatron.dynamic_cp.post_training.losses import Loss, Objective, agreed_columns, count_tokens
+from megatron.dynamic_cp.post_training.pass_outputs import Gatherer, PassOutputs, evaluating
 from megatron.dynamic_cp.post_training.rows import MicroBatchRows, agreed_rows
 from megatron.dynamic_cp.step.loss import LossOutput, run_forward
 from megatron.dynamic_cp.step.schedule import run_schedule
@@ -57,7 +57,7 @@ class MegatronPasses:
     seq_length: int
     outputs: TokenOutputs = field(default_factory=TokenOutputs)
 
-    def forward(self, data: StepData, plan: LanePlan, samples: Sequence[Sample]) -> Found:
+    def forward(self, data: StepData, plan: LanePlan, samples: Sequence[Sample]) -> PassOutputs:
         """Return the outputs of all tokens in the order of `samples`, on all ranks. Collective over the job.
 
         The model runs without gradients, and as in evaluation.
@@ -75,7 +75,7 @@ class MegatronPasses:
 
         with evaluating(self.model):
             self._run(data, of_lane, take, forward_only=True)
-        return gatherer.found()
+        return gatherer.gathered()
 
     def train(
         self, data: StepData, plan: LanePlan, samples: Sequence[Sample], columns: GivenColumns, loss: Loss

@@ -70,7 +70,7 @@ def gspo(*, low: float = 3e-4, high: float = 4e-4) -> ResponseLoss:
 def dpo(*, beta: float = 0.1) -> ResponseLoss:
     """Return the loss of preference pairs: of each the first response of a sample is chosen, the second rejected.
 
-    Its column "reference" has the sum of the reference's log-probs of each response (`Found.sums`).
+    Its column "reference" has the sum of the reference's log-probs of each response (`PassOutputs.sums`).
 
     Source: Rafailov et al. 2023 (arXiv 2305.18290).
     """

@@ -17,8 +17,8 @@ from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.outside.lanes import Lanes, LaneStep
 from megatron.dynamic_cp.outside.step import StepResult, train_step
 from megatron.dynamic_cp.post_training.columns import OUTPUTS, GivenColumns
-from megatron.dynamic_cp.post_training.found import Found, Gatherer, evaluating
 from megatron.dynamic_cp.post_training.losses import Loss, Objective, Values, agreed_columns, count_tokens
+from megatron.dynamic_cp.post_training.pass_outputs import Gatherer, PassOutputs, evaluating
 from megatron.dynamic_cp.post_training.rows import agreed_rows
 
 Outputs = Callable[[torch.nn.Module, dict[str, Any]], Values]
@@ -70,7 +70,7 @@ class TorchPasses:
     names: tuple[str, ...] = OUTPUTS
     backward: Callable[[Tensor], None] = Tensor.backward
 
-    def forward(self, step: LaneStep, samples: Sequence[Sample], *, label: str = "forward pass") -> Found:
+    def forward(self, step: LaneStep, samples: Sequence[Sample], *, label: str = "forward pass") -> PassOutputs:
         """Return the outputs of all tokens in the order of `samples`, on all ranks. Collective.
 
         The model runs without gradients, and as in evaluation.
@@ -90,7 +90,7 @@ class TorchPasses:
             if isinstance(module, FSDPModule):
                 module.reshard()  # without a backward pass the last weights would stay whole
         assert gatherer is not None
-        return gatherer.found()
+        return gatherer.gathered()
 
     def train(
         self,

@@ -18,8 +18,8 @@ from megatron.dynamic_cp.post_training.rows import MicroBatchRows, Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Found:
-    """Results of a forward pass.
+class PassOutputs:
+    """Outputs of a forward pass.
 
     Attributes:
         tokens: name -> for each sample float32 [S]; the value at place i belongs to the label that follows token i.
@@ -56,7 +56,7 @@ class Gatherer:
         self._tokens.index_add_(1, rows.places, every)
         self._sums += rows.sums((every[:, rows.tokens] * rows.masked(loss_mask)).double(), self._sums.shape[1])
 
-    def found(self) -> Found:
+    def gathered(self) -> PassOutputs:
         """Return the results. Collective over the job, two all-reduces: of all tokens, and of all responses.
 
         Raises:
@@ -73,7 +73,7 @@ class Gatherer:
                 num_wrong=num_wrong,
             )
         ends = self._rows.starts[1:-1]
-        return Found(
+        return PassOutputs(
             tokens={name: np.split(values, ends) for name, values in zip(self._names, tokens, strict=False)},
             sums=dict(zip(self._names, sums, strict=False)),
             num_tokens=sums[-1].round().astype(np.int64),
