@@ -29,7 +29,7 @@ MOST_LINES = {
     "dynamic_cp/report": 2940,  # peak memory of a run; bars of its parts
     "dynamic_cp/search": 1960,  # which buckets pass on states of linear attention
     "dynamic_cp/sweep": 1330,  # flags of linear attention, factors of Granite, layers without RoPE
-    "dynamic_cp/types": 3680,  # adapters; linear attention, and which layers of a hybrid have it; trees of turns
+    "dynamic_cp/types": 3690,  # adapters; linear attention, and symbols of a hybrid's layers, checked once; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 5950,  # linear attention of a pack over lanes, in two ways, and little of it kept
@@ -53,7 +53,7 @@ MOST_LINES = {
     "megatron/trainer/checkpoints": 1980,  # a model without adapters, and others than a run has
     "megatron/trainer/data": 5580,  # preference pairs, in every form that people have them, as samples; trees of turns
     "megatron/trainer/ending": 590,
-    "megatron/trainer/flags": 1510,  # norms and factors; adapters; variables that a run on GPUs needs
+    "megatron/trainer/flags": 1520,  # factors; adapters; variables of runs on GPUs; what no layer has is refused
     "megatron/trainer/loop": 500,  # peak memory of a run
     "megatron/trainer/reporting": 560,
     "megatron/trainer/setup": 1960,  # adapters; gradients and optimizer states in lower precision
