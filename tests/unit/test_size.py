@@ -29,7 +29,7 @@ MOST_LINES = {
     "dynamic_cp/report": 2940,  # peak memory of a run; bars of its parts
     "dynamic_cp/search": 1960,  # which buckets pass on states of linear attention
     "dynamic_cp/sweep": 1330,  # flags of linear attention, factors of Granite, layers without RoPE
-    "dynamic_cp/types": 3690,  # adapters; linear attention, and symbols of a hybrid's layers, checked once; trees of turns
+    "dynamic_cp/types": 3690,  # adapters; linear attention, and a hybrid's layers, checked once; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 5950,  # linear attention of a pack over lanes, in two ways, and little of it kept
