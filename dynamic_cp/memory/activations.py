@@ -45,6 +45,8 @@ from dynamic_cp.types import Layer, LinearAttention, ModelShape, PlanOptions, To
 from dynamic_cp.types.linear_attention import CHUNK_TOKENS, CHUNKS_PER_LANE, GATE_BYTES
 
 _FP32_BYTES = 4
+_COPIES_OF_GATES = 4
+"""Of a gate, its SiLU, their product with what heads find, and the norm's input."""
 
 
 class ActivationBytes(NamedTuple):
@@ -52,7 +54,8 @@ class ActivationBytes(NamedTuple):
 
     Attributes:
         per_layer: kept from forward to backward by every layer of a chunk, on average.
-        working: held by the layer that runs: gradients of its MLP, with full recomputation all of its activations.
+        working: held by the layer that runs: gradients of its MLP, or what a gate is computed of again; with full
+            recomputation all of its activations.
         head: final norm, logits, their fp32 softmax and gradient, of each head; where losses are computed over chunks
             of tokens, the norm alone (`chunk_bytes` has the rest).
         hops: activations and gradients that are sent and received, with pipelining.
@@ -83,12 +86,15 @@ class ActivationBytes(NamedTuple):
 
 
 class _LinearBytes(NamedTuple):
-    """Bytes of linear attention: per token what it keeps and what `core_attn` drops of it, and per sample states."""
+    """Bytes of linear attention: per token what it keeps, what `core_attn` drops of it, what travels by heads and what
+    backward holds while it computes the gate and the norm again in float32; and per sample states.
+    """
 
     kept: float = 0.0
     dropped: float = 0.0
     heads: float = 0.0
     states: float = 0.0
+    again: float = 0.0
 
 
 def _linear_bytes(linear: LinearAttention | None, element: int, tp_size: int) -> _LinearBytes:
@@ -99,7 +105,8 @@ def _linear_bytes(linear: LinearAttention | None, element: int, tp_size: int) ->
     of_head = CHUNK_TOKENS if linear.has_delta_rule else linear.value_size + 2 * linear.key_size
     dropped = convolved + of_head * linear.num_heads * element
     states = CHUNKS_PER_LANE * (linear.state_bytes + linear.summary_bytes)
-    each = convolved + 3 * value + gates + dropped, dropped, convolved + gates + value, states
+    again = _COPIES_OF_GATES * _FP32_BYTES * linear.value_channels
+    each = convolved + 3 * value + gates + dropped, dropped, convolved + gates + value, states, again
     return _LinearBytes(*(one / tp_size for one in each))
 
 
@@ -153,7 +160,7 @@ def activation_bytes(
     keeps_states = others if is_full else float("core_attn" not in repeated)
     return ActivationBytes(
         per_layer=kept,
-        working=mlp + 2 * residual + again,
+        working=max(mlp, linear.again) + 2 * residual + again,
         head=model.num_heads * (residual + hidden + (0.0 if options.loss_chunk_tokens else logits)),
         hops=4 * residual if topology.pp_size > 1 else 0.0,
         ring_per_bucket_token=keys_and_values,

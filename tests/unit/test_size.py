@@ -18,7 +18,7 @@ MOST_LINES = {
     "dynamic_cp/learning": 600,  # buckets that passed on states
     "dynamic_cp/lengths": 1200,
     "dynamic_cp/mechanisms": 1400,  # few communicators
-    "dynamic_cp/memory": 630,  # adapters; chunks of the loss; activations and states of linear attention
+    "dynamic_cp/memory": 640,  # adapters; chunks of the loss; linear attention: activations, states, gates again
     "dynamic_cp/models": 2240,  # hybrids, their configs whole as published, and written
     "dynamic_cp/packing": 2750,
     "dynamic_cp/pipeline": 1050,
