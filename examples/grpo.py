@@ -113,10 +113,10 @@ def roll_out(policy: nn.Module, number: int) -> tuple[list[SampleTokens], np.nda
     lengths = [400, *random.lognormal(3.2, 0.8, NUM_PROMPTS - 1).clip(6, 200).astype(int)]
     prompts = [random.integers(0, NUM_WORDS, length).tolist() for length in lengths]
     torch.manual_seed(1000 * number + dist.get_rank())
-    own = {index: respond(policy, prompts[index]) for index in range(dist.get_rank(), NUM_PROMPTS, 4)}
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    responses = {index: one for of_rank in gathered for index, one in of_rank.items()}
+    own = torch.stack([respond(policy, prompt) for prompt in prompts[dist.get_rank() :: 4]])
+    of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, own)
+    responses = torch.stack(of_ranks, dim=1).flatten(0, 1)
     rollouts, rewards = [], []
     for index, prompt in enumerate(prompts):
         for response in responses[index].tolist():

@@ -11,7 +11,7 @@ accumulation step), plan them together, and each gets its packs of them, with CP
 `training_step` then runs several packs where the loop counts one accumulation step. A step trains the rows that it
 trained without a plan, by the mean over all their tokens, so loss and gradients are the same.
 
-Limits: rows are exchanged as objects, a global batch on every rank. Trainers that compare whole rows (DPO, GRPO) are
+Limits: rows are exchanged as JSON, a global batch on every rank. Trainers that compare whole rows (DPO, GRPO) are
 refused: `megatron.dynamic_cp.post_training` has their losses.
 """
 
@@ -21,8 +21,9 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +31,8 @@ from torch.utils.data import IterableDataset
 
 from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.frameworks import untested
-from dynamic_cp.types import Branches, PlanOptions, Sample
+from dynamic_cp.types import Branches, PlanOptions, Sample, parse_mask
+from megatron.dynamic_cp.agreement.messages import all_gather_bytes, encode_value, value_of
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.data.micro_batches import micro_batches
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
@@ -43,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 _SERVED = ("Trainer", "SFTTrainer")
 """Classes whose loss is a sum over tokens."""
+_COLUMNS = "tokens", "labels", "loss_mask"
 
 
 class Rows:
@@ -169,8 +172,9 @@ class PlannedMicroBatches:
 
     def _planned(self, drawn: list[_Batch]) -> tuple[int, LaneStep | None, int]:
         """Return (accumulation steps, this lane's part of all ranks' batches, their tokens with a loss). Collective."""
-        of_ranks: list[list[_Batch]] = [[] for _ in range(self.lanes.num_lanes)]
-        dist.all_gather_object(of_ranks, drawn, group=self.lanes.mesh.get_group())
+        message = encode_value([[_as_json(*one) for one in batch] for batch in drawn])
+        messages = all_gather_bytes(message, self.lanes.device, self.lanes.mesh.get_group())
+        of_ranks = [[[_of_json(*one) for one in batch] for batch in value_of(message)] for message in messages]
         read = [one for of_rank in of_ranks for batch in of_rank for one in batch]
         if not read:
             return 0, None, 0
@@ -200,7 +204,19 @@ class PlannedMicroBatches:
             yield PlannedInputs(tokens, batches, end - first)
 
 
-_Batch = list[tuple[SampleTokens, Branches | None]]
+_Read = tuple[SampleTokens, Branches | None]
+_Batch = list[_Read]
+
+
+def _as_json(values: SampleTokens, mask: Branches | None) -> list[Any]:
+    return [*(getattr(values, name).tolist() for name in _COLUMNS), None if mask is None else str(mask)]
+
+
+def _of_json(tokens: list[int], labels: list[int], loss_mask: list[float], mask: str | None) -> _Read:
+    values = SampleTokens(
+        tokens=np.array(tokens, np.int64), labels=np.array(labels, np.int64), loss_mask=np.array(loss_mask, np.float32)
+    )
+    return values, None if mask is None else cast(Branches, parse_mask(mask))
 
 
 def _check_trainer(trainer: Any) -> None:
