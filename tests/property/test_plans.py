@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -87,15 +88,23 @@ def drawn(seed: int, most_lanes: int = 24, most_samples: int = 60) -> Case:
 SOME = settings(max_examples=80, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.parametrize("seeds", [range(300, 380), pytest.param(range(380, 460), marks=pytest.mark.nightly)])
-def test_every_promise_of_a_plan_on_every_kind_of_case(seeds):
+def covered_by(
+    check: Callable[[Case, int], Counter[str]], seeds: Iterable[int], draw: Callable[[int], Case]
+) -> Counter[str]:
+    """Return what the cases of some seeds covered; a promise that is broken names its seed and case."""
     covered: Counter[str] = Counter()
     for seed in seeds:
-        case = drawn(seed)
+        case = draw(seed)
         try:
-            covered += check_case(case, seed)
+            covered += check(case, seed)
         except Exception as error:
             raise AssertionError(f"seed {seed}, {case!r}: {error}") from error
+    return covered
+
+
+@pytest.mark.parametrize("seeds", [range(300, 380), pytest.param(range(380, 460), marks=pytest.mark.nightly)])
+def test_every_promise_of_a_plan_on_every_kind_of_case(seeds):
+    covered = covered_by(check_case, seeds, drawn)
     scarce = {name: count for name, count in covered.items() if count < 2}
     assert not scarce, f"hardly looked at: {scarce}"
     assert len(covered) >= 18, sorted(covered)
@@ -103,24 +112,18 @@ def test_every_promise_of_a_plan_on_every_kind_of_case(seeds):
 
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 160), marks=pytest.mark.nightly)])
 def test_every_promise_of_a_plan_with_masks_and_placed_attention(seeds):
-    covered: Counter[str] = Counter()
-    for seed in seeds:
-        case = draw_masked_case(np.random.default_rng(seed), most_lanes=8, most_samples=12)
-        try:
-            covered += check_masked_case(case, seed)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case!r}: {error}") from error
+    covered = covered_by(
+        check_masked_case,
+        seeds,
+        lambda seed: draw_masked_case(np.random.default_rng(seed), most_lanes=8, most_samples=12),
+    )
     assert len(covered) >= 12, sorted(covered)
 
 
 def test_every_promise_of_a_plan_with_experts():
-    covered: Counter[str] = Counter()
-    for seed in range(40):
-        case = draw_expert_case(np.random.default_rng(seed), most_samples=30)
-        try:
-            covered += check_case(case, seed)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case!r}: {error}") from error
+    covered = covered_by(
+        check_case, range(40), lambda seed: draw_expert_case(np.random.default_rng(seed), most_samples=30)
+    )
     of_experts = {name: count for name, count in covered.items() if "experts" in name}
     assert len(of_experts) == 5, of_experts
     assert min(of_experts.values()) >= 3, of_experts
@@ -128,13 +131,11 @@ def test_every_promise_of_a_plan_with_experts():
 
 @pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 2000), marks=pytest.mark.nightly)])
 def test_every_promise_of_a_plan_with_linear_attention(seeds):
-    covered: Counter[str] = Counter()
-    for seed in seeds:
-        case = draw_hybrid_case(np.random.default_rng(seed), most_lanes=12, most_samples=20)
-        try:
-            covered += check_hybrid_case(case, seed)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {case!r}: {error}") from error
+    covered = covered_by(
+        check_hybrid_case,
+        seeds,
+        lambda seed: draw_hybrid_case(np.random.default_rng(seed), most_lanes=12, most_samples=20),
+    )
     of_states = {name: count for name, count in covered.items() if "states" in name or "heads" in name}
     assert len(of_states) == 7, of_states
     assert min(of_states.values()) >= 2, of_states
