@@ -129,9 +129,15 @@ class StateRuns(NamedTuple):
 
     @property
     def is_linked(self) -> Bools:
-        """[run] whether it goes on from another one, or another one from it."""
+        """[run] whether it goes on from another one, or another one from it: its lanes pass on states.
+
+        Where there are such, of a lane without any the first run counts: then all lanes do the same.
+        """
         linked = self.previous >= 0
         linked[self.previous[linked]] = True
+        if linked.any():
+            lanes, first = np.unique(self.lane, return_index=True)
+            linked[first[np.isin(lanes, self.lane[linked], invert=True)]] = True
         return linked
 
     def of_lane(self, lane: int) -> Ints:
@@ -186,6 +192,19 @@ class StateRuns(NamedTuple):
         more = padded, held[padded], (on_lane - held)[padded], np.full(len(padded), -1)
         return StateRuns(*(np.concatenate(both) for both in zip(self, more, strict=True)))
 
+    @property
+    def num_linked(self) -> Ints:
+        """[lane] runs whose states are passed on."""
+        return np.bincount(self.lane, self.is_linked, self.num_lanes).astype(np.int64)
+
+    @property
+    def longest_chain(self) -> int:
+        """Return the most runs of which each goes on from the one before."""
+        depth = np.ones(len(self.lane), np.int64)
+        for run in np.flatnonzero(self.previous >= 0).tolist():
+            depth[run] += depth[self.previous[run]]
+        return int(depth.max())
+
     def as_json(self) -> list[list[int]]:
         """Return them as what JSON holds; `StateRuns.read` takes it."""
         return [column.tolist() for column in self]
@@ -194,6 +213,16 @@ class StateRuns(NamedTuple):
     def read(cls, data: Any) -> StateRuns:
         """Return what `as_json` wrote."""
         return cls(*(np.array(column, np.int64) for column in data))
+
+
+def num_passed_on(bucket: Bucket, rank_token_multiple: int = 1) -> Sequence[int]:
+    """Return of how many runs each lane of a bucket keeps the states that are passed on."""
+    if not bucket.exchanges_states:
+        return [0] * bucket.cp_size
+    if bucket.placement is None:
+        return [CHUNKS_PER_LANE * len(bucket.samples)] * bucket.cp_size
+    numbers: list[int] = StateRuns.of_placement(bucket, rank_token_multiple).num_linked.tolist()
+    return numbers
 
 
 def _branched(pieces: Ints, previous: Ints, sample: int, mask: Branches) -> tuple[Ints, Ints]:

@@ -17,7 +17,9 @@ from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.placement.sent import Sent, TokenBytes, added
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.plans.padding import padded_of, rank_tokens
+from dynamic_cp.plans.state_runs import StateRuns
 from dynamic_cp.pricing.cost_model import is_priced_lane_by_lane
+from dynamic_cp.pricing.linear_attention import sent_states
 from dynamic_cp.types import Bucket, Mask, Plan, Problem, Topology
 from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 
@@ -87,7 +89,11 @@ def _sent_by_linear_attention(bucket: Bucket, problem: Problem, layers: float) -
     linear, cp_size = problem.model.linear_attention, bucket.cp_size
     assert linear is not None, "the model has such layers"
     sizes, element = linear.of_rank(problem.topology.tp_size), problem.options.element_bytes.exchanged
-    padded = padded_of(bucket, problem.topology.rank_token_multiple)
+    multiple = problem.topology.rank_token_multiple
+    if bucket.placement is not None:
+        sent = sent_states(StateRuns.of_placement(bucket, multiple), sizes, element)
+        return sent._replace(num_bytes=layers * sent.num_bytes)
+    padded = padded_of(bucket, multiple)
     if bucket.exchanges_states:
         halo = sum(sizes.halo_bytes(cp_size, element, tokens // (CHUNKS_PER_LANE * cp_size)) for tokens in padded)
         states = [sizes.states_bytes(cp_size, backward=backward) for backward in (False, True)]

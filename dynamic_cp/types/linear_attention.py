@@ -144,12 +144,18 @@ class LinearAttention:
 
     def composing_flops(self, num_lanes: int) -> int:
         """Return the FLOPs of a lane for a sample where states are exchanged: carrying states over all chunks, for its
-        share of the heads, in log2(chunks) steps that carry transitions as well.
+        share of the heads.
         """
-        num_steps = (CHUNKS_PER_LANE * num_lanes - 1).bit_length()
+        return CHUNKS_PER_LANE * self.carrying_flops(CHUNKS_PER_LANE * num_lanes)
+
+    def carrying_flops(self, chain: int) -> int:
+        """Return the FLOPs for a run in a chain of so many, of all heads: log2(runs) steps that carry transitions as
+        well.
+        """
+        num_steps = (chain - 1).bit_length()
         states = 2 * self.num_heads * self.key_size * self.value_size * (self.key_size if self.has_delta_rule else 1)
         transitions = 2 * self.num_heads * self.key_size**3 if self.has_delta_rule else self.num_heads
-        return CHUNKS_PER_LANE * num_steps * (states + transitions)
+        return num_steps * (states + transitions)
 
     # Bytes.
 

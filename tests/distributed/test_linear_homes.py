@@ -142,6 +142,8 @@ def test_runs_are_homes_that_adjoin() -> None:
         [-1, 0, -1, -1, -1],
     ]
     assert runs.is_linked.tolist() == [True, True, False, False, False]
+    assert runs.num_linked.tolist() == [1, 1]
+    assert runs.longest_chain == 2
     assert StateRuns.read(runs.as_json()).as_json() == runs.as_json()
 
 
