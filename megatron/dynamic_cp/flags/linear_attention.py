@@ -241,9 +241,9 @@ def _check_matrices_in_fp8(config: Any, of_rank: LinearAttention) -> None:
     for size, what in ((rows, "rows of the first matrix"), (of_rank.value_channels, "columns of the last matrix")):
         if size % multiple:
             raise UnsupportedFeatureError(
-                f"{fp8.FLAG} with {of_rank.kind}: the {what} are {size} on a tensor-parallel rank, {fp8.RECIPE_FLAG} "
-                f"{fp8.recipe_of(config)} needs a multiple of {multiple}: change --tensor-model-parallel-size, or leave "
-                f"{fp8.FLAG} out",
+                f"{fp8.FLAG} with {of_rank.kind}: the {what} are {size} on a tensor-parallel rank, and "
+                f"{fp8.RECIPE_FLAG} {fp8.recipe_of(config)} needs a multiple of {multiple}: change "
+                f"--tensor-model-parallel-size, or leave {fp8.FLAG} out",
                 flag=fp8.FLAG,
             )
 
