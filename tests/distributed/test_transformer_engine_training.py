@@ -68,7 +68,8 @@ MODELS = {
     ),
     "gated_delta_nets_beside_experts": (
         f"{EXPERTS} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
-        "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 --attention-output-gate",
+        "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 "
+        "--attention-output-gate",
         "",
     ),
     "mamba": (
