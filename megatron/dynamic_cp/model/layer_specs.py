@@ -20,7 +20,7 @@ from megatron.dynamic_cp.flags.linear_attention import PLAIN, Parts, parts_of_la
 from megatron.dynamic_cp.model.experts import LayerWithExperts, use_our_parts
 from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
 from megatron.dynamic_cp.model.latent_attention import DynamicCPLatentAttention
-from megatron.dynamic_cp.model.linear_attention import LOCAL, Projections
+from megatron.dynamic_cp.model.linear_attention import Projections
 from megatron.dynamic_cp.model.mamba import DynamicCPMamba
 from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm
 from megatron.dynamic_cp.model.residual import add_to_residual
@@ -57,7 +57,7 @@ def layer_spec(
     make = _local_layer if transformer_impl == "local" else _transformer_engine_layer
     layer, norm = make(config, config.num_moe_experts if parts.mlp == "experts" else None)
     if parts.mixer == "linear":
-        _attend_linearly(layer, config, transformer_impl)
+        _attend_linearly(layer, config)
     if linear_attention.pattern_of(config):
         _keep_half(layer, parts)
     return layer, norm
@@ -119,20 +119,16 @@ def _route_by_sample(layer: ModuleSpec, num_experts: int | None) -> None:
         use_our_parts(layer.submodules.mlp)
 
 
-def _attend_linearly(layer: ModuleSpec, config: TransformerConfig, transformer_impl: TransformerImpl) -> None:
-    """Have a layer built with linear attention; its tensors are saved as megatron-core names those of its own layers,
-    which are TransformerEngine's and fuse the norm.
+def _attend_linearly(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Have a layer built with linear attention, whose matrices are of the same classes as those of its attention, and
+    whose tensors megatron-core names as its own layers fuse the norm: TransformerEngine's.
     """
     is_mamba = linear_attention.kind_of(config) == linear_attention.MAMBA
     place = "mixer." if is_mamba else "self_attention."
-    projections = LOCAL
-    if transformer_impl == "transformer_engine":
-        # Here: neither can be built without TransformerEngine.
-        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
-
-        projections = Projections(TELayerNormColumnParallelLinear, TERowParallelLinear)
+    attention = layer.submodules.self_attention.submodules
     layer.submodules.self_attention = ModuleSpec(
-        module=DynamicCPMamba if is_mamba else DynamicCPGatedDelta, submodules=projections
+        module=DynamicCPMamba if is_mamba else DynamicCPGatedDelta,
+        submodules=Projections(attention.linear_qkv, attention.linear_proj),
     )
     layer.submodules.sharded_state_dict_keys_map = {
         **layer.submodules.sharded_state_dict_keys_map,

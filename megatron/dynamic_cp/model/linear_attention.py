@@ -35,11 +35,7 @@ DECAY_RANGE = 1.0, 16.0
 
 
 class Projections(NamedTuple):
-    """Classes of the matrices of a layer: megatron-core's, or TransformerEngine's, whose first one has the norm inside.
-
-    Attributes:
-        in_proj: to sections, column-parallel; out_proj: of what heads find, row-parallel.
-    """
+    """Classes of a layer's matrices: megatron-core's, or TransformerEngine's, whose first one has the norm inside."""
 
     in_proj: type = ColumnParallelLinear
     out_proj: type = RowParallelLinear
