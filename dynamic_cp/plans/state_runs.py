@@ -198,12 +198,12 @@ class StateRuns(NamedTuple):
         return np.bincount(self.lane, self.is_linked, self.num_lanes).astype(np.int64)
 
     @property
-    def longest_chain(self) -> int:
-        """Return the most runs of which each goes on from the one before."""
-        depth = np.ones(len(self.lane), np.int64)
+    def depth(self) -> Ints:
+        """[run] how many runs there are before it on the way to it."""
+        depth = np.zeros(len(self.lane), np.int64)
         for run in np.flatnonzero(self.previous >= 0).tolist():
-            depth[run] += depth[self.previous[run]]
-        return int(depth.max())
+            depth[run] = depth[self.previous[run]] + 1
+        return depth
 
     def as_json(self) -> list[list[int]]:
         """Return them as what JSON holds; `StateRuns.read` takes it."""

@@ -196,7 +196,7 @@ class StageLinearAttention:
         core, summary = self._core_s(sizes.core_flops), self._core_s(sizes.summary_flops)
         again = np.array([summary, BACKWARD_OVER_FORWARD * core])
         times = np.array(self._times)
-        carried_s = self._core_s(sizes.carrying_flops(runs.longest_chain)) * num_linked.sum() / bucket.cp_size
+        carried_s = self._core_s(sizes.carrying_flops(int(runs.depth.max()) + 1)) * num_linked.sum() / bucket.cp_size
         half_chunks = CHUNK_TOKENS / 2 * num_linked
         constant_s = np.outer(again, linked_tokens + half_chunks) + np.outer(times * core, half_chunks) + carried_s
         host_s = np.zeros_like(constant_s)

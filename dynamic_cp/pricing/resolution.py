@@ -35,6 +35,7 @@ from dynamic_cp.types import (
     check_latents,
     is_placed,
 )
+from dynamic_cp.types.branches import sees_prefixes
 
 
 def exchanges_of(
@@ -229,7 +230,8 @@ def options_serving(samples: Iterable[Sample], model: ModelShape, options: PlanO
 
     Raises:
         UnsupportedFeatureError: none does, and a sample is too long for one lane, or plans must use several; or
-            attention is placed and lanes may not pass on states of linear attention; or samples bring masks and
+            attention is placed and lanes may not pass on states of linear attention; or samples bring masks that
+            these cannot follow; or samples bring masks and
             the model's attention is not causal, or has windows through which they are no such masks.
     """
     samples = tuple(samples)
@@ -240,10 +242,12 @@ def options_serving(samples: Iterable[Sample], model: ModelShape, options: PlanO
     if masked is None:
         return _options_of(serving_windows, model.windows_in_words, samples, options)
     what = masked.mask_in_words
-    if model.linear_attention is not None:
+    unfollowed = next((sample for sample in samples if not sees_prefixes(sample.mask)), None)
+    if model.linear_attention is not None and unfollowed is not None:
         raise UnsupportedFeatureError(
-            f"{what}, but a state of linear attention has seen all tokens before it: give samples no masks",
-            sample_id=masked.sample_id,
+            f"{unfollowed.mask_in_words}, but a state of linear attention has seen all tokens before it: give samples "
+            "no masks but those of responses and trees",
+            sample_id=unfollowed.sample_id,
         )
     if not model.causal_attention:
         raise UnsupportedFeatureError(

@@ -143,7 +143,7 @@ def test_runs_are_homes_that_adjoin() -> None:
     ]
     assert runs.is_linked.tolist() == [True, True, False, False, False]
     assert runs.num_linked.tolist() == [1, 1]
-    assert runs.longest_chain == 2
+    assert runs.depth.tolist() == [0, 1, 0, 0, 0]
     assert StateRuns.read(runs.as_json()).as_json() == runs.as_json()
 
 

@@ -7,7 +7,7 @@ Everything is made on the host, once for each micro-batch, and kept in its `Laye
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -55,6 +55,20 @@ class Alone(NamedTuple):
     rows: Tensor
     runs: Runs
     in_order: Tensor
+
+
+class Level(NamedTuple):
+    """Runs that go on from those of the level before, on a lane that has all rows.
+
+    Attributes:
+        runs: they.
+        rows: theirs, int64.
+        previous: the run of the level before behind which each begins, int64; of the first level nothing.
+    """
+
+    runs: Runs
+    rows: Tensor
+    previous: Tensor
 
 
 class Links(NamedTuple):
@@ -112,6 +126,16 @@ class LaneRows:
         return self._once("runs alone", self._alone)
 
     @property
+    def levels(self) -> list[Level]:
+        """All runs, where this lane has all rows, those first that go on from none."""
+        return self._once("levels", lambda: [*self._levels()])
+
+    @property
+    def by_row(self) -> Tensor:
+        """Where each row is among those of all levels, int64."""
+        return self._once("rows of levels", lambda: torch.cat([level.rows for level in self.levels]).argsort())
+
+    @property
     def links(self) -> Links:
         """The runs that states pass through."""
         return self._once("links", self._links)
@@ -122,6 +146,19 @@ class LaneRows:
 
     def _runs_of(self, which: NDArray[np.bool_]) -> Runs:
         return self.runs if which.all() else Runs.build(self.table.length[self._own[which]].tolist(), self._device)
+
+    def _levels(self) -> Iterator[Level]:
+        table, depth = self.table, self.table.depth
+        number = np.zeros_like(depth)
+        for level in range(int(depth.max()) + 1):
+            runs = np.flatnonzero(depth == level)
+            number[runs] = np.arange(len(runs))
+            rows = np.repeat(depth == level, table.length)  # runs are in the order of rows
+            lengths = table.length[runs].tolist()
+            previous = number[table.previous[runs]]
+            yield Level(
+                Runs.build(lengths, self._device), self._on_device(np.flatnonzero(rows)), self._on_device(previous)
+            )
 
     def _alone(self) -> Alone | None:
         is_linked = self._is_linked
@@ -199,7 +236,12 @@ class LaneRows:
 
 def lane_rows(params: DynamicPackedSeqParams, device: torch.device) -> LaneRows:
     """Return the rows that this lane holds."""
-    return params.cache.once("rows of this lane", lambda: LaneRows(_table(params), Lanes.of(params), device))
+
+    def make() -> LaneRows:
+        lanes = Lanes.of(params)
+        return LaneRows(_table(params), lanes if lanes.number > 1 else None, device)
+
+    return params.cache.once("rows of this lane", make)
 
 
 class GatheredRows(NamedTuple):

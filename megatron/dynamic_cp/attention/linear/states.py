@@ -6,6 +6,8 @@
    gives back the state before each run. What a lane sends does not grow with the length of samples.
 4. Runs are scanned from these states.
 
+A lane that has all rows needs no summaries: it scans branches of samples after what they go on from.
+
 Backward needs no gradient of A: that of the state before a run is A' times that of the state behind it, plus what the
 run's own tokens say, so the same composition backwards, of gradients; A stays where it was composed.
 
@@ -19,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention.linear.exchange import exchanged
+from dynamic_cp.types import LinearAttention
+from megatron.dynamic_cp.attention.linear.exchange import Lanes, exchanged
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share
 from megatron.dynamic_cp.attention.linear.layout import LaneRows, Links, lane_rows
@@ -38,26 +41,39 @@ def found_in_rows(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], rows: L
     """Return what the tokens of a lane find; states pass from run to run where one goes on from another."""
     x_TC = _convolved(layer, x_TC, rows)
     steps = layer.steps(x_TC, gates)
-    alone = rows.alone if rows.has_links else None
-    if not rows.has_links:
-        found = _scanned_alone(layer.kernel, steps, rows.runs)
-    elif alone is None:
-        found = _scanned_in_chains(layer, steps, rows)
+    if rows.lanes is None or not rows.has_links:
+        found = _scanned_by_levels(layer.kernel, steps, rows)
+    elif rows.alone is None:
+        found = _scanned_in_chains(layer, steps, rows, rows.lanes)
     else:
-        linked, others = steps.of_rows(alone.linked_rows), steps.of_rows(alone.rows)
-        both = _scanned_in_chains(layer, linked, rows), _scanned_alone(layer.kernel, others, alone.runs)
-        found = torch.cat(both).index_select(0, alone.in_order)
+        linked, others = (steps.of_rows(part) for part in (rows.alone.linked_rows, rows.alone.rows))
+        parts = _scanned_in_chains(layer, linked, rows, rows.lanes), _scanned(layer.kernel, others, rows.alone.runs)[0]
+        found = torch.cat(parts).index_select(0, rows.alone.in_order)
     return layer.finished(found, x_TC)
 
 
-def _scanned_alone(kernel: LinearKernel, steps: Steps, runs: Runs) -> Tensor:
-    found, _ = kernel.scan(steps, runs, None)
+def _scanned(kernel: LinearKernel, steps: Steps, runs: Runs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return what tokens find, and the state behind each run."""
+    found, last = kernel.scan(steps, runs, state)
     assert found is not None
-    return found
+    return found, last
 
 
-def _scanned_in_chains(layer: LinearLayer, steps: Steps, rows: LaneRows) -> Tensor:
-    chain, is_recorded = StateChain(layer, rows), torch.is_grad_enabled()
+def _scanned_by_levels(kernel: LinearKernel, steps: Steps, rows: LaneRows) -> Tensor:
+    """Return what the tokens of a lane find that has all rows: branches are scanned after what they go on from."""
+    if not rows.has_links:
+        return _scanned(kernel, steps, rows.runs)[0]
+    found, state = [], None
+    for level in rows.levels:
+        before = None if state is None else state.index_select(0, level.previous)
+        of_level, state = _scanned(kernel, steps.of_rows(level.rows), level.runs, before)
+        found.append(of_level)
+    return torch.cat(found).index_select(0, rows.by_row)
+
+
+def _scanned_in_chains(layer: LinearLayer, steps: Steps, rows: LaneRows, lanes: Lanes) -> Tensor:
+    """Return what the tokens of linked runs find; lanes exchange the states before them."""
+    chain, is_recorded = StateChain(layer.sizes, rows, lanes), torch.is_grad_enabled()
     found: Tensor = _ScanLinkedRuns.apply(layer.kernel, rows.linked, chain, steps, is_recorded, *steps.tensors)
     return found
 
@@ -83,12 +99,10 @@ class StateChain:
     Forward comes before backward; the transitions A of this lane's share stay in between.
     """
 
-    def __init__(self, layer: LinearLayer, rows: LaneRows) -> None:
-        self._links, self._lanes, self._num_runs = rows.links, rows.lanes, len(rows.linked.lengths)
-        self._heads = [slice(None)]
-        if rows.lanes is not None:
-            shares = [Share.of_lane(layer.sizes, lane, rows.lanes.number).heads for lane in range(rows.lanes.number)]
-            self._heads = [slice(heads.start, heads.stop) for heads in shares]
+    def __init__(self, sizes: LinearAttention, rows: LaneRows, lanes: Lanes) -> None:
+        self._links, self._lanes, self._num_runs = rows.links, lanes, len(rows.linked.lengths)
+        shares = [Share.of_lane(sizes, lane, lanes.number).heads for lane in range(lanes.number)]
+        self._heads = [slice(heads.start, heads.stop) for heads in shares]
         self._transitions: Tensor | None = None
 
     def states(self, transitions: Tensor, own: Tensor) -> Tensor:
@@ -114,8 +128,6 @@ class StateChain:
 
     def _scattered(self, *tensors: Tensor) -> list[Tensor]:
         """Return [runs of all lanes, share of the heads, ...] of [runs of this lane, heads, ...]."""
-        if self._lanes is None:
-            return [tensor.index_select(0, self._links.in_order) for tensor in tensors]
         messages = [[tensor[:, heads] for tensor in tensors] for heads in self._heads]
         of_own = messages[self._lanes.own]
         expected = [[Expected((count, *one.shape[1:]), one.dtype) for one in of_own] for count in self._links.counts]
@@ -125,8 +137,6 @@ class StateChain:
     def _gathered(self, of_links: Tensor) -> Tensor:
         """Return [runs of this lane, heads, ...] of [runs of all lanes, share of the heads, ...]."""
         by_lane = of_links.index_select(0, self._links.by_lane)
-        if self._lanes is None:
-            return by_lane
         messages = [[part] for part in by_lane.split(self._links.counts)]
         sizes, dtype = of_links.shape[2:], of_links.dtype
         expected = [[Expected((self._num_runs, heads.stop - heads.start, *sizes), dtype)] for heads in self._heads]
