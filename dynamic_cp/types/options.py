@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, get_args
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types.attention import RING_ALONE, TRAITS, CpCommType
 from dynamic_cp.types.counts import is_power_of_two, require_at_least
+from dynamic_cp.types.topology import Topology
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_MODES: tuple[str, ...] = get_args(Recompute)
@@ -207,6 +208,10 @@ class PlanOptions:
                     f"cp_comm_types: {exchange!r} is {what}: use some of {', '.join(TRAITS)}, each once",
                     cp_comm_type=exchange,
                 )
+
+    def largest_cp_size(self, topology: Topology) -> int:
+        """Return the largest CP size that a bucket may have."""
+        return min(self.max_cp_size or topology.max_cp_size, topology.max_cp_size)
 
     def _check_recompute(self) -> None:
         if self.recompute not in RECOMPUTE_MODES:

@@ -393,15 +393,18 @@ def groups_of(bucket: PackedBucket | Bucket, groups: DynamicCPGroups) -> tuple[P
 def for_chunk(batches: Sequence[dict[str, Any]], needs: ChunkNeeds) -> Iterator[dict[str, Any]]:
     """Yield for each micro-batch what a chunk reads, None for the rest.
 
-    Lets go of a micro-batch once it is handed out: what layers cache on it then ends with its backward pass.
+    Holds no micro-batch that it has handed out: what layers cache on it ends with its backward pass.
     """
-    waiting = deque(batches)
-    while waiting:
-        batch = waiting.popleft()
-        yield {
+    waiting = deque(
+        {
             "tokens": batch.get("tokens") if needs.tokens else None,
             "position_ids": batch.get("position_ids") if needs.tokens else None,
             "labels": batch.get("labels") if needs.labels else None,
             "loss_mask": batch.get("loss_mask") if needs.labels else None,
             "packed_seq_params": batch["packed_seq_params"],
         }
+        for batch in batches
+    )
+    del batches
+    while waiting:
+        yield waiting.popleft()

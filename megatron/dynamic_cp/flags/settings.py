@@ -290,6 +290,11 @@ class PlanningSettings:
             state_exchange=self.state_exchange,
         )
 
+    @property
+    def largest_cp_size(self) -> int:
+        """The largest CP size that a bucket may have."""
+        return self.max_cp_size or self.topology.max_cp_size
+
     def used(self, options: PlanOptions) -> PlanOptions:
         """Return `options` with the CP sizes that plans of this run have: of a static policy only its own."""
         if self.policy == "dynamic":

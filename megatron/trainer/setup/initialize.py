@@ -77,7 +77,7 @@ def initialize(settings: Settings) -> torch.device:
         torch.set_num_threads(environment_number("OMP_NUM_THREADS", 1))
         device = torch.device("cpu")
     else:
-        check_device_queues(topology.tp_size, planning.max_cp_size or topology.max_cp_size)
+        check_device_queues(topology.tp_size, planning.largest_cp_size)
         device = device_of(environment_number("LOCAL_RANK", 0), num_devices=torch.cuda.device_count())
         torch.cuda.set_device(device)
         choose_precision(bf16=settings.model.bf16)
