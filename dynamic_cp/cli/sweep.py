@@ -11,11 +11,11 @@ import click
 from dynamic_cp.cli.console import console, progress
 from dynamic_cp.cli.output import STDOUT, check_writable, write_json
 from dynamic_cp.cli.parameters import (
-    EXPERT_IMBALANCE,
     LOSS_CHUNK,
     MODEL_AND_HARDWARE,
     NO_DISTRIBUTED_OPTIMIZER,
     NO_OVERLAP_GRAD_REDUCE,
+    OF_MODEL,
     RANKS_PER_NODE,
     SEARCH,
     STATE,
@@ -90,7 +90,7 @@ Examples:
     "Job",
     one_option("--gpus", required=True, type=int, metavar="N", help="Number of GPUs of the job."),
     *MODEL_AND_HARDWARE,
-    EXPERT_IMBALANCE,
+    *OF_MODEL,
     RANKS_PER_NODE,
     NO_DISTRIBUTED_OPTIMIZER,
     NO_OVERLAP_GRAD_REDUCE,
@@ -145,7 +145,7 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
         raise InvalidInputError(f"--jobs is {jobs}, at least 1 is needed: change it")
     policies = policies_in(policy)
     batch = taken(given, BatchInput)
-    model = load_model(given["model"], given["expert_imbalance"])
+    model = load_model(given["model"], given["expert_imbalance"], given["mtp_num_layers"])
     hardware = catalog.load_hardware(given["hardware"], given["settings"])
     architecture = catalog.load_architecture(given["model"])
     check_memory_is_known(hardware)
@@ -205,7 +205,10 @@ def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[s
 
 
 def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any]) -> dict[str, Any]:
-    as_given = ("tp", "pp", "vpp", "ep", "expert_imbalance", "max_tokens_per_rank", "cp_comm_type", "model", "hardware")
+    as_given = (
+        *("tp", "pp", "vpp", "ep", "expert_imbalance", "mtp_num_layers", "max_tokens_per_rank", "cp_comm_type"),
+        *("model", "hardware"),
+    )
     return {
         **batch.as_dict(),
         "batches": len(job.batches),
