@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -133,15 +133,9 @@ class PackedStep:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> PackedStep:
-        return replace(
-            self,
-            positions=move(self.positions),
-            cu_seqlens=move(self.cu_seqlens),
-            columns=None if self.columns is None else move(self.columns),
-            loss_mask=None if self.loss_mask is None else move(self.loss_mask),
-            future_columns=None if self.future_columns is None else move(self.future_columns),
-            future_loss_mask=None if self.future_loss_mask is None else move(self.future_loss_mask),
-        )
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: move(value) for name, value in tensors.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
     def future(self, part: slice) -> FutureColumns | None:
         """Return what modules of multi-token prediction read of some local tokens; None where there are none."""

@@ -232,8 +232,7 @@ def check_family(where: str, model_type: object) -> str:
         differs = f" ({why})" if (why := WHY_NOT_TRAINED.get(str(model_type))) else ""
         raise UnsupportedFeatureError(
             f"{where}: model_type is {model_type!r}{differs}, weights of {', '.join(FAMILIES)} can be converted: "
-            "take a model of one of these families",
-            key="model_type",
+            "take a model of one of these families"
         )
     return model_type
 
