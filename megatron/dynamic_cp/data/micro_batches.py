@@ -22,6 +22,7 @@ from dynamic_cp.errors import DataError, UnsupportedFeatureError
 from dynamic_cp.placement.programme import Programme
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.plans.padding import padded_of, placed_share
+from dynamic_cp.plans.state_runs import StateRuns
 from dynamic_cp.types import (
     CAUSAL,
     STATE_EXCHANGES,
@@ -215,7 +216,7 @@ def packed_buckets(plan: LanePlan) -> list[PackedBucket]:
     return [_packed(bucket, plan, plan.parts.get(index)) for index, bucket in enumerate(plan.buckets)]
 
 
-def _packed(bucket: Bucket, plan: LanePlan, part: object) -> PackedBucket:
+def _packed(bucket: Bucket, plan: LanePlan, part: Any) -> PackedBucket:
     shape = PackedBucket(
         first_lane=bucket.first_lane,
         cp_size=bucket.cp_size,
@@ -226,6 +227,7 @@ def _packed(bucket: Bucket, plan: LanePlan, part: object) -> PackedBucket:
     )
     multiple = plan.facts.rank_token_multiple
     if part is not None:
+        part, runs = part if bucket.exchanges_states else (part, None)
         programme = Programme.read(part)
         num_tokens = placed_share(programme.num_tokens, bucket.inner_cp_size, multiple)
         placed = PlacedLane(
@@ -234,6 +236,7 @@ def _packed(bucket: Bucket, plan: LanePlan, part: object) -> PackedBucket:
             num_tokens=num_tokens,
             inner_cp_size=bucket.inner_cp_size,
             inner_rank=(plan.lane - bucket.first_lane) % bucket.inner_cp_size,
+            state_runs=None if runs is None else StateRuns.read(runs),
         )
         return replace(shape, padded_seqlens=(num_tokens,), placed=placed)
     return replace(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.models import hugging_face, written
+from dynamic_cp.models import hugging_face, hybrids, written
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import ModelShape, counted
 from megatron.trainer.checkpoints import checkpoint_files, manifest, safe_loading
@@ -231,6 +231,8 @@ def _target(where: str, model: Described, like: str | None, vocab_size: int | No
         return _Target(family=config["model_type"], shape=shape, architecture=model.architecture, config=config)
     at = str(Path(str(like)) / CONFIG)
     family = names.check_family(at, config.get("model_type"))
+    if model.shape.linear_attention is not None:  # published ones do not say it
+        config |= hybrids.modules(model.shape.mtp_num_layers)
     shape, architecture = hugging_face.model_shape(at, config), hugging_face.architecture(at, config)
     if vocab_size not in (None, shape.vocab_size):
         raise InvalidInputError(f"--vocab-size is {vocab_size}, {at} has {shape.vocab_size}: leave one of them out")

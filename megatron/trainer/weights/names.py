@@ -124,13 +124,18 @@ _EXPERTS_OF_GPT_OSS = (
     alone("mlp.experts.experts.linear_fc2.bias", "mlp.experts.down_proj_bias", "experts hidden"),
 )
 """The experts of a layer are one tensor."""
-_MODULE = (
-    alone("enorm.weight", "enorm.weight", "hidden"),
-    alone("hnorm.weight", "hnorm.weight", "hidden"),
-    alone("eh_proj.weight", "eh_proj.weight", "hidden twice_hidden"),
-    alone("final_layernorm.weight", "shared_head.norm.weight", "hidden"),
-)
-"""A module that predicts a further token, beside its layer: both read the embedding first, the hidden states second."""
+
+
+def _module(embedding_norm: str, hidden_norm: str, projection: str, norm: str) -> tuple[Row, ...]:
+    """Return the lines of a module that predicts a further token, beside its layer: it reads the embedding first."""
+    return (
+        alone("enorm.weight", embedding_norm, "hidden"),
+        alone("hnorm.weight", hidden_norm, "hidden"),
+        alone("eh_proj.weight", projection, "hidden twice_hidden"),
+        alone("final_layernorm.weight", norm, "hidden"),
+    )
+
+
 _FUSED_ATTENTION = with_row(
     _ATTENTION,
     Row(
@@ -157,8 +162,38 @@ _OUTPUT_NORMS_OF_GEMMA = (
     alone("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),
 )
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_COPIES = MappingProxyType({EMBEDDING: "embed_tokens.weight", HEAD: "shared_head.head.weight"})
-"""Table of the vocabulary -> its copy in each module that predicts a further token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modules:
+    """How a family names what predicts further tokens, behind the last layer.
+
+    Attributes:
+        rows: below `mtp.layers.<depth>.` and below `stem`.
+        stem, layer_stem: what precedes these names and those of its layer; {number} counts layers on, {depth} modules.
+        copies: table of the vocabulary -> what its copy in each module is called below `stem`.
+        most: modules that names can tell from each other.
+    """
+
+    rows: tuple[Row, ...]
+    stem: str
+    layer_stem: str
+    copies: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    most: int | None = None
+
+
+_MODULES_OF_DEEPSEEK = Modules(
+    rows=_module("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"),
+    stem="model.layers.{number}.",
+    layer_stem="model.layers.{number}.",
+    copies=MappingProxyType({EMBEDDING: "embed_tokens.weight", HEAD: "shared_head.head.weight"}),
+)
+_MODULES_OF_QWEN = Modules(
+    rows=_module("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"),
+    stem="mtp.",
+    layer_stem="mtp.layers.{depth}.",
+    most=1,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,22 +204,32 @@ class Table:
         attention, dense, experts: of a layer, of its MLP, of that of a layer with experts.
         linear: of a layer with linear attention.
         stem, embedding, final_norm: what precedes the number of a layer, and two names besides.
-        module: of what predicts a further token, behind the last layer: below `mtp.layers.<number>.` and below the next
-            `model.layers.<number>.`, where the names of its layer are, too; (): files hold none.
+        modules: of what predicts further tokens; None: no names are known.
         left_out: ends of names that files may have and that hold no weights.
-        unread: begins of names that files may have, of modules that predict further tokens; transformers reads none.
+        unread: begins of names that files may have, of modules that predict further tokens; transformers reads none,
+            and a model without them leaves them out.
     """
 
     attention: tuple[Row, ...] = _ATTENTION
     dense: tuple[Row, ...] = _DENSE
     experts: tuple[Row, ...] = ()
     linear: tuple[Row, ...] = ()
-    module: tuple[Row, ...] = ()
+    modules: Modules | None = None
     left_out: tuple[str, ...] = field(default=(".rotary_emb.inv_freq",))
     unread: tuple[str, ...] = ()
     stem: str = "model.layers."
     embedding: str = EMBEDDING
     final_norm: str = "model.norm.weight"
+
+
+def _hybrid_of_qwen(linear: tuple[Row, ...]) -> Table:
+    return Table(
+        attention=_GATED_ATTENTION,
+        experts=_EXPERTS_OF_QWEN,
+        linear=linear,
+        modules=_MODULES_OF_QWEN,
+        unread=("mtp.",),
+    )
 
 
 FAMILIES: Mapping[str, Table] = MappingProxyType(
@@ -197,15 +242,11 @@ FAMILIES: Mapping[str, Table] = MappingProxyType(
         "mixtral": Table(experts=_EXPERTS_OF_MIXTRAL),
         **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Table(experts=_EXPERTS_OF_QWEN)),
         **dict.fromkeys(
-            ("deepseek_v2", "deepseek_v3"), Table(attention=_LATENTS, experts=_EXPERTS_OF_DEEPSEEK, module=_MODULE)
+            ("deepseek_v2", "deepseek_v3"),
+            Table(attention=_LATENTS, experts=_EXPERTS_OF_DEEPSEEK, modules=_MODULES_OF_DEEPSEEK),
         ),
-        "qwen3_next": Table(
-            attention=_GATED_ATTENTION, experts=_EXPERTS_OF_QWEN, linear=hybrid_names.QWEN3_NEXT, unread=("mtp.",)
-        ),
-        **dict.fromkeys(
-            ("qwen3_5_text", "qwen3_5_moe_text"),
-            Table(attention=_GATED_ATTENTION, experts=_EXPERTS_OF_QWEN, linear=hybrid_names.QWEN3_5, unread=("mtp.",)),
-        ),
+        "qwen3_next": _hybrid_of_qwen(hybrid_names.QWEN3_NEXT),
+        **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _hybrid_of_qwen(hybrid_names.QWEN3_5)),
         "nemotron_h": Table(
             attention=hybrid_names.NEMOTRON_ATTENTION,
             dense=hybrid_names.NEMOTRON_MLP,
@@ -250,7 +291,15 @@ def fused_tensors(
     Args:
         num_rows: of its tables of the vocabulary, with those of padding.
         stacked: whether the checkpoint has those of its layers in stacks.
+
+    Raises:
+        UnsupportedFeatureError: the family has no names for the modules that predict further tokens.
     """
+    modules, wanted = FAMILIES[family].modules, shape.mtp_num_layers
+    if wanted and (modules is None or (modules.most or wanted) < wanted or shape.linear_layers[-1]):
+        raise UnsupportedFeatureError(
+            f"model_type {family} has no names for --mtp-num-layers {wanted} behind such layers: leave it out"
+        )
     return _Namer(FAMILIES[family], shape, architecture, num_rows, stacked).tensors()
 
 
@@ -323,11 +372,12 @@ class _Namer:
         norm = "final_norm" if shape.layer_pattern else "final_layernorm"
         yield from self._named(alone(f"decoder.{norm}.weight", table.final_norm, "hidden"), "", "", None)
         for depth in range(shape.mtp_num_layers):
-            number = num_layers + depth
-            ours, theirs = f"mtp.layers.{depth}.", f"{table.stem}{number}."
-            for row in table.module:
-                yield from self._named(row, ours, theirs, number)
-            yield from self._layer(f"{ours}transformer_layer.", theirs, self._rows_of(num_layers - 1), number)
+            modules, number = table.modules, num_layers + depth
+            assert modules is not None
+            ours, layer_stem = f"mtp.layers.{depth}.", modules.layer_stem.format(number=number, depth=depth)
+            for row in modules.rows:
+                yield from self._named(row, ours, modules.stem.format(number=number), number)
+            yield from self._layer(f"{ours}transformer_layer.", layer_stem, self._rows_of(num_layers - 1), number)
         if not tied:
             yield self._vocabulary("output_layer.weight", HEAD, (HEAD,))
 
@@ -388,7 +438,11 @@ class _Namer:
     def _vocabulary(self, ours: str, theirs: str, tables: Iterable[str]) -> Fused:
         """Return a table of the vocabulary, which modules that predict further tokens have copies of."""
         behind = range(self._shape.num_layers, self._shape.num_layers + self._shape.mtp_num_layers)
-        copies = tuple(f"model.layers.{number}.{_COPIES[table]}" for table in tables for number in behind)
+        modules = self._table.modules
+        copied = [table for table in tables if modules is not None and table in modules.copies]
+        copies = tuple(
+            f"{modules.stem.format(number=number)}{modules.copies[table]}" for table in copied for number in behind
+        )
         return Fused(
             name=ours,
             layer=None,
