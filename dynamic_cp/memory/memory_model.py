@@ -25,7 +25,7 @@ from dynamic_cp.memory.communicators import num_communicators
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.plans.extension import kind_of, kind_of_all
 from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.plans.state_runs import num_passed_on
+from dynamic_cp.plans.state_runs import runs_passed_on
 from dynamic_cp.pricing.resolution import may_place
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import Attention, Plan, Problem
@@ -150,7 +150,7 @@ class MemoryModel:
                 tokens = lane_tokens(bucket, plan.topology.rank_token_multiple)
                 lanes = slice(bucket.first_lane, bucket.first_lane + bucket.cp_size)
                 held[row, lanes] = tokens
-                passed_on[row, lanes] = num_passed_on(bucket, plan.topology.rank_token_multiple)
+                passed_on[row, lanes] = runs_passed_on(bucket, plan.topology.rank_token_multiple)
                 exchanged[row, lanes] = self._exchange_bytes(max(tokens), bucket.cp_size, bucket.attention)
         topology = plan.topology
         states = peak_in_flight_tokens(passed_on, topology.pp_size, topology.vp_size)

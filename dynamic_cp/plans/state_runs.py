@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Bools, Ints
-from dynamic_cp.plans.padding import placed_tokens
-from dynamic_cp.types import Bucket
+from dynamic_cp.plans.padding import padded_of, placed_tokens
+from dynamic_cp.types import Bucket, Sample
 from dynamic_cp.types.branches import Branches
 from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 from dynamic_cp.types.masks import Mask
@@ -52,6 +52,14 @@ class StateRuns(NamedTuple):
     row: Ints
     length: Ints
     previous: Ints
+
+    @classmethod
+    def of_bucket(cls, bucket: Bucket, rank_token_multiple: int = 1) -> StateRuns:
+        """Return those of a bucket; `rank_token_multiple`: what the tokens of a lane are padded to."""
+        if bucket.placement is not None:
+            return cls.of_placement(bucket, rank_token_multiple)
+        masks = [sample.mask for sample in bucket.samples] if _num_more(bucket.samples) else None
+        return cls.of_chunks(padded_of(bucket, rank_token_multiple), bucket.cp_size, masks)
 
     @classmethod
     def of_chunks(
@@ -215,13 +223,29 @@ class StateRuns(NamedTuple):
         return cls(*(np.array(column, np.int64) for column in data))
 
 
-def num_passed_on(bucket: Bucket, rank_token_multiple: int = 1) -> Sequence[int]:
+def runs_of_branches(sample: Sample) -> int:
+    """Return how many more runs a sample has than its chunks: a segment cuts one in two."""
+    return len(sample.mask.shape()[0]) - 1 if isinstance(sample.mask, Branches) else 0
+
+
+def _num_more(samples: Sequence[Sample]) -> int:
+    return sum(map(runs_of_branches, samples))
+
+
+def samples_passed_on(bucket: Bucket) -> float:
+    """Return as how many samples those of a bucket count that passes on states, 0 of another: branches are more."""
+    if not bucket.exchanges_states:
+        return 0.0
+    return len(bucket.samples) + _num_more(bucket.samples) / (CHUNKS_PER_LANE * bucket.cp_size)
+
+
+def runs_passed_on(bucket: Bucket, rank_token_multiple: int = 1) -> Sequence[int]:
     """Return of how many runs each lane of a bucket keeps the states that are passed on."""
     if not bucket.exchanges_states:
         return [0] * bucket.cp_size
-    if bucket.placement is None:
+    if bucket.placement is None and not _num_more(bucket.samples):
         return [CHUNKS_PER_LANE * len(bucket.samples)] * bucket.cp_size
-    numbers: list[int] = StateRuns.of_placement(bucket, rank_token_multiple).num_linked.tolist()
+    numbers: list[int] = StateRuns.of_bucket(bucket, rank_token_multiple).num_linked.tolist()
     return numbers
 
 

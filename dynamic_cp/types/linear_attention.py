@@ -209,27 +209,11 @@ class LinearAttention:
         out = self.state_bytes if backward else self.summary_bytes
         return CHUNKS_PER_LANE * (out + self.state_bytes) * (num_lanes - 1) / num_lanes
 
-    def halo_bytes(self, num_lanes: int, element_bytes: int, chunk_tokens: int | None = None) -> float:
+    def halo_bytes(self, num_lanes: int, element_bytes: int) -> float:
         """Return the bytes that a lane sends for a sample where states are exchanged, forward, in the mean of lanes, of
         tokens before the chunks of others, whose convolution sees them; backward sends as many.
 
-        Args:
-            chunk_tokens: of the sample; None: at least as many as the convolution sees before a token.
+        Two neighbours share the middle of a sample. Limit: chunks are at least as long as what the convolution sees.
         """
-        return self._halo_tokens(num_lanes, chunk_tokens) / num_lanes * self.convolved_channels * element_bytes
-
-    def _halo_tokens(self, num_lanes: int, chunk_tokens: int | None) -> int:
-        """Return the tokens that lanes need of others, all together; zigzag, two neighbours share the middle."""
-        before, chunks = self.kernel_size - 1, CHUNKS_PER_LANE * num_lanes
-        if chunk_tokens is None or chunk_tokens >= before:
-            return before * (chunks - 2) if num_lanes > 1 else 0
-
-        def lane_of(chunk: int) -> int:
-            return min(chunk, chunks - 1 - chunk)
-
-        sources = (
-            (chunk, position // chunk_tokens)
-            for chunk in range(chunks)
-            for position in range(max(0, chunk * chunk_tokens - before), chunk * chunk_tokens)
-        )
-        return sum(lane_of(chunk) != lane_of(source) for chunk, source in sources)
+        tokens = (self.kernel_size - 1) * (CHUNKS_PER_LANE * num_lanes - 2) if num_lanes > 1 else 0
+        return tokens / num_lanes * self.convolved_channels * element_bytes
