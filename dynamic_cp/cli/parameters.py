@@ -272,18 +272,29 @@ MODEL_AND_HARDWARE = (
     ),
     SET,
 )
-EXPERT_IMBALANCE = _option(
-    "--expert-imbalance",
-    type=float,
-    metavar="X",
-    help="Tokens that routing sends to the rank which gets most, over their mean: time and memory of experts are for "
-    f"so many. [default: as the model file says, else {DEFAULT_IMBALANCE}]",
+OF_MODEL = (
+    _option(
+        "--mtp-num-layers",
+        type=click.IntRange(0),
+        metavar="N",
+        help="Modules of multi-token prediction behind the last layer; Qwen3-Next and Qwen3.5 are published with one, "
+        "which their files here leave out. [default: as the model file says]",
+    ),
+    _option(
+        "--expert-imbalance",
+        type=float,
+        metavar="X",
+        help="Tokens that routing sends to the rank which gets most, over their mean: time and memory of experts are "
+        f"for so many. [default: as the model file says, else {DEFAULT_IMBALANCE}]",
+    ),
 )
 
 
-def load_model(name: str, expert_imbalance: float | None) -> ModelShape:
-    """Return a model by name or file, with the imbalance of its experts where one is given."""
+def load_model(name: str, expert_imbalance: float | None, mtp_num_layers: int | None) -> ModelShape:
+    """Return a model by name or file, with the imbalance of its experts and the modules that are given."""
     model = catalog.load_model(name)
+    if mtp_num_layers is not None:
+        model = dataclasses.replace(model, mtp_num_layers=mtp_num_layers)
     if expert_imbalance is None:
         return model
     if model.experts is None:
@@ -394,7 +405,7 @@ def job_options() -> Callable[[_Command], _Command]:
             metavar="N",
             help=f"Number of neighbouring ranks that share the experts of a layer: 1, 2, 4, ... {_searched('1')}",
         ),
-        EXPERT_IMBALANCE,
+        *OF_MODEL,
         RANKS_PER_NODE,
         _option(
             "--recompute",
@@ -705,11 +716,12 @@ class JobInput:
     static_cp_size: int | None = None
     mask: str = CAUSAL.name
     expert_imbalance: float | None = None
+    mtp_num_layers: int | None = None
 
     @cached_property
     def model_shape(self) -> ModelShape:
         """The model; with --lanes in stages that are unlike where they have to be."""
-        model = load_model(self.model, self.expert_imbalance)
+        model = load_model(self.model, self.expert_imbalance, self.mtp_num_layers)
         if self.lanes is None or model.num_layers % (self.topology.pp_size * self.topology.vp_size) == 0:
             return model
         return model.in_stages(self.topology.pp_size, self.topology.vp_size)

@@ -11,11 +11,11 @@ import click
 from dynamic_cp.cli.console import console, progress
 from dynamic_cp.cli.output import STDOUT, check_writable, write_json
 from dynamic_cp.cli.parameters import (
-    EXPERT_IMBALANCE,
     LOSS_CHUNK,
     MODEL_AND_HARDWARE,
     NO_DISTRIBUTED_OPTIMIZER,
     NO_OVERLAP_GRAD_REDUCE,
+    OF_MODEL,
     RANKS_PER_NODE,
     SEARCH,
     STATE,
@@ -92,7 +92,7 @@ Examples:
     "Job",
     one_option("--gpus", required=True, type=int, metavar="N", help="Number of GPUs of the job."),
     *MODEL_AND_HARDWARE,
-    EXPERT_IMBALANCE,
+    *OF_MODEL,
     RANKS_PER_NODE,
     NO_DISTRIBUTED_OPTIMIZER,
     NO_OVERLAP_GRAD_REDUCE,
@@ -148,7 +148,7 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
         raise InvalidInputError(f"--jobs is {jobs}, at least 1 is needed: change it")
     policies = policies_in(policy)
     batch = taken(given, BatchInput)
-    model = load_model(given["model"], given["expert_imbalance"])
+    model = load_model(given["model"], given["expert_imbalance"], given["mtp_num_layers"])
     hardware = catalog.load_hardware(given["hardware"], given["settings"])
     architecture = catalog.load_architecture(given["model"])
     check_memory_is_known(hardware)
@@ -209,7 +209,10 @@ def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[s
 
 
 def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any]) -> dict[str, Any]:
-    as_given = ("tp", "pp", "vpp", "ep", "expert_imbalance", "max_tokens_per_rank", "cp_comm_type", "model", "hardware")
+    as_given = (
+        *("tp", "pp", "vpp", "ep", "expert_imbalance", "mtp_num_layers", "max_tokens_per_rank"),
+        *("cp_comm_type", "state_exchange", "model", "hardware"),
+    )
     return {
         **batch.as_dict(),
         "batches": len(job.batches),
@@ -218,7 +221,6 @@ def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any
         **said_of(job.data_parallel),
         "tp_overlap": job.tp_overlap,
         "search": job.search,
-        **({} if job.model.linear_attention is None else {"state_exchange": job.state_exchange}),
         "recompute": space.recompute,
         "loss_chunk_tokens": space.loss_chunk_tokens,
         **{name: given[name] for name in as_given},

@@ -40,8 +40,6 @@ def why_not_trained(model: ModelShape, architecture: Architecture | None) -> str
     linear = model.linear_attention
     if linear is not None and not linear.has_delta_rule and not (model.layer_pattern and linear.kernel_size == 4):
         return "Mamba-2 is in patterns of layers alone, with a convolution of 4 tokens"
-    if linear is not None and model.mtp_num_layers:
-        return "linear attention with multi-token prediction is for planning"
     if flags_of(model.pipeline_layers) is None:
         return f"no flags give stages the layers {[list(one) for one in model.pipeline_layers]}"
     return None if architecture is None or not architecture.not_trained else "; ".join(architecture.not_trained)

@@ -26,7 +26,7 @@ from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.catalog import load_architecture, load_hardware, load_model, model_names
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.sweep import Point, Setting, Space, SweepJob, evaluate, launch_flags, layouts_of, pareto_front, sweep
-from dynamic_cp.sweep.flags import launcher, why_not_trained
+from dynamic_cp.sweep.flags import launcher
 from dynamic_cp.sweep.search import SHOWN, STATIC_POLICIES
 from dynamic_cp.sweep.space import Refused, settings_of, variants
 from dynamic_cp.tried import EXCHANGES
@@ -718,9 +718,23 @@ def test_how_a_hybrid_shares_its_layers_is_planned_with_and_reaches_the_trainer(
     assert settings.planning.options().state_exchange == "heads"
 
 
-def test_a_hybrid_with_multi_token_prediction_gets_no_line():
-    model = replace(load_model("qwen3-next-80b-a3b"), mtp_num_layers=1)
-    assert why_not_trained(model, None) == "linear attention with multi-token prediction is for planning"
+def test_a_hybrid_with_its_published_module_gets_a_line(monkeypatch):
+    """The module has attention, as the last layer: its price and weights are those of the other layers with it."""
+    name = "qwen3-next-80b-a3b"
+    model = replace(load_model(name), mtp_num_layers=1)
+    setting = Setting(policy="dynamic", topology=Topology(num_lanes=16, ep_size=16), recompute="full",
+                      max_tokens_per_rank=4096)  # fmt: skip
+    settings = parsed(setting, model, load_architecture(name), monkeypatch)
+    assert settings.model.mtp_num_layers == 1
+    (stage,) = model.stages(1)
+    _, module = stage.layers[-1]
+    attention = next(layer for _, layer in stage.layers if layer.has_attention)
+    assert module.query_size == attention.query_size
+    projection = 2 * model.hidden_size**2
+    assert module.held_weights == attention.held_weights + projection
+    assert model.num_parameters - load_model(name).num_parameters == (
+        module.held_weights + module.held_expert_weights + module.norm_weights
+    )
 
 
 DEEPSEEK_V3 = {
