@@ -30,6 +30,7 @@ from dynamic_cp.types import (
     RECOMPUTE_METHODS,
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
+    STATE_EXCHANGE_USES,
     DataParallel,
     Hardware,
     ModelShape,
@@ -40,6 +41,7 @@ from dynamic_cp.types import (
     Sample,
     SearchEffort,
     StateDtypes,
+    StateExchangeUse,
     Topology,
     chunk_tokens,
     is_power_of_two,
@@ -270,18 +272,29 @@ MODEL_AND_HARDWARE = (
     ),
     SET,
 )
-EXPERT_IMBALANCE = _option(
-    "--expert-imbalance",
-    type=float,
-    metavar="X",
-    help="Tokens that routing sends to the rank which gets most, over their mean: time and memory of experts are for "
-    f"so many. [default: as the model file says, else {DEFAULT_IMBALANCE}]",
+OF_MODEL = (
+    _option(
+        "--mtp-num-layers",
+        type=click.IntRange(0),
+        metavar="N",
+        help="Modules of multi-token prediction behind the last layer; Qwen3-Next and Qwen3.5 are published with one, "
+        "which their files here leave out. [default: as the model file says]",
+    ),
+    _option(
+        "--expert-imbalance",
+        type=float,
+        metavar="X",
+        help="Tokens that routing sends to the rank which gets most, over their mean: time and memory of experts are "
+        f"for so many. [default: as the model file says, else {DEFAULT_IMBALANCE}]",
+    ),
 )
 
 
-def load_model(name: str, expert_imbalance: float | None) -> ModelShape:
-    """Return a model by name or file, with the imbalance of its experts where one is given."""
+def load_model(name: str, expert_imbalance: float | None, mtp_num_layers: int | None) -> ModelShape:
+    """Return a model by name or file, with the imbalance of its experts and the modules that are given."""
     model = catalog.load_model(name)
+    if mtp_num_layers is not None:
+        model = dataclasses.replace(model, mtp_num_layers=mtp_num_layers)
     if expert_imbalance is None:
         return model
     if model.experts is None:
@@ -392,7 +405,7 @@ def job_options() -> Callable[[_Command], _Command]:
             metavar="N",
             help=f"Number of neighbouring ranks that share the experts of a layer: 1, 2, 4, ... {_searched('1')}",
         ),
-        EXPERT_IMBALANCE,
+        *OF_MODEL,
         RANKS_PER_NODE,
         _option(
             "--recompute",
@@ -437,6 +450,30 @@ def exchange_option(default: str) -> Any:
     )
 
 
+STATE_EXCHANGE = _option(
+    "--state-exchange",
+    type=click.Choice(STATE_EXCHANGE_USES),
+    default=STATE_EXCHANGE_USES[0],
+    show_default=True,
+    help="How lanes share layers of linear attention: heads by an all-to-all each way, or states passed between the "
+    "chunks of a sample, where these fit under the token limit; auto: for every bucket what is faster.",
+)
+
+
+def check_state_exchange(use: str, model: ModelShape) -> StateExchangeUse:
+    """Return the value of --state-exchange.
+
+    Raises:
+        InvalidInputError: it is not the default, and the model has no linear attention.
+    """
+    if use != STATE_EXCHANGE_USES[0] and model.linear_attention is None:
+        raise InvalidInputError(
+            f"--state-exchange {use} is for layers with linear attention, and the model has none: give the --model of "
+            "a hybrid, or leave it out"
+        )
+    return cast(StateExchangeUse, use)
+
+
 SEARCH = _option(
     "--search",
     type=click.Choice(SEARCH_EFFORTS),
@@ -450,6 +487,7 @@ planner_options = _section(
     "Planner",
     SEARCH,
     exchange_option(f"{CP_COMM_TYPE}; with --gpus auto or p2p, whichever is faster"),
+    STATE_EXCHANGE,
     _option(
         "--static-cp-size",
         type=int,
@@ -674,14 +712,16 @@ class JobInput:
     settings: tuple[str, ...] = ()
     search: str = "fast"
     cp_comm_type: str | None = None
+    state_exchange: str = STATE_EXCHANGE_USES[0]
     static_cp_size: int | None = None
     mask: str = CAUSAL.name
     expert_imbalance: float | None = None
+    mtp_num_layers: int | None = None
 
     @cached_property
     def model_shape(self) -> ModelShape:
         """The model; with --lanes in stages that are unlike where they have to be."""
-        model = load_model(self.model, self.expert_imbalance)
+        model = load_model(self.model, self.expert_imbalance, self.mtp_num_layers)
         if self.lanes is None or model.num_layers % (self.topology.pp_size * self.topology.vp_size) == 0:
             return model
         return model.in_stages(self.topology.pp_size, self.topology.vp_size)
@@ -700,6 +740,11 @@ class JobInput:
     def effort(self) -> SearchEffort:
         """How long to look for plans."""
         return cast(SearchEffort, self.search)
+
+    @property
+    def states(self) -> StateExchangeUse:
+        """How lanes may share layers of linear attention."""
+        return check_state_exchange(self.state_exchange, self.model_shape)
 
     @cached_property
     def topology(self) -> Topology:
@@ -749,6 +794,7 @@ class JobInput:
             recompute_layers=self.recompute_layers,
             loss_chunk_tokens=chunk_tokens(self.loss_chunk_tokens, self.topology.tp_size),
             search=self.effort,
+            state_exchange=self.states,
         )
 
     def _check_searched_layers(self) -> None:
@@ -776,7 +822,7 @@ class JobInput:
                 else "--gpus searches a layout, --lanes is a given one: leave one of them out.",
                 click.get_current_context(silent=True),
             )
-        _ = self.model_shape, self.hardware_values
+        _ = self.model_shape, self.hardware_values, self.states
         if self.gpus is not None:
             self._check_searched_layers()
             return

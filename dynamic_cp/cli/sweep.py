@@ -11,18 +11,20 @@ import click
 from dynamic_cp.cli.console import console, progress
 from dynamic_cp.cli.output import STDOUT, check_writable, write_json
 from dynamic_cp.cli.parameters import (
-    EXPERT_IMBALANCE,
     LOSS_CHUNK,
     MODEL_AND_HARDWARE,
     NO_DISTRIBUTED_OPTIMIZER,
     NO_OVERLAP_GRAD_REDUCE,
+    OF_MODEL,
     RANKS_PER_NODE,
     SEARCH,
     STATE,
+    STATE_EXCHANGE,
     TP_OVERLAP,
     BatchInput,
     Command,
     batch_options,
+    check_state_exchange,
     data_parallel_of,
     exchange_option,
     json_option,
@@ -90,7 +92,7 @@ Examples:
     "Job",
     one_option("--gpus", required=True, type=int, metavar="N", help="Number of GPUs of the job."),
     *MODEL_AND_HARDWARE,
-    EXPERT_IMBALANCE,
+    *OF_MODEL,
     RANKS_PER_NODE,
     NO_DISTRIBUTED_OPTIMIZER,
     NO_OVERLAP_GRAD_REDUCE,
@@ -128,6 +130,7 @@ Examples:
         help=f"Token limits to try. [default: what memory holds, {_PARTS} of it]",
     ),
     exchange_option("auto or p2p, whichever is faster"),
+    STATE_EXCHANGE,
     policy_option("Policies to compare, comma-separated, each at its own fastest setting."),
     SEARCH,
     one_option("--jobs", type=int, metavar="N", help="Number of processes. [default: one per CPU]"),
@@ -145,7 +148,7 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
         raise InvalidInputError(f"--jobs is {jobs}, at least 1 is needed: change it")
     policies = policies_in(policy)
     batch = taken(given, BatchInput)
-    model = load_model(given["model"], given["expert_imbalance"])
+    model = load_model(given["model"], given["expert_imbalance"], given["mtp_num_layers"])
     hardware = catalog.load_hardware(given["hardware"], given["settings"])
     architecture = catalog.load_architecture(given["model"])
     check_memory_is_known(hardware)
@@ -201,11 +204,15 @@ def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[s
         search=given["search"],
         data_parallel=data_parallel_of(given),
         tp_overlap=given["tp_overlap"],
+        state_exchange=check_state_exchange(given["state_exchange"], model),
     )
 
 
 def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any]) -> dict[str, Any]:
-    as_given = ("tp", "pp", "vpp", "ep", "expert_imbalance", "max_tokens_per_rank", "cp_comm_type", "model", "hardware")
+    as_given = (
+        *("tp", "pp", "vpp", "ep", "expert_imbalance", "mtp_num_layers", "max_tokens_per_rank"),
+        *("cp_comm_type", "state_exchange", "model", "hardware"),
+    )
     return {
         **batch.as_dict(),
         "batches": len(job.batches),
@@ -243,7 +250,7 @@ def _flags(point: Point, job: SweepJob, architecture: Architecture | None, given
         hardware_name=_CHANGED_HARDWARE if given["settings"] else given["hardware"],
         max_seqlen=job.max_seqlen,
         global_batch_size=len(job.batches[0]),
-        search=job.search,
+        options=job.options_of(point.setting),
         data_parallel=job.data_parallel,
     )
     lines = [line for group in groups for line in _wrapped(group)]

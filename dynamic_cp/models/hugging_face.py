@@ -49,6 +49,8 @@ _ASKED_FOR = (*_QWENS, "smollm3")
 _NO_WINDOWS = ("llama", "gemma", "granite", "olmo2", *_GLMS)
 PARTLY_ROTATED = ("phi3", *_GLMS, *hybrids.PARTLY_ROTATED)
 """Families of which transformers read partial_rotary_factor."""
+MODULES = hybrids.MODULES
+"""Entry: modules that predict further tokens."""
 _ENCODERS = {"bert": False, "modernbert": True}
 """Dense, tokens attend to their whole sample -> whether the MLP has a gate."""
 MODEL_TYPES = (*_DECODERS, *hybrids.MODEL_TYPES, *_ENCODERS)
@@ -72,7 +74,7 @@ _NOT_PRICED = {
     **dict.fromkeys(_EXPERT_COUNTS, ("experts", 2)),
     "kv_lora_rank": ("multi-head latent attention", 1),
     "q_lora_rank": ("multi-head latent attention", 1),
-    "num_nextn_predict_layers": ("prediction of several tokens", 1),
+    MODULES: ("prediction of several tokens", 1),
 }
 """Key of what the cost model has no formula for -> what it is, and from which value on it is there."""
 
@@ -83,7 +85,7 @@ LATENT_SIZES = {
     "v_head_dim": "v_head_dim",
 }
 """The same of latent attention."""
-_OF_LATENTS = frozenset({*LATENT_SIZES, "q_lora_rank", "num_nextn_predict_layers"})
+_OF_LATENTS = frozenset({*LATENT_SIZES, "q_lora_rank", MODULES})
 _LATENT_EPSILON = 1e-6
 """Of the norms of latents, whatever rms_norm_eps says."""
 _QUICK_GELU = 1.702
@@ -244,7 +246,7 @@ def _latents(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
     if data.get("model_type") not in _LATENTS:
         return {}
     found = {name: whole_number(where, data, key, LATENT_SIZES) for key, name in LATENT_SIZES.items()}
-    for key, name in (("q_lora_rank", "q_lora_rank"), ("num_nextn_predict_layers", "mtp_num_layers")):
+    for key, name in (("q_lora_rank", "q_lora_rank"), (MODULES, "mtp_num_layers")):
         if data.get(key) is not None:
             found[name] = whole_number(where, data, key, (key,))
     return found

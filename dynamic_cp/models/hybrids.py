@@ -54,6 +54,9 @@ _SYMBOLS = {
 """Entry of a list of layers -> symbol of a pattern."""
 _PATTERN = "hybrid_override_pattern"
 """Entry of Nemotron-H that has these symbols itself."""
+MODULES, MODULES_AGAIN = "num_nextn_predict_layers", "mtp_num_hidden_layers"
+"""Modules that predict further tokens, which transformers leaves out: an entry that is read, and the one that published
+configs of Qwen3.5 have for those of their files."""
 _NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Back, as transformers writes it."""
 _KNOWN = frozenset(
@@ -64,14 +67,14 @@ _KNOWN = frozenset(
         "n_routed_experts", "n_shared_experts", "moe_shared_expert_intermediate_size", "routed_scaling_factor",
         "n_group", "topk_group", "num_local_experts", "shared_intermediate_size", "attn_layer_indices",
         "position_embedding_type", "layer_norm_epsilon", "mlp_hidden_act", "mamba_hidden_act", "expand", "mamba_expand",
-        "use_conv_bias", "mamba_conv_bias", "use_bias", "mamba_proj_bias", "num_nextn_predict_layers",
+        "use_conv_bias", "mamba_conv_bias", "use_bias", "mamba_proj_bias", MODULES,
         *("residual_in_fp32", "hidden_dropout", "sliding_window", "time_step_limit", "mamba_dt_limit"),
         *("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"),
         # How kernels compute, how weights begin, what is kept while text is generated, and the towers of other media.
         "chunk_size", "mamba_chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "num_logits_to_keep",
         "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "moe_shared_expert_overlap",
         "mamba_ssm_dtype", "output_gate_type",
-        "mtp_num_hidden_layers", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "mamba_dt_min", "mamba_dt_max",
+        MODULES_AGAIN, "mtp_hybrid_override_pattern", "mtp_layers_block_type", "mamba_dt_min", "mamba_dt_max",
         "mamba_dt_init_floor", "attn_output_gate", "mlp_bias", "z_loss_coefficient",
     }
 )  # fmt: skip
@@ -228,6 +231,7 @@ class _Qwen(_Reader):
             "attention_output_gate": True,
             "linear_attention": self.linear_attention("gated_delta_net", _GATED_DELTA),
             "linear_attention_freq": self._freq(),
+            "mtp_num_layers": self.size(MODULES, 0),
             "experts": experts,
         }
 
@@ -396,7 +400,7 @@ _AGAIN_IN_NEMOTRON = {
 """Entry -> the one that transformers reads, which must be the same, and what that is where it is missing."""
 _OFF = (
     *("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "attention_dropout", "hidden_dropout"),
-    *("residual_in_fp32", "num_nextn_predict_layers", "sliding_window"),
+    *("residual_in_fp32", "sliding_window"),
 )
 """Entries of what it does not have with them."""
 _FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
@@ -415,7 +419,8 @@ def _why_trained_otherwise(data: Mapping[str, Any]) -> list[str]:
             for key, (read, default) in _AGAIN_IN_NEMOTRON.items()
             if data.get(key) not in (None, value := default if data.get(read) is None else data[read])
         ]
-    reasons += [f"{key} {data[key]!r}: layers of hybrids have none" for key in _OFF if data.get(key)]
+    off = _OFF if data["model_type"] in _QWENS else (*_OFF, MODULES)
+    reasons += [f"{key} {data[key]!r}: layers of hybrids have none" for key in off if data.get(key)]
     limits = data.get("time_step_limit") or data.get("mamba_dt_limit")
     if isinstance(limits, Sequence) and any(isinstance(one, int | float) and 0 < one < float("inf") for one in limits):
         reasons.append(f"time_step_limit {list(limits)}: steps of Mamba-2 have no limits")
@@ -449,6 +454,7 @@ def written(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
         "rms_norm_eps": architecture.norm_epsilon,
         "partial_rotary_factor": architecture.rotary_percent,
         "hidden_act": "silu",
+        **modules(shape.mtp_num_layers),
     }
     if experts is not None:
         have_some = experts.moe_layers(shape.num_layers)
@@ -462,6 +468,11 @@ def written(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
             "norm_topk_prob": not architecture.router_pre_softmax,
         }
     return values
+
+
+def modules(num_layers: int) -> dict[str, int]:
+    """Return the entries of so many modules that predict further tokens; {} without them, as published."""
+    return {MODULES: num_layers, MODULES_AGAIN: num_layers} if num_layers else {}
 
 
 _NO_STEP = 1e-9

@@ -233,7 +233,7 @@ def _latents(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
     if shape.experts is None:
         values["first_k_dense_replace"] = shape.num_layers
     if _is_third(shape, architecture):
-        values["num_nextn_predict_layers"] = shape.mtp_num_layers
+        values[hugging_face.MODULES] = shape.mtp_num_layers
     return values
 
 

@@ -17,6 +17,7 @@ from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.plans.extension import kind_of
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest
+from dynamic_cp.plans.state_runs import StateRuns
 from dynamic_cp.types import STATE_EXCHANGES, Bucket, ModelShape, Plan, PlannedBatch, Sample, Topology, parse_mask
 
 
@@ -94,7 +95,8 @@ class LanePlan:
         lane: whose plan this is.
         buckets: that hold this lane, one per micro-batch; placed ones with those samples only that the lane works with,
             and without the placement: `parts` has what the lane does.
-        parts: micro-batch -> what its mechanism lets only this lane know (`Mechanism.lane_parts`), where it does.
+        parts: micro-batch -> what its mechanism lets only this lane know (`Mechanism.lane_parts`), where it does; with
+            the bucket's `StateRuns` where placed ones pass on states.
         facts: of the whole plan.
         extension: texts of what else this lane does, which the plan's kind reads (`PlanKind.encode`); (): nothing.
     """
@@ -137,7 +139,13 @@ def _of_lane(bucket: Bucket, lane: int) -> Bucket:
 
 def _parts(bucket: Bucket, topology: Topology) -> Sequence[object] | None:
     """Return what only this or that lane of `bucket` has to know; a lane by itself knows all."""
-    return MECHANISMS[bucket.cp_comm_type].lane_parts(bucket, topology) if bucket.cp_size > 1 else None
+    if bucket.cp_size == 1:
+        return None
+    parts = MECHANISMS[bucket.cp_comm_type].lane_parts(bucket, topology)
+    if parts is None or not bucket.exchanges_states:
+        return parts
+    runs = StateRuns.of_placement(bucket, topology.rank_token_multiple).as_json()
+    return [(part, runs) for part in parts]
 
 
 def encode_lanes(plan: Plan, facts: PlanFacts) -> list[bytes]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import require_at_least
-from dynamic_cp.types.masks import Mask, Rectangle, triangle, up_to_itself
+from dynamic_cp.types.masks import Causal, Mask, Rectangle, triangle, up_to_itself
 
 if TYPE_CHECKING:
     from dynamic_cp.types.masks import Positions, Ranges
@@ -228,6 +228,11 @@ class Tree(Branches):
 
     def __str__(self) -> str:
         return f"{self.name}:{_text_of(self.lengths, self.depths)}"
+
+
+def sees_prefixes(mask: Mask | None) -> bool:
+    """Return whether a token sees all tokens on the way to it and no others: states of linear attention need that."""
+    return mask is None or isinstance(mask, (Causal, Branches))
 
 
 def _text_of(lengths: Sequence[int], depths: Sequence[int]) -> str:

@@ -249,7 +249,7 @@ def attend(
         end.wait()
         return [out, *grads[:3]]
 
-    lanes = _run(cp_size, lane, [board, *inner_boards, *outer_boards], (begin, end), inside)
+    lanes = run_lanes(cp_size, lane, [board, *inner_boards, *outer_boards], (begin, end), inside)
     whole = [torch.empty_like(x) for x in (inputs_THD[0], *inputs_THD[:3])]
     for rank, parts in enumerate(lanes):
         for target, part in zip(whole, parts, strict=True):
@@ -257,7 +257,7 @@ def attend(
     return whole
 
 
-def _run(
+def run_lanes(
     number: int,
     lane: Callable[[int], Any],
     boards: Sequence[Board],
@@ -284,6 +284,7 @@ def _run(
         mock.patch.object(heads, "all_to_all_heads", _all_to_all),
         mock.patch.object(blocks, "LaneMessages", Messages),
         mock.patch.object(linear_exchange, "all_to_all_messages", _all_to_all_messages),
+        mock.patch.object(linear_exchange, "LaneMessages", Messages),
         inside or contextlib.nullcontext(),
         _threads(number) as pool,
     ):
@@ -309,7 +310,7 @@ def on_lanes(
             )
         )
 
-    return _run(cp_size, lane, [board])
+    return run_lanes(cp_size, lane, [board])
 
 
 class Placed(NamedTuple):
@@ -364,6 +365,6 @@ def attend_placed(
         tensors = (out, context.saved_tensors[3].t(), *(x for x in grads[:3] if x is not None))
         return Placed(tensors, params, (forward_bytes, stats.bytes_sent - forward_bytes))
 
-    found = _run(len(lanes), lane, [board, *inner_boards])
+    found = run_lanes(len(lanes), lane, [board, *inner_boards])
     assert not board.letters, "a message was sent that nobody takes"
     return found

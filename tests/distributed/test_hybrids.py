@@ -31,6 +31,7 @@ BY_DAY = {
     "mamba_dp4": Layout(4, variant="mamba", config=FULL_RECOMPUTE),
     "mamba_tp2": Layout(1, tp=2, variant="mamba"),
     "mamba_tp2_sp": Layout(2, tp=2, sp=True, variant="mamba_moe"),
+    "modules_pp2": Layout(2, pp=2, variant="delta_mtp", config=FULL_RECOMPUTE),
 }
 KINDS = {"delta": "delta_moe", "mamba": "mamba_moe"}
 BY_NIGHT = {
@@ -51,7 +52,13 @@ BY_NIGHT = {
         "pp2_vpp2": Layout(2, pp=2, vpp=2, variant=kind, distributed_optimizer=True, config=FULL_RECOMPUTE),
         "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2, ep=2, variant=with_experts, distributed_optimizer=True),
     }.items()
-} | {"delta_halves": Layout(2, tp=2, variant="delta_halves")}
+} | {
+    "delta_halves": Layout(2, tp=2, variant="delta_halves"),
+    "modules_dp4_ep2": Layout(4, ep=2, variant="delta_mtp", distributed_optimizer=True, config=SELECTIVE_RECOMPUTE),
+    "modules_six_lanes": Layout(6, variant="delta_mtp"),
+    "modules_tp2_sp": Layout(2, tp=2, sp=True, variant="delta_mtp"),
+    "modules_pp2_vpp2": Layout(2, pp=2, vpp=2, variant="delta_mtp", distributed_optimizer=True),
+}
 
 
 def cases_of(layouts: Mapping[str, Layout], reference_of: Any, batch: str = "long_tail") -> dict[str, Case]:

@@ -8,20 +8,25 @@ from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.placement.programme import Programme
+from dynamic_cp.plans.state_runs import StateRuns
+from dynamic_cp.types import FULL, LinearAttention, Mask, Sample, StateExchange, parse_mask
 from dynamic_cp.types import STATE_EXCHANGES as WAYS
-from dynamic_cp.types import LinearAttention, Sample, StateExchange
+from dynamic_cp.types.branches import Branches
 from dynamic_cp.types.linear_attention import LINEAR_KINDS
-from megatron.dynamic_cp.attention.linear import heads, states
+from megatron.dynamic_cp.attention.linear import states
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer
+from megatron.dynamic_cp.attention.linear.layout import LaneRows
 from megatron.dynamic_cp.attention.linear.recurrence import Steps
 from megatron.dynamic_cp.attention.linear.runs import Runs
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
@@ -31,6 +36,7 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams,
 from tests.distributed.emulated_lanes import Board, EmulatedGroup, on_lanes
 from tests.distributed.harness import run_ranks
 from tests.distributed.linear_reference import REFERENCES, random_inputs
+from tests.placements import random_tree
 
 LAYERS = {
     "gated_delta_net": LinearAttention(
@@ -55,17 +61,18 @@ class Whole:
     """Outputs of a pack's samples, each by itself, and gradients of the sum of these by weights.
 
     Attributes:
+        masks: of samples in branches: each branch by itself.
         expected: outputs, gradients of what tokens bring, gradients of parameters.
     """
 
-    def __init__(self, sizes: LinearAttention, seqlens: Sequence[int]) -> None:
-        self.sizes, self.seqlens = sizes, seqlens
+    def __init__(self, sizes: LinearAttention, seqlens: Sequence[int], masks: Sequence[Mask | None] = ()) -> None:
+        self.sizes, self.seqlens, self.masks = sizes, seqlens, masks or [None] * len(seqlens)
         self.inputs, self.parameters = random_inputs(sizes, seqlens)
         generator = torch.Generator().manual_seed(1)
         shape = (sizes.num_heads, sizes.value_size)
         self.weights = [torch.randn(n, *shape, generator=generator, dtype=torch.float64) for n in seqlens]
         leaves = [tensor.requires_grad_() for tensor in (*(x for one in self.inputs for x in one), *self.parameters)]
-        outs = [REFERENCES[sizes.kind](*sample, *self.parameters, sizes) for sample in self.inputs]
+        outs = [self._alone(sample, mask) for sample, mask in zip(self.inputs, self.masks, strict=True)]
         loss = sum((out * weight).sum() for out, weight in zip(outs, self.weights, strict=True))
         grads = torch.autograd.grad(loss, leaves)
         number = len(self.inputs[0])
@@ -74,49 +81,79 @@ class Whole:
         of_tokens = [torch.cat(grads[first:first_parameter:number]) for first in range(number)]
         self.expected = [torch.cat(outs).detach(), *of_tokens, *grads[first_parameter:]]
 
-    def rows(self, cp_size: int) -> tuple[Tensor, Tensor]:
-        """Return the order of samples in the rows of all lanes, and which of their tokens are no padding."""
+    def _alone(self, sample: Sequence[Tensor], mask: Mask | None) -> Tensor:
+        """Return what the tokens of a sample find; those of a segment at the end of the way to it."""
+        attend = REFERENCES[self.sizes.kind]
+        if not isinstance(mask, Branches):
+            return attend(*sample, *self.parameters, self.sizes)
+        found: list[Tensor] = []
+        tokens: list[Tensor] = []
+        for segment in mask.segments():
+            own = torch.arange(segment.start, segment.stop)
+            tokens.append(own if segment.parent < 0 else torch.cat((tokens[segment.parent], own)))
+            found.append(attend(*(x[tokens[-1]] for x in sample), *self.parameters, self.sizes)[-len(own) :])
+        return torch.cat(found)
+
+    def zigzag(self, cp_size: int) -> list[Tensor]:
+        """Return [lane] which token of all samples each of its rows is, -1 for padding."""
         padded = padded_to(self.seqlens, cp_size)
-        is_token = [torch.arange(length) < n for length, n in zip(padded, self.seqlens, strict=True)]
-        return torch.from_numpy(gathered_order(padded, cp_size)), torch.cat(is_token)
+        numbers = torch.arange(sum(self.seqlens)).split(list(self.seqlens))
+        whole = torch.cat([pad(own, (0, n - len(own)), value=-1) for own, n in zip(numbers, padded, strict=True)])
+        return [*whole[torch.from_numpy(gathered_order(padded, cp_size)).argsort()].chunk(cp_size)]
 
     def lane(
-        self, params: DynamicPackedSeqParams, *, repeated: bool = False, dtype: torch.dtype = torch.float64
+        self,
+        params: DynamicPackedSeqParams,
+        *,
+        tokens: Tensor | None = None,
+        repeated: bool = False,
+        dtype: torch.dtype = torch.float64,
     ) -> tuple[list[Tensor], tuple[int, int]]:
         """Return what a lane computes, as `expected`, and the bytes that it sends, forward and backward.
 
         Args:
+            tokens: as one of `zigzag`, where they lie otherwise.
             repeated: backward computes the layer a second time.
         """
-        order, is_token = self.rows(params.cp_group.size())
-        own = order.argsort().chunk(params.cp_group.size())[params.cp_group.rank()]
+        own = self.zigzag(params.cp_group.size())[params.cp_group.rank()] if tokens is None else tokens
 
         def of_lane(samples: Sequence[Tensor]) -> Tensor:
             """Return the lane's rows of samples, with something that is not 0 for padding."""
-            whole = torch.full((len(order), *samples[0].shape[1:]), 0.5, dtype=dtype)
-            whole[is_token] = torch.cat([sample.detach() for sample in samples]).to(dtype)
-            return whole[own]
+            whole = torch.cat([sample.detach() for sample in samples]).to(dtype)
+            return torch.cat((whole, torch.full_like(whole[:1], 0.5)))[own]
 
         local = [of_lane(x).requires_grad_() for x in zip(*self.inputs, strict=True)]
         parameters = [x.detach().to(dtype).clone().requires_grad_() for x in self.parameters]
         layer, arguments = THD[self.sizes.kind], (*local, *parameters, params, self.sizes)
         out = checkpoint(layer, *arguments, use_reentrant=True) if repeated else layer(*arguments)
         forward = params.stats.bytes_sent
-        (out * of_lane(self.weights))[is_token[own]].sum().backward()
+        (out * of_lane(self.weights))[own >= 0].sum().backward()
         tensors = [out.detach(), *(x.grad for x in (*local, *parameters))]
         return tensors, (forward, params.stats.bytes_sent - forward)
 
-    def joined(self, lanes: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    def joined(self, lanes: Sequence[Sequence[Tensor]], tokens: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Return what lanes computed together, as `expected`."""
-        order, is_token = self.rows(len(lanes))
+        rows = torch.cat([*(tokens or self.zigzag(len(lanes)))])
+        order = rows.argsort()[-sum(self.seqlens) :]
+        assert torch.equal(rows[order], torch.arange(len(order)))
         together = list(zip(*lanes, strict=True))
-        of_tokens = [torch.cat(parts)[order][is_token] for parts in together[: self.num_of_tokens]]
+        of_tokens = [torch.cat(parts)[order] for parts in together[: self.num_of_tokens]]
         return [*of_tokens, *(torch.stack(parts).sum(0) for parts in together[self.num_of_tokens :])]
 
     def on_lanes(self, cp_size: int, way: StateExchange, **how: Any) -> tuple[list[Tensor], list[tuple[int, int]]]:
         """Return what emulated lanes compute, as `expected`, and the bytes that each sends; `how`: as for `lane`."""
         padded = padded_to(self.seqlens, cp_size)
-        lanes = on_lanes(padded, cp_size, lambda params: self.lane(params, **how), state_exchange=way)
+        samples = tuple(
+            Sample(sample_id=i, seqlen=n, mask=mask)
+            for i, (n, mask) in enumerate(zip(self.seqlens, self.masks, strict=True))
+        )
+        lanes = on_lanes(
+            padded,
+            cp_size,
+            lambda params: self.lane(params, **how),
+            state_exchange=way,
+            masked_samples=samples if any(self.masks) else None,
+        )
         return self.joined([tensors for tensors, _ in lanes]), [sent for _, sent in lanes]
 
 
@@ -222,13 +259,42 @@ def test_ranks_of_changing_groups_compute_the_same(kind: str) -> None:
         assert error(found, wholes[seqlens].expected) < 1e-10, seqlens
 
 
+BRANCHES = [
+    ((12,), ["shared_question:3,4,5"]),
+    ((9,), ["tree:1(1(2,3(1)),1)"]),
+    ((40, 5, 22), ["tree:20(3(7),10)", None, "shared_question:1,1,20"]),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2"])
+def test_branches_go_on_from_the_prefix_that_they_share(kind: str, way: StateExchange) -> None:
+    for seqlens, texts in BRANCHES:
+        whole = Whole(LAYERS[kind], seqlens, [text and parse_mask(text) for text in texts])
+        for cp_size in (1, 2, 4):
+            found, _ = whole.on_lanes(cp_size, way)
+            assert error(found, whole.expected) < 1e-10, (seqlens, cp_size)
+
+
+@pytest.mark.nightly
+def test_random_branches_go_on_from_the_prefixes_that_they_share() -> None:
+    chosen = np.random.default_rng(11)
+    for _ in range(150):
+        seqlens = chosen.integers(1, 60, chosen.integers(1, 4)).tolist()
+        masks = [random_tree(chosen, n) if chosen.random() < 0.8 else None for n in seqlens]
+        whole = Whole(LAYERS[chosen.choice([*LAYERS])], seqlens, masks)
+        cp_size, way = int(chosen.choice([1, 2, 3, 4, 8])), chosen.choice(WAYS)
+        found, _ = whole.on_lanes(cp_size, way, repeated=chosen.random() < 0.3)
+        assert error(found, whole.expected) < 1e-10, (seqlens, masks, cp_size, way)
+
+
 def test_what_states_cannot_follow_is_refused() -> None:
-    samples = (Sample(sample_id=0, seqlen=4),)
+    samples = (Sample(sample_id=0, seqlen=4, mask=FULL),)
     placed = PlacedLane(programme=Programme((), (), (), (0, 0)), samples=samples, num_tokens=4)
     whole, group = Whole(LAYERS["mamba2"], (4,)), cast(Any, EmulatedGroup(0, Board(1)))
     for message, more in {
-        "the plan places attention at iteration 3, and layers of linear": {"placed": placed},
-        "samples bring masks of their own at iteration 3": {"masked_samples": samples},
+        "the plan places attention at iteration 3 for a model without linear": {"placed": placed},
+        "sample 0 has the mask full at iteration 3": {"masked_samples": samples},
     }.items():
         params = DynamicPackedSeqParams.build(
             (4,), torch.arange(4), group, label="iteration 3", stats=ExchangeStats(), **more
@@ -239,13 +305,22 @@ def test_what_states_cannot_follow_is_refused() -> None:
 
 def join_samples() -> Any:
     """What a sample leaves behind is the state of the next one."""
-    return mock.patch.object(
-        heads, "sample_runs", lambda params, device: Runs.build([sum(params.padded_seqlens)], device)
-    )
+
+    def joined(table: StateRuns) -> StateRuns:
+        return StateRuns(*(np.array([value]) for value in (0, 0, table.length.sum(), -1)))
+
+    return mock.patch.object(StateRuns, "on_one_lane", joined)
 
 
 def take_chunks_in_the_order_of_lanes() -> Any:
-    return mock.patch.object(states, "in_sample_order", lambda x: x.unflatten(1, (-1, 2)).movedim(2, 1).flatten(0, 1))
+    original = LaneRows._links
+
+    def unordered(self: LaneRows) -> Any:
+        links = original(self)
+        order = torch.arange(len(links.in_order))
+        return links._replace(in_order=order, by_lane=order)
+
+    return mock.patch.object(LaneRows, "_links", unordered)
 
 
 def leave_the_decay_out_of_transitions() -> Any:
@@ -257,16 +332,13 @@ def leave_the_decay_out_of_transitions() -> Any:
 
 
 def convolve_chunks_alone() -> Any:
-    def alone(layer: LinearLayer, x_TC: Tensor, params: DynamicPackedSeqParams) -> Tensor:
-        return layer.convolved(x_TC, states.chunk_runs(params, x_TC.device))
-
-    return mock.patch.object(states, "_convolved", alone)
+    return mock.patch.object(states, "_convolved", lambda layer, x_TC, rows: layer.convolved(x_TC, rows.runs))
 
 
 def see_the_chunk_before_only() -> Any:
     """The convolution of short chunks lacks what several lanes have."""
-    original = states.halo
-    return mock.patch.object(states, "halo", lambda params, num_before, device: original(params, 1, device))
+    original = LaneRows.halo
+    return mock.patch.object(LaneRows, "halo", lambda self, num_before: original(self, 1))
 
 
 def round_states_to_bfloat16() -> Any:

@@ -173,6 +173,7 @@ DELTA = {
 OF_QWEN = {"num_experts": 4, **EXPERTS, "shared_expert_intermediate_size": 40}
 MODELS |= {
     "qwen3_next": ("qwen3_next", {**DELTA, **OF_QWEN}),
+    "qwen3_next, further tokens": ("qwen3_next", {**DELTA, **OF_QWEN}),
     "qwen3_5": ("qwen3_5_text", DELTA),
     "qwen3_5_moe": ("qwen3_5_moe_text", {**DELTA, **OF_QWEN}),
     "nemotron_h": (
@@ -249,16 +250,24 @@ def imported(folder_of, tmp_path_factory):
 
 def add_module(folder: Path) -> None:
     """Add what predicts a further token, which transformers read and do not write: a layer and what is before it."""
-    tensors = tensors_of(folder)
-    last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
-    more = {name.replace("layers.1.", "layers.2."): torch.randn_like(tensor) * 0.1 for name, tensor in last.items()}
+    tensors, is_hybrid = tensors_of(folder), "qwen" in folder.name
+    last, of_layer = ("model.layers.3.", "mtp.layers.0.") if is_hybrid else ("model.layers.1.", "model.layers.2.")
+    more = {
+        name.replace(last, of_layer): torch.randn_like(tensor) * 0.1
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    stem, names = "model.layers.2.", ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+    if is_hybrid:
+        stem, names = "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
     width = SMALL["hidden_size"]
-    shapes = {"enorm": (width,), "hnorm": (width,), "eh_proj": (width, 2 * width), "shared_head.norm": (width,)}
-    more |= {f"model.layers.2.{name}.weight": torch.randn(*shape) * 0.2 for name, shape in shapes.items()}
-    more["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    more["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    for name, shape in zip(names, (*[(width,)] * 3, (width, 2 * width)), strict=True):
+        more[f"{stem}{name}.weight"] = torch.randn(*shape) * 0.2
+    if not is_hybrid:
+        more["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        more["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     rewrite(folder, lambda _, tensor: tensor, more)
-    say(folder, num_nextn_predict_layers=1)
+    say(folder, num_nextn_predict_layers=1, **({"mtp_num_hidden_layers": 1} if is_hybrid else {}))
 
 
 def flags_of(folder: Path) -> str:
@@ -314,7 +323,7 @@ def test_the_models_differ_in_what_they_say():
         "phi3",
         "mixtral",
         "qwen2_moe",
-        "qwen3_next",
+        "qwen3_next, further tokens",
     ),
     "nemotron_h",
     *("qwen3_moe, one layer dense", "deepseek_v2", "deepseek_v3, further tokens", "gpt_oss"),
@@ -463,15 +472,22 @@ def loss_of_further_tokens(model: Any, words: str) -> float:
     return loss_sum / num_tokens
 
 
-def test_a_module_that_predicts_further_tokens_is_that_of_transformers(folder_of, imported):
-    name = "deepseek_v3, further tokens"
+@pytest.mark.parametrize(
+    ("name", "ignored", "more"),
+    [
+        ("deepseek_v3, further tokens", r"model\.layers\.2.*", " --num-query-groups 4"),
+        ("qwen3_next, further tokens", r"^mtp.*", ""),
+    ],
+)
+def test_a_module_that_predicts_further_tokens_is_that_of_transformers(name, ignored, more, folder_of, imported):
     checkpoint = imported(name)
-    layout = "--max-seqlen-per-dp-cp-rank 64 --num-query-groups 4"
+    layout = f"--max-seqlen-per-dp-cp-rank 64{more}"
     words = f"--dynamic-cp {flags_of(checkpoint)} {DATA} {layout} --load {checkpoint}"
     (record,) = train(2, words, "--train-iters 1").values()
     model = loaded(folder_of(name))
     assert record.loss == pytest.approx(loss_of(model, f"{words} --train-iters 1", 0), abs=TOLERANCE)
-    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2.*"]  # by which transformers find the module
+    model._keys_to_ignore_on_load_unexpected = [ignored]  # by which transformers find the module
+    model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
     wanted = loss_of_further_tokens(model, f"{words} --train-iters 1")
     assert abs(wanted - record.loss) > 100 * TOLERANCE
     assert record.future_losses == pytest.approx((wanted,), abs=TOLERANCE)
@@ -571,8 +587,24 @@ def test_modules_that_transformers_leaves_out_are_left_out_and_said(name, folder
     rewrite(folder, lambda _, tensor: tensor, {"mtp.fc.weight": torch.zeros(32, 64), "mtp.norm.weight": torch.ones(32)})
     said = import_weights(str(folder), str(tmp_path / "new"))
     assert "without 2 tensors of modules that predict further tokens (mtp.fc.weight)" in said[1]
+    assert ("--mtp-num-layers 1 takes them" in said[1]) == (name == "qwen3_next")
     export_weights(str(tmp_path / "new"), str(tmp_path / "back"))
     assert tensors_of(tmp_path / "back").keys() == tensors_of(folder_of(name)).keys()
+
+
+def test_a_module_is_taken_where_the_config_does_not_say_it(folder_of, tmp_path):
+    """As published: the files have it, and an option asks for it; the export says so."""
+    folder = copied(folder_of("qwen3_next, further tokens"), tmp_path / "published")
+    say(folder, num_nextn_predict_layers="gone")
+    import_weights(str(folder), str(tmp_path / "new"), mtp_num_layers=1)
+    assert "--mtp-num-layers 1" in flags_of(tmp_path / "new")
+    export_weights(str(tmp_path / "new"), str(tmp_path / "back"), like=str(folder))
+    assert tensors_of(tmp_path / "back").keys() == tensors_of(folder).keys()
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    with pytest.raises(DynamicCPError, match="no names for --mtp-num-layers 2 behind such layers"):
+        import_weights(str(folder), str(tmp_path / "two"), mtp_num_layers=2)
+    with pytest.raises(DynamicCPError, match=r"lacks \d+ tensors of modules .* give --mtp-num-layers 0 to go on"):
+        import_weights(str(folder_of("qwen3_next")), str(tmp_path / "none"), mtp_num_layers=1)
 
 
 # --- bad input

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dynamic_cp.placement.programme import Held, Programme
 from dynamic_cp.placement.transport import INSIDE
+from dynamic_cp.plans.state_runs import StateRuns
 from dynamic_cp.types import CAUSAL, FULL, Mask, Sample
 from dynamic_cp.types.placement import COLUMN, ROW
 from megatron.dynamic_cp.attention.packs import Pack, pairs_of_ranges, to_device
@@ -62,6 +63,7 @@ class PlacedLane:
         inner_cp_size: lanes of the inner group.
         inner_rank: place of this lane among them.
         first_in_group: place of the bucket's first lane in the process group of the micro-batch.
+        state_runs: of all its lanes, where layers with linear attention pass on states; None: there are none.
     """
 
     programme: Programme
@@ -70,6 +72,7 @@ class PlacedLane:
     inner_cp_size: int = 1
     inner_rank: int = 0
     first_in_group: int = 0
+    state_runs: StateRuns | None = None
 
     @property
     def homes(self) -> list[Home]:

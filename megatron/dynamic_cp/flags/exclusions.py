@@ -183,12 +183,10 @@ _LOCAL = "it is for local layers"
 
 _ALONE = "both together were not checked"
 _BESIDE_LINEAR = (
-    Exclusion(MODULES, "which kind of layer modules have was not checked", off=(0,)),
     Exclusion("--window-size", _ALONE, said=_windows),
     Exclusion("--softmax-type", _ALONE, off=("vanilla",)),
     Exclusion(LATENTS, _ALONE),
     Exclusion("--fp32-residual-connection", _ALONE),
-    Exclusion(FP8, "local layers compute it, which have no FP8", said=_fp8),
     Exclusion(
         "--cp-comm-type blocks", "lanes then hold any runs of rows, and states pass from chunk to chunk", said=_placed
     ),
@@ -275,6 +273,7 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
     VARIANT: _BESIDE_LINEAR,
     PATTERN: (
         *_BESIDE_LINEAR,
+        Exclusion(MODULES, "a pattern names their halves behind a /, which megatron-core has since 0.17", off=(0,)),
         Exclusion("--recompute-modules mlp", "layers without an MLP have nothing to repeat", said=_recomputed_mlp),
     ),
     ADAPTERS: (

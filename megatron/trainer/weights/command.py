@@ -59,6 +59,16 @@ Examples:
     one_option("--output", required=True, metavar="DIR", help="Folder of checkpoints to write; it must not exist."),
 )
 @options_in(
+    "Model",
+    one_option(
+        "--mtp-num-layers",
+        type=click.IntRange(0),
+        metavar="N",
+        help="Modules that predict further tokens; 1 takes that of Qwen3-Next and Qwen3.5. [default: as config.json "
+        "says by num_nextn_predict_layers, of these none]",
+    ),
+)
+@options_in(
     "Layout",
     one_option(
         "--tensor-model-parallel-size",
@@ -88,7 +98,7 @@ Examples:
         help="EP of the run: the same.",
     ),
 )
-def import_(folder: str, output: str, tp_size: int, pp_size: int, ep_size: int) -> None:
+def import_(folder: str, output: str, **model_and_layout: Any) -> None:
     """Write a checkpoint with the weights of HF_FOLDER, and the flags of its model beside it.
 
     DIR/model.flags has the flags that decide the model. A run with these and --load DIR starts at iteration 0 with a
@@ -96,7 +106,7 @@ def import_(folder: str, output: str, tp_size: int, pp_size: int, ep_size: int) 
     """
     with _needs_torch():
         from megatron.trainer.weights.importing import import_weights
-    _say(import_weights(folder, output, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size))
+    _say(import_weights(folder, output, **model_and_layout))
 
 
 @command.command(

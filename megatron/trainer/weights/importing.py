@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,17 +65,20 @@ class Source:
         return join(fused, [self.folder.read(part.name) for part in fused.parts])
 
 
-def import_weights(path: str, new: str, *, tp_size: int = 1, pp_size: int = 1, ep_size: int = 1) -> list[str]:
+def import_weights(
+    path: str, new: str, *, tp_size: int = 1, pp_size: int = 1, ep_size: int = 1, mtp_num_layers: int | None = None
+) -> list[str]:
     """Write the checkpoint `new` out of the folder `path` of transformers; return what to tell the user.
 
     Args:
+        mtp_num_layers: modules that predict further tokens; None: as config.json says.
         tp_size, pp_size, ep_size: of the run: whether the model can be split so. The checkpoint is the same for all.
 
     Raises:
         DynamicCPError: the folder cannot be converted, or `new` exists or cannot be written; nothing is left then.
     """
     output.check_new(new)
-    source = read_source(path, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size)
+    source = read_source(path, tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, mtp_num_layers=mtp_num_layers)
     with output.new_folder(new) as folder:
         release = folder / checkpoint_files.RELEASE
         checkpoint_tensors.write(release, source.tensors, source.dtypes, source.make, _common(source))
@@ -87,14 +90,18 @@ def import_weights(path: str, new: str, *, tp_size: int = 1, pp_size: int = 1, e
     return _report(source, path, new)
 
 
-def read_source(path: str, *, tp_size: int = 1, pp_size: int = 1, ep_size: int = 1) -> Source:
-    """Return what the folder `path` of transformers holds, without its tensors.
+def read_source(
+    path: str, *, tp_size: int = 1, pp_size: int = 1, ep_size: int = 1, mtp_num_layers: int | None = None
+) -> Source:
+    """Return what the folder `path` of transformers holds, without its tensors; arguments as of `import_weights`.
 
     Raises:
         DynamicCPError: a family, an entry of its config.json or a tensor that is unknown, missing or of another shape.
     """
     where = str(Path(path) / CONFIG)
     config = read_json(Path(where))
+    if mtp_num_layers is not None:
+        config = {**config, hugging_face.MODULES: mtp_num_layers}
     family = names.check_family(where, config.get("model_type"))
     shape, architecture = hugging_face.model_shape(where, config), hugging_face.architecture(where, config)
     _check_trained(where, architecture, family)
@@ -137,34 +144,32 @@ def _settings(flags: Sequence[str], seq_length: int, tp_size: int, pp_size: int,
 
 def _check_tensors(folder: SafetensorsFolder, tensors: Sequence[Fused], family: str, shape: ModelShape) -> None:
     """Check that the files hold the tensors of the model in their shapes, and no others."""
-    tied = shape.share_embeddings_and_output_weights
+    tied, unread = shape.share_embeddings_and_output_weights, _unread(family, shape)
     wanted = {part.name: part.shape for fused in tensors for part in fused.parts}
     copies = {copy: part for fused in tensors for part in fused.parts for copy in part.copies}
     found = {
         name: place
         for name, place in folder.places.items()
         if not name.endswith(names.FAMILIES[family].left_out)
-        and not name.startswith(names.FAMILIES[family].unread)
+        and not name.startswith(unread)
         and not (tied and name == names.HEAD)
         and name not in copies
     }
     missing, unexpected = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
-    _check_modules(folder, missing, unexpected, shape)
+    of_modules = {part.name for one in tensors if one.name.startswith("mtp.") for part in one.parts}
+    _check_modules(folder, missing, unexpected, of_modules)
     if missing or unexpected:
         raise CheckpointError(
             f"{folder.path} lacks {counted(len(missing), 'tensor')} of its {CONFIG} "
             f"({', '.join(missing[:3]) or 'none'}) "
             f"and has {len(unexpected)} that it does not say ({', '.join(unexpected[:3]) or 'none'}): "
-            f"take weights and {CONFIG} of one model",
-            missing=tuple(missing),
-            unexpected=tuple(unexpected),
+            f"take weights and {CONFIG} of one model"
         )
     for name, width in wanted.items():
         if found[name].shape != width:
             raise CheckpointError(
                 f"{found[name].file}: {name} has shape {_shown(found[name].shape)}, its {CONFIG} says {_shown(width)}: "
-                f"take weights and {CONFIG} of one model",
-                name=name,
+                f"take weights and {CONFIG} of one model"
             )
     if tied:
         _check_copy(
@@ -175,28 +180,30 @@ def _check_tensors(folder: SafetensorsFolder, tensors: Sequence[Fused], family: 
             "set tie_word_embeddings to false",
         )
     for copy, part in copies.items():
-        _check_copy(folder, copy, part.name, "num_nextn_predict_layers", "modules have no table of their own here")
+        _check_copy(folder, copy, part.name, hugging_face.MODULES, "modules have no table of their own here")
 
 
 def _check_modules(
-    folder: SafetensorsFolder, missing: Sequence[str], unexpected: Sequence[str], shape: ModelShape
+    folder: SafetensorsFolder, missing: Sequence[str], unexpected: Sequence[str], of_modules: Collection[str]
 ) -> None:
     """Say it where nothing but modules that predict further tokens is missing, which many files leave out."""
-    behind = tuple(f"model.layers.{shape.num_layers + depth}." for depth in range(shape.mtp_num_layers))
-    if missing and not unexpected and all(name.startswith(behind) for name in missing):
+    if missing and not unexpected and set(missing) <= set(of_modules):
         raise CheckpointError(
             f"{folder.path} lacks {counted(len(missing), 'tensor')} of modules that predict further tokens "
-            f"({', '.join(missing[:3])}), its {CONFIG} says num_nextn_predict_layers {shape.mtp_num_layers}: set it to "
-            "0 to go on without them",
-            missing=tuple(missing),
+            f"({', '.join(missing[:3])}), which its {CONFIG} or --mtp-num-layers says are there: give --mtp-num-layers "
+            "0 to go on without them"
         )
+
+
+def _unread(family: str, shape: ModelShape) -> tuple[str, ...]:
+    """Return the begins of names of modules that the model is made without."""
+    return () if shape.mtp_num_layers else names.FAMILIES[family].unread
 
 
 def _check_copy(folder: SafetensorsFolder, copy: str, name: str, said: str, remedy: str) -> None:
     if copy in folder.places and not torch.equal(folder.read(copy), folder.read(name)):
         raise CheckpointError(
-            f"{folder.path}: {CONFIG} says {said}, and {copy} differs from {name}: {remedy}, or leave that tensor out",
-            name=copy,
+            f"{folder.path}: {CONFIG} says {said}, and {copy} differs from {name}: {remedy}, or leave that tensor out"
         )
 
 
@@ -210,8 +217,7 @@ def _dtypes(folder: SafetensorsFolder, tensors: Sequence[Fused]) -> dict[str, to
             if dtype != of_first:
                 raise UnsupportedFeatureError(
                     f"{folder.path}: {first} is {of_first} and {part.name} {dtype}, they become one tensor: save the "
-                    "model in one type",
-                    name=part.name,
+                    "model in one type"
                 )
     return {fused.name: joined_dtype(fused, getattr(torch, chosen[fused.name][1])) for fused in tensors}
 
@@ -268,12 +274,13 @@ def _run_values(source: Source) -> dict[str, Any]:
 def _report(source: Source, path: str, new: str) -> list[str]:
     num_bytes = sum(source.dtypes[fused.name].itemsize * torch.Size(fused.shape).numel() for fused in source.tensors)
     types = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in source.dtypes.values()}))
-    unread = [name for name in source.folder.places if name.startswith(names.FAMILIES[source.family].unread)]
+    unread = [name for name in source.folder.places if name.startswith(_unread(source.family, source.shape))]
+    remedy = "; --mtp-num-layers 1 takes them" if names.FAMILIES[source.family].modules else ""
     without = f"{path}: without {counted(len(unread), 'tensor')} of modules that predict further tokens"
     return [
         f"{path}: {source.family}, {counted(source.shape.num_layers, 'layer')}, "
         f"{num_parameters(source.tensors):,} parameters, {bytes_in_words(num_bytes)}, {types}",
-        *([f"{without} ({unread[0]}), as transformers loads it"] if unread else ()),
+        *([f"{without} ({unread[0]}), as transformers loads it{remedy}"] if unread else ()),
         f"{new}: the checkpoint {checkpoint_files.RELEASE}, and {FLAGS}",
         f"start from it with: pretrain_gpt.py --dynamic-cp $(cat {shlex.quote(str(Path(new) / FLAGS))}) "
         f"--load {shlex.quote(new)} --exit-on-missing-checkpoint ...",

@@ -19,34 +19,9 @@ from dynamic_cp.models.hugging_face import WHY_NOT_TRAINED
 from dynamic_cp.types import ModelShape
 from dynamic_cp.types.linear_layers import EXPERTS, MLP
 from megatron.trainer.weights import hybrid_names
-from megatron.trainer.weights.rows import Fused, Part, Row, alone, gated
+from megatron.trainer.weights.rows import Fused, Part, Row, alone, attention, gated, queries_keys_values, with_row
 
-_QUERIES_KEYS_VALUES = (
-    alone("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "hidden"),
-    Row(
-        ours="self_attention.linear_qkv.weight",
-        theirs={
-            "self_attn.q_proj.weight": "queries hidden",
-            "self_attn.k_proj.weight": "keys hidden",
-            "self_attn.v_proj.weight": "keys hidden",
-        },
-        joined="KV head by KV head",
-    ),
-    Row(
-        ours="self_attention.linear_qkv.bias",
-        theirs={
-            "self_attn.q_proj.bias": "queries",
-            "self_attn.k_proj.bias": "keys",
-            "self_attn.v_proj.bias": "keys",
-        },
-        joined="KV head by KV head",
-        where="biases of QKV",
-    ),
-    alone("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head", "norms of queries and keys"),
-    alone("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head", "norms of queries and keys"),
-    alone("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden queries"),
-    alone("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "hidden", "biases"),
-)
+_ATTENTION = attention("self_attn", "input_layernorm.weight")
 _LATENTS = (
     alone("input_layernorm.weight", "input_layernorm.weight", "hidden"),
     alone("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "queries hidden", "no latent of queries"),
@@ -149,52 +124,76 @@ _EXPERTS_OF_GPT_OSS = (
     alone("mlp.experts.experts.linear_fc2.bias", "mlp.experts.down_proj_bias", "experts hidden"),
 )
 """The experts of a layer are one tensor."""
-_MODULE = (
-    alone("enorm.weight", "enorm.weight", "hidden"),
-    alone("hnorm.weight", "hnorm.weight", "hidden"),
-    alone("eh_proj.weight", "eh_proj.weight", "hidden twice_hidden"),
-    alone("final_layernorm.weight", "shared_head.norm.weight", "hidden"),
-)
-"""A module that predicts a further token, beside its layer: both read the embedding first, the hidden states second."""
-_FUSED_QUERIES_KEYS_VALUES = tuple(
+
+
+def _module(embedding_norm: str, hidden_norm: str, projection: str, norm: str) -> tuple[Row, ...]:
+    """Return the lines of a module that predicts a further token, beside its layer: it reads the embedding first."""
+    return (
+        alone("enorm.weight", embedding_norm, "hidden"),
+        alone("hnorm.weight", hidden_norm, "hidden"),
+        alone("eh_proj.weight", projection, "hidden twice_hidden"),
+        alone("final_layernorm.weight", norm, "hidden"),
+    )
+
+
+_FUSED_ATTENTION = with_row(
+    _ATTENTION,
     Row(
-        ours=row.ours,
+        ours="self_attention.linear_qkv.weight",
         theirs={"self_attn.qkv_proj.weight": "queries_keys_values hidden"},
         joined="queries, keys, values",
-    )
-    if row.ours == "self_attention.linear_qkv.weight"
-    else row
-    for row in _QUERIES_KEYS_VALUES
+    ),
 )
-_FUSED_GATES = tuple(
-    alone(row.ours, "mlp.gate_up_proj.weight", "twice_ffn hidden") if row.ours == "mlp.linear_fc1.weight" else row
-    for row in _DENSE
-)
+_FUSED_GATES = with_row(_DENSE, alone("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "twice_ffn hidden"))
 """Matrices that transformers have fused, too; gates lie before what they gate in both."""
-_GATED_ATTENTION = tuple(
-    Row(
-        ours=row.ours,
-        theirs={**row.theirs, "self_attn.q_proj.weight": "twice_queries hidden"},
-        joined="KV head by KV head, with gates",
-    )
-    if row.ours == "self_attention.linear_qkv.weight"
-    else row
-    for row in _QUERIES_KEYS_VALUES
+_GATED_ATTENTION = with_row(
+    _ATTENTION,
+    queries_keys_values("self_attn", "weight", "twice_queries hidden", "keys hidden", "KV head by KV head, with gates"),
 )
 """Behind the rows of a query head those of its gate."""
 _OUTPUT_NORMS = tuple(
     alone(f"{name}.weight", f"{name}.weight", "hidden") for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
 )
-_DENSE_OF_GEMMA = tuple(
-    alone(row.ours, "pre_feedforward_layernorm.weight", "hidden") if "layer_norm" in row.ours else row for row in _DENSE
+_DENSE_OF_GEMMA = with_row(
+    _DENSE, alone("mlp.linear_fc1.layer_norm_weight", "pre_feedforward_layernorm.weight", "hidden")
 )
 _OUTPUT_NORMS_OF_GEMMA = (
     alone("post_self_attn_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
     alone("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),
 )
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_COPIES = MappingProxyType({EMBEDDING: "embed_tokens.weight", HEAD: "shared_head.head.weight"})
-"""Table of the vocabulary -> its copy in each module that predicts a further token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modules:
+    """How a family names what predicts further tokens, behind the last layer.
+
+    Attributes:
+        rows: below `mtp.layers.<depth>.` and below `stem`.
+        stem, layer_stem: what precedes these names and those of its layer; {number} counts layers on, {depth} modules.
+        copies: table of the vocabulary -> what its copy in each module is called below `stem`.
+        most: modules that names can tell from each other.
+    """
+
+    rows: tuple[Row, ...]
+    stem: str
+    layer_stem: str
+    copies: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    most: int | None = None
+
+
+_MODULES_OF_DEEPSEEK = Modules(
+    rows=_module("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"),
+    stem="model.layers.{number}.",
+    layer_stem="model.layers.{number}.",
+    copies=MappingProxyType({EMBEDDING: "embed_tokens.weight", HEAD: "shared_head.head.weight"}),
+)
+_MODULES_OF_QWEN = Modules(
+    rows=_module("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"),
+    stem="mtp.",
+    layer_stem="mtp.layers.{depth}.",
+    most=1,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,17 +204,17 @@ class Table:
         attention, dense, experts: of a layer, of its MLP, of that of a layer with experts.
         linear: of a layer with linear attention.
         stem, embedding, final_norm: what precedes the number of a layer, and two names besides.
-        module: of what predicts a further token, behind the last layer: below `mtp.layers.<number>.` and below the next
-            `model.layers.<number>.`, where the names of its layer are, too; (): files hold none.
+        modules: of what predicts further tokens; None: no names are known.
         left_out: ends of names that files may have and that hold no weights.
-        unread: begins of names that files may have, of modules that predict further tokens; transformers reads none.
+        unread: begins of names that files may have, of modules that predict further tokens; transformers reads none,
+            and a model without them leaves them out.
     """
 
-    attention: tuple[Row, ...] = _QUERIES_KEYS_VALUES
+    attention: tuple[Row, ...] = _ATTENTION
     dense: tuple[Row, ...] = _DENSE
     experts: tuple[Row, ...] = ()
     linear: tuple[Row, ...] = ()
-    module: tuple[Row, ...] = ()
+    modules: Modules | None = None
     left_out: tuple[str, ...] = field(default=(".rotary_emb.inv_freq",))
     unread: tuple[str, ...] = ()
     stem: str = "model.layers."
@@ -223,25 +222,31 @@ class Table:
     final_norm: str = "model.norm.weight"
 
 
+def _hybrid_of_qwen(linear: tuple[Row, ...]) -> Table:
+    return Table(
+        attention=_GATED_ATTENTION,
+        experts=_EXPERTS_OF_QWEN,
+        linear=linear,
+        modules=_MODULES_OF_QWEN,
+        unread=("mtp.",),
+    )
+
+
 FAMILIES: Mapping[str, Table] = MappingProxyType(
     {
         **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "gemma"), Table()),
         "gemma3_text": Table(dense=(*_DENSE_OF_GEMMA, *_OUTPUT_NORMS_OF_GEMMA)),
-        "phi3": Table(attention=_FUSED_QUERIES_KEYS_VALUES, dense=_FUSED_GATES),
+        "phi3": Table(attention=_FUSED_ATTENTION, dense=_FUSED_GATES),
         "glm": Table(dense=_FUSED_GATES),
         "glm4": Table(dense=(*_FUSED_GATES, *_OUTPUT_NORMS)),
         "mixtral": Table(experts=_EXPERTS_OF_MIXTRAL),
         **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Table(experts=_EXPERTS_OF_QWEN)),
         **dict.fromkeys(
-            ("deepseek_v2", "deepseek_v3"), Table(attention=_LATENTS, experts=_EXPERTS_OF_DEEPSEEK, module=_MODULE)
+            ("deepseek_v2", "deepseek_v3"),
+            Table(attention=_LATENTS, experts=_EXPERTS_OF_DEEPSEEK, modules=_MODULES_OF_DEEPSEEK),
         ),
-        "qwen3_next": Table(
-            attention=_GATED_ATTENTION, experts=_EXPERTS_OF_QWEN, linear=hybrid_names.QWEN3_NEXT, unread=("mtp.",)
-        ),
-        **dict.fromkeys(
-            ("qwen3_5_text", "qwen3_5_moe_text"),
-            Table(attention=_GATED_ATTENTION, experts=_EXPERTS_OF_QWEN, linear=hybrid_names.QWEN3_5, unread=("mtp.",)),
-        ),
+        "qwen3_next": _hybrid_of_qwen(hybrid_names.QWEN3_NEXT),
+        **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _hybrid_of_qwen(hybrid_names.QWEN3_5)),
         "nemotron_h": Table(
             attention=hybrid_names.NEMOTRON_ATTENTION,
             dense=hybrid_names.NEMOTRON_MLP,
@@ -252,7 +257,7 @@ FAMILIES: Mapping[str, Table] = MappingProxyType(
             embedding="backbone.embeddings.weight",
             final_norm="backbone.norm_f.weight",
         ),
-        "gpt_oss": Table(attention=(*_QUERIES_KEYS_VALUES, _SINKS), experts=_EXPERTS_OF_GPT_OSS),
+        "gpt_oss": Table(attention=(*_ATTENTION, _SINKS), experts=_EXPERTS_OF_GPT_OSS),
     }
 )
 """model_type of a config.json -> its table."""
@@ -268,8 +273,7 @@ def check_family(where: str, model_type: object) -> str:
         differs = f" ({why})" if (why := WHY_NOT_TRAINED.get(str(model_type))) else ""
         raise UnsupportedFeatureError(
             f"{where}: model_type is {model_type!r}{differs}, weights of {', '.join(FAMILIES)} can be converted: "
-            "take a model of one of these families",
-            key="model_type",
+            "take a model of one of these families"
         )
     return model_type
 
@@ -287,7 +291,15 @@ def fused_tensors(
     Args:
         num_rows: of its tables of the vocabulary, with those of padding.
         stacked: whether the checkpoint has those of its layers in stacks.
+
+    Raises:
+        UnsupportedFeatureError: the family has no names for the modules that predict further tokens.
     """
+    modules, wanted = FAMILIES[family].modules, shape.mtp_num_layers
+    if wanted and (modules is None or (modules.most or wanted) < wanted or shape.linear_layers[-1]):
+        raise UnsupportedFeatureError(
+            f"model_type {family} has no names for --mtp-num-layers {wanted} behind such layers: leave it out"
+        )
     return _Namer(FAMILIES[family], shape, architecture, num_rows, stacked).tensors()
 
 
@@ -360,11 +372,12 @@ class _Namer:
         norm = "final_norm" if shape.layer_pattern else "final_layernorm"
         yield from self._named(alone(f"decoder.{norm}.weight", table.final_norm, "hidden"), "", "", None)
         for depth in range(shape.mtp_num_layers):
-            number = num_layers + depth
-            ours, theirs = f"mtp.layers.{depth}.", f"{table.stem}{number}."
-            for row in table.module:
-                yield from self._named(row, ours, theirs, number)
-            yield from self._layer(f"{ours}transformer_layer.", theirs, self._rows_of(num_layers - 1), number)
+            modules, number = table.modules, num_layers + depth
+            assert modules is not None
+            ours, layer_stem = f"mtp.layers.{depth}.", modules.layer_stem.format(number=number, depth=depth)
+            for row in modules.rows:
+                yield from self._named(row, ours, modules.stem.format(number=number), number)
+            yield from self._layer(f"{ours}transformer_layer.", layer_stem, self._rows_of(num_layers - 1), number)
         if not tied:
             yield self._vocabulary("output_layer.weight", HEAD, (HEAD,))
 
@@ -425,7 +438,11 @@ class _Namer:
     def _vocabulary(self, ours: str, theirs: str, tables: Iterable[str]) -> Fused:
         """Return a table of the vocabulary, which modules that predict further tokens have copies of."""
         behind = range(self._shape.num_layers, self._shape.num_layers + self._shape.mtp_num_layers)
-        copies = tuple(f"model.layers.{number}.{_COPIES[table]}" for table in tables for number in behind)
+        modules = self._table.modules
+        copied = [table for table in tables if modules is not None and table in modules.copies]
+        copies = tuple(
+            f"{modules.stem.format(number=number)}{modules.copies[table]}" for table in copied for number in behind
+        )
         return Fused(
             name=ours,
             layer=None,

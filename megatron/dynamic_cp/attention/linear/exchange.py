@@ -1,41 +1,70 @@
-"""The collective of linear attention: a message from each lane of the CP group to each other one, and its way back."""
+"""What the lanes of a bucket exchange for linear attention: a message from each to each other one, and its way back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention.mechanisms.transfers import Expected, all_to_all_messages
+from megatron.dynamic_cp.attention.mechanisms.transfers import Expected, LaneMessages, all_to_all_messages
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 Messages = Sequence[Sequence[Tensor]]
 """[lane] tensors for it, or of it; equally many for all."""
 
 
-def exchanged(messages: Messages, expected: Sequence[Sequence[Expected]], params: DynamicPackedSeqParams) -> Messages:
+class Lanes(NamedTuple):
+    """The lanes of a bucket, which may be some of its process group.
+
+    Attributes:
+        number: of them.
+        own: which of them this one is.
+    """
+
+    number: int
+    own: int
+    params: DynamicPackedSeqParams
+
+    @classmethod
+    def of(cls, params: DynamicPackedSeqParams) -> Lanes:
+        """Return those of a micro-batch."""
+        group, placed = params.cp_group, params.placed
+        if placed is None:
+            return cls(group.size(), group.rank(), params)
+        return cls(placed.state_runs.num_lanes, group.rank() - placed.first_in_group, params)
+
+    def exchange(self, messages: Messages, expected: Sequence[Sequence[Expected]]) -> Messages:
+        """Return what each lane has for this one; others of the process group are no part of it."""
+        placed = self.params.placed
+        if placed is None:
+            return all_to_all_messages(messages, expected, self.params)
+        others = [lane for lane in range(self.number) if lane != self.own]
+        sends = [(placed.first_in_group + lane, messages[lane]) for lane in others]
+        receives = [(placed.first_in_group + lane, expected[lane]) for lane in others]
+        came = dict(zip(others, LaneMessages(sends, receives, self.params).wait(), strict=True))
+        return [came[lane] if lane in came else [*map(torch.clone, messages[lane])] for lane in range(self.number)]
+
+
+def exchanged(messages: Messages, expected: Sequence[Sequence[Expected]], lanes: Lanes) -> Messages:
     """Return what each lane has for this one, given what this one has for each; gradients go the other way."""
     flat = [tensor for message in messages for tensor in message]
-    return _by_lane(_Exchange.apply(expected, params, *flat), len(messages))
+    return _by_lane(_Exchange.apply(expected, lanes, *flat), len(messages))
 
 
 class _Exchange(torch.autograd.Function):
-    """One collective forward, one backward."""
+    """Forward once, backward once."""
 
     @staticmethod
-    def forward(
-        ctx: Any, expected: Sequence[Sequence[Expected]], params: DynamicPackedSeqParams, *flat: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, expected: Sequence[Sequence[Expected]], lanes: Lanes, *flat: Tensor) -> tuple[Tensor, ...]:
         messages = _by_lane(flat, len(expected))
-        ctx.sent, ctx.params = [[Expected(tensor.shape, tensor.dtype) for tensor in one] for one in messages], params
-        received = all_to_all_messages(messages, expected, params)
-        return tuple(tensor for message in received for tensor in message)
+        ctx.sent, ctx.lanes = [[Expected(tensor.shape, tensor.dtype) for tensor in one] for one in messages], lanes
+        return tuple(tensor for message in lanes.exchange(messages, expected) for tensor in message)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        received = all_to_all_messages(_by_lane(grads, len(ctx.sent)), ctx.sent, ctx.params)
+        received = ctx.lanes.exchange(_by_lane(grads, len(ctx.sent)), ctx.sent)
         return None, None, *(tensor for message in received for tensor in message)
 
 

@@ -1,71 +1,37 @@
-"""Where the tokens of a pack are for linear attention: chunks of samples, whole samples, and what comes before a chunk.
+"""Where the tokens of a pack are for linear attention: the runs of a lane, what comes before them, and their links.
 
-A lane of cp holds of each sample the chunks r and 2 * cp - 1 - r (`layout.sharding`), so two runs; alone it holds whole
-samples. Padding lies behind a sample and cannot reach its tokens: it is computed like them, and needs no case.
+Padding lies behind a sample and cannot reach its tokens: it is computed like them, and needs no case.
 
 Everything is made on the host, once for each micro-batch, and kept in its `LayerCache`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dynamic_cp.plans.state_runs import StateRuns
+from megatron.dynamic_cp.attention.linear.exchange import Lanes
 from megatron.dynamic_cp.attention.linear.runs import Runs
-from megatron.dynamic_cp.attention.mechanisms.row_order import gathered_order
 from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
-
-def sample_runs(params: DynamicPackedSeqParams, device: torch.device) -> Runs:
-    """Return the runs of whole samples, as a lane sees them that has the tokens of its whole group."""
-    return params.cache.once("runs of samples", lambda: Runs.build(params.padded_seqlens, device))
-
-
-def chunk_runs(params: DynamicPackedSeqParams, device: torch.device) -> Runs:
-    """Return the runs of this lane: two chunks of each sample."""
-
-    def make() -> Runs:
-        chunks = np.array(params.padded_seqlens) // (2 * params.cp_group.size())
-        return Runs.build(np.repeat(chunks, 2).tolist(), device)
-
-    return params.cache.once("runs of chunks", make)
-
-
-class GatheredRows(NamedTuple):
-    """Rows of all lanes, lane after lane, and the same in the order of samples, int64 [cp * T] each.
-
-    Attributes:
-        in_order: for each token in the order of samples, its row.
-        by_lane: for each row, its token.
-    """
-
-    in_order: Tensor
-    by_lane: Tensor
-
-
-def gathered_rows(params: DynamicPackedSeqParams, device: torch.device) -> GatheredRows:
-    """Return where the tokens of the group are once lanes have exchanged them."""
-
-    def make() -> GatheredRows:
-        order = gathered_order(params.padded_seqlens, params.cp_group.size())
-        return GatheredRows(to_device(order, device), to_device(np.argsort(order), device))
-
-    return params.cache.once("rows of all lanes", make)
+Kept = TypeVar("Kept")
 
 
 class Halo(NamedTuple):
-    """The last tokens before each chunk of this lane, which its convolution sees, and who has them.
+    """The last tokens before each run of this lane, which its convolution sees, and who has them.
 
     Attributes:
-        sent: [lane] which of this lane's rows it needs, int64.
+        sent: [lane] which of this lane's rows it needs, int64; its own needs none.
         num_received: [lane] rows that come from it.
-        extended: of this lane's rows and those received behind them: each chunk behind what comes before it, int64.
-        runs: the chunks so extended; one that begins a sample has nothing before it.
+        extended: of this lane's rows and those received behind them: each run behind what comes before it, int64.
+        runs: the runs so extended.
         own: which of the extended rows are this lane's, in order, int64 [T].
     """
 
@@ -76,54 +42,163 @@ class Halo(NamedTuple):
     own: Tensor
 
 
-def halo(params: DynamicPackedSeqParams, num_before: int, device: torch.device) -> Halo:
-    """Return who has the `num_before` tokens before each chunk; where chunks are shorter, those are several lanes."""
-    cp_size, rank = params.cp_group.size(), params.cp_group.rank()
-    return params.cache.once(
-        f"{num_before} tokens before chunks",
-        lambda: _halo(np.array(params.padded_seqlens) // (2 * cp_size), cp_size, rank, num_before, device),
-    )
+class Links(NamedTuple):
+    """Runs from which others go on, and those: states pass through them. In the order of `StateRuns`, of all lanes.
+
+    Attributes:
+        counts: [lane] of them.
+        own: which of this lane's runs they are, in the order of its rows, int64.
+        in_order: for each in order, its place where those of a lane follow those of another, int64.
+        by_lane: the other way round.
+        following, previous: runs that go on from another one, and that one, int64.
+        jumps: (runs that have so many before them, the first of these), for 1, 2, 4, ... runs, int64.
+    """
+
+    counts: tuple[int, ...]
+    own: Tensor
+    in_order: Tensor
+    by_lane: Tensor
+    following: Tensor
+    previous: Tensor
+    jumps: tuple[tuple[Tensor, Tensor], ...]
 
 
-def _halo(chunks: NDArray[np.int64], cp_size: int, rank: int, num_before: int, device: torch.device) -> Halo:
-    """Return the halo of lane `rank`; `chunks`: tokens of a chunk of each sample."""
-    first_rows = np.cumsum(2 * chunks) - 2 * chunks
-    # Of all samples, chunks and steps back, in this order: who needs which row of whom. Both sides agree on the order.
-    sample, chunk, back = (
-        part.reshape(-1) for part in np.indices((len(chunks), 2 * cp_size, num_before), dtype=np.int64)
-    )
-    size = chunks[sample]
-    position = chunk * size - num_before + back
-    there = position >= 0
-    sample, chunk, size, position = sample[there], chunk[there], size[there], position[there]
-    source = position // size
-    owner, user = _lane_of(source, cp_size), _lane_of(chunk, cp_size)
-    row = first_rows[sample] + (source >= cp_size) * size + position % size
-    num_rows = int(2 * chunks.sum())
+class LaneRows:
+    """The rows that a lane computes, as runs.
 
-    mine = user == rank
-    by_owner = np.argsort(owner[mine], kind="stable")  # as they come: lane after lane
-    place = np.empty_like(by_owner)
-    place[by_owner] = num_rows + np.arange(len(by_owner))
-    slot = 2 * sample[mine] + (chunk[mine] >= cp_size)
+    Attributes:
+        table: the runs of all lanes.
+        lanes: who they are; None: this one has all rows.
+        runs: those of this lane.
+        has_links: whether a run of any lane goes on from another one.
+        linked_runs: those of this lane that do, or from which others do.
+        linked_rows: their rows, int64; None: all.
+    """
 
-    lengths = np.repeat(chunks, 2)
-    before = np.bincount(slot, minlength=len(lengths))
-    starts = np.cumsum(lengths) - lengths
-    parts = [
-        part
-        for number in np.arange(len(lengths))
-        for part in (place[slot == number], starts[number] + np.arange(lengths[number]))
-    ]
-    own = np.arange(num_rows) + np.repeat(np.cumsum(before), lengths)
-    return Halo(
-        sent=tuple(to_device(row[(owner == rank) & (user == lane)], device) for lane in range(cp_size)),
-        num_received=tuple(np.bincount(owner[mine], minlength=cp_size).tolist()),
-        extended=to_device(np.concatenate(parts), device),
-        runs=Runs.build((lengths + before).tolist(), device),
-        own=to_device(own, device),
-    )
+    def __init__(self, table: StateRuns, lanes: Lanes | None, device: torch.device) -> None:
+        self.table, self.lanes, self._device = table, lanes, device
+        self._own = table.of_lane(self._lane)
+        self.runs = Runs.build(table.length[self._own].tolist(), device)
+        self.has_links = bool((table.previous >= 0).any())
+        self.linked_runs, self.linked_rows = self.runs, None
+        is_linked = table.is_linked[self._own]
+        if self.has_links and not is_linked.all():
+            lengths = table.length[self._own]
+            self.linked_runs = Runs.build(lengths[is_linked].tolist(), device)
+            self.linked_rows = self._on_device(np.flatnonzero(np.repeat(is_linked, lengths)))
+        self._kept: dict[str, object] = {}
+
+    @property
+    def _lane(self) -> int:
+        return 0 if self.lanes is None else self.lanes.own
+
+    def halo(self, num_before: int) -> Halo:
+        """Return the `num_before` tokens before each run; where runs are shorter, those are in several."""
+        return self._once(f"{num_before} tokens before", lambda: self._halo(num_before))
+
+    @property
+    def links(self) -> Links:
+        """The runs that states pass through."""
+        return self._once("links", self._links)
+
+    def _once(self, name: str, make: Callable[[], Kept]) -> Kept:
+        if name not in self._kept:
+            self._kept[name] = make()
+        kept: Kept = self._kept[name]  # type: ignore[assignment]
+        return kept
+
+    def _on_device(self, values: NDArray[np.int64]) -> Tensor:
+        return to_device(np.ascontiguousarray(values), self._device)
+
+    def _halo(self, num_before: int) -> Halo:
+        table, lane = self.table, self._lane
+        before = table.before(num_before)
+        owner, user = table.lane[before.source], table.lane[before.run]
+        lengths = table.length[self._own]
+        num_rows = int(lengths.sum())
+        # Of this lane's runs, in the order of its rows: where what comes before them is once it has come.
+        mine = np.flatnonzero(user == lane)
+        far = mine[owner[mine] != lane]
+        place = before.row[mine].copy()
+        by_owner = np.argsort(owner[far], kind="stable")  # as they come: lane after lane
+        arrived = np.empty_like(by_owner)
+        arrived[by_owner] = num_rows + np.arange(len(far))
+        place[owner[mine] != lane] = arrived
+        slot_of = np.full(len(table.lane), -1)
+        slot_of[self._own] = np.arange(len(self._own))
+        slot = slot_of[before.run[mine]]
+        num_of_run = np.bincount(slot, minlength=len(lengths))
+        # Rows and those before them, sorted by run: those before it first.
+        rows = np.concatenate([place[np.argsort(slot, kind="stable")], np.arange(num_rows)])
+        run_of = np.concatenate([np.sort(slot), np.repeat(np.arange(len(lengths)), lengths)])
+        order = np.argsort(run_of, kind="stable")
+        return Halo(
+            sent=tuple(
+                self._on_device(before.row[(owner == lane) & (user == other) & (other != lane)])
+                for other in range(table.num_lanes)
+            ),
+            num_received=tuple(np.bincount(owner[far], minlength=table.num_lanes).tolist()),
+            extended=self._on_device(rows[order]),
+            runs=Runs.build((lengths + num_of_run).tolist(), self._device),
+            own=self._on_device(np.arange(num_rows) + np.repeat(np.cumsum(num_of_run), lengths)),
+        )
+
+    def _links(self) -> Links:
+        table = self.table
+        linked = np.flatnonzero(table.is_linked)
+        number = np.full(len(table.lane), -1)
+        number[linked] = np.arange(len(linked))
+        previous = np.where(table.previous[linked] >= 0, number[table.previous[linked]], -1)
+        by_lane = np.lexsort((table.row[linked], table.lane[linked]))
+        following = np.flatnonzero(previous >= 0)
+        jumps, first = [], previous
+        while (later := np.flatnonzero(first >= 0)).size:
+            jumps.append((self._on_device(later), self._on_device(first[later])))
+            first = np.where(first >= 0, first[first], -1)
+        return Links(
+            counts=tuple(np.bincount(table.lane[linked], minlength=table.num_lanes).tolist()),
+            own=self._on_device(np.flatnonzero(number[self._own] >= 0)),
+            in_order=self._on_device(np.argsort(by_lane)),
+            by_lane=self._on_device(by_lane),
+            following=self._on_device(following),
+            previous=self._on_device(previous[following]),
+            jumps=tuple(jumps),
+        )
 
 
-def _lane_of(chunk: NDArray[np.int64], cp_size: int) -> NDArray[np.int64]:
-    return np.where(chunk < cp_size, chunk, 2 * cp_size - 1 - chunk)
+def lane_rows(params: DynamicPackedSeqParams, device: torch.device) -> LaneRows:
+    """Return the rows that this lane holds."""
+    return params.cache.once("rows of this lane", lambda: LaneRows(_table(params), Lanes.of(params), device))
+
+
+class GatheredRows(NamedTuple):
+    """Rows of all lanes, lane after lane, and the same in the order of samples, int64.
+
+    Attributes:
+        rows: of a lane that has them in the order of samples.
+        in_order: for each token in the order of samples, its row.
+        by_lane: for each row, its token.
+    """
+
+    rows: LaneRows
+    in_order: Tensor
+    by_lane: Tensor
+
+
+def gathered_rows(params: DynamicPackedSeqParams, device: torch.device) -> GatheredRows:
+    """Return where the tokens of the group are once lanes have exchanged them."""
+
+    def make() -> GatheredRows:
+        table = _table(params)
+        order = table.rows_in_order()
+        rows = LaneRows(table.on_one_lane(), None, device)
+        return GatheredRows(rows, to_device(order, device), to_device(np.argsort(order), device))
+
+    return params.cache.once("rows of all lanes", make)
+
+
+def _table(params: DynamicPackedSeqParams) -> StateRuns:
+    if params.placed is not None:
+        return params.placed.state_runs
+    masks = None if params.masked_samples is None else [sample.mask for sample in params.masked_samples]
+    return StateRuns.of_chunks(params.padded_seqlens, params.cp_group.size(), masks)

@@ -66,10 +66,10 @@ def applied(transition: Tensor, state: Tensor) -> Tensor:
 
 
 def followed(later: Tensor, earlier: Tensor) -> Tensor:
-    """Return the transition of two runs, of those of both, [runs, samples, heads, ...]."""
-    return later @ earlier if later.ndim == 5 else later * earlier
+    """Return the transition of two runs, of those of both, [runs, heads, ...]."""
+    return later @ earlier if later.ndim == 4 else later * earlier
 
 
 def transposed(transition: Tensor) -> Tensor:
-    """Return A', of A [runs, samples, heads, ...]."""
-    return transition.transpose(-1, -2) if transition.ndim == 5 else transition
+    """Return A', of A [runs, heads, ...]."""
+    return transition.transpose(-1, -2) if transition.ndim == 4 else transition

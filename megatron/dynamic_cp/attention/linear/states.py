@@ -1,13 +1,13 @@
-"""Linear attention by states: tokens stay, and what chunks of tokens do to states is exchanged.
+"""Linear attention by states: tokens stay, and what runs of tokens do to states is exchanged.
 
-1. The convolution gets the tokens before each chunk from whoever has them (`layout.Halo`).
-2. The summary (A, b) of each chunk is computed from its own tokens alone (`recurrence`).
-3. Each lane gets the summaries of all chunks for its share of the heads, composes them in the order of the sample, and
-   gives back the state before each chunk. What a lane sends does not grow with the length of samples.
-4. Chunks are scanned from these states.
+1. The convolution gets the tokens before each run from whoever has them (`layout.Halo`).
+2. The summary (A, b) of each run is computed from its own tokens alone (`recurrence`).
+3. Each lane gets the summaries of all runs for its share of the heads, composes them in the order of the samples, and
+   gives back the state before each run. What a lane sends does not grow with the length of samples.
+4. Runs are scanned from these states.
 
-Backward needs no gradient of A: that of the state before a chunk is A' times that of the state behind it, plus what the
-chunk's own tokens say, so the same composition backwards, of gradients; A stays where it was composed.
+Backward needs no gradient of A: that of the state before a run is A' times that of the state behind it, plus what the
+run's own tokens say, so the same composition backwards, of gradients; A stays where it was composed.
 
 States, summaries and their gradients travel in float32: those in bfloat16 cost three digits of the output.
 """
@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.exchange import exchanged
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share
-from megatron.dynamic_cp.attention.linear.layout import chunk_runs, halo
+from megatron.dynamic_cp.attention.linear.layout import LaneRows, Links, lane_rows
 from megatron.dynamic_cp.attention.linear.recurrence import Steps, applied, followed, state_dtype, transposed
 from megatron.dynamic_cp.attention.linear.runs import Runs
 from megatron.dynamic_cp.attention.mechanisms.transfers import Expected
@@ -32,101 +31,126 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 def by_states(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: DynamicPackedSeqParams) -> Tensor:
     """Return what this lane's tokens find, [T, heads, value size]."""
-    x_TC = _convolved(layer, x_TC, params)
+    return found_in_rows(layer, x_TC, gates, lane_rows(params, x_TC.device))
+
+
+def found_in_rows(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], rows: LaneRows) -> Tensor:
+    """Return what the tokens of a lane find; states pass from run to run where one goes on from another."""
+    x_TC = _convolved(layer, x_TC, rows)
     steps = layer.steps(x_TC, gates)
-    runs = chunk_runs(params, x_TC.device)
-    chain = StateChain(layer.sizes, params)
-    found: Tensor = _ScanChunks.apply(layer.kernel, runs, chain, steps, torch.is_grad_enabled(), *steps.tensors)
+    found: Tensor | None
+    if rows.has_links:
+        chain = StateChain(layer, rows)
+        found = _ScanLinkedRuns.apply(layer.kernel, rows, chain, steps, torch.is_grad_enabled(), *steps.tensors)
+    else:
+        found, _ = layer.kernel.scan(steps, rows.runs, None)
+    assert found is not None
     return layer.finished(found, x_TC)
 
 
-def _convolved(layer: LinearLayer, x_TC: Tensor, params: DynamicPackedSeqParams) -> Tensor:
-    """Return this lane's rows behind the convolution, which sees those before each chunk."""
+def _convolved(layer: LinearLayer, x_TC: Tensor, rows: LaneRows) -> Tensor:
+    """Return a lane's rows behind the convolution, which sees those before each run."""
     num_before = layer.sizes.kernel_size - 1
-    if not num_before:
-        return layer.convolved(x_TC, chunk_runs(params, x_TC.device))
-    edges = halo(params, num_before, x_TC.device)
-    messages = [[x_TC.index_select(0, rows)] for rows in edges.sent]
-    expected = [[Expected((number, x_TC.shape[1]), x_TC.dtype)] for number in edges.num_received]
-    received = exchanged(messages, expected, params)
-    extended = torch.cat((x_TC, *(rows for (rows,) in received))).index_select(0, edges.extended)
-    return layer.convolved(extended, edges.runs).index_select(0, edges.own)
+    if not (num_before and rows.has_links):
+        return layer.convolved(x_TC, rows.runs)
+    halo = rows.halo(num_before)
+    parts = [x_TC]
+    if rows.lanes is not None:
+        messages = [[x_TC.index_select(0, sent)] for sent in halo.sent]
+        expected = [[Expected((number, x_TC.shape[1]), x_TC.dtype)] for number in halo.num_received]
+        parts += [part for (part,) in exchanged(messages, expected, rows.lanes)]
+    extended = torch.cat(parts).index_select(0, halo.extended)
+    return layer.convolved(extended, halo.runs).index_select(0, halo.own)
 
 
 class StateChain:
-    """States before the chunks of each sample, and their gradients, composed by shares of heads.
+    """States before linked runs, and gradients of those behind them, composed by shares of heads.
 
     Forward comes before backward; the transitions A of this lane's share stay in between.
     """
 
-    def __init__(self, sizes: LinearAttention, params: DynamicPackedSeqParams) -> None:
-        self._params, self._num_lanes = params, params.cp_group.size()
-        shares = [Share.of_lane(sizes, lane, self._num_lanes).heads for lane in range(self._num_lanes)]
-        self._heads = [slice(heads.start, heads.stop) for heads in shares]
+    def __init__(self, layer: LinearLayer, rows: LaneRows) -> None:
+        self._links, self._lanes, self._num_runs = rows.links, rows.lanes, len(rows.runs.lengths)
+        self._heads = [slice(None)]
+        if rows.lanes is not None:
+            shares = [Share.of_lane(layer.sizes, lane, rows.lanes.number).heads for lane in range(rows.lanes.number)]
+            self._heads = [slice(heads.start, heads.stop) for heads in shares]
         self._transitions: Tensor | None = None
 
     def states(self, transitions: Tensor, own: Tensor) -> Tensor:
-        """Return the state before each of this lane's chunks, [runs, heads, key, value].
+        """Return the state before each of this lane's runs, [runs, heads, key, value].
 
         Args:
-            transitions, own: A [runs, heads, ...] and b [runs, heads, key, value] of this lane's chunks.
+            transitions, own: A [linked, heads, ...] and b [linked, heads, key, value] of its linked runs.
         """
-        self._transitions, own = (in_sample_order(of_lanes) for of_lanes in self._scattered(transitions, own))
-        behind = composed(self._transitions, own)
-        return self._gathered(torch.cat((torch.zeros_like(own[:1]), behind[:-1])))
+        self._transitions, added = self._scattered(transitions, own)
+        behind = composed(self._transitions, added, self._links)
+        before = torch.zeros_like(behind)
+        before.index_copy_(0, self._links.following, behind.index_select(0, self._links.previous))
+        return self._gathered(before)
 
     def gradients(self, grad: Tensor) -> Tensor:
-        """Return the gradient of the state behind each chunk; `grad`: what each chunk's tokens say of that before."""
+        """Return the gradient of the state behind each run; `grad`: what each run's tokens say of that before."""
         assert self._transitions is not None, "forward comes first"
-        (of_lanes,) = self._scattered(grad)
-        own, back = in_sample_order(of_lanes), transposed(self._transitions)
-        before = composed(back.flip(0), own.flip(0)).flip(0)
-        return self._gathered(torch.cat((before[1:], torch.zeros_like(own[:1]))))
+        (said,) = self._scattered(grad.index_select(0, self._links.own))
+        before = composed_back(self._transitions, said, self._links)
+        behind = torch.zeros_like(before)
+        behind.index_add_(0, self._links.previous, before.index_select(0, self._links.following))
+        return self._gathered(behind)
 
     def _scattered(self, *tensors: Tensor) -> list[Tensor]:
-        """Return [lane, runs, heads, ...] of the chunks of all lanes, of this lane's share of the heads."""
+        """Return [linked runs of all lanes, share of the heads, ...] of [linked runs of this lane, heads, ...]."""
+        if self._lanes is None:
+            return [tensor.index_select(0, self._links.in_order) for tensor in tensors]
         messages = [[tensor[:, heads] for tensor in tensors] for heads in self._heads]
-        expected = [Expected(one.shape, one.dtype) for one in messages[self._params.cp_group.rank()]]
-        received = exchanged(messages, [expected] * self._num_lanes, self._params)
-        return [torch.stack(parts) for parts in zip(*received, strict=True)]
+        of_own = messages[self._lanes.own]
+        expected = [[Expected((count, *one.shape[1:]), one.dtype) for one in of_own] for count in self._links.counts]
+        received = exchanged(messages, expected, self._lanes)
+        return [torch.cat(parts).index_select(0, self._links.in_order) for parts in zip(*received, strict=True)]
 
-    def _gathered(self, of_chunks: Tensor) -> Tensor:
-        """Return those of this lane's chunks, of all heads; `of_chunks`: [chunk, samples, heads, ...] of its share."""
-        of_lanes = in_lane_order(of_chunks)
-        _, num_runs, _, *sizes = of_lanes.shape
-        expected = [[Expected((num_runs, heads.stop - heads.start, *sizes), of_chunks.dtype)] for heads in self._heads]
-        returned = exchanged([[part] for part in of_lanes], expected, self._params)
-        return torch.cat([part for (part,) in returned], dim=1)
+    def _gathered(self, of_links: Tensor) -> Tensor:
+        """Return [runs of this lane, heads, ...] of [linked runs of all lanes, share of the heads, ...]."""
+        by_lane = of_links.index_select(0, self._links.by_lane)
+        if self._lanes is not None:
+            messages = [[part] for part in by_lane.split(self._links.counts)]
+            number, sizes = len(self._links.own), of_links.shape[2:]
+            expected = [[Expected((number, heads.stop - heads.start, *sizes), of_links.dtype)] for heads in self._heads]
+            by_lane = torch.cat([part for (part,) in exchanged(messages, expected, self._lanes)], dim=1)
+        if len(by_lane) == self._num_runs:
+            return by_lane
+        return by_lane.new_zeros((self._num_runs, *by_lane.shape[1:])).index_copy_(0, self._links.own, by_lane)
 
 
-def composed(transitions: Tensor, own: Tensor) -> Tensor:
-    """Return the state behind each chunk of a chain that begins with zeros.
+def composed(transitions: Tensor, own: Tensor, links: Links) -> Tensor:
+    """Return the state behind each linked run; those that go on from none begin with zeros.
 
-    Pairs of neighbours, then pairs of pairs: a launch for each step would wait for the one before, and steps are as
-    many as the logarithm of the chunks.
+    Runs and those right before them, then pairs and those before them: a launch for each step would wait for the one
+    before, and steps are as many as the logarithm of the longest way.
 
     Args:
-        transitions, own: A and b of each chunk, [chunk, samples, heads, ...].
+        transitions, own: A and b of each, [linked, heads, ...].
     """
-    reach = 1
-    while reach < len(own):
-        later = transitions[reach:]
-        own = torch.cat((own[:reach], applied(later, own[:-reach]) + own[reach:]))
-        transitions = torch.cat((transitions[:reach], followed(later, transitions[:-reach])))
-        reach *= 2
+    for later, earlier in links.jumps:
+        own = own.index_add(0, later, applied(transitions.index_select(0, later), own.index_select(0, earlier)))
+        transitions = _longer(transitions, later, earlier)
     return own
 
 
-def in_sample_order(of_lanes: Tensor) -> Tensor:
-    """Return [chunk, samples, ...] of [lane, runs, ...]: lane r has of each sample chunks r and 2 * cp - 1 - r."""
-    first, second = of_lanes.unflatten(1, (-1, 2)).unbind(2)
-    return torch.cat((first, second.flip(0)))
+def composed_back(transitions: Tensor, grad: Tensor, links: Links) -> Tensor:
+    """Return the gradient of the state before each linked run: what it says, and what those say that go on from it."""
+    previous = torch.zeros(len(grad), dtype=torch.int64, device=grad.device)
+    previous.index_copy_(0, links.following, links.previous)
+    for later, earlier in links.jumps:
+        way = transitions.index_select(0, previous.index_select(0, later))
+        grad = grad.index_add(0, earlier, applied(transposed(way), grad.index_select(0, later)))
+        transitions = _longer(transitions, later, earlier)
+    return grad
 
 
-def in_lane_order(of_chunks: Tensor) -> Tensor:
-    """Return [lane, runs, ...] of [chunk, samples, ...]: undoes `in_sample_order`."""
-    first, second = of_chunks.chunk(2)
-    return torch.stack((first, second.flip(0)), dim=2).flatten(1, 2)
+def _longer(transitions: Tensor, later: Tensor, earlier: Tensor) -> Tensor:
+    """Return the transitions of twice as many runs where there are as many before them."""
+    both = followed(transitions.index_select(0, later), transitions.index_select(0, earlier))
+    return transitions.index_copy(0, later, both)
 
 
 def summaries(kernel: LinearKernel, steps: Steps, runs: Runs) -> tuple[Tensor, Tensor]:
@@ -154,23 +178,36 @@ def _sums(decay_TH: Tensor, runs: Runs) -> Tensor:
     return total.index_select(0, runs.cu_seqlens).diff(dim=0).to(decay_TH.dtype)
 
 
-class _ScanChunks(torch.autograd.Function):
-    """Scans from the states before chunks; backward exchanges gradients of states where forward exchanged states."""
+def _linked_summaries(kernel: LinearKernel, steps: Steps, rows: LaneRows) -> tuple[Tensor, Tensor]:
+    """Return the summaries of those runs of a lane that are linked."""
+    if rows.linked_rows is None:
+        return summaries(kernel, steps, rows.runs)
+    if not rows.linked_runs.lengths:
+        _, num_heads, value_size = steps.v_THV.shape
+        key_size = steps.k_THK.shape[2]
+        sizes = (0, num_heads) if steps.beta_TH is None else (0, num_heads, key_size, key_size)
+        return steps.decay_TH.new_zeros(sizes), steps.decay_TH.new_zeros((0, num_heads, key_size, value_size))
+    linked = steps.with_tensors([tensor.index_select(0, rows.linked_rows) for tensor in steps.tensors])
+    return summaries(kernel, linked, rows.linked_runs)
+
+
+class _ScanLinkedRuns(torch.autograd.Function):
+    """Scans from the states before runs; backward exchanges gradients of states where forward exchanged states."""
 
     @staticmethod
     def forward(
         ctx: Any,
         kernel: LinearKernel,
-        runs: Runs,
+        rows: LaneRows,
         chain: StateChain,
         steps: Steps,
         is_recorded: bool,
         *tensors: Tensor,
     ) -> Tensor:
         steps = steps.with_tensors([tensor.detach().requires_grad_(is_recorded) for tensor in tensors])
-        state = chain.states(*summaries(kernel, steps, runs)).requires_grad_(is_recorded)
+        state = chain.states(*_linked_summaries(kernel, steps, rows)).requires_grad_(is_recorded)
         with torch.set_grad_enabled(is_recorded):
-            found, last = kernel.scan(steps, runs, state)
+            found, last = kernel.scan(steps, rows.runs, state)
         assert found is not None
         ctx.chain, ctx.scanned = chain, (steps.tensors, state, found, last)
         return found.detach()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import LinearAttention, StateExchange
+from dynamic_cp.types.branches import sees_prefixes
 from megatron.dynamic_cp.attention.linear.heads import by_heads
 from megatron.dynamic_cp.attention.linear.kernels.choice import choose_linear_kernel
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share
@@ -90,17 +91,19 @@ def _layer(x_TC: Tensor, conv_weight: Tensor, sizes: LinearAttention, **more: Te
 
 
 def _in_its_way(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: DynamicPackedSeqParams) -> Tensor:
-    """Return what tokens find, by heads or by states; one lane needs neither."""
-    if params.placed is not None:
+    """Return what tokens find, by heads or by states; one lane exchanges nothing."""
+    if params.placed is not None and params.placed.state_runs is None:
         raise UnsupportedFeatureError(
-            f"the plan places attention at {params.label}, and layers of linear attention need chunks of equal length "
-            "on all lanes: plan without --cp-comm-type blocks"
+            f"the plan places attention at {params.label} for a model without linear attention: plan with the layers "
+            "of this model"
         )
-    if params.masked_samples is not None:
-        raise UnsupportedFeatureError(
-            f"samples bring masks of their own at {params.label}, and a state of linear attention has seen all tokens "
-            "before it: give samples no masks"
-        )
+    samples = params.masked_samples or (() if params.placed is None else params.placed.samples)
+    for sample in samples:
+        if not sees_prefixes(sample.mask):
+            raise UnsupportedFeatureError(
+                f"{sample.mask_in_words} at {params.label}, and a state of linear attention has seen all tokens before "
+                "it: give samples no masks but those of responses and trees"
+            )
     gates = [gate.to(state_dtype(gate.dtype)) for gate in gates]
-    way = by_heads if params.cp_group.size() == 1 else WAYS[params.state_exchange]
+    way = by_states if params.cp_group.size() == 1 else WAYS[params.state_exchange]
     return way(layer, x_TC, gates, params)

@@ -1,0 +1,217 @@
+"""Runs of linear attention: stretches of a lane's tokens, and behind which other one each begins.
+
+A state passes from token to token, so through a run in one go. A run ends where the next token of its sample lies on
+another lane or not right behind, and where branches of a sample part: each of them begins with the state behind the
+same prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dynamic_cp.arrays import Bools, Ints
+from dynamic_cp.plans.padding import placed_tokens
+from dynamic_cp.types import Bucket
+from dynamic_cp.types.branches import Branches
+from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
+from dynamic_cp.types.masks import Mask
+from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP
+
+
+class Before(NamedTuple):
+    """Tokens right before runs, int64 [token]: those of a run together, the farthest first.
+
+    Attributes:
+        run: that they are before.
+        source: run that has the token.
+        row: which of the rows of that run's lane it is.
+    """
+
+    run: Ints
+    source: Ints
+    row: Ints
+
+
+class StateRuns(NamedTuple):
+    """The runs of all lanes of a bucket, which all lanes know; every row is in one, padding too.
+
+    In the order of samples and their tokens, so that a run comes behind the one that it goes on from. int64 [run].
+
+    Attributes:
+        lane: that holds it.
+        row: its first one among the rows of the lane.
+        length: its rows, at least 1.
+        previous: run behind which it begins; -1: it begins with zeros.
+    """
+
+    lane: Ints
+    row: Ints
+    length: Ints
+    previous: Ints
+
+    @classmethod
+    def of_chunks(
+        cls, padded_seqlens: Sequence[int], cp_size: int, masks: Sequence[Mask | None] | None = None
+    ) -> StateRuns:
+        """Return those of samples that lie zigzag on the lanes: lane r has chunks r and 2 * cp_size - 1 - r of each.
+
+        Args:
+            padded_seqlens: of the samples; padding goes on behind a sample, and cannot reach its tokens.
+            masks: of the samples; what is not in branches is one. None: nothing is.
+        """
+        num_chunks = CHUNKS_PER_LANE * cp_size if cp_size > 1 else 1
+        size = np.asarray(padded_seqlens, np.int64)[:, None] // num_chunks
+        chunk = np.arange(num_chunks)
+        start = chunk * size
+        is_second = chunk >= cp_size
+        first_row = np.cumsum(size * num_chunks // cp_size)[:, None] - size * num_chunks // cp_size
+        columns = (
+            np.broadcast_to(np.arange(len(size))[:, None], start.shape),
+            start,
+            start + size,
+            np.broadcast_to(np.where(is_second, num_chunks - 1 - chunk, chunk), start.shape),
+            first_row + is_second * size,
+        )
+        pieces = np.stack([column.ravel() for column in columns], axis=1)
+        return cls._of_pieces(pieces, dict(enumerate(masks or ())))
+
+    @classmethod
+    def of_placement(cls, bucket: Bucket, rank_token_multiple: int = 1) -> StateRuns:
+        """Return those of a placed bucket; lanes of an inner group hold equal parts of its tokens, one after the other.
+
+        Args:
+            rank_token_multiple: what the tokens of a lane are padded to (`Topology.rank_token_multiple`).
+        """
+        assert bucket.placement is not None
+        homes, inner = bucket.placement.homes.astype(np.int64), bucket.inner_cp_size
+        on_lane = np.array(placed_tokens(bucket, rank_token_multiple))
+        place = np.zeros(len(homes), np.int64)
+        for group in range(bucket.num_inner_groups):
+            of_group = np.flatnonzero(homes[:, HOLDER] == group)
+            tokens = homes[of_group, STOP] - homes[of_group, START]
+            place[of_group] = np.cumsum(tokens) - tokens
+        pieces = []
+        for (sample, start, stop, group), first in zip(homes.tolist(), place.tolist(), strict=True):
+            share = int(on_lane[group * inner])
+            at = start
+            while at < stop:
+                member, row = divmod(first + at - start, share)
+                end = min(stop, at + share - row)
+                pieces.append((sample, at, end, group * inner + member, row))
+                at = end
+        masks = {number: sample.mask for number, sample in enumerate(bucket.samples)}
+        found = cls._of_pieces(np.array(pieces, np.int64).reshape(-1, 5), masks)._merged()
+        return found._with_padding(on_lane)
+
+    @classmethod
+    def _of_pieces(cls, pieces: Ints, masks: dict[int, Mask | None]) -> StateRuns:
+        """Return runs of pieces [piece, (sample, first token, the one after the last, lane, row)], ordered by tokens.
+
+        Args:
+            masks: sample -> its mask, where it brings one.
+        """
+        previous = np.where(pieces[:, START] > 0, np.arange(len(pieces)) - 1, -1)
+        for sample in np.unique(pieces[:, SAMPLE]).tolist() if masks else ():
+            mask = masks.get(sample)
+            if isinstance(mask, Branches):
+                pieces, previous = _branched(pieces, previous, sample, mask)
+        _, start, stop, lane, row = pieces.T
+        return cls(lane, row, stop - start, previous)
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of the bucket: each has a row at least."""
+        return int(self.lane.max()) + 1
+
+    @property
+    def is_linked(self) -> Bools:
+        """[run] whether it goes on from another one, or another one from it."""
+        linked = self.previous >= 0
+        linked[self.previous[linked]] = True
+        return linked
+
+    def of_lane(self, lane: int) -> Ints:
+        """Return the runs of a lane, in the order of its rows."""
+        runs = np.flatnonzero(self.lane == lane)
+        return runs[np.argsort(self.row[runs])]
+
+    def before(self, num_tokens: int) -> Before:
+        """Return the `num_tokens` tokens before each run, fewer where its sample begins."""
+        run, back = (part.ravel() for part in np.indices((len(self.lane), num_tokens)))
+        back = num_tokens - back
+        source = self.previous[run]
+        while (short := (source >= 0) & (back > self.length[source])).any():
+            back = np.where(short, back - self.length[source], back)
+            source = np.where(short, self.previous[source], source)
+        there = source >= 0
+        run, back, source = run[there], back[there], source[there]
+        return Before(run, source, self.row[source] + self.length[source] - back)
+
+    def rows_in_order(self) -> Ints:
+        """Return the rows of all lanes, counted lane after lane, in the order of runs."""
+        on_lane = np.bincount(self.lane, self.length).astype(np.int64)
+        first = (np.cumsum(on_lane) - on_lane)[self.lane] + self.row
+        in_order = np.cumsum(self.length) - self.length
+        return np.repeat(first - in_order, self.length) + np.arange(self.length.sum())
+
+    def on_one_lane(self) -> StateRuns:
+        """Return what is left of the runs on a lane that has the rows of all, in the order of runs."""
+        row = np.cumsum(self.length) - self.length
+        return self._replace(lane=np.zeros_like(self.lane), row=row)._merged()
+
+    def _merged(self) -> StateRuns:
+        """Return the same with runs joined that lie one behind the other on a lane, and where no branch begins."""
+        before = np.arange(len(self.lane)) - 1
+        num_following = np.bincount(self.previous[self.previous >= 0], minlength=len(self.lane))
+        goes_on = (self.previous == before) & (before >= 0) & (num_following[before] == 1)
+        goes_on &= (self.lane == self.lane[before]) & (self.row == self.row[before] + self.length[before])
+        first = np.flatnonzero(~goes_on)
+        number = np.cumsum(~goes_on) - 1
+        previous = self.previous[first]
+        return StateRuns(
+            self.lane[first],
+            self.row[first],
+            np.add.reduceat(self.length, first),
+            np.where(previous >= 0, number[previous], -1),
+        )
+
+    def _with_padding(self, on_lane: Ints) -> StateRuns:
+        """Return the same with a run of padding at the end of lanes that hold fewer tokens than these."""
+        held = np.bincount(self.lane, self.length, len(on_lane)).astype(np.int64)
+        padded = np.flatnonzero(held < on_lane)
+        more = padded, held[padded], (on_lane - held)[padded], np.full(len(padded), -1)
+        return StateRuns(*(np.concatenate(both) for both in zip(self, more, strict=True)))
+
+    def as_json(self) -> list[list[int]]:
+        """Return them as what JSON holds; `StateRuns.read` takes it."""
+        return [column.tolist() for column in self]
+
+    @classmethod
+    def read(cls, data: Any) -> StateRuns:
+        """Return what `as_json` wrote."""
+        return cls(*(np.array(column, np.int64) for column in data))
+
+
+def _branched(pieces: Ints, previous: Ints, sample: int, mask: Branches) -> tuple[Ints, Ints]:
+    """Return pieces and what each goes on from, once those of a sample are cut where its branches begin and end."""
+    segments = mask.segments()
+    stops = np.array([segment.stop for segment in segments])
+    first, end = np.searchsorted(pieces[:, SAMPLE], (sample, sample + 1)).tolist()
+    cut = []
+    for _, start, stop, lane, row in pieces[first:end].tolist():
+        bounds = [start, *stops[(stops > start) & (stops < stop)].tolist(), stop]
+        cut += [(sample, a, b, lane, row + a - start) for a, b in pairwise(bounds)]
+    own = np.array(cut, np.int64)
+    before = np.where(own[:, START] > 0, first + np.arange(len(own)) - 1, -1)
+    for segment in segments:
+        begin = np.searchsorted(own[:, START], segment.start)
+        behind = np.searchsorted(own[:, STOP], segments[segment.parent].stop) if segment.parent >= 0 else -1
+        before[begin] = first + behind if behind >= 0 else -1
+    before[own[:, START] >= stops[-1]] = -1  # padding
+    more = len(own) - (end - first)
+    later = np.where(previous[end:] >= end, previous[end:] + more, previous[end:])
+    return np.concatenate([pieces[:first], own, pieces[end:]]), np.concatenate([previous[:first], before, later])
