@@ -404,7 +404,7 @@ def reference_name(chunk: Any, name: str) -> str:
         )
         name = f"{before}{first + int(local)}{after}"
     # TransformerEngine's linear layers have the norm before them inside.
-    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    name = re.sub(r"self_attention\.(linear_qkv|in_proj)\.layer_norm_", "input_layernorm.", name)
     return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
@@ -692,15 +692,20 @@ def assert_equal_to_reference(comparisons: list[Comparison], layout: Layout, exp
 
 
 def assert_bytes_as_planned(comparisons: list[Comparison], layout: Layout, plan: Plan) -> None:
-    """What each rank counted while it sent is what the planner prices; ranks count TP fastest, then lanes."""
+    """What each rank counted while it sent is what the planner prices; ranks count TP fastest, then lanes.
+
+    Of hybrids all ranks together: what lanes send for linear attention is planned in their mean.
+    """
+    if layout.model.linear_attention is not None:
+        _assert_all_bytes_as_planned(comparisons, layout, plan)
+        return
     places = [divmod(rank // layout.tp, layout.lanes) for rank in range(len(comparisons))]
     planned = [planned_bytes(plan, layout, lane, stage) for stage, lane in places]
     assert max(planned) > 0
     assert [c.bytes_sent for c in comparisons] == planned
 
 
-def assert_all_bytes_as_planned(comparisons: list[Comparison], layout: Layout, plan: Plan) -> None:
-    """So do all ranks together: what lanes send for linear attention is planned in their mean."""
+def _assert_all_bytes_as_planned(comparisons: list[Comparison], layout: Layout, plan: Plan) -> None:
     options = PlanOptions(
         max_tokens_per_rank=plan.max_tokens_per_rank,
         bytes_per_element=4,
@@ -722,9 +727,7 @@ def assert_all_equal_to_reference(cases: Mapping[str, Case], *, bytes_too: bool 
         try:
             assert_equal_to_reference(comparisons, case.layout, case.expected)
             if bytes_too:
-                is_hybrid = case.layout.model.linear_attention is not None
-                compared = assert_all_bytes_as_planned if is_hybrid else assert_bytes_as_planned
-                compared(comparisons, case.layout, case.plan)
+                assert_bytes_as_planned(comparisons, case.layout, case.plan)
         except AssertionError as error:
             wrong.append(f"{name}: {error}")
     assert not wrong, "\n".join(wrong)

@@ -267,6 +267,10 @@ _DELTA = {
 }
 DELTA = ModelVariant("delta", config={**LLAMA.config, **_DELTA})
 DELTA_MOE = ModelVariant("delta_moe", config={**MOE_TOP_1.config, **_DELTA})
+# Whose matrices have rows in whole 16s and 32s, which FP8 needs.
+DELTA_16_HEADS = ModelVariant(
+    "delta_16_heads", config={**DELTA.config, "linear_num_value_heads": 16, "linear_value_head_dim": 8}
+)
 # A module has full attention, as the last layer.
 DELTA_MTP = ModelVariant("delta_mtp", config={**DELTA_MOE.config, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3})
 DELTA_HALVES = ModelVariant(
@@ -287,7 +291,7 @@ _MAMBA = {
 }
 MAMBA = ModelVariant("mamba", position_embedding="none", pattern="M*-M", config=_MAMBA)
 MAMBA_MOE = ModelVariant("mamba_moe", position_embedding="none", pattern="ME*M", config={**_EXPERTS, **_MAMBA})
-HYBRIDS = (DELTA, DELTA_MOE, DELTA_MTP, DELTA_HALVES, MAMBA, MAMBA_MOE)
+HYBRIDS = (DELTA, DELTA_16_HEADS, DELTA_MOE, DELTA_MTP, DELTA_HALVES, MAMBA, MAMBA_MOE)
 OF_REPORTS = (GATHERED, MTP_GATHERED, MOE_BIASED)
 # Experts alone, whatever their routers' losses.
 MOE_PLAIN = ModelVariant("moe_plain", config={**MOE.config, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None})

@@ -18,6 +18,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn.functional import silu, softplus
 
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
@@ -48,6 +49,9 @@ class _GatedNorm(torch.nn.Module):
         groups = x.unflatten(-1, (-1, self.group_size))
         return (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)).flatten(-2) * self.weight
 
+    def sharded_state_dict(self, prefix: str, sharded_offsets: Any, metadata: Any) -> dict[str, Any]:
+        return make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets)
+
 
 class _NoTracker:
     def fork(self) -> Any:
@@ -75,14 +79,21 @@ def _scan(zxbcdt: Any, weight: Any, bias: Any, dt_bias: Any, rates: Any, D: Any,
     return (torch.stack(found).flatten(1) * silu(z.double())).float()[None]
 
 
-def stock_layer(kind: str, config: Any) -> torch.nn.Module:
-    """Return megatron-core's module on a CPU."""
+def import_without_triton(name: str) -> Any:
+    """Return a module of megatron-core that imports Triton's programs of inference."""
+    operations = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
+    sys.modules.setdefault(operations, mock.MagicMock())
+    return importlib.import_module(name)
+
+
+def stock_layer(kind: str, config: Any, parts: Any = None) -> torch.nn.Module:
+    """Return megatron-core's module on a CPU, with local parts or those of its spec for TransformerEngine."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     if kind == "delta":
         module = importlib.import_module("megatron.core.ssm.gated_delta_net")
         common = getattr(module, "common", module)  # a package since 0.19
         common.HAVE_FLA, common.l2norm, common.get_cuda_rng_tracker = True, _l2norm, _NoTracker
-        parts = module.GatedDeltaNetSubmodules(ColumnParallelLinear, _Norm, RowParallelLinear)
+        parts = parts or module.GatedDeltaNetSubmodules(ColumnParallelLinear, _Norm, RowParallelLinear)
         layer = module.GatedDeltaNet(config, parts, layer_number=1, pg_collection=groups)
 
         def gated_norm(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # theirs is compiled
@@ -90,12 +101,10 @@ def stock_layer(kind: str, config: Any) -> torch.nn.Module:
 
         layer._apply_gated_norm = MethodType(gated_norm, layer)
         return layer
-    operations = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
-    sys.modules.setdefault(operations, mock.MagicMock())
-    module = importlib.import_module("megatron.core.ssm.mamba_mixer")
+    module = import_without_triton("megatron.core.ssm.mamba_mixer")
     module.HAVE_MAMBA_SSM, module.get_cuda_rng_tracker = True, _NoTracker
     module.ExtendedRMSNorm, module.mamba_split_conv1d_scan_combined = _GatedNorm, _scan
-    parts = module.MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
+    parts = parts or module.MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
     return module.MambaMixer(config, parts, config.hidden_size, layer_number=1, pg_collection=groups)
 
 

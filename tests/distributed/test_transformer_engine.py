@@ -6,16 +6,23 @@ alone is in `test_transformer_engine_attention.py`.
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import build_module
 
 from dynamic_cp.types import CP_COMM_TYPES, Plan, Sample
 from megatron.dynamic_cp.attention.te.support import missing_exchanges
+from megatron.dynamic_cp.flags.linear_attention import parts_of_layers
+from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from tests.distributed import fake_apex, reference
-from tests.distributed.harness import RankError
+from tests.distributed.harness import RankError, initialize_model_parallel
 from tests.distributed.parity import (
     BATCHES,
     Comparison,
@@ -29,6 +36,7 @@ from tests.distributed.parity import (
 from tests.distributed.real_transformer_engine import quantization
 from tests.distributed.real_transformer_engine.engine import run_ranks_with
 from tests.distributed.real_transformer_engine.wheels import NEWEST, OLDEST, PINNED
+from tests.distributed.test_stock_linear_layers import config_of, import_without_triton, stock_layer
 from tests.distributed.test_transformer_engine_attention import UNSET, state_of
 
 ONE_PRODUCT: dict[str, Any] = {"moe_grouped_gemm": True}
@@ -137,10 +145,31 @@ CASES = {
         {"p2p"},
     ),
     "multi_token_prediction": (NEWEST, engine(2, "p2p", variant="mtp"), {"p2p"}, {"p2p"}),
+    "gated_delta_nets_selective_recompute": (
+        NEWEST,
+        engine(4, "mixed", variant="delta_moe", distributed_optimizer=True, config=SELECTIVE_RECOMPUTE),
+        ALL,
+        ALL | {"shared alone"},
+    ),
+    "gated_delta_nets_tp2_pp2_vpp2": (OLDEST, engine(1, "p2p", tp=2, pp=2, vpp=2, variant="delta"), set(), set()),
+    "gated_delta_nets_multi_token_prediction": (NEWEST, engine(2, "p2p", variant="delta_mtp"), {"p2p"}, {"p2p"}),
+    "mamba_tp2_sp": (PINNED, engine(2, "p2p", tp=2, sp=True, variant="mamba"), {"p2p"}, {"p2p"}),
+    "mamba_experts_full_recompute": (
+        NEWEST,
+        engine(2, "p2p", ep=2, variant="mamba_moe", config=ONE_PRODUCT | FULL_RECOMPUTE),
+        {"p2p"},
+        {"p2p"},
+    ),
 }
 
 
-@pytest.mark.by_day("two_levels_wrapped_full_recompute", "pp2_vpp2_distributed_optimizer", "experts_ep2")
+@pytest.mark.by_day(
+    "two_levels_wrapped_full_recompute",
+    "pp2_vpp2_distributed_optimizer",
+    "experts_ep2",
+    "gated_delta_nets_selective_recompute",
+    "mamba_tp2_sp",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_step_equals_single_process(name: str, reference_of) -> None:
     version, layout, exchanges, asked = CASES[name]
@@ -162,6 +191,44 @@ def test_step_equals_single_process(name: str, reference_of) -> None:
     assert all(state == UNSET for _, _, left in results for state in left), "a group was left set"
 
 
+Saved = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def saved_tensors(kind: str) -> tuple[Saved, Saved]:
+    """Return name -> (whole shape, offsets of this rank) of our layer of linear attention, and of megatron-core's."""
+    initialize_model_parallel(2)
+    config = config_of(kind, tensor_model_parallel_size=2)
+    if kind == "mamba":
+        spec = import_without_triton("megatron.core.models.mamba.mamba_layer_specs").mamba_stack_spec
+        parts = spec.submodules.mamba_layer.submodules.mixer.submodules
+    else:
+        specs = importlib.import_module("megatron.core.models.gpt.experimental_attention_variant_module_specs")
+        backend = importlib.import_module("megatron.core.extensions.transformer_engine_spec_provider").TESpecProvider()
+        parts = specs.get_gated_delta_net_module_spec(config, backend).submodules
+    linear = next(number for number, parts_of in enumerate(parts_of_layers(config)) if parts_of.mixer == "linear")
+    ours = gpt_block_spec(config, transformer_impl="transformer_engine").layer_specs[linear]
+    assert ours.submodules.input_layernorm is IdentityOp, "the norm is in the first matrix"
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    built = build_module(ours.submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
+    found: list[Saved] = []
+    for layer in (built, stock_layer(kind, config, parts)):
+        tensors = [
+            tensor
+            for whole in layer.sharded_state_dict(prefix="layer.").values()
+            for tensor in (whole.build() if isinstance(whole, ShardedTensorFactory) else [whole])
+        ]
+        found.append({one.key: (one.global_shape, one.global_offset) for one in tensors if "_extra" not in one.key})
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_linear_layers_are_saved_as_by_megatron_cores_spec(kind: str) -> None:
+    """Names, shapes and shares of two tensor-parallel ranks."""
+    for ours, theirs in run_ranks_with(PINNED, 2, saved_tensors, kind):
+        assert "layer.in_proj.layer_norm_weight" in ours
+        assert ours == theirs
+
+
 def in_fp8(recipe: str, form: str = "hybrid") -> dict[str, Any]:
     return {"fp8": form, "fp8_recipe": recipe}
 
@@ -174,6 +241,11 @@ IN_FP8 = {
         {"p2p"},
         "Float8CurrentScaling",
     ),
+    "gated_delta_nets_tp2_sp_tensorwise": (
+        engine(2, "p2p", tp=2, sp=True, variant="delta_16_heads", config=in_fp8("tensorwise") | FULL_RECOMPUTE),
+        {"p2p"},
+        "Float8CurrentScaling",
+    ),
     "tp2_sp_blockwise": (
         engine(2, "p2p", tp=2, sp=True, config=in_fp8("blockwise")),
         {"p2p"},
@@ -181,6 +253,11 @@ IN_FP8 = {
     ),
 }
 IN_FP8_EACH_NIGHT = {
+    "gated_delta_nets_mxfp8": (
+        engine(2, "p2p", variant="delta_16_heads", config=in_fp8("mxfp8")),
+        {"p2p"},
+        "MXFP8BlockScaling",
+    ),
     "pp2_vpp2_distributed_optimizer_blockwise": (
         engine(2, "p2p", pp=2, vpp=2, distributed_optimizer=True, config=in_fp8("blockwise")),
         {"p2p"},

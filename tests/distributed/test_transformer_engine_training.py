@@ -66,6 +66,17 @@ MODELS = {
         "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
         "--moe-grouped-gemm",
     ),
+    "gated_delta_nets_beside_experts": (
+        f"{EXPERTS} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+        "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 "
+        "--attention-output-gate",
+        "",
+    ),
+    "mamba": (
+        "--hybrid-override-pattern M*-M --mamba-num-heads 4 --mamba-head-dim 16 --mamba-state-dim 16 "
+        "--mamba-num-groups 2",
+        "",
+    ),
     "pp2": (f"--pipeline-model-parallel-size 2 {ONE_LANE}", ""),
     "tp2_sp": (f"--tensor-model-parallel-size 2 --sequence-parallel {ONE_LANE}", ""),
 }

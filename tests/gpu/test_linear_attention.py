@@ -12,6 +12,8 @@ import torch
 from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.check import TOLERANCE, check_linear_kernel
 from megatron.dynamic_cp.attention.linear.kernels import fla
+from megatron.dynamic_cp.attention.te.support import installed_version, why_not_installed
+from megatron.dynamic_cp.flags.fp8 import why_no_device
 from tests.gpu.judge import DEVICE
 from tests.gpu.test_training import MODEL, SPLIT, losses, trains, trains_on_ranks
 
@@ -38,14 +40,35 @@ def test_kernels_equal_products_of_matrices(sizes: LinearAttention, dtype: torch
     assert check_linear_kernel(fla.FLA, sizes, dtype, DEVICE) < TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def losses_of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    words = [*MODEL.split(), *SPLIT.split(), *HYBRID.split(), "--max-seqlen-per-dp-cp-rank", "4096"]
-    cache = str(tmp_path_factory.mktemp("cache"))
-    job = trains([sys.executable, "pretrain_gpt.py", *words, "--data-cache-path", cache], {}, 200)
+def losses_on_one_rank(cache: Path, *flags: str, layers: str) -> list[float]:
+    words = " ".join((MODEL, SPLIT, HYBRID, "--max-seqlen-per-dp-cp-rank 4096 --data-cache-path", str(cache), *flags))
+    job = trains([sys.executable, "pretrain_gpt.py", *words.split()], {}, 200)
     assert job.returncode == 0, job.stdout
+    assert f"layers: {layers}" in job.stdout, job.stdout
     assert "linear attention kernel fla" in job.stdout, job.stdout
     return losses(job.stdout)
+
+
+@pytest.fixture(scope="module")
+def losses_of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses_on_one_rank(tmp_path_factory.mktemp("cache"), layers="local")
+
+
+@pytest.mark.parametrize(
+    ("in_fp8", "close"), [("", 5e-3), ("--fp8-format hybrid --fp8-recipe tensorwise", 2e-2)], ids=["bf16", "fp8"]
+)
+def test_hybrids_with_layers_of_transformer_engine(
+    in_fp8: str, close: float, losses_of_one_rank: list[float], tmp_path: Path
+) -> None:
+    version, why_missing = installed_version()
+    obstacle = why_not_installed(torch.cuda.get_device_capability(DEVICE), version, why_missing)
+    obstacle = obstacle or (why_no_device("tensorwise", torch.cuda.get_device_capability(DEVICE)) if in_fp8 else None)
+    if obstacle is not None:
+        pytest.skip(obstacle)
+    engine = "--transformer-impl transformer_engine"
+    found = losses_on_one_rank(tmp_path, engine, in_fp8, layers="transformer_engine")
+    assert found == pytest.approx(losses_of_one_rank, rel=close), (found, losses_of_one_rank)
+    assert found != losses_of_one_rank, "local layers again"
 
 
 @pytest.mark.parametrize("way", ["heads", "states"])

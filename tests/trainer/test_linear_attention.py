@@ -86,7 +86,16 @@ def test_flags_of_a_megatron_lm_checkpoint_say_the_same() -> None:
         (f"{DELTA} --linear-attention-freq 2 --window-size 7,0", "with --window-size is not supported"),
         (f"{DELTA} --linear-attention-freq 2 --softmax-type learnable", "with --softmax-type is not supported"),
         (f"{DELTA} --linear-attention-freq 2 --cp-comm-type blocks", "--cp-comm-type blocks is not supported"),
-        (f"{DELTA} --linear-attention-freq 2 --bf16 --fp8-format hybrid", "--fp8-format"),
+        (
+            f"{DELTA} --linear-attention-freq 2 --bf16 --fp8-format hybrid --linear-num-key-heads 2 "
+            "--linear-num-value-heads 4",
+            "rows of the first matrix are 1544 on a .* rank, and --fp8-recipe delayed needs a multiple of 16",
+        ),
+        (
+            f"{PATTERN} M*-M --mamba-num-heads 16 --mamba-num-groups 2 --mamba-head-dim 5 --mamba-state-dim 4 "
+            "--bf16 --fp8-format hybrid --fp8-recipe mxfp8",
+            "columns of the last matrix are 80 on a .* rank, and --fp8-recipe mxfp8 needs a multiple of 32",
+        ),
         (
             f"{DELTA} --linear-attention-freq 2 --pipeline-model-parallel-size 2 --dynamic-cp --dynamic-cp-pool always",
             "servers compute attention",

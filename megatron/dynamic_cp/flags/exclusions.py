@@ -193,7 +193,6 @@ _BESIDE_LINEAR = (
     Exclusion("--softmax-type", _ALONE, off=("vanilla",)),
     Exclusion(LATENTS, _ALONE),
     Exclusion("--fp32-residual-connection", _ALONE),
-    Exclusion(FP8, "local layers compute it, which have no FP8", said=_fp8),
     Exclusion(
         "--cp-comm-type blocks", "lanes then hold any runs of rows, and states pass from chunk to chunk", said=_placed
     ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dynamic_cp.types import CpCommType, is_placed
-from megatron.dynamic_cp.flags import activation, fp8, latent_attention, layer_outputs, linear_attention
+from megatron.dynamic_cp.flags import activation, fp8, latent_attention, layer_outputs
 from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 
@@ -71,7 +71,6 @@ def _why_local(model: Any, planning: PlanningSettings) -> str | None:
     for is_on, why in (
         (not model.bf16, "TransformerEngine's attention over several lanes needs --bf16, this run trains in fp32"),
         (latent_attention.is_on(model), f"latent attention ({latent_attention.FLAG}) is {checked_locally}"),
-        (linear_attention.is_on(model), f"linear attention ({linear_attention.kind_of(model)}) is {checked_locally}"),
         (
             width % HEAD_DIM_MULTIPLE or width > LARGEST_HEAD_DIM,
             f"TransformerEngine's attention needs --kv-channels that are a multiple of {HEAD_DIM_MULTIPLE} up to "

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import STATE_EXCHANGE_USES, LinearAttention, layers_with_experts
 from dynamic_cp.types.linear_layers import LINEAR_SYMBOLS, check_symbols, layers_with_linear_attention
+from megatron.dynamic_cp.flags import fp8
 from megatron.dynamic_cp.flags.exclusions import PATTERN, VARIANT, refuse_pairs
 from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
@@ -225,8 +226,26 @@ def check_linear_attention(config: Any) -> None:
     attention = linear_attention_of(config)
     if attention is None:
         return
-    attention.of_rank(config.tensor_model_parallel_size)
+    of_rank = attention.of_rank(config.tensor_model_parallel_size)
     refuse_pairs(PATTERN if symbols else VARIANT, config, value=symbols or name)
+    _check_matrices_in_fp8(config, of_rank)
+
+
+def _check_matrices_in_fp8(config: Any, of_rank: LinearAttention) -> None:
+    """Refuse matrices of a tensor-parallel rank whose rows or columns FP8 does not multiply.
+
+    megatron-core asks it of the whole first matrix, TransformerEngine of what a rank has.
+    """
+    multiple = fp8.ALIGNMENTS.get(fp8.recipe_of(config) or "", 1)
+    rows = of_rank.convolved_channels + of_rank.value_channels + of_rank.gate_channels
+    for size, what in ((rows, "rows of the first matrix"), (of_rank.value_channels, "columns of the last matrix")):
+        if size % multiple:
+            raise UnsupportedFeatureError(
+                f"{fp8.FLAG} with {of_rank.kind}: the {what} are {size} on a tensor-parallel rank, and "
+                f"{fp8.RECIPE_FLAG} {fp8.recipe_of(config)} needs a multiple of {multiple}: change "
+                f"--tensor-model-parallel-size, or leave {fp8.FLAG} out",
+                flag=fp8.FLAG,
+            )
 
 
 def check_state_exchange(config: Any, way: str) -> None:

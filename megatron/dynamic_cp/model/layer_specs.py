@@ -20,6 +20,7 @@ from megatron.dynamic_cp.flags.linear_attention import PLAIN, Parts, parts_of_la
 from megatron.dynamic_cp.model.experts import LayerWithExperts, use_our_parts
 from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
 from megatron.dynamic_cp.model.latent_attention import DynamicCPLatentAttention
+from megatron.dynamic_cp.model.linear_attention import Projections
 from megatron.dynamic_cp.model.mamba import DynamicCPMamba
 from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm
 from megatron.dynamic_cp.model.residual import add_to_residual
@@ -52,12 +53,6 @@ def layer_spec(
             f"{fp8.FLAG} {config.fp8} with local layers is not supported: only TransformerEngine's compute in FP8; "
             "leave it out",
             flag=fp8.FLAG,
-        )
-    if transformer_impl != "local" and linear_attention.is_on(config):
-        raise UnsupportedFeatureError(
-            f"linear attention ({linear_attention.kind_of(config)}) with layers of TransformerEngine is not supported: "
-            "use --transformer-impl local",
-            flag="--transformer-impl",
         )
     make = _local_layer if transformer_impl == "local" else _transformer_engine_layer
     layer, norm = make(config, config.num_moe_experts if parts.mlp == "experts" else None)
@@ -125,10 +120,16 @@ def _route_by_sample(layer: ModuleSpec, num_experts: int | None) -> None:
 
 
 def _attend_linearly(layer: ModuleSpec, config: TransformerConfig) -> None:
-    """Have a layer built with linear attention, whose tensors megatron-core names as its own layers fuse the norm."""
+    """Have a layer built with linear attention, whose matrices are of the same classes as those of its attention, and
+    whose tensors megatron-core names as its own layers fuse the norm: TransformerEngine's.
+    """
     is_mamba = linear_attention.kind_of(config) == linear_attention.MAMBA
     place = "mixer." if is_mamba else "self_attention."
-    layer.submodules.self_attention = ModuleSpec(module=DynamicCPMamba if is_mamba else DynamicCPGatedDelta)
+    attention = layer.submodules.self_attention.submodules
+    layer.submodules.self_attention = ModuleSpec(
+        module=DynamicCPMamba if is_mamba else DynamicCPGatedDelta,
+        submodules=Projections(attention.linear_qkv, attention.linear_proj),
+    )
     layer.submodules.sharded_state_dict_keys_map = {
         **layer.submodules.sharded_state_dict_keys_map,
         "input_layernorm.": f"{place}in_proj.layer_norm_",

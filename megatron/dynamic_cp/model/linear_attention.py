@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from megatron.core import tensor_parallel
@@ -35,6 +35,16 @@ DECAY_RANGE = 1.0, 16.0
 """Of which decay rates are drawn, as in megatron-core."""
 
 
+class Projections(NamedTuple):
+    """Classes of a layer's matrices: megatron-core's, or TransformerEngine's, whose first one has the norm inside."""
+
+    in_proj: type = ColumnParallelLinear
+    out_proj: type = RowParallelLinear
+
+
+LOCAL = Projections()
+
+
 class LinearAttentionLayer(MegatronModule):
     """In a transformer layer in the place of self-attention; a kind says which sections its projection has.
 
@@ -47,7 +57,14 @@ class LinearAttentionLayer(MegatronModule):
     CONVOLVED: ClassVar[tuple[str, ...]]
     HAS_BIAS: ClassVar[bool]
 
-    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: Any, **_unused: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        pg_collection: Any,
+        submodules: Projections = LOCAL,
+        **_unused: Any,
+    ) -> None:
         check_groups(pg_collection)
         super().__init__(config)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
@@ -61,7 +78,7 @@ class LinearAttentionLayer(MegatronModule):
         others = [(name, rows) for name, rows in self.rows.items() if name not in self.channels]
         first = list(self.rows).index(self.CONVOLVED[0])
         self._parts = dict([*others[:first], (TOGETHER, sum(self.channels.values())), *others[first:]])
-        self.in_proj = ColumnParallelLinear(
+        self.in_proj = submodules.in_proj(
             config.hidden_size,
             sum(self.rows.values()) * self.tp_size,
             config=config,
@@ -69,12 +86,13 @@ class LinearAttentionLayer(MegatronModule):
             gather_output=False,
             bias=False,
             skip_bias_add=False,
+            is_expert=False,
             tp_comm_buffer_name="fc1",
             tp_group=self.tp_group,
         )
         self.conv1d = self._convolution()
         self.A_log = self._of_heads(lambda heads: torch.empty(heads).uniform_(*DECAY_RANGE).log())
-        self.out_proj = RowParallelLinear(
+        self.out_proj = submodules.out_proj(
             self.sizes.value_channels * self.tp_size,
             config.hidden_size,
             config=config,

@@ -65,14 +65,12 @@ def record_files(folder: Path, written: Mapping[str, FileRecord]) -> dict[str, F
         if records[name]["bytes"] != num_bytes:
             raise CheckpointError(
                 f"{path} has {num_bytes} bytes right after {records[name]['bytes']} were written: is the disk full or "
-                "failing? Choose another --save",
-                path=str(path),
+                "failing? Choose another --save"
             )
     if missing := sorted(set(written) - set(records)):
         raise CheckpointError(
             f"{folder / missing[0]} was written and is not there: do all ranks see the same folder? --save must be on "
-            "storage that all nodes share",
-            path=str(folder / missing[0]),
+            "storage that all nodes share"
         )
     return records
 
@@ -131,14 +129,11 @@ def verify_files(folder: Path, manifest: Manifest, *, share: int = 0, num_shares
     records = {folder / name: manifest.files[name] for name in largest_first[share::num_shares]}
     for path, record in records.items():
         if not path.is_file():
-            raise CheckpointError(f"checkpoint file {path} is missing: {REMEDY}", path=str(path))
+            raise CheckpointError(f"checkpoint file {path} is missing: {REMEDY}")
         num_bytes = path.stat().st_size
         if num_bytes != record["bytes"]:
             raise CheckpointError(
-                f"checkpoint file {path} has {num_bytes} bytes, {record['bytes']} were written: {REMEDY}",
-                path=str(path),
-                num_bytes=num_bytes,
-                expected_bytes=record["bytes"],
+                f"checkpoint file {path} has {num_bytes} bytes, {record['bytes']} were written: {REMEDY}"
             )
     try:
         if manifest.schema_version == 1:
@@ -168,4 +163,4 @@ def _verify_old(records: Mapping[Path, FileRecord]) -> int:
 
 
 def _damaged(path: Path) -> CheckpointError:
-    return CheckpointError(f"checkpoint file {path} has another content than was written: {REMEDY}", path=str(path))
+    return CheckpointError(f"checkpoint file {path} has another content than was written: {REMEDY}")

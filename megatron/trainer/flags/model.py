@@ -102,8 +102,7 @@ class ModelSettings:
         choices=ROPE_TYPES,
     )
     experimental_attention_variant: str | None = flag(
-        "gated_delta_net (or gdn): linear attention in the place of attention in most layers, as Qwen3-Next (local "
-        "layers only)",
+        "gated_delta_net (or gdn): linear attention in the place of attention in most layers, as Qwen3-Next",
         parse=variant,
         metavar="NAME",
     )
@@ -120,7 +119,7 @@ class ModelSettings:
     linear_num_value_heads: int = flag("heads of its values; default: 32", within=POSITIVE)
     hybrid_override_pattern: str | None = flag(
         "a symbol for each of --num-layers, which is a half of a layer: M Mamba-2, G gated delta net, * attention, - "
-        "MLP, E experts, as Nemotron-H (local layers only)",
+        "MLP, E experts, as Nemotron-H",
         name="--hybrid-override-pattern --hybrid-layer-pattern",
         metavar="SYMBOLS",
     )
