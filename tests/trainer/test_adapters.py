@@ -17,10 +17,9 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.reduction import Reduction
 from dynamic_cp.types import Adapters, DataParallel, PlanOptions, Problem, Topology
 from dynamic_cp.types.adapters import ADAPTED
-from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.weights.exporting import export_adapters, export_weights
 from tests.distributed.verl_seam import FOLDER
-from tests.trainer.commandline import command_line
+from tests.trainer.commandline import parsed
 from tests.trainer.test_weights import (
     DATA,
     TOLERANCE,
@@ -242,7 +241,7 @@ def test_adapters_beside_random_weights_are_warned_of(more, tmp_path, capfd):
 )
 def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
     with pytest.raises(DynamicCPError, match=says):
-        parse_args(command_line(f"--dynamic-cp {flags}"), 4)
+        parsed(flags)
 
 
 def problem_of(adapters: Adapters | None) -> Problem:
