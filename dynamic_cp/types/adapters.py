@@ -58,7 +58,7 @@ class Adapters:
 def _sizes(layer: Layer, model: ModelShape) -> dict[str, tuple[int, int]]:
     """Return (inputs, outputs) of those linear layers that a layer of `model` has."""
     hidden, linear = model.hidden_size, layer.linear_attention
-    found = {}
+    found: dict[str, tuple[int, int]] = {}
     if layer.has_attention:
         outputs = layer.query_size + layer.gate_size + 2 * layer.kv_size
         found |= {"linear_qkv": (hidden, outputs), "linear_proj": (layer.query_size, hidden)}
