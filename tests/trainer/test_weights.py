@@ -170,22 +170,29 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
+MAMBA = {
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "time_step_min": 1e-9,
+}
 OF_QWEN = {"num_experts": 4, **EXPERTS, "shared_expert_intermediate_size": 40}
 MODELS |= {
     "qwen3_next": ("qwen3_next", {**DELTA, **OF_QWEN}),
     "qwen3_next, further tokens": ("qwen3_next", {**DELTA, **OF_QWEN}),
     "qwen3_5": ("qwen3_5_text", DELTA),
     "qwen3_5_moe": ("qwen3_5_moe_text", {**DELTA, **OF_QWEN}),
+    "nemotron_h, dense": (
+        "nemotron_h",
+        {**MAMBA, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    ),
     "nemotron_h": (
         "nemotron_h",
         {
-            "head_dim": 16,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 6,
-            "ssm_state_size": 8,
-            "n_groups": 2,
-            "chunk_size": 16,
-            "time_step_min": 1e-9,
+            **MAMBA,
             "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
