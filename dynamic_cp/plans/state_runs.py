@@ -58,7 +58,7 @@ class StateRuns(NamedTuple):
         """Return those of a bucket; `rank_token_multiple`: what the tokens of a lane are padded to."""
         if bucket.placement is not None:
             return cls.of_placement(bucket, rank_token_multiple)
-        masks = [sample.mask for sample in bucket.samples] if _num_more(bucket.samples) else None
+        masks = [sample.mask for sample in bucket.samples] if any(map(runs_of_branches, bucket.samples)) else None
         return cls.of_chunks(padded_of(bucket, rank_token_multiple), bucket.cp_size, masks)
 
     @classmethod
@@ -228,22 +228,24 @@ def runs_of_branches(sample: Sample) -> int:
     return len(sample.mask.shape()[0]) - 1 if isinstance(sample.mask, Branches) else 0
 
 
-def _num_more(samples: Sequence[Sample]) -> int:
-    return sum(map(runs_of_branches, samples))
+def states_of_sample(sample: Sample, cp_size: int = 1) -> float:
+    """Return as how many samples one counts whose states are passed on: branches are more, and spread over lanes.
+
+    With the default their runs may all lie on one lane.
+    """
+    return 1 + runs_of_branches(sample) / (CHUNKS_PER_LANE * cp_size)
 
 
 def samples_passed_on(bucket: Bucket) -> float:
-    """Return as how many samples those of a bucket count that passes on states, 0 of another: branches are more."""
-    if not bucket.exchanges_states:
-        return 0.0
-    return len(bucket.samples) + _num_more(bucket.samples) / (CHUNKS_PER_LANE * bucket.cp_size)
+    """Return as how many samples those of a bucket count that passes on states; 0 of another."""
+    return sum(states_of_sample(one, bucket.cp_size) for one in bucket.samples) if bucket.exchanges_states else 0.0
 
 
 def runs_passed_on(bucket: Bucket, rank_token_multiple: int = 1) -> Sequence[int]:
     """Return of how many runs each lane of a bucket keeps the states that are passed on."""
     if not bucket.exchanges_states:
         return [0] * bucket.cp_size
-    if bucket.placement is None and not _num_more(bucket.samples):
+    if bucket.placement is None and not any(map(runs_of_branches, bucket.samples)):
         return [CHUNKS_PER_LANE * len(bucket.samples)] * bucket.cp_size
     numbers: list[int] = StateRuns.of_bucket(bucket, rank_token_multiple).num_linked.tolist()
     return numbers

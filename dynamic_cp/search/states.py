@@ -16,12 +16,11 @@ from dynamic_cp.arrays import Bools, Floats, Ints
 from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.packing.judge import PricedPacking, grid_of_priced, makespan_of_grid_ns, price_packing
 from dynamic_cp.pipeline.longest_path import Grid
-from dynamic_cp.plans.state_runs import runs_of_branches
+from dynamic_cp.plans.state_runs import states_of_sample
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.pricing.terms import prices_of
 from dynamic_cp.search.candidates import Batch, Candidate
-from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 
 _SAVED = 0.1
 """Share of a step that passing on states may save, so that kinds of candidates which are so much slower, each by its
@@ -58,19 +57,14 @@ class Judged(NamedTuple):
         )
 
 
-def may_pass_on_states(prices: CostModel) -> bool:
-    """Return whether plans may have buckets that do."""
-    return prices.model.linear_attention is not None and prices.options.state_exchange != "heads"
-
-
 def judged(ranking: Sequence[Candidate], batch: Batch) -> Judged:
     """Return the fastest candidate once its buckets exchange what is faster; `ranking`: the fastest first by heads."""
     lengths = batch.lengths
-    if not may_pass_on_states(ranking[0].cost_model):
+    if not ranking[0].cost_model.may_pass_on_states:
         return _as_packed(ranking[0], price_packing(lengths, ranking[0].packing, ranking[0].cost_model))
     prices = ranking[0].cost_model
     tokens_of_sample = tokens_of_states(prices.model, prices.topology, prices.options)
-    passing = _Passing(lengths, np.array([*map(runs_of_branches, batch.samples)]) / CHUNKS_PER_LANE, tokens_of_sample)
+    passing = _Passing(lengths, np.array([*map(states_of_sample, batch.samples)]) - 1.0, tokens_of_sample)
     best, kinds = _with_states(ranking[0], passing), {_kind_of(ranking[0])}
     for candidate in ranking[1:]:
         if candidate.makespan_ns * (1 - _SAVED) >= best.makespan_ns:

@@ -45,6 +45,7 @@ ANY_BATCH = [
     (["--global-batch-size", "8", "--overlong", "cut"], "Invalid value for '--overlong': 'cut' is not one of"),
     (["--model", "llama3-8b"], "none of the bundled models (did you mean 'llama-3-8b'"),
     (["--model", "/nowhere.json"], "cannot read /nowhere.json"),
+    (["--state-exchange", "heads"], "error: --state-exchange heads is for layers with linear attention, and the model"),
     (["--model", "words.json"], "is not JSON"),
     (["--hardware", "h1000"], "none of the bundled hardware (did you mean 'h100'"),
     (["--hardware", "words.json"], "is not JSON"),
