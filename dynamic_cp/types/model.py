@@ -268,8 +268,10 @@ class ModelShape:
         skip = self.window_attn_skip_freq
         if not self.window_tokens:
             return (False,) * self.num_layers
-        asked = skip
-        if not isinstance(asked, tuple):
+        asked: tuple[int, ...]
+        if isinstance(skip, tuple):
+            asked = skip
+        else:
             asked = tuple(not skip or layer % skip != 0 for layer in range(1, self.num_layers + 1))
         return tuple(bool(one) and attends for one, attends in zip(asked, self.attention_layers, strict=True))
 
