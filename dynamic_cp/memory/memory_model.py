@@ -133,8 +133,7 @@ class MemoryModel:
         adapters = self._data_parallel.adapters
         if adapters is None:
             return self.num_weights(stage), self.num_expert_weights(stage)
-        layers = self._stages[stage].num_layers
-        return layers * adapters.weights_per_layer(self._model, self.topology.tp_size), 0.0
+        return adapters.weights(self._stages[stage], self._model, self.topology.tp_size), 0.0
 
     def peak(self, plan: Plan) -> tuple[StageMemory, ...]:
         """Return the memory of every stage when it runs `plan`, on its worst lane."""

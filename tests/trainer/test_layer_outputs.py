@@ -9,8 +9,7 @@ import pytest
 
 from dynamic_cp.errors import DynamicCPError
 from megatron.trainer.flags import derive
-from megatron.trainer.flags.arguments import parse_args
-from tests.trainer.commandline import command_line
+from tests.trainer.commandline import parsed
 from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.training_ranks import losses, run_command, train
 
@@ -67,12 +66,10 @@ def test_a_run_with_another_factor_is_refused(change, says, saved_by):
 )
 def test_flags_that_disagree_are_told_at_once(flags, says):
     with pytest.raises(DynamicCPError, match=says):
-        parse_args(command_line(f"--dynamic-cp {flags}"), 4)
+        parsed(flags)
 
 
 def test_norms_have_weights_and_keep_their_inputs():
-    plain, normed = (
-        derive.model_shape(parse_args(command_line(f"--dynamic-cp {flags}"), 4).model, 64) for flags in ("", OUTPUTS)
-    )
+    plain, normed = (derive.model_shape(parsed(flags).model, 64) for flags in ("", OUTPUTS))
     assert normed.layer.norm_weights - plain.layer.norm_weights == 2 * 64
     assert normed.layer.more_kept_channels - plain.layer.more_kept_channels == 2 * 64

@@ -86,7 +86,6 @@ def test_flags_of_a_megatron_lm_checkpoint_say_the_same() -> None:
         (f"{DELTA} --linear-attention-freq 2 --window-size 7,0", "with --window-size is not supported"),
         (f"{DELTA} --linear-attention-freq 2 --softmax-type learnable", "with --softmax-type is not supported"),
         (f"{DELTA} --linear-attention-freq 2 --cp-comm-type blocks", "--cp-comm-type blocks is not supported"),
-        (f"{DELTA} --linear-attention-freq 2 --lora-rank 2", "projections of linear attention have no adapters"),
         (
             f"{DELTA} --linear-attention-freq 2 --bf16 --fp8-format hybrid --linear-num-key-heads 2 "
             "--linear-num-value-heads 4",
