@@ -11,10 +11,12 @@ MORE   ?= $(if $(findstring 3.12,$(VENV)),triton==3.7.1)
 # Tests on four processes, of which two usually wait, the costly files first (tests/conftest.py). Empty: one at a time.
 PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check quick nightly costs newest parity lint kernels bench bench-planner bench-blocks bench-disaggregated docs clean
+.PHONY: train test check quick nightly costs newest parity lint kernels imports bench bench-planner bench-blocks bench-disaggregated docs clean
 
-# Modules are compiled by who imports them: most of what is installed nobody does.
+# Modules are compiled by who imports them: most of what is installed nobody does. That is kept whatever the environment
+# says, or each of hundreds of processes would do it anew: three times the work of a run of a few steps.
 export PIP_NO_COMPILE = 1
+unexport PYTHONDONTWRITEBYTECODE
 
 # What make did not set up itself it leaves as it is: nothing is installed into an environment that somebody named.
 # Warnings are ignored for the box in which setuptools announces the end of this mode, which a namespace package needs.
@@ -50,6 +52,10 @@ kernels: $(READY)
 	$(BIN)/dynamic-cp plan --lengths github --global-batch-size 32 --max-seqlen 8192 --lanes 4 --tp 2 --pp 2 \
 		--policy pool > /dev/null
 	$(BIN)/python -m benchmarks.placement --compile
+
+# Has all that tests import compiled, once: processes of the tests begin together, and would each do it anew.
+imports: $(READY)
+	$(BIN)/python -m pytest -q -m "" --collect-only > /dev/null
 
 # What a change is tried with, in a minute: lint beside the quick tests. CONTRIBUTING.md says which those are.
 check:

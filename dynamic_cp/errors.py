@@ -10,7 +10,8 @@ class DynamicCPError(ValueError):
 
     Args:
         message: One line for the user: what, the two numbers, the remedy.
-        **details: The numbers of the message, kept as attributes for programs.
+        **details: The numbers of the message, kept as attributes for programs. Errors of the trainer have none: it is a
+            command, which prints the message.
     """
 
     def __init__(self, message: str, **details: Any) -> None:

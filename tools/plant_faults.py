@@ -175,8 +175,8 @@ FAULTS = {
         PLACED,
     ),
     "imported keys are values": Fault(
-        '            "self_attn.k_proj.weight": "keys hidden",\n            "self_attn.v_proj.weight"',
-        '            "self_attn.v_proj.weight": "keys hidden",\n            "self_attn.k_proj.weight"',
+        'axes = {"q": queries, "k": keys, "v": keys}',
+        'axes = {"q": queries, "v": keys, "k": keys}',
         LOGITS,
     ),
     "the gate is the up projection": Fault(

@@ -4,7 +4,7 @@ For every number of micro-batches one program decides packing, CP sizes, exchang
 
     hold[sample, row, group]   a sample is in the bucket of an aligned group of lanes in a micro-batch (row)
     runs[row, group]           the group has a bucket there; the groups of a row tile the lanes
-    used[row, group, option]   its exchange
+    used[row, group, option]   its exchange, and whether it passes on states of linear attention
     end[operation, lane]       when a lane has done an operation; lanes of one bucket wait for each other
 
 Prices are exact: they are convex and piecewise linear in the sums over a bucket, so each exposed exchange is one
@@ -26,16 +26,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from dynamic_cp.bounds import bound_at
 from dynamic_cp.convex import Convex
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, pipeline_graph
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.padding import padded_seqlen, round_up
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import lengths_of
-from dynamic_cp.pricing.terms import convex_of
-from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
+from dynamic_cp.pricing.terms import CONSTANT, convex_of, prices_of
+from dynamic_cp.types import STATE_EXCHANGES, Bucket, MicroBatch, Plan, Sample
 
 TOLERANCE = 1e-6
 """Plans that differ less are equally good: the solver computes in floats and rounds no duration."""
@@ -61,9 +64,12 @@ class ExactPlan:
 
 
 class _Group(NamedTuple):
+    """Aligned lanes; options: rows of the price table, and as many behind its last for buckets that pass on states."""
+
     first_lane: int
     k: int
-    options: tuple[int, ...]  # rows of the price table
+    link: int
+    options: tuple[int, ...]
 
     @property
     def lanes(self) -> range:
@@ -179,8 +185,9 @@ class _Program:
         self.rows = range(num_microbatches)
         self.allow_empty = allow_empty
         topology, table = cost_model.topology, cost_model.table
+        self.num_rows = len(table.terms)
         self.groups = [
-            _Group(lane, k, tuple(range(int(table.first_option[k, link]), int(table.end_option[k, link]))))
+            _Group(lane, k, link, self._options(k, link))
             for k in range(len(table.capacities))
             if k == 0 or table.capacities[k] > 0
             for lane in range(0, (topology.num_lanes >> k) << k, 1 << k)
@@ -228,6 +235,12 @@ class _Program:
             proven_s = self.pulp.value(self.makespan) * self.unit_s
         return found, max(0.0, proven_s - slack_s), was_cut
 
+    def _options(self, k: int, link: int) -> tuple[int, ...]:
+        table = self.cost_model.table
+        rows = range(int(table.first_option[k, link]), int(table.end_option[k, link]))
+        passes = k > 0 and self.cost_model.may_pass_on_states
+        return (*rows, *(self.num_rows + row for row in rows if passes))
+
     def _number(self, name: str) -> Any:
         return self.pulp.LpVariable(name, lowBound=0)
 
@@ -242,14 +255,17 @@ class _Program:
         total_s = 0.0
         topology, table = self.cost_model.topology, self.cost_model.table
         for sample in self.samples:
-            costs = []
+            costs, more_s = [], [0.0]
             for group in self.groups:
                 tokens = self._tokens(sample, group.k)
                 if tokens <= table.capacities[group.k]:
                     square = self.cost_model.model.density(sample) * tokens * tokens
                     costs.append(self.cost_model.cost(1 << group.k, group.first_lane, tokens, square))
+                    if group.options[-1] >= self.num_rows:
+                        shifts = self.cost_model.state_shifts[group.k, group.link].sum(axis=0)
+                        more_s.append(float(prices_of(shifts, np.float64(tokens), np.float64(square)).sum()))
             cost = max(costs, key=lambda one: one.forward_s + one.backward_s)
-            total_s += sum(cost) + cost.p2p_s * 2 * topology.pp_size * topology.vp_size
+            total_s += sum(cost) + cost.p2p_s * 2 * topology.pp_size * topology.vp_size + max(more_s)
         empty = self.cost_model.bucket_cost(Bucket(first_lane=0))
         total_s += len(self.rows) * (sum(empty) + empty.p2p_s * 2 * topology.pp_size * topology.vp_size)
         return total_s * topology.pp_size
@@ -286,7 +302,7 @@ class _Program:
     def _price(self, row: int, index: int) -> tuple[Any, Any, Any]:
         """Return forward and backward of a chunk and the tokens of a rank, all zero where the group does not run."""
         pulp, group = self.pulp, self.groups[index]
-        table, vp_size = self.cost_model.table, self.cost_model.topology.vp_size
+        vp_size = self.cost_model.topology.vp_size
         size, name = 1 << group.k, f"{row}_{index}"
         runs = self.runs[row, index]
         held = [
@@ -301,12 +317,14 @@ class _Program:
             used = {option: self._choice(f"used_{name}_{option}") for option in group.options}
             self.problem += pulp.lpSum(used.values()) == runs
         self.used[row, index] = used
+        if group.options[-1] >= self.num_rows:
+            self._limit_states(row, index)
         empty = self.cost_model.bucket_cost(Bucket(first_lane=group.first_lane)) if group.k == 0 else None
         sides = []
         for direction, side in enumerate(("forward", "backward")):
             duration = self._number(f"{side}_{name}")
             for option in group.options:
-                convex = convex_of(table.terms[option, direction])
+                convex, per_sample_s = self._price_of(group, option, direction)
                 exposed = []
                 for number, (weight, inner) in enumerate(convex.kinks):
                     shown = self._number(f"shown_{name}_{option}_{direction}_{number}")
@@ -316,7 +334,10 @@ class _Program:
                 linear = convex.linear
                 price = linear.constant * runs + linear.per_token * tokens + linear.per_token2 * squares
                 price = price / self.unit_s + pulp.lpSum(exposed)
-                most = 0.0 if len(group.options) == 1 else self._most_s(convex, group) / self.unit_s
+                if per_sample_s:
+                    price += per_sample_s / self.unit_s * pulp.lpSum(hold for hold, _, _ in held)
+                most_s = self._most_s(convex, group) + len(held) * per_sample_s
+                most = 0.0 if len(group.options) == 1 else most_s / self.unit_s
                 self.problem += duration >= price - most * (runs - used[option])
                 if convex.host_s:
                     self.problem += duration >= convex.host_s / self.unit_s * used[option]
@@ -330,6 +351,29 @@ class _Program:
             self.problem += rank_tokens >= tokens
             self.problem += rank_tokens >= runs
         return sides[0], sides[1], rank_tokens
+
+    def _price_of(self, group: _Group, option: int, direction: int) -> tuple[Convex, float]:
+        """Return what a bucket of an option pays, and the seconds that each sample of it adds."""
+        terms = self.cost_model.table.terms[option % self.num_rows, direction]
+        if option < self.num_rows:
+            return convex_of(terms), 0.0
+        of_bucket, of_sample = self.cost_model.state_shifts[group.k, group.link, :, direction]
+        return convex_of(terms + of_bucket), float(of_sample[CONSTANT])
+
+    def _limit_states(self, row: int, index: int) -> None:
+        """Pass on states only where they fit under the token limit; there always, if a run asks for states."""
+        prices, group = self.cost_model, self.groups[index]
+        limit, sum_of = prices.options.max_tokens_per_rank, self.pulp.lpSum
+        of_sample = tokens_of_states(prices.model, prices.topology, prices.options)
+        held = sum_of(
+            (self._tokens(sample, group.k) / (1 << group.k) + of_sample) * self.hold[at, row, index]
+            for at, sample in enumerate(self.samples)
+            if (at, row, index) in self.hold
+        )
+        by_heads = sum_of(used for option, used in self.used[row, index].items() if option < self.num_rows)
+        self.problem += held <= limit * self.runs[row, index] + of_sample * len(self.samples) * by_heads
+        if prices.options.state_exchange == "states":
+            self.problem += held >= limit * by_heads
 
     def _block_price(self, row: int, block: int) -> tuple[Any, Any]:
         """Return forward and backward of a chunk on all lanes of a block that share experts, as `pipeline/coupling`."""
@@ -431,7 +475,7 @@ class _Program:
                     if (at, row, index) in self.hold and self.hold[at, row, index].value() > 0.5
                 )
                 option = max(group.options, key=lambda one: self.used[row, index][one].value())
-                attention = self.cost_model.attentions[option]
+                attention = self.cost_model.attentions[option % self.num_rows]
                 buckets.append(
                     Bucket(
                         first_lane=group.first_lane,
@@ -439,6 +483,7 @@ class _Program:
                         samples=inside,
                         cp_comm_type=attention.cp_comm_type,
                         inner_cp_size=attention.inner_cp_size,
+                        state_exchange=STATE_EXCHANGES[option >= self.num_rows],
                     )
                 )
             micro_batches.append(MicroBatch(buckets=tuple(sorted(buckets, key=lambda bucket: bucket.first_lane))))

@@ -15,6 +15,7 @@ _TRAINER_FLAGS = {
     "--tensor-model-parallel-size": ("--tp",),
     "--pipeline-model-parallel-size": ("--pp",),
     "--expert-model-parallel-size": ("--ep",),
+    "--dynamic-cp-state-exchange": ("--state-exchange",),
 }
 """Flag of the trainer -> the option that is the same here, the first that a command has."""
 

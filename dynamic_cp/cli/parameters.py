@@ -30,6 +30,7 @@ from dynamic_cp.types import (
     RECOMPUTE_METHODS,
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
+    STATE_EXCHANGE_USES,
     DataParallel,
     Hardware,
     ModelShape,
@@ -40,6 +41,7 @@ from dynamic_cp.types import (
     Sample,
     SearchEffort,
     StateDtypes,
+    StateExchangeUse,
     Topology,
     chunk_tokens,
     is_power_of_two,
@@ -448,6 +450,30 @@ def exchange_option(default: str) -> Any:
     )
 
 
+STATE_EXCHANGE = _option(
+    "--state-exchange",
+    type=click.Choice(STATE_EXCHANGE_USES),
+    default=STATE_EXCHANGE_USES[0],
+    show_default=True,
+    help="How lanes share layers of linear attention: heads by an all-to-all each way, or states passed between the "
+    "chunks of a sample, where these fit under the token limit; auto: for every bucket what is faster.",
+)
+
+
+def check_state_exchange(use: str, model: ModelShape) -> StateExchangeUse:
+    """Return the value of --state-exchange.
+
+    Raises:
+        InvalidInputError: it is not the default, and the model has no linear attention.
+    """
+    if use != STATE_EXCHANGE_USES[0] and model.linear_attention is None:
+        raise InvalidInputError(
+            f"--state-exchange {use} is for layers with linear attention, and the model has none: give the --model of "
+            "a hybrid, or leave it out"
+        )
+    return cast(StateExchangeUse, use)
+
+
 SEARCH = _option(
     "--search",
     type=click.Choice(SEARCH_EFFORTS),
@@ -461,6 +487,7 @@ planner_options = _section(
     "Planner",
     SEARCH,
     exchange_option(f"{CP_COMM_TYPE}; with --gpus auto or p2p, whichever is faster"),
+    STATE_EXCHANGE,
     _option(
         "--static-cp-size",
         type=int,
@@ -685,6 +712,7 @@ class JobInput:
     settings: tuple[str, ...] = ()
     search: str = "fast"
     cp_comm_type: str | None = None
+    state_exchange: str = STATE_EXCHANGE_USES[0]
     static_cp_size: int | None = None
     mask: str = CAUSAL.name
     expert_imbalance: float | None = None
@@ -712,6 +740,11 @@ class JobInput:
     def effort(self) -> SearchEffort:
         """How long to look for plans."""
         return cast(SearchEffort, self.search)
+
+    @property
+    def states(self) -> StateExchangeUse:
+        """How lanes may share layers of linear attention."""
+        return check_state_exchange(self.state_exchange, self.model_shape)
 
     @cached_property
     def topology(self) -> Topology:
@@ -761,6 +794,7 @@ class JobInput:
             recompute_layers=self.recompute_layers,
             loss_chunk_tokens=chunk_tokens(self.loss_chunk_tokens, self.topology.tp_size),
             search=self.effort,
+            state_exchange=self.states,
         )
 
     def _check_searched_layers(self) -> None:
@@ -788,7 +822,7 @@ class JobInput:
                 else "--gpus searches a layout, --lanes is a given one: leave one of them out.",
                 click.get_current_context(silent=True),
             )
-        _ = self.model_shape, self.hardware_values
+        _ = self.model_shape, self.hardware_values, self.states
         if self.gpus is not None:
             self._check_searched_layers()
             return

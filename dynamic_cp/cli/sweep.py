@@ -19,10 +19,12 @@ from dynamic_cp.cli.parameters import (
     RANKS_PER_NODE,
     SEARCH,
     STATE,
+    STATE_EXCHANGE,
     TP_OVERLAP,
     BatchInput,
     Command,
     batch_options,
+    check_state_exchange,
     data_parallel_of,
     exchange_option,
     json_option,
@@ -128,6 +130,7 @@ Examples:
         help=f"Token limits to try. [default: what memory holds, {_PARTS} of it]",
     ),
     exchange_option("auto or p2p, whichever is faster"),
+    STATE_EXCHANGE,
     policy_option("Policies to compare, comma-separated, each at its own fastest setting."),
     SEARCH,
     one_option("--jobs", type=int, metavar="N", help="Number of processes. [default: one per CPU]"),
@@ -201,13 +204,14 @@ def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[s
         search=given["search"],
         data_parallel=data_parallel_of(given),
         tp_overlap=given["tp_overlap"],
+        state_exchange=check_state_exchange(given["state_exchange"], model),
     )
 
 
 def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any]) -> dict[str, Any]:
     as_given = (
-        *("tp", "pp", "vpp", "ep", "expert_imbalance", "mtp_num_layers", "max_tokens_per_rank", "cp_comm_type"),
-        *("model", "hardware"),
+        *("tp", "pp", "vpp", "ep", "expert_imbalance", "mtp_num_layers", "max_tokens_per_rank"),
+        *("cp_comm_type", "state_exchange", "model", "hardware"),
     )
     return {
         **batch.as_dict(),
@@ -246,7 +250,7 @@ def _flags(point: Point, job: SweepJob, architecture: Architecture | None, given
         hardware_name=_CHANGED_HARDWARE if given["settings"] else given["hardware"],
         max_seqlen=job.max_seqlen,
         global_batch_size=len(job.batches[0]),
-        search=job.search,
+        options=job.options_of(point.setting),
         data_parallel=job.data_parallel,
     )
     lines = [line for group in groups for line in _wrapped(group)]

@@ -86,6 +86,7 @@ def shared_of(job: JobInput, batch: BatchInput, batches: Batches) -> SweepJob:
         model=job.model_shape,
         hardware=job.hardware_values,
         search=job.effort,
+        state_exchange=job.states,
         data_parallel=job.data_parallel,
         tp_overlap=job.tp_overlap,
     )

@@ -28,6 +28,7 @@ from dynamic_cp.types import (
     Problem,
     Sample,
     SearchEffort,
+    StateExchangeUse,
     Topology,
 )
 
@@ -48,6 +49,7 @@ class SweepJob:
     search: SearchEffort = "fast"
     data_parallel: DataParallel = SHARDED
     tp_overlap: TpOverlap = "none"
+    state_exchange: StateExchangeUse = "auto"
 
     def model_of(self, setting: Setting) -> ModelShape:
         """Return the model in the stages of `setting`."""
@@ -67,7 +69,8 @@ class SweepJob:
     def options_of(self, setting: Setting) -> PlanOptions:
         """Return the planner's options of `setting`."""
         overlaps = self.tp_overlap == "all" or (self.tp_overlap == "static" and setting.is_static)
-        return replace(setting.options(self.search), tp_comm_overlap=overlaps)
+        options = setting.options(self.search)
+        return replace(options, tp_comm_overlap=overlaps, state_exchange=self.state_exchange)
 
     def memory(self, setting: Setting) -> MemoryModel:
         """Return the memory of `setting`."""

@@ -73,7 +73,7 @@ class Sharing(NamedTuple):
         heads, node_lanes = heads_of_rank(model, topology.tp_size), lanes_in_one_node(topology)
         sharing = cls(heads, node_lanes, options.inner_cp_sizes, model.window is not None, model.has_latents)
         is_alone = sum(not is_placed(name) for name in options.cp_comm_types) == 1
-        groups = powers_of_two(min(options.max_cp_size or topology.max_cp_size, topology.max_cp_size))
+        groups = powers_of_two(options.largest_cp_size(topology))
         inner = [size for size in groups[:-1] if size <= node_lanes and sharing.may_be_inner(size)]
         num_groups = len(groups) + sum(size < group for size in inner for group in groups)
         if is_alone or options.inner_cp_sizes is not None or num_groups <= MANY_GROUPS:

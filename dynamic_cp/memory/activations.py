@@ -149,10 +149,10 @@ def activation_bytes(
     logits = (2 * element + _FP32_BYTES) * model.vocab_size / tp_size
     others = 1.0 - recomputed_share  # keep all that they compute
     inputs = recomputed_share * residual / unit
-    kept = others * whole + inputs if is_full else whole - sum(dropped[name] for name in repeated)
+    kept = others * whole + inputs if is_full else whole - sum(dropped[name] for name in sorted(repeated))
     # The layer that runs has what it computes again; a log-sum-exp is lost in the rounding of all this.
     small = frozenset() if linear.kept else {"core_attn"}
-    again = unit * whole if is_full else sum(dropped[name] for name in repeated - small)
+    again = unit * whole if is_full else sum(dropped[name] for name in sorted(repeated - small))
     routed_again = unit * routed_kept if "moe" in repeated else 0.0
     routed_kept *= others if "moe" in repeated else 1.0
     if others:  # by then at least one whole layer is done with

@@ -28,7 +28,7 @@ def num_communicators(model: ModelShape, topology: Topology, options: PlanOption
         + (topology.num_lanes > 1)
         + 2 * (topology.ep_size > 1)  # of the block, and of the ranks with the same experts
     )
-    largest = min(options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
+    largest = options.largest_cp_size(topology)
     sizes = [1 << k for k in range(1, largest.bit_length())]
     used = [size for size in sizes if size >= options.min_cp_size]
     mechanisms = [MECHANISMS[name] for name in options.cp_comm_types]

@@ -133,8 +133,7 @@ class MemoryModel:
         adapters = self._data_parallel.adapters
         if adapters is None:
             return self.num_weights(stage), self.num_expert_weights(stage)
-        layers = self._stages[stage].num_layers
-        return layers * adapters.weights_per_layer(self._model, self.topology.tp_size), 0.0
+        return adapters.weights(self._stages[stage], self._model, self.topology.tp_size), 0.0
 
     def peak(self, plan: Plan) -> tuple[StageMemory, ...]:
         """Return the memory of every stage when it runs `plan`, on its worst lane."""
@@ -216,7 +215,7 @@ class MemoryModel:
         """
         options, topology = self.options, self.topology
         multiple = 2 * topology.rank_token_multiple
-        largest = min(options.max_cp_size or topology.max_cp_size, topology.max_cp_size)
+        largest = options.largest_cp_size(topology)
         sizes = [1 << k for k in range(options.min_cp_size.bit_length() - 1, largest.bit_length())] or [largest]
         for cp_size in sizes if max_seqlen is not None else sizes[-1:]:
             limit = self._fitting_tokens(multiple, cp_size)

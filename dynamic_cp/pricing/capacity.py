@@ -9,12 +9,12 @@ from dynamic_cp.types import PlanOptions, Topology
 
 def allowed_cp_sizes(topology: Topology, options: PlanOptions) -> tuple[int, ...]:
     """Return the CP sizes that a bucket with samples may have, ascending; InvalidInputError when there is none."""
-    largest = options.max_cp_size or topology.max_cp_size
-    if largest > topology.max_cp_size:
+    largest = options.largest_cp_size(topology)
+    if options.max_cp_size not in (None, largest):
         raise InvalidInputError(
-            f"max_cp_size is {largest}, the largest group of {topology.num_lanes} lanes has {topology.max_cp_size}: "
+            f"max_cp_size is {options.max_cp_size}, the largest group of {topology.num_lanes} lanes has {largest}: "
             f"give at most {topology.max_cp_size} (--max-dynamic-cp-size)",
-            max_cp_size=largest,
+            max_cp_size=options.max_cp_size,
             num_lanes=topology.num_lanes,
         )
     if options.min_cp_size > largest:
@@ -38,8 +38,7 @@ def capacity_tokens(cp_size: int, topology: Topology, options: PlanOptions) -> i
 
 def may_span_all(topology: Topology, options: PlanOptions) -> bool:
     """Return whether a bucket may span all lanes, of which there may be any number but one."""
-    largest = options.max_cp_size or topology.max_cp_size
-    return topology.num_lanes > 1 and largest >= topology.max_cp_size
+    return topology.num_lanes > 1 and options.largest_cp_size(topology) == topology.max_cp_size
 
 
 def widest_bucket(topology: Topology, options: PlanOptions, *, places: bool) -> tuple[int, int]:
@@ -57,5 +56,5 @@ def limit_that_holds(seqlen: int, topology: Topology, options: PlanOptions) -> i
 
 def token_capacity(cp_size: int, topology: Topology, options: PlanOptions) -> int:
     """Return the padded tokens that a bucket of `cp_size` may hold; 0 where the options exclude the size."""
-    largest = options.max_cp_size or topology.max_cp_size
-    return capacity_tokens(cp_size, topology, options) if options.min_cp_size <= cp_size <= largest else 0
+    is_allowed = options.min_cp_size <= cp_size <= options.largest_cp_size(topology)
+    return capacity_tokens(cp_size, topology, options) if is_allowed else 0

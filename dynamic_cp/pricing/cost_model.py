@@ -77,6 +77,7 @@ class CostModel:
         table: all prices as arrays.
         attentions: row of `table.terms` -> how the lanes of a bucket that pays it compute attention.
         first_row_of_states: rows of `table.terms` from this on are of buckets that pass on states (`with_rows`).
+        state_shifts: [log2 of a CP size, link] -> `StagePrices.states_over_heads`.
         sharing: what limits that.
         reduction: of gradients, and gathering of parameters, once a step.
 
@@ -98,7 +99,7 @@ class CostModel:
         self.reduction = Reduction.of(problem)
         self.table, self.attentions = make_table(problem, self._stage)
         self.first_row_of_states = len(self.attentions)
-        self._states_over_heads = _states_over_heads(problem, self._stage)
+        self.state_shifts = _state_shifts(problem, self._stage)
         if not self.table.capacities.any():
             for cp_size in (1 << k for k in range(len(self.table.capacities))):
                 if token_capacity(cp_size, self.topology, self.options):
@@ -118,6 +119,11 @@ class CostModel:
         if bucket.exchanges_states:
             terms, row = terms[row] + self.states_over_heads([bucket]), 0
         return self._seconds(terms, row, bucket.cp_size, sum(padded), squares)
+
+    @property
+    def may_pass_on_states(self) -> bool:
+        """Whether plans may have buckets that do."""
+        return self.model.linear_attention is not None and self.options.state_exchange != "heads"
 
     def states_over_heads(self, buckets: Sequence[Bucket]) -> Floats:
         """Return [bucket, forward or backward, NUM_TERMS] by which terms differ from those of exchanged heads: of
@@ -139,7 +145,7 @@ class CostModel:
 
     def shifts_of_states(self, log2_cp_sizes: Ints, links: Ints, num_samples: Ints) -> Floats:
         """Return [bucket, forward or backward, NUM_TERMS] of `states_over_heads`; a bucket of 0 samples has none."""
-        shifts = self._states_over_heads[log2_cp_sizes, links]
+        shifts = self.state_shifts[log2_cp_sizes, links]
         numbers = num_samples[:, None, None]
         return np.where(numbers > 0, shifts[:, 0] + numbers * shifts[:, 1], 0.0)
 
@@ -352,7 +358,7 @@ class CostModel:
         )
 
 
-def _states_over_heads(problem: Problem, stage: StagePrices) -> Floats:
+def _state_shifts(problem: Problem, stage: StagePrices) -> Floats:
     """Return [k, link] -> `StagePrices.states_over_heads`."""
     num_sizes = problem.topology.num_lanes.bit_length()
     if problem.model.linear_attention is None:

@@ -14,7 +14,6 @@ from dynamic_cp.bounds.exact import exact_plan
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.search.states import may_pass_on_states
 from dynamic_cp.types import MicroBatch, Sample, is_placed
 
 MOST_CHOICES = 450
@@ -51,12 +50,6 @@ def check_provable(samples: Sequence[Sample], cost_model: CostModel, exchanges: 
         UnsupportedFeatureError: with the numbers and the remedy.
     """
     topology = cost_model.topology
-    if may_pass_on_states(cost_model):
-        raise UnsupportedFeatureError(
-            "an exact search does not know plans that pass on states of linear attention, which this batch may have: "
-            f"{_REMEDY}, or in a run let lanes exchange heads (--dynamic-cp-state-exchange heads)",
-            state_exchange=cost_model.options.state_exchange,
-        )
     if placed := [name for name in exchanges if is_placed(name)]:
         raise UnsupportedFeatureError(
             f"an exact search does not know plans with {' '.join(placed)}, which this batch may have: name another "
@@ -72,7 +65,7 @@ def check_provable(samples: Sequence[Sample], cost_model: CostModel, exchanges: 
     table, num_ways = cost_model.table, 0
     for k, held in enumerate(table.capacities):
         num_options = int((table.end_option[k] - table.first_option[k]).max()) if held else k == 0
-        num_ways += (topology.num_lanes >> k) * num_options
+        num_ways += (topology.num_lanes >> k) * num_options * (2 if k and cost_model.may_pass_on_states else 1)
     num_rows = round_up(len(samples), topology.num_microbatches_multiple)
     num_choices = len(samples) * num_rows * num_ways
     if num_choices > MOST_CHOICES:

@@ -142,7 +142,7 @@ def _prices(problem: Problem, batch: Batch, resolved: Resolved) -> CostModel:
     if resolved.is_guess and not resolved.places:
         raise UnsupportedFeatureError(
             f"cp_comm_types {' '.join(options.cp_comm_types)} spans all {topology.num_lanes} lanes in plans of policy "
-            f"dynamic; the policy is {problem.policy}, max_cp_size {options.max_cp_size or topology.max_cp_size}: "
+            f"dynamic; the policy is {problem.policy}, max_cp_size {options.largest_cp_size(topology)}: "
             "allow other exchanges (--cp-comm-type auto), or the dynamic policy and all sizes (no "
             "--max-dynamic-cp-size)",
             cp_comm_types=options.cp_comm_types,

@@ -56,14 +56,9 @@ class Judged(NamedTuple):
         )
 
 
-def may_pass_on_states(prices: CostModel) -> bool:
-    """Return whether plans may have buckets that do."""
-    return prices.model.linear_attention is not None and prices.options.state_exchange != "heads"
-
-
 def judged(ranking: Sequence[Candidate], lengths: Lengths) -> Judged:
     """Return the fastest candidate once its buckets exchange what is faster; `ranking`: the fastest first by heads."""
-    if not may_pass_on_states(ranking[0].cost_model):
+    if not ranking[0].cost_model.may_pass_on_states:
         return _as_packed(ranking[0], price_packing(lengths, ranking[0].packing, ranking[0].cost_model))
     prices = ranking[0].cost_model
     tokens_of_sample = tokens_of_states(prices.model, prices.topology, prices.options)

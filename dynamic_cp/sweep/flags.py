@@ -11,7 +11,16 @@ from typing import Any
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.setting import POOL_POLICIES, Setting
-from dynamic_cp.types import FP32_STATE, SHARDED, DataParallel, Experts, LinearAttention, ModelShape, StateDtypes
+from dynamic_cp.types import (
+    FP32_STATE,
+    SHARDED,
+    DataParallel,
+    Experts,
+    LinearAttention,
+    ModelShape,
+    PlanOptions,
+    StateDtypes,
+)
 from dynamic_cp.types.stage_layers import flags_of
 
 _POLICY_FLAGS = {
@@ -44,7 +53,7 @@ def launch_flags(
     hardware_name: str,
     max_seqlen: int,
     global_batch_size: int,
-    search: str = "fast",
+    options: PlanOptions | None = None,
     data_parallel: DataParallel = SHARDED,
 ) -> tuple[tuple[str, ...], ...]:
     """Return the flags, each with its value if it has one, in groups of one line: parallelism, dynamic CP, model.
@@ -53,6 +62,7 @@ def launch_flags(
 
     Args:
         architecture: of the model; None = as `Architecture.assumed` says.
+        options: of the planner, with what is no part of the setting; None = as that has them.
 
     Raises:
         UnsupportedFeatureError: the trainer does not have this model; the message names what.
@@ -62,7 +72,7 @@ def launch_flags(
     architecture = architecture or Architecture.assumed(gated=model.gated_linear_unit)
     return (
         _parallelism(setting, data_parallel),
-        _planning(setting, hardware_name, search),
+        _planning(setting, hardware_name, options or setting.options()),
         _lengths(max_seqlen, global_batch_size),
         _recompute(setting),
         _shape(model, architecture, setting.topology.tp_size),
@@ -128,13 +138,15 @@ def _dtypes(state: StateDtypes) -> Iterator[tuple[str, Any]]:
             yield f"--{name.replace('_', '-')}", value
 
 
-def _planning(setting: Setting, hardware_name: str, search: str) -> Flags:
+def _planning(setting: Setting, hardware_name: str, options: PlanOptions) -> Flags:
+    search, states = options.search, options.state_exchange
     return _POLICY_FLAGS[setting.policy] + _given(
         ("--context-parallel-size", setting.static_cp_size),
         ("--max-dynamic-cp-size", setting.max_cp_size),
         ("--max-seqlen-per-dp-cp-rank", setting.max_tokens_per_rank),
         ("--loss-chunk-tokens", setting.loss_chunk_tokens or None),
         ("--cp-comm-type", setting.cp_comm_type),
+        ("--dynamic-cp-state-exchange", states != "auto" and states),
         ("--dynamic-cp-hardware", shlex.quote(hardware_name)),
         ("--dynamic-cp-search", search != "fast" and search),
     )

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, get_args
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types.attention import RING_ALONE, TRAITS, CpCommType
 from dynamic_cp.types.counts import is_power_of_two, require_at_least
+from dynamic_cp.types.topology import Topology
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_MODES: tuple[str, ...] = get_args(Recompute)
@@ -99,6 +100,11 @@ EVERY_LAYER = RecomputedLayers()
 """All layers, one by one: what full recomputation is where nothing else is said."""
 
 
+def _require_known(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InvalidInputError(f"{name} {value!r} is unknown: use one of {', '.join(known)}")
+
+
 def chunk_tokens(given: int | str, tp_size: int) -> int:
     """Return the tokens of a chunk of the loss that --loss-chunk-tokens gives, 0: of all tokens at once.
 
@@ -177,14 +183,9 @@ class PlanOptions:
                     f"inner_cp_sizes: {value} is not a power of two above 1: use 2, 4, ...", value=value
                 )
         self._check_recompute()
-        if self.search not in SEARCH_EFFORTS:
-            raise InvalidInputError(f"search {self.search!r} is unknown: use one of {', '.join(SEARCH_EFFORTS)}")
-        if self.pool not in POOL_USES:
-            raise InvalidInputError(f"pool {self.pool!r} is unknown: use one of {', '.join(POOL_USES)}")
-        if self.state_exchange not in STATE_EXCHANGE_USES:
-            raise InvalidInputError(
-                f"state_exchange {self.state_exchange!r} is unknown: use one of {', '.join(STATE_EXCHANGE_USES)}"
-            )
+        _require_known("search", self.search, SEARCH_EFFORTS)
+        _require_known("pool", self.pool, POOL_USES)
+        _require_known("state_exchange", self.state_exchange, STATE_EXCHANGE_USES)
         if self.search == "exact" and self.pool != "off":
             raise UnsupportedFeatureError(
                 f"search exact proves no plans with a pool, and pool is {self.pool!r}: leave the pool out "
@@ -208,18 +209,18 @@ class PlanOptions:
                     cp_comm_type=exchange,
                 )
 
+    def largest_cp_size(self, topology: Topology) -> int:
+        """Return the largest CP size that a bucket may have."""
+        return min(self.max_cp_size or topology.max_cp_size, topology.max_cp_size)
+
     def _check_recompute(self) -> None:
-        if self.recompute not in RECOMPUTE_MODES:
-            raise InvalidInputError(f"recompute {self.recompute!r} is unknown: use one of {', '.join(RECOMPUTE_MODES)}")
+        _require_known("recompute", self.recompute, RECOMPUTE_MODES)
         if unknown := [name for name in self.recompute_modules if name not in RECOMPUTE_MODULES]:
             raise InvalidInputError(
                 f"recompute_modules: {unknown[0]!r} is unknown: use some of {', '.join(RECOMPUTE_MODULES)}"
             )
         method, number = self.recompute_layers
-        if method not in RECOMPUTE_METHODS:
-            raise InvalidInputError(
-                f"recompute method {method!r} is unknown: use one of {', '.join(RECOMPUTE_METHODS)}"
-            )
+        _require_known("recompute method", method, RECOMPUTE_METHODS)
         require_at_least(1, recompute_num_layers=number)
         if self.recompute_layers == EVERY_LAYER:
             return

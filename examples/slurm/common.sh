@@ -23,8 +23,6 @@ export MASTER_ADDR MASTER_PORT
 
 # One queue per device, so that a transfer starts before the kernels it should overlap with. The trainer refuses others.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
-# The length of a micro-batch changes all the time: segments that grow keep the memory from falling to pieces.
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # srun does not take this over from sbatch by itself (since SLURM 22.05).
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi

@@ -61,8 +61,7 @@ def find_root(script: Path) -> Path:
             return folder
     raise InvalidInputError(
         f"{script} is not inside a Megatron-LM checkout: no folder above it has megatron/training and {_VERSION}; "
-        "give the path of a checkout's pretrain_gpt.py",
-        script=str(script),
+        "give the path of a checkout's pretrain_gpt.py"
     )
 
 
@@ -86,16 +85,14 @@ def open_checkout(script: Path) -> Checkout:
         raise UnsupportedFeatureError(
             f"the Megatron-LM checkout {root} is version {checkout.version}; supported are "
             f"{supported}; and those with {' and '.join(SCHEDULERS)} in {_SCHEDULES} (branch dev): "
-            f"check out {SUPPORTED_VERSIONS[releases.newest().version]}",
-            version=checkout.version,
+            f"check out {SUPPORTED_VERSIONS[releases.newest().version]}"
         )
     needed = releases.closest(checkout.version)
     if sys.version_info[:2] < needed.min_python:
         raise UnsupportedFeatureError(
             f"the Megatron-LM checkout {root} is version {checkout.version}, which needs Python {needed.python} or "
             f"newer, this is {platform.python_version()}: install this project with its extras train and megatron-lm "
-            f"for Python {needed.python}, or check out {SUPPORTED_VERSIONS[releases.newest().version]}",
-            version=checkout.version,
+            f"for Python {needed.python}, or check out {SUPPORTED_VERSIONS[releases.newest().version]}"
         )
     return checkout
 
@@ -137,8 +134,7 @@ def explain_missing_package(error: ModuleNotFoundError) -> None:
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     raise InvalidInputError(
         f"the training code of Megatron-LM needs {', '.join(missing)}, not installed here: install the extra "
-        "megatron-lm of this project, pip install -e '.[megatron-lm]'",
-        missing=tuple(missing),
+        "megatron-lm of this project, pip install -e '.[megatron-lm]'"
     ) from error
 
 

@@ -189,8 +189,7 @@ def refuse(args: argparse.Namespace) -> None:
     check_micro_batch_size(args.micro_batch_size)
     if len(args.cp_comm_type) != 1:
         raise InvalidInputError(
-            f"--cp-comm-type has {len(args.cp_comm_type)} values, one per layer is not possible: give one",
-            cp_comm_type=args.cp_comm_type,
+            f"--cp-comm-type has {len(args.cp_comm_type)} values, one per layer is not possible: give one"
         )
     exchange = exchange_of(args)
     if exchange not in (AUTO, *UNPLACED):
@@ -208,13 +207,13 @@ def refuse_without_effect(args: argparse.Namespace) -> None:
     """
     for flag in ("--eod-id", "--varlen-mock-dataset-config-json"):
         if not args.use_varlen_dataset and getattr(args, destination(flag)) is not None:
-            raise InvalidInputError(f"{flag} needs --use-varlen-dataset: add it, or leave {flag} out", flag=flag)
+            raise InvalidInputError(f"{flag} needs --use-varlen-dataset: add it, or leave {flag} out")
     if args.dynamic_cp:
         return
     needing = "--dynamic-cp-dump --dynamic-cp-replay --dynamic-cp-refine --use-varlen-dataset"
     for flag in (*needing.split(), "--window-sink-tokens", "--loss-chunk-tokens"):
         if getattr(args, destination(flag)):
-            raise InvalidInputError(f"{flag} needs --dynamic-cp in a checkout: add it, or leave {flag} out", flag=flag)
+            raise InvalidInputError(f"{flag} needs --dynamic-cp in a checkout: add it, or leave {flag} out")
     if args.max_seqlen_per_dp_cp_rank == "auto":
         raise InvalidInputError(f"{_LIMIT} auto needs --dynamic-cp in a checkout: add it, or leave {_LIMIT} out")
 

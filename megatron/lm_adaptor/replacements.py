@@ -291,6 +291,5 @@ def find(replacement: Replacement) -> Any:
         missing = f"the module {replacement.module}"
     raise UnsupportedFeatureError(
         f"this Megatron-LM checkout has no {missing}, which is replaced ({replacement.reason}): use "
-        "an unchanged checkout of a supported version",
-        symbol=replacement.where,
+        "an unchanged checkout of a supported version"
     )

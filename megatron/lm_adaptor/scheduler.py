@@ -90,6 +90,5 @@ def _refuse_flags_of_releases(argv: Sequence[str]) -> None:
     if given:
         raise UnsupportedFeatureError(
             f"{', '.join(given)} is for releases, and this checkout (branch dev) packs samples itself: leave it out, "
-            f"and give --dynamic-context-parallel --sequence-packing-scheduler {NAME}",
-            flags=tuple(given),
+            f"and give --dynamic-context-parallel --sequence-packing-scheduler {NAME}"
         )

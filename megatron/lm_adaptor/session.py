@@ -247,8 +247,7 @@ def sum_over_lanes(logged: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, 
         if values[0].numel() != 2:
             raise DataError(
                 f"the loss function of the script logs {values[0].numel()} values as {key!r}, [sum of losses, number "
-                "of tokens] is needed",
-                key=key,
+                "of tokens] is needed"
             )
         sums[key] = torch.stack(values).sum(dim=0)
         dist.all_reduce(sums[key], group=parallel_state.get_data_parallel_group(with_context_parallel=True))

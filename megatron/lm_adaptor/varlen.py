@@ -171,8 +171,7 @@ def data_tokenizer(args: argparse.Namespace) -> Any:
         remedy = "choose another" if legacy is None else "give --legacy-tokenizer if the documents were made with it"
         raise InvalidInputError(
             f"Megatron-LM's data sets cannot have --tokenizer-type {args.tokenizer_type}: {type(error).__name__}: "
-            f"{error}; {remedy}",
-            tokenizer_type=args.tokenizer_type,
+            f"{error}; {remedy}"
         ) from error
 
 
@@ -189,15 +188,12 @@ def document_ids(args: argparse.Namespace, tokenizer: Any) -> NullTokenizer:
     eod = _eod_of(tokenizer) if args.eod_id is None else args.eod_id
     if eod is None:
         raise InvalidInputError(
-            f"--tokenizer-type {args.tokenizer_type} has no token that ends a document: give its id with --eod-id",
-            tokenizer_type=args.tokenizer_type,
+            f"--tokenizer-type {args.tokenizer_type} has no token that ends a document: give its id with --eod-id"
         )
     if not 0 <= eod < num_ids:
         raise InvalidInputError(
             f"the end of document {eod} is not among the {num_ids} ids of --tokenizer-type {args.tokenizer_type}: give "
-            "one of them with --eod-id",
-            eod=eod,
-            num_ids=num_ids,
+            "one of them with --eod-id"
         )
     return NullTokenizer(vocab_size=num_ids, eod=eod)
 
@@ -249,8 +245,7 @@ def build(args: argparse.Namespace, tokenizer: Any) -> VarlenData:
     if valid is None and args.eval_iters > 0:
         raise DataError(
             f"--eval-iters is {args.eval_iters}, and no validation data are left: give --valid-data-path, or --split a "
-            "second number that leaves some, or --eval-iters 0",
-            eval_iters=args.eval_iters,
+            "second number that leaves some, or --eval-iters 0"
         )
     return VarlenData(streams=tuple(streams), tokenizer=tokenizer, eod=ids.eod)
 
@@ -297,10 +292,10 @@ def read_blends(args: argparse.Namespace) -> tuple[Shares | None, list[Blend | N
             shares = tuple(parse_and_normalize_split(args.split)) if whole else None
     except (AssertionError, KeyError, OSError, ValueError) as error:
         raise InvalidInputError(
-            f"{', '.join(given)}: Megatron-LM cannot read this, {type(error).__name__}: {error}", flags=tuple(given)
+            f"{', '.join(given)}: Megatron-LM cannot read this, {type(error).__name__}: {error}"
         ) from error
     if shares is not None and not math.isfinite(sum(shares)):
-        raise InvalidInputError(f"{given[0]}: --split {args.split} has no share above 0: give one", split=args.split)
+        raise InvalidInputError(f"{given[0]}: --split {args.split} has no share above 0: give one")
     return shares, [_as_blend(one, given) for one in ([blend] * len(SPLIT_NAMES) if whole else blends)]
 
 

@@ -62,7 +62,6 @@ def test_a_job_starts_its_ranks_on_every_node_in_order(
         assert option(words, "--master-addr") == "gpu1"
         assert option(words, "--master-port") == str(20000 + 4242)
         assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-        assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
         assert environment["OMP_NUM_THREADS"] == "1"
         assert environment["NCCL_NVLS_ENABLE"] == "0"
         assert call["cwd"] == str(ROOT)

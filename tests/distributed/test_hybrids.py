@@ -27,6 +27,7 @@ from tests.distributed.parity import (
 from tests.distributed.reference import VARIANTS
 from tests.distributed.test_parity import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
 
+WINDOW = {"window_size": (15, 0)}
 BY_DAY = {
     "delta_dp4": Layout(4, variant="delta_moe", distributed_optimizer=True, config=SELECTIVE_RECOMPUTE),
     "delta_tp2_pp2_vpp2": Layout(1, tp=2, pp=2, vpp=2, variant="delta"),
@@ -34,6 +35,11 @@ BY_DAY = {
     "mamba_tp2": Layout(1, tp=2, variant="mamba"),
     "mamba_tp2_sp": Layout(2, tp=2, sp=True, variant="mamba_moe"),
     "modules_pp2": Layout(2, pp=2, variant="delta_mtp", config=FULL_RECOMPUTE),
+    "delta_more_dp4": Layout(4, variant="delta_more", exchange="all_gather", config={**WINDOW, **SELECTIVE_RECOMPUTE}),
+    "mamba_more_tp2_sp": Layout(
+        2, tp=2, sp=True, variant="mamba_more", exchange="all_gather", config=WINDOW | {"window_attn_skip_freq": 4}
+    ),
+    "delta_latent_dp4": Layout(4, variant="delta_latent", exchange="mixed"),
 }
 KINDS = {"delta": "delta_moe", "mamba": "mamba_moe"}
 BY_NIGHT = {
@@ -57,6 +63,11 @@ BY_NIGHT = {
 } | {
     "delta_halves": Layout(2, tp=2, variant="delta_halves"),
     "modules_dp4_ep2": Layout(4, ep=2, variant="delta_mtp", distributed_optimizer=True, config=SELECTIVE_RECOMPUTE),
+    "delta_more_pp2": Layout(2, pp=2, variant="delta_more", exchange="all_gather", config=WINDOW | FULL_RECOMPUTE),
+    "delta_more_tp2": Layout(1, tp=2, variant="delta_more", exchange="all_gather", config=WINDOW),
+    "mamba_more_six_lanes": Layout(6, variant="mamba_more", exchange="all_gather", config=WINDOW),
+    "delta_latent_tp2_sp": Layout(2, tp=2, sp=True, variant="delta_latent", exchange="latent"),
+    "halves_latent_pp2": Layout(2, pp=2, variant="halves_latent", distributed_optimizer=True),
     "modules_six_lanes": Layout(6, variant="delta_mtp"),
     "modules_tp2_sp": Layout(2, tp=2, sp=True, variant="delta_mtp"),
     "modules_pp2_vpp2": Layout(2, pp=2, vpp=2, variant="delta_mtp", distributed_optimizer=True),

@@ -166,6 +166,7 @@ BAD_TURNS: dict[str, tuple[dict[str, Any], str]] = {
     "weights": ({"tokens": [1, 2], "learned": [0.5, 0.5]}, "'learned' of float64 ([0.5, 0.5])"),
     "two": ({"tokens": [1, 2], "learned": 2}, "'learned' of int64 (2): tokens are whole numbers, 'learned' is true or"),
     "parts of tokens": ({"tokens": [1.5, 2]}, "tokens of float64"),
+    "a list among tokens": ({"tokens": [1, [2], 3]}, "turn: a turn has 3 'tokens', of which number 2 is a list: give"),
     "a number of children": ({"tokens": [1, 2], "children": 5}, "give 'tokens', and maybe 'learned' and 'children', a"),
     "no tokens": ({"tokens": [1, 2], "children": [{"tokens": None, "learned": True}]}, "turn.1 has 'learned': give"),
 }

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import torch
 from dynamic_cp.errors import CheckpointError, InvalidInputError
 from dynamic_cp.pricing.reduction import ddp_bucket_size
 from megatron.dynamic_cp.agreement import verify
+from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, for_chunk
 from megatron.trainer.ending import exits
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop import evaluation
@@ -308,3 +310,15 @@ def test_evaluation_records_no_gradients_and_training_goes_on_after_an_error():
         evaluate_and_fail()
     assert chunk.training
     assert chunk(torch.ones(1, 2)).requires_grad
+
+
+def test_a_chunk_holds_no_micro_batch_that_it_has_handed_out() -> None:
+    batches = [{"packed_seq_params": torch.zeros(1)} for _ in range(3)]
+    alive = [weakref.ref(batch["packed_seq_params"]) for batch in batches]
+    chunk = for_chunk(batches, ChunkNeeds(tokens=True, labels=False))
+    del batches
+    for number in range(3):
+        handed = next(chunk)
+        assert [here() is not None for here in alive] == [place >= number for place in range(3)]
+        del handed
+        assert alive[number]() is None

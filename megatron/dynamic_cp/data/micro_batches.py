@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -134,15 +134,9 @@ class PackedStep:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> PackedStep:
-        return replace(
-            self,
-            positions=move(self.positions),
-            cu_seqlens=move(self.cu_seqlens),
-            columns=None if self.columns is None else move(self.columns),
-            loss_mask=None if self.loss_mask is None else move(self.loss_mask),
-            future_columns=None if self.future_columns is None else move(self.future_columns),
-            future_loss_mask=None if self.future_loss_mask is None else move(self.future_loss_mask),
-        )
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: move(value) for name, value in tensors.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
     def future(self, part: slice) -> FutureColumns | None:
         """Return what modules of multi-token prediction read of some local tokens; None where there are none."""
@@ -396,15 +390,18 @@ def groups_of(bucket: PackedBucket | Bucket, groups: DynamicCPGroups) -> tuple[P
 def for_chunk(batches: Sequence[dict[str, Any]], needs: ChunkNeeds) -> Iterator[dict[str, Any]]:
     """Yield for each micro-batch what a chunk reads, None for the rest.
 
-    Lets go of a micro-batch once it is handed out: what layers cache on it then ends with its backward pass.
+    Holds no micro-batch that it has handed out: what layers cache on it ends with its backward pass.
     """
-    waiting = deque(batches)
-    while waiting:
-        batch = waiting.popleft()
-        yield {
+    waiting = deque(
+        {
             "tokens": batch.get("tokens") if needs.tokens else None,
             "position_ids": batch.get("position_ids") if needs.tokens else None,
             "labels": batch.get("labels") if needs.labels else None,
             "loss_mask": batch.get("loss_mask") if needs.labels else None,
             "packed_seq_params": batch["packed_seq_params"],
         }
+        for batch in batches
+    )
+    del batches
+    while waiting:
+        yield waiting.popleft()

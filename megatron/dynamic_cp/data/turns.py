@@ -38,7 +38,7 @@ class Turn:
     children: tuple[Turn, ...] = ()
 
     def __post_init__(self) -> None:
-        tokens, learned = np.asarray(self.tokens), np.asarray(self.learned)
+        tokens, learned = _array("tokens", self.tokens), _array("learned", self.learned)
         if tokens.ndim != 1 or not tokens.size or learned.shape not in ((), tokens.shape):
             raise InvalidInputError(
                 f"a turn has tokens of shape {tokens.shape} and 'learned' of shape {learned.shape}: at least 1 token, "
@@ -84,6 +84,16 @@ class Turn:
             except InvalidInputError as error:
                 raise InvalidInputError(f"{place}: {error}", turn=place) from None
         return made[0]
+
+
+def _array(name: str, values: Any) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except ValueError:  # lists among numbers, or of other lengths than each other
+        at = next(index for index, entry in enumerate(values, 1) if isinstance(entry, list | tuple | np.ndarray))
+        raise InvalidInputError(
+            f"a turn has {len(values)} {name!r}, of which number {at} is a list: give one list of numbers"
+        ) from None
 
 
 class _Segment(NamedTuple):

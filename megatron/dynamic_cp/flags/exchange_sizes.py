@@ -32,7 +32,7 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
 
     exchange, exchanges = settings.cp_comm_type, settings.exchanges
     node_lanes = lanes_in_one_node(settings.topology)
-    largest = settings.max_cp_size or settings.topology.max_cp_size
+    largest = settings.largest_cp_size
     _check_serves_windows(settings, largest)
     wanted = settings.inner_cp_sizes
     if wanted is not None:

@@ -8,7 +8,7 @@ the `PlanOptions` that are made from the settings; nothing changes a setting.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from dynamic_cp.models import catalog
@@ -270,25 +270,16 @@ class PlanningSettings:
         """
         limit = self.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
         assert limit is not None, "found once memory is known"
-        return PlanOptions(
-            max_tokens_per_rank=limit,
-            min_cp_size=self.min_cp_size,
-            max_cp_size=self.max_cp_size,
-            static_cp_size=self.static_cp_size,
-            cp_comm_types=self._allowed(has_masks=has_masks, left_out=left_out),
-            inner_cp_sizes=self.inner_cp_sizes,
-            recompute=self.recompute,
-            recompute_modules=self.recompute_modules,
-            recompute_layers=self.recompute_layers,
-            loss_chunk_tokens=self.loss_chunk_tokens,
-            bytes_per_element=self.bytes_per_element,
-            fp32_residual=self.fp32_residual,
-            search=self.search,
-            pool=self.pool,
-            noise_margin=self.noise_margin,
-            ping_pong=self.ping_pong,
-            state_exchange=self.state_exchange,
-        )
+        # An option that has the name of a setting is that.
+        names = {field.name for field in fields(PlanOptions)} & {field.name for field in fields(self)}
+        alike: dict[str, Any] = {name: getattr(self, name) for name in names - {"max_tokens_per_rank"}}
+        exchanges = self._allowed(has_masks=has_masks, left_out=left_out)
+        return PlanOptions(max_tokens_per_rank=limit, cp_comm_types=exchanges, **alike)
+
+    @property
+    def largest_cp_size(self) -> int:
+        """The largest CP size that a bucket may have."""
+        return self.max_cp_size or self.topology.max_cp_size
 
     def used(self, options: PlanOptions) -> PlanOptions:
         """Return `options` with the CP sizes that plans of this run have: of a static policy only its own."""

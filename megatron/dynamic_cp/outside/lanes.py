@@ -87,7 +87,7 @@ class Lanes:
             min_cp_size=options.min_cp_size,
             max_cp_size=options.max_cp_size,
             exchanges=options.cp_comm_types,
-            inner_sizes=chosen_inner_sizes(options.cp_comm_types, options.max_cp_size or topology.max_cp_size, sharing),
+            inner_sizes=chosen_inner_sizes(options.cp_comm_types, options.largest_cp_size(topology), sharing),
             ring_sizes=sharing.ring_sizes,
             query_heads=heads,
             device=device,

@@ -115,8 +115,7 @@ def latest(load_dir: str) -> Path | None:
         if old.is_dir():  # a crash between the two renames of a checkpoint that was being saved once more
             return old
         raise CheckpointError(
-            f"{tracker} names iteration {text}, but {folder} is missing: write an iteration that exists into it",
-            iteration=int(text),
+            f"{tracker} names iteration {text}, but {folder} is missing: write an iteration that exists into it"
         )
     return folder
 

@@ -130,8 +130,7 @@ def _check_optimizer(folder: Path, args: argparse.Namespace, common: Mapping[str
     if _optimizer_kind(args) == "distributed" and kind != optimizer_state.SHARDING["distrib_optim_sharding_type"]:
         raise CheckpointError(
             f"{folder} of Megatron-LM has its distributed optimizer as {kind}, fully_reshardable can be read: save it "
-            "with --dist-ckpt-optim-fully-reshardable, or load its weights with --finetune",
-            kind=kind,
+            "with --dist-ckpt-optim-fully-reshardable, or load its weights with --finetune"
         )
 
 

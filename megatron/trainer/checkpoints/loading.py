@@ -91,7 +91,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     position = Position(
         iteration=run["iteration"],
         consumed_samples=run["consumed_samples"],
-        coefficients=run.get("coefficients"),  # checkpoints from before there were any
+        coefficients=run.get("coefficients"),
     )
     logger.info("loaded %s: iteration %d, %d consumed samples", folder, position.iteration, position.consumed_samples)
     return position
@@ -164,8 +164,7 @@ def _check_identity(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Pa
             if saved_value != value:
                 raise CheckpointError(
                     f"{folder} was saved with {part} {name} = {saved_value!r}, this run has {value!r}: "
-                    + ("use the same model" if part == "model" else "use the same, or --finetune to start anew"),
-                    name=name,
+                    + ("use the same model" if part == "model" else "use the same, or --finetune to start anew")
                 )
 
 
@@ -196,9 +195,7 @@ def _checked_vocabulary(trainable: Trainable, saved: Mapping[str, Any], folder: 
     if not num_token_ids <= imported <= num_rows:
         raise CheckpointError(
             f"{folder} has {imported} token ids, this run has {num_token_ids} in {num_rows} rows: give "
-            f"--vocab-size {imported}, with NullTokenizer also --eod-id",
-            num_token_ids=num_token_ids,
-            imported=imported,
+            f"--vocab-size {imported}, with NullTokenizer also --eod-id"
         )
     return {**saved, "model": {**saved["model"], "vocab_size": num_rows}}
 
@@ -236,8 +233,7 @@ def _check_imported_flags(own: Mapping[str, Any], imported: Mapping[str, Any], f
         if not finetune:
             raise CheckpointError(
                 f"{folder} was imported with {name} = {value!r}, this run has {ours!r}: give the flags of "
-                f"{folder.parent / 'model.flags'}, or --finetune to go on with another model",
-                name=name,
+                f"{folder.parent / 'model.flags'}, or --finetune to go on with another model"
             )
         logger.info("--finetune: %s was %s, it is %s now", name, value, ours)
 

@@ -261,8 +261,7 @@ def _read_data(file: Any, name: str) -> Any:
 def _foreign(name: str, refused: str) -> CheckpointError:
     return CheckpointError(
         f"{name} holds {refused}, which is no data of a checkpoint: loading it would run it, so it is refused. Take a "
-        "checkpoint that this program or Megatron-LM wrote; docs/trust.md says how to allow a class of your own",
-        refused=refused,
+        "checkpoint that this program or Megatron-LM wrote; docs/trust.md says how to allow a class of your own"
     )
 
 
@@ -275,6 +274,5 @@ def _naming_damage(path: Path) -> Iterator[None]:
     except Exception as error:  # unpickling what is damaged raises anything
         reason = str(error).strip().splitlines() or [""]
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {reason[-1]}): resume from an older checkpoint",
-            path=str(path),
+            f"{path} cannot be read ({type(error).__name__}: {reason[-1]}): resume from an older checkpoint"
         ) from error

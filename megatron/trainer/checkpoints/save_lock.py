@@ -57,8 +57,7 @@ class SaveLock:
             if time.monotonic() - began_s > wait_s:
                 raise CheckpointError(
                     f"--save {folder}: another job saves there ({holder}), and did not end within {wait_s:g} s: end "
-                    "it, or choose another --save",
-                    folder=folder,
+                    "it, or choose another --save"
                 )
             if not waits:
                 logger.info("--save %s: another job saves there (%s): waiting %g s for its end", folder, holder, wait_s)

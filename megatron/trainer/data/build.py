@@ -49,10 +49,7 @@ def build_splits(config: DataConfig, entries: Sequence[IndexedEntry | None] | No
     """
     shares = parse_split(config.split)
     if not shares[0]:
-        raise InvalidInputError(
-            f"--split {config.split} gives the training data a share of 0: raise its first number",
-            split=config.split,
-        )
+        raise InvalidInputError(f"--split {config.split} gives the training data a share of 0: raise its first number")
     sources, weights = _open_sources(config, index_entries(config) if entries is None else entries)
     for source in sources:
         if not len(source.lengths):
@@ -135,7 +132,7 @@ def build_stream(
             f"({share}--seq-length {seq_length}, --overlong {overlong})"
         )
         if name == "train":
-            raise DataError(f"{message}: add data or change one of them", num_documents=num_documents)
+            raise DataError(f"{message}: add data or change one of them")
         logger.warning("%s: it is left out", message)
     kept = [number for number, dataset in enumerate(datasets) if dataset.num_samples]
     if not kept:

@@ -52,16 +52,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.seq_length < 1:
             raise InvalidInputError(
-                f"--seq-length is {self.seq_length}, at least 1 is needed: give the longest sample in tokens",
-                seq_length=self.seq_length,
+                f"--seq-length is {self.seq_length}, at least 1 is needed: give the longest sample in tokens"
             )
         if self.overlong not in OVERLONG_POLICIES:
-            raise InvalidInputError(
-                f"--overlong {self.overlong} is unknown: use one of {', '.join(OVERLONG_POLICIES)}",
-                overlong=self.overlong,
-            )
+            raise InvalidInputError(f"--overlong {self.overlong} is unknown: use one of {', '.join(OVERLONG_POLICIES)}")
         if self.seed < 0:
-            raise InvalidInputError(f"--seed is {self.seed}, at least 0 is needed: give another seed", seed=self.seed)
+            raise InvalidInputError(f"--seed is {self.seed}, at least 0 is needed: give another seed")
         if self.mock and self.data_path:
             raise InvalidInputError(
                 f"--mock-data and --data-path {' '.join(self.data_path)} exclude each other: leave one of them out"

@@ -83,9 +83,7 @@ def _find_files(entry: str, config: DataConfig, tokenizer: Tokenizer) -> Documen
     if os.path.isdir(entry):
         paths = list_files(entry, config.data_glob)
         if not paths:
-            raise DataError(
-                f"{entry} has no file that matches {config.data_glob}: give another folder or --data-glob", path=entry
-            )
+            raise DataError(f"{entry} has no file that matches {config.data_glob}: give another folder or --data-glob")
         return _files(entry, os.path.join(entry, ""), config.data_glob, paths, FOLDER_SUFFIXES, config, tokenizer)
     if suffix in (".idx", ".bin") and not glob.has_magic(entry):
         if not os.path.exists(entry) and not any(map(os.path.exists, (prefix + ".idx", prefix + ".bin"))):
@@ -114,8 +112,7 @@ def _refuse_chats(entry: str, config: DataConfig) -> None:
 def _missing(entry: str) -> DataError:
     return DataError(
         f"--data-path {entry} does not exist, neither as file, folder or glob nor as {entry}.idx: "
-        f"check the path (the current folder is {os.getcwd()})",
-        path=entry,
+        f"check the path (the current folder is {os.getcwd()})"
     )
 
 

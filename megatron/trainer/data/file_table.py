@@ -146,12 +146,7 @@ def changed_file(path: str, indexed_bytes: int, found_bytes: int) -> DataError:
         if found_bytes != indexed_bytes
         else f"was written again after it was indexed (it has {found_bytes} bytes as before, and another time)"
     )
-    return DataError(
-        f"{path} {how}: the data must not change during a run; restart to index it again",
-        path=path,
-        indexed_bytes=indexed_bytes,
-        found_bytes=found_bytes,
-    )
+    return DataError(f"{path} {how}: the data must not change during a run; restart to index it again")
 
 
 def _signs(root: str, names: Sequence[str], on_tick: Callable[[], None] | None) -> NDArray[np.int64]:

@@ -60,9 +60,7 @@ class HuggingFaceTokenizer:
         own_size = max(ids.values(), default=-1) + 1
         if vocab_size is not None and vocab_size < own_size:
             raise InvalidInputError(
-                f"--vocab-size is {vocab_size}, the tokenizer of {folder} has {own_size} ids: leave it out",
-                vocab_size=vocab_size,
-                tokenizer_size=own_size,
+                f"--vocab-size is {vocab_size}, the tokenizer of {folder} has {own_size} ids: leave it out"
             )
         size = vocab_size or own_size
         if eod_id is None:
@@ -70,14 +68,11 @@ class HuggingFaceTokenizer:
             if eos not in ids:
                 raise InvalidInputError(
                     f"the tokenizer of {folder} has eos_token {eos!r}, which is no token of it: name the id that ends "
-                    "a document with --eod-id",
-                    eos_token=eos,
+                    "a document with --eod-id"
                 )
             eod_id = int(ids[eos])
         if not 0 <= eod_id < size:
-            raise InvalidInputError(
-                f"--eod-id {eod_id} is not below the {size} ids of {folder}", eod_id=eod_id, vocab_size=size
-            )
+            raise InvalidInputError(f"--eod-id {eod_id} is not below the {size} ids of {folder}")
         return cls(folder=folder, digest=digest, vocab_size=size, eod=eod_id)
 
     def encode(self, text: bytes) -> NDArray[np.int64]:
@@ -96,14 +91,12 @@ def folder_of(path: str) -> str:
     if not os.path.isdir(folder):
         raise InvalidInputError(
             f"--tokenizer-model {path} is not a folder on this machine, and nothing is downloaded: fetch the tokenizer "
-            "first (`hf download NAME --local-dir DIR --include 'tokenizer*' 'special_tokens_map.json' '*.jinja'`)",
-            path=path,
+            "first (`hf download NAME --local-dir DIR --include 'tokenizer*' 'special_tokens_map.json' '*.jinja'`)"
         )
     if not os.path.isfile(os.path.join(folder, TOKENIZER_FILE)):
         raise InvalidInputError(
             f"--tokenizer-model {path} has no {TOKENIZER_FILE}: make one with transformers, once: "
-            "AutoTokenizer.from_pretrained(OLD).save_pretrained(NEW)",
-            path=path,
+            "AutoTokenizer.from_pretrained(OLD).save_pretrained(NEW)"
         )
     return folder
 
@@ -154,8 +147,7 @@ def _backend(folder: str, digest: str) -> Any:
     if found != digest:
         raise DataError(
             f"{folder}/{TOKENIZER_FILE} has digest {found} and had {digest} at the start: it must not change during a "
-            "run; start again",
-            digest=found,
+            "run; start again"
         )
     try:
         made = Tokenizer.from_str(content.decode())
@@ -170,7 +162,7 @@ def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}", path=path) from error
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _read_json(path: str) -> dict[str, Any]:
@@ -179,7 +171,7 @@ def _read_json(path: str) -> dict[str, Any]:
     try:
         value = json.loads(_read(path))
     except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}; copy it again", path=path) from error
+        raise DataError(f"{path} is not JSON: {error}; copy it again") from error
     if not isinstance(value, dict):
-        raise DataError(f"{path} holds a JSON {type(value).__name__}, not an object: copy it again", path=path)
+        raise DataError(f"{path} holds a JSON {type(value).__name__}, not an object: copy it again")
     return value

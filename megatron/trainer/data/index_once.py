@@ -125,8 +125,7 @@ def _wait_while_it_goes_on(key: str, progress_key: str) -> None:
         if time.monotonic() > deadline_s:
             raise DynamicCPError(
                 f"rank 0 has made no progress in indexing the data for {timeout_s:.0f} s, rank {dist.get_rank()} waits "
-                "no longer: see rank 0's log, or raise --distributed-timeout-minutes",
-                timeout_s=timeout_s,
+                "no longer: see rank 0's log, or raise --distributed-timeout-minutes"
             )
         time.sleep(0.02)
 

@@ -66,9 +66,7 @@ class IndexedDocuments(Source):
             wrong = int(tokens[(tokens < 0) | (tokens >= vocab_size)][0])
             raise DataError(
                 f"{self.document_name(document)} holds token id {wrong}, the vocabulary has {vocab_size}: "
-                "use the tokenizer that the data was made with (--tokenizer-type NullTokenizer --vocab-size N)",
-                token=wrong,
-                vocab_size=vocab_size,
+                "use the tokenizer that the data was made with (--tokenizer-type NullTokenizer --vocab-size N)"
             )
         return np.append(tokens, self._tokenizer.eod) if stop > num_stored else tokens
 
@@ -157,7 +155,7 @@ class _Signs(NamedTuple):
 def _signs(prefix: str, suffix: str) -> _Signs:
     path, other = prefix + suffix, prefix + {".bin": ".idx", ".idx": ".bin"}[suffix]
     if not os.path.exists(path):
-        raise DataError(f"{path} is missing: {other} needs it beside itself; give the common prefix", path=path)
+        raise DataError(f"{path} is missing: {other} needs it beside itself; give the common prefix")
     with reading(path):
         status = os.stat(path)
     return _Signs(status.st_size, status.st_mtime_ns)
@@ -169,8 +167,6 @@ def _read_index(prefix: str, bin_bytes: int) -> MegatronIndex:
     if bin_bytes < index.bin_bytes:
         raise DataError(
             f"{prefix}.bin is truncated: {bin_bytes} bytes, its index says {index.bin_bytes}; "
-            "copy both files again or make them again with preprocess_data.py",
-            expected_bytes=index.bin_bytes,
-            found_bytes=bin_bytes,
+            "copy both files again or make them again with preprocess_data.py"
         )
     return index

@@ -140,7 +140,7 @@ def ranges_of_files(
     """
     for path, size_bytes in zip(paths, sizes_bytes.tolist(), strict=True):
         if size_bytes < 0:
-            raise DataError(f"{path} is not a regular file: JSONL must be read twice; copy it to a file", path=path)
+            raise DataError(f"{path} is not a regular file: JSONL must be read twice; copy it to a file")
     return [
         (path, start, min(start + range_bytes, size_bytes), size_bytes)
         for path, size_bytes in zip(paths, sizes_bytes.tolist(), strict=True)
@@ -230,7 +230,7 @@ def checked_lines(
         if result.error is not None:
             line, what = result.error
             where = line_name(files.root, path.removeprefix(files.root), lines_before + line + 1)
-            raise DataError(f"{where}{what}", where=where)
+            raise DataError(f"{where}{what}")
         num_lines[path] = lines_before + result.num_lines
         yield result
         progress.advance(stop - start)

@@ -106,8 +106,7 @@ class LengthIndex:
                 )
                 raise DataError(
                     f"{self.path}, the length index of the data, {how} when this run began: nothing may write it "
-                    "during a run; restart, and the data are indexed again",
-                    path=self.path,
+                    "during a run; restart, and the data are indexed again"
                 )
 
     def save(self, path: str) -> LengthIndex:

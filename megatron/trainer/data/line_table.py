@@ -63,11 +63,7 @@ class LineTable:
         """
         how = "is no longer the line that" if found is None else f"has {found} {unit} but had {indexed} when it"
         return DataError(
-            f"{self.name(document)} {how} was indexed: the data must not change during a run; restart to index it "
-            "again",
-            path=self.path(document),
-            found=found,
-            indexed=indexed,
+            f"{self.name(document)} {how} was indexed: the data must not change during a run; restart to index it again"
         )
 
     def path(self, document: int) -> str:

@@ -124,7 +124,7 @@ def _lengths(config: dict[str, Any], seed: int) -> NDArray[np.int64]:
     for key in Lognormal.__dataclass_fields__:
         value = config.get(key)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InvalidInputError(f"mock data: {key} is {value!r}: a number is needed", key=key)
+            raise InvalidInputError(f"mock data: {key} is {value!r}: a number is needed")
         values[key] = value
     return Lognormal(**values).draw(seed)
 
@@ -142,9 +142,7 @@ def _read_lengths(path: str) -> NDArray[np.int64]:
                 value = math.nan
             if not (0 <= value < 2**62 and value == math.floor(value)):
                 raise DataError(
-                    f"{path} line {line_number}: {cell!r} is not a length: give whole numbers >= 0 in the first column",
-                    path=path,
-                    line_number=line_number,
+                    f"{path} line {line_number}: {cell!r} is not a length: give whole numbers >= 0 in the first column"
                 )
             lengths.append(int(value))
     return np.array(lengths, dtype=np.int64)

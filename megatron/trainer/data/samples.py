@@ -68,10 +68,7 @@ class SampleIndex:
             raise DataError(
                 f"{source.document_name(document)} predicts {source.lengths[document] - 1} tokens, --seq-length is "
                 f"{seq_length} ({int(refused.sum())} such documents){why}: raise --seq-length or choose --overlong "
-                f"{others}",
-                document=document,
-                tokens=int(source.lengths[document]) - 1,
-                seq_length=seq_length,
+                f"{others}"
             )
         kept = num_predicted >= 1
         num_empty = len(kept) - int(kept.sum())

@@ -64,8 +64,7 @@ def reading(path: str) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"cannot read {error.filename or path}: {error.strerror or error}; "
-            "check that it exists and that this user may read it",
-            path=path,
+            "check that it exists and that this user may read it"
         ) from error
 
 

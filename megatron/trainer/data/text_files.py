@@ -61,10 +61,7 @@ class TextFiles(Source):
             if len(tokens) != num_tokens:
                 raise DataError(
                     f"{path} has {len(tokens)} tokens but had {num_tokens} when it was indexed: the data must not "
-                    "change during a run; restart to index it again",
-                    path=path,
-                    indexed_tokens=num_tokens,
-                    found_tokens=len(tokens),
+                    "change during a run; restart to index it again"
                 )
             tokens = tokens[start:stop]
         return np.append(tokens, self._tokenizer.eod) if stop > num_tokens else tokens

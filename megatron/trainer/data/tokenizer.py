@@ -63,26 +63,21 @@ def build(config: DataConfig) -> Tokenizer:
             raise InvalidInputError(
                 f"ByteTokenizer has vocab size {byte.vocab_size} and EOD {byte.eod}, "
                 f"asked for vocab size {config.vocab_size} and EOD {config.eod_id}: "
-                "for data with other token ids use --tokenizer-type NullTokenizer",
-                vocab_size=config.vocab_size,
-                eod_id=config.eod_id,
+                "for data with other token ids use --tokenizer-type NullTokenizer"
             )
         return byte
     if config.tokenizer == "NullTokenizer":
         if config.vocab_size is None or config.vocab_size < 1:
             raise InvalidInputError(
                 f"NullTokenizer has no vocabulary of its own and --vocab-size is {config.vocab_size}: "
-                "give the number of token ids of the data",
-                vocab_size=config.vocab_size,
+                "give the number of token ids of the data"
             )
         if config.eod_id is None:
             return NullTokenizer(vocab_size=config.vocab_size + 1, eod=config.vocab_size)
         if not 0 <= config.eod_id < config.vocab_size:
             raise InvalidInputError(
                 f"EOD id {config.eod_id} is not below --vocab-size {config.vocab_size}: "
-                "give the id that ends a document in this data",
-                eod_id=config.eod_id,
-                vocab_size=config.vocab_size,
+                "give the id that ends a document in this data"
             )
         return NullTokenizer(vocab_size=config.vocab_size, eod=config.eod_id)
     raise InvalidInputError(f"--tokenizer-type {config.tokenizer} is unknown: use one of {', '.join(TOKENIZERS)}")

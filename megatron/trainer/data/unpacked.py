@@ -93,7 +93,7 @@ def _opened(path: str) -> Iterator[Any]:
             with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
                 yield file
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise DataError(f"{path} is no whole gzip file ({error}): copy it again", path=path) from error
+            raise DataError(f"{path} is no whole gzip file ({error}): copy it again") from error
 
 
 def _copy(root: str, name: str, unit: str, cache_path: str | None, on_tick: Callable[[], None] | None) -> str:
@@ -114,8 +114,7 @@ def _copy(root: str, name: str, unit: str, cache_path: str | None, on_tick: Call
     if copy is None:
         raise DataError(
             f"{path} must be written as lines once, and no place for them is writable ({'; '.join(reasons)}): name a "
-            "folder with room with --data-cache-path",
-            path=path,
+            "folder with room with --data-cache-path"
         )
     return os.path.relpath(os.path.realpath(copy), os.path.realpath(root or os.curdir))
 
@@ -186,7 +185,7 @@ def _lines_of_array(path: str, content: bytes) -> bytes:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not JSON ({error}): save it as UTF-8", path=path) from error
+        raise DataError(f"{path} is not JSON ({error}): save it as UTF-8") from error
     blank, decoder, lines = re.compile(r"[ \t\n\r]*"), json.JSONDecoder(), []
 
     def skip(place: int) -> int:
@@ -196,7 +195,7 @@ def _lines_of_array(path: str, content: bytes) -> bytes:
 
     def wrong(place: int, why: object) -> DataError:
         where = f"{path} line {text.count(chr(10), 0, place) + 1}, entry {len(lines) + 1}"
-        return DataError(f"{where} is not JSON ({why}): repair the file", path=path)
+        return DataError(f"{where} is not JSON ({why}): repair the file")
 
     place = skip(skip(0) + 1)
     while text[place : place + 1] != "]" or lines:

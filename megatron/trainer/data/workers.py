@@ -123,8 +123,7 @@ class _Worker:
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             raise DataError(
                 f"a process that indexed {task[0]} ended with {how}: look for its last words above "
-                "(SIGKILL often means that the machine is out of memory)",
-                exit_code=code,
+                "(SIGKILL often means that the machine is out of memory)"
             ) from error
         if not succeeded:
             raise value

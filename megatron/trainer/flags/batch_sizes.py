@@ -41,10 +41,7 @@ class BatchSizes(NamedTuple):
         if start >= global_batch_size or (global_batch_size - start) % increment:
             raise InvalidInputError(
                 f"{given} grows from {start} by {increment}, which never gives --global-batch-size "
-                f"{global_batch_size}: change one of them",
-                start=start,
-                increment=increment,
-                global_batch_size=global_batch_size,
+                f"{global_batch_size}: change one of them"
             )
         return cls(global_batch_size, start, increment, ramp_samples)
 

@@ -59,5 +59,4 @@ def _allocator_variable() -> str:
 
 def _has_many_groups(planning: PlanningSettings) -> bool:
     """Return whether a rank has CP groups of several sizes."""
-    largest = planning.max_cp_size or planning.topology.max_cp_size
-    return planning.dynamic_cp and largest >= 2 * max(2, planning.min_cp_size)
+    return planning.dynamic_cp and planning.largest_cp_size >= 2 * max(2, planning.min_cp_size)

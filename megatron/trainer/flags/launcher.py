@@ -20,9 +20,7 @@ def environment_number(name: str, default: int, *, at_most: int | None = None) -
         limit = "" if at_most is None else f" up to {at_most}"
         raise InvalidInputError(
             f"the environment variable {name} is {text!r}, a number{limit} is needed: start the job with torchrun, or "
-            "see what the job script sets it to",
-            name=name,
-            value=text,
+            "see what the job script sets it to"
         )
     return int(text)
 
@@ -43,8 +41,6 @@ def check_rendezvous(world_size: int) -> tuple[int, str, int]:
     if rank >= world_size:
         raise InvalidInputError(
             f"RANK is {rank}, WORLD_SIZE {world_size}: ranks count from 0; start the job with torchrun, or see what "
-            "the job script sets them to",
-            rank=rank,
-            world_size=world_size,
+            "the job script sets them to"
         )
     return rank, os.environ["MASTER_ADDR"], environment_number("MASTER_PORT", 0, at_most=65535)

@@ -22,7 +22,7 @@ from dynamic_cp.types import (
     chunk_tokens,
     is_power_of_two,
 )
-from megatron.dynamic_cp.flags import experts, latent_attention
+from megatron.dynamic_cp.flags import experts, latent_attention, linear_attention
 from megatron.dynamic_cp.flags.activation import check_activation, named
 from megatron.dynamic_cp.flags.adapters import adapters_of, check_adapters
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
@@ -30,11 +30,6 @@ from megatron.dynamic_cp.flags.exclusions import CHUNKS, POOL, refuse_pairs
 from megatron.dynamic_cp.flags.fp8 import check_fp8, complete_fp8, token_alignment
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, complete_latent_attention
 from megatron.dynamic_cp.flags.layer_outputs import check_outputs
-from megatron.dynamic_cp.flags.linear_attention import (
-    check_linear_attention,
-    check_state_exchange,
-    complete_linear_attention,
-)
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
 from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
@@ -60,7 +55,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     _complete_model_parallel(args)
     _complete_experts(args)
     _complete_recompute(args)
-    check_linear_attention(args)
+    linear_attention.check_linear_attention(args)
     args.mtp_num_layers = args.mtp_num_layers or None  # as megatron-core has it, which builds no modules for None only
     check_multi_token(args)
     check_adapters(args)
@@ -80,16 +75,13 @@ def check_micro_batch_size(size: int | None) -> None:
     if size not in (None, 1):
         raise InvalidInputError(
             f"--micro-batch-size is {size}, it must be 1: a micro-batch is a pack of samples, "
-            "--max-seqlen-per-dp-cp-rank sets its size",
-            micro_batch_size=size,
+            "--max-seqlen-per-dp-cp-rank sets its size"
         )
 
 
 def _divides(divisor: int, value: int, what: str, by: str, remedy: str) -> None:
     if value % divisor:
-        raise InvalidInputError(
-            f"{what} {value} is not a multiple of {by} {divisor}: {remedy}", value=value, divisor=divisor
-        )
+        raise InvalidInputError(f"{what} {value} is not a multiple of {by} {divisor}: {remedy}")
 
 
 def _complete_sizes(args: argparse.Namespace) -> None:
@@ -108,8 +100,7 @@ def _complete_sizes(args: argparse.Namespace) -> None:
     elif args.num_query_groups is not None and args.num_query_groups != args.num_attention_heads:
         raise InvalidInputError(
             f"--num-query-groups {args.num_query_groups} differs from --num-attention-heads "
-            f"{args.num_attention_heads}: add --group-query-attention",
-            num_query_groups=args.num_query_groups,
+            f"{args.num_attention_heads}: add --group-query-attention"
         )
     else:
         args.num_query_groups = args.num_attention_heads
@@ -124,8 +115,7 @@ def _complete_sizes(args: argparse.Namespace) -> None:
         if args.swiglu and args.hidden_size < 24:
             raise InvalidInputError(
                 f"--hidden-size {args.hidden_size} is too small for the default of --ffn-hidden-size with --swiglu, "
-                "8/3 of it in multiples of 64: give --ffn-hidden-size, or a --hidden-size of at least 24",
-                hidden_size=args.hidden_size,
+                "8/3 of it in multiples of 64: give --ffn-hidden-size, or a --hidden-size of at least 24"
             )
         args.ffn_hidden_size = args.hidden_size * 8 // 3 // 64 * 64 if args.swiglu else 4 * args.hidden_size
     if args.max_position_embeddings is None:
@@ -133,15 +123,13 @@ def _complete_sizes(args: argparse.Namespace) -> None:
     if args.max_position_embeddings < args.seq_length:
         raise InvalidInputError(
             f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length {args.seq_length}: "
-            "raise it or shorten the samples",
-            max_position_embeddings=args.max_position_embeddings,
-            seq_length=args.seq_length,
+            "raise it or shorten the samples"
         )
 
 
 def _complete_model(args: argparse.Namespace) -> None:
     complete_latent_attention(args)
-    complete_linear_attention(args)
+    linear_attention.complete_linear_attention(args)
     _complete_sizes(args)
     if not 0 < args.rotary_percent <= 1:
         raise InvalidInputError(f"--rotary-percent is {args.rotary_percent}, it must be in (0, 1]")
@@ -159,9 +147,7 @@ def _complete_model(args: argparse.Namespace) -> None:
     if rotates_heads and (width < 2 or width % 2):
         raise InvalidInputError(
             f"RoPE rotates {width} of {args.kv_channels} channels of a head (--kv-channels * --rotary-percent "
-            f"{args.rotary_percent}), it needs an even number of at least 2: change one of them",
-            rotary_width=width,
-            kv_channels=args.kv_channels,
+            f"{args.rotary_percent}), it needs an even number of at least 2: change one of them"
         )
 
 
@@ -183,8 +169,7 @@ def _refuse_without_effect(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None and args.position_embedding_type != "yarn":
             raise InvalidInputError(
                 f"{flag_of(name)} is for --position-embedding-type yarn, this model has "
-                f"{args.position_embedding_type}: leave one of them out",
-                name=name,
+                f"{args.position_embedding_type}: leave one of them out"
             )
 
 
@@ -193,10 +178,7 @@ def _complete_model_parallel(args: argparse.Namespace) -> None:
     if args.world_size % (tp_size * pp_size):
         raise InvalidInputError(
             f"world size {args.world_size} is not a multiple of TP * PP = {tp_size} * {pp_size} = {tp_size * pp_size}: "
-            "start another number of ranks or change --tensor-model-parallel-size or --pipeline-model-parallel-size",
-            world_size=args.world_size,
-            tp_size=tp_size,
-            pp_size=pp_size,
+            "start another number of ranks or change --tensor-model-parallel-size or --pipeline-model-parallel-size"
         )
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         _divides(tp_size, getattr(args, name), flag_of(name), "--tensor-model-parallel-size", "lower TP")
@@ -225,8 +207,7 @@ def _complete_chunks(args: argparse.Namespace) -> None:
         if pp_size < 2 and is_given(args, flag):
             raise InvalidInputError(
                 f"{flag} shares layers over pipeline stages, --pipeline-model-parallel-size is {pp_size}: drop the "
-                "flag or raise PP",
-                pp_size=pp_size,
+                "flag or raise PP"
             )
     own = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     if per_stage is not None and own != (None, None):
@@ -240,8 +221,7 @@ def _complete_chunks(args: argparse.Namespace) -> None:
         if pp_size < 2:
             raise InvalidInputError(
                 f"virtual pipeline stages need --pipeline-model-parallel-size >= 2, it is {pp_size}: "
-                f"drop the flag or raise PP",
-                pp_size=pp_size,
+                f"drop the flag or raise PP"
             )
         if per_stage is not None:
             _divides(
@@ -328,7 +308,10 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
         has_windows=windows_of(args).are_there,
         has_latents=latent_attention.is_on(args),
-        auto_places=auto_places and experts.may_place(args) and topology.expert_lanes == 1,
+        auto_places=auto_places
+        and experts.may_place(args)
+        and topology.expert_lanes == 1
+        and not linear_attention.is_on(args),
         pipeline_layers=pipeline_layers(args),
     )
     if args.dynamic_cp_pool != "off":
@@ -336,15 +319,11 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
     if settings.loss_chunk_tokens:
         refuse_pairs(CHUNKS, args, value=args.loss_chunk_tokens)
     settings = with_exchange_sizes(settings, args.num_attention_heads // topology.tp_size)
-    check_state_exchange(args, settings.state_exchange)
+    linear_attention.check_state_exchange(args, settings.state_exchange)
     if settings.max_tokens_per_rank is None:  # --seq-length is checked once memory is known
         return settings
     if limit is not None and not limit > 0:
-        raise InvalidInputError(
-            f"--max-seqlen-per-dp-cp-rank is {limit}, it must be {POSITIVE.text}",
-            name="max_seqlen_per_dp_cp_rank",
-            value=limit,
-        )
+        raise InvalidInputError(f"--max-seqlen-per-dp-cp-rank is {limit}, it must be {POSITIVE.text}")
 
     from dynamic_cp.search.search import check_feasible  # here: numpy is needed only once the rest is right
 
@@ -364,25 +343,19 @@ def _check_cp_sizes(args: argparse.Namespace, topology: Topology) -> None:
     if topology.num_lanes % static or not is_power_of_two(static):
         raise InvalidInputError(
             f"--context-parallel-size {static} does not fit {topology.num_lanes} lanes (world size / (TP * PP)): "
-            f"give a power of two that divides {topology.num_lanes}",
-            static_cp_size=static,
-            num_lanes=topology.num_lanes,
+            f"give a power of two that divides {topology.num_lanes}"
         )
     for name in ("min_dynamic_cp_size", "max_dynamic_cp_size"):
         value = getattr(args, name)
         if value is not None and (not is_power_of_two(value) or value > topology.max_cp_size):
             raise InvalidInputError(
                 f"{flag_of(name)} is {value}: give a power of two up to {topology.max_cp_size}, the largest group of "
-                f"{topology.num_lanes} lanes",
-                value=value,
-                num_lanes=topology.num_lanes,
+                f"{topology.num_lanes} lanes"
             )
     largest = args.max_dynamic_cp_size or topology.max_cp_size
     if args.min_dynamic_cp_size > largest:
         raise InvalidInputError(
-            f"--min-dynamic-cp-size {args.min_dynamic_cp_size} is above the largest CP size {largest}: lower it",
-            min_cp_size=args.min_dynamic_cp_size,
-            max_cp_size=largest,
+            f"--min-dynamic-cp-size {args.min_dynamic_cp_size} is above the largest CP size {largest}: lower it"
         )
 
 
@@ -407,9 +380,7 @@ def _complete_schedule(args: argparse.Namespace) -> None:
                 f"--train-samples {args.train_samples} is less than --global-batch-size {sizes.start}: raise it"
                 if args.rampup_batch_size is None
                 else f"--train-samples {args.train_samples} is less than the {sizes.start} that --rampup-batch-size "
-                "begins with: raise it",
-                train_samples=args.train_samples,
-                global_batch_size=sizes.start,
+                "begins with: raise it"
             )
     else:
         whole_batches = sizes.samples_of(args.train_iters)
@@ -446,18 +417,14 @@ def _check_schedule(args: argparse.Namespace) -> None:
     if args.lr_warmup_samples >= args.lr_decay_samples:
         raise InvalidInputError(
             f"the warm-up takes {args.lr_warmup_samples} samples, the whole decay {args.lr_decay_samples}: "
-            "shorten the warm-up",
-            lr_warmup_samples=args.lr_warmup_samples,
-            lr_decay_samples=args.lr_decay_samples,
+            "shorten the warm-up"
         )
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_samples is None:
         raise InvalidInputError("--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_samples > args.lr_decay_samples:
         raise InvalidInputError(
             f"the WSD decay takes {args.lr_wsd_decay_samples} samples, the whole decay {args.lr_decay_samples}: "
-            "lower --lr-wsd-decay-iters or --lr-wsd-decay-samples",
-            lr_wsd_decay_samples=args.lr_wsd_decay_samples,
-            lr_decay_samples=args.lr_decay_samples,
+            "lower --lr-wsd-decay-iters or --lr-wsd-decay-samples"
         )
     if not max(args.min_lr, args.lr_warmup_init) <= args.lr:
         raise InvalidInputError(
@@ -543,7 +510,7 @@ def _check_utf8(args: argparse.Namespace, name: str, writer: str) -> None:
         (value or "").encode()
     except UnicodeEncodeError as error:
         raise InvalidInputError(
-            f"{flag_of(name)} {value!r} is not UTF-8, {writer} needs that: name another folder", name=name, value=value
+            f"{flag_of(name)} {value!r} is not UTF-8, {writer} needs that: name another folder"
         ) from error
 
 
@@ -557,24 +524,19 @@ def _check_profiling(args: argparse.Namespace) -> None:
     if args.profile_step_end <= args.profile_step_start:
         raise InvalidInputError(
             f"--profile-step-end {args.profile_step_end} is not above --profile-step-start {args.profile_step_start}: "
-            "no iteration would be recorded, raise it",
-            profile_step_start=args.profile_step_start,
-            profile_step_end=args.profile_step_end,
+            "no iteration would be recorded, raise it"
         )
     for rank in args.profile_ranks:
         if not 0 <= rank < args.world_size:
             raise InvalidInputError(
-                f"--profile-ranks has {rank}, the job has ranks 0 to {args.world_size - 1}: name some of them",
-                rank=rank,
+                f"--profile-ranks has {rank}, the job has ranks 0 to {args.world_size - 1}: name some of them"
             )
     if args.use_pytorch_profiler and args.profile_dir is None and args.tensorboard_dir is None:
         raise InvalidInputError("--use-pytorch-profiler has no folder to write to: give --profile-dir")
     if args.profile_step_start >= args.train_iters:
         raise InvalidInputError(
             f"--profile-step-start is {args.profile_step_start}, the run ends with iteration {args.train_iters}: "
-            "no iteration would be recorded, lower it",
-            profile_step_start=args.profile_step_start,
-            train_iters=args.train_iters,
+            "no iteration would be recorded, lower it"
         )
 
 

@@ -120,7 +120,7 @@ def _decide(model: ModelSettings, device: torch.device) -> Fusions:
     off: list[tuple[str, str]] = []
     for key, name, flag, asked, missing in rows:
         if asked and missing:
-            raise InvalidInputError(f"{flag} cannot be had: {missing}; install it or leave the flag out", flag=flag)
+            raise InvalidInputError(f"{flag} cannot be had: {missing}; install it or leave the flag out")
         if asked is False:
             reason = flag.replace("--", "--no-", 1)
         else:
@@ -143,12 +143,11 @@ def _decide(model: ModelSettings, device: torch.device) -> Fusions:
 
 def _check_cross_entropy(impl: str, cannot_compile: str) -> None:
     if impl == "native" and cannot_compile:
-        raise InvalidInputError(f"--cross-entropy-loss-fusion cannot be had: {cannot_compile}; leave it out", impl=impl)
+        raise InvalidInputError(f"--cross-entropy-loss-fusion cannot be had: {cannot_compile}; leave it out")
     if impl == "te" and language_module.te_parallel_cross_entropy is None:
         raise InvalidInputError(
             "--cross-entropy-fusion-impl te needs TransformerEngine's cross entropy, which megatron-core did not find: "
-            "install TransformerEngine or take native",
-            impl=impl,
+            "install TransformerEngine or take native"
         )
 
 
@@ -191,6 +190,5 @@ def check_kernel(device: torch.device, dtype: torch.dtype) -> None:
     if not torch.equal(buffer, expected):
         difference = (buffer - expected).abs().max().item()
         raise InvalidInputError(
-            f"apex's {KERNEL} is off by {difference} from a product of up to {expected.max().item()}: {remedy}",
-            difference=difference,
+            f"apex's {KERNEL} is off by {difference} from a product of up to {expected.max().item()}: {remedy}"
         )

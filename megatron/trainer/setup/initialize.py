@@ -36,8 +36,7 @@ def choose_backend(requested: str | None, *, num_devices: int, built_for_device:
     if num_devices == 0:
         raise InvalidInputError(
             f"--distributed-backend {requested or 'nccl'} needs CUDA devices, torch {torch.__version__} sees 0: "
-            "repair the driver, or train on CPU ranks with --distributed-backend gloo",
-            num_devices=0,
+            "repair the driver, or train on CPU ranks with --distributed-backend gloo"
         )
     return "nccl"
 
@@ -52,9 +51,7 @@ def device_of(local_rank: int, *, num_devices: int) -> torch.device:
         raise InvalidInputError(
             f"rank {local_rank} of this node has no GPU, torch sees {num_devices} here "
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): start at most {num_devices} "
-            "ranks a node (--nproc-per-node, --ntasks-per-node), or let each see its GPU",
-            local_rank=local_rank,
-            num_devices=num_devices,
+            "ranks a node (--nproc-per-node, --ntasks-per-node), or let each see its GPU"
         )
     return torch.device("cuda", local_rank)
 
@@ -77,7 +74,7 @@ def initialize(settings: Settings) -> torch.device:
         torch.set_num_threads(environment_number("OMP_NUM_THREADS", 1))
         device = torch.device("cpu")
     else:
-        check_device_queues(topology.tp_size, planning.max_cp_size or topology.max_cp_size)
+        check_device_queues(topology.tp_size, planning.largest_cp_size)
         device = device_of(environment_number("LOCAL_RANK", 0), num_devices=torch.cuda.device_count())
         torch.cuda.set_device(device)
         choose_precision(bf16=settings.model.bf16)
@@ -112,15 +109,12 @@ def join(backend: str, world_size: int, timeout: timedelta) -> None:
         if "EADDRINUSE" in str(error):
             raise InvalidInputError(
                 f"port {port} (MASTER_PORT) on rank 0's host {address} is in use by another program: end the job that "
-                "has it, or choose a free one (torchrun --standalone, or --master-port)",
-                port=port,
+                "has it, or choose a free one (torchrun --standalone, or --master-port)"
             ) from error
         raise DynamicCPError(
             f"rank {rank} of {world_size} did not meet the others at {address}:{port} (MASTER_ADDR, MASTER_PORT) "
             f"within {timeout.total_seconds():g} s ({lost_peers.words_of(error)}): were all ranks started, is rank 0 "
-            "there, and no other program at that port? If ranks start late, raise --distributed-timeout-minutes",
-            rank=rank,
-            port=port,
+            "there, and no other program at that port? If ranks start late, raise --distributed-timeout-minutes"
         ) from error
 
 
@@ -142,8 +136,7 @@ def check_device_queues(tp_size: int, max_cp_size: int) -> None:
     if max(tp_size, max_cp_size) > 1 and value != "1":
         raise InvalidInputError(
             f"CUDA_DEVICE_MAX_CONNECTIONS is {value}, 1 is needed with TP {tp_size} and CP sizes up to {max_cp_size}: "
-            "export CUDA_DEVICE_MAX_CONNECTIONS=1",
-            value=value,
+            "export CUDA_DEVICE_MAX_CONNECTIONS=1"
         )
 
 

@@ -60,8 +60,7 @@ def choose(needs: LayerNeeds, device: torch.device, *, fused_adam: bool = False)
         if fused_adam and (obstacle := why_not_installed(capability, version, why_missing)):
             raise UnsupportedFeatureError(
                 f"--use-precision-aware-optimizer steps by TransformerEngine's FusedAdam: {obstacle}; change that, or "
-                "leave it out",
-                installed=version,
+                "leave it out"
             )
         if capability is not None and version is not None:
             flash_attn = installed_flash_attn(capability, release_of(version))

@@ -127,7 +127,7 @@ class PlannedRuntime:
         }
         dump, recorded = _dump_and_replay(settings, options, arguments, model_shape)
         sharing = Sharing.of(model_shape, settings.topology, options)
-        largest = options.max_cp_size or settings.topology.max_cp_size
+        largest = options.largest_cp_size(settings.topology)
         groups = DynamicCPGroups.build(
             settings.topology,
             timeout_s=settings.exchange_timeout_s,

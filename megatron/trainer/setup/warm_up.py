@@ -154,6 +154,5 @@ def _within_memory(compute: Callable[[], T], limit: int) -> T:
         raise MemoryLimitError(
             f"start-up: {limit} padded tokens per rank (--max-seqlen-per-dp-cp-rank) do not fit in the device's "
             f"memory ({str(error).splitlines()[0]}): lower the limit, raise the largest CP size, or recompute "
-            "activations (--recompute-granularity full)",
-            max_tokens_per_rank=limit,
+            "activations (--recompute-granularity full)"
         ) from error

@@ -152,8 +152,7 @@ class CheckpointTensors:
         found = sum(item.lengths.numel() for item in items)
         if found != wanted.numel():
             raise CheckpointError(
-                f"{self._folder}: {found} of the {wanted.numel()} numbers of {name} are there: export another",
-                name=name,
+                f"{self._folder}: {found} of the {wanted.numel()} numbers of {name} are there: export another"
             )
         into = _Into(wanted)
         try:
@@ -161,8 +160,7 @@ class CheckpointTensors:
         except Exception as error:  # what is damaged makes torch raise anything
             reason = str(error).strip().splitlines() or [""]
             raise CheckpointError(
-                f"{self._folder}: {name} cannot be read ({type(error).__name__}: {reason[-1]}): export another",
-                name=name,
+                f"{self._folder}: {name} cannot be read ({type(error).__name__}: {reason[-1]}): export another"
             ) from error
         finally:
             into.wanted = None  # the reader refers to its planner by the planner: only the garbage collector ends that

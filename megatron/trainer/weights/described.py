@@ -56,7 +56,7 @@ def described(folder: Path) -> Described:
         value = getattr(args, name, None)
         if value not in (None, False, *harmless):
             raise UnsupportedFeatureError(
-                f"{folder} was trained with --{name.replace('_', '-')} {value}, which cannot be exported yet", name=name
+                f"{folder} was trained with --{name.replace('_', '-')} {value}, which cannot be exported yet"
             )
     try:
         return _described(args)

@@ -102,8 +102,7 @@ class _Parts:
             if dtype not in DTYPES.values():
                 raise UnsupportedFeatureError(
                     f"{fused.name} is of type {dtype}, {', '.join(DTYPES.values())} are exported: save the model in "
-                    "one of these",
-                    name=fused.name,
+                    "one of these"
                 )
             places[name] = Place(file=new, dtype=dtype, shape=part.shape)
         return places
@@ -176,13 +175,19 @@ def export_adapters(path: str, new: str, *, like: str | None = None, vocab_size:
         path, like, vocab_size: as of `export_weights`.
 
     Raises:
-        DynamicCPError: as `export_weights`; or the checkpoint has no adapters.
+        DynamicCPError: as `export_weights`; or the checkpoint has no adapters, or some that peft refuses.
     """
     output.check_new(new)
     opened = _open(path, like, vocab_size)
     found = opened.model.adapters
     if found is None:
         raise CheckpointError(f"{opened.folder} has no adapters: leave --adapter out, or export a run with --lora-rank")
+    if "out_proj" in found.modules and opened.target.family == "nemotron_h":
+        raise UnsupportedFeatureError(
+            f"{opened.folder} has adapters of out_proj, and peft has none of out_proj in models of nemotron_h, whose "
+            "kernels read its weight alone: leave --adapter out, which merges them, or train without it "
+            "(--lora-target-modules)"
+        )
     with output.new_folder(new) as partial:
         modules = adapters.write_adapters(partial, found, opened.all_saved, opened.tensors, like)
     return [f"{new}: adapters of rank {found.rank} for {', '.join(modules)} of a model of {opened.target.family}"]
@@ -225,9 +230,7 @@ def _target(where: str, model: Described, like: str | None, vocab_size: int | No
         said = model.vocab_size if vocab_size is None else vocab_size
         if said is None:
             raise InvalidInputError(
-                f"{where} does not say how many of its {model.num_rows} rows are token ids: "
-                "give --vocab-size or --like",
-                num_rows=model.num_rows,
+                f"{where} does not say how many of its {model.num_rows} rows are token ids: give --vocab-size or --like"
             )
         shape = replace(model.shape, vocab_size=_checked_rows(where, said, model.num_rows))
         config = written.config(where, shape, model.architecture)
@@ -238,16 +241,14 @@ def _target(where: str, model: Described, like: str | None, vocab_size: int | No
         config |= hybrids.modules(model.shape.mtp_num_layers)
     shape, architecture = hugging_face.model_shape(at, config), hugging_face.architecture(at, config)
     if vocab_size not in (None, shape.vocab_size):
-        raise InvalidInputError(
-            f"--vocab-size is {vocab_size}, {at} has {shape.vocab_size}: leave one of them out", vocab_size=vocab_size
-        )
+        raise InvalidInputError(f"--vocab-size is {vocab_size}, {at} has {shape.vocab_size}: leave one of them out")
     _checked_rows(where, shape.vocab_size, model.num_rows)
     ours = {**asdict(replace(model.shape, vocab_size=shape.vocab_size)), **asdict(model.architecture)}
     theirs = {**asdict(shape), **asdict(architecture)}
     for name, value in ours.items():
         if name not in ("source", *_NO_NUMBER) and theirs[name] != value:
             raise CheckpointError(
-                f"{where} has {name} {value}, {at} has {theirs[name]}: name the folder of the same model", name=name
+                f"{where} has {name} {value}, {at} has {theirs[name]}: name the folder of the same model"
             )
     if reasons := [*architecture.not_trained, *architecture.not_imported]:
         raise CheckpointError(
@@ -265,9 +266,7 @@ def _checked_rows(where: str, vocab_size: int, num_rows: int) -> int:
     if not 0 < vocab_size <= num_rows:
         raise InvalidInputError(
             f"--vocab-size {vocab_size} does not lie in the {num_rows} rows of {where}: "
-            "give the number of token ids that the model was trained with",
-            vocab_size=vocab_size,
-            num_rows=num_rows,
+            "give the number of token ids that the model was trained with"
         )
     return vocab_size
 
@@ -280,15 +279,12 @@ def _check_tensors(folder: Path, saved: CheckpointTensors | MergedTensors, tenso
         raise CheckpointError(
             f"{folder} lacks {counted(len(missing), 'tensor')} of its model ({', '.join(missing[:3]) or 'none'}) "
             f"and has {len(unexpected)} that no family here has ({', '.join(unexpected[:3]) or 'none'}): "
-            "export another",
-            missing=tuple(missing),
-            unexpected=tuple(unexpected),
+            "export another"
         )
     for name, shape in wanted.items():
         if saved.saved[name].shape != shape:
             raise CheckpointError(
-                f"{folder}: {name} has shape {saved.saved[name].shape}, its flags say {shape}: export another",
-                name=name,
+                f"{folder}: {name} has shape {saved.saved[name].shape}, its flags say {shape}: export another"
             )
 
 

@@ -14,7 +14,7 @@ of such a model in megatron-core.
 from __future__ import annotations
 
 from dynamic_cp.types import LinearAttention
-from megatron.trainer.weights.rows import Row, Section, alone
+from megatron.trainer.weights.rows import Row, Section, alone, attention
 
 _MODULE = "self_attention."
 _IN, _CONV = "in_proj.weight", "conv1d.weight"
@@ -70,19 +70,7 @@ NEMOTRON_MAMBA = (
     alone("mixer.norm.weight", "mixer.norm.weight", "state_channels"),
     alone("mixer.out_proj.weight", "mixer.out_proj.weight", "hidden state_channels"),
 )
-NEMOTRON_ATTENTION = (
-    alone("self_attention.linear_qkv.layer_norm_weight", "norm.weight", "hidden"),
-    Row(
-        ours="self_attention.linear_qkv.weight",
-        theirs={
-            "mixer.q_proj.weight": "queries hidden",
-            "mixer.k_proj.weight": "keys hidden",
-            "mixer.v_proj.weight": "keys hidden",
-        },
-        joined="KV head by KV head",
-    ),
-    alone("self_attention.linear_proj.weight", "mixer.o_proj.weight", "hidden queries"),
-)
+NEMOTRON_ATTENTION = attention("mixer", "norm.weight")
 NEMOTRON_MLP = (
     alone("mlp.linear_fc1.layer_norm_weight", "norm.weight", "hidden"),
     alone("mlp.linear_fc1.weight", "mixer.up_proj.weight", "ffn hidden"),

@@ -163,16 +163,13 @@ def _check_tensors(folder: SafetensorsFolder, tensors: Sequence[Fused], family: 
             f"{folder.path} lacks {counted(len(missing), 'tensor')} of its {CONFIG} "
             f"({', '.join(missing[:3]) or 'none'}) "
             f"and has {len(unexpected)} that it does not say ({', '.join(unexpected[:3]) or 'none'}): "
-            f"take weights and {CONFIG} of one model",
-            missing=tuple(missing),
-            unexpected=tuple(unexpected),
+            f"take weights and {CONFIG} of one model"
         )
     for name, width in wanted.items():
         if found[name].shape != width:
             raise CheckpointError(
                 f"{found[name].file}: {name} has shape {_shown(found[name].shape)}, its {CONFIG} says {_shown(width)}: "
-                f"take weights and {CONFIG} of one model",
-                name=name,
+                f"take weights and {CONFIG} of one model"
             )
     if tied:
         _check_copy(
@@ -194,8 +191,7 @@ def _check_modules(
         raise CheckpointError(
             f"{folder.path} lacks {counted(len(missing), 'tensor')} of modules that predict further tokens "
             f"({', '.join(missing[:3])}), which its {CONFIG} or --mtp-num-layers says are there: give --mtp-num-layers "
-            "0 to go on without them",
-            missing=tuple(missing),
+            "0 to go on without them"
         )
 
 
@@ -207,8 +203,7 @@ def _unread(family: str, shape: ModelShape) -> tuple[str, ...]:
 def _check_copy(folder: SafetensorsFolder, copy: str, name: str, said: str, remedy: str) -> None:
     if copy in folder.places and not torch.equal(folder.read(copy), folder.read(name)):
         raise CheckpointError(
-            f"{folder.path}: {CONFIG} says {said}, and {copy} differs from {name}: {remedy}, or leave that tensor out",
-            name=copy,
+            f"{folder.path}: {CONFIG} says {said}, and {copy} differs from {name}: {remedy}, or leave that tensor out"
         )
 
 
@@ -222,8 +217,7 @@ def _dtypes(folder: SafetensorsFolder, tensors: Sequence[Fused]) -> dict[str, to
             if dtype != of_first:
                 raise UnsupportedFeatureError(
                     f"{folder.path}: {first} is {of_first} and {part.name} {dtype}, they become one tensor: save the "
-                    "model in one type",
-                    name=part.name,
+                    "model in one type"
                 )
     return {fused.name: joined_dtype(fused, getattr(torch, chosen[fused.name][1])) for fused in tensors}
 

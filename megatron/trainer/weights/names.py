@@ -19,34 +19,9 @@ from dynamic_cp.models.hugging_face import WHY_NOT_TRAINED
 from dynamic_cp.types import ModelShape
 from dynamic_cp.types.linear_layers import EXPERTS, MLP
 from megatron.trainer.weights import hybrid_names
-from megatron.trainer.weights.rows import Fused, Part, Row, alone, gated
+from megatron.trainer.weights.rows import Fused, Part, Row, alone, attention, gated, queries_keys_values, with_row
 
-_QUERIES_KEYS_VALUES = (
-    alone("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "hidden"),
-    Row(
-        ours="self_attention.linear_qkv.weight",
-        theirs={
-            "self_attn.q_proj.weight": "queries hidden",
-            "self_attn.k_proj.weight": "keys hidden",
-            "self_attn.v_proj.weight": "keys hidden",
-        },
-        joined="KV head by KV head",
-    ),
-    Row(
-        ours="self_attention.linear_qkv.bias",
-        theirs={
-            "self_attn.q_proj.bias": "queries",
-            "self_attn.k_proj.bias": "keys",
-            "self_attn.v_proj.bias": "keys",
-        },
-        joined="KV head by KV head",
-        where="biases of QKV",
-    ),
-    alone("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head", "norms of queries and keys"),
-    alone("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head", "norms of queries and keys"),
-    alone("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden queries"),
-    alone("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "hidden", "biases"),
-)
+_ATTENTION = attention("self_attn", "input_layernorm.weight")
 _LATENTS = (
     alone("input_layernorm.weight", "input_layernorm.weight", "hidden"),
     alone("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "queries hidden", "no latent of queries"),
@@ -161,37 +136,26 @@ def _module(embedding_norm: str, hidden_norm: str, projection: str, norm: str) -
     )
 
 
-_FUSED_QUERIES_KEYS_VALUES = tuple(
+_FUSED_ATTENTION = with_row(
+    _ATTENTION,
     Row(
-        ours=row.ours,
+        ours="self_attention.linear_qkv.weight",
         theirs={"self_attn.qkv_proj.weight": "queries_keys_values hidden"},
         joined="queries, keys, values",
-    )
-    if row.ours == "self_attention.linear_qkv.weight"
-    else row
-    for row in _QUERIES_KEYS_VALUES
+    ),
 )
-_FUSED_GATES = tuple(
-    alone(row.ours, "mlp.gate_up_proj.weight", "twice_ffn hidden") if row.ours == "mlp.linear_fc1.weight" else row
-    for row in _DENSE
-)
+_FUSED_GATES = with_row(_DENSE, alone("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "twice_ffn hidden"))
 """Matrices that transformers have fused, too; gates lie before what they gate in both."""
-_GATED_ATTENTION = tuple(
-    Row(
-        ours=row.ours,
-        theirs={**row.theirs, "self_attn.q_proj.weight": "twice_queries hidden"},
-        joined="KV head by KV head, with gates",
-    )
-    if row.ours == "self_attention.linear_qkv.weight"
-    else row
-    for row in _QUERIES_KEYS_VALUES
+_GATED_ATTENTION = with_row(
+    _ATTENTION,
+    queries_keys_values("self_attn", "weight", "twice_queries hidden", "keys hidden", "KV head by KV head, with gates"),
 )
 """Behind the rows of a query head those of its gate."""
 _OUTPUT_NORMS = tuple(
     alone(f"{name}.weight", f"{name}.weight", "hidden") for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
 )
-_DENSE_OF_GEMMA = tuple(
-    alone(row.ours, "pre_feedforward_layernorm.weight", "hidden") if "layer_norm" in row.ours else row for row in _DENSE
+_DENSE_OF_GEMMA = with_row(
+    _DENSE, alone("mlp.linear_fc1.layer_norm_weight", "pre_feedforward_layernorm.weight", "hidden")
 )
 _OUTPUT_NORMS_OF_GEMMA = (
     alone("post_self_attn_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
@@ -246,7 +210,7 @@ class Table:
             and a model without them leaves them out.
     """
 
-    attention: tuple[Row, ...] = _QUERIES_KEYS_VALUES
+    attention: tuple[Row, ...] = _ATTENTION
     dense: tuple[Row, ...] = _DENSE
     experts: tuple[Row, ...] = ()
     linear: tuple[Row, ...] = ()
@@ -272,7 +236,7 @@ FAMILIES: Mapping[str, Table] = MappingProxyType(
     {
         **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "gemma"), Table()),
         "gemma3_text": Table(dense=(*_DENSE_OF_GEMMA, *_OUTPUT_NORMS_OF_GEMMA)),
-        "phi3": Table(attention=_FUSED_QUERIES_KEYS_VALUES, dense=_FUSED_GATES),
+        "phi3": Table(attention=_FUSED_ATTENTION, dense=_FUSED_GATES),
         "glm": Table(dense=_FUSED_GATES),
         "glm4": Table(dense=(*_FUSED_GATES, *_OUTPUT_NORMS)),
         "mixtral": Table(experts=_EXPERTS_OF_MIXTRAL),
@@ -293,7 +257,7 @@ FAMILIES: Mapping[str, Table] = MappingProxyType(
             embedding="backbone.embeddings.weight",
             final_norm="backbone.norm_f.weight",
         ),
-        "gpt_oss": Table(attention=(*_QUERIES_KEYS_VALUES, _SINKS), experts=_EXPERTS_OF_GPT_OSS),
+        "gpt_oss": Table(attention=(*_ATTENTION, _SINKS), experts=_EXPERTS_OF_GPT_OSS),
     }
 )
 """model_type of a config.json -> its table."""
@@ -309,8 +273,7 @@ def check_family(where: str, model_type: object) -> str:
         differs = f" ({why})" if (why := WHY_NOT_TRAINED.get(str(model_type))) else ""
         raise UnsupportedFeatureError(
             f"{where}: model_type is {model_type!r}{differs}, weights of {', '.join(FAMILIES)} can be converted: "
-            "take a model of one of these families",
-            key="model_type",
+            "take a model of one of these families"
         )
     return model_type
 

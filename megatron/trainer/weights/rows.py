@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -117,3 +117,35 @@ def gated(ours: str, gate: str, up: str, axes: str, where: str = "") -> Row:
 def alone(ours: str, theirs: str, axes: str, where: str = "", section: str = "") -> Row:
     """Return the line of a tensor that is one of transformers, or a section of one."""
     return Row(ours=ours, theirs={theirs: axes}, where=where, section=section)
+
+
+def queries_keys_values(
+    module: str, end: str, queries: str, keys: str, joined: Joined = "KV head by KV head", where: str = ""
+) -> Row:
+    """Return the line of a tensor of queries, keys and values, which transformers have apart.
+
+    Args:
+        module: of transformers; `end`: "weight" or "bias".
+        queries, keys: the axes of its parts; those of values are those of keys.
+    """
+    axes = {"q": queries, "k": keys, "v": keys}
+    theirs = {f"{module}.{part}_proj.{end}": widths for part, widths in axes.items()}
+    return Row(ours=f"self_attention.linear_qkv.{end}", theirs=theirs, joined=joined, where=where)
+
+
+def attention(module: str, norm: str) -> tuple[Row, ...]:
+    """Return the lines of a layer's attention, and of the norm before it; `module`: of transformers."""
+    return (
+        alone("self_attention.linear_qkv.layer_norm_weight", norm, "hidden"),
+        queries_keys_values(module, "weight", "queries hidden", "keys hidden"),
+        queries_keys_values(module, "bias", "queries", "keys", where="biases of QKV"),
+        alone("self_attention.q_layernorm.weight", f"{module}.q_norm.weight", "head", "norms of queries and keys"),
+        alone("self_attention.k_layernorm.weight", f"{module}.k_norm.weight", "head", "norms of queries and keys"),
+        alone("self_attention.linear_proj.weight", f"{module}.o_proj.weight", "hidden queries"),
+        alone("self_attention.linear_proj.bias", f"{module}.o_proj.bias", "hidden", "biases"),
+    )
+
+
+def with_row(rows: Iterable[Row], other: Row) -> tuple[Row, ...]:
+    """Return lines with another one for the same tensor of megatron-core."""
+    return tuple(other if row.ours == other.ours else row for row in rows)

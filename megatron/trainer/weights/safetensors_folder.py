@@ -75,8 +75,7 @@ class SafetensorsFolder:
             for name, place in _places(file).items():
                 if name in self.places:
                     raise CheckpointError(
-                        f"{self.path}: {name} is in {self.places[name].file.name} and in {file.name}: keep one of them",
-                        name=name,
+                        f"{self.path}: {name} is in {self.places[name].file.name} and in {file.name}: keep one of them"
                     )
                 self.places[name] = place
 
@@ -207,8 +206,7 @@ def _places(file: Path) -> dict[str, Place]:
         raise CheckpointError(f"cannot read {file}: {error.strerror}: check its permissions") from None
     if not header:
         raise CheckpointError(
-            f"{file} has {num_bytes} bytes and begins with no header of safetensors that fits into them: {_AGAIN}",
-            num_bytes=num_bytes,
+            f"{file} has {num_bytes} bytes and begins with no header of safetensors that fits into them: {_AGAIN}"
         )
     said = parse_json(f"the header of {file}", header, _AGAIN)
     try:
@@ -220,16 +218,10 @@ def _places(file: Path) -> dict[str, Place]:
     except (AttributeError, KeyError, IndexError, TypeError, ValueError):
         raise CheckpointError(f"the header of {file} does not describe tensors: {_AGAIN}") from None
     if num_bytes != expected_bytes:
-        raise CheckpointError(
-            f"{file} has {num_bytes} bytes, its header says {expected_bytes}: {_AGAIN}",
-            num_bytes=num_bytes,
-            expected_bytes=expected_bytes,
-        )
+        raise CheckpointError(f"{file} has {num_bytes} bytes, its header says {expected_bytes}: {_AGAIN}")
     for name, dtype in dtypes.items():
         if dtype not in DTYPES:
             raise UnsupportedFeatureError(
-                f"{file}: {name} is of type {dtype}, {', '.join(DTYPES)} are read: save the model unquantized",
-                name=name,
-                dtype=dtype,
+                f"{file}: {name} is of type {dtype}, {', '.join(DTYPES)} are read: save the model unquantized"
             )
     return {name: Place(file=file, dtype=DTYPES[dtypes[name]], shape=shapes[name]) for name in said}

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
+from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.plans.validate import check_plan
@@ -57,10 +58,26 @@ def all_plans(samples: tuple[Sample, ...], model: CostModel, num_microbatches: i
     topology, options = model.topology, model.options
 
     @cache
-    def bucket_of(first_lane: int, cp_size: int, inside: tuple[Sample, ...], exchange: str, inner: int) -> Bucket:
+    def bucket_of(
+        first_lane: int, cp_size: int, inside: tuple[Sample, ...], exchange: str, inner: int, way: str
+    ) -> Bucket:
         return Bucket(
-            first_lane=first_lane, cp_size=cp_size, samples=inside, cp_comm_type=exchange, inner_cp_size=inner
+            first_lane=first_lane,
+            cp_size=cp_size,
+            samples=inside,
+            cp_comm_type=exchange,
+            inner_cp_size=inner,
+            state_exchange=way,
         )
+
+    of_state = tokens_of_states(model.model, topology, options)
+
+    def ways_of(bucket: Bucket) -> tuple[str, ...]:
+        """Every way to share linear attention: states where these fit alone, heads unless states are asked for."""
+        held = rank_tokens(bucket, topology.rank_token_multiple) + len(bucket.samples) * of_state
+        if bucket.cp_size == 1 or not model.may_pass_on_states or held > options.max_tokens_per_rank:
+            return ("heads",)
+        return ("heads", "states") if options.state_exchange == "auto" else ("states",)
 
     def fits(bucket: Bucket) -> bool:
         return rank_tokens(bucket, topology.rank_token_multiple) <= options.max_tokens_per_rank
@@ -77,8 +94,9 @@ def all_plans(samples: tuple[Sample, ...], model: CostModel, num_microbatches: i
             for (_, lane, k), held in zip(slots, inside, strict=True):
                 if (k > 0 and not held) or (k == 0 and held and not one_is_allowed):
                     break
-                exchanges = exchanges_of(model, lane, k)
-                buckets = [bucket_of(lane, 1 << k, tuple(held), *exchange) for exchange in exchanges]
+                exchanges, where = exchanges_of(model, lane, k), (lane, 1 << k, tuple(held))
+                by_heads = bucket_of(*where, *exchanges[0], "heads")
+                buckets = [bucket_of(*where, *exchange, way) for exchange in exchanges for way in ways_of(by_heads)]
                 if held and not fits(buckets[0]):
                     break
                 choices.append(buckets)

@@ -15,8 +15,8 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import CP_COMM_TYPES, Experts, PlanOptions, Problem, Topology
+from dynamic_cp.search.search import plan_global_batch, plan_problem
+from dynamic_cp.types import CP_COMM_TYPES, Experts, LinearAttention, PlanOptions, Problem, Topology
 from tests.unit.bounds.brute_force import best_plan, tiny_case
 from tests.unit.support import (
     TINY_HARDWARE,
@@ -98,6 +98,40 @@ def test_exact_is_what_brute_force_finds_where_lanes_share_experts(num_lanes, ep
     assert 0.5 * best.makespan_s < bound_s <= best.makespan_s
     assert found_s <= 1.02 * best.makespan_s
     assert found_s >= best.makespan_s * (1 - 1e-9) or planned.plan.num_microbatches > 2
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "pp_size", "use", "lengths", "rate", "ways"),
+    [
+        (2, 1, "auto", (6000, 3000, 200), 1e12, {"states"}),
+        (2, 2, "auto", (6000, 3000, 200), 1e12, {"states"}),
+        (2, 1, "auto", (9000, 40, 40), 3e9, {"heads"}),
+        (2, 1, "auto", (11990, 40), 1e12, {"heads"}),  # states of the long one do not fit, those of the other cost more
+        (2, 1, "states", (11000, 11995), 1e9, {"heads", "states"}),
+        (4, 1, "auto", (20000, 7000, 7000), 4e9, {"heads", "states"}),
+    ],
+)
+def test_exact_is_what_brute_force_finds_with_linear_attention(num_lanes, pp_size, use, lengths, rate, ways):
+    """bound <= exact = brute force <= plan, whichever way buckets share such layers."""
+    options = PlanOptions(max_tokens_per_rank=6000, bytes_per_element=4, state_exchange=use)
+    hardware = replace(TINY_HARDWARE, memory_bandwidth_bytes_per_s=1e9, linear_attention_flops_per_s=rate)
+    sizes = LinearAttention(kind="gated_delta_net", num_heads=8, num_groups=4, key_size=16, value_size=32)
+    problem = Problem(
+        topology=Topology(num_lanes=num_lanes, pp_size=pp_size, ranks_per_node=2),
+        model=replace(TINY_MODEL, linear_attention=sizes, linear_attention_freq=4),
+        hardware=hardware,
+        options=options,
+    )
+    model, samples = CostModel(problem), samples_of(lengths)
+    best = best_plan(samples, model, range(1, 3))
+    exact = exact_plan(samples, model, counts=(1, 2))
+    check_plan(exact.plan, samples)
+    assert exact.status == "optimal"
+    assert exact.makespan_s == pytest.approx(best.makespan_s, rel=1e-6)
+    assert {bucket.state_exchange for bucket in exact.plan.buckets if bucket.cp_size > 1} == ways
+    assert lower_bound(samples, model, "exhaustive").seconds <= best.makespan_s
+    planned = plan_problem(problem, samples)
+    assert planned.predicted_s >= best.makespan_s * (1 - 1e-9) or planned.plan.num_microbatches > 2
 
 
 @pytest.mark.parametrize("pp_size", [1, 2])

@@ -431,20 +431,6 @@ def test_the_commands_that_take_gpus_have_what_the_sweep_found(swept, capsys, tm
     assert "dynamic at TP 2, PP 1, 4 lanes" in page.read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("simulate --lengths github --global-batch-size 8", "Missing option '--lanes' (a given layout) or '--gpus'"),
-        ("plan --lengths github --global-batch-size 8 --gpus 8 --lanes 8", "leave one of them out"),
-        ("sweep --lengths github --global-batch-size 8 --gpus 8 --policy best", "policy 'best' is unknown"),
-        ("trace --lengths github --global-batch-size 8 --gpus 8 --first-lanes 9 --output t.json", "there are 8 lanes"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(words, says, capsys):
-    assert cli.main(words.split()) == 2
-    assert says in " ".join(capsys.readouterr().err.split())
-
-
 def test_help_says_what_is_tried():
     """All sizes that `layouts_of` yields of stages with 60 layers, which 6 would divide as well."""
     helps = {option.name: option.help for option in group.get_command(None, "sweep").params}
@@ -467,7 +453,7 @@ def parsed(setting, model, architecture, monkeypatch, **more):
             "hardware_name": "h100",
             "max_seqlen": 9000,
             "global_batch_size": 18,
-            "search": "thorough",
+            "options": setting.options("thorough"),
             "data_parallel": OVERLAPPED,
             **more,
         },
@@ -537,6 +523,10 @@ CONFIGS = {
     "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 64,
                 "attention_bias": True, "sliding_window": 512,
                 "layer_types": ["sliding_attention", "full_attention"] * 4},
+}  # fmt: skip
+QWEN3_5 = {
+    "model_type": "qwen3_5_text", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 32000,
 }  # fmt: skip
 TRAINED = [name for name in model_names() if load_model(name).causal_attention]
 
@@ -688,6 +678,30 @@ def test_a_model_that_the_trainer_does_not_have_gets_no_line_and_the_reason(chan
     recommended = json.loads(capsys.readouterr().out)["recommended"]
     assert recommended["command"] is None
     assert says in recommended["no_command"]
+
+
+def test_how_a_hybrid_shares_its_layers_is_planned_with_and_reaches_the_trainer(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_5))
+    (tmp_path / "lengths.txt").write_text("3000 900 9000 400")
+    words = f"--lengths {tmp_path / 'lengths.txt'} --model {path} --max-tokens-per-rank 6000"
+    for use in ("auto", "heads", "states"):
+        given = f"{words} --state-exchange {use}"
+        plan = ran(f"plan {given} --lanes 4 --json -", capsys)
+        assert ('"state_exchange": "states"' in plan) == (use == "states")
+        drawn = f"{given} --global-batch-size 4 --batches 1 --policy dynamic"
+        simulated = json.loads(ran(f"simulate {drawn} --lanes 4 --json -", capsys))
+        assert simulated["inputs"]["options"]["state_exchange"] == use
+        data = json.loads(ran(f"sweep {drawn} --gpus 4 --tp 1 --pp 1 --recompute full --jobs 1 --json -", capsys))
+        assert data["inputs"]["state_exchange"] == use
+        line = " ".join(data["recommended"]["command"])
+        assert (f"--dynamic-cp-state-exchange {use} " in line) == (use != "auto")
+    exact = ran(f"plan {words} --lanes 4 --state-exchange heads --search exact", capsys)
+    assert "proven the fastest" in " ".join(exact.split())
+    setting = Setting(policy="dynamic", topology=Topology(num_lanes=4), recompute="full", max_tokens_per_rank=6000)
+    options = replace(setting.options("thorough"), state_exchange="heads")
+    settings = parsed(setting, load_model(path), load_architecture(path), monkeypatch, options=options)
+    assert settings.planning.options().state_exchange == "heads"
 
 
 def test_a_hybrid_with_its_published_module_gets_a_line(monkeypatch):

@@ -217,7 +217,6 @@ def test_states_of_a_model_without_linear_attention_are_refused():
     ("changes", "message"),
     [
         ({"cp_comm_types": ("blocks",)}, "places attention anywhere"),
-        ({"search": "exact"}, "pass on states .*: use --search thorough .*, or in a run let lanes exchange heads"),
         ({"pool": "auto"}, "a pool of attention servers"),
         ({"state_exchange": "both"}, "is unknown: use one of auto, heads, states"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search import proof
 from dynamic_cp.search.plan_arrays import plan_lengths
 from dynamic_cp.search.search import plan_problem
-from dynamic_cp.types import CP_COMM_TYPES, PlannedBatch, PlanOptions, Problem, Topology
+from dynamic_cp.types import CP_COMM_TYPES, LinearAttention, PlannedBatch, PlanOptions, Problem, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
 CASES = [
@@ -69,6 +70,19 @@ def test_a_faster_plan_is_found_where_there_is_one():
     assert found.makespan_ns < known_ns
     assert found.micro_batches
     assert re.fullmatch(r"exact m=\d+: [\d.]+ s, proven the fastest; before static", found.reason)
+
+
+@pytest.mark.parametrize("use", ["auto", "heads", "states"])
+def test_plans_that_pass_on_states_are_proven(use):
+    linear = LinearAttention(kind="mamba2", num_heads=8, num_groups=4, key_size=16, value_size=32)
+    model = replace(TINY_MODEL, linear_attention=linear, linear_attention_freq=4)
+    options = {"max_tokens_per_rank": 100, "cp_comm_types": ("p2p",), "state_exchange": use}
+    problems = [replace(problem_of(2, 1, search, **options), model=model) for search in ("thorough", "exact")]
+    thorough, exact = (plan_problem(problem, samples_of((150, 60))) for problem in problems)
+    assert "proven the fastest" in exact.reason
+    assert exact.predicted_s <= thorough.predicted_s
+    with pytest.raises(UnsupportedFeatureError, match=f"x {3 if use == 'heads' else 4} ways of groups"):
+        plan_problem(problems[1], samples_of((9,) * 13))
 
 
 def fields_of(problem: Problem) -> dict[str, object]:
