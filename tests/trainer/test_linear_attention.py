@@ -39,6 +39,15 @@ def test_a_variant_of_most_layers() -> None:
     assert derive.model_identity(listed, 256) == derive.model_identity(same, 256)
 
 
+def test_what_attention_layers_have_besides() -> None:
+    """Windows do not place attention, as they do in other models."""
+    words = f"{DELTA} --linear-attention-freq 2 --window-size 7,0 --softmax-type learnable --fp32-residual-connection"
+    settings = parse_args(command_line(f"{words} --bf16 --dynamic-cp --cp-comm-type auto"), 4)
+    assert set(settings.planning.exchanges) == {"all_gather", "a2a"}
+    shape = derive.model_shape(settings.model, 256)
+    assert shape.windowed_layers == tuple(not one for one in shape.linear_layers)
+
+
 def test_a_pattern_of_halves() -> None:
     model = parse_args(command_line(f"{PATTERN} M*-M --mamba-num-groups 2 --mamba-head-dim 16"), 4).model
     assert model.mamba_num_heads == 8, "twice the hidden size"
@@ -83,8 +92,6 @@ def test_flags_of_a_megatron_lm_checkpoint_say_the_same() -> None:
         (f"{PATTERN} M*M*", "has no - and no E: a layer with an MLP is needed"),
         (f"{PATTERN} M*-M --mamba-head-dim 48", "does not divide twice --hidden-size 64"),
         (f"{PATTERN} M*-M --mamba-head-dim 16 --mtp-num-layers 1", "with --mtp-num-layers is not supported"),
-        (f"{DELTA} --linear-attention-freq 2 --window-size 7,0", "with --window-size is not supported"),
-        (f"{DELTA} --linear-attention-freq 2 --softmax-type learnable", "with --softmax-type is not supported"),
         (f"{DELTA} --linear-attention-freq 2 --cp-comm-type blocks", "--cp-comm-type blocks is not supported"),
         (
             f"{DELTA} --linear-attention-freq 2 --bf16 --fp8-format hybrid --linear-num-key-heads 2 "
@@ -118,6 +125,9 @@ def test_a_gated_delta_net_has_silu() -> None:
 WIDTHS = "--linear-key-head-dim 16 --linear-value-head-dim 16"
 RUNS = {
     "delta": f"{DELTA} --linear-attention-freq 2 {SIZES} {WIDTHS}",
+    "latents in windows": f"{DELTA} --linear-attention-freq 2 {SIZES} {WIDTHS} --multi-latent-attention "
+    "--kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --num-query-groups 4 "
+    "--window-size 15,0 --window-attn-skip-freq 4",
     "mamba": f"{PATTERN} M-*M --num-layers 4 --mamba-num-groups 2 --mamba-head-dim 16 --mamba-state-dim 16",
 }
 DYNAMIC = (

@@ -181,12 +181,7 @@ _AS_MANY = "all stages run as many layers, one beside the other"
 _UNTRIED = "it was not tried with one"
 _LOCAL = "it is for local layers"
 
-_ALONE = "both together were not checked"
 _BESIDE_LINEAR = (
-    Exclusion("--window-size", _ALONE, said=_windows),
-    Exclusion("--softmax-type", _ALONE, off=("vanilla",)),
-    Exclusion(LATENTS, _ALONE),
-    Exclusion("--fp32-residual-connection", _ALONE),
     Exclusion("--swiglu left out", "convolutions and gates of gated delta nets have SiLU", said=_other_activation),
 )
 
@@ -282,7 +277,7 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
     ),
     OUTPUTS: (
         Exclusion("--num-experts", "it was checked with dense layers", said=_experts),
-        Exclusion(VARIANT, "it was checked with plain attention", said=_linear_attention),
+        Exclusion(PATTERN, "it was checked with whole layers"),
         Exclusion(LATENTS, "it was checked with plain attention"),
         Exclusion(MODULES, "modules behind the last layer do not have it"),
         Exclusion(POOL, "servers do not have it", off=("off",), shows=True),
