@@ -287,6 +287,8 @@ def judge(variant_name: str, samples: tuple[Sample, ...], losses: tuple[str, ...
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
+    if variant in reference.HYBRIDS:
+        model.double()  # as `reference_step`
 
     def forward(tokens: Tensor) -> Sequence[Tensor]:
         logits = model(tokens[None], torch.arange(len(tokens))[None], None)[0]

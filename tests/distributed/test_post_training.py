@@ -56,7 +56,7 @@ EVERY_DAY = {
 }
 EACH_NIGHT = {
     "dp2_placed": Layout(2, config=TWO_LAYERS),
-    "dp2_tp2_hybrid_pairs": Layout(2, tp=2, sp=True, variant="delta", config=TWO_LAYERS, exchange="a2a"),
+    "dp2_hybrid_placed": Layout(2, variant="delta", config=TWO_LAYERS),
     "dp2_pp2_vpp2": Layout(2, pp=2, vpp=2, distributed_optimizer=True, overlap_grad_reduce=True),
     "dp2_pp2_tied": Layout(2, pp=2, variant="llama_tied", config=TWO_LAYERS),
     "tp2_learned_positions_critic": Layout(2, tp=2, variant="gpt2", config=TWO_LAYERS, overlap_grad_reduce=True),
