@@ -11,9 +11,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from dynamic_cp.plans.validate import check_plan
 from megatron.dynamic_cp.model import gated_delta, mamba
+from tests.distributed import parity
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.parity import (
     BATCHES,
+    TOLERANCE,
     Case,
     Layout,
     assert_all_equal_to_reference,
@@ -94,6 +96,25 @@ def test_hybrids_equal_single_process(reference_of) -> None:
 def test_hybrids_on_all_layouts_equal_single_process(batch: str, reference_of) -> None:
     layouts = BY_NIGHT if batch == "long_tail" else {name: BY_NIGHT[name] for name in BY_NIGHT if "_dp4_" in name}
     assert_all_equal_to_reference(cases_of(layouts, reference_of, batch), bytes_too=True)
+
+
+@pytest.mark.parametrize("name", ["delta_dp4", "mamba_tp2"])
+def test_hybrids_in_float64_differ_by_the_rounding_of_buffers(name: str, reference_of) -> None:
+    """Those of gradients, which are in float32: what more they differ by in float32 is rounded outside these layers."""
+    (case,) = cases_of({name: BY_DAY[name]}, reference_of).values()
+    for comparison in run_ranks(case.layout.topology.world_size, run_step, *case, in_float64):
+        errors = {"loss": comparison.loss_error, **comparison.gradient_errors}
+        assert max(errors.values()) <= TOLERANCE / 10, errors
+
+
+def in_float64() -> None:
+    build = parity.build_chunks
+
+    def doubled(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        config, chunks = build(*args, **kwargs)
+        return config, [chunk.double() for chunk in chunks]
+
+    parity.build_chunks = doubled
 
 
 def sum_no_norm_over_tp() -> None:
