@@ -236,6 +236,7 @@ def placed_plan(samples: tuple[Sample, ...], layout: Layout) -> Plan:
             inner_cp_size=inner,
             samples=held,
             placement=random_placement(random, held, num_lanes // inner, 4, *layout.model.layer_masks),
+            state_exchange="heads" if layout.model.linear_attention is None else "states",
         )
 
     first, second, third, *others = plan.micro_batches

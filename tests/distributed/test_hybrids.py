@@ -22,6 +22,7 @@ from tests.distributed.parity import (
     assert_equal_to_reference,
     build_chunks,
     mixed_plan,
+    plans_of_blocks,
     run_step,
 )
 from tests.distributed.reference import VARIANTS
@@ -88,6 +89,33 @@ def test_hybrids_equal_single_process(reference_of) -> None:
     for name in ("delta_dp4", "mamba_dp4"):
         ways = {(bucket.cp_size, bucket.state_exchange) for bucket in cases[name].plan.buckets if bucket.cp_size > 1}
         assert len(ways) >= 3, "not both ways"
+    assert_all_equal_to_reference(cases, bytes_too=True)
+
+
+PLACED_BY_DAY = {"delta_dp4": Layout(4, variant="delta")}
+PLACED_BY_NIGHT = {
+    f"{kind}_{name}": layout
+    for kind in ("delta", "mamba")
+    for name, layout in {
+        "six_lanes": Layout(6, variant=kind, config=FULL_RECOMPUTE),
+        "tp2_sp": Layout(2, tp=2, sp=True, variant=kind, config=SELECTIVE_RECOMPUTE),
+        "pp2_vpp2": Layout(3, pp=2, vpp=2, variant=kind, distributed_optimizer=True),
+    }.items()
+}
+
+
+@pytest.mark.by_day("day")
+@pytest.mark.parametrize("when", ["day", "night"])
+def test_states_follow_homes_of_placed_attention(when: str, reference_of) -> None:
+    samples, layouts = BATCHES["long_tail"], PLACED_BY_DAY if when == "day" else PLACED_BY_NIGHT
+    planned = {"planned": (layouts["delta_dp4"], 640)} if when == "day" else {}
+    cases = {
+        name: Case(layout, samples, plan, reference_of(layout, "long_tail"))
+        for name, (layout, plan) in plans_of_blocks(samples, layouts, planned).items()
+    }
+    for case in cases.values():
+        check_plan(case.plan, samples)
+        assert any(bucket.is_placed and bucket.exchanges_states for bucket in case.plan.buckets)
     assert_all_equal_to_reference(cases, bytes_too=True)
 
 
