@@ -73,11 +73,22 @@ _MAMBA = LinearAttention(kind="mamba2", num_heads=24, num_groups=12, key_size=4,
 HYBRIDS = {
     "gated-delta-net": replace(MODELS["many-heads"], linear_attention=_GATED_DELTA, linear_attention_freq=4),
     "mamba-2": replace(MODELS["many-heads"], linear_attention=_MAMBA, layer_pattern="M-M-M*-" * 3 + "M*-"),
+    "gated-delta-net-with-module": replace(
+        MODELS["many-heads"], linear_attention=_GATED_DELTA, linear_attention_freq=4, mtp_num_layers=1
+    ),
+    "mamba-2-in-windows": replace(
+        MODELS["many-heads"],
+        linear_attention=_MAMBA,
+        layer_pattern="M-M*M*-" * 3 + "M*-",
+        window_tokens=9,
+        window_attn_skip_freq=5,
+    ),
     "hybrid-with-experts": replace(
         MODELS["many-heads"], linear_attention=_MAMBA, layer_pattern="MEME*EMEMEM*" * 2, experts=_EXPERTS
     ),
 }
 """Models of cases whose layers may have linear attention."""
+WINDOWED_HYBRIDS = ("mamba-2-in-windows",)
 _ALL_MODELS = {**MODELS, **WINDOWED, **EXPERTS, **HYBRIDS}
 _FREE = replace(
     TINY_HARDWARE,
@@ -267,7 +278,9 @@ def draw_hybrid_case(rng: np.random.Generator, most_lanes: int = 24, most_sample
     if rng.integers(4) == 0:
         case, model = draw_expert_case(rng, most_lanes, most_samples), "hybrid-with-experts"
     else:
-        model = str(rng.choice(list(HYBRIDS)[:2]))
+        model = str(rng.choice(list(HYBRIDS)[:4]))
+    if model in WINDOWED_HYBRIDS:
+        case = replace(case, options=replace(case.options, cp_comm_types=("all_gather", "a2a")))
     use = str(rng.choice(["auto", "auto", "heads", "states"]))
     # With many heads every exchange serves at least the groups that it serves with the model of the case.
     case = replace(case, model=model, options=replace(case.options, state_exchange=use))
