@@ -9,8 +9,8 @@ import pytest
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import LinearAttention
-from megatron.dynamic_cp.flags.linear_attention import Parts, choices, parts_of_layers
 from megatron.dynamic_cp.flags.layer_needs import layer_needs
+from megatron.dynamic_cp.flags.linear_attention import Parts, choices, parts_of_layers
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from tests.trainer.commandline import command_line
