@@ -2,6 +2,7 @@
 
     python -m benchmarks.hybrids                     # all lines, ten minutes of one core
     python -m benchmarks.hybrids --models qwen3-next-80b-a3b --json runs/hybrids.json
+    python -m benchmarks.hybrids --ways              # all heads, all states and the choice; 1 where it loses over 2%
     python -m benchmarks.hybrids --planning          # what planning takes, over that of the twins
 
 Modelled on H100 (docs/hybrids.md): 64 GPUs, each policy at its own fastest setting, and 512 with a batch eight times as
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +30,17 @@ from dynamic_cp.search.search import plan_problem
 from dynamic_cp.setting import Setting
 from dynamic_cp.sweep import Point, Space, evaluate, sweep
 from dynamic_cp.sweep.evaluate import fastest_first
-from dynamic_cp.types import CP_COMM_TYPES, DataParallel, ModelShape, PlanOptions, Problem, Sample, Topology
+from dynamic_cp.types import (
+    CP_COMM_TYPES,
+    DataParallel,
+    ModelShape,
+    PlannedBatch,
+    PlanOptions,
+    Problem,
+    Sample,
+    StateExchangeUse,
+    Topology,
+)
 
 QWEN3_5_9B = {
     "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
@@ -41,6 +53,8 @@ MAX_SEQLEN = 131072
 NUM_GPUS, TIMES = 64, 8
 NUM_SAMPLES, NUM_BATCHES = 256, (4, 2)
 """Samples of a batch on so many GPUs; batches on these, and on TIMES as many."""
+NUM_COMPARED, MOST_LOST = 2, 1.02
+"""Batches of --ways; most that a plan whose buckets choose may take over the fastest whose buckets all do alike."""
 STATIC, POLICIES = ("balanced", "static"), ("dynamic", "balanced", "static", "megatron-dev")
 
 
@@ -143,12 +157,43 @@ def _line(name: str, lengths: str, job: SweepJob, best: Mapping[str, Point]) -> 
 
 def _exchanges(job: SweepJob, setting: Setting) -> tuple[tuple[float, ...], int, int]:
     """Return the seconds of dynamic CP where heads are exchanged, buckets that pass on states, those that share."""
-    problem, seconds, shared = job.problem(setting), [], []
-    by_heads = replace(problem, options=replace(problem.options, state_exchange="heads"))
-    for batch in job.batches:
-        seconds.append(plan_problem(by_heads, batch).predicted_s)
-        shared += [bucket for bucket in plan_problem(problem, batch).plan.buckets if bucket.cp_size > 1]
+    seconds = [planned.predicted_s for planned in plans_by("heads", job, setting)]
+    plans = [planned.plan for planned in plans_by("auto", job, setting)]
+    shared = [bucket for plan in plans for bucket in plan.buckets if bucket.cp_size > 1]
     return tuple(seconds), sum(bucket.exchanges_states for bucket in shared), len(shared)
+
+
+def plans_by(use: StateExchangeUse, job: SweepJob, setting: Setting) -> list[PlannedBatch]:
+    """Return the plans of all batches where lanes share linear attention so."""
+    problem = replace(job, state_exchange=use).problem(setting)
+    return [plan_problem(problem, batch) for batch in job.batches]
+
+
+def most_lost(name: str, lengths: str) -> float:
+    """Print the seconds of each way at the fastest setting; return the choice over the best of both, at its worst.
+
+    All settings are tried that no other one beats in both time and memory, batch by batch.
+    """
+    job = job_of(name, lengths, 1)
+    job, lost = replace(job, batches=job.batches[:NUM_COMPARED]), []
+    space = Space(num_gpus=NUM_GPUS, exchanges=exchanges_tried(None, job.model))
+    front = sweep(space, job, policies=("dynamic",), with_other_prices=False).front
+    for point in front:
+        seconds = {
+            use: [one.predicted_s for one in plans_by(use, job, point.setting)] for use in ("heads", "states", "auto")
+        }
+        lost += [auto / min(heads, states) for heads, states, auto in zip(*seconds.values(), strict=True)]
+        if point is front[0]:
+            cells = [f"{sum(each) / len(each):.3f}" for each in seconds.values()]
+    print("| " + " | ".join([name, lengths, *cells, f"{max(lost):.3f} of {len(lost)}"]) + " |", flush=True)
+    return max(lost)
+
+
+def compare_ways(models: Sequence[str], lengths: Sequence[str]) -> bool:
+    """Print a line for each hybrid and workload; return whether no choice lost too much."""
+    _print_header(("model", "lengths", "heads, s", "states, s", "auto, s", "auto over the best, at most"))
+    hybrids = [name for name in models if model_of(name).linear_attention is not None]
+    return max(most_lost(name, one) for name in hybrids for one in lengths) <= MOST_LOST
 
 
 def planning_s(name: str, lengths: str, topology: Topology) -> float:
@@ -178,18 +223,25 @@ def print_planning() -> None:
     print(f"all together {ours / theirs:.3f}")
 
 
+def _print_header(names: Sequence[str]) -> None:
+    print("| " + " | ".join(names) + " |\n|" + " --- |" * len(names), flush=True)
+
+
 def main() -> None:
     """Print two lines for each model and workload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=[*MODELS, f"full {MODELS[0]}"])
     parser.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=LENGTHS)
+    parser.add_argument("--ways", action="store_true", help="compare plans by heads, by states and by choice instead")
     parser.add_argument("--planning", action="store_true", help="measure what planning takes instead")
     parser.add_argument("--json", help="write the seconds of all batches and the layouts here")
     given = parser.parse_args()
     if given.planning:
         print_planning()
         return
-    print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER), flush=True)
+    if given.ways:
+        sys.exit(0 if compare_ways(given.models, given.lengths) else 1)
+    _print_header(HEADER)
     lines: list[Line] = []
     for name in given.models:
         for lengths in given.lengths:

@@ -23,6 +23,7 @@ from dynamic_cp.cli.parameters import (
     output_option,
     ping_pong_option,
     planner_options,
+    said_of,
     taken,
 )
 from dynamic_cp.cli.tuned import searched, shared_of, space_of, why_fastest
@@ -155,6 +156,7 @@ def _plan(
     steps(2, 3, "lower bound" if bound else "figures")
     priced = replace(problem, options=options, policy="dynamic")
     figures = {
+        "inputs": _inputs(batch, job, priced),
         "policy": planned.plan.policy,
         **({"layout": why} if why else {}),
         "predicted_s": planned.predicted_s,
@@ -170,6 +172,20 @@ def _plan(
         "digest": digest(planned.plan),
     }
     return planned, figures
+
+
+def _inputs(batch: BatchInput, job: JobInput, problem: Problem) -> dict[str, Any]:
+    from dynamic_cp.comparison.as_dict import job_to_dict
+
+    return {
+        "model": job.model,
+        "hardware": job.hardware_name,
+        **job_to_dict(problem.topology, problem.options, problem.model),
+        **batch.as_dict(),
+        **said_of(job.data_parallel),
+        "gpus": job.gpus,
+        "tp_overlap": job.tp_overlap,
+    }
 
 
 def _write(planned: PlannedBatch, figures: dict[str, Any], output: str | None, json_path: str | None) -> None:

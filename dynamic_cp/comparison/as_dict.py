@@ -19,6 +19,7 @@ from dynamic_cp.comparison.values import BatchOutcome, Comparison, PolicyOutcome
 from dynamic_cp.comparison.verdict import verdict_of
 from dynamic_cp.plans.serialize import digest
 from dynamic_cp.setting import Setting
+from dynamic_cp.types import ModelShape, PlanOptions, Topology
 
 SCHEMA_VERSION = 1
 
@@ -39,8 +40,7 @@ def to_dict(comparison: Comparison, inputs: Mapping[str, Any] | None = None) -> 
         "inputs": {
             "model": comparison.model_name,
             "hardware": comparison.hardware_name,
-            "topology": {**asdict(comparison.topology), "world_size": comparison.topology.world_size},
-            "options": _options(comparison),
+            **job_to_dict(comparison.topology, comparison.options, comparison.model),
             "is_tuned": comparison.is_tuned,
             "num_batches": len(comparison.batches),
             "num_samples": [len(batch) for batch in comparison.batches],
@@ -52,12 +52,12 @@ def to_dict(comparison: Comparison, inputs: Mapping[str, Any] | None = None) -> 
     }
 
 
-def _options(comparison: Comparison) -> dict[str, Any]:
-    """Return the options; how states are exchanged is one of models with linear attention alone."""
-    options = asdict(comparison.options)
-    if comparison.model.linear_attention is None:
-        del options["state_exchange"]
-    return options
+def job_to_dict(topology: Topology, options: PlanOptions, model: ModelShape) -> dict[str, Any]:
+    """Return how a job is planned; how states are exchanged is an option of models with linear attention alone."""
+    said = asdict(options)
+    if model.linear_attention is None:
+        del said["state_exchange"]
+    return {"topology": {**asdict(topology), "world_size": topology.world_size}, "options": said}
 
 
 def judgement_to_dict(comparison: Comparison) -> dict[str, Any]:

@@ -25,9 +25,11 @@ from dynamic_cp.memory.communicators import num_communicators
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.plans.extension import kind_of, kind_of_all
 from dynamic_cp.plans.lane_tokens import lane_tokens
+from dynamic_cp.plans.state_runs import runs_passed_on
 from dynamic_cp.pricing.resolution import may_place
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import Attention, Plan, Problem
+from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 
 SAFETY_FRACTION = 0.92
 """Share of the memory left by hbm_reserved_bytes that planning uses; the rest is for fragmentation. An estimate."""
@@ -133,8 +135,7 @@ class MemoryModel:
         adapters = self._data_parallel.adapters
         if adapters is None:
             return self.num_weights(stage), self.num_expert_weights(stage)
-        layers = self._stages[stage].num_layers
-        return layers * adapters.weights_per_layer(self._model, self.topology.tp_size), 0.0
+        return adapters.weights(self._stages[stage], self._model, self.topology.tp_size), 0.0
 
     def peak(self, plan: Plan) -> tuple[StageMemory, ...]:
         """Return the memory of every stage when it runs `plan`, on its worst lane."""
@@ -148,7 +149,7 @@ class MemoryModel:
                 tokens = lane_tokens(bucket, plan.topology.rank_token_multiple)
                 lanes = slice(bucket.first_lane, bucket.first_lane + bucket.cp_size)
                 held[row, lanes] = tokens
-                passed_on[row, lanes] = len(bucket.samples) if bucket.exchanges_states else 0
+                passed_on[row, lanes] = runs_passed_on(bucket, plan.topology.rank_token_multiple)
                 exchanged[row, lanes] = self._exchange_bytes(max(tokens), bucket.cp_size, bucket.attention)
         topology = plan.topology
         states = peak_in_flight_tokens(passed_on, topology.pp_size, topology.vp_size)
@@ -172,14 +173,15 @@ class MemoryModel:
         )
 
     def _states_bytes(self, stage: int, alive: Ints, most: Ints) -> Floats:
-        """Return [lane] the bytes of states of samples whose buckets pass them on.
+        """Return [lane] the bytes of states of runs whose buckets pass them on.
 
         Args:
-            alive, most: [lane] such samples alive (once a chunk), and in one micro-batch.
+            alive, most: [lane] such runs alive (once a chunk), and in one micro-batch.
         """
         layers, kinds = self._stages[stage], self._stage_bytes[stage]
         kept = layers.sum(lambda layer: kinds[layer].states_per_layer) / self._largest_chunks(stage)
-        return np.asarray(alive * kept + most * max(one.states_working for one in kinds.values()))
+        working = max(one.states_working for one in kinds.values())
+        return np.asarray(alive * kept + most * working) / CHUNKS_PER_LANE
 
     def peak_at(self, tokens_per_rank: int, cp_size: int = 1) -> tuple[StageMemory, ...]:
         """Return the memory of every stage when all micro-batches hold `tokens_per_rank`, in groups of `cp_size`.

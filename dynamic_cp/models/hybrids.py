@@ -266,7 +266,7 @@ class _Nemotron(_Reader):
     entries = tuple(_SYMBOLS)
 
     def layers(self) -> dict[str, Any]:
-        pattern = self._pattern()
+        pattern = self.pattern()
         if self.data.get("moe_latent_size"):
             raise UnsupportedFeatureError(
                 f"{self.where}: moe_latent_size is {self.data['moe_latent_size']}: experts of latents are not priced",
@@ -289,7 +289,8 @@ class _Nemotron(_Reader):
             "experts": experts,
         }
 
-    def _pattern(self) -> str:
+    def pattern(self) -> str:
+        """Return the symbols of its layers."""
         layers = self.listed("layers_block_type", "layer_types", _PATTERN)
         if layers is None:
             raise InvalidInputError(
@@ -358,7 +359,7 @@ def _routing(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[
     """Return the fields of `Architecture` that say how tokens are routed, and what of it is not trained."""
     if data["model_type"] == "qwen3_next":
         return {"router_pre_softmax": not data.get("norm_topk_prob", True)}, []
-    if data["model_type"] != "nemotron_h" or "n_routed_experts" not in data:
+    if data["model_type"] != "nemotron_h" or "E" not in _Nemotron(where, data).pattern():
         return {}, []
     fields: dict[str, Any] = {
         "router_score_function": "sigmoid",

@@ -144,7 +144,7 @@ def _weights(problem: Problem) -> tuple[Floats, Floats]:
     model, topology = problem.model, problem.topology
     stages = model.stages(topology.pp_size)
     if (adapters := problem.data_parallel.adapters) is not None:
-        trained = [stage.num_layers * adapters.weights_per_layer(model, topology.tp_size) for stage in stages]
+        trained = [adapters.weights(stage, model, topology.tp_size) for stage in stages]
         return np.array(trained, np.float64), np.zeros(len(stages))
     dense = [
         stage.sum(lambda layer: layer.held_weights) + model.vocabulary_weights_on(index, topology.pp_size)

@@ -202,7 +202,7 @@ def placed_section(name: str, plan: Plan, problem: Problem) -> dict[str, Any]:
     nodes -= nodes[0]
     model = problem.model
     mask, *windows = model.layer_masks
-    windowed = (model.num_windowed_layers / model.num_layers, windows[0]) if windows else None
+    windowed = (model.num_windowed_layers / model.num_attention_layers, windows[0]) if windows else None
     pictures = [
         picture(
             partial(placed_tiles, bucket, mask), name="tiles", title="Who computes which tile", width_in=WIDE_IN,

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import require_at_least
+from dynamic_cp.types.layers import Layer, Stage
 from dynamic_cp.types.model import ModelShape
 
-ADAPTED = {"linear_qkv": "column", "linear_proj": "row", "linear_fc1": "column", "linear_fc2": "row"}
-"""Linear layers of a dense model, by megatron-core's names -> whether TP splits their outputs or their inputs."""
+OF_LINEAR = {"in_proj": "column", "out_proj": "row"}
+"""Linear layers of linear attention, by megatron-core's names -> whether TP splits their outputs or their inputs."""
+OF_MLP = {"linear_fc1": "column", "linear_fc2": "row"}
+ADAPTED = {"linear_qkv": "column", "linear_proj": "row", **OF_MLP, **OF_LINEAR}
+"""The same of all that may have an adapter; MLPs of models with experts have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +43,29 @@ class Adapters:
         """What B A is multiplied by."""
         return self.alpha / self.rank
 
-    def weights_per_layer(self, model: ModelShape, tp_size: int = 1) -> float:
-        """Return the weights of A and B of a layer that a TP rank holds: the narrow side is on all of them."""
-        inner = (1 + model.gated_linear_unit) * model.ffn_hidden_size
-        sizes = {
-            "linear_qkv": (model.hidden_size, model.query_size + model.gate_size + 2 * model.kv_size),
-            "linear_proj": (model.query_size, model.hidden_size),
-            "linear_fc1": (model.hidden_size, inner),
-            "linear_fc2": (model.ffn_hidden_size, model.hidden_size),
-        }
+    def weights(self, stage: Stage, model: ModelShape, tp_size: int = 1) -> float:
+        """Return the weights of A and B of a stage that a TP rank holds: the narrow side is on all of them."""
         shared = {"column": (1, tp_size), "row": (tp_size, 1)}
-        of_modules = [(sizes[name], shared[ADAPTED[name]]) for name in self.modules]
-        return self.rank * sum(inputs / a + outputs / b for (inputs, outputs), (a, b) in of_modules)
+
+        def of_layer(layer: Layer) -> float:
+            sizes = _sizes(layer, model)
+            of_modules = [(sizes[name], shared[ADAPTED[name]]) for name in self.modules if name in sizes]
+            return self.rank * sum(inputs / a + outputs / b for (inputs, outputs), (a, b) in of_modules)
+
+        return stage.sum(of_layer)
+
+
+def _sizes(layer: Layer, model: ModelShape) -> dict[str, tuple[int, int]]:
+    """Return (inputs, outputs) of those linear layers that a layer of `model` has."""
+    hidden, linear = model.hidden_size, layer.linear_attention
+    found: dict[str, tuple[int, int]] = {}
+    if layer.has_attention:
+        outputs = layer.query_size + layer.gate_size + 2 * layer.kv_size
+        found |= {"linear_qkv": (hidden, outputs), "linear_proj": (layer.query_size, hidden)}
+    if layer.mlp_weights:
+        inner = (1 + model.gated_linear_unit) * model.ffn_hidden_size
+        found |= {"linear_fc1": (hidden, inner), "linear_fc2": (model.ffn_hidden_size, hidden)}
+    if linear is not None:
+        rows = linear.convolved_channels + linear.value_channels + linear.gate_channels
+        found |= {"in_proj": (hidden, rows), "out_proj": (linear.value_channels, hidden)}
+    return found

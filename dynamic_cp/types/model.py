@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -180,8 +181,6 @@ class ModelShape:
         if isinstance(self.linear_attention_freq, list):  # from JSON
             object.__setattr__(self, "linear_attention_freq", tuple(self.linear_attention_freq))
         others = {
-            "windows": self.window_tokens > 0,
-            "multi-latent attention": self.kv_lora_rank > 0,
             "attention that is not causal": not self.causal_attention,
             "multi-token prediction": self.mtp_num_layers > 0,
         }
@@ -247,7 +246,7 @@ class ModelShape:
     def layer_masks(self) -> tuple[Causal | Full | Lambda, ...]:
         """The different masks of its layers, that of layers without a window first."""
         (layers,) = self.stages(1)
-        return tuple(dict.fromkeys(layer.mask for _, layer in layers.layers))
+        return tuple(dict.fromkeys(layer.mask for _, layer in layers.attention.layers))
 
     @property
     def has_latents(self) -> bool:
@@ -265,13 +264,23 @@ class ModelShape:
 
     @property
     def windowed_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has the window."""
+        """Whether each layer has the window: of those with attention."""
         skip = self.window_attn_skip_freq
         if not self.window_tokens:
             return (False,) * self.num_layers
+        asked: tuple[int, ...]
         if isinstance(skip, tuple):
-            return tuple(map(bool, skip))
-        return tuple(not skip or layer % skip != 0 for layer in range(1, self.num_layers + 1))
+            asked = skip
+        else:
+            asked = tuple(not skip or layer % skip != 0 for layer in range(1, self.num_layers + 1))
+        return tuple(bool(one) and attends for one, attends in zip(asked, self.attention_layers, strict=True))
+
+    @property
+    def attention_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has attention."""
+        if self.layer_pattern:
+            return tuple(symbol == ATTENTION for symbol in self.layer_pattern)
+        return tuple(not is_linear for is_linear in self.linear_layers)
 
     @property
     def linear_layers(self) -> tuple[bool, ...]:
@@ -295,21 +304,29 @@ class ModelShape:
         skip = self.window_attn_skip_freq
         if not self.window_tokens:
             return 0
+        if self.linear_attention is not None:
+            return sum(self.windowed_layers)
         if isinstance(skip, tuple):
             return sum(skip)
         return self.num_layers - (self.num_layers // skip if skip else 0)
 
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with attention."""
+        return self.num_layers if self.linear_attention is None else sum(self.attention_layers)
+
     def squared_tokens(self, sample: Sample) -> float:
         """Return the work of the attention to `sample`, as the square of the length of one that no window cuts.
 
-        Layers with and without a window count as the mean of all.
+        Layers with and without a window count as the mean of all that have attention.
         """
         windowed, window = self.num_windowed_layers, self.window
         if window is None:
             return sample.squared_tokens
         in_window = sample.mask_in(window).squared_tokens(sample.seqlen)
-        total = windowed * in_window + (self.num_layers - windowed) * sample.squared_tokens
-        return total / self.num_layers
+        layers = self.num_attention_layers
+        total = windowed * in_window + (layers - windowed) * sample.squared_tokens
+        return total / layers
 
     def density(self, sample: Sample) -> float:
         """Return the work of the attention to `sample` over that without a window; 1.0 exactly where none cuts it."""
@@ -429,28 +446,33 @@ class ModelShape:
         return self._layer(has_experts=all(self.moe_layers), has_window=False)
 
     def _layer(self, *, has_experts: bool, has_window: bool, has_linear: bool = False) -> Layer:
-        layer = self._attention_layer(has_experts=has_experts, has_window=has_window)
+        layer = self._attention_layer(has_experts=has_experts, has_window=has_window, attends=not has_linear)
         if not has_linear or self.linear_attention is None:
             return layer
         return layer.with_linear_attention(self.linear_attention, self.attention_weights_per_layer, self.hidden_size)
 
-    def _half(self, symbol: str) -> Layer:
+    def _half(self, symbol: str, has_window: bool) -> Layer:
         """Return a layer of a pattern, a mixer or an MLP alone."""
-        layer = self._layer(has_experts=symbol == EXPERTS, has_window=False, has_linear=symbol in LINEAR_SYMBOLS)
         if symbol in (MLP, EXPERTS):
+            layer = self._attention_layer(has_experts=symbol == EXPERTS, has_window=False, attends=False)
             return layer.mlp_alone(self.attention_weights_per_layer, self.hidden_size)
+        layer = self._layer(has_experts=False, has_window=has_window, has_linear=symbol in LINEAR_SYMBOLS)
         return layer.mixer_alone(self.hidden_size)
 
-    def _attention_layer(self, *, has_experts: bool, has_window: bool) -> Layer:
+    def _attention_layer(self, *, has_experts: bool, has_window: bool, attends: bool = True) -> Layer:
+        """Return one with attention; where something takes its place, not `attends`, without what latents add to it."""
         of_latents, of_outputs = self.q_lora_rank + self.kv_lora_rank, 2 * self.hidden_size * self.sandwich_norm
+        down, rotated, up = self.down_weights_per_layer, self.qk_pos_emb_head_dim, self.up_weights_per_layer
+        if not attends:
+            of_latents = down = rotated = up = 0
         dense = Layer(
             linear_weights=self.linear_weights_per_layer,
-            held_weights=self.linear_weights_per_layer - self.down_weights_per_layer,
-            norm_weights=2 * self.hidden_size + of_outputs + self.down_weights_per_layer + of_latents,
-            more_kept_channels=2 * of_latents + of_outputs + self.qk_pos_emb_head_dim,
+            held_weights=self.linear_weights_per_layer - down,
+            norm_weights=2 * self.hidden_size + of_outputs + down + of_latents,
+            more_kept_channels=2 * of_latents + of_outputs + rotated,
             value_size=self.num_attention_heads * self.v_head_dim,
-            latent_size=self.kv_lora_rank + self.qk_pos_emb_head_dim,
-            up_weights=self.up_weights_per_layer,
+            latent_size=self.kv_lora_rank + self.qk_pos_emb_head_dim if attends else 0,
+            up_weights=up,
             mlp_kept_channels=self._kept_channels(self.ffn_hidden_size),
             num_attention_heads=self.num_attention_heads,
             query_size=self.query_size,
@@ -542,8 +564,9 @@ class ModelShape:
     def _kinds_of_layers(self) -> list[tuple[int, Layer]]:
         """Return (how many, of which kind): attention first, then without a window, then dense ones."""
         if self.layer_pattern:
-            counts = Counter(self.layer_pattern)
-            return [(counts[one], self._half(one)) for one in (ATTENTION, *LINEAR_SYMBOLS, MLP, EXPERTS) if counts[one]]
+            counts = Counter(zip(self.layer_pattern, self.windowed_layers, strict=True))
+            sorts = product((ATTENTION, *LINEAR_SYMBOLS, MLP, EXPERTS), (False, True))
+            return [(counts[sort], self._half(*sort)) for sort in sorts if counts[sort]]
         which = Counter(zip(self.linear_layers, self.windowed_layers, self.moe_layers, strict=True))
         return [
             (number, self._layer(has_experts=has_experts, has_window=has_window, has_linear=has_linear))

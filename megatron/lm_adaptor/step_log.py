@@ -17,7 +17,7 @@ from megatron.dynamic_cp.foreign.rerouting import in_phase
 from megatron.dynamic_cp.model.experts import routers
 from megatron.dynamic_cp.step.routing import Routing
 from megatron.lm_adaptor import differences
-from megatron.trainer.reporting.log import Interval, StepRecord, plan_scalars
+from megatron.trainer.reporting.log import Interval, StepRecord, of_plan, plan_scalars
 
 
 def record_step(
@@ -43,7 +43,7 @@ def record_step(
         routing: of tokens to experts.
     """
     assert wrapper.plan is not None
-    facts, stats = wrapper.plan.facts, wrapper.stats
+    stats = wrapper.stats
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     if losses and dist.get_rank() == dist.get_world_size() - 1:
         sums[0] = next(iter(losses.values()))
@@ -51,8 +51,8 @@ def record_step(
     with in_phase(f"the sums of iteration {iteration}"):
         dist.all_reduce(sums)
         loss, exchanged_bytes = sums.tolist()
-    return StepRecord.of(
-        facts,
+    return StepRecord(
+        **of_plan(wrapper.plan.facts),
         loss=loss,
         grad_norm=0.0 if grad_norm is None else float(grad_norm),
         learning_rate=0.0 if learning_rate is None else float(learning_rate),

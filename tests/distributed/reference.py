@@ -291,7 +291,22 @@ _MAMBA = {
 }
 MAMBA = ModelVariant("mamba", position_embedding="none", pattern="M*-M", config=_MAMBA)
 MAMBA_MOE = ModelVariant("mamba_moe", position_embedding="none", pattern="ME*M", config={**_EXPERTS, **_MAMBA})
-HYBRIDS = (DELTA, DELTA_16_HEADS, DELTA_MOE, DELTA_MTP, DELTA_HALVES, MAMBA, MAMBA_MOE)
+# What attention layers and residuals may have besides; windows are the layout's.
+_MORE = {"softmax_type": "learnable", "fp32_residual_connection": True}
+DELTA_MORE = ModelVariant("delta_more", config={**DELTA.config, **_MORE})
+MAMBA_MORE = ModelVariant("mamba_more", position_embedding="none", pattern="M*-*M", config={**_MAMBA, **_MORE})
+# Latent attention has no gate; as Kimi Linear with another delta rule.
+_DELTA_LATENT = {**LATENT.config, **_DELTA, "attention_output_gate": False}
+DELTA_LATENT = ModelVariant("delta_latent", config=_DELTA_LATENT)
+HALVES_LATENT = ModelVariant(
+    "halves_latent",
+    pattern="G-*G",
+    config={**_DELTA_LATENT, "experimental_attention_variant": None, "is_hybrid_model": True},
+)
+HYBRIDS = (
+    *(DELTA, DELTA_16_HEADS, DELTA_MOE, DELTA_MTP, DELTA_HALVES, MAMBA, MAMBA_MOE),
+    *(DELTA_MORE, MAMBA_MORE, DELTA_LATENT, HALVES_LATENT),
+)
 OF_REPORTS = (GATHERED, MTP_GATHERED, MOE_BIASED)
 # Experts alone, whatever their routers' losses.
 MOE_PLAIN = ModelVariant("moe_plain", config={**MOE.config, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None})
@@ -511,6 +526,8 @@ def reference_step(
         for bias in (buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")):
             bias.copy_(torch.randn_like(bias) * 0.05)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if variant in HYBRIDS and not config.fp32_residual_connection:
+        model.double()  # gradients of single heads are sums of terms that cancel: float32 alone is 2e-6 off
     losses = {}
     for sample in samples:
         values = read_sample(sample)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.flags.settings import Settings
+
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu "
     "--ffn-hidden-size 96 --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
@@ -22,3 +25,8 @@ start. The example under torchrun starts as users do."""
 def command_line(*extra: str) -> list[str]:
     """Return the words of a command line that trains; later words of `extra` win over earlier ones."""
     return " ".join((MODEL, TRAINING, FIXED, *extra)).split()
+
+
+def parsed(flags: str, world_size: int = 4) -> Settings:
+    """Return the settings of a run with --dynamic-cp."""
+    return parse_args(command_line(f"--dynamic-cp {flags}"), world_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import zipfile
 from dataclasses import replace
@@ -15,10 +16,10 @@ from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.reduction import Reduction
 from dynamic_cp.types import Adapters, DataParallel, PlanOptions, Problem, Topology
-from megatron.trainer.flags.arguments import parse_args
+from dynamic_cp.types.adapters import ADAPTED
 from megatron.trainer.weights.exporting import export_adapters, export_weights
 from tests.distributed.verl_seam import FOLDER
-from tests.trainer.commandline import command_line
+from tests.trainer.commandline import parsed
 from tests.trainer.test_weights import (
     DATA,
     TOLERANCE,
@@ -28,6 +29,7 @@ from tests.trainer.test_weights import (
     loaded,
     loss_of,
     safetensors_torch,
+    tensors_of,
 )
 from tests.trainer.training_ranks import losses, run_command, train
 from tests.wheels import alone, wheel_or_skip
@@ -42,27 +44,63 @@ LAYOUTS = {
     "--overlap-param-gather",
     "TP2 SP": "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
     "--max-seqlen-per-dp-cp-rank 32",
+    "EP2": "--max-seqlen-per-dp-cp-rank 16 --expert-model-parallel-size 2 --use-distributed-optimizer",
     "TP2 PP2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full "
     "--loss-chunk-tokens 16",
 }
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(imported, tmp_path_factory):
-    """Words of a run on one rank, the losses of its four iterations, and its checkpoint of the second."""
-    checkpoint, saved = imported("qwen2"), tmp_path_factory.mktemp("adapters")
-    words = f"{LORA} {flags_of(checkpoint)} {DATA} --train-iters 4 --lr-decay-iters 9 --lr 1e-2 "
-    words += "--make-vocab-size-divisible-by 2"
-    found = losses(train(1, words, f"--load {checkpoint} --save {saved} --save-interval 2"))
-    (saved / "latest_checkpointed_iteration.txt").write_text("2\n")
-    return words, found, saved
+def of_models(imported, tmp_path_factory):
+    """Model -> words of a run on one rank, the losses of its four iterations, and its checkpoint of the second."""
+    known = {}
+
+    def get(name, *modules):
+        if (name, *modules) not in known:
+            checkpoint, saved = imported(name), tmp_path_factory.mktemp("adapters")
+            words = f"{LORA} {flags_of(checkpoint)} {DATA} --train-iters 4 --lr-decay-iters 9 --lr 1e-2 "
+            words += "--make-vocab-size-divisible-by 2"
+            words += f" --lora-target-modules {' '.join(modules)}" if modules else ""
+            more = f"--load {checkpoint} --save {saved} --save-interval 2"
+            found = losses(train(1, words, more, without=other_activations(words)))
+            (saved / "latest_checkpointed_iteration.txt").write_text("2\n")
+            known[(name, *modules)] = words, found, saved
+        return known[(name, *modules)]
+
+    return get
 
 
-@pytest.mark.by_day("4 lanes", "TP2 SP", "TP2 PP2")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_goes_on_as_one_rank(layout, on_one_rank):
-    words, expected, saved = on_one_rank
-    found = train(4, words, LAYOUTS[layout], f"--load {saved}")
+def other_activations(words):
+    """Return the flags of `FIXED` that a run of `words` must not have."""
+    return ("--swiglu",) if "--squared-relu" in words else ()
+
+
+@pytest.fixture
+def on_one_rank(of_models):
+    return of_models("qwen2")
+
+
+CASES = {layout: ("qwen2", layout) for layout in LAYOUTS if layout != "EP2"} | {
+    f"{kind}, {layout}": (name, layout)
+    for kind, name in {"delta": "qwen3_5", "mamba": "nemotron_h, dense"}.items()
+    for layout in ("4 lanes", "TP2 SP", "TP2 PP2")
+}
+CASES |= {
+    f"{kind}, EP2": (name, "EP2")
+    for kind, name in {
+        "experts": "qwen2_moe",
+        "delta and experts": "qwen3_next",
+        "mamba and experts": "nemotron_h",
+    }.items()
+}
+
+
+@pytest.mark.by_day("4 lanes", "TP2 SP", "TP2 PP2", "delta, TP2 PP2", "mamba, TP2 SP", "delta and experts, EP2")
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_goes_on_as_one_rank(case, of_models):
+    name, layout = CASES[case]
+    words, expected, saved = of_models(name)
+    found = train(4, words, LAYOUTS[layout], f"--load {saved}", without=other_activations(words))
     assert sorted(found) == [3, 4]
     if layout.startswith("4 lanes"):
         assert {size for record in found.values() for size in record.cp_histogram} == {1, 2, 4}
@@ -84,12 +122,30 @@ def peft():
         del sys.modules[name]
 
 
+PARTS = {
+    "qwen2": "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+    "qwen3_5": "in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj, gate_proj, up_proj, down_proj, q_proj, k_proj, "
+    "v_proj, o_proj",
+    "qwen3_next": "in_proj_qkvz, in_proj_ba, out_proj, q_proj, k_proj, v_proj, o_proj",
+    "nemotron_h, dense": "in_proj, up_proj, down_proj, q_proj, k_proj, v_proj, o_proj",
+}
+WITHOUT_OUT_PROJ = tuple(name for name in ADAPTED if name != "out_proj")
+
+
+@pytest.fixture(params=PARTS)
+def exported(request, of_models):
+    """A model, and what `of_models` has of it."""
+    return request.param, *of_models(request.param, *(WITHOUT_OUT_PROJ if "nemotron" in request.param else ()))
+
+
 @torch.no_grad()
-def test_an_exported_adapter_is_the_merged_model_in_peft(on_one_rank, folder_of, tmp_path, peft):
-    words, expected, saved = on_one_rank
-    base = folder_of("qwen2")
+@pytest.mark.by_day("qwen2", "qwen3_next")
+def test_an_exported_adapter_is_the_merged_model_in_peft(exported, folder_of, tmp_path, peft):
+    name, words, expected, saved = exported
+    base = folder_of(name)
     (said,) = export_adapters(str(saved), str(tmp_path / "adapter"), like=str(base))
-    assert said.endswith("rank 4 for q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj of a model of qwen2")
+    family = json.loads((base / "config.json").read_text())["model_type"]
+    assert said.endswith(f"rank 4 for {PARTS[name]} of a model of {family}")
     export_weights(str(saved), str(tmp_path / "merged"), like=str(base))
     merged, tokens = loaded(tmp_path / "merged"), torch.arange(40)[None]
     plain = loaded(base)
@@ -101,6 +157,17 @@ def test_an_exported_adapter_is_the_merged_model_in_peft(on_one_rank, folder_of,
     assert set(safetensors_torch.load_file(tmp_path / "adapter/adapter_model.safetensors")) == set(
         peft.get_peft_model_state_dict(adapted)
     )
+
+
+def test_adapters_that_peft_refuses_are_merged_only(of_models, folder_of, tmp_path):
+    """Nothing but what has one changes, biases of experts neither."""
+    _, _, saved = of_models("nemotron_h")
+    with pytest.raises(DynamicCPError, match="peft has none of out_proj in models of nemotron_h"):
+        export_adapters(str(saved), str(tmp_path / "adapter"))
+    export_weights(str(saved), str(tmp_path / "merged"))
+    before, after = (tensors_of(folder) for folder in (folder_of("nemotron_h"), tmp_path / "merged"))
+    changed = {name.split("mixer.")[-1] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"{name}_proj.weight" for name in ("in", "out", "q", "k", "v", "o")}
 
 
 def test_some_modules_and_tp_give_an_adapter_of_them(imported, folder_of, tmp_path):
@@ -156,11 +223,11 @@ def test_adapters_beside_random_weights_are_warned_of(more, tmp_path, capfd):
         ("--lora-alpha 8", "--lora-alpha is for adapters: add --lora-rank, or leave it out"),
         ("--lora-rank 0", "--lora-rank is 0, it must be greater than 0"),
         ("--lora-rank 4 --lora-target-modules q_proj", "invalid choice: 'q_proj'"),
-        ("--lora-rank 4 --num-experts 4", "--lora-rank 4 with --num-experts is not supported: adapters are for dense"),
         (
-            "--lora-rank 4 --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --num-layers 2",
-            "--lora-rank 4 with --experimental-attention-variant is not supported: projections of linear attention",
+            "--lora-rank 4 --num-experts 4 --lora-target-modules linear_qkv linear_fc2",
+            "with --num-experts and --lora-target-modules linear_fc2 is not supported: MLPs of models with experts",
         ),
+        ("--lora-rank 4 --lora-target-modules in_proj", "in_proj is of layers with linear attention, which this model"),
         ("--lora-rank 4 --mtp-num-layers 1", "--lora-rank 4 with --mtp-num-layers is not supported: modules behind"),
         (
             "--lora-rank 4 --transformer-impl transformer_engine",
@@ -174,7 +241,7 @@ def test_adapters_beside_random_weights_are_warned_of(more, tmp_path, capfd):
 )
 def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
     with pytest.raises(DynamicCPError, match=says):
-        parse_args(command_line(f"--dynamic-cp {flags}"), 4)
+        parsed(flags)
 
 
 def problem_of(adapters: Adapters | None) -> Problem:

@@ -18,7 +18,7 @@ from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import fusions, model
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.trainer.commandline import command_line
+from tests.trainer.commandline import command_line, parsed
 from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.test_experts import EP, EXPERTS, SIGMOID, TP
 from tests.trainer.test_latent_attention import LATENT, YARN
@@ -27,10 +27,6 @@ from tests.trainer.training_ranks import losses, train
 DEEPSEEK = f"{LATENT} {YARN} {SIGMOID} --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
 PP2 = "--pipeline-model-parallel-size 2"
 VOCAB_SIZE = 264
-
-
-def parsed(flags: str, world_size: int) -> Any:
-    return parse_args(command_line(f"--dynamic-cp {flags}"), world_size)
 
 
 def count_weights(flags: str, world_size: int) -> tuple[int, int]:

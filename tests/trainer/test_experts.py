@@ -12,9 +12,8 @@ from dynamic_cp.errors import CheckpointError, DynamicCPError
 from megatron.dynamic_cp.flags.experts import CHOICES, DEFAULTS
 from megatron.trainer.checkpoints import loading
 from megatron.trainer.flags import derive
-from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import model
-from tests.trainer.commandline import command_line
+from tests.trainer.commandline import parsed
 from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.training_ranks import losses, run_command, train
 
@@ -25,10 +24,6 @@ SIGMOID = (
     "--moe-shared-expert-intermediate-size 48 --moe-router-load-balancing-type seq_aux_loss"
 )
 EP, TP = "--expert-model-parallel-size", "--tensor-model-parallel-size"
-
-
-def parsed(flags: str, world_size: int = 4) -> Any:
-    return parse_args(command_line(f"--dynamic-cp {flags}"), world_size)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +85,8 @@ def parsed(flags: str, world_size: int = 4) -> Any:
     ],
 )
 def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
-    words = command_line(f"--dynamic-cp {flags}")
     with pytest.raises(DynamicCPError, match=says):
-        parse_args(words, 4)
+        parsed(flags)
 
 
 def test_flags_reach_megatron_core_and_the_planner() -> None:

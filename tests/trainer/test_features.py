@@ -15,7 +15,7 @@ from megatron.trainer.checkpoints import interchange, loading
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import model
-from tests.trainer.commandline import command_line
+from tests.trainer.commandline import command_line, parsed
 from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.training_ranks import losses, train
 
@@ -24,10 +24,6 @@ FEATURES = (
     "--attention-output-gate --qk-l2-norm --no-rope-freq 2 --use-rope-scaling --rope-scaling-factor 32 "
     "--rotary-seq-len-interpolation-factor 2 --softmax-type learnable"
 )
-
-
-def parsed(flags: str) -> Any:
-    return parse_args(command_line(f"--dynamic-cp {flags}"), 4)
 
 
 @pytest.mark.parametrize(

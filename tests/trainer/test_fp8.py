@@ -15,18 +15,13 @@ from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from megatron.dynamic_cp.flags import fp8
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
-from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import model
 from tests.layer_choices import chosen_layers
-from tests.trainer.commandline import SMALL, command_line
+from tests.trainer.commandline import SMALL, parsed
 
 HYBRID = f"--bf16 {SMALL} --fp8-format hybrid"
 TP = "--tensor-model-parallel-size 2"
 H100 = {"capability": (9, 0), "flash_attn": None, "attention_backend": "auto", "bf16": True, "kv_channels": 128}
-
-
-def parsed(flags: str) -> Any:
-    return parse_args(command_line(f"--dynamic-cp {flags}"), 4)
 
 
 @pytest.mark.parametrize(

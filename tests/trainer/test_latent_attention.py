@@ -10,9 +10,8 @@ import torch
 from dynamic_cp.errors import CheckpointError, DynamicCPError
 from megatron.trainer.checkpoints import loading
 from megatron.trainer.flags import derive
-from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import model
-from tests.trainer.commandline import SMALL, command_line
+from tests.trainer.commandline import SMALL, parsed
 from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.training_ranks import losses, train
 
@@ -20,10 +19,6 @@ WIDTHS = "--kv-lora-rank 24 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-di
 LATENT = f"--multi-latent-attention {WIDTHS} --num-query-groups 4"
 YARN = "--q-lora-rank 32 --qk-layernorm --rotary-scaling-factor 4 --mscale-all-dim 0.5"
 DYNAMIC = f"--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 {SMALL} {LATENT} {YARN}"
-
-
-def parsed(flags: str) -> Any:
-    return parse_args(command_line(f"--dynamic-cp {flags}"), 4)
 
 
 @pytest.mark.parametrize(

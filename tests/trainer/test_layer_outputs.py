@@ -9,8 +9,7 @@ import pytest
 
 from dynamic_cp.errors import DynamicCPError
 from megatron.trainer.flags import derive
-from megatron.trainer.flags.arguments import parse_args
-from tests.trainer.commandline import command_line
+from tests.trainer.commandline import parsed
 from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.training_ranks import losses, run_command, train
 
@@ -26,10 +25,20 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_goes_on_as_one_rank(layout, uninterrupted, saved_by):
-    expected = uninterrupted(ON_ONE, 1)
-    found = train(4, TO_LAST, ON_ONE, LAYOUTS[layout], f"--load {saved_by(ON_ONE, 1)}")
+DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16"
+)
+CASES = {layout: ("", layout) for layout in LAYOUTS} | {f"delta, {layout}": (DELTA, layout) for layout in LAYOUTS}
+
+
+@pytest.mark.by_day("4 lanes", "TP2 SP PP2", "delta, 4 lanes")
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_goes_on_as_one_rank(case, uninterrupted, saved_by):
+    more, layout = CASES[case]
+    words = f"{ON_ONE} {more}"
+    expected = uninterrupted(words, 1)
+    found = train(4, TO_LAST, words, LAYOUTS[layout], f"--load {saved_by(words, 1)}")
     assert losses(found) == pytest.approx(expected[SAVED:], abs=5e-6)
     assert expected[-1] < expected[0]
 
@@ -57,8 +66,8 @@ def test_a_run_with_another_factor_is_refused(change, says, saved_by):
             "--softmax-scale 0.1 with --transformer-impl transformer_engine is not supported: it is for local layers",
         ),
         (
-            "--sandwich-norm --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --num-layers 2",
-            "--sandwich-norm with --experimental-attention-variant is not supported: it was checked with plain",
+            "--sandwich-norm --hybrid-override-pattern M*-M --num-layers 4 --mamba-num-groups 2 --mamba-head-dim 16",
+            "--sandwich-norm with --hybrid-override-pattern is not supported: it was checked with whole layers",
         ),
         ("--geglu", "--geglu and --swiglu both say what the MLP computes: give one of them"),
         ("--window-rotary-base 1000", "--window-rotary-base 1000 is for layers with a window, and there are none"),
@@ -67,12 +76,10 @@ def test_a_run_with_another_factor_is_refused(change, says, saved_by):
 )
 def test_flags_that_disagree_are_told_at_once(flags, says):
     with pytest.raises(DynamicCPError, match=says):
-        parse_args(command_line(f"--dynamic-cp {flags}"), 4)
+        parsed(flags)
 
 
 def test_norms_have_weights_and_keep_their_inputs():
-    plain, normed = (
-        derive.model_shape(parse_args(command_line(f"--dynamic-cp {flags}"), 4).model, 64) for flags in ("", OUTPUTS)
-    )
+    plain, normed = (derive.model_shape(parsed(flags).model, 64) for flags in ("", OUTPUTS))
     assert normed.layer.norm_weights - plain.layer.norm_weights == 2 * 64
     assert normed.layer.more_kept_channels - plain.layer.more_kept_channels == 2 * 64

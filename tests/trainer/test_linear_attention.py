@@ -9,6 +9,7 @@ import pytest
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import LinearAttention
+from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.flags.linear_attention import Parts, choices, parts_of_layers
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
@@ -37,6 +38,15 @@ def test_a_variant_of_most_layers() -> None:
     listed = parse_args(command_line(f"{DELTA} --linear-attention-freq [1]*3+[0] {SIZES}"), 4).model
     same = parse_args(command_line(f"{DELTA} --linear-attention-freq 4 {SIZES}"), 4).model
     assert derive.model_identity(listed, 256) == derive.model_identity(same, 256)
+
+
+def test_what_attention_layers_have_besides() -> None:
+    """Windows do not place attention, as they do in other models."""
+    words = f"{DELTA} --linear-attention-freq 2 --window-size 7,0 --softmax-type learnable --fp32-residual-connection"
+    settings = parse_args(command_line(f"{words} --bf16 --dynamic-cp --cp-comm-type auto"), 4)
+    assert set(settings.planning.exchanges) == {"all_gather", "a2a"}
+    shape = derive.model_shape(settings.model, 256)
+    assert shape.windowed_layers == tuple(not one for one in shape.linear_layers)
 
 
 def test_a_pattern_of_halves() -> None:
@@ -83,10 +93,7 @@ def test_flags_of_a_megatron_lm_checkpoint_say_the_same() -> None:
         (f"{PATTERN} M*M*", "has no - and no E: a layer with an MLP is needed"),
         (f"{PATTERN} M*-M --mamba-head-dim 48", "does not divide twice --hidden-size 64"),
         (f"{PATTERN} M*-M --mamba-head-dim 16 --mtp-num-layers 1", "with --mtp-num-layers is not supported"),
-        (f"{DELTA} --linear-attention-freq 2 --window-size 7,0", "with --window-size is not supported"),
-        (f"{DELTA} --linear-attention-freq 2 --softmax-type learnable", "with --softmax-type is not supported"),
         (f"{DELTA} --linear-attention-freq 2 --cp-comm-type blocks", "--cp-comm-type blocks is not supported"),
-        (f"{DELTA} --linear-attention-freq 2 --lora-rank 2", "projections of linear attention have no adapters"),
         (
             f"{DELTA} --linear-attention-freq 2 --bf16 --fp8-format hybrid --linear-num-key-heads 2 "
             "--linear-num-value-heads 4",
@@ -110,6 +117,12 @@ def test_what_cannot_be_is_one_line(words: str, said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("words", [f"{DELTA} --linear-attention-freq 2 {SIZES}", f"{PATTERN} M*-M --mamba-head-dim 16"])
+def test_layers_of_transformer_engine_where_they_can_be_used(words: str) -> None:
+    settings = parse_args(command_line(words, "--bf16"), 4)
+    assert layer_needs(settings.model, settings.planning).why_local is None
+
+
 def test_a_gated_delta_net_has_silu() -> None:
     words = [word for word in command_line(f"{DELTA} --linear-attention-freq 2 {SIZES}") if word != "--swiglu"]
     with pytest.raises(DynamicCPError, match="another activation than that of --swiglu"):
@@ -119,6 +132,9 @@ def test_a_gated_delta_net_has_silu() -> None:
 WIDTHS = "--linear-key-head-dim 16 --linear-value-head-dim 16"
 RUNS = {
     "delta": f"{DELTA} --linear-attention-freq 2 {SIZES} {WIDTHS}",
+    "latents in windows": f"{DELTA} --linear-attention-freq 2 {SIZES} {WIDTHS} --multi-latent-attention "
+    "--kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --num-query-groups 4 "
+    "--window-size 15,0 --window-attn-skip-freq 4",
     "mamba": f"{PATTERN} M-*M --num-layers 4 --mamba-num-groups 2 --mamba-head-dim 16 --mamba-state-dim 16",
 }
 DYNAMIC = (

@@ -10,17 +10,12 @@ from dynamic_cp.errors import CheckpointError, DynamicCPError
 from megatron.dynamic_cp.flags.multi_token import FUTURE_LOSS
 from megatron.trainer.checkpoints import loading
 from megatron.trainer.flags import derive
-from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.reporting.log import Interval, dump_entry, iteration_line
-from tests.trainer.commandline import SMALL, command_line
+from tests.trainer.commandline import SMALL, parsed
 from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.training_ranks import losses, train
 
 LATER = f"--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 {SMALL} --mtp-num-layers 2"
-
-
-def parsed(flags: str) -> Any:
-    return parse_args(command_line(f"--dynamic-cp {flags}"), 4)
 
 
 @pytest.mark.parametrize(

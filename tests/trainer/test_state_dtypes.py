@@ -20,7 +20,7 @@ from megatron.trainer.setup import model
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
 from tests.distributed.real_transformer_engine.engine import run_ranks_with
 from tests.distributed.real_transformer_engine.wheels import PINNED
-from tests.trainer.commandline import command_line
+from tests.trainer.commandline import command_line, parsed
 from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.test_fused_adam import take_fused_adam
 from tests.trainer.training_ranks import losses, train
@@ -51,7 +51,7 @@ STATES = ("exp_avg", "exp_avg_sq", "master_param")
 )
 def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
     with pytest.raises(DynamicCPError, match=says):
-        parse_args(command_line(f"--dynamic-cp {flags}"), 4)
+        parsed(flags)
 
 
 def test_flags_are_those_of_the_plans() -> None:

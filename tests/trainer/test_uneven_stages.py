@@ -12,9 +12,8 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.flags.pipeline_layers import pipeline_layers
 from megatron.trainer.flags import derive
-from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import model
-from tests.trainer.commandline import command_line
+from tests.trainer.commandline import parsed
 from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.training_ranks import losses, train
 
@@ -22,10 +21,6 @@ PP = "--pipeline-model-parallel-size"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
-
-
-def parsed(flags: str) -> Any:
-    return parse_args(command_line(f"--dynamic-cp {flags}"), 8)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +38,7 @@ def parsed(flags: str) -> Any:
     ],
 )
 def test_layers_are_where_megatron_core_builds_them(flags: str, layers: Any, monkeypatch: Any) -> None:
-    settings = parsed(flags)
+    settings = parsed(flags, 8)
     assert settings.planning.pipeline_layers == layers
     config = model.transformer_config(settings.model, settings.planning, torch.device("cpu"))
     topology = settings.planning.topology
@@ -88,7 +83,7 @@ def test_layers_are_where_megatron_core_builds_them(flags: str, layers: Any, mon
 )
 def test_stages_that_cannot_be_are_told_at_once(flags: str, says: str) -> None:
     with pytest.raises(InvalidInputError, match=says):
-        parsed(flags)
+        parsed(flags, 8)
 
 
 def test_a_checkout_without_a_pipeline_may_count_its_embedding() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +14,10 @@ from dynamic_cp.types import CAUSAL, CP_COMM_TYPES, Lambda, PlanOptions, Topolog
 from megatron.dynamic_cp.plans.plan_dump import RecordedPlans
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
-from tests.trainer.commandline import command_line
+from tests.trainer.commandline import command_line, parsed
 from tests.trainer.training_ranks import losses, train
 
 WINDOW = "--window-size 15,0"
-
-
-def parsed(flags: str, world_size: int = 4) -> Any:
-    return parse_args(command_line(f"--dynamic-cp {flags}"), world_size)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Adapters
-from dynamic_cp.types.adapters import ADAPTED
+from dynamic_cp.types.adapters import ADAPTED, OF_LINEAR, OF_MLP
+from megatron.dynamic_cp.flags import linear_attention
 from megatron.dynamic_cp.flags.exclusions import ADAPTERS, refuse_pairs
+from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.table import flag_of
 
 _MORE = ("lora_alpha", "lora_target_modules")
@@ -23,7 +25,9 @@ def adapters_of(flags: Any) -> Adapters | None:
     if rank is None:
         return None
     alpha, modules = (getattr(flags, name) for name in _MORE)
-    chosen = tuple(name for name in ADAPTED if modules is None or name in modules)
+    absent = set() if linear_attention.is_on(flags) else set(OF_LINEAR)
+    absent |= set(OF_MLP) if modules is None and num_experts(flags) else set()
+    chosen = tuple(name for name in ADAPTED if name not in absent and (modules is None or name in modules))
     return Adapters(rank=rank, alpha=float(rank if alpha is None else alpha), modules=chosen)
 
 
@@ -31,7 +35,7 @@ def check_adapters(flags: Any) -> None:
     """Refuse what was not checked together with adapters.
 
     Raises:
-        InvalidInputError: numbers of adapters, and there are none.
+        InvalidInputError: numbers of adapters, and there are none; or layers that the model does not have.
         UnsupportedFeatureError: another feature, which the message names.
     """
     if flags.lora_rank is None:
@@ -39,6 +43,12 @@ def check_adapters(flags: Any) -> None:
         if given:
             raise InvalidInputError(f"{given[0]} is for adapters: add {ADAPTERS}, or leave it out")
         return
+    missing = [name for name in flags.lora_target_modules or () if name in OF_LINEAR]
+    if missing and not linear_attention.is_on(flags):
+        raise InvalidInputError(
+            f"--lora-target-modules {missing[0]} is of layers with linear attention, which this model does not have: "
+            "leave it out"
+        )
     refuse_pairs(ADAPTERS, flags, value=flags.lora_rank)
 
 

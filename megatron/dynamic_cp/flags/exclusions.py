@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import is_placed
+from dynamic_cp.types.adapters import OF_MLP
 from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS as PIPELINE_FLAGS
 from megatron.dynamic_cp.flags.table import destination_of
@@ -124,11 +124,6 @@ def _fused_swiglu(config: Any) -> str | None:
     return "--bias-swiglu-fusion" if fuses and getattr(config, "swiglu", True) else None
 
 
-def _placed(config: Any) -> str | None:
-    exchange = getattr(config, "cp_comm_type", None)
-    return f"--cp-comm-type {exchange}" if isinstance(exchange, str) and is_placed(exchange) else None
-
-
 def _static_policy(flags: Any) -> str | None:
     return None if flags.dynamic_cp else "--dynamic-cp off"
 
@@ -146,6 +141,11 @@ def _loss_of_transformer_engine(flags: Any) -> str | None:
 
 def _experts(config: Any) -> str | None:
     return "--num-experts" if num_experts(config) else None
+
+
+def _experts_with_adapters(flags: Any) -> str | None:
+    modules = set(getattr(flags, "lora_target_modules", None) or ()) & set(OF_MLP)
+    return f"--num-experts and --lora-target-modules {min(modules)}" if modules and num_experts(flags) else None
 
 
 def _fp8(flags: Any) -> str | None:
@@ -181,15 +181,7 @@ _AS_MANY = "all stages run as many layers, one beside the other"
 _UNTRIED = "it was not tried with one"
 _LOCAL = "it is for local layers"
 
-_ALONE = "both together were not checked"
 _BESIDE_LINEAR = (
-    Exclusion("--window-size", _ALONE, said=_windows),
-    Exclusion("--softmax-type", _ALONE, off=("vanilla",)),
-    Exclusion(LATENTS, _ALONE),
-    Exclusion("--fp32-residual-connection", _ALONE),
-    Exclusion(
-        "--cp-comm-type blocks", "lanes then hold any runs of rows, and states pass from chunk to chunk", said=_placed
-    ),
     Exclusion("--swiglu left out", "convolutions and gates of gated delta nets have SiLU", said=_other_activation),
 )
 
@@ -277,10 +269,7 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
         Exclusion("--recompute-modules mlp", "layers without an MLP have nothing to repeat", said=_recomputed_mlp),
     ),
     ADAPTERS: (
-        Exclusion("--num-experts", "adapters are for dense models", said=_experts),
-        Exclusion(
-            f"{VARIANT} or {PATTERN}", "projections of linear attention have no adapters", said=_linear_attention
-        ),
+        Exclusion("--num-experts", "MLPs of models with experts have no adapters", said=_experts_with_adapters),
         Exclusion(LATENTS, "its projections have no adapters"),
         Exclusion(MODULES, "modules behind the last layer have no adapters"),
         Exclusion(POOL, "servers were not checked with frozen weights", off=("off",), shows=True),
@@ -288,7 +277,7 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
     ),
     OUTPUTS: (
         Exclusion("--num-experts", "it was checked with dense layers", said=_experts),
-        Exclusion(VARIANT, "it was checked with plain attention", said=_linear_attention),
+        Exclusion(PATTERN, "it was checked with whole layers"),
         Exclusion(LATENTS, "it was checked with plain attention"),
         Exclusion(MODULES, "modules behind the last layer do not have it"),
         Exclusion(POOL, "servers do not have it", off=("off",), shows=True),
@@ -308,13 +297,6 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
             "supported",
             "the flag",
             shows=True,
-        ),
-        Exclusion(
-            f"{VARIANT} or {PATTERN}",
-            "after a prompt with several responses each of them begins with the prompt's state, which layers of linear "
-            "attention pass on to one",
-            "the flag",
-            said=_linear_attention,
         ),
         Exclusion(
             POOL,

@@ -126,6 +126,7 @@ def train_adapters_only(chunk: Any, adapters: Adapters) -> None:
     checkpoint stay. What the first of them gets wants a gradient, because recomputation repeats nothing without one.
     """
     chunk.requires_grad_(False)
+    chunk.config.moe_router_bias_update_rate = 0.0  # biases of experts are no adapters
     for path, layer in list(chunk.named_modules()):
         name = path.rpartition(".")[2]
         if name in adapters.modules and type(layer) in _WITH_ADAPTER:

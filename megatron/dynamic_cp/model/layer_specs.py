@@ -20,7 +20,7 @@ from megatron.dynamic_cp.flags.linear_attention import PLAIN, Parts, parts_of_la
 from megatron.dynamic_cp.model.experts import LayerWithExperts, use_our_parts
 from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
 from megatron.dynamic_cp.model.latent_attention import DynamicCPLatentAttention
-from megatron.dynamic_cp.model.linear_attention import Projections
+from megatron.dynamic_cp.model.linear_attention import LOCAL, Projections
 from megatron.dynamic_cp.model.mamba import DynamicCPMamba
 from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm
 from megatron.dynamic_cp.model.residual import add_to_residual
@@ -126,9 +126,11 @@ def _attend_linearly(layer: ModuleSpec, config: TransformerConfig) -> None:
     is_mamba = linear_attention.kind_of(config) == linear_attention.MAMBA
     place = "mixer." if is_mamba else "self_attention."
     attention = layer.submodules.self_attention.submodules
+    # Latent attention has local layers, and no matrix of queries, keys and values.
+    is_latent = config.multi_latent_attention
     layer.submodules.self_attention = ModuleSpec(
         module=DynamicCPMamba if is_mamba else DynamicCPGatedDelta,
-        submodules=Projections(attention.linear_qkv, attention.linear_proj),
+        submodules=LOCAL if is_latent else Projections(attention.linear_qkv, attention.linear_proj),
     )
     layer.submodules.sharded_state_dict_keys_map = {
         **layer.submodules.sharded_state_dict_keys_map,

@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
 from megatron.dynamic_cp.groups.model_groups import check_groups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.model.adapters import NAME, OUTER
 
 Offsets = tuple[tuple[int, int, int], ...]
 TOGETHER = "convolved"
@@ -180,6 +181,8 @@ class LinearAttentionLayer(MegatronModule):
     def _in_sections(self) -> dict[str, dict[str, int]]:
         """Return the parameters that are saved in sections, with the rows of these."""
         found = {"in_proj.weight": self.rows, "conv1d.weight": self.channels}
+        if hasattr(self.in_proj, NAME):
+            found[f"in_proj.{OUTER}"] = self.rows
         return found | ({"conv1d.bias": self.channels} if self.HAS_BIAS else {})
 
 

@@ -91,7 +91,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     position = Position(
         iteration=run["iteration"],
         consumed_samples=run["consumed_samples"],
-        coefficients=run.get("coefficients"),  # checkpoints from before there were any
+        coefficients=run.get("coefficients"),
     )
     logger.info("loaded %s: iteration %d, %d consumed samples", folder, position.iteration, position.consumed_samples)
     return position

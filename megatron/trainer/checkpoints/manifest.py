@@ -3,15 +3,12 @@
     {"schema_version": 2, "iteration": 10, "run": {...}, "files": {name: {"bytes": n, "xxh3_64": hash}, ...},
      "xxh3_64": hash of all bytes before this line}
 
-A flipped bit in any file of the folder, this one included, is refused by the file's name. Version 1 (before 2026-11-22)
-has no hash of itself, and of files CRC-32 up to 1 MiB only: it is still read.
+A flipped bit in any file of the folder, this one included, is refused by the file's name.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +18,6 @@ import xxhash
 
 from dynamic_cp.errors import CheckpointError
 from megatron.trainer.checkpoints.content_hash import ALGORITHM, FileRecord, hash_file, hash_files
-
-logger = logging.getLogger(__name__)
 
 NAME = "manifest.json"
 SCHEMA_VERSION = 2
@@ -37,7 +32,7 @@ class Manifest:
 
     Attributes:
         run: JSON values, what whoever saved wants to find again.
-        files: by their path in the folder; in version 1 with "crc32" or nothing instead of the hash.
+        files: by their path in the folder.
     """
 
     iteration: int
@@ -105,12 +100,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(
             f"{folder} is not a complete checkpoint, {NAME}: {type(error).__name__} {error}; {REMEDY}"
         ) from None
-    body, has_own_hash, own_hash = text.rpartition(_OWN_HASH)
-    if (version != 1 or has_own_hash) and own_hash != xxhash.xxh3_64(body).hexdigest().encode() + _END:
+    body, _, own_hash = text.rpartition(_OWN_HASH)
+    if own_hash != xxhash.xxh3_64(body).hexdigest().encode() + _END:
         raise _damaged(path)
-    if version not in (1, SCHEMA_VERSION):
+    if version != SCHEMA_VERSION:
         raise CheckpointError(
-            f"{folder} has schema version {version}, this program reads up to {SCHEMA_VERSION}: "
+            f"{folder} has schema version {version}, this program reads {SCHEMA_VERSION}: "
             "use the version of the program that wrote it"
         )
     return manifest
@@ -136,30 +131,12 @@ def verify_files(folder: Path, manifest: Manifest, *, share: int = 0, num_shares
                 f"checkpoint file {path} has {num_bytes} bytes, {record['bytes']} were written: {REMEDY}"
             )
     try:
-        if manifest.schema_version == 1:
-            return _verify_old(records)
         for path, found in zip(records, hash_files(records), strict=True):
             if found != records[path][ALGORITHM]:
                 raise _damaged(path)
     except OSError as error:
         raise CheckpointError(f"checkpoint file {error.filename} cannot be read: {error.strerror}; {REMEDY}") from None
     return sum(record["bytes"] for record in records.values())
-
-
-def _verify_old(records: Mapping[Path, FileRecord]) -> int:
-    """Compare what version 1 has the CRC-32 of."""
-    known = [path for path, record in records.items() if "crc32" in record]
-    for path in known:
-        if zlib.crc32(path.read_bytes()) != records[path]["crc32"]:
-            raise _damaged(path)
-    if len(known) < len(records):
-        logger.info(
-            "%s has no hashes of %d large files (written before version %d): only their sizes were checked",
-            next(iter(records)).parent,
-            len(records) - len(known),
-            SCHEMA_VERSION,
-        )
-    return sum(records[path]["bytes"] for path in known)
 
 
 def _damaged(path: Path) -> CheckpointError:

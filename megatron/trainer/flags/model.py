@@ -242,14 +242,16 @@ class ModelSettings:
     )
     lora_rank: int | None = flag(
         "train adapters of this rank beside frozen weights; start from a model with --load and --finetune, or from an "
-        "imported one (local layers of dense models)",
+        "imported one (local layers)",
         within=POSITIVE,
     )
     lora_alpha: float | None = flag(
         "with --lora-rank: what adapters add is multiplied by alpha / rank; default: the rank", within=POSITIVE
     )
     lora_target_modules: tuple[str, ...] | None = flag(
-        "with --lora-rank: linear layers that have one; default: all of these", choices=tuple(ADAPTED)
+        "with --lora-rank: linear layers that have one; default: all of these that the model has, but beside experts "
+        "no linear_fc1 and linear_fc2",
+        choices=tuple(ADAPTED),
     )
     recompute_method: str | None = flag(
         "which layers, with full recomputation", group="training", choices=("uniform", "block")

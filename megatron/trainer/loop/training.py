@@ -35,7 +35,7 @@ from megatron.trainer.ending.stop_guard import StopGuard
 from megatron.trainer.flags.settings import Settings, TrainingSettings
 from megatron.trainer.loop.evaluation import Evaluation
 from megatron.trainer.loop.refining import Refining
-from megatron.trainer.reporting.log import Interval, StepRecord, dump_entry, iteration_line
+from megatron.trainer.reporting.log import Interval, StepRecord, dump_entry, iteration_line, of_plan
 from megatron.trainer.reporting.profiling import Profiling
 from megatron.trainer.reporting.summary import RunSummary
 from megatron.trainer.setup.run import Run, set_up
@@ -233,9 +233,9 @@ class Loop:
             _, grad_norm, _ = run.optimizer.step()
         _check_finite("gradient norm", float(grad_norm), iteration)
         run.scheduler.step(increment=len(samples))
-        facts, waits = wrapper.plan.facts, wrapper.waits
-        record = StepRecord.of(
-            facts,
+        waits = wrapper.waits
+        record = StepRecord(
+            **of_plan(wrapper.plan.facts),
             loss=sums.loss,
             future_losses=sums.future_losses,
             grad_norm=float(grad_norm),

@@ -65,47 +65,21 @@ class StepRecord:
     future_losses: tuple[float, ...] = ()
     peak_bytes: int | None = None
 
-    @classmethod
-    def of(
-        cls,
-        facts: PlanFacts,
-        *,
-        loss: float,
-        grad_norm: float,
-        learning_rate: float,
-        elapsed_s: float,
-        wait_s: float,
-        flops: float,
-        exchanged_bytes: int,
-        share_of_others: float | None = None,
-        routing: Routing | None = None,
-        future_losses: tuple[float, ...] = (),
-        peak_bytes: int | None = None,
-    ) -> StepRecord:
-        """Return the record of a step that ran the plan of `facts`, with what was measured of it."""
-        return cls(
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            elapsed_s=elapsed_s,
-            predicted_s=facts.predicted_s,
-            planner_s=facts.planner_s,
-            wait_s=wait_s,
-            num_samples=facts.num_samples,
-            num_tokens=facts.seqlen_sum,
-            flops=flops,
-            num_microbatches=facts.num_microbatches,
-            cp_histogram=facts.cp_histogram,
-            padding_fraction=facts.padding_fraction,
-            imbalance=facts.imbalance,
-            exchanged_bytes=exchanged_bytes,
-            num_servers=facts.num_servers,
-            is_fallback=facts.fallback is not None,
-            share_of_others=share_of_others,
-            routing=routing,
-            future_losses=future_losses,
-            peak_bytes=peak_bytes,
-        )
+
+def of_plan(facts: PlanFacts) -> dict[str, Any]:
+    """Return what the plan of a step says of its record, field -> value."""
+    return {
+        "predicted_s": facts.predicted_s,
+        "planner_s": facts.planner_s,
+        "num_samples": facts.num_samples,
+        "num_tokens": facts.seqlen_sum,
+        "num_microbatches": facts.num_microbatches,
+        "cp_histogram": facts.cp_histogram,
+        "padding_fraction": facts.padding_fraction,
+        "imbalance": facts.imbalance,
+        "num_servers": facts.num_servers,
+        "is_fallback": facts.fallback is not None,
+    }
 
 
 def dump_entry(iteration: int, record: StepRecord) -> dict[str, Any]:

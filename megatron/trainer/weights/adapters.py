@@ -4,6 +4,7 @@
     adapter_model.safetensors    base_model.model.<module>.lora_A.weight [rank, in], .lora_B.weight [out, rank]
 
 One adapter of megatron-core's fused layer becomes one for each part of it: A is the same, B has the rows of the part.
+Where transformers keep sections of linear attention in one module, its B is put together of theirs.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from dynamic_cp.types import Adapters
-from megatron.dynamic_cp.model.adapters import INNER, OUTER
+from megatron.dynamic_cp.model.adapters import INNER, NAME, OUTER
 from megatron.trainer.weights.checkpoint_tensors import CheckpointTensors, Saved
-from megatron.trainer.weights.fused import split
-from megatron.trainer.weights.rows import Fused
+from megatron.trainer.weights.fused import put_together, split
+from megatron.trainer.weights.rows import Fused, Part, Section
 from megatron.trainer.weights.safetensors_folder import Place, write_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -29,8 +30,8 @@ _BEFORE = "base_model.model."
 
 def of_layer(name: str) -> tuple[str, str]:
     """Return the names of A and B beside a weight of a checkpoint."""
-    layer = name.removesuffix("weight")
-    return f"{layer}{INNER}", f"{layer}{OUTER}"
+    layer, _, section = name.partition(".weight")
+    return f"{layer}.{INNER}", f"{layer}.{OUTER}{section}"
 
 
 class MergedTensors:
@@ -43,7 +44,7 @@ class MergedTensors:
     def __init__(self, tensors: CheckpointTensors, adapters: Adapters) -> None:
         self._tensors, self._scale = tensors, adapters.scale
         self.saved: Mapping[str, Saved] = {
-            name: saved for name, saved in tensors.saved.items() if not name.endswith((INNER, OUTER))
+            name: saved for name, saved in tensors.saved.items() if f".{NAME}." not in name
         }
 
     def read(self, name: str, place: tuple[int, ...] = ()) -> Tensor:
@@ -65,12 +66,17 @@ def write_adapters(
         fused: the tensors of the model.
         base: folder or name of the model that they are for.
     """
-    found = {
-        name: tensor
-        for one in fused
-        if of_layer(one.name)[0] in tensors.saved
-        for name, tensor in _of_parts(one, tensors).items()
-    }
+    found: dict[str, Tensor] = {}
+    sections: dict[str, list[tuple[Section, Tensor]]] = {}
+    for one in fused:
+        if of_layer(one.name)[1] not in tensors.saved:
+            continue
+        for part, a, b in _of_parts(one, tensors):
+            module = _module_of(part.name)
+            if part.section is not None:
+                sections.setdefault(module, []).append((part.section, b))
+                b = put_together(sections[module])
+            found |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
     modules = list(dict.fromkeys(name.rpartition(".lora_")[0].rpartition(".")[2] for name in found))
     places = {
         name: Place(file=folder / WEIGHTS, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
@@ -81,15 +87,16 @@ def write_adapters(
     return modules
 
 
-def _of_parts(fused: Fused, tensors: CheckpointTensors) -> dict[str, Tensor]:
-    """Return A and B of each part of a tensor, by their names in peft."""
+def _module_of(name: str) -> str:
+    """Return what peft calls the module of a weight; files of Nemotron-H have another name for its trunk."""
+    return _BEFORE + name.removesuffix(".weight").replace("backbone.", "model.", 1)
+
+
+def _of_parts(fused: Fused, tensors: CheckpointTensors) -> list[tuple[Part, Tensor, Tensor]]:
+    """Return each part of a tensor with its A and B."""
     a, b = (tensors.read(name, fused.place) for name in of_layer(fused.name))
     rows = replace(fused, parts=tuple(replace(part, shape=(part.shape[0], len(a))) for part in fused.parts))
-    found = {}
-    for part, own in zip(fused.parts, split(rows, b), strict=True):
-        module = _BEFORE + part.name.removesuffix(".weight")
-        found |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": own}
-    return found
+    return [(part, a, own) for part, own in zip(fused.parts, split(rows, b), strict=True)]
 
 
 def _config(adapters: Adapters, modules: Sequence[str], base: str | None) -> dict[str, Any]:

@@ -175,13 +175,19 @@ def export_adapters(path: str, new: str, *, like: str | None = None, vocab_size:
         path, like, vocab_size: as of `export_weights`.
 
     Raises:
-        DynamicCPError: as `export_weights`; or the checkpoint has no adapters.
+        DynamicCPError: as `export_weights`; or the checkpoint has no adapters, or some that peft refuses.
     """
     output.check_new(new)
     opened = _open(path, like, vocab_size)
     found = opened.model.adapters
     if found is None:
         raise CheckpointError(f"{opened.folder} has no adapters: leave --adapter out, or export a run with --lora-rank")
+    if "out_proj" in found.modules and opened.target.family == "nemotron_h":
+        raise UnsupportedFeatureError(
+            f"{opened.folder} has adapters of out_proj, and peft has none of out_proj in models of nemotron_h, whose "
+            "kernels read its weight alone: leave --adapter out, which merges them, or train without it "
+            "(--lora-target-modules)"
+        )
     with output.new_folder(new) as partial:
         modules = adapters.write_adapters(partial, found, opened.all_saved, opened.tensors, like)
     return [f"{new}: adapters of rank {found.rank} for {', '.join(modules)} of a model of {opened.target.family}"]

@@ -104,6 +104,12 @@ def test_lists_of_nemotron_say_the_same_as_its_pattern():
     assert hugging_face.model_shape("there", config).layer_pattern == "ME*-"
 
 
+def test_a_nemotron_without_experts_routes_nothing():
+    """transformers write how many experts a layer had, whatever layers there are."""
+    config = NEMOTRON | {"hybrid_override_pattern": "M-*-", "num_hidden_layers": 4}
+    assert hugging_face.architecture("there", config).router_score_function == "softmax"
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [

@@ -11,7 +11,7 @@ from dynamic_cp.errors import IllegalPlanError, InvalidInputError
 from dynamic_cp.plans.lane_plan import _decode_bucket, _encode_bucket
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.types import Bucket, Experts, LinearAttention, MicroBatch, ModelShape, Plan, Sample, Topology
+from dynamic_cp.types import CAUSAL, Bucket, Experts, LinearAttention, MicroBatch, ModelShape, Plan, Sample, Topology
 
 GATED_DELTA = LinearAttention(kind="gated_delta_net", num_heads=32, num_groups=16, key_size=128, value_size=128)
 MAMBA = LinearAttention(kind="mamba2", num_heads=64, num_groups=8, key_size=128, value_size=64)
@@ -43,19 +43,6 @@ def test_a_sample_of_4k_tokens_a_lane_sends_a_third_by_states():
     forward, backward = (GATED_DELTA.states_bytes(4, backward=backward) for backward in (False, True))
     halo = GATED_DELTA.halo_bytes(4, 2)
     assert (round(heads / 1e6), round((forward + halo) / 1e6), round((backward + halo) / 1e6)) == (76, 10, 6)
-
-
-@pytest.mark.parametrize("num_lanes", [2, 3, 4])
-def test_a_halo_is_what_other_lanes_have_of_the_tokens_before_chunks(num_lanes):
-    chunks = [*range(num_lanes), *reversed(range(num_lanes))]
-    for chunk_tokens in (1, 2, 3, 5):
-        lanes = [lane for lane in chunks for _ in range(chunk_tokens)]
-        needed = sum(
-            lanes[at] != lanes[start]
-            for start in range(0, len(lanes), chunk_tokens)
-            for at in range(max(0, start - 3), start)
-        )
-        assert GATED_DELTA.halo_bytes(num_lanes, 1, chunk_tokens) == needed * 8192 / num_lanes
 
 
 def test_mamba_2_has_a_number_for_the_matrix_of_a_state():
@@ -101,6 +88,37 @@ def test_a_pattern_has_halves_of_layers_with_as_many_weights():
     assert {layer.halves for _, layer in stage.layers} == {1}
 
 
+def test_windows_are_of_layers_with_attention():
+    """Layer 4 has one, 8 has not: work of attention is their mean, whatever layers lie between."""
+    shape = replace(SHAPE, window_tokens=16, window_attn_skip_freq=8)
+    assert [layer for layer, has_one in enumerate(shape.windowed_layers, 1) if has_one] == [4]
+    assert shape.layer_masks == (CAUSAL, shape.window)
+    assert [number for number, layer in shape.stages(1)[0].attention.layers] == [1, 1]
+    sample = Sample(sample_id=0, seqlen=100)
+    all_windowed = replace(shape, window_attn_skip_freq=0)
+    assert all_windowed.layer_masks == (shape.window,)
+    in_window = all_windowed.squared_tokens(sample)
+    assert in_window < 0.4 * sample.squared_tokens
+    assert shape.squared_tokens(sample) == (in_window + sample.squared_tokens) / 2
+    halves = replace(shape, layer_pattern="G-G-*-*-", linear_attention_freq=0, window_attn_skip_freq=7)
+    assert halves.windowed_layers.index(True) == 4
+    assert halves.squared_tokens(sample) == shape.squared_tokens(sample)
+
+
+def test_latents_are_of_layers_with_attention():
+    sizes = {"kv_lora_rank": 128, "q_lora_rank": 64, "qk_head_dim": 192, "qk_pos_emb_head_dim": 64, "v_head_dim": 192}
+    latent = replace(SHAPE, num_query_groups=16, **sizes)
+    linear = [layer for _, layer in SHAPE.stages(1)[0].linear_attention.layers]
+    assert [layer for _, layer in latent.stages(1)[0].linear_attention.layers] == linear
+    full = replace(latent, linear_attention=None, linear_attention_freq=0)
+    assert [layer for _, layer in latent.stages(1)[0].attention.layers] == [
+        layer for _, layer in full.stages(1)[0].layers
+    ]
+    halves = replace(latent, num_layers=8, layer_pattern="G-G-G-*-", linear_attention_freq=0)
+    whole = replace(latent, num_layers=4)
+    assert halves.num_parameters == whole.num_parameters
+
+
 def test_a_pattern_says_which_layers_have_experts():
     shape = replace(SHAPE, layer_pattern="MEM*EM-E", linear_attention=MAMBA, linear_attention_freq=0, experts=EXPERTS)
     assert shape.moe_layers == tuple(symbol == "E" for symbol in "MEM*EM-E")
@@ -120,7 +138,7 @@ def test_a_pattern_says_which_layers_have_experts():
         ({"linear_attention_freq": 0, "layer_pattern": "G-G-G-G-"}, "a layer with attention is needed"),
         ({"linear_attention_freq": 0, "layer_pattern": "M-*-M-*-"}, "has layers of mamba2"),
         ({"linear_attention_freq": 0, "layer_pattern": "G-*EG-*-"}, "the model has no experts"),
-        ({"window_tokens": 16}, "beside windows is not supported"),
+        ({"causal_attention": False}, "beside attention that is not causal is not supported"),
     ],
 )
 def test_layers_that_contradict_their_linear_attention_are_refused(changes, message):
