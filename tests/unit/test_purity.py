@@ -76,5 +76,7 @@ def test_what_newest_leaves_out_has_neither_torch_nor_megatron():
     paths = [root / "tests" / "unit" / name for name in left_out.split()]
     files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
     assert len(files) > 80
-    release = re.compile(r"^ *(from|import) (torch|megatron|tests\.(distributed|trainer|faults|fake_cuda))", re.MULTILINE)
+    release = re.compile(
+        r"^ *(from|import) (torch|megatron|tests\.(distributed|trainer|faults|fake_cuda))", re.MULTILINE
+    )
     assert not [str(file) for file in files if release.search(file.read_text(encoding="utf-8"))]
