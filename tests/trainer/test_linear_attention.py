@@ -9,6 +9,7 @@ import pytest
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import LinearAttention
+from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.flags.linear_attention import Parts, choices, parts_of_layers
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
@@ -114,6 +115,12 @@ def test_what_cannot_be_is_one_line(words: str, said: str) -> None:
     with pytest.raises(DynamicCPError, match=said) as caught:
         parse_args(command_line(words), 4)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [f"{DELTA} --linear-attention-freq 2 {SIZES}", f"{PATTERN} M*-M --mamba-head-dim 16"])
+def test_layers_of_transformer_engine_where_they_can_be_used(words: str) -> None:
+    settings = parse_args(command_line(words, "--bf16"), 4)
+    assert layer_needs(settings.model, settings.planning).why_local is None
 
 
 def test_a_gated_delta_net_has_silu() -> None:
