@@ -357,7 +357,12 @@ def transformer_config(variant: ModelVariant, **overrides: Any) -> TransformerCo
     if variant.dense_layers:
         dense = variant.dense_layers
         values["moe_layer_freq"] = [0] * dense + [1] * (values["num_layers"] - dense)
+    modules = values.get("recompute_modules")
+    if modules is not None:
+        values["recompute_modules"] = [name for name in modules if name != "gdn_norm_out"]  # known since 0.19
     config = kind(**values)
+    if modules is not None:
+        config.recompute_modules = modules
     set_pattern(config, variant.pattern)
     for name, value in variant.yarn.items():  # fields that megatron-core has not, each with its default
         setattr(config, YARN_FIELDS[name], value)
@@ -488,6 +493,8 @@ def reference_step(
     variant = VARIANTS[variant_name]
     initialize_model_parallel()
     of_config = dict(windows)
+    if variant in HYBRIDS:
+        of_config["fp32_residual_connection"] = False  # all of it is in float64
     sink_tokens = of_config.pop("window_sink_tokens", 0)
     fused_softmax.get_sliding_window_causal_mask = lambda rows, _, window_size: window_mask(
         rows, window_size, sink_tokens

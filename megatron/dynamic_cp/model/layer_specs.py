@@ -64,7 +64,7 @@ def layer_spec(
 
 
 def _local_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
-    if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
+    if config.recompute_granularity == "selective" and {"layernorm", "gdn_norm_out"} & {*config.recompute_modules}:
         norm_recomputation.install()
     if config.multi_latent_attention:
         latent_attention.install()
