@@ -9,6 +9,7 @@ import pytest
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import LinearAttention
+from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.flags.linear_attention import Parts, choices, parts_of_layers
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
@@ -94,7 +95,6 @@ def test_flags_of_a_megatron_lm_checkpoint_say_the_same() -> None:
         (f"{PATTERN} M*M*", "has no - and no E: a layer with an MLP is needed"),
         (f"{PATTERN} M*-M --mamba-head-dim 48", "does not divide twice --hidden-size 64"),
         (f"{PATTERN} M*-M --mamba-head-dim 16 --mtp-num-layers 1", "with --mtp-num-layers is not supported"),
-        (f"{DELTA} --linear-attention-freq 2 --cp-comm-type blocks", "--cp-comm-type blocks is not supported"),
         (
             f"{DELTA} --linear-attention-freq 2 --bf16 --fp8-format hybrid --linear-num-key-heads 2 "
             "--linear-num-value-heads 4",
@@ -120,6 +120,12 @@ def test_what_cannot_be_is_one_line(words: str, said: str) -> None:
     with pytest.raises(DynamicCPError, match=said) as caught:
         parse_args(command_line(words), 4)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [f"{DELTA} --linear-attention-freq 2 {SIZES}", f"{PATTERN} M*-M --mamba-head-dim 16"])
+def test_layers_of_transformer_engine_where_they_can_be_used(words: str) -> None:
+    settings = parse_args(command_line(words, "--bf16"), 4)
+    assert layer_needs(settings.model, settings.planning).why_local is None
 
 
 def test_a_gated_delta_net_has_silu() -> None:
