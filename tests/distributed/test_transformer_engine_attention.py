@@ -106,7 +106,7 @@ class MicroBatch:
     def forward(self, attention: torch.nn.Module) -> None:
         self.qkv = [x[self.rows].clone().requires_grad_() for x in self.whole[:3]]
         query, key, value = self.qkv
-        of_projection = torch.cat((value, value), dim=1)[:, : value.shape[1]]  # columns of a wider matrix, as in a layer
+        of_projection = torch.cat((value, value), dim=1)[:, : value.shape[1]]  # columns, as of a layer
         out = attention(query, key, of_projection, None, packed_seq_params=self.params)
         self.out = out.view(len(self.rows), HEADS, HEAD_DIM)
 
