@@ -476,6 +476,32 @@ def stock_layer(config: TransformerConfig) -> Any:
     return spec
 
 
+def stock_spec(variant: ModelVariant, config: TransformerConfig) -> Any:
+    """Return megatron-core's layers, with linear attention by its definition."""
+    spec = stock_layer(config)
+    if config.num_moe_experts is not None:
+        expert_routing.install()
+        plain = copy.copy(config)
+        plain.experimental_attention_variant = None  # since 0.19 it refuses what `with_linear_layers` puts in
+        spec = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization=config.normalization)
+        for layer in spec.layer_specs:
+            if config.multi_latent_attention:
+                layer.submodules.self_attention.submodules.core_attention = TwoWidths
+            if config.add_bias_linear:
+                mlp = layer.submodules.mlp
+                submodules = mlp.keywords["submodules"] if releases.EXPERTS_BY_FUNCTION.here else mlp.submodules
+                experts = submodules.experts
+                # Already in 0.17 a function, though the layer's MLP is none yet.
+                of_one = experts.keywords["submodules"] if hasattr(experts, "keywords") else experts.submodules
+                of_one.linear_fc2 = Cloned
+    if variant in HYBRIDS:
+        layers = [stock_layer(config)] * config.num_layers if config.num_moe_experts is None else spec.layer_specs
+        if variant.pattern:
+            layers = [stock_layer(config), layers[-1]]
+        spec = TransformerBlockSubmodules(with_linear_layers(layers, config), WrappedTorchNorm)
+    return spec
+
+
 def reference_step(
     variant_name: str, samples: tuple[Sample, ...], num_layers: int, windows: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
@@ -494,27 +520,7 @@ def reference_step(
     )
     config = transformer_config(variant, num_layers=num_layers, **of_config)
     torch.compiler.set_stance("force_eager")  # compiling for each length takes longer than all the rest
-    spec = stock_layer(config)
-    if config.num_moe_experts is not None:
-        expert_routing.install()
-        plain = copy.copy(config)
-        plain.experimental_attention_variant = None  # since 0.19 it refuses what `with_linear_layers` puts in
-        spec = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization=config.normalization)
-        for layer in spec.layer_specs:
-            if config.multi_latent_attention:
-                layer.submodules.self_attention.submodules.core_attention = TwoWidths
-            if config.add_bias_linear:
-                mlp = layer.submodules.mlp
-                submodules = mlp.keywords["submodules"] if releases.EXPERTS_BY_FUNCTION.here else mlp.submodules
-                experts = submodules.experts
-                # Already in 0.17 a function, though the layer's MLP is none yet.
-                of_one = experts.keywords["submodules"] if hasattr(experts, "keywords") else experts.submodules
-                of_one.linear_fc2 = Cloned
-    if variant in HYBRIDS:
-        layers = [stock_layer(config)] * num_layers if config.num_moe_experts is None else spec.layer_specs
-        if variant.pattern:
-            layers = [stock_layer(config), layers[-1]]
-        spec = TransformerBlockSubmodules(with_linear_layers(layers, config), WrappedTorchNorm)
+    spec = stock_spec(variant, config)
     num_tokens = []  # with a loss, of each sample so far
     if config.mtp_num_layers:
         weigh_later_tokens_as_others(lambda: num_tokens[-1])

@@ -129,7 +129,7 @@ def test_every_promise_of_a_plan_with_experts():
     assert min(of_experts.values()) >= 3, of_experts
 
 
-@pytest.mark.parametrize("seeds", [range(110), pytest.param(range(110, 2000), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 2000), marks=pytest.mark.nightly)])
 def test_every_promise_of_a_plan_with_linear_attention(seeds):
     covered = covered_by(
         check_hybrid_case,
