@@ -273,6 +273,10 @@ DELTA_16_HEADS = ModelVariant(
 )
 # A module has full attention, as the last layer.
 DELTA_MTP = ModelVariant("delta_mtp", config={**DELTA_MOE.config, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3})
+# Where the last layer has linear attention, its modules have it, too.
+DELTA_LAST = ModelVariant(
+    "delta_last", config={**DELTA.config, "linear_attention_freq": [0, 1], "mtp_num_layers": 2}, tied=True
+)
 DELTA_HALVES = ModelVariant(
     "delta_halves",
     pattern="G-*G",
@@ -305,7 +309,7 @@ HALVES_LATENT = ModelVariant(
 )
 HYBRIDS = (
     *(DELTA, DELTA_16_HEADS, DELTA_MOE, DELTA_MTP, DELTA_HALVES, MAMBA, MAMBA_MOE),
-    *(DELTA_MORE, MAMBA_MORE, DELTA_LATENT, HALVES_LATENT),
+    *(DELTA_MORE, MAMBA_MORE, DELTA_LATENT, HALVES_LATENT, DELTA_LAST),
 )
 OF_REPORTS = (GATHERED, MTP_GATHERED, MOE_BIASED)
 # Experts alone, whatever their routers' losses.

@@ -70,6 +70,7 @@ BY_NIGHT = {
     "mamba_more_six_lanes": Layout(6, variant="mamba_more", exchange="all_gather", config=WINDOW),
     "delta_latent_tp2_sp": Layout(2, tp=2, sp=True, variant="delta_latent", exchange="latent"),
     "halves_latent_pp2": Layout(2, pp=2, variant="halves_latent", distributed_optimizer=True),
+    "linear_modules_dp4": Layout(4, variant="delta_last", config=NORMS_DROPPED),
     "modules_six_lanes": Layout(6, variant="delta_mtp"),
     "modules_tp2_sp": Layout(2, tp=2, sp=True, variant="delta_mtp"),
     "modules_pp2_vpp2": Layout(2, pp=2, vpp=2, variant="delta_mtp", distributed_optimizer=True),
@@ -106,6 +107,7 @@ PLACED_BY_NIGHT = {
     "delta_more": Layout(4, variant="delta_more", exchange="all_gather", config=WINDOW | NORMS_DROPPED),
     "mamba_more": Layout(3, variant="mamba_more", exchange="all_gather", config=WINDOW | {"window_attn_skip_freq": 4}),
     "delta_latent": Layout(3, variant="delta_latent"),
+    "linear_modules": Layout(3, variant="delta_last"),
 }
 
 

@@ -125,11 +125,13 @@ def _attend_linearly(layer: ModuleSpec, config: TransformerConfig) -> None:
     """
     is_mamba = linear_attention.kind_of(config) == linear_attention.MAMBA
     place = "mixer." if is_mamba else "self_attention."
-    attention = layer.submodules.self_attention.submodules
+    spec = layer.submodules.self_attention
+    attention = spec.submodules
     # Latent attention has local layers, and no matrix of queries, keys and values.
     is_latent = config.multi_latent_attention
     layer.submodules.self_attention = ModuleSpec(
         module=DynamicCPMamba if is_mamba else DynamicCPGatedDelta,
+        params=spec.params,  # modules of multi-token prediction ask for its mask
         submodules=LOCAL if is_latent else Projections(attention.linear_qkv, attention.linear_proj),
     )
     layer.submodules.sharded_state_dict_keys_map = {
