@@ -121,6 +121,6 @@ def _are_faster(prices: CostModel, priced: PricedPacking, shared: Ints, shifts: 
     """Return [shared bucket] -> whether states are faster forward or backward, and never slower."""
     tokens, squares = priced.tokens[shared, None], priced.squares[shared, None]
     terms = prices.table.terms[priced.price_rows[shared]]
-    by_heads, by_states = prices_of(terms, tokens, squares), prices_of(terms + shifts, tokens, squares)
+    by_heads, by_states = prices_of(np.stack([terms, terms + shifts]), tokens, squares)
     never_slower, are_faster = (by_states <= by_heads).all(axis=1), (by_states < by_heads).any(axis=1)
     return np.logical_and(never_slower, are_faster)
