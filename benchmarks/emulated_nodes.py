@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -63,6 +65,23 @@ def run(
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def run_anyway(
+    measure: Callable[..., Any], num_ranks: int, ranks_per_node: int, rate: str, *args: Any, timeout_s: float = 540
+) -> tuple[list[Any], bool]:
+    """Return [measure(rank, folder, *args, is_emulated)] of forked processes, and whether nodes were emulated.
+
+    Where they cannot be, it says why, and links are not throttled. A folder is for the ranks to meet in.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return run(measure, num_ranks, ranks_per_node, rate, folder, *args, True, timeout_s=timeout_s), True
+        except EmulationError as error:
+            print(f"nodes are not emulated: {error}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder, get_context("fork").Pool(num_ranks) as pool:
+        waiting = [pool.apply_async(measure, (rank, folder, *args, False)) for rank in range(num_ranks)]
+        return [one.get(timeout=timeout_s) for one in waiting], False
 
 
 def sent_by_nic() -> int:

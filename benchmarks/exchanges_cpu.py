@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from emulated_nodes import EmulationError, run, sent_by_nic
+from emulated_nodes import run_anyway, sent_by_nic
 
 from dynamic_cp.types import Topology
 
@@ -79,16 +77,7 @@ def _run(args: argparse.Namespace) -> tuple[list[list[Outcome]], bool]:
     import megatron.dynamic_cp.groups.process_groups  # noqa: F401  once, before the ranks are forked
 
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            return run(measure, NUM_RANKS, RANKS_PER_NODE, args.rate, folder, args, True, timeout_s=540), True
-        except EmulationError as error:
-            print(f"nodes are not emulated: {error}", file=sys.stderr)
-    with tempfile.TemporaryDirectory() as folder:
-        context = torch.multiprocessing.get_context("fork")
-        with context.Pool(NUM_RANKS) as pool:
-            waiting = [pool.apply_async(measure, (rank, folder, args, False)) for rank in range(NUM_RANKS)]
-            return [one.get(timeout=540) for one in waiting], False
+    return run_anyway(measure, NUM_RANKS, RANKS_PER_NODE, args.rate, args)
 
 
 def measure(rank: int, folder: str, args: argparse.Namespace, is_emulated: bool) -> list[Outcome]:

@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 import torch.distributed as dist
-from emulated_nodes import EmulationError, run, sent_by_nic
+from emulated_nodes import run_anyway, sent_by_nic
 
 from dynamic_cp.pipeline.graph import needed_operation
 from dynamic_cp.pipeline.schedule import Operation, stage_operations
@@ -144,17 +142,7 @@ def _run(args: argparse.Namespace) -> tuple[list[list[Outcome]], bool]:
     import megatron.trainer.setup.run  # noqa: F401  once, before the ranks are forked
 
     torch.set_num_threads(1)
-    num_ranks = args.pp * args.lanes
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            return run(measure, num_ranks, args.lanes, args.rate, folder, args, True, timeout_s=540), True
-        except EmulationError as error:
-            print(f"nodes are not emulated: {error}", file=sys.stderr)
-    with tempfile.TemporaryDirectory() as folder:
-        context = torch.multiprocessing.get_context("fork")
-        with context.Pool(num_ranks) as pool:
-            waiting = [pool.apply_async(measure, (rank, folder, args, False)) for rank in range(num_ranks)]
-            return [one.get(timeout=540) for one in waiting], False
+    return run_anyway(measure, args.pp * args.lanes, args.lanes, args.rate, args)
 
 
 def measure(rank: int, folder: str, args: argparse.Namespace, is_emulated: bool) -> list[Outcome]:

@@ -35,6 +35,7 @@ from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, pipeline_graph
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.padding import padded_seqlen, round_up
+from dynamic_cp.plans.state_runs import states_of_sample
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import lengths_of
 from dynamic_cp.pricing.terms import CONSTANT, convex_of, prices_of
@@ -320,6 +321,11 @@ class _Program:
         if group.options[-1] >= self.num_rows:
             self._limit_states(row, index)
         empty = self.cost_model.bucket_cost(Bucket(first_lane=group.first_lane)) if group.k == 0 else None
+        passed_on = [
+            states_of_sample(sample, size) * self.hold[at, row, index]
+            for at, sample in enumerate(self.samples)
+            if (at, row, index) in self.hold
+        ]
         sides = []
         for direction, side in enumerate(("forward", "backward")):
             duration = self._number(f"{side}_{name}")
@@ -335,8 +341,8 @@ class _Program:
                 price = linear.constant * runs + linear.per_token * tokens + linear.per_token2 * squares
                 price = price / self.unit_s + pulp.lpSum(exposed)
                 if per_sample_s:
-                    price += per_sample_s / self.unit_s * pulp.lpSum(hold for hold, _, _ in held)
-                most_s = self._most_s(convex, group) + len(held) * per_sample_s
+                    price += per_sample_s / self.unit_s * pulp.lpSum(passed_on)
+                most_s = self._most_s(convex, group) + sum(map(states_of_sample, self.samples)) * per_sample_s
                 most = 0.0 if len(group.options) == 1 else most_s / self.unit_s
                 self.problem += duration >= price - most * (runs - used[option])
                 if convex.host_s:
@@ -366,12 +372,15 @@ class _Program:
         limit, sum_of = prices.options.max_tokens_per_rank, self.pulp.lpSum
         of_sample = tokens_of_states(prices.model, prices.topology, prices.options)
         held = sum_of(
-            (self._tokens(sample, group.k) / (1 << group.k) + of_sample) * self.hold[at, row, index]
+            (self._tokens(sample, group.k) / (1 << group.k) + of_sample * states_of_sample(sample))
+            * self.hold[at, row, index]
             for at, sample in enumerate(self.samples)
             if (at, row, index) in self.hold
         )
         by_heads = sum_of(used for option, used in self.used[row, index].items() if option < self.num_rows)
-        self.problem += held <= limit * self.runs[row, index] + of_sample * len(self.samples) * by_heads
+        self.problem += (
+            held <= limit * self.runs[row, index] + of_sample * sum(map(states_of_sample, self.samples)) * by_heads
+        )
         if prices.options.state_exchange == "states":
             self.problem += held >= limit * by_heads
 

@@ -785,7 +785,9 @@ class JobInput:
         if size is not None and not is_power_of_two(size):
             raise InvalidInputError(f"--static-cp-size {size} is not a power of two: use 1, 2, 4, ...")
         has_masks = self.mask != CAUSAL.name
-        exchanges = allowed_exchanges(self.cp_comm_type or CP_COMM_TYPE, self.model_shape, has_masks=has_masks)
+        exchanges = allowed_exchanges(
+            self.cp_comm_type or CP_COMM_TYPE, self.model_shape, has_masks=has_masks, state_exchange=self.states
+        )
         return PlanOptions(
             max_tokens_per_rank=1 if self.limit_from_memory else cast(int, self.max_tokens_per_rank),
             static_cp_size=size,

@@ -145,7 +145,7 @@ def _parts(bucket: Bucket, topology: Topology) -> Sequence[object] | None:
     if parts is None or not bucket.exchanges_states:
         return parts
     runs = StateRuns.of_placement(bucket, topology.rank_token_multiple).as_json()
-    return [(part, runs) for part in parts]
+    return [[part, runs] for part in parts]
 
 
 def encode_lanes(plan: Plan, facts: PlanFacts) -> list[bytes]:

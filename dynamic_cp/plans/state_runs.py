@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Bools, Ints
-from dynamic_cp.plans.padding import placed_tokens
-from dynamic_cp.types import Bucket
+from dynamic_cp.plans.padding import padded_of, placed_tokens
+from dynamic_cp.types import Bucket, Sample
 from dynamic_cp.types.branches import Branches
 from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 from dynamic_cp.types.masks import Mask
@@ -52,6 +52,14 @@ class StateRuns(NamedTuple):
     row: Ints
     length: Ints
     previous: Ints
+
+    @classmethod
+    def of_bucket(cls, bucket: Bucket, rank_token_multiple: int = 1) -> StateRuns:
+        """Return those of a bucket; `rank_token_multiple`: what the tokens of a lane are padded to."""
+        if bucket.placement is not None:
+            return cls.of_placement(bucket, rank_token_multiple)
+        masks = [sample.mask for sample in bucket.samples] if any(map(runs_of_branches, bucket.samples)) else None
+        return cls.of_chunks(padded_of(bucket, rank_token_multiple), bucket.cp_size, masks)
 
     @classmethod
     def of_chunks(
@@ -129,9 +137,15 @@ class StateRuns(NamedTuple):
 
     @property
     def is_linked(self) -> Bools:
-        """[run] whether it goes on from another one, or another one from it."""
+        """[run] whether it goes on from another one, or another one from it: its lanes pass on states.
+
+        Where there are such, of a lane without any the first run counts: then all lanes do the same.
+        """
         linked = self.previous >= 0
         linked[self.previous[linked]] = True
+        if linked.any():
+            lanes, first = np.unique(self.lane, return_index=True)
+            linked[first[np.isin(lanes, self.lane[linked], invert=True)]] = True
         return linked
 
     def of_lane(self, lane: int) -> Ints:
@@ -186,6 +200,19 @@ class StateRuns(NamedTuple):
         more = padded, held[padded], (on_lane - held)[padded], np.full(len(padded), -1)
         return StateRuns(*(np.concatenate(both) for both in zip(self, more, strict=True)))
 
+    @property
+    def num_linked(self) -> Ints:
+        """[lane] runs whose states are passed on."""
+        return np.bincount(self.lane, self.is_linked, self.num_lanes).astype(np.int64)
+
+    @property
+    def depth(self) -> Ints:
+        """[run] how many runs there are before it on the way to it."""
+        depth = np.zeros(len(self.lane), np.int64)
+        for run in np.flatnonzero(self.previous >= 0).tolist():
+            depth[run] = depth[self.previous[run]] + 1
+        return depth
+
     def as_json(self) -> list[list[int]]:
         """Return them as what JSON holds; `StateRuns.read` takes it."""
         return [column.tolist() for column in self]
@@ -194,6 +221,42 @@ class StateRuns(NamedTuple):
     def read(cls, data: Any) -> StateRuns:
         """Return what `as_json` wrote."""
         return cls(*(np.array(column, np.int64) for column in data))
+
+
+def runs_of_branches(sample: Sample) -> int:
+    """Return how many more runs a sample has than its chunks: a segment cuts one in two."""
+    return len(sample.mask.shape()[0]) - 1 if isinstance(sample.mask, Branches) else 0
+
+
+def states_of_sample(sample: Sample, cp_size: int = 1) -> float:
+    """Return as how many samples one counts whose states are passed on: branches are more, and spread over lanes.
+
+    With the default their runs may all lie on one lane.
+    """
+    return 1 + runs_of_branches(sample) / (CHUNKS_PER_LANE * cp_size)
+
+
+def samples_passed_on(bucket: Bucket) -> float:
+    """Return as how many samples those of a bucket count that passes on states; 0 of another."""
+    return sum(states_of_sample(one, bucket.cp_size) for one in bucket.samples) if bucket.exchanges_states else 0.0
+
+
+def room_for_runs(max_tokens_per_rank: int) -> int:
+    """Return for the states of how many runs there is room beside so many tokens, where attention may be placed.
+
+    A lane holds at least one run of a sample that fills all lanes, so these may not count as tokens.
+    """
+    return 4 + max_tokens_per_rank // 1024
+
+
+def runs_passed_on(bucket: Bucket, rank_token_multiple: int = 1) -> Sequence[int]:
+    """Return of how many runs each lane of a bucket keeps the states that are passed on."""
+    if not bucket.exchanges_states:
+        return [0] * bucket.cp_size
+    if bucket.placement is None and not any(map(runs_of_branches, bucket.samples)):
+        return [CHUNKS_PER_LANE * len(bucket.samples)] * bucket.cp_size
+    numbers: list[int] = StateRuns.of_bucket(bucket, rank_token_multiple).num_linked.tolist()
+    return numbers
 
 
 def _branched(pieces: Ints, previous: Ints, sample: int, mask: Branches) -> tuple[Ints, Ints]:

@@ -23,6 +23,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.plans.padding import padded_of
+from dynamic_cp.plans.state_runs import samples_passed_on
 from dynamic_cp.pricing.capacity import token_capacity
 from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.pricing.reduction import Reduction
@@ -130,7 +131,7 @@ class CostModel:
         Raises:
             UnsupportedFeatureError: a bucket passes on states of a model without linear attention.
         """
-        numbers = np.array([len(one.samples) if one.exchanges_states else 0 for one in buckets], np.int64)
+        numbers = np.array([*map(samples_passed_on, buckets)])
         if numbers.any() and self.model.linear_attention is None:
             bucket = buckets[int(numbers.argmax())]
             raise UnsupportedFeatureError(
@@ -141,7 +142,7 @@ class CostModel:
         places = np.array([self.place(one.cp_size, one.first_lane) for one in buckets], np.int64).reshape(-1, 2)
         return self.shifts_of_states(places[:, 0], places[:, 1], numbers)
 
-    def shifts_of_states(self, log2_cp_sizes: Ints, links: Ints, num_samples: Ints) -> Floats:
+    def shifts_of_states(self, log2_cp_sizes: Ints, links: Ints, num_samples: Ints | Floats) -> Floats:
         """Return [bucket, forward or backward, NUM_TERMS] of `states_over_heads`; a bucket of 0 samples has none."""
         shifts = self.state_shifts[log2_cp_sizes, links]
         numbers = num_samples[:, None, None]

@@ -6,6 +6,10 @@ In one direction, for T tokens and N samples of a bucket on cp lanes,
     heads   T * (core * most heads of a lane / heads + conv / cp) + two all-to-alls of T / cp tokens
     states  T / cp * (core + conv + again) + N * (composing + tokens of chunks that are not full + messages)
 
+of T tokens of a lane, R of its runs linked (`plans.state_runs`) where attention is placed,
+
+    homes   T * (core + conv) + linked tokens * again + R * (composing + half a chunk) + messages
+
 Nothing hides the exchanges. So both ways are linear in tokens, and states in samples as well: packers, who know tokens
 alone, take heads; `search.states` chooses for each bucket of the finished packing.
 
@@ -22,9 +26,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
+from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Linear
 from dynamic_cp.mechanisms.links import lanes_in_one_node
-from dynamic_cp.types import ACROSS_NODES, IN_NODE, Hardware, LinearAttention, Problem, Stage
+from dynamic_cp.placement.sent import Sent
+from dynamic_cp.plans.state_runs import StateRuns
+from dynamic_cp.types import ACROSS_NODES, IN_NODE, Bucket, Hardware, LinearAttention, Problem, Stage
 from dynamic_cp.types.linear_attention import CHUNK_TOKENS, CHUNKS_PER_LANE
 
 BACKWARD_OVER_FORWARD = 2.5
@@ -56,6 +65,42 @@ Both = tuple[LinearSeconds, LinearSeconds]
 def core_flops_per_s(hardware: Hardware) -> float:
     """Return the rate of the products of linear attention, also where hardware does not say."""
     return hardware.linear_attention_flops_per_s or _SHARE_OF_GEMMS * hardware.linear_flops_per_s
+
+
+class LaneLinear(NamedTuple):
+    """Seconds of linear attention of the lanes of a placed bucket.
+
+    Attributes:
+        constant_s: [forward or backward, lane].
+        per_token_s: [forward or backward] of each token of a lane besides.
+        host_s: [forward or backward, lane] of the host, for its messages.
+    """
+
+    constant_s: Floats
+    per_token_s: Floats
+    host_s: Floats
+
+
+def sent_states(runs: StateRuns, sizes: LinearAttention, element_bytes: int) -> Sent:
+    """Return what lanes send each other in one layer: tokens before runs, and states of linked ones.
+
+    Forward: summaries to the lane that composes a share of the heads, and states back. Backward: gradients of states,
+    out and back; the matrices A stay where they were composed.
+
+    Args:
+        sizes: of a layer on a tensor-parallel rank; element_bytes: of a number of its channels.
+    """
+    num_lanes = runs.num_lanes
+    before = runs.before(sizes.kernel_size - 1)
+    owner, user = runs.lane[before.source], runs.lane[before.run]
+    halo = np.bincount(owner * num_lanes + user, minlength=num_lanes**2).reshape(num_lanes, num_lanes)
+    halo_bytes = halo * float(sizes.convolved_channels * element_bytes)
+    share = np.array([len(sizes.heads_of_lane(lane, num_lanes)) for lane in range(num_lanes)]) / sizes.num_heads
+    out, back = np.outer(runs.num_linked, share), np.outer(share, runs.num_linked)
+    forward = sizes.summary_bytes * out + sizes.state_bytes * back + halo_bytes
+    backward = sizes.state_bytes * (out + back) + halo_bytes.T
+    sender, receiver = np.nonzero(~np.eye(num_lanes, dtype=np.bool_))
+    return Sent(sender, receiver, np.stack([forward, backward])[:, sender, receiver])
 
 
 class StageLinearAttention:
@@ -135,6 +180,37 @@ class StageLinearAttention:
             for core_s, conv, sent in zip(computed, self._conv_s(1), states, strict=True)
         )
         return forward, backward
+
+    def of_homes(self, bucket: Bucket, rank_token_multiple: int, *, with_exchange: bool) -> LaneLinear:
+        """Return what the lanes of a placed bucket take, which pass on states from home to home.
+
+        Runs that go on from none, and none from them, are computed as on a lane alone.
+
+        Args:
+            with_exchange: with what lanes send each other.
+        """
+        sizes, hardware = self.sizes, self._hardware
+        runs = StateRuns.of_placement(bucket, rank_token_multiple)
+        linked = runs.is_linked
+        num_linked = runs.num_linked
+        linked_tokens = np.bincount(runs.lane, runs.length * linked, bucket.cp_size)
+        core, summary = self._core_s, self._summary_s
+        again = np.array([summary, BACKWARD_OVER_FORWARD * core])
+        times = np.array(self._times)
+        carried_s = self._seconds(sizes.carrying_flops(int(runs.depth.max()) + 1)) * num_linked.sum() / bucket.cp_size
+        half_chunks = CHUNK_TOKENS / 2 * num_linked
+        constant_s = np.outer(again, linked_tokens + half_chunks) + np.outer(times * core, half_chunks) + carried_s
+        host_s = np.zeros_like(constant_s)
+        if with_exchange and linked.any():
+            nodes = (bucket.first_lane + np.arange(bucket.cp_size)) // self._node_lanes
+            sent = sent_states(runs, sizes, self._element_bytes.exchanged).of_lanes(nodes)
+            per_byte = 1.0 / np.array(self._bandwidths)
+            constant_s += 3 * self._latency_s + self.layers * np.einsum("dln,l->dn", sent, per_byte)
+            # Unlike a collective, each message is a call of its own.
+            others = bucket.cp_size - 1
+            host_s += self.layers * 3 * others * hardware.host_message_s_per_layer
+        per_token_s = times * core + np.array(self._conv_s(1))
+        return LaneLinear(constant_s, per_token_s, host_s)
 
     @property
     def _times(self) -> tuple[float, float]:

@@ -30,10 +30,12 @@ from dynamic_cp.types import (
     PlanOptions,
     Problem,
     Sample,
+    StateExchangeUse,
     Topology,
     check_latents,
     is_placed,
 )
+from dynamic_cp.types.branches import sees_prefixes
 
 
 def exchanges_of(
@@ -68,9 +70,17 @@ def exchanges_of(
 
 
 def allowed_exchanges(
-    wanted: str, model: ModelShape, *, has_masks: bool = False, may_be_placed: bool = True
+    wanted: str,
+    model: ModelShape,
+    *,
+    has_masks: bool = False,
+    may_be_placed: bool = True,
+    state_exchange: StateExchangeUse = "auto",
 ) -> tuple[CpCommType, ...]:
     """Return `exchanges_of` for `model`.
+
+    Args:
+        state_exchange: as of `PlanOptions`: with "heads" nothing is placed beside linear attention.
 
     Raises:
         UnsupportedFeatureError: an exchange of latents, which the model does not have.
@@ -80,19 +90,20 @@ def allowed_exchanges(
         has_windows=model.window is not None,
         has_masks=has_masks,
         has_latents=model.has_latents,
-        may_be_placed=may_be_placed and model.linear_attention is None,
+        may_be_placed=may_be_placed and (model.linear_attention is None or state_exchange != "heads"),
     )
     check_latents(names, model.kv_lora_rank)
-    _check_unplaced(names, model)
     return names
 
 
-def _check_unplaced(names: Iterable[CpCommType], model: ModelShape) -> None:
-    """Refuse placed attention beside linear attention, whose lanes share the chunks of a sample evenly."""
-    if model.linear_attention is not None and (placed := [name for name in names if is_placed(name)]):
+def _check_states_follow(options: PlanOptions, model: ModelShape) -> None:
+    """Refuse placed attention where lanes may not pass on states of linear attention, which follow homes."""
+    placed = [name for name in options.cp_comm_types if is_placed(name)]
+    if placed and model.linear_attention is not None and options.state_exchange == "heads":
         raise UnsupportedFeatureError(
-            f"cp_comm_types {' '.join(placed)} places attention anywhere, and layers with linear attention need equal "
-            "chunks of a sample on all lanes: allow other exchanges (--cp-comm-type auto)",
+            f"cp_comm_types {' '.join(placed)} places attention anywhere, and state_exchange heads needs equal chunks "
+            "of a sample on all lanes: let states be passed on (--state-exchange auto), or allow other exchanges "
+            "(--cp-comm-type auto)",
             cp_comm_types=tuple(placed),
         )
 
@@ -219,21 +230,24 @@ def options_serving(samples: Iterable[Sample], model: ModelShape, options: PlanO
 
     Raises:
         UnsupportedFeatureError: none does, and a sample is too long for one lane, or plans must use several; or
-            attention is placed, or samples bring masks, and the model has linear attention; or samples bring masks and
+            attention is placed and lanes may not pass on states of linear attention; or samples bring masks that
+            these cannot follow; or samples bring masks and
             the model's attention is not causal, or has windows through which they are no such masks.
     """
     samples = tuple(samples)
-    _check_unplaced(options.cp_comm_types, model)
+    _check_states_follow(options, model)
     masked = next((sample for sample in samples if sample.mask is not None), None)
     if masked is None and model.window is None:
         return options
     if masked is None:
         return _options_of(serving_windows, model.windows_in_words, samples, options)
     what = masked.mask_in_words
-    if model.linear_attention is not None:
+    unfollowed = next((sample for sample in samples if not sees_prefixes(sample.mask)), None)
+    if model.linear_attention is not None and unfollowed is not None:
         raise UnsupportedFeatureError(
-            f"{what}, but a state of linear attention has seen all tokens before it: give samples no masks",
-            sample_id=masked.sample_id,
+            f"{unfollowed.mask_in_words}, but a state of linear attention has seen all tokens before it: give samples "
+            "no masks but those of responses and trees",
+            sample_id=unfollowed.sample_id,
         )
     if not model.causal_attention:
         raise UnsupportedFeatureError(

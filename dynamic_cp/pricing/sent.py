@@ -17,9 +17,10 @@ from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.placement.sent import Sent, TokenBytes, added
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.plans.padding import padded_of, rank_tokens
+from dynamic_cp.plans.state_runs import StateRuns
 from dynamic_cp.pricing.cost_model import is_priced_lane_by_lane
+from dynamic_cp.pricing.linear_attention import sent_states
 from dynamic_cp.types import Bucket, Mask, Plan, Problem, Topology
-from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 
 
 class SentBytes(NamedTuple):
@@ -82,21 +83,18 @@ def _linear_layers(problem: Problem, stages: range) -> float:
 def _sent_by_linear_attention(bucket: Bucket, problem: Problem, layers: float) -> Sent:
     """Return what the lanes of a bucket send in so many layers with linear attention, of a TP rank of each.
 
-    Limits: lanes that share out heads unevenly, and the tokens before chunks, are spread over all lanes alike.
+    Limit: lanes that share out heads unevenly are spread over all lanes alike.
     """
     linear, cp_size = problem.model.linear_attention, bucket.cp_size
     assert linear is not None, "the model has such layers"
     sizes, element = linear.of_rank(problem.topology.tp_size), problem.options.element_bytes.exchanged
-    padded = padded_of(bucket, problem.topology.rank_token_multiple)
+    multiple = problem.topology.rank_token_multiple
     if bucket.exchanges_states:
-        halo = sum(sizes.halo_bytes(cp_size, element, tokens // (CHUNKS_PER_LANE * cp_size)) for tokens in padded)
-        states = [sizes.states_bytes(cp_size, backward=backward) for backward in (False, True)]
-        of_lane = halo + len(padded) * np.array(states)
-    else:
-        of_lane = np.full(2, sum(padded) / cp_size * sizes.heads_bytes(cp_size, element))
+        sent = sent_states(StateRuns.of_bucket(bucket, multiple), sizes, element)
+        return sent._replace(num_bytes=layers * sent.num_bytes)
+    of_lane = sum(padded_of(bucket, multiple)) / cp_size * sizes.heads_bytes(cp_size, element)
     sender, receiver = pairs_of_inner_groups(cp_size, cp_size)
-    each = layers * of_lane[:, None] / (cp_size - 1)
-    return Sent(sender, receiver, each * np.ones(len(sender)))
+    return Sent(sender, receiver, np.full((2, len(sender)), layers * of_lane / (cp_size - 1)))
 
 
 def _sent_on_stage(plan: Plan, problem: Problem, stages: range, nodes: Ints) -> Floats:

@@ -88,6 +88,7 @@ class StagePrices:
         stage = stages[heaviest]
         self._attention = StageAttention(stage, problem, node_lanes)
         self._linear_attention = StageLinearAttention.of(stage, problem)
+        self._rank_token_multiple = topology.rank_token_multiple
         self._hardware = hardware
         self._linear_back = problem.linear_backward_over_forward
         self._is_full, self._repeated = problem.options.recompute == "full", problem.options.repeated
@@ -201,10 +202,15 @@ class StagePrices:
         else:
             kernels_s = mechanism.kernel_seconds(self._attention, bucket)
             attention = LaneSeconds(kernels_s, np.zeros_like(kernels_s))
+        per_token_s = np.zeros(2)
+        if self._linear_attention is not None:
+            linear = self._linear_attention.of_homes(bucket, self._rank_token_multiple, with_exchange=with_exchange)
+            attention = LaneSeconds(attention.attention + linear.constant_s, attention.host + linear.host_s)
+            per_token_s = linear.per_token_s
         # The numbers of all lanes take the place of one.
         of_lanes = [
-            Convex(Linear(cast(float, gpu_s)), host_s=cast(float, host_s))
-            for gpu_s, host_s in zip(*attention, strict=True)
+            Convex(Linear(cast(float, gpu_s), float(token_s)), host_s=cast(float, host_s))
+            for gpu_s, token_s, host_s in zip(attention.attention, per_token_s, attention.host, strict=True)
         ]
         both = self._with_attention((of_lanes[0], of_lanes[1]), 1)
         held = np.array(tokens, np.float64)
@@ -265,13 +271,17 @@ class StagePrices:
         return shifts
 
     def _mixers_of(self, of: Attention, cp_size: int, link: int) -> tuple[Convex, Convex]:
-        """Return attention and linear attention, of which lanes exchange heads, with both exchanges."""
+        """Return attention and linear attention, of which lanes exchange heads, with both exchanges; of placed ones the
+        least, with nothing exchanged.
+        """
         both, linear = self._attention_of(of, cp_size, link), self._linear_attention
         if linear is None:
             return both
+        is_exchanged = cp_size > 1 and not is_placed(of.cp_comm_type)
+        shares, seconds = (1, linear.by_heads(cp_size, link)) if is_exchanged else (cp_size, linear.alone())
         forward, backward = (
-            Convex(one.linear.plus(more.linear), one.kinks, one.host_s + more.host_s)
-            for one, more in zip(both, linear.alone() if cp_size == 1 else linear.by_heads(cp_size, link), strict=True)
+            Convex(one.linear.plus(more.linear, 1 / shares), one.kinks, one.host_s + more.host_s)
+            for one, more in zip(both, seconds, strict=True)
         )
         return forward, backward
 

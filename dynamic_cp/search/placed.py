@@ -15,6 +15,7 @@ from dynamic_cp.mechanisms.blocks import why_too_much_fetched
 from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.placed_seconds import link_rates
 from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.packing.dealing import deal
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.placement import Maker, PlacementProblem, candidates
@@ -24,6 +25,7 @@ from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import with_masks
 from dynamic_cp.placement.programme import buffer_tokens_of
 from dynamic_cp.plans.padding import placed_tokens, round_up
+from dynamic_cp.plans.state_runs import room_for_runs, runs_passed_on
 from dynamic_cp.pricing.cost_model import CostModel, is_priced_lane_by_lane, lane_costs
 from dynamic_cp.types import (
     BY_PLACEMENT,
@@ -34,6 +36,7 @@ from dynamic_cp.types import (
     Sample,
 )
 from dynamic_cp.types.counts import MAX_COUNT
+from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 
 _SCHEDULES = (
     Schedule.of(2),
@@ -424,9 +427,9 @@ class _Tried:
             inner_cp_size=grouping.inner_cp_size,
             samples=tuple(self._samples),
             placement=cut.placement,
+            state_exchange="heads" if self._cost_model.model.linear_attention is None else "states",
         )
-        most_tokens = self._cost_model.options.max_tokens_per_rank
-        if max(placed_tokens(bucket, self._cost_model.topology.rank_token_multiple)) > most_tokens:
+        if not _fits(bucket, self._cost_model):
             return
         bucket = replace(
             bucket, placement=divided(cut.placement, cut.touched, grouping.lanes, grouping.rates, schedule)
@@ -449,6 +452,17 @@ def _inner_sizes(cost_model: CostModel) -> list[int]:
     """Return the inner sizes to try, in the order of `_INNER_SIZES`, larger ones behind them."""
     sizes = MECHANISMS[BY_PLACEMENT].inner_sizes(cost_model.topology.num_lanes, cost_model.sharing)
     return sorted(sizes, key=lambda size: (_INNER_SIZES.index(size) if size in _INNER_SIZES else size, size))
+
+
+def _fits(bucket: Bucket, cost_model: CostModel) -> bool:
+    """Return whether what its lanes hold keeps the limit, with states of more runs than there is room for."""
+    topology, options = cost_model.topology, cost_model.options
+    held = np.array(placed_tokens(bucket, topology.rank_token_multiple), np.float64)
+    if bucket.exchanges_states:
+        runs = np.array(runs_passed_on(bucket, topology.rank_token_multiple))
+        more = np.maximum(runs - room_for_runs(options.max_tokens_per_rank), 0)
+        held += more / CHUNKS_PER_LANE * tokens_of_states(cost_model.model, topology, options)
+    return bool(held.max() <= options.max_tokens_per_rank)
 
 
 def _has_room(bucket: Bucket, lanes: Lanes, cost_model: CostModel) -> bool:

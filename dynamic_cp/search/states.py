@@ -16,10 +16,11 @@ from dynamic_cp.arrays import Bools, Floats, Ints
 from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.packing.judge import PricedPacking, grid_of_priced, makespan_of_grid_ns, price_packing
 from dynamic_cp.pipeline.longest_path import Grid
+from dynamic_cp.plans.state_runs import states_of_sample
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.pricing.terms import prices_of
-from dynamic_cp.search.candidates import Candidate
+from dynamic_cp.search.candidates import Batch, Candidate
 
 _SAVED = 0.1
 """Share of a step that passing on states may save, so that kinds of candidates which are so much slower, each by its
@@ -56,19 +57,22 @@ class Judged(NamedTuple):
         )
 
 
-def judged(ranking: Sequence[Candidate], lengths: Lengths) -> Judged:
+def judged(ranking: Sequence[Candidate], batch: Batch) -> Judged:
     """Return the fastest candidate once its buckets exchange what is faster; `ranking`: the fastest first by heads."""
+    lengths = batch.lengths
     if not ranking[0].cost_model.may_pass_on_states:
         return _as_packed(ranking[0], price_packing(lengths, ranking[0].packing, ranking[0].cost_model))
     prices = ranking[0].cost_model
     tokens_of_sample = tokens_of_states(prices.model, prices.topology, prices.options)
-    best, kinds = _with_states(ranking[0], lengths, tokens_of_sample), {_kind_of(ranking[0])}
+    branches = [0.0 if sample.mask is None else states_of_sample(sample) - 1.0 for sample in batch.samples]
+    passing = _Passing(lengths, np.array(branches), tokens_of_sample)
+    best, kinds = _with_states(ranking[0], passing), {_kind_of(ranking[0])}
     for candidate in ranking[1:]:
         if candidate.makespan_ns * (1 - _SAVED) >= best.makespan_ns:
             break
         if _kind_of(candidate) not in kinds:
             kinds.add(_kind_of(candidate))
-            other = _with_states(candidate, lengths, tokens_of_sample)
+            other = _with_states(candidate, passing)
             best = other if other.makespan_ns < best.makespan_ns else best
     return best
 
@@ -85,17 +89,36 @@ def _kind_of(candidate: Candidate) -> str:
     return candidate.name.partition("=")[0].partition(" ")[0]
 
 
-def _with_states(candidate: Candidate, lengths: Lengths, tokens_of_sample: float) -> Judged:
-    """Return a candidate whose buckets pass on states where they may, of which each sample counts as so many tokens."""
-    priced, prices = price_packing(lengths, candidate.packing, candidate.cost_model), candidate.cost_model
+class _Passing(NamedTuple):
+    """What passing on states takes.
+
+    Attributes:
+        lengths: of the samples.
+        branches: [sample] runs of its branches, in samples of one lane.
+        tokens_of_sample: as how many tokens of a rank the states of one count.
+    """
+
+    lengths: Lengths
+    branches: Floats
+    tokens_of_sample: float
+
+
+def _with_states(candidate: Candidate, passing: _Passing) -> Judged:
+    """Return a candidate whose buckets pass on states where they may."""
+    priced, prices = price_packing(passing.lengths, candidate.packing, candidate.cost_model), candidate.cost_model
     packing = candidate.packing
     shared = np.flatnonzero((packing.log2_cp_sizes > 0) & (priced.tokens > 0))
     if not len(shared):
         return _as_packed(candidate, priced)
     k, rows = packing.log2_cp_sizes[shared], priced.price_rows[shared]
-    numbers = np.bincount(packing.bucket_of_sample, minlength=len(priced.tokens))[shared]
-    shifts = prices.shifts_of_states(k, prices.table.links[k, packing.first_lanes[shared] >> k], numbers)
-    held = priced.tokens[shared] / (1 << k) + numbers * tokens_of_sample
+    numbers, branches = (
+        np.bincount(packing.bucket_of_sample, weights, len(priced.tokens))[shared]
+        for weights in (None, passing.branches)
+    )
+    links = prices.table.links[k, packing.first_lanes[shared] >> k]
+    shifts = prices.shifts_of_states(k, links, numbers + branches / (1 << k))
+    # All runs of branches may lie on one lane.
+    held = priced.tokens[shared] / (1 << k) + (numbers + branches) * passing.tokens_of_sample
     wanted = np.ones(len(shared), np.bool_)
     if prices.options.state_exchange == "auto":
         wanted = _are_faster(prices, priced, shared, shifts)

@@ -145,12 +145,18 @@ class LinearAttention:
 
     def composing_flops(self, num_lanes: int) -> int:
         """Return the FLOPs of a lane for a sample where states are exchanged: carrying states over all chunks, for its
-        share of the heads, in log2(chunks) steps that carry transitions as well.
+        share of the heads.
         """
-        num_steps = (CHUNKS_PER_LANE * num_lanes - 1).bit_length()
+        return CHUNKS_PER_LANE * self.carrying_flops(CHUNKS_PER_LANE * num_lanes)
+
+    def carrying_flops(self, chain: int) -> int:
+        """Return the FLOPs for a run in a chain of so many, of all heads: log2(runs) steps that carry transitions as
+        well.
+        """
+        num_steps = (chain - 1).bit_length()
         states = 2 * self.num_heads * self.key_size * self.value_size * (self.key_size if self.has_delta_rule else 1)
         transitions = 2 * self.num_heads * self.key_size**3 if self.has_delta_rule else self.num_heads
-        return CHUNKS_PER_LANE * num_steps * (states + transitions)
+        return num_steps * (states + transitions)
 
     # Bytes.
 
@@ -204,27 +210,11 @@ class LinearAttention:
         out = self.state_bytes if backward else self.summary_bytes
         return CHUNKS_PER_LANE * (out + self.state_bytes) * (num_lanes - 1) / num_lanes
 
-    def halo_bytes(self, num_lanes: int, element_bytes: int, chunk_tokens: int | None = None) -> float:
+    def halo_bytes(self, num_lanes: int, element_bytes: int) -> float:
         """Return the bytes that a lane sends for a sample where states are exchanged, forward, in the mean of lanes, of
         tokens before the chunks of others, whose convolution sees them; backward sends as many.
 
-        Args:
-            chunk_tokens: of the sample; None: at least as many as the convolution sees before a token.
+        Two neighbours share the middle of a sample. Limit: chunks are at least as long as what the convolution sees.
         """
-        return self._halo_tokens(num_lanes, chunk_tokens) / num_lanes * self.convolved_channels * element_bytes
-
-    def _halo_tokens(self, num_lanes: int, chunk_tokens: int | None) -> int:
-        """Return the tokens that lanes need of others, all together; zigzag, two neighbours share the middle."""
-        before, chunks = self.kernel_size - 1, CHUNKS_PER_LANE * num_lanes
-        if chunk_tokens is None or chunk_tokens >= before:
-            return before * (chunks - 2) if num_lanes > 1 else 0
-
-        def lane_of(chunk: int) -> int:
-            return min(chunk, chunks - 1 - chunk)
-
-        sources = (
-            (chunk, position // chunk_tokens)
-            for chunk in range(chunks)
-            for position in range(max(0, chunk * chunk_tokens - before), chunk * chunk_tokens)
-        )
-        return sum(lane_of(chunk) != lane_of(source) for chunk, source in sources)
+        tokens = (self.kernel_size - 1) * (CHUNKS_PER_LANE * num_lanes - 2) if num_lanes > 1 else 0
+        return tokens / num_lanes * self.convolved_channels * element_bytes

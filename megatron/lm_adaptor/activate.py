@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -188,7 +189,7 @@ class _Adaptor:
             if parsed.rank == 0:
                 for level, line in flags.overridden(self._asked, sys.argv[1:]):
                     logger.log(level, "dynamic CP: %s", line)
-            flags.environment_is_ready(2, parsed.tensor_model_parallel_size)
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron-LM asks of static CP sizes above 1
             self._prepare_script()
         return parsed
 

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import copy
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -364,9 +363,3 @@ def with_heads(args: argparse.Namespace) -> argparse.Namespace:
     if is_on(args):
         copied.kv_channels = qk_width(args)
     return copied
-
-
-def environment_is_ready(max_cp_size: int, tp_size: int) -> None:
-    """Set the one queue per device that Megatron-LM asks for at a static CP size above 1, unless something else is."""
-    if max(max_cp_size, tp_size) > 1:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

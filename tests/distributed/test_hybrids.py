@@ -11,24 +11,28 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from dynamic_cp.plans.validate import check_plan
 from megatron.dynamic_cp.model import gated_delta, mamba
+from tests.distributed import parity
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.parity import (
     BATCHES,
+    TOLERANCE,
     Case,
     Layout,
     assert_all_equal_to_reference,
     assert_equal_to_reference,
     build_chunks,
     mixed_plan,
+    plans_of_blocks,
     run_step,
 )
 from tests.distributed.reference import VARIANTS
 from tests.distributed.test_parity import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
 
+NORMS_DROPPED = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "gdn_norm_out"]}
 WINDOW = {"window_size": (15, 0)}
 BY_DAY = {
     "delta_dp4": Layout(4, variant="delta_moe", distributed_optimizer=True, config=SELECTIVE_RECOMPUTE),
-    "delta_tp2_pp2_vpp2": Layout(1, tp=2, pp=2, vpp=2, variant="delta"),
+    "delta_tp2_pp2_vpp2": Layout(1, tp=2, pp=2, vpp=2, variant="delta", config=NORMS_DROPPED),
     "mamba_dp4": Layout(4, variant="mamba", config=FULL_RECOMPUTE),
     "mamba_tp2": Layout(1, tp=2, variant="mamba"),
     "mamba_tp2_sp": Layout(2, tp=2, sp=True, variant="mamba_moe"),
@@ -66,6 +70,7 @@ BY_NIGHT = {
     "mamba_more_six_lanes": Layout(6, variant="mamba_more", exchange="all_gather", config=WINDOW),
     "delta_latent_tp2_sp": Layout(2, tp=2, sp=True, variant="delta_latent", exchange="latent"),
     "halves_latent_pp2": Layout(2, pp=2, variant="halves_latent", distributed_optimizer=True),
+    "linear_modules_dp4": Layout(4, variant="delta_last", config=NORMS_DROPPED),
     "modules_six_lanes": Layout(6, variant="delta_mtp"),
     "modules_tp2_sp": Layout(2, tp=2, sp=True, variant="delta_mtp"),
     "modules_pp2_vpp2": Layout(2, pp=2, vpp=2, variant="delta_mtp", distributed_optimizer=True),
@@ -89,11 +94,62 @@ def test_hybrids_equal_single_process(reference_of) -> None:
     assert_all_equal_to_reference(cases, bytes_too=True)
 
 
+PLACED_BY_DAY = {"delta_dp4": Layout(4, variant="delta")}
+PLACED_BY_NIGHT = {
+    f"{kind}_{name}": layout
+    for kind in ("delta", "mamba")
+    for name, layout in {
+        "six_lanes": Layout(6, variant=kind, config=FULL_RECOMPUTE),
+        "tp2_sp": Layout(2, tp=2, sp=True, variant=kind, config=SELECTIVE_RECOMPUTE),
+        "pp2_vpp2": Layout(3, pp=2, vpp=2, variant=kind, distributed_optimizer=True),
+    }.items()
+} | {
+    "delta_more": Layout(4, variant="delta_more", exchange="all_gather", config=WINDOW | NORMS_DROPPED),
+    "mamba_more": Layout(3, variant="mamba_more", exchange="all_gather", config=WINDOW | {"window_attn_skip_freq": 4}),
+    "delta_latent": Layout(3, variant="delta_latent"),
+    "linear_modules": Layout(3, variant="delta_last"),
+}
+
+
+@pytest.mark.by_day("day")
+@pytest.mark.parametrize("when", ["day", "night"])
+def test_states_follow_homes_of_placed_attention(when: str, reference_of) -> None:
+    samples, layouts = BATCHES["long_tail"], PLACED_BY_DAY if when == "day" else PLACED_BY_NIGHT
+    planned = {"planned": (layouts["delta_dp4"], 640)} if when == "day" else {}
+    cases = {
+        name: Case(layout, samples, plan, reference_of(layout, "long_tail"))
+        for name, (layout, plan) in plans_of_blocks(samples, layouts, planned).items()
+    }
+    for case in cases.values():
+        check_plan(case.plan, samples)
+        assert any(bucket.is_placed and bucket.exchanges_states for bucket in case.plan.buckets)
+    assert_all_equal_to_reference(cases, bytes_too=True)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("batch", ["long_tail", "few", "tiny"])
 def test_hybrids_on_all_layouts_equal_single_process(batch: str, reference_of) -> None:
     layouts = BY_NIGHT if batch == "long_tail" else {name: BY_NIGHT[name] for name in BY_NIGHT if "_dp4_" in name}
     assert_all_equal_to_reference(cases_of(layouts, reference_of, batch), bytes_too=True)
+
+
+@pytest.mark.parametrize("name", ["delta_dp4", "mamba_tp2"])
+def test_hybrids_in_float64_differ_by_the_rounding_of_buffers(name: str, reference_of) -> None:
+    """Those of gradients, which are in float32: what more they differ by in float32 is rounded outside these layers."""
+    (case,) = cases_of({name: BY_DAY[name]}, reference_of).values()
+    for comparison in run_ranks(case.layout.topology.world_size, run_step, *case, in_float64):
+        errors = {"loss": comparison.loss_error, **comparison.gradient_errors}
+        assert max(errors.values()) <= TOLERANCE / 10, errors
+
+
+def in_float64() -> None:
+    build = parity.build_chunks
+
+    def doubled(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        config, chunks = build(*args, **kwargs)
+        return config, [chunk.double() for chunk in chunks]
+
+    parity.build_chunks = doubled
 
 
 def sum_no_norm_over_tp() -> None:
@@ -127,10 +183,10 @@ def share_out_steps_by_the_first_rank() -> None:
     """Every TP rank has the decays of the first one's heads."""
     attended = mamba.DynamicCPMamba._attended
 
-    def of_first(self: Any, sections: Any, params: Any) -> torch.Tensor:
+    def of_first(self: Any, sections: Any, *others: Any) -> torch.Tensor:
         whole = sections["dt"].clone()
         torch.distributed.broadcast(whole, torch.distributed.get_global_rank(self.tp_group, 0), group=self.tp_group)
-        return attended(self, sections | {"dt": whole}, params)
+        return attended(self, sections | {"dt": whole}, *others)
 
     mamba.DynamicCPMamba._attended = of_first
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.placement.programme import Programme
 from dynamic_cp.plans.state_runs import StateRuns
+from dynamic_cp.pricing.linear_attention import sent_states
 from dynamic_cp.types import FULL, LinearAttention, Mask, Sample, StateExchange, parse_mask
 from dynamic_cp.types import STATE_EXCHANGES as WAYS
 from dynamic_cp.types.branches import Branches
@@ -205,19 +206,19 @@ def test_layers_may_be_computed_a_second_time(way: StateExchange) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2"])
-def test_lanes_send_what_sizes_say(kind: str) -> None:
-    """In the mean of lanes; float32, as elements of the model are 4 bytes here."""
+def test_lanes_send_what_is_planned(kind: str) -> None:
+    """Heads in the mean of lanes, states lane by lane; float32, as elements of the model are 4 bytes here."""
     sizes = replace(LAYERS[kind], num_heads=8, num_groups=2)
     for seqlens, cp_size in (((24,), 2), ((64, 8, 16), 4), ((48, 16), 8)):
         whole = Whole(sizes, seqlens)
+        sent = {}
         for way in WAYS:
-            found, sent = whole.on_lanes(cp_size, way, dtype=torch.float32)
+            found, sent[way] = whole.on_lanes(cp_size, way, dtype=torch.float32)
             assert error(found, whole.expected) < 1e-4
-            of_tokens = sum(seqlens) / cp_size * sizes.heads_bytes(cp_size, 4)
-            halo = sum(sizes.halo_bytes(cp_size, 4, seqlen // (2 * cp_size)) for seqlen in seqlens)
-            of_samples = [len(seqlens) * sizes.states_bytes(cp_size, backward=x) + halo for x in (False, True)]
-            expected = [of_tokens] * 2 if way == "heads" else of_samples
-            assert [sum(one) / cp_size for one in zip(*sent, strict=True)] == expected
+        of_tokens = sum(seqlens) / cp_size * sizes.heads_bytes(cp_size, 4)
+        assert [sum(one) / cp_size for one in zip(*sent["heads"], strict=True)] == [of_tokens] * 2
+        planned = sent_states(StateRuns.of_chunks(seqlens, cp_size), sizes, 4).of_lanes(np.zeros(cp_size, np.int64))
+        assert sent["states"] == [*zip(*planned.sum(axis=1).tolist(), strict=True)]
 
 
 def lanes_of_a_job(wholes: dict[tuple[int, ...], Whole]) -> list[Any]:

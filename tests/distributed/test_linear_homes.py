@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes
 from dynamic_cp.plans.state_runs import StateRuns
+from dynamic_cp.pricing.linear_attention import sent_states
 from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.micro_batches import packed_buckets
@@ -103,6 +104,11 @@ def test_homes_anywhere_equal_samples_token_after_token(kind: str, num_lanes: in
         whole = whole_of(kind, bucket)
         found, _ = computed(whole, bucket, tp_size=1 + turn % 2)
         assert error(found, whole.expected) < 1e-10, str(bucket)
+        found, sent = computed(whole, bucket, dtype=torch.float32)
+        assert error(found, whole.expected) < 1e-3
+        planned = sent_states(StateRuns.of_placement(bucket), whole.sizes, 4)
+        of_lanes = planned.of_lanes(np.zeros(bucket.cp_size, np.int64)).sum(axis=1)
+        assert np.allclose(sent, of_lanes.T, rtol=1e-12, atol=0), "a lane sends something else than is planned"
 
 
 @pytest.mark.nightly
@@ -142,6 +148,8 @@ def test_runs_are_homes_that_adjoin() -> None:
         [-1, 0, -1, -1, -1],
     ]
     assert runs.is_linked.tolist() == [True, True, False, False, False]
+    assert runs.num_linked.tolist() == [1, 1]
+    assert runs.depth.tolist() == [0, 1, 0, 0, 0]
     assert StateRuns.read(runs.as_json()).as_json() == runs.as_json()
 
 

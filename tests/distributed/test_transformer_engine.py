@@ -154,9 +154,9 @@ CASES = {
     "gated_delta_nets_tp2_pp2_vpp2": (OLDEST, engine(1, "p2p", tp=2, pp=2, vpp=2, variant="delta"), set(), set()),
     "gated_delta_nets_multi_token_prediction": (NEWEST, engine(2, "p2p", variant="delta_mtp"), {"p2p"}, {"p2p"}),
     "mamba_tp2_sp": (PINNED, engine(2, "p2p", tp=2, sp=True, variant="mamba"), {"p2p"}, {"p2p"}),
-    "mamba_experts_full_recompute": (
+    "mamba_experts_fused_full_recompute": (
         NEWEST,
-        engine(2, "p2p", ep=2, variant="mamba_moe", config=ONE_PRODUCT | FULL_RECOMPUTE),
+        engine(2, "p2p", ep=2, variant="mamba_moe", config=ONE_PRODUCT | FULL_RECOMPUTE | FUSED),
         {"p2p"},
         {"p2p"},
     ),

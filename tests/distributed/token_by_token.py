@@ -65,7 +65,7 @@ class _Layer(nn.Module):
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """Return (what the layer finds [S, 1, hidden size], None)."""
         parts = self.in_proj(hidden[:, 0]).split(list(self.rows.values()), -1)
-        return self.out_proj(self.attend(dict(zip(self.rows, parts, strict=True))).float())[:, None], None
+        return self.out_proj(self.attend(dict(zip(self.rows, parts, strict=True))).to(hidden.dtype))[:, None], None
 
     def attend(self, parts: dict[str, Tensor]) -> Tensor:
         raise NotImplementedError
@@ -95,7 +95,7 @@ class TokenByTokenDelta(_Layer):
             state = state + k_t[:, :, None] * missing[:, None]
             found.append(torch.einsum("hkv,hk->hv", state, q_t) / k.shape[-1] ** 0.5)
         z = parts["z"].unflatten(-1, (heads, -1)).double()
-        return (self.out_norm(torch.stack(found).float()).double() * silu(z)).flatten(1)
+        return (self.out_norm(torch.stack(found).to(self.out_norm.weight.dtype)).double() * silu(z)).flatten(1)
 
     @staticmethod
     def _normalized(x: Tensor) -> Tensor:
@@ -142,7 +142,9 @@ def with_linear_layers(layers: list[ModuleSpec], config: TransformerConfig) -> l
     freq = config.linear_attention_freq
     linear = freq if isinstance(freq, list) else [number % freq != 0 for number in range(1, config.num_layers + 1)]
     return [
-        _changed(one, self_attention=ModuleSpec(TokenByTokenDelta)) if is_linear else one
+        _changed(one, self_attention=ModuleSpec(TokenByTokenDelta, params=one.submodules.self_attention.params))
+        if is_linear
+        else one
         for one, is_linear in zip(layers, linear, strict=True)
     ]
 

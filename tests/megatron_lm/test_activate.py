@@ -115,7 +115,7 @@ def test_the_script_is_prepared_once_its_flags_and_functions_are_known(
     monkeypatch.setattr("megatron.trainer.setup.initialize.choose_backend", lambda *_, **__: "nccl")
     monkeypatch.setattr(flags, "translate", lambda args: args)
     monkeypatch.setattr(flags, "overridden", lambda *_: [])
-    monkeypatch.setattr(flags, "environment_is_ready", lambda *_: None)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     seen: list[str] = []
     made = adaptor(_asked=None, _session=None, _forward_step=None, _process_non_loss_data=None)
     made._replace_in_script = lambda: seen.append("prepared")
@@ -396,7 +396,7 @@ def test_one_rank_says_what_is_overridden(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr("megatron.trainer.setup.initialize.choose_backend", lambda *_, **__: "nccl")
     monkeypatch.setattr(flags, "refuse_without_effect", lambda _: None)
     monkeypatch.setattr(flags, "translate", lambda args: args)
-    monkeypatch.setattr(flags, "environment_is_ready", lambda *_: None)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(flags, "overridden", lambda *_: [(logging.WARNING, "--one becomes 2"), (logging.INFO, "three")])
     made = adaptor()
     with caplog.at_level(logging.INFO):

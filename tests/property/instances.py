@@ -20,8 +20,10 @@ from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.pipeline.schedule import stage_operations
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
-from dynamic_cp.plans.padding import padded_of, padding_fraction
+from dynamic_cp.plans.lane_tokens import lane_tokens
+from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
+from dynamic_cp.plans.state_runs import StateRuns, room_for_runs, runs_of_branches
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
@@ -71,11 +73,22 @@ _MAMBA = LinearAttention(kind="mamba2", num_heads=24, num_groups=12, key_size=4,
 HYBRIDS = {
     "gated-delta-net": replace(MODELS["many-heads"], linear_attention=_GATED_DELTA, linear_attention_freq=4),
     "mamba-2": replace(MODELS["many-heads"], linear_attention=_MAMBA, layer_pattern="M-M-M*-" * 3 + "M*-"),
+    "gated-delta-net-with-module": replace(
+        MODELS["many-heads"], linear_attention=_GATED_DELTA, linear_attention_freq=4, mtp_num_layers=1
+    ),
+    "mamba-2-in-windows": replace(
+        MODELS["many-heads"],
+        linear_attention=_MAMBA,
+        layer_pattern="M-M*M*-" * 3 + "M*-",
+        window_tokens=9,
+        window_attn_skip_freq=5,
+    ),
     "hybrid-with-experts": replace(
         MODELS["many-heads"], linear_attention=_MAMBA, layer_pattern="MEME*EMEMEM*" * 2, experts=_EXPERTS
     ),
 }
 """Models of cases whose layers may have linear attention."""
+WINDOWED_HYBRIDS = ("mamba-2-in-windows",)
 _ALL_MODELS = {**MODELS, **WINDOWED, **EXPERTS, **HYBRIDS}
 _FREE = replace(
     TINY_HARDWARE,
@@ -258,25 +271,40 @@ def draw_expert_case(rng: np.random.Generator, most_lanes: int = 24, most_sample
 
 
 def draw_hybrid_case(rng: np.random.Generator, most_lanes: int = 24, most_samples: int = 60) -> Case:
-    """Return a random case of a model with linear attention, experts of which lanes may share."""
+    """Return a random case of a model with linear attention, experts of which lanes may share, or samples that bring
+    branches, or whose buckets may be placed.
+    """
     case = draw_case(rng, most_lanes, most_samples)
     if rng.integers(4) == 0:
         case, model = draw_expert_case(rng, most_lanes, most_samples), "hybrid-with-experts"
     else:
-        model = str(rng.choice(list(HYBRIDS)[:2]))
+        model = str(rng.choice(list(HYBRIDS)[:4]))
+    if model in WINDOWED_HYBRIDS:
+        case = replace(case, options=replace(case.options, cp_comm_types=("all_gather", "a2a")))
     use = str(rng.choice(["auto", "auto", "heads", "states"]))
     # With many heads every exchange serves at least the groups that it serves with the model of the case.
-    return replace(case, model=model, options=replace(case.options, state_exchange=use))
+    case = replace(case, model=model, options=replace(case.options, state_exchange=use))
+    if use == "heads" or case.topology.expert_lanes > 1 or rng.integers(2) == 0:
+        return case
+    if rng.integers(2) == 0:
+        rules = [parse_mask_rule(text) for text in _MASK_RULES if text.startswith(("shared_question", "tree"))]
+        masks = [rules[rng.integers(len(rules))](seqlen) for seqlen in case.seqlens]
+        case = replace(case, masks=tuple(None if mask is None else str(mask) for mask in masks))
+    options = replace(case.options, min_cp_size=1, max_cp_size=None, static_cp_size=None, cp_comm_types=PLACING[-1])
+    return replace(case, options=options)
 
 
 def check_hybrid_case(case: Case, seed: int) -> Counter[str]:
     """Assert what a plan of a model with linear attention promises; return what was covered."""
     samples, cost_model, use = case.samples, case.cost_model, case.options.state_exchange
     shuffled = tuple(samples[index] for index in np.random.default_rng(seed).permutation(len(samples)))
-    by_heads = replace(case, options=replace(case.options, state_exchange="heads"))
-    planned = {"heads": by_heads.plan(), use: case.plan()}
-    for policy in ("static", "balanced") if comparable(case) else ():
+    others = tuple(name for name in case.options.cp_comm_types if name != "blocks")
+    by_heads = replace(case, options=replace(case.options, state_exchange="heads", cp_comm_types=others or ("p2p",)))
+    is_alike = others == case.options.cp_comm_types or ("p2p" in others and not case.masks)  # and serves as many lanes
+    planned = {"heads": by_heads.plan()} if is_alike else {}
+    for policy in ("static", "balanced") if planned and comparable(case) else ():
         assert planned["heads"].predicted_s <= by_heads.plan(policy).predicted_s, f"slower than {policy}"
+    planned[use] = case.plan()
     plan = planned[use].plan
     check_plan(plan, samples)
     assert loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
@@ -287,16 +315,21 @@ def check_hybrid_case(case: Case, seed: int) -> Counter[str]:
     timeline = simulate(plan, cost_model)
     assert (timeline.iteration_s, timeline.lane_busy_s) == (planned[use].predicted_s, planned[use].predicted_busy_s)
     passing = [bucket for bucket in plan.buckets if bucket.exchanges_states]
-    if use == "auto":
+    if use == "auto" and "heads" in planned:
         assert planned[use].predicted_s <= planned["heads"].predicted_s, "slower than with exchanged heads"
-    of_sample = tokens_of_states(cost_model.model, case.topology, case.options)
-    fitting = [
-        bucket
-        for bucket in plan.buckets
-        if bucket.cp_size > 1
-        and sum(padded_of(bucket, case.topology.rank_token_multiple)) / bucket.cp_size + len(bucket.samples) * of_sample
-        <= case.options.max_tokens_per_rank
-    ]
+    of_run = tokens_of_states(cost_model.model, case.topology, case.options) / 2
+    multiple = case.topology.rank_token_multiple
+
+    def fits(bucket: Bucket) -> bool:
+        num_runs = 2 * len(bucket.samples) + sum(map(runs_of_branches, bucket.samples))  # however branches lie
+        if bucket.placement is not None:
+            room = room_for_runs(case.options.max_tokens_per_rank)
+            num_runs = np.maximum(StateRuns.of_placement(bucket, multiple).num_linked - room, 0)
+        held = np.array(lane_tokens(bucket, multiple)) + num_runs * of_run
+        return bool(held.max() <= case.options.max_tokens_per_rank * (1 + 1e-12))
+
+    fitting = [bucket for bucket in plan.buckets if bucket.cp_size > 1 and fits(bucket)]
+    assert all(bucket.exchanges_states for bucket in plan.buckets if bucket.is_placed)
     assert passing == [bucket for bucket in fitting if bucket in passing], "its states do not fit"
     assert use == "auto" or passing == ([] if use == "heads" else fitting)
     if case.hardware != "free":
@@ -311,6 +344,8 @@ def check_hybrid_case(case: Case, seed: int) -> Counter[str]:
         "passes on states in a pipeline": passing and case.topology.pp_size > 1,
         "passes on states with experts": passing and case.topology.expert_lanes > 1,
         "several samples pass on states": any(len(bucket.samples) > 1 for bucket in passing),
+        "branches pass on states": case.masks and passing,
+        "placed states": any(bucket.is_placed for bucket in passing),
     }
     return _covered(case, planned[use]) + Counter(name for name, holds in facts_of.items() if holds)
 

@@ -137,7 +137,7 @@ def test_every_promise_of_a_plan_with_linear_attention(seeds):
         lambda seed: draw_hybrid_case(np.random.default_rng(seed), most_lanes=12, most_samples=20),
     )
     of_states = {name: count for name, count in covered.items() if "states" in name or "heads" in name}
-    assert len(of_states) == 7, of_states
+    assert len(of_states) == 9, of_states
     assert min(of_states.values()) >= 2, of_states
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +31,21 @@ from tests.trainer.training_ranks import Ended, _command_on_one_rank, losses, tr
 WORDS = f"{SMALL} {ON_TWO} --lr-decay-iters 8"
 
 
-def _held_writers(patched: pytest.MonkeyPatch, gate: Path) -> None:
-    """Let processes that write wait until `gate` exists, so that the tensors change meanwhile."""
+def _have_writers(patched: pytest.MonkeyPatch, wait: Callable[[], None]) -> None:
+    """Let processes that write wait before they do, so that the tensors may change meanwhile."""
     real, trainer = FileSystemWriterAsync.write_preloaded_data, os.getpid()
 
     def write(*args, **kwargs):
         assert os.getpid() != trainer, "the training process writes by itself"
-        while not gate.exists():
-            time.sleep(0.01)
+        wait()
         return real(*args, **kwargs)
 
     patched.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write))
 
 
-def _slow_writers(patched: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let processes that write wait before they do."""
-    real, trainer = FileSystemWriterAsync.write_preloaded_data, os.getpid()
-
-    def write(*args, **kwargs):
-        assert os.getpid() != trainer, "the training process writes by itself"
-        time.sleep(seconds)
-        return real(*args, **kwargs)
-
-    patched.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write))
+def _wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def _saved_when(folder: Path) -> tuple[list[str], list[str]]:
@@ -84,7 +77,7 @@ def _train_with_slow_writers(words: list[str], folder: Path) -> dict[int, tuple[
             gate.unlink()
 
     with pytest.MonkeyPatch.context() as patched:
-        _held_writers(patched, gate)
+        _have_writers(patched, lambda: _wait_for(gate))
         training.pretrain(parse_args(words, dist.get_world_size()), on_step=on_step)
     return seen
 
@@ -143,7 +136,7 @@ def _train_and_die(words: list[str], folder: Path) -> None:
 
     def on_step(iteration, _record):
         if iteration == 4:
-            _slow_writers(patched, 600.0)
+            _have_writers(patched, lambda: time.sleep(600.0))
         if iteration == 5:
             children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
             (folder / f"children{dist.get_rank()}").write_text(children)
@@ -220,7 +213,7 @@ def _diverge(words: list[str]) -> Ended:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(exits, "SPEAK_FIRST_S", 0.1)
         patched.setattr(training, "sum_over_job", sum_over_job)
-        _slow_writers(patched, 2.0)
+        _have_writers(patched, lambda: time.sleep(2.0))
         return _command_on_one_rank(words)
 
 

@@ -8,7 +8,7 @@ A packed step is two flat tensors and a short list, so that it moves between pro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -388,11 +388,8 @@ def groups_of(bucket: PackedBucket | Bucket, groups: DynamicCPGroups) -> tuple[P
 
 
 def for_chunk(batches: Sequence[dict[str, Any]], needs: ChunkNeeds) -> Iterator[dict[str, Any]]:
-    """Yield for each micro-batch what a chunk reads, None for the rest.
-
-    Holds no micro-batch that it has handed out: what layers cache on it ends with its backward pass.
-    """
-    waiting = deque(
+    """Return for each micro-batch what a chunk reads, None for the rest, as `handed_out`."""
+    return handed_out(
         {
             "tokens": batch.get("tokens") if needs.tokens else None,
             "position_ids": batch.get("position_ids") if needs.tokens else None,
@@ -402,6 +399,11 @@ def for_chunk(batches: Sequence[dict[str, Any]], needs: ChunkNeeds) -> Iterator[
         }
         for batch in batches
     )
+
+
+def handed_out(batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield micro-batches, and hold none that is handed out: what layers cache on it ends with its backward pass."""
+    waiting = deque(batches)
     del batches
     while waiting:
         yield waiting.popleft()

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import is_placed
 from dynamic_cp.types.adapters import OF_MLP
 from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS as PIPELINE_FLAGS
@@ -125,11 +124,6 @@ def _fused_swiglu(config: Any) -> str | None:
     return "--bias-swiglu-fusion" if fuses and getattr(config, "swiglu", True) else None
 
 
-def _placed(config: Any) -> str | None:
-    exchange = getattr(config, "cp_comm_type", None)
-    return f"--cp-comm-type {exchange}" if isinstance(exchange, str) and is_placed(exchange) else None
-
-
 def _static_policy(flags: Any) -> str | None:
     return None if flags.dynamic_cp else "--dynamic-cp off"
 
@@ -188,9 +182,6 @@ _UNTRIED = "it was not tried with one"
 _LOCAL = "it is for local layers"
 
 _BESIDE_LINEAR = (
-    Exclusion(
-        "--cp-comm-type blocks", "lanes then hold any runs of rows, and states pass from chunk to chunk", said=_placed
-    ),
     Exclusion("--swiglu left out", "convolutions and gates of gated delta nets have SiLU", said=_other_activation),
 )
 
@@ -306,13 +297,6 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
             "supported",
             "the flag",
             shows=True,
-        ),
-        Exclusion(
-            f"{VARIANT} or {PATTERN}",
-            "after a prompt with several responses each of them begins with the prompt's state, which layers of linear "
-            "attention pass on to one",
-            "the flag",
-            said=_linear_attention,
         ),
         Exclusion(
             POOL,

@@ -13,7 +13,7 @@ import argparse
 from typing import Any, Literal, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.types import STATE_EXCHANGE_USES, LinearAttention, layers_with_experts
+from dynamic_cp.types import STATE_EXCHANGE_USES, LinearAttention, is_placed, layers_with_experts
 from dynamic_cp.types.linear_layers import LINEAR_SYMBOLS, check_symbols, layers_with_linear_attention
 from megatron.dynamic_cp.flags import fp8
 from megatron.dynamic_cp.flags.exclusions import PATTERN, VARIANT, refuse_pairs
@@ -258,6 +258,12 @@ def check_state_exchange(config: Any, way: str) -> None:
         raise InvalidInputError(
             f"--dynamic-cp-state-exchange {way} is for layers that this model does not have, those with linear "
             f"attention: add {VARIANT} or {PATTERN}, or leave it out"
+        )
+    exchange = config.cp_comm_type
+    if way == "heads" and isinstance(exchange, str) and is_placed(exchange):
+        raise InvalidInputError(
+            f"--dynamic-cp-state-exchange heads needs equal chunks of a sample on all lanes, and --cp-comm-type "
+            f"{exchange} places tokens anywhere: leave one of them out"
         )
 
 

@@ -250,7 +250,7 @@ class PlanningSettings:
             has_windows=self.has_windows,
             has_masks=has_masks,
             has_latents=self.has_latents,
-            may_be_placed=self.auto_places,
+            may_be_placed=self.auto_places and self.state_exchange != "heads",  # states follow homes
             left_out=left_out,
         )
 

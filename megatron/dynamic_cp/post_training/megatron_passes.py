@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +17,7 @@ from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
+from megatron.dynamic_cp.data.micro_batches import handed_out
 from megatron.dynamic_cp.post_training.columns import GivenColumns
 from megatron.dynamic_cp.post_training.heads import TokenOutputs, bare
 from megatron.dynamic_cp.post_training.losses import Loss, Objective, agreed_columns, count_tokens
@@ -105,9 +105,9 @@ class MegatronPasses:
                 total.add_(own.detach())
             return objective.scale * own, batch["loss_mask"].sum().to(torch.int), {}
 
-        released = [_released(deque(batches)) for batches in held]
+        waiting = [handed_out(batches) for batches in held]
         del held
-        self._run(StepData(released, *data[1:]), of_lane, share, forward_only=False)
+        self._run(StepData(waiting, *data[1:]), of_lane, share, forward_only=False)
         dist.all_reduce(total)
         return PassResult(loss=float(total) / objective.divisor, num_tokens=objective.num_tokens)
 
@@ -147,12 +147,6 @@ class MegatronPasses:
                 rank_tokens=[len(micro_batch.places) for micro_batch in of_lane],
                 forward_step_func=forward_step,
             )
-
-
-def _released(waiting: deque[_Batch]) -> Iterator[_Batch]:
-    """Yield micro-batches, and let go of each: what layers cache on it then ends with its backward pass."""
-    while waiting:
-        yield waiting.popleft()
 
 
 def _is_speaker() -> bool:

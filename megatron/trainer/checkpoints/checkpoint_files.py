@@ -80,11 +80,11 @@ def commit(
         if final.exists():
             final.rename(old)
         partial.rename(final)
-        _sync_folder(final.parent)
+        sync_folder(final.parent)
         tracker = final.parent / TRACKER
         _write_synced(tracker.with_suffix(_PARTIAL), f"{iteration}\n".encode())
         tracker.with_suffix(_PARTIAL).replace(tracker)
-        _sync_folder(final.parent)
+        sync_folder(final.parent)
         if old.exists():
             shutil.rmtree(old)
     return final
@@ -143,7 +143,8 @@ def _write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

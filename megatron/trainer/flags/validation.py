@@ -308,10 +308,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
         has_windows=windows_of(args).are_there,
         has_latents=latent_attention.is_on(args),
-        auto_places=auto_places
-        and experts.may_place(args)
-        and topology.expert_lanes == 1
-        and not linear_attention.is_on(args),
+        auto_places=auto_places and experts.may_place(args) and topology.expert_lanes == 1,
         pipeline_layers=pipeline_layers(args),
     )
     if args.dynamic_cp_pool != "off":

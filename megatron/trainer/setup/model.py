@@ -51,6 +51,16 @@ from megatron.trainer.setup.planned_runtime import PlannedRuntime
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 """As megatron-core's optimizer wants them; it calls FP8 by its bytes."""
+_ALIKE = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("window_size", "softmax_type", "softmax_scale", "qk_layernorm", "qk_l2_norm", "attention_output_gate"),
+    *("rotary_interleaved", "add_qkv_bias", "activation_func_clamp_value", "glu_linear_offset"),
+    *("normalization", "hidden_dropout", "init_method_std", "mtp_num_layers", "mtp_loss_scaling_factor"),
+    *("bf16", "fp8", "fp32_residual_connection", "cross_entropy_loss_fusion"),
+    *("recompute_method", "recompute_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+"""Fields of megatron-core's configuration that are flags of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,36 +118,22 @@ def transformer_config(
     skip = model.window_attn_skip_freq
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     config = kind(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
-        window_size=model.window_size,  # type: ignore[arg-type]  # two numbers, as checked
+        **{name: getattr(model, name) for name in _ALIKE},
         window_attn_skip_freq=list(skip) if isinstance(skip, tuple) else skip,
-        normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         **_of_layers(model),
-        hidden_dropout=model.hidden_dropout,
         attention_dropout=0.0,
         attention_backend=AttnBackend[model.attention_backend],
-        bf16=model.bf16,
-        fp8=model.fp8,  # type: ignore[arg-type]  # one of two, as checked
         fp8_recipe=model.fp8_recipe or DEFAULT_RECIPE,  # type: ignore[arg-type]  # one of four, as checked
-        fp32_residual_connection=model.fp32_residual_connection,
         params_dtype=dtype,
         pipeline_dtype=torch.float32 if model.fp32_residual_connection else dtype,
         **_of_stages(model, topology),
         use_cpu_initialization=model.use_cpu_initialization or device.type == "cpu",
         recompute_granularity=None if recompute == "none" else recompute,
-        recompute_modules=list(planning.recompute_modules),
-        recompute_method=model.recompute_method,
-        recompute_num_layers=model.recompute_num_layers,
+        recompute_modules=[name for name in planning.recompute_modules if name != "gdn_norm_out"],  # 0.19 knows it
         gradient_accumulation_fusion=fused.gradient_accumulation,
         bias_activation_fusion=fused.activation,
         bias_dropout_fusion=fused.dropout,
-        cross_entropy_loss_fusion=model.cross_entropy_loss_fusion,
         cross_entropy_fusion_impl=model.cross_entropy_fusion_impl or "native",
         # Gradients are sums over tokens, divided by the count of the whole job: any mixture of CP sizes is then exact.
         calculate_per_token_loss=True,
@@ -145,6 +141,7 @@ def transformer_config(
         moe_token_dispatcher_type=DISPATCHER,
         **_of_experts(model, topology.ep_size),
     )
+    config.recompute_modules = list(planning.recompute_modules)
     set_sinks(config, model.window_sink_tokens)
     set_window_rotary_base(config, model.window_rotary_base)
     set_pattern(config, model.hybrid_override_pattern)
@@ -161,23 +158,11 @@ def _of_layers(model: ModelSettings) -> dict[str, Any]:
     return {
         "gated_linear_unit": is_gated(model),
         "activation_func": _activation(model),
-        "activation_func_clamp_value": model.activation_func_clamp_value,
-        "glu_linear_offset": model.glu_linear_offset,
         "add_bias_linear": not model.disable_bias_linear,
-        "add_qkv_bias": model.add_qkv_bias,
-        "qk_layernorm": model.qk_layernorm,
-        "qk_l2_norm": model.qk_l2_norm,
-        "attention_output_gate": model.attention_output_gate,
-        "softmax_type": model.softmax_type,  # one of three, as checked
-        "softmax_scale": model.softmax_scale,
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
         **latent_fields(model),
         **linear_fields(model),
-        "mtp_num_layers": model.mtp_num_layers,
-        "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
         "no_rope_freq": list(unrotated) if isinstance(unrotated, tuple) else unrotated,
-        "rotary_interleaved": model.rotary_interleaved,
-        "init_method_std": model.init_method_std,
     }
 
 
@@ -189,8 +174,6 @@ def _of_stages(model: ModelSettings, topology: Topology) -> dict[str, Any]:
         "pipeline_model_parallel_size": topology.pp_size,
         "num_layers_in_first_pipeline_stage": model.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": model.decoder_last_pipeline_num_layers,
-        "account_for_embedding_in_pipeline_split": model.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": model.account_for_loss_in_pipeline_split,
         "virtual_pipeline_model_parallel_size": topology.vp_size if interleaved else None,
         "sequence_parallel": topology.sequence_parallel,
         # Micro-batches have their own lengths.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from typing import Any
 
@@ -27,22 +27,14 @@ def data_config(settings: Settings) -> DataConfig:
         DynamicCPError: there are none, or they contradict each other.
     """
     data = settings.data
+    names = {field.name for field in fields(DataConfig)} & {field.name for field in fields(data)}
     return DataConfig(
-        data_path=data.data_path,
-        data_glob=data.data_glob,
+        **{name: getattr(data, name) for name in names},
         cache_path=data.data_cache_path,
-        json_key=data.json_key,
-        split=data.split,
         seq_length=settings.planning.seq_length,
-        overlong=data.overlong,
         seed=settings.training.seed,
         mock=data.mock_data,
         tokenizer=data.tokenizer_type,
-        tokenizer_model=data.tokenizer_model,
-        sft=data.sft,
-        chat_template=data.chat_template,
-        vocab_size=data.vocab_size,
-        eod_id=data.eod_id,
         varlen_mock_config=data.varlen_mock_dataset_config_json,
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError
+from megatron.trainer.checkpoints.checkpoint_files import sync_folder
 from megatron.trainer.checkpoints.disk import explain_refused_write, is_refused_write
 
 
@@ -36,18 +37,10 @@ def new_folder(output: str) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         partial.rename(output)
-        _sync(Path(output).parent)
+        sync_folder(Path(output).parent)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) or (isinstance(error, RuntimeError) and is_refused_write(error)):
             reason = explain_refused_write(str(error), Path(output).parent)
             raise CheckpointError(f"--output {output} cannot be written ({reason}): choose another place") from None
         raise
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

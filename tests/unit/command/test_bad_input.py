@@ -84,6 +84,7 @@ ANY_JOB = [
     (["--lanes", "6", "--static-cp-size", "6"], "--static-cp-size 6 is not a power of two"),
     (["--static-cp-size", "3"], "--static-cp-size 3 does not divide --lanes 4"),
     (["--cp-comm-type", "ring"], "Invalid value for '--cp-comm-type'"),
+    (["--tp", "2", "--tp-overlap", "all"], "--tp-overlap all is for jobs of --gpus, --lanes 4 is a given layout"),
     (["--recompute", "some"], "Invalid value for '--recompute'"),
     (["--recompute-num-layers", "2"], "says which layers full recomputation repeats, it is none: use full"),
     (["--recompute", "full", "--recompute-num-layers", "0"], "recompute_num_layers is 0, the smallest allowed value"),
@@ -139,6 +140,18 @@ CASES = {
         (["--output", "no/plan.json"], "cannot write no/plan.json"),
         (["--policy", "best"], "policy 'best' is unknown: use one of dynamic"),
         (["--seed", "1"], "--seed is about drawing a batch, but all of"),
+        (["--max-seqlen", "100"], "--max-seqlen is about drawing a batch"),
+        (["--overlong", "drop"], "--overlong is about drawing a batch"),
+        (["--lengths", "github"], "--lengths github is a workload without a number of samples"),
+        (["--lengths", "lognormal:mean=9,sigma=1"], "give --global-batch-size"),
+        (["--global-batch-size", "9", "--max-seqlen", "20", "--overlong", "error"], "longer than --max-seqlen 20"),
+        (["--max-tokens-per-rank", "auto", "--hardware", "h100", "--model", "llama-2-13b"], "are available (92% of"),
+        (["--search", "slow"], "Invalid value for '--search': 'slow' is not one of"),
+        (["--ep", "2"], "--tp 1 --pp 1 --vpp 1 --ep 2: EP 2 without experts"),
+        (["--ep", "3", "--model", "mixtral-8x7b"], "--ep 3 is not a power of two"),
+        (["--ep", "8", "--model", "mixtral-8x7b"], "--ep 8 makes blocks of 8 lanes (TP 1), which do not divide the 4"),
+        (["--ep", "4", "--model", "mixtral-8x7b", "--expert-imbalance", "0.5"], "the imbalance of experts is 0.5"),
+        (["--model", "llama-3-8b", "--expert-imbalance", "2"], "--expert-imbalance is 2.0, llama-3-8b has no experts"),
         (["--output", "x.json", "--json", "x.json"], "--output and --json are both x.json: give each its own place"),
         (["--output", "-", "--json", "-"], "--output and --json are both -: give each its own place"),
         (["--lanes"], "Option '--lanes' requires an argument (dynamic-cp plan --help lists the options)"),
@@ -191,6 +204,9 @@ CASES = {
     "hardware": [
         (["--name", ""], "--name is '', which no table can show: give it a name"),
         (["--name", "a\nb"], r"--name is 'a\nb', which no table can show"),
+        (["--set", "hbm"], "--set hbm: give NAME=VALUE"),
+        (["--output", "no/mine.json"], "cannot write no/mine.json"),
+        (["a100"], "Got unexpected extra argument"),
         (["--output", "x.txt"], "--output x.txt ends in '.txt', a hardware file is .json"),
     ],
     "doctor": JSON,
@@ -258,24 +274,28 @@ REMEDIES = [
     ("plan", ["--cp-comm-type", "latent"], "use p2p or auto (--cp-comm-type)", ["--cp-comm-type", "p2p"]),
     ("sweep", ["--cp-comm-type", "latent"], "use p2p or auto (--cp-comm-type)", ["--cp-comm-type", "auto"]),
     ("simulate", ["--cp-comm-type", "latent"], "use p2p or auto (--cp-comm-type)", ["--cp-comm-type", "auto"]),
-    ("plan", ["--lanes", "1000000", "--set", "hbm=9GB"], "exchange by p2p alone (--cp-comm-type)", [
-        "--lanes", "1000000", "--set", "hbm=9GB", "--cp-comm-type", "p2p"]),
-    ("plan", ["--lanes", "1000000", "--set", "hbm=9.5GB"], "lower --lanes", ["--lanes", "64", "--set", "hbm=9.5GB"]),
+    ("plan", ["--lanes", "20000", "--set", "hbm=9GB"], "exchange by p2p alone (--cp-comm-type)", [
+        "--lanes", "20000", "--set", "hbm=9GB", "--cp-comm-type", "p2p"]),
+    ("plan", ["--lanes", "20000", "--set", "hbm=9GB"], "lower --lanes", ["--lanes", "64", "--set", "hbm=9GB"]),
     ("sweep", ["--max-tokens-per-rank", "10000000"], ", or give another --max-tokens-per-rank", [
         "--max-tokens-per-rank", "10000"]),
     ("plan", ["--gpus", "4", "--static-cp-size", "5", "--policy", "static"], "; give another --static-cp-size", [
         "--gpus", "4", "--static-cp-size", "4", "--policy", "static"]),
 ]  # fmt: skip
+FEW_JOBS = ["--batches", "1", "--recompute", "none", "--vpp", "1"]
 
 
 @pytest.mark.parametrize(("command", "wrong", "says", "right"), REMEDIES)
 def test_remedies_help(command, wrong, says, right, folder, capsys):
-    words = [*COMMANDS[command]]
+    words = [*COMMANDS[command], *(FEW_JOBS if command == "sweep" else [])]
     if "--gpus" in wrong and "--lanes" in words:
         at = words.index("--lanes")
         del words[at : at + 2]
     assert says in refused([*words, *wrong], capsys, folder)
     assert cli.main([*words, *right]) == 0, capsys.readouterr().err
+
+
+RECOMPUTED = ["simulate", *LENGTHS, "--gpus", "1", "--model", "llama-3-70b"]
 
 
 @pytest.mark.parametrize(
@@ -289,6 +309,18 @@ def test_remedies_help(command, wrong, says, right, folder, capsys):
         (["completion", "tcsh"], "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
         (["--frobnicate"], "No such option '--frobnicate'"),
         (["simulate", "--lengths", "github", "--lanes", "4"], "github is a workload without a number of samples"),
+        (["simulate", *DRAWN], "Missing option '--lanes' (a given layout) or '--gpus'"),
+        (["plan", *DRAWN, "--gpus", "8", "--lanes", "8"], "leave one of them out"),
+        (["trace", *DRAWN, "--gpus", "8", "--first-lanes", "9", "--output", "t.json"], "there are 8 lanes"),
+        # They would say nothing of the other modes, or narrow what is tried of "block".
+        (
+            [*RECOMPUTED, "--recompute-method", "uniform"],
+            "with --gpus use --recompute full --recompute-method block",
+        ),
+        ([*RECOMPUTED, "--recompute-num-layers", "1"], "with --gpus use --recompute full --recompute-method block"),
+        (["hardware", "h1000"], "none of the bundled hardware (did you mean 'h100'"),
+        (["hardware", "--set", "hbm=80GB"], "0 hardware is named, 1 is needed"),
+        (["hardware", "--name", "x"], "0 hardware is named, 1 is needed"),
     ],
 )
 def test_bad_usage(words, says, folder, capsys):

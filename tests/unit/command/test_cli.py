@@ -289,60 +289,6 @@ def test_only_planning_loads_the_compiler(lengths):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (["--lengths", "githup"], "'githup' is not a workload (did you mean 'github'"),
-        (["--lengths", "github"], "--lengths github is a workload without a number of samples"),
-        (["--lengths", "lognormal:mean=9,sigma=1"], "give --global-batch-size"),
-        (["--seed", "1"], "--seed is about drawing a batch"),
-        (["--max-seqlen", "100"], "--max-seqlen is about drawing a batch"),
-        (["--overlong", "drop"], "--overlong is about drawing a batch"),
-        (["--global-batch-size", "0"], "--global-batch-size is 0"),
-        (["--global-batch-size", "9", "--seed", "-1"], "error: --seed is -1"),
-        (["--global-batch-size", "9", "--max-seqlen", "0"], "error: --max-seqlen is 0"),
-        (["--global-batch-size", "9", "--max-seqlen", "20", "--overlong", "error"], "longer than --max-seqlen 20"),
-        (["--max-tokens-per-rank", "many"], "'many' is neither a number of tokens nor 'auto'"),
-        (["--max-tokens-per-rank", "auto"], "hardware 'cpu' gives no hbm_bytes"),
-        (["--max-tokens-per-rank", "auto", "--hardware", "h100", "--model", "llama-2-13b"], "are available (92% of"),
-        (["--policy", "best"], "policy 'best' is unknown: use one of dynamic, static, balanced, megatron-dev"),
-        (["--search", "slow"], "Invalid value for '--search': 'slow' is not one of"),
-        (["--cp-comm-type", "ring"], "Invalid value for '--cp-comm-type'"),
-        (["--lengths", "/nowhere.txt"], "cannot read /nowhere.txt"),
-        (["--lanes", "2"], "sample 0 has 900 tokens"),
-        (["--lanes", "0"], "error: --lanes is 0"),
-        (["--max-tokens-per-rank", "0"], "error: --max-tokens-per-rank is 0"),
-        (["--model", "gpt"], "none of the bundled models"),
-        (["--hardware", "abacus"], "none of the bundled hardware"),
-        (["--vpp", "2"], "--pp is 1"),
-        (["--static-cp-size", "3"], "--static-cp-size 3 does not divide --lanes 4"),
-        (["--ep", "2"], "--tp 1 --pp 1 --vpp 1 --ep 2: EP 2 without experts"),
-        (["--ep", "3", "--model", "mixtral-8x7b"], "--ep 3 is not a power of two"),
-        (["--ep", "8", "--model", "mixtral-8x7b"], "--ep 8 makes blocks of 8 lanes (TP 1), which do not divide the 4"),
-        (["--ep", "4", "--model", "mixtral-8x7b", "--expert-imbalance", "0.5"], "the imbalance of experts is 0.5"),
-        (["--expert-imbalance", "2"], "--expert-imbalance is 2.0, llama-3-8b has no experts"),
-    ],
-)
-def test_bad_input(lengths, tmp_path, capsys, change, says):
-    output = tmp_path / "plan.json"
-    assert cli.main(plan_arguments(lengths, "--output", str(output), *change)) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("dynamic-cp: error: ")
-    assert says in err
-    assert err.count("\n") == 1
-    assert not output.exists()
-
-
-def test_an_unwritable_output_leaves_nothing(lengths, tmp_path, capsys):
-    assert cli.main(plan_arguments(lengths, "--output", str(tmp_path / "no" / "plan.json"))) == 2
-    assert "cannot write" in capsys.readouterr().err
-    target = tmp_path / "folder"
-    target.mkdir()
-    assert cli.main(plan_arguments(lengths, "--output", str(target))) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "lengths.txt"]
-
-
 def test_check_of_a_file_that_is_no_plan(lengths, capsys):
     assert cli.main(["check", "/nowhere.json"]) == 2
     assert cli.main(["check", lengths]) == 2
@@ -380,17 +326,3 @@ def test_tp_overlap_is_of_the_plan_too(lengths, capsys):
     plain, overlapped = (report_of(capsys, *words, "--tp-overlap", jobs) for jobs in ("none", "static"))
     assert overlapped["predicted_s"] < plain["predicted_s"]
     assert overlapped["digest"] == plain["digest"]
-
-
-@pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_tp_overlap_of_a_given_layout_is_refused(lengths, capsys, command):
-    words = [command, *plan_arguments(lengths)[1:], "--tp", "2", "--tp-overlap", "all"]
-    assert cli.main(words) == 2
-    assert "--tp-overlap all is for jobs of --gpus, --lanes 4 is a given layout" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [("--recompute-method", "uniform"), ("--recompute-num-layers", "1")])
-def test_recomputed_layers_without_full_recomputation_are_refused_by_a_search(lengths, capsys, words):
-    """They would say nothing of the other modes, or narrow what is tried of "block"."""
-    assert cli.main(["simulate", "--lengths", lengths, "--gpus", "1", "--model", "llama-3-70b", *words]) == 2
-    assert "with --gpus use --recompute full --recompute-method block, or leave them out" in capsys.readouterr().err

@@ -48,26 +48,6 @@ def test_the_bundled_ones_are_listed(capsys: pytest.CaptureFixture[str]) -> None
     assert " ".join(h100) == "h100 989.4 TFLOP/s 84.9 GB 150 GB/s 40 GB/s"
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["h1000"], "none of the bundled hardware (did you mean 'h100'"),
-        (["--set", "hbm=80GB"], "0 hardware is named, 1 is needed"),
-        (["--name", "x"], "0 hardware is named, 1 is needed"),
-        (["h100", "--set", "hbm"], "--set hbm: give NAME=VALUE"),
-        (["h100", "--output", "no/mine.json"], "cannot write no/mine.json"),
-        (["h100", "--output", "mine.txt"], "--output mine.txt ends in '.txt', a hardware file is .json: rename it"),
-        (["h100", "a100"], "Got unexpected extra argument"),
-    ],
-)
-def test_bad_input(words: list[str], says: str, tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["hardware", *words]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert says in err
-
-
 def test_every_command_with_hardware_has_set() -> None:
     context = click.Context(group)
     options = {

@@ -431,20 +431,6 @@ def test_the_commands_that_take_gpus_have_what_the_sweep_found(swept, capsys, tm
     assert "dynamic at TP 2, PP 1, 4 lanes" in page.read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("simulate --lengths github --global-batch-size 8", "Missing option '--lanes' (a given layout) or '--gpus'"),
-        ("plan --lengths github --global-batch-size 8 --gpus 8 --lanes 8", "leave one of them out"),
-        ("sweep --lengths github --global-batch-size 8 --gpus 8 --policy best", "policy 'best' is unknown"),
-        ("trace --lengths github --global-batch-size 8 --gpus 8 --first-lanes 9 --output t.json", "there are 8 lanes"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(words, says, capsys):
-    assert cli.main(words.split()) == 2
-    assert says in " ".join(capsys.readouterr().err.split())
-
-
 def test_help_says_what_is_tried():
     """All sizes that `layouts_of` yields of stages with 60 layers, which 6 would divide as well."""
     helps = {option.name: option.help for option in group.get_command(None, "sweep").params}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from dynamic_cp.errors import DataError
+from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.entries import index_entries, open_entry
 from megatron.trainer.data.source import Source
@@ -75,3 +79,12 @@ def epoch_tokens(stream: SampleStream) -> list[NDArray[np.int64]]:
         assert (values.loss_mask == 1).all()
         tokens.append(np.append(values.tokens, values.labels[-1]))
     return tokens
+
+
+def assert_line_refused(one: DataConfig, path: Path, number: int, says: str) -> None:
+    """Check that data are refused by the name of a line."""
+    with pytest.raises(DataError) as caught:
+        build_splits(one)
+    said = str(caught.value)
+    assert re.search(rf"{re.escape(str(path))} line {number}\b", said), said
+    assert says in said

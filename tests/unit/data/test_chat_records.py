@@ -10,7 +10,7 @@ from dynamic_cp.errors import DataError
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.chat import parse_chats
 from megatron.trainer.data.json_text import LineError
-from tests.unit.data.helpers import config, open_documents
+from tests.unit.data.helpers import assert_line_refused, config, open_documents
 from tests.unit.data.test_chat import flags, messages_of, reader_of
 
 QUESTION = [("system", "Be brief."), ("user", "What runs past the mill?"), ("assistant", "The river.")]
@@ -184,7 +184,6 @@ BAD = {
         {"messages": [{"role": "user", "content": None}]},
         "message 1 (user): its content is null: write its text",
     ),
-    "a part": ({"messages": [{"role": "user", "content": ["x"]}]}, "a part of its content is"),
     "a picture": (
         {
             "messages": [
@@ -227,10 +226,7 @@ def test_what_is_no_chat_names_its_line(tmp_path, case):
     record, says = BAD[case]
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": messages_of(QUESTION)}) + "\n" + json.dumps(record) + "\n")
-    with pytest.raises(DataError) as caught:
-        build_splits(flags(path))
-    assert f"{path} line 2" in str(caught.value)
-    assert says in str(caught.value)
+    assert_line_refused(flags(path), path, 2, says)
 
 
 def test_texts_say_what_to_do_with_chats_and_preferences(tmp_path):
@@ -259,10 +255,7 @@ def test_keys_that_come_twice_and_half_characters_name_their_line(tmp_path, sft)
         (good.replace('"b"', r'"\ude00b"').replace('"c"', r'"\ude00c"'), r"is \ude00, half of a surrogate pair"),
     ):
         path.write_text(good + line)
-        with pytest.raises(DataError) as caught:
-            build_splits(flags(path) if sft else config(path))
-        assert f"{path} line 2" in str(caught.value)
-        assert says in str(caught.value)
+        assert_line_refused(flags(path) if sft else config(path), path, 2, says)
     path.write_text(good.replace('"b"', r'"b\ud83d\ude00"').replace('"c"', r'"c\ud83d\ude00"'))
     assert build_splits(flags(path) if sft else config(path)).train is not None
 

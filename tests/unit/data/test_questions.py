@@ -12,7 +12,7 @@ from megatron.dynamic_cp.data.shared_question import shared_question
 from megatron.trainer.data import indexing
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.entries import index_entries
-from tests.unit.data.helpers import EOD, config, open_documents, write_unseen
+from tests.unit.data.helpers import EOD, assert_line_refused, config, open_documents, write_unseen
 from tests.unit.data.made_tokenizers import MARKED_TEMPLATE, PLAIN_TEMPLATE, write_tokenizer
 
 LINES = [
@@ -333,10 +333,7 @@ BAD = [
 )
 def test_a_malformed_line_is_named_with_the_remedy(tmp_path, line, message):
     path = write(tmp_path / "a.jsonl", [LINES[0], line])
-    with pytest.raises(DataError) as caught:
-        build_splits(config(path))
-    assert f"{path} line 2" in str(caught.value)
-    assert message in str(caught.value)
+    assert_line_refused(config(path), path, 2, message)
 
 
 @pytest.mark.parametrize(
@@ -351,10 +348,7 @@ def test_a_malformed_line_is_named_with_the_remedy(tmp_path, line, message):
 )
 def test_a_malformed_line_of_chats_is_named_with_the_remedy(tmp_path, line, message):
     path = write(tmp_path / "a.jsonl", [CHATS[0], line])
-    with pytest.raises(DataError) as caught:
-        build_splits(chat_flags(path))
-    assert f"{path} line 2" in str(caught.value)
-    assert message in str(caught.value)
+    assert_line_refused(chat_flags(path), path, 2, message)
 
 
 def test_a_template_that_writes_a_prompt_by_its_answer_is_refused(tmp_path):

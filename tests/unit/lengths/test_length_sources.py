@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -20,11 +19,9 @@ from dynamic_cp.errors import DataError, UnsupportedFeatureError
 from dynamic_cp.lengths.read import READERS, read_length_array, read_lengths
 from dynamic_cp.lengths.streams import FIRST_BYTE_S
 from dynamic_cp.lengths.workloads import draw_lengths
-from tests.unit.lengths.test_lengths import LENGTHS, index_bytes
+from tests.unit.lengths.test_lengths import ARRAY, LENGTHS, index_bytes
 
 ROWS = "\n".join(map(str, LENGTHS))
-ARRAY = io.BytesIO()
-np.save(ARRAY, np.array(LENGTHS))
 CONTENTS = {
     "text": ROWS.encode(),
     "one line": " ".join(map(str, LENGTHS)).encode(),
@@ -109,45 +106,6 @@ def test_lengths_are_drawn_from_an_array_as_from_a_file(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"num_samples": 30, "seed": 3, "max_seqlen": 200, "min_seqlen": 1, "overlong": "drop"}
     drawn = draw_lengths(np.array(LENGTHS), **arguments)
     assert drawn.tolist() == draw_lengths(tmp_path / "a.txt", **arguments).tolist()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        (
-            "a.csv",
-            "name,seqlen\nh\xe9,3\n".encode("latin-1"),
-            r"byte 0xe9 in line 2 is not UTF-8: save it as UTF-8 \(icon",
-        ),
-        ("a.txt", b"3\n4\n\xff", "byte 0xff in line 3 is not UTF-8"),
-        ("a.jsonl", b'{"seqlen": 3}\n{"\xe9": 1}\n', "byte 0xe9 in line 2 is not UTF-8"),
-        ("a.csv", "seqlen\n3\n".encode("utf-16"), "it is UTF-16: save it as UTF-8"),
-        ("a.txt", b"\x7fELF\x02\x01\x00\x00", "it is binary, a text of lengths is needed"),
-        ("a.npy", b"", "it is empty: save whole tokens with numpy.save"),
-        ("a.npy", b"PK\x03\x04nonsense", r"it is an archive \(\.npz\): save one array with numpy.save"),
-        ("a.npy", b"3 4 5\n", "it does not begin as an array of NumPy: save whole tokens with numpy.save"),
-        ("a.npy", ARRAY.getvalue()[:9], "it is cut off after 9 bytes: copy or save it again"),
-        (
-            "a.npy",
-            ARRAY.getvalue()[:-1],
-            "it is cut off after 207 bytes, its header promises 208: copy or save it again",
-        ),
-        ("a.npy", ARRAY.getvalue()[:10] + b"x" * 198, "its header is damaged .*: copy or save it again"),
-        ("a.parquet", b"PAR1", "is not a .parquet file of lengths"),
-        ("a.jsonl", b'{"input_ids": 5}', r"line 1, key 'input_ids', is 5, a list of token ids is needed"),
-        ("a.jsonl", b'{"input_ids": []}', r"line 1, key 'input_ids', is 0, a length is at least 1"),
-        ("a.jsonl", b'{"input_ids": [5], "attention_mask": [1, 1]}', "1 token ids and 2 numbers of attention_mask"),
-        ("a.jsonl", b'{"text": "x"}', "text must be tokenized first, as `dynamic-cp lengths --tokenizer DIR` does"),
-        ("a.jsonl", b'{"messages": []}', "text must be tokenized first, as `dynamic-cp lengths --tokenizer DIR` does"),
-    ],
-)
-def test_damaged_files_are_told_what_is_wrong(tmp_path: Path, name: str, content: bytes, says: str) -> None:
-    if name.endswith(".parquet"):
-        pytest.importorskip("pyarrow")
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=says) as at:
-        read_lengths(tmp_path / name)
-    assert "\n" not in str(at.value)
 
 
 def test_arrays_of_objects(tmp_path: Path) -> None:

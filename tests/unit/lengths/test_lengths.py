@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import struct
@@ -19,6 +20,8 @@ from dynamic_cp.lengths.megatron_index import HEADER, MAGIC, read_megatron_index
 from dynamic_cp.lengths.read import COLUMNS, MAX_LENGTH, read_length_array, read_lengths
 
 LENGTHS = [900, 12, 40, 7, 300, 64, 64, 1, 33, 250]
+ARRAY = io.BytesIO()
+np.save(ARRAY, np.array(LENGTHS))
 KINDS = (".npy", ".txt", ".csv", ".jsonl", ".idx")
 
 
@@ -127,9 +130,36 @@ def test_a_sample_of_an_index_is_a_document(tmp_path, caplog, modes):
         ("a.idx", index_bytes([[5], [2**31 - 1, 1]]), "document 1 is 2147483648, a length is at most"),
         ("a.json", b"[1]", "give a .npy, .txt, .csv, .jsonl, .parquet, .idx file"),
         ("a", b"1", "a has no ending that says what it is: give a .npy"),
+        (
+            "a.csv",
+            "name,seqlen\nh\xe9,3\n".encode("latin-1"),
+            r"byte 0xe9 in line 2 is not UTF-8: save it as UTF-8 \(icon",
+        ),
+        ("a.txt", b"3\n4\n\xff", "byte 0xff in line 3 is not UTF-8"),
+        ("a.jsonl", b'{"seqlen": 3}\n{"\xe9": 1}\n', "byte 0xe9 in line 2 is not UTF-8"),
+        ("a.csv", "seqlen\n3\n".encode("utf-16"), "it is UTF-16: save it as UTF-8"),
+        ("a.txt", b"\x7fELF\x02\x01\x00\x00", "it is binary, a text of lengths is needed"),
+        ("a.npy", b"", "it is empty: save whole tokens with numpy.save"),
+        ("a.npy", b"PK\x03\x04nonsense", r"it is an archive \(\.npz\): save one array with numpy.save"),
+        ("a.npy", b"3 4 5\n", "it does not begin as an array of NumPy: save whole tokens with numpy.save"),
+        ("a.npy", ARRAY.getvalue()[:9], "it is cut off after 9 bytes: copy or save it again"),
+        (
+            "a.npy",
+            ARRAY.getvalue()[:-1],
+            "it is cut off after 207 bytes, its header promises 208: copy or save it again",
+        ),
+        ("a.npy", ARRAY.getvalue()[:10] + b"x" * 198, "its header is damaged .*: copy or save it again"),
+        ("a.parquet", b"PAR1", "is not a .parquet file of lengths"),
+        ("a.jsonl", b'{"input_ids": 5}', r"line 1, key 'input_ids', is 5, a list of token ids is needed"),
+        ("a.jsonl", b'{"input_ids": []}', r"line 1, key 'input_ids', is 0, a length is at least 1"),
+        ("a.jsonl", b'{"input_ids": [5], "attention_mask": [1, 1]}', "1 token ids and 2 numbers of attention_mask"),
+        ("a.jsonl", b'{"text": "x"}', "text must be tokenized first, as `dynamic-cp lengths --tokenizer DIR` does"),
+        ("a.jsonl", b'{"messages": []}', "text must be tokenized first, as `dynamic-cp lengths --tokenizer DIR` does"),
     ],
 )
 def test_bad_length_files(tmp_path, name, content, says):
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=says) as caught:
         read_lengths(tmp_path / name)

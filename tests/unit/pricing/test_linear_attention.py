@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dynamic_cp.bounds import lower_bound
@@ -12,10 +13,11 @@ from dynamic_cp.learning.observations import Observation, PricedObservations
 from dynamic_cp.memory.activations import activation_bytes, tokens_of_states
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
+from dynamic_cp.plans.state_runs import StateRuns, room_for_runs, runs_passed_on, samples_passed_on
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops
-from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD, StageLinearAttention
-from dynamic_cp.pricing.resolution import allowed_exchanges
+from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD, StageLinearAttention, sent_states
+from dynamic_cp.pricing.resolution import allowed_exchanges, problem_of_prices
 from dynamic_cp.pricing.sent import sent_by_bucket
 from dynamic_cp.search.search import plan_global_batch, plan_problem
 from dynamic_cp.types import (
@@ -24,6 +26,7 @@ from dynamic_cp.types import (
     Bucket,
     LinearAttention,
     MicroBatch,
+    Placement,
     Plan,
     PlanOptions,
     Problem,
@@ -145,7 +148,7 @@ def test_bytes_of_a_bucket_are_those_of_its_formula(way):
         want = 3 * 408 * SIZES.heads_bytes(4, 2)
         assert (forward, backward) == (pytest.approx(want), pytest.approx(want))
         return
-    halo = SIZES.halo_bytes(4, 2, 50) + SIZES.halo_bytes(4, 2, 1)
+    halo = SIZES.halo_bytes(4, 2) * (1 + 16 / 18)  # where a chunk is a token, the lane itself has two of them
     assert forward == pytest.approx(3 * 4 * (2 * SIZES.states_bytes(4) + halo))
     assert backward == pytest.approx(3 * 4 * (2 * SIZES.states_bytes(4, backward=True) + halo))
 
@@ -216,7 +219,7 @@ def test_states_of_a_model_without_linear_attention_are_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cp_comm_types": ("blocks",)}, "places attention anywhere"),
+        ({"cp_comm_types": ("blocks",), "state_exchange": "heads"}, "state_exchange heads needs equal chunks"),
         ({"pool": "auto"}, "a pool of attention servers"),
         ({"state_exchange": "both"}, "is unknown: use one of auto, heads, states"),
     ],
@@ -239,9 +242,73 @@ def test_masks_and_heads_that_tp_cannot_divide_are_refused():
             hardware=HARDWARE,
             options=options,
         )
-    with pytest.raises(UnsupportedFeatureError, match="places attention"):
-        allowed_exchanges("blocks", MODEL)
-    assert "blocks" not in allowed_exchanges("auto", MODEL, has_masks=True)
+    assert "blocks" not in allowed_exchanges("auto", MODEL, has_masks=True, state_exchange="heads")
+
+
+def placed(*homes: tuple[int, int, int, int], num_lanes: int = 2) -> Bucket:
+    """Return a bucket with these homes, (sample, first token, the one after the last, lane), and no attention."""
+    lengths = {sample: stop for sample, _, stop, _ in homes}
+    placement = Placement(np.array(homes, np.int32), np.zeros((0, 4), np.int32))
+    samples = tuple(samples_of(lengths.values()))
+    return Bucket(
+        first_lane=0, cp_size=num_lanes, samples=samples, cp_comm_type="blocks", placement=placement,
+        state_exchange="states",
+    )  # fmt: skip
+
+
+def test_homes_pay_for_runs_that_pass_on_states_and_for_what_they_send():
+    stage, core = stage_of(problem_of(2)), 3 * SIZES.core_flops / 1e9
+    apart = stage.of_homes(placed((0, 0, 100, 0), (1, 0, 300, 1)), 1, with_exchange=True)
+    assert not apart.constant_s.any()
+    assert apart.per_token_s.tolist() == [one.linear.per_token for one in stage.alone()]
+    bucket = placed((0, 0, 100, 0), (0, 100, 300, 1), (1, 0, 500, 1))
+    kernels = stage.of_homes(bucket, 1, with_exchange=False).constant_s
+    summary, carried = 3 * SIZES.summary_flops / 1e9, 3 * SIZES.carrying_flops(2) / 1e9
+    first = 100 * summary + 32 * (summary + core) + carried
+    assert kernels[0].tolist() == pytest.approx([first, first + 100 * summary])
+    assert kernels[1, 1] - kernels[1, 0] == pytest.approx(100 * BACKWARD_OVER_FORWARD * core)
+    sent = sent_states(StateRuns.of_placement(bucket), SIZES, 2)
+    # Each has half of the heads: a summary there, a state back, of its run and of the other's; and 3 tokens to lane 1.
+    states = (SIZES.summary_bytes + SIZES.state_bytes) / 2
+    halo = 3 * SIZES.convolved_channels * 2
+    assert sent.num_bytes.tolist() == [[states + halo, states], [SIZES.state_bytes, SIZES.state_bytes + halo]]
+    seconds = stage.of_homes(bucket, 1, with_exchange=True).constant_s - kernels
+    assert seconds[0, 0] - seconds[0, 1] == pytest.approx(3 * halo / HARDWARE.bandwidth_in_node_bytes_per_s)
+
+
+def test_branches_count_as_runs_that_pass_on_states():
+    tree = replace(samples_of([64])[0], mask=parse_mask("tree:16(16(8,8),16)"))
+    bucket = Bucket(first_lane=0, cp_size=2, samples=(tree,), state_exchange="states")
+    assert samples_passed_on(bucket) == 1 + 4 / 4
+    # Chunks of 16 tokens: lane 0 has the first and, as two branches, the last; lane 1 the second and two leaves.
+    assert list(runs_passed_on(bucket)) == [2, 3]
+    assert runs_passed_on(replace(bucket, state_exchange="heads")) == [0, 0]
+    problem = problem_of(2)
+    prices = CostModel(problem)
+    plain = replace(bucket, samples=tuple(samples_of([64])))
+    assert prices.bucket_cost(bucket).forward_s > prices.bucket_cost(plain).forward_s
+    planned = plan_problem(problem_of(2, cp_comm_types=("a2a",), max_tokens_per_rank=4096), [tree])
+    assert planned.plan.num_tokens == 64
+
+
+def test_placed_plans_pass_on_states_for_which_memory_has_room():
+    """A sample that fills all lanes is placed, too."""
+    problem = problem_of(4, cp_comm_types=("blocks",), max_tokens_per_rank=2048)
+    batch = samples_of([8192, 900, 64])
+    planned = plan_problem(problem, batch)
+    spread = [bucket for bucket in planned.plan.buckets if bucket.is_placed]
+    assert spread
+    assert all(bucket.exchanges_states for bucket in spread)
+    prices = CostModel(problem_of_prices(problem))
+    assert lower_bound(batch, prices).seconds <= planned.predicted_s
+    assert max(max(runs_passed_on(bucket)) for bucket in spread) <= room_for_runs(2048) == 6
+    memory = MemoryModel(problem)
+    (peak,), (most,) = memory.peak(planned.plan), memory.peak_at(2048, 4)
+    assert peak.total_bytes <= most.total_bytes
+    without = MemoryModel(replace(problem, options=replace(problem.options, cp_comm_types=("p2p",))))
+    assert memory.peak_at(2048, 1)[0].exchange_bytes - without.peak_at(2048, 1)[0].exchange_bytes == pytest.approx(
+        6 * 3 * (SIZES.state_bytes + SIZES.summary_bytes)
+    )
 
 
 def test_measured_buckets_that_passed_on_states_are_priced_so():

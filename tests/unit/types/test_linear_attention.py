@@ -45,19 +45,6 @@ def test_a_sample_of_4k_tokens_a_lane_sends_a_third_by_states():
     assert (round(heads / 1e6), round((forward + halo) / 1e6), round((backward + halo) / 1e6)) == (76, 10, 6)
 
 
-@pytest.mark.parametrize("num_lanes", [2, 3, 4])
-def test_a_halo_is_what_other_lanes_have_of_the_tokens_before_chunks(num_lanes):
-    chunks = [*range(num_lanes), *reversed(range(num_lanes))]
-    for chunk_tokens in (1, 2, 3, 5):
-        lanes = [lane for lane in chunks for _ in range(chunk_tokens)]
-        needed = sum(
-            lanes[at] != lanes[start]
-            for start in range(0, len(lanes), chunk_tokens)
-            for at in range(max(0, start - 3), start)
-        )
-        assert GATED_DELTA.halo_bytes(num_lanes, 1, chunk_tokens) == needed * 8192 / num_lanes
-
-
 def test_mamba_2_has_a_number_for_the_matrix_of_a_state():
     assert MAMBA.summary_bytes == MAMBA.state_bytes + 4 * 64
     assert MAMBA.core_flops == 64 * (4 * 128 * 64 + 64 * 64) + 8 * 64 * 128

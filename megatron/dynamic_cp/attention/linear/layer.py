@@ -98,8 +98,12 @@ class LinearLayer:
             return found_THV
         dtype = state_dtype(found_THV.dtype)
         own_THV = x_TC[:, : found_THV[0].numel()].view_as(found_THV)
-        own_THV = computed_again(lambda skip, own: skip.to(dtype)[:, None] * own.to(dtype), self.skip_H, own_THV)
-        return (found_THV.to(dtype) + own_THV).to(found_THV.dtype)
+
+        def skipped(skip_H: Tensor, own: Tensor) -> Tensor:
+            # Its gradient is summed over channels, then over tokens: one sum of all rounds six times as much.
+            return skip_H.to(dtype).expand(own.shape[:2])[..., None] * own.to(dtype)
+
+        return (found_THV.to(dtype) + computed_again(skipped, self.skip_H, own_THV)).to(found_THV.dtype)
 
     def _grouped(self, x_TGK: Tensor) -> Tensor:
         """Return groups that serve as many of the heads each; where a share cuts one, a copy for each head."""

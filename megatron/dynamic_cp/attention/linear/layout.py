@@ -7,7 +7,7 @@ Everything is made on the host, once for each micro-batch, and kept in its `Laye
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -42,12 +42,40 @@ class Halo(NamedTuple):
     own: Tensor
 
 
+class Alone(NamedTuple):
+    """Where a lane has runs through which no states pass, beside linked ones.
+
+    Attributes:
+        linked_rows, rows: of the linked ones, and of these, int64.
+        runs: these.
+        in_order: of linked rows and the others behind them, where each row of the lane is, int64.
+    """
+
+    linked_rows: Tensor
+    rows: Tensor
+    runs: Runs
+    in_order: Tensor
+
+
+class Level(NamedTuple):
+    """Runs that go on from those of the level before, on a lane that has all rows.
+
+    Attributes:
+        runs: they.
+        rows: theirs, int64.
+        previous: the run of the level before behind which each begins, int64; of the first level nothing.
+    """
+
+    runs: Runs
+    rows: Tensor
+    previous: Tensor
+
+
 class Links(NamedTuple):
-    """Runs from which others go on, and those: states pass through them. In the order of `StateRuns`, of all lanes.
+    """Linked runs (`StateRuns.is_linked`) of all lanes, in their order.
 
     Attributes:
         counts: [lane] of them.
-        own: which of this lane's runs they are, in the order of its rows, int64.
         in_order: for each in order, its place where those of a lane follow those of another, int64.
         by_lane: the other way round.
         following, previous: runs that go on from another one, and that one, int64.
@@ -55,7 +83,6 @@ class Links(NamedTuple):
     """
 
     counts: tuple[int, ...]
-    own: Tensor
     in_order: Tensor
     by_lane: Tensor
     following: Tensor
@@ -71,8 +98,6 @@ class LaneRows:
         lanes: who they are; None: this one has all rows.
         runs: those of this lane.
         has_links: whether a run of any lane goes on from another one.
-        linked_runs: those of this lane that do, or from which others do.
-        linked_rows: their rows, int64; None: all.
     """
 
     def __init__(self, table: StateRuns, lanes: Lanes | None, device: torch.device) -> None:
@@ -80,12 +105,6 @@ class LaneRows:
         self._own = table.of_lane(self._lane)
         self.runs = Runs.build(table.length[self._own].tolist(), device)
         self.has_links = bool((table.previous >= 0).any())
-        self.linked_runs, self.linked_rows = self.runs, None
-        is_linked = table.is_linked[self._own]
-        if self.has_links and not is_linked.all():
-            lengths = table.length[self._own]
-            self.linked_runs = Runs.build(lengths[is_linked].tolist(), device)
-            self.linked_rows = self._on_device(np.flatnonzero(np.repeat(is_linked, lengths)))
         self._kept: dict[str, object] = {}
 
     @property
@@ -97,9 +116,59 @@ class LaneRows:
         return self._once(f"{num_before} tokens before", lambda: self._halo(num_before))
 
     @property
+    def linked(self) -> Runs:
+        """Those of this lane that are linked, where any are."""
+        return self._once("linked runs", lambda: self._runs_of(self._is_linked))
+
+    @property
+    def alone(self) -> Alone | None:
+        """The others, where any are."""
+        return self._once("runs alone", self._alone)
+
+    @property
+    def levels(self) -> list[Level]:
+        """All runs, where this lane has all rows, those first that go on from none."""
+        return self._once("levels", lambda: [*self._levels()])
+
+    @property
+    def by_row(self) -> Tensor:
+        """Where each row is among those of all levels, int64."""
+        return self._once("rows of levels", lambda: torch.cat([level.rows for level in self.levels]).argsort())
+
+    @property
     def links(self) -> Links:
         """The runs that states pass through."""
         return self._once("links", self._links)
+
+    @property
+    def _is_linked(self) -> NDArray[np.bool_]:
+        return self.table.is_linked[self._own]
+
+    def _runs_of(self, which: NDArray[np.bool_]) -> Runs:
+        return self.runs if which.all() else Runs.build(self.table.length[self._own[which]].tolist(), self._device)
+
+    def _levels(self) -> Iterator[Level]:
+        table, depth = self.table, self.table.depth
+        number = np.zeros_like(depth)
+        for level in range(int(depth.max()) + 1):
+            runs = np.flatnonzero(depth == level)
+            number[runs] = np.arange(len(runs))
+            rows = np.repeat(depth == level, table.length)  # runs are in the order of rows
+            lengths = table.length[runs].tolist()
+            previous = number[table.previous[runs]]
+            yield Level(
+                Runs.build(lengths, self._device), self._on_device(np.flatnonzero(rows)), self._on_device(previous)
+            )
+
+    def _alone(self) -> Alone | None:
+        is_linked = self._is_linked
+        if is_linked.all():
+            return None
+        linked_rows = np.repeat(is_linked, self.table.length[self._own])
+        order = np.argsort(~linked_rows, kind="stable")
+        first, second = np.split(order, [linked_rows.sum()])
+        rows = (self._on_device(values) for values in (first, second))
+        return Alone(*rows, self._runs_of(~is_linked), self._on_device(np.argsort(order)))
 
     def _once(self, name: str, make: Callable[[], Kept]) -> Kept:
         if name not in self._kept:
@@ -157,7 +226,6 @@ class LaneRows:
             first = np.where(first >= 0, first[first], -1)
         return Links(
             counts=tuple(np.bincount(table.lane[linked], minlength=table.num_lanes).tolist()),
-            own=self._on_device(np.flatnonzero(number[self._own] >= 0)),
             in_order=self._on_device(np.argsort(by_lane)),
             by_lane=self._on_device(by_lane),
             following=self._on_device(following),
@@ -168,7 +236,12 @@ class LaneRows:
 
 def lane_rows(params: DynamicPackedSeqParams, device: torch.device) -> LaneRows:
     """Return the rows that this lane holds."""
-    return params.cache.once("rows of this lane", lambda: LaneRows(_table(params), Lanes.of(params), device))
+
+    def make() -> LaneRows:
+        lanes = Lanes.of(params)
+        return LaneRows(_table(params), lanes if lanes.number > 1 else None, device)
+
+    return params.cache.once("rows of this lane", make)
 
 
 class GatheredRows(NamedTuple):

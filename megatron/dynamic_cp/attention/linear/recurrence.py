@@ -39,6 +39,10 @@ class Steps(NamedTuple):
         tensors = (self.q_THK, self.k_THK, self.v_THV, self.decay_TH, self.beta_TH)
         return [tensor for tensor in tensors if tensor is not None]
 
+    def of_rows(self, rows: Tensor) -> Steps:
+        """Return the same of some rows."""
+        return self.with_tensors([tensor.index_select(0, rows) for tensor in self.tensors])
+
     def by_head(self) -> Steps:
         """Return the same with a query and a key of each head."""
         per_group = self.v_THV.shape[1] // self.k_THK.shape[1]

@@ -6,6 +6,8 @@
    gives back the state before each run. What a lane sends does not grow with the length of samples.
 4. Runs are scanned from these states.
 
+A lane that has all rows needs no summaries: it scans branches of samples after what they go on from.
+
 Backward needs no gradient of A: that of the state before a run is A' times that of the state behind it, plus what the
 run's own tokens say, so the same composition backwards, of gradients; A stays where it was composed.
 
@@ -19,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention.linear.exchange import exchanged
+from dynamic_cp.types import LinearAttention
+from megatron.dynamic_cp.attention.linear.exchange import Lanes, exchanged
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share
 from megatron.dynamic_cp.attention.linear.layout import LaneRows, Links, lane_rows
@@ -38,14 +41,41 @@ def found_in_rows(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], rows: L
     """Return what the tokens of a lane find; states pass from run to run where one goes on from another."""
     x_TC = _convolved(layer, x_TC, rows)
     steps = layer.steps(x_TC, gates)
-    found: Tensor | None
-    if rows.has_links:
-        chain = StateChain(layer, rows)
-        found = _ScanLinkedRuns.apply(layer.kernel, rows, chain, steps, torch.is_grad_enabled(), *steps.tensors)
+    if rows.lanes is None or not rows.has_links:
+        found = _scanned_by_levels(layer.kernel, steps, rows)
+    elif rows.alone is None:
+        found = _scanned_in_chains(layer, steps, rows, rows.lanes)
     else:
-        found, _ = layer.kernel.scan(steps, rows.runs, None)
-    assert found is not None
+        linked, others = (steps.of_rows(part) for part in (rows.alone.linked_rows, rows.alone.rows))
+        parts = _scanned_in_chains(layer, linked, rows, rows.lanes), _scanned(layer.kernel, others, rows.alone.runs)[0]
+        found = torch.cat(parts).index_select(0, rows.alone.in_order)
     return layer.finished(found, x_TC)
+
+
+def _scanned(kernel: LinearKernel, steps: Steps, runs: Runs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return what tokens find, and the state behind each run."""
+    found, last = kernel.scan(steps, runs, state)
+    assert found is not None
+    return found, last
+
+
+def _scanned_by_levels(kernel: LinearKernel, steps: Steps, rows: LaneRows) -> Tensor:
+    """Return what the tokens of a lane find that has all rows: branches are scanned after what they go on from."""
+    if not rows.has_links:
+        return _scanned(kernel, steps, rows.runs)[0]
+    found, state = [], None
+    for level in rows.levels:
+        before = None if state is None else state.index_select(0, level.previous)
+        of_level, state = _scanned(kernel, steps.of_rows(level.rows), level.runs, before)
+        found.append(of_level)
+    return torch.cat(found).index_select(0, rows.by_row)
+
+
+def _scanned_in_chains(layer: LinearLayer, steps: Steps, rows: LaneRows, lanes: Lanes) -> Tensor:
+    """Return what the tokens of linked runs find; lanes exchange the states before them."""
+    chain, is_recorded = StateChain(layer.sizes, rows, lanes), torch.is_grad_enabled()
+    found: Tensor = _ScanLinkedRuns.apply(layer.kernel, rows.linked, chain, steps, is_recorded, *steps.tensors)
+    return found
 
 
 def _convolved(layer: LinearLayer, x_TC: Tensor, rows: LaneRows) -> Tensor:
@@ -69,19 +99,17 @@ class StateChain:
     Forward comes before backward; the transitions A of this lane's share stay in between.
     """
 
-    def __init__(self, layer: LinearLayer, rows: LaneRows) -> None:
-        self._links, self._lanes, self._num_runs = rows.links, rows.lanes, len(rows.runs.lengths)
-        self._heads = [slice(None)]
-        if rows.lanes is not None:
-            shares = [Share.of_lane(layer.sizes, lane, rows.lanes.number).heads for lane in range(rows.lanes.number)]
-            self._heads = [slice(heads.start, heads.stop) for heads in shares]
+    def __init__(self, sizes: LinearAttention, rows: LaneRows, lanes: Lanes) -> None:
+        self._links, self._lanes, self._num_runs = rows.links, lanes, len(rows.linked.lengths)
+        shares = [Share.of_lane(sizes, lane, lanes.number).heads for lane in range(lanes.number)]
+        self._heads = [slice(heads.start, heads.stop) for heads in shares]
         self._transitions: Tensor | None = None
 
     def states(self, transitions: Tensor, own: Tensor) -> Tensor:
-        """Return the state before each of this lane's runs, [runs, heads, key, value].
+        """Return the state before each of this lane's linked runs, [runs, heads, key, value].
 
         Args:
-            transitions, own: A [linked, heads, ...] and b [linked, heads, key, value] of its linked runs.
+            transitions, own: A [runs, heads, ...] and b [runs, heads, key, value] of them.
         """
         self._transitions, added = self._scattered(transitions, own)
         behind = composed(self._transitions, added, self._links)
@@ -90,18 +118,16 @@ class StateChain:
         return self._gathered(before)
 
     def gradients(self, grad: Tensor) -> Tensor:
-        """Return the gradient of the state behind each run; `grad`: what each run's tokens say of that before."""
+        """Return the gradient of the state behind each of them; `grad`: what their tokens say of that before."""
         assert self._transitions is not None, "forward comes first"
-        (said,) = self._scattered(grad.index_select(0, self._links.own))
+        (said,) = self._scattered(grad)
         before = composed_back(self._transitions, said, self._links)
         behind = torch.zeros_like(before)
         behind.index_add_(0, self._links.previous, before.index_select(0, self._links.following))
         return self._gathered(behind)
 
     def _scattered(self, *tensors: Tensor) -> list[Tensor]:
-        """Return [linked runs of all lanes, share of the heads, ...] of [linked runs of this lane, heads, ...]."""
-        if self._lanes is None:
-            return [tensor.index_select(0, self._links.in_order) for tensor in tensors]
+        """Return [runs of all lanes, share of the heads, ...] of [runs of this lane, heads, ...]."""
         messages = [[tensor[:, heads] for tensor in tensors] for heads in self._heads]
         of_own = messages[self._lanes.own]
         expected = [[Expected((count, *one.shape[1:]), one.dtype) for one in of_own] for count in self._links.counts]
@@ -109,16 +135,12 @@ class StateChain:
         return [torch.cat(parts).index_select(0, self._links.in_order) for parts in zip(*received, strict=True)]
 
     def _gathered(self, of_links: Tensor) -> Tensor:
-        """Return [runs of this lane, heads, ...] of [linked runs of all lanes, share of the heads, ...]."""
+        """Return [runs of this lane, heads, ...] of [runs of all lanes, share of the heads, ...]."""
         by_lane = of_links.index_select(0, self._links.by_lane)
-        if self._lanes is not None:
-            messages = [[part] for part in by_lane.split(self._links.counts)]
-            number, sizes = len(self._links.own), of_links.shape[2:]
-            expected = [[Expected((number, heads.stop - heads.start, *sizes), of_links.dtype)] for heads in self._heads]
-            by_lane = torch.cat([part for (part,) in exchanged(messages, expected, self._lanes)], dim=1)
-        if len(by_lane) == self._num_runs:
-            return by_lane
-        return by_lane.new_zeros((self._num_runs, *by_lane.shape[1:])).index_copy_(0, self._links.own, by_lane)
+        messages = [[part] for part in by_lane.split(self._links.counts)]
+        sizes, dtype = of_links.shape[2:], of_links.dtype
+        expected = [[Expected((self._num_runs, heads.stop - heads.start, *sizes), dtype)] for heads in self._heads]
+        return torch.cat([part for (part,) in exchanged(messages, expected, self._lanes)], dim=1)
 
 
 def composed(transitions: Tensor, own: Tensor, links: Links) -> Tensor:
@@ -178,19 +200,6 @@ def _sums(decay_TH: Tensor, runs: Runs) -> Tensor:
     return total.index_select(0, runs.cu_seqlens).diff(dim=0).to(decay_TH.dtype)
 
 
-def _linked_summaries(kernel: LinearKernel, steps: Steps, rows: LaneRows) -> tuple[Tensor, Tensor]:
-    """Return the summaries of those runs of a lane that are linked."""
-    if rows.linked_rows is None:
-        return summaries(kernel, steps, rows.runs)
-    if not rows.linked_runs.lengths:
-        _, num_heads, value_size = steps.v_THV.shape
-        key_size = steps.k_THK.shape[2]
-        sizes = (0, num_heads) if steps.beta_TH is None else (0, num_heads, key_size, key_size)
-        return steps.decay_TH.new_zeros(sizes), steps.decay_TH.new_zeros((0, num_heads, key_size, value_size))
-    linked = steps.with_tensors([tensor.index_select(0, rows.linked_rows) for tensor in steps.tensors])
-    return summaries(kernel, linked, rows.linked_runs)
-
-
 class _ScanLinkedRuns(torch.autograd.Function):
     """Scans from the states before runs; backward exchanges gradients of states where forward exchanged states."""
 
@@ -198,16 +207,16 @@ class _ScanLinkedRuns(torch.autograd.Function):
     def forward(
         ctx: Any,
         kernel: LinearKernel,
-        rows: LaneRows,
+        runs: Runs,
         chain: StateChain,
         steps: Steps,
         is_recorded: bool,
         *tensors: Tensor,
     ) -> Tensor:
         steps = steps.with_tensors([tensor.detach().requires_grad_(is_recorded) for tensor in tensors])
-        state = chain.states(*_linked_summaries(kernel, steps, rows)).requires_grad_(is_recorded)
+        state = chain.states(*summaries(kernel, steps, runs)).requires_grad_(is_recorded)
         with torch.set_grad_enabled(is_recorded):
-            found, last = kernel.scan(steps, rows.runs, state)
+            found, last = kernel.scan(steps, runs, state)
         assert found is not None
         ctx.chain, ctx.scanned = chain, (steps.tensors, state, found, last)
         return found.detach()
