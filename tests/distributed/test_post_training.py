@@ -352,6 +352,9 @@ FAULTS = {
 }
 
 
+@pytest.mark.by_day(
+    "results_in_the_order_of_lanes", "keep_gradients_of_sums_on_their_lane", "shift_weights_by_one_token"
+)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_noticed(fault: Callable[[Plan], None], judged) -> None:
     samples, expected = judged(EVERY_DAY["dp4"], "plain")
