@@ -145,5 +145,5 @@ def _are_faster(prices: CostModel, priced: PricedPacking, shared: Ints, shifts: 
     tokens, squares = priced.tokens[shared, None], priced.squares[shared, None]
     terms = prices.table.terms[priced.price_rows[shared]]
     by_heads, by_states = prices_of(np.stack([terms, terms + shifts]), tokens, squares)
-    never_slower, are_faster = (by_states <= by_heads).all(axis=1), (by_states < by_heads).any(axis=1)
-    return np.logical_and(never_slower, are_faster)
+    are_faster: Bools = (by_states <= by_heads).all(axis=1) & (by_states < by_heads).any(axis=1)
+    return are_faster
