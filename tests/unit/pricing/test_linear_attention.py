@@ -103,8 +103,8 @@ def test_what_leaves_a_node_takes_longer():
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_recomputation_repeats_the_exchange_of_states(recompute):
     problem = problem_of(recompute=recompute)
-    shift = CostModel(problem).stage.states_over_heads(2, IN_NODE)
-    plain = CostModel(problem_of()).stage.states_over_heads(2, IN_NODE)
+    shift = CostModel(problem).state_shifts[1, IN_NODE]
+    plain = CostModel(problem_of()).state_shifts[1, IN_NODE]
     assert (shift[:, 0] == plain[:, 0]).all()
     assert shift[:, 1] == pytest.approx(plain[:, 1] + (recompute != "none") * plain[:, 0])
 
