@@ -86,12 +86,13 @@ class ActivationBytes(NamedTuple):
 
 
 class _LinearBytes(NamedTuple):
-    """Bytes of linear attention: per token what it keeps, what `core_attn` drops of it, what travels by heads and what
-    backward holds while it computes the gate and the norm again in float32; and per sample states.
+    """Bytes of linear attention: per token what it keeps, what `core_attn` and `gdn_norm_out` drop of it, what travels
+    by heads and what backward holds while it computes the gate and the norm again in float32; and per sample states.
     """
 
     kept: float = 0.0
     dropped: float = 0.0
+    normed: float = 0.0
     heads: float = 0.0
     states: float = 0.0
     again: float = 0.0
@@ -106,7 +107,7 @@ def _linear_bytes(linear: LinearAttention | None, element: int, tp_size: int) ->
     dropped = convolved + of_head * linear.num_heads * element
     states = CHUNKS_PER_LANE * (linear.state_bytes + linear.summary_bytes)
     again = _COPIES_OF_GATES * _FP32_BYTES * linear.value_channels
-    each = convolved + 3 * value + gates + dropped, dropped, convolved + gates + value, states, again
+    each = convolved + 3 * value + gates + dropped, dropped, value, convolved + gates + value, states, again
     return _LinearBytes(*(one / tp_size for one in each))
 
 
@@ -143,6 +144,7 @@ def activation_bytes(
     of_mlp = "moe" if layer.num_experts else "mlp"
     core = log_sum_exp + linear.dropped
     dropped = {"core_attn": core, "mlp": 0.0, "moe": 0.0, "layernorm": layer.halves * hidden} | {of_mlp: mlp}
+    dropped["gdn_norm_out"] = linear.normed
     routed_kept = routed * layer.routed_kept_channels
     is_full, repeated = options.recompute == "full", options.repeated
     unit = options.recompute_layers.num_layers if options.recomputes_all else 1

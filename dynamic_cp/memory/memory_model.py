@@ -25,7 +25,7 @@ from dynamic_cp.memory.communicators import num_communicators
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.plans.extension import kind_of, kind_of_all
 from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.plans.state_runs import runs_passed_on
+from dynamic_cp.plans.state_runs import room_for_runs, runs_passed_on
 from dynamic_cp.pricing.resolution import may_place
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import Attention, Plan, Problem
@@ -198,10 +198,24 @@ class MemoryModel:
         most = np.array([float(tokens_per_rank)])
         possible = attentions_of(self.options.cp_comm_types, cp_size, self._sharing)
         buffers = np.array([max((self._exchange_bytes(tokens_per_rank, cp_size, one) for one in possible), default=0)])
+        runs = room_for_runs(tokens_per_rank) if self._places_states else 0
+        states = peak_in_flight_tokens(self.full_micro_batches(runs), topology.pp_size, topology.vp_size)
         return tuple(
-            self.worst_lane(stage, alive[stage].astype(np.float64), most, buffers, alive[stage], most)
+            self.worst_lane(
+                stage,
+                alive[stage].astype(np.float64),
+                most,
+                buffers + self._states_bytes(stage, states[stage], np.array([runs])),
+                alive[stage],
+                most,
+            )
             for stage in range(topology.pp_size)
         )
+
+    @property
+    def _places_states(self) -> bool:
+        """Whether states of linear attention may follow homes, for which there is room beside tokens."""
+        return self._model.linear_attention is not None and may_place(self.topology, self.options)
 
     def full_micro_batches(self, tokens_per_rank: int) -> Ints:
         """Return [micro-batch, one lane] tokens: so many micro-batches that no schedule holds fewer than it could."""
@@ -243,7 +257,7 @@ class MemoryModel:
 
     def _fitting_tokens(self, multiple: int, cp_size: int) -> int:
         """Return the largest multiple of tokens that all stages hold in groups of `cp_size`, 0 if none."""
-        if self.options.loss_chunk_tokens:  # bytes do not grow in step with tokens
+        if self.options.loss_chunk_tokens or self._places_states:  # bytes do not grow in step with tokens
             above = 1
             while self._fits(above * multiple, cp_size):
                 above *= 2

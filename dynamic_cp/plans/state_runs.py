@@ -241,6 +241,14 @@ def samples_passed_on(bucket: Bucket) -> float:
     return sum(states_of_sample(one, bucket.cp_size) for one in bucket.samples) if bucket.exchanges_states else 0.0
 
 
+def room_for_runs(max_tokens_per_rank: int) -> int:
+    """Return for the states of how many runs there is room beside so many tokens, where attention may be placed.
+
+    A lane holds at least one run of a sample that fills all lanes, so these may not count as tokens.
+    """
+    return 4 + max_tokens_per_rank // 1024
+
+
 def runs_passed_on(bucket: Bucket, rank_token_multiple: int = 1) -> Sequence[int]:
     """Return of how many runs each lane of a bucket keeps the states that are passed on."""
     if not bucket.exchanges_states:

@@ -25,7 +25,7 @@ from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import with_masks
 from dynamic_cp.placement.programme import buffer_tokens_of
 from dynamic_cp.plans.padding import placed_tokens, round_up
-from dynamic_cp.plans.state_runs import runs_passed_on
+from dynamic_cp.plans.state_runs import room_for_runs, runs_passed_on
 from dynamic_cp.pricing.cost_model import CostModel, is_priced_lane_by_lane, lane_costs
 from dynamic_cp.types import (
     BY_PLACEMENT,
@@ -60,8 +60,6 @@ _TOKEN_TOLERANCE = 0.05
 """Share by which a lane may hold more tokens than the mean: linear layers wait for the fullest."""
 _ROW_FILL = 0.97
 """Share of the lanes' tokens that level rows fill: lanes do not come out exactly even."""
-_ROOM_FOR_RUNS = 4
-"""Runs of linear attention for whose states a lane has room when rows are filled; at most a quarter of its tokens."""
 _MORE_ROWS = (1.2, 1.5, 2.0, 3.0, 4.0)
 """Numbers of level rows for a pipeline, as multiples of the fewest."""
 _CANDIDATES_PER_S, _MOST_CANDIDATES = {"fast": 1600, "thorough": 51200}, {"fast": 200, "thorough": 1024}
@@ -142,7 +140,7 @@ def _levels(
     """
     topology, options = cost_model.topology, cost_model.options
     num_tokens = sum(sample.seqlen for sample in samples)
-    fewest = ceil(num_tokens / (_ROW_FILL * _limit_of_lane(cost_model) * topology.num_lanes))
+    fewest = ceil(num_tokens / (_ROW_FILL * options.max_tokens_per_rank * topology.num_lanes))
     # More rows than needed fill a pipeline better.
     more = [ceil(times * fewest) for times in _MORE_ROWS] if topology.pp_size > 1 else []
     most_rows = max(fewest + topology.pp_size, num_packed)
@@ -261,8 +259,8 @@ def _slowest_s(row: MicroBatch, cost_model: CostModel) -> float:
 
 def _level_rows(samples: Sequence[Sample], num_rows: int, cost_model: CostModel) -> list[list[Sample]] | None:
     """Return samples on rows of about equal work, the most first, each on the row with least; None: they do not fit."""
-    topology = cost_model.topology
-    most_tokens = _ROW_FILL * _limit_of_lane(cost_model) * topology.num_lanes
+    topology, options = cost_model.topology, cost_model.options
+    most_tokens = _ROW_FILL * options.max_tokens_per_rank * topology.num_lanes
     squares = map(cost_model.model.squared_tokens, samples)
     work = [
         cost_model.duration_ns(1, 0, sample.seqlen, squared) for sample, squared in zip(samples, squares, strict=True)
@@ -360,18 +358,7 @@ class _Grouping(NamedTuple):
 
 def _most_tokens_of_lane(cost_model: CostModel) -> int:
     multiple = cost_model.topology.rank_token_multiple
-    return int(_limit_of_lane(cost_model)) // multiple * multiple
-
-
-def _limit_of_lane(cost_model: CostModel) -> float:
-    """Return the limit of tokens, but for room for the states of some runs where lanes pass on such."""
-    most_tokens = cost_model.options.max_tokens_per_rank
-    return most_tokens - min(_ROOM_FOR_RUNS * _tokens_of_run(cost_model), most_tokens / 4)
-
-
-def _tokens_of_run(cost_model: CostModel) -> float:
-    """Return as how many tokens a run counts whose state is passed on; 0 without linear attention."""
-    return tokens_of_states(cost_model.model, cost_model.topology, cost_model.options) / CHUNKS_PER_LANE
+    return cost_model.options.max_tokens_per_rank // multiple * multiple
 
 
 class _Try(NamedTuple):
@@ -468,11 +455,13 @@ def _inner_sizes(cost_model: CostModel) -> list[int]:
 
 
 def _fits(bucket: Bucket, cost_model: CostModel) -> bool:
-    """Return whether what its lanes hold keeps the limit, with the states that they pass on."""
-    multiple, options = cost_model.topology.rank_token_multiple, cost_model.options
-    held = np.array(placed_tokens(bucket, multiple), np.float64)
+    """Return whether what its lanes hold keeps the limit, with states of more runs than there is room for."""
+    topology, options = cost_model.topology, cost_model.options
+    held = np.array(placed_tokens(bucket, topology.rank_token_multiple), np.float64)
     if bucket.exchanges_states:
-        held += _tokens_of_run(cost_model) * np.array(runs_passed_on(bucket, multiple))
+        runs = np.array(runs_passed_on(bucket, topology.rank_token_multiple))
+        more = np.maximum(runs - room_for_runs(options.max_tokens_per_rank), 0)
+        held += more / CHUNKS_PER_LANE * tokens_of_states(cost_model.model, topology, options)
     return bool(held.max() <= options.max_tokens_per_rank)
 
 

@@ -194,9 +194,9 @@ def _choose(
     limit = resolved.options.max_tokens_per_rank
     if placed is None and resolved.is_guess:
         raise InfeasibleSampleError(
-            f"no placement keeps {limit} tokens per rank{_with_states(problem.model)}, and {MOST_FETCHED[0]} and "
-            f"{MOST_FETCHED[1]} times as many fetched queries and keys: raise max_tokens_per_rank "
-            "(--max-seqlen-per-dp-cp-rank) or allow other exchanges (--cp-comm-type auto)",
+            f"no placement keeps {limit} tokens per rank, and {MOST_FETCHED[0]} and {MOST_FETCHED[1]} times as many "
+            "fetched queries and keys: raise max_tokens_per_rank (--max-seqlen-per-dp-cp-rank) or allow other "
+            "exchanges (--cp-comm-type auto)",
             max_tokens_per_rank=limit,
         )
     micro_batches, reason, grid = packed.micro_batches, packed.reason, packed.grid
@@ -215,10 +215,6 @@ def _choose(
         predicted_busy_s=timeline.lane_busy_s,
         reason=reason,
     )
-
-
-def _with_states(model: ModelShape) -> str:
-    return "" if model.linear_attention is None else " with the states of linear attention that they pass on"
 
 
 def _check_capacity(longest: Sample, topology: Topology, options: PlanOptions, *, places: bool) -> None:

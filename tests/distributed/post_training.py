@@ -280,19 +280,15 @@ def judge(variant_name: str, samples: tuple[Sample, ...], losses: tuple[str, ...
     initialize_model_parallel()
     config = reference.transformer_config(variant, num_layers=num_layers)
     torch.compiler.set_stance("force_eager")
-    spec = reference.stock_layer(config)
-    if config.num_moe_experts is not None:
-        reference.expert_routing.install()
-        spec = reference.get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization=config.normalization
-        )
-    model = reference.gpt_model(config, variant, spec)
+    model = reference.gpt_model(config, variant, reference.stock_spec(variant, config))
     model.value_head = Values()
     hidden: list[Tensor] = []
     model.decoder.final_layernorm.register_forward_hook(lambda _, __, output: hidden.append(output))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
+    if variant in reference.HYBRIDS:
+        model.double()  # as `reference_step`
 
     def forward(tokens: Tensor) -> Sequence[Tensor]:
         logits = model(tokens[None], torch.arange(len(tokens))[None], None)[0]

@@ -273,6 +273,10 @@ DELTA_16_HEADS = ModelVariant(
 )
 # A module has full attention, as the last layer.
 DELTA_MTP = ModelVariant("delta_mtp", config={**DELTA_MOE.config, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3})
+# Where the last layer has linear attention, its modules have it, too.
+DELTA_LAST = ModelVariant(
+    "delta_last", config={**DELTA.config, "linear_attention_freq": [0, 1], "mtp_num_layers": 2}, tied=True
+)
 DELTA_HALVES = ModelVariant(
     "delta_halves",
     pattern="G-*G",
@@ -305,7 +309,7 @@ HALVES_LATENT = ModelVariant(
 )
 HYBRIDS = (
     *(DELTA, DELTA_16_HEADS, DELTA_MOE, DELTA_MTP, DELTA_HALVES, MAMBA, MAMBA_MOE),
-    *(DELTA_MORE, MAMBA_MORE, DELTA_LATENT, HALVES_LATENT),
+    *(DELTA_MORE, MAMBA_MORE, DELTA_LATENT, HALVES_LATENT, DELTA_LAST),
 )
 OF_REPORTS = (GATHERED, MTP_GATHERED, MOE_BIASED)
 # Experts alone, whatever their routers' losses.
@@ -357,7 +361,12 @@ def transformer_config(variant: ModelVariant, **overrides: Any) -> TransformerCo
     if variant.dense_layers:
         dense = variant.dense_layers
         values["moe_layer_freq"] = [0] * dense + [1] * (values["num_layers"] - dense)
+    modules = values.get("recompute_modules")
+    if modules is not None:
+        values["recompute_modules"] = [name for name in modules if name != "gdn_norm_out"]  # known since 0.19
     config = kind(**values)
+    if modules is not None:
+        config.recompute_modules = modules
     set_pattern(config, variant.pattern)
     for name, value in variant.yarn.items():  # fields that megatron-core has not, each with its default
         setattr(config, YARN_FIELDS[name], value)
@@ -476,24 +485,8 @@ def stock_layer(config: TransformerConfig) -> Any:
     return spec
 
 
-def reference_step(
-    variant_name: str, samples: tuple[Sample, ...], num_layers: int, windows: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
-    """Return {"initial", "gradients": name -> tensor, "losses": sample_id -> [S], "num_tokens"}; runs on one rank.
-
-    Args:
-        windows: `window_size` and `window_attn_skip_freq` of the config, and `window_sink_tokens`, first keys that are
-            not hidden.
-    """
-    variant = VARIANTS[variant_name]
-    initialize_model_parallel()
-    of_config = dict(windows)
-    sink_tokens = of_config.pop("window_sink_tokens", 0)
-    fused_softmax.get_sliding_window_causal_mask = lambda rows, _, window_size: window_mask(
-        rows, window_size, sink_tokens
-    )
-    config = transformer_config(variant, num_layers=num_layers, **of_config)
-    torch.compiler.set_stance("force_eager")  # compiling for each length takes longer than all the rest
+def stock_spec(variant: ModelVariant, config: TransformerConfig) -> Any:
+    """Return megatron-core's layers, with linear attention by its definition."""
     spec = stock_layer(config)
     if config.num_moe_experts is not None:
         expert_routing.install()
@@ -511,10 +504,34 @@ def reference_step(
                 of_one = experts.keywords["submodules"] if hasattr(experts, "keywords") else experts.submodules
                 of_one.linear_fc2 = Cloned
     if variant in HYBRIDS:
-        layers = [stock_layer(config)] * num_layers if config.num_moe_experts is None else spec.layer_specs
+        layers = [stock_layer(config)] * config.num_layers if config.num_moe_experts is None else spec.layer_specs
         if variant.pattern:
             layers = [stock_layer(config), layers[-1]]
         spec = TransformerBlockSubmodules(with_linear_layers(layers, config), WrappedTorchNorm)
+    return spec
+
+
+def reference_step(
+    variant_name: str, samples: tuple[Sample, ...], num_layers: int, windows: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return {"initial", "gradients": name -> tensor, "losses": sample_id -> [S], "num_tokens"}; runs on one rank.
+
+    Args:
+        windows: `window_size` and `window_attn_skip_freq` of the config, and `window_sink_tokens`, first keys that are
+            not hidden.
+    """
+    variant = VARIANTS[variant_name]
+    initialize_model_parallel()
+    of_config = dict(windows)
+    if variant in HYBRIDS:
+        of_config["fp32_residual_connection"] = False  # all of it is in float64
+    sink_tokens = of_config.pop("window_sink_tokens", 0)
+    fused_softmax.get_sliding_window_causal_mask = lambda rows, _, window_size: window_mask(
+        rows, window_size, sink_tokens
+    )
+    config = transformer_config(variant, num_layers=num_layers, **of_config)
+    torch.compiler.set_stance("force_eager")  # compiling for each length takes longer than all the rest
+    spec = stock_spec(variant, config)
     num_tokens = []  # with a loss, of each sample so far
     if config.mtp_num_layers:
         weigh_later_tokens_as_others(lambda: num_tokens[-1])
@@ -526,7 +543,7 @@ def reference_step(
         for bias in (buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")):
             bias.copy_(torch.randn_like(bias) * 0.05)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
-    if variant in HYBRIDS and not config.fp32_residual_connection:
+    if variant in HYBRIDS:
         model.double()  # gradients of single heads are sums of terms that cancel: float32 alone is 2e-6 off
     losses = {}
     for sample in samples:

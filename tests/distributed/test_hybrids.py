@@ -28,10 +28,11 @@ from tests.distributed.parity import (
 from tests.distributed.reference import VARIANTS
 from tests.distributed.test_parity import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
 
+NORMS_DROPPED = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "gdn_norm_out"]}
 WINDOW = {"window_size": (15, 0)}
 BY_DAY = {
     "delta_dp4": Layout(4, variant="delta_moe", distributed_optimizer=True, config=SELECTIVE_RECOMPUTE),
-    "delta_tp2_pp2_vpp2": Layout(1, tp=2, pp=2, vpp=2, variant="delta"),
+    "delta_tp2_pp2_vpp2": Layout(1, tp=2, pp=2, vpp=2, variant="delta", config=NORMS_DROPPED),
     "mamba_dp4": Layout(4, variant="mamba", config=FULL_RECOMPUTE),
     "mamba_tp2": Layout(1, tp=2, variant="mamba"),
     "mamba_tp2_sp": Layout(2, tp=2, sp=True, variant="mamba_moe"),
@@ -69,6 +70,7 @@ BY_NIGHT = {
     "mamba_more_six_lanes": Layout(6, variant="mamba_more", exchange="all_gather", config=WINDOW),
     "delta_latent_tp2_sp": Layout(2, tp=2, sp=True, variant="delta_latent", exchange="latent"),
     "halves_latent_pp2": Layout(2, pp=2, variant="halves_latent", distributed_optimizer=True),
+    "linear_modules_dp4": Layout(4, variant="delta_last", config=NORMS_DROPPED),
     "modules_six_lanes": Layout(6, variant="delta_mtp"),
     "modules_tp2_sp": Layout(2, tp=2, sp=True, variant="delta_mtp"),
     "modules_pp2_vpp2": Layout(2, pp=2, vpp=2, variant="delta_mtp", distributed_optimizer=True),
@@ -101,6 +103,11 @@ PLACED_BY_NIGHT = {
         "tp2_sp": Layout(2, tp=2, sp=True, variant=kind, config=SELECTIVE_RECOMPUTE),
         "pp2_vpp2": Layout(3, pp=2, vpp=2, variant=kind, distributed_optimizer=True),
     }.items()
+} | {
+    "delta_more": Layout(4, variant="delta_more", exchange="all_gather", config=WINDOW | NORMS_DROPPED),
+    "mamba_more": Layout(3, variant="mamba_more", exchange="all_gather", config=WINDOW | {"window_attn_skip_freq": 4}),
+    "delta_latent": Layout(3, variant="delta_latent"),
+    "linear_modules": Layout(3, variant="delta_last"),
 }
 
 
@@ -176,10 +183,10 @@ def share_out_steps_by_the_first_rank() -> None:
     """Every TP rank has the decays of the first one's heads."""
     attended = mamba.DynamicCPMamba._attended
 
-    def of_first(self: Any, sections: Any, params: Any) -> torch.Tensor:
+    def of_first(self: Any, sections: Any, *others: Any) -> torch.Tensor:
         whole = sections["dt"].clone()
         torch.distributed.broadcast(whole, torch.distributed.get_global_rank(self.tp_group, 0), group=self.tp_group)
-        return attended(self, sections | {"dt": whole}, params)
+        return attended(self, sections | {"dt": whole}, *others)
 
     mamba.DynamicCPMamba._attended = of_first
 

@@ -74,6 +74,7 @@ def cases(exchanges: tuple[CpCommType, ...], num_lanes: int) -> Iterator[Case]:
             if cp_size > 1 and not (exchange == "a2a+p2p" and cp_size == 2):
                 yield Case(exchange=exchange, cp_size=cp_size, **shape)
         yield Case(exchange="p2p", cp_size=1, steps=(7, 30, 1), short_by=(0, 0, 0))
+    yield Case(exchange="p2p", cp_size=1, steps=(1,), short_by=(0,))
 
 
 class MicroBatch:
@@ -104,7 +105,10 @@ class MicroBatch:
 
     def forward(self, attention: torch.nn.Module) -> None:
         self.qkv = [x[self.rows].clone().requires_grad_() for x in self.whole[:3]]
-        self.out = attention(*self.qkv, None, packed_seq_params=self.params).view(len(self.rows), HEADS, HEAD_DIM)
+        query, key, value = self.qkv
+        of_projection = torch.cat((value, value), dim=1)[:, : value.shape[1]]  # columns, as of a layer
+        out = attention(query, key, of_projection, None, packed_seq_params=self.params)
+        self.out = out.view(len(self.rows), HEADS, HEAD_DIM)
 
     def backward(self) -> None:
         self.grads = torch.autograd.grad(self.out, self.qkv, self.whole[3][self.rows])

@@ -94,12 +94,22 @@ def test_a_run_changes_layers_and_goes_on(tmp_path: Path, name: str) -> None:
     assert pieces == pytest.approx(whole, rel=1e-6)
 
 
+DELTA_IN_16S = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 8"
+)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("version", [PINNED, NEWEST])
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "delayed"])
-def test_a_run_in_fp8_resumes_to_the_bit(tmp_path: Path, recipe: str, version: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [("tensorwise", ""), ("blockwise", ""), ("mxfp8", ""), ("delayed", ""), ("delayed", DELTA_IN_16S)],
+    ids=["tensorwise", "blockwise", "mxfp8", "delayed", "delayed_gated_delta_nets"],
+)
+def test_a_run_in_fp8_resumes_to_the_bit(tmp_path: Path, recipe: str, model: str, version: str) -> None:
     """Numbers are not rounded here; modules in FP8 have more to save."""
-    in_fp8 = f"--bf16 --fp8-format hybrid --fp8-recipe {recipe} --train-iters 4"
+    in_fp8 = f"{model} --bf16 --fp8-format hybrid --fp8-recipe {recipe} --train-iters 4"
     whole = train("transformer_engine", in_fp8, f"--save {tmp_path} --save-interval 2", version=version)
     (tmp_path / checkpoint_files.TRACKER).write_text("2")
     resumed = train("transformer_engine", in_fp8, f"--load {tmp_path}", version=version)

@@ -142,7 +142,9 @@ def with_linear_layers(layers: list[ModuleSpec], config: TransformerConfig) -> l
     freq = config.linear_attention_freq
     linear = freq if isinstance(freq, list) else [number % freq != 0 for number in range(1, config.num_layers + 1)]
     return [
-        _changed(one, self_attention=ModuleSpec(TokenByTokenDelta)) if is_linear else one
+        _changed(one, self_attention=ModuleSpec(TokenByTokenDelta, params=one.submodules.self_attention.params))
+        if is_linear
+        else one
         for one, is_linear in zip(layers, linear, strict=True)
     ]
 

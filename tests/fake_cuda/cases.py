@@ -479,7 +479,6 @@ CASES: dict[str, Callable[[], Notes]] = {
         1,
         NOW_AND_THEN,
     ),
-    "train on 4 lanes": lambda: train(f"--cp-comm-type auto {OVERLAP}", 4),
     "train with PP and VPP": lambda: train(
         f"--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {OVERLAP}", 4
     ),
@@ -488,6 +487,7 @@ CASES: dict[str, Callable[[], Notes]] = {
 }
 EACH_NIGHT: dict[str, Callable[[], Notes]] = {
     "many placements": lambda: attention_of_all(3),
+    "train on 4 lanes": lambda: train(f"--cp-comm-type auto {OVERLAP}", 4),
     "train on 8 lanes": lambda: train(f"--cp-comm-type auto {OVERLAP}", 8),
     "train with TP and PP": lambda: train(
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 8

@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[2]
 BY_DAY_S, BY_NIGHT_S = 280, 1200
 COMMUNICATORS = {
     "attention on all lanes": 6,
-    "train on 4 lanes": 6,
     "train with PP and VPP": 7,
 }
 EACH_NIGHT = {
     "many placements": 6,
+    "train on 4 lanes": 6,
     "train on 8 lanes": 9,
     "train with TP and PP": 6,
     "train with blocks": 6,

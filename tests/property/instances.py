@@ -23,7 +23,7 @@ from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lan
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
-from dynamic_cp.plans.state_runs import StateRuns, runs_of_branches
+from dynamic_cp.plans.state_runs import StateRuns, room_for_runs, runs_of_branches
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
@@ -290,16 +290,7 @@ def draw_hybrid_case(rng: np.random.Generator, most_lanes: int = 24, most_sample
         rules = [parse_mask_rule(text) for text in _MASK_RULES if text.startswith(("shared_question", "tree"))]
         masks = [rules[rng.integers(len(rules))](seqlen) for seqlen in case.seqlens]
         case = replace(case, masks=tuple(None if mask is None else str(mask) for mask in masks))
-    # With room for the states of some runs.
-    room = int(10 * tokens_of_states(_ALL_MODELS[model], case.topology, case.options)) + 1
-    options = replace(
-        case.options,
-        min_cp_size=1,
-        max_cp_size=None,
-        static_cp_size=None,
-        cp_comm_types=PLACING[-1],
-        max_tokens_per_rank=case.options.max_tokens_per_rank + room,
-    )
+    options = replace(case.options, min_cp_size=1, max_cp_size=None, static_cp_size=None, cp_comm_types=PLACING[-1])
     return replace(case, options=options)
 
 
@@ -326,16 +317,14 @@ def check_hybrid_case(case: Case, seed: int) -> Counter[str]:
     passing = [bucket for bucket in plan.buckets if bucket.exchanges_states]
     if use == "auto" and "heads" in planned:
         assert planned[use].predicted_s <= planned["heads"].predicted_s, "slower than with exchanged heads"
-    of_run, multiple = (
-        tokens_of_states(cost_model.model, case.topology, case.options) / 2,
-        case.topology.rank_token_multiple,
-    )
+    of_run = tokens_of_states(cost_model.model, case.topology, case.options) / 2
+    multiple = case.topology.rank_token_multiple
 
     def fits(bucket: Bucket) -> bool:
-        runs = StateRuns.of_bucket(replace(bucket, state_exchange="states"), multiple)
-        num_runs = runs.num_linked
-        if bucket.placement is None:  # however branches lie
-            num_runs = 2 * len(bucket.samples) + sum(map(runs_of_branches, bucket.samples))
+        num_runs = 2 * len(bucket.samples) + sum(map(runs_of_branches, bucket.samples))  # however branches lie
+        if bucket.placement is not None:
+            room = room_for_runs(case.options.max_tokens_per_rank)
+            num_runs = np.maximum(StateRuns.of_placement(bucket, multiple).num_linked - room, 0)
         held = np.array(lane_tokens(bucket, multiple)) + num_runs * of_run
         return bool(held.max() <= case.options.max_tokens_per_rank * (1 + 1e-12))
 

@@ -41,10 +41,12 @@ def test_a_variant_of_most_layers() -> None:
 
 
 def test_what_attention_layers_have_besides() -> None:
-    """Windows do not place attention, as they do in other models."""
+    """Windows let attention be placed, as they do in other models."""
     words = f"{DELTA} --linear-attention-freq 2 --window-size 7,0 --softmax-type learnable --fp32-residual-connection"
+    words += " --recompute-granularity selective --recompute-modules core_attn gdn_norm_out"
     settings = parse_args(command_line(f"{words} --bf16 --dynamic-cp --cp-comm-type auto"), 4)
-    assert set(settings.planning.exchanges) == {"all_gather", "a2a"}
+    assert settings.planning.recompute_modules == ("core_attn", "gdn_norm_out")
+    assert set(settings.planning.exchanges) == {"all_gather", "a2a", "blocks"}
     shape = derive.model_shape(settings.model, 256)
     assert shape.windowed_layers == tuple(not one for one in shape.linear_layers)
 
@@ -93,7 +95,6 @@ def test_flags_of_a_megatron_lm_checkpoint_say_the_same() -> None:
         (f"{PATTERN} M*M*", "has no - and no E: a layer with an MLP is needed"),
         (f"{PATTERN} M*-M --mamba-head-dim 48", "does not divide twice --hidden-size 64"),
         (f"{PATTERN} M*-M --mamba-head-dim 16 --mtp-num-layers 1", "with --mtp-num-layers is not supported"),
-        (f"{DELTA} --linear-attention-freq 2 --cp-comm-type blocks", "--cp-comm-type blocks is not supported"),
         (
             f"{DELTA} --linear-attention-freq 2 --bf16 --fp8-format hybrid --linear-num-key-heads 2 "
             "--linear-num-value-heads 4",
@@ -107,6 +108,10 @@ def test_flags_of_a_megatron_lm_checkpoint_say_the_same() -> None:
         (
             f"{DELTA} --linear-attention-freq 2 --pipeline-model-parallel-size 2 --dynamic-cp --dynamic-cp-pool always",
             "servers compute attention",
+        ),
+        (
+            f"{PATTERN} M*-M --mamba-head-dim 16 --recompute-granularity selective --recompute-modules gdn_norm_out",
+            "gdn_norm_out is not supported: a dense model has core_attn, mlp, layernorm; give some of them",
         ),
         ("--swiglu --squared-relu", "both say what the MLP computes"),
     ],
@@ -134,7 +139,7 @@ RUNS = {
     "delta": f"{DELTA} --linear-attention-freq 2 {SIZES} {WIDTHS}",
     "latents in windows": f"{DELTA} --linear-attention-freq 2 {SIZES} {WIDTHS} --multi-latent-attention "
     "--kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --num-query-groups 4 "
-    "--window-size 15,0 --window-attn-skip-freq 4",
+    "--window-size 15,0 --window-attn-skip-freq 4 --recompute-granularity selective --recompute-modules gdn_norm_out",
     "mamba": f"{PATTERN} M-*M --num-layers 4 --mamba-num-groups 2 --mamba-head-dim 16 --mamba-state-dim 16",
 }
 DYNAMIC = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 from dynamic_cp.pricing.table import duration_ns
 from dynamic_cp.types import Topology
@@ -65,3 +67,16 @@ def test_prices_without_numba_are_the_same_to_the_bit():
     model = tiny_cost_model(Topology(num_lanes=4))
     assert int(found_ns) == duration_ns(model.table, 1, 0, 4096.0, 4096.0**2)
     assert cost == [float(seconds).hex() for seconds in model.cost(4, 0, 64, 500)]
+
+
+def test_what_newest_leaves_out_has_neither_torch_nor_megatron():
+    root = Path(__file__).parents[2]
+    words = subprocess.run(["make", "-n", "newest"], capture_output=True, text=True, timeout=60, check=True, cwd=root)
+    (left_out,) = re.findall(r'LEFT_OUT="([^"]+)"', words.stdout.replace("\\\n", ""))
+    paths = [root / "tests" / "unit" / name for name in left_out.split()]
+    files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    assert len(files) > 80
+    release = re.compile(
+        r"^ *(from|import) (torch|megatron|tests\.(distributed|trainer|faults|fake_cuda))", re.MULTILINE
+    )
+    assert not [str(file) for file in files if release.search(file.read_text(encoding="utf-8"))]

@@ -18,7 +18,7 @@ from megatron.dynamic_cp.flags.fp8 import check_fp8
 from megatron.dynamic_cp.flags.latent_attention import FIELDS as LATENT_FIELDS
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention
 from megatron.dynamic_cp.flags.linear_attention import FIELDS as LINEAR_FIELDS
-from megatron.dynamic_cp.flags.linear_attention import check_linear_attention
+from megatron.dynamic_cp.flags.linear_attention import GATED_DELTA_NET, check_linear_attention, kind_of
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.positions import check_norms
 from megatron.dynamic_cp.flags.table import destination_of
@@ -181,7 +181,9 @@ def recompute_modules(config: Any) -> tuple[RecomputeModule, ...]:
     given = getattr(config, "recompute_modules", None)
     names = ["core_attn"] if given is None else list(dict.fromkeys(given))
     has_experts = num_experts(config) is not None
-    possible = [name for name in RECOMPUTE_MODULES if has_experts or name != "moe"]
+    has_norm = kind_of(config) == GATED_DELTA_NET
+    absent = {*(["moe"] if not has_experts else ()), *(["gdn_norm_out"] if not has_norm else ())}
+    possible = [name for name in RECOMPUTE_MODULES if name not in absent]
     for name in names:
         if name not in possible:
             raise UnsupportedFeatureError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from megatron.dynamic_cp.attention.linear.again import computed_again
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.linear_attention import TOGETHER, LinearAttentionLayer
@@ -41,7 +40,9 @@ class DynamicCPGatedDelta(LinearAttentionLayer):
         )
         return {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
 
-    def _attended(self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams) -> Tensor:
+    def _attended(
+        self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams, again: Callable[..., Tensor]
+    ) -> Tensor:
         alpha = sections["alpha"]
         exact = torch.promote_types(alpha.dtype, torch.float32)
         decay = -self.A_log.exp() * softplus(alpha.to(exact) + self.dt_bias)
@@ -54,4 +55,4 @@ class DynamicCPGatedDelta(LinearAttentionLayer):
         def gated(found: Tensor, z: Tensor) -> Tensor:
             return (self.out_norm(found) * silu(z.to(exact))).to(found.dtype)
 
-        return computed_again(gated, found, sections["z"].unflatten(-1, (self.sizes.num_heads, -1))).flatten(1)
+        return again(gated, found, sections["z"].unflatten(-1, (self.sizes.num_heads, -1))).flatten(1)

@@ -64,7 +64,7 @@ def layer_spec(
 
 
 def _local_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
-    if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
+    if config.recompute_granularity == "selective" and {"layernorm", "gdn_norm_out"} & {*config.recompute_modules}:
         norm_recomputation.install()
     if config.multi_latent_attention:
         latent_attention.install()
@@ -125,11 +125,13 @@ def _attend_linearly(layer: ModuleSpec, config: TransformerConfig) -> None:
     """
     is_mamba = linear_attention.kind_of(config) == linear_attention.MAMBA
     place = "mixer." if is_mamba else "self_attention."
-    attention = layer.submodules.self_attention.submodules
+    spec = layer.submodules.self_attention
+    attention = spec.submodules
     # Latent attention has local layers, and no matrix of queries, keys and values.
     is_latent = config.multi_latent_attention
     layer.submodules.self_attention = ModuleSpec(
         module=DynamicCPMamba if is_mamba else DynamicCPGatedDelta,
+        params=spec.params,  # modules of multi-token prediction ask for its mask
         submodules=LOCAL if is_latent else Projections(attention.linear_qkv, attention.linear_proj),
     )
     layer.submodules.sharded_state_dict_keys_map = {

@@ -18,11 +18,13 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
+from megatron.dynamic_cp.attention.linear.again import computed_again
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
 from megatron.dynamic_cp.groups.model_groups import check_groups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
@@ -104,7 +106,8 @@ class LinearAttentionLayer(MegatronModule):
             tp_comm_buffer_name="fc2",
             tp_group=self.tp_group,
         )
-        self.repeats_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        repeated = config.recompute_modules if config.recompute_granularity == "selective" else ()
+        self.repeats_core, self.drops_normed = "core_attn" in repeated, "gdn_norm_out" in repeated
 
     def forward(
         self,
@@ -122,19 +125,26 @@ class LinearAttentionLayer(MegatronModule):
         if packed_seq_params.cp_group.size() > 1 and not self.repeats_core:
             # Lanes convolve what they exchange, and z alone would keep the whole projection.
             sections["z"] = sections["z"].contiguous()
-        found = self._attended(sections, packed_seq_params)
+        dropped = CheckpointWithoutOutput() if self.drops_normed and self.training else None
+        again = computed_again if dropped is None else dropped.checkpoint
+        found = self._attended(sections, packed_seq_params, again)
         output: tuple[Tensor, Tensor | None] = self.out_proj(found.unsqueeze(1))
+        if dropped is not None:
+            dropped.discard_output_and_register_recompute(output[0])
         return output
 
     def _sections(self) -> dict[str, int]:
         """Return the rows of each section of the first projection on this rank."""
         raise NotImplementedError
 
-    def _attended(self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams) -> Tensor:
+    def _attended(
+        self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams, again: Callable[..., Tensor]
+    ) -> Tensor:
         """Return what heads find, gated and normalized, [T, heads * value width], of sections [T, rows].
 
         Args:
             sections: those that are not convolved by their names, the others as TOGETHER.
+            again: runs a function that backward computes again, as `computed_again`.
         """
         raise NotImplementedError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from megatron.dynamic_cp.attention.linear.again import computed_again
 from megatron.dynamic_cp.attention.linear.thd import mamba2_thd
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.linear_attention import TOGETHER, LinearAttentionLayer, Offsets, sharded_by_rows
@@ -38,7 +37,9 @@ class DynamicCPMamba(LinearAttentionLayer):
         keys, values = self.sizes.num_groups * self.sizes.key_size, self.sizes.value_channels
         return {"z": values, "x": values, "B": keys, "C": keys, "dt": self.sizes.num_heads}
 
-    def _attended(self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams) -> Tensor:
+    def _attended(
+        self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams, again: Callable[..., Tensor]
+    ) -> Tensor:
         convolved = sections[TOGETHER]
         exact = torch.promote_types(convolved.dtype, torch.float32)
         steps = softplus(sections["dt"].to(exact) + self.dt_bias.to(exact))
@@ -52,7 +53,7 @@ class DynamicCPMamba(LinearAttentionLayer):
         def gated(found: Tensor, z: Tensor) -> Tensor:
             return self.norm(found * silu(z.to(exact))).to(found.dtype)
 
-        return computed_again(gated, found, sections["z"])
+        return again(gated, found, sections["z"])
 
 
 class _GroupNorm(torch.nn.Module):

@@ -130,7 +130,7 @@ def transformer_config(
         **_of_stages(model, topology),
         use_cpu_initialization=model.use_cpu_initialization or device.type == "cpu",
         recompute_granularity=None if recompute == "none" else recompute,
-        recompute_modules=list(planning.recompute_modules),
+        recompute_modules=[name for name in planning.recompute_modules if name != "gdn_norm_out"],  # 0.19 knows it
         gradient_accumulation_fusion=fused.gradient_accumulation,
         bias_activation_fusion=fused.activation,
         bias_dropout_fusion=fused.dropout,
@@ -141,6 +141,7 @@ def transformer_config(
         moe_token_dispatcher_type=DISPATCHER,
         **_of_experts(model, topology.ep_size),
     )
+    config.recompute_modules = list(planning.recompute_modules)
     set_sinks(config, model.window_sink_tokens)
     set_window_rotary_base(config, model.window_rotary_base)
     set_pattern(config, model.hybrid_override_pattern)

@@ -274,19 +274,20 @@ REMEDIES = [
     ("plan", ["--cp-comm-type", "latent"], "use p2p or auto (--cp-comm-type)", ["--cp-comm-type", "p2p"]),
     ("sweep", ["--cp-comm-type", "latent"], "use p2p or auto (--cp-comm-type)", ["--cp-comm-type", "auto"]),
     ("simulate", ["--cp-comm-type", "latent"], "use p2p or auto (--cp-comm-type)", ["--cp-comm-type", "auto"]),
-    ("plan", ["--lanes", "1000000", "--set", "hbm=9GB"], "exchange by p2p alone (--cp-comm-type)", [
-        "--lanes", "1000000", "--set", "hbm=9GB", "--cp-comm-type", "p2p"]),
-    ("plan", ["--lanes", "1000000", "--set", "hbm=9.5GB"], "lower --lanes", ["--lanes", "64", "--set", "hbm=9.5GB"]),
+    ("plan", ["--lanes", "20000", "--set", "hbm=9GB"], "exchange by p2p alone (--cp-comm-type)", [
+        "--lanes", "20000", "--set", "hbm=9GB", "--cp-comm-type", "p2p"]),
+    ("plan", ["--lanes", "20000", "--set", "hbm=9GB"], "lower --lanes", ["--lanes", "64", "--set", "hbm=9GB"]),
     ("sweep", ["--max-tokens-per-rank", "10000000"], ", or give another --max-tokens-per-rank", [
         "--max-tokens-per-rank", "10000"]),
     ("plan", ["--gpus", "4", "--static-cp-size", "5", "--policy", "static"], "; give another --static-cp-size", [
         "--gpus", "4", "--static-cp-size", "4", "--policy", "static"]),
 ]  # fmt: skip
+FEW_JOBS = ["--batches", "1", "--recompute", "none", "--vpp", "1"]
 
 
 @pytest.mark.parametrize(("command", "wrong", "says", "right"), REMEDIES)
 def test_remedies_help(command, wrong, says, right, folder, capsys):
-    words = [*COMMANDS[command]]
+    words = [*COMMANDS[command], *(FEW_JOBS if command == "sweep" else [])]
     if "--gpus" in wrong and "--lanes" in words:
         at = words.index("--lanes")
         del words[at : at + 2]

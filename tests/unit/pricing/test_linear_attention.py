@@ -13,8 +13,7 @@ from dynamic_cp.learning.observations import Observation, PricedObservations
 from dynamic_cp.memory.activations import activation_bytes, tokens_of_states
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.plans.state_runs import StateRuns, runs_passed_on, samples_passed_on
+from dynamic_cp.plans.state_runs import StateRuns, room_for_runs, runs_passed_on, samples_passed_on
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops
 from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD, StageLinearAttention, sent_states
@@ -292,19 +291,24 @@ def test_branches_count_as_runs_that_pass_on_states():
     assert planned.plan.num_tokens == 64
 
 
-def test_placed_plans_pass_on_states_where_those_fit():
-    problem = problem_of(4, cp_comm_types=("blocks",), max_tokens_per_rank=4096)
-    batch = samples_of([6000, 900, 64])
+def test_placed_plans_pass_on_states_for_which_memory_has_room():
+    """A sample that fills all lanes is placed, too."""
+    problem = problem_of(4, cp_comm_types=("blocks",), max_tokens_per_rank=2048)
+    batch = samples_of([8192, 900, 64])
     planned = plan_problem(problem, batch)
     spread = [bucket for bucket in planned.plan.buckets if bucket.is_placed]
     assert spread
     assert all(bucket.exchanges_states for bucket in spread)
     prices = CostModel(problem_of_prices(problem))
     assert lower_bound(batch, prices).seconds <= planned.predicted_s
-    each = tokens_of_states(problem.model, problem.topology, problem.options) / 2
-    for bucket in spread:
-        held = np.array(lane_tokens(bucket)) + each * np.array(runs_passed_on(bucket))
-        assert held.max() <= 4096
+    assert max(max(runs_passed_on(bucket)) for bucket in spread) <= room_for_runs(2048) == 6
+    memory = MemoryModel(problem)
+    (peak,), (most,) = memory.peak(planned.plan), memory.peak_at(2048, 4)
+    assert peak.total_bytes <= most.total_bytes
+    without = MemoryModel(replace(problem, options=replace(problem.options, cp_comm_types=("p2p",))))
+    assert memory.peak_at(2048, 1)[0].exchange_bytes - without.peak_at(2048, 1)[0].exchange_bytes == pytest.approx(
+        6 * 3 * (SIZES.state_bytes + SIZES.summary_bytes)
+    )
 
 
 def test_measured_buckets_that_passed_on_states_are_priced_so():
