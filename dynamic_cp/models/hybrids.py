@@ -249,6 +249,8 @@ class _Qwen(_Reader):
             return None
         every, dense = self.size("decoder_sparse_step", 1), self.data.get("mlp_only_layers") or []
         have_some = [layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers)]
+        if not any(have_some):
+            return None
         shared = self.size("shared_expert_intermediate_size", 0)
         return Experts(
             num_experts=self.size("num_experts"),
