@@ -240,6 +240,8 @@ class _Qwen(_Reader):
         if not self.size("num_experts"):
             return None
         have_some = sparse_layers(self.where, self.data, num_layers)
+        if not any(have_some):
+            return None
         shared = self.size("shared_expert_intermediate_size", 0)
         return Experts(
             num_experts=self.size("num_experts"),

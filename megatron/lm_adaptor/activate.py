@@ -125,6 +125,9 @@ class _Adaptor:
 
         return DynamicCPGPTModel
 
+    def _variant_spec(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if self._is_on else original(*args, **kwargs)  # GPTModel makes its own
+
     def _SFTTokenizer(self, original: Any) -> type:  # named after what it replaces
         class SFTTokenizer(original):  # type: ignore[misc]
             def __init__(self, *args: Any, **kwargs: Any) -> None:

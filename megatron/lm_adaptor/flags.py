@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import AUTO, RING_ALONE, UNPLACED, ModelShape, PipelineLayers, StateDtypes
 from megatron.dynamic_cp.flags.activation import check_activation
-from megatron.dynamic_cp.flags.exclusions import PATTERN, VARIANT
+from megatron.dynamic_cp.flags.exclusions import PATTERN
 from megatron.dynamic_cp.flags.experts import check_experts
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, is_on, qk_width
 from megatron.dynamic_cp.flags.layer_needs import TRANSFORMER_IMPLS
+from megatron.dynamic_cp.flags.linear_attention import check_linear_attention
 from megatron.dynamic_cp.flags.positions import check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings, tokens_or_auto
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED, Unsupported
@@ -75,7 +76,7 @@ REFUSED: tuple[Unsupported, ...] = (
     Unsupported("--dataloader-inter-document-masking", "--use-varlen-dataset makes documents samples"),
     *(
         Unsupported(flag, f"its layers were not checked in a checkout {_OURS}")
-        for flag in (VARIANT, PATTERN, "--hybrid-layer-pattern")
+        for flag in (PATTERN, "--hybrid-layer-pattern")
     ),
     Unsupported("--full-validation", _DATA),
     Unsupported("--multiple-validation-sets", _DATA),
@@ -247,7 +248,7 @@ def refuse_loaded(args: argparse.Namespace) -> None:
 
     Raises:
         UnsupportedFeatureError: naming the flag.
-        InvalidInputError: flags of positions, activations, experts or latent attention that disagree.
+        InvalidInputError: flags of positions, activations, experts, latent or linear attention that disagree.
     """
     follows_from_others = {"--eval-global-batch-size"}
     for feature in REFUSED:
@@ -260,6 +261,7 @@ def refuse_loaded(args: argparse.Namespace) -> None:
     check_activation(args)
     if is_on(args):
         check_latent_attention(with_heads(args))
+    check_linear_attention(args)
 
 
 def destination(flag: str) -> str:

@@ -60,7 +60,12 @@ class Replacement:
 
 SCRIPT = "the script"
 _TRAINING = "megatron.training.training"
+_VARIANT_SPEC = "get_transformer_block_with_experimental_attention_variant_spec"
 _LAYERS = "ours builds layers whose attention and RoPE use the group of the micro-batch"
+_VARIANTS = (
+    "the original asks for TransformerEngine's layers and for kernels of linear attention; our GPTModel has its own "
+    "layers"
+)
 _CHATS = (
     "the original takes what apply_chat_template returns for tokens, but transformers 5 returns a dict unless told "
     "otherwise"
@@ -126,6 +131,19 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         symbol="GPTModel",
         reason=_LAYERS,
         since=differences.MODEL_FROM_CONFIG,
+    ),
+    Replacement(
+        module="megatron.core.models.gpt.experimental_attention_variant_module_specs",
+        symbol=_VARIANT_SPEC,
+        reason=_VARIANTS,
+        ours="variant_spec",
+    ),
+    Replacement(
+        module="megatron.training.models.gpt",
+        symbol=_VARIANT_SPEC,
+        reason=_VARIANTS,
+        since=differences.MODEL_FROM_CONFIG,
+        ours="variant_spec",
     ),
     Replacement(
         module=_TRAINING,

@@ -49,6 +49,10 @@ LENGTHS = (
     '"mean_seq_len": 100, "lognormal_sigma": 1.2}'
 )
 SCRIPT = ["-m", "megatron.dynamic_cp.run", f"{CHECKOUT}/pretrain_gpt.py"]
+GATED_DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 16 "
+    "--linear-value-head-dim 16 --linear-num-key-heads 2 --linear-num-value-heads 4 --swiglu --no-bias-swiglu-fusion"
+)
 NUMBER = r"([0-9.]+E[+-][0-9]+)"
 
 
@@ -163,21 +167,25 @@ def test_experts_equal_the_checkout_without_dynamic_cp(ep_size: int, tmp_path: P
         "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
         "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --disable-bias-linear --moe-aux-loss-coeff 0.01 "
         "--expert-model-parallel-size 2",
+        f"{GATED_DELTA} --dynamic-cp-state-exchange heads --qk-layernorm --attention-output-gate --disable-bias-linear",
+        f"{GATED_DELTA} --dynamic-cp-state-exchange states --tensor-model-parallel-size 2 --sequence-parallel "
+        "--make-vocab-size-divisible-by 64",  # Megatron-LM multiplies it by TP
     ],
-    ids=["dp4", "dp2_pp2", "dp2_pp2_vpp2", "latents", "latents_biases", "experts_ep2"],
+    ids=["dp4", "dp2_pp2", "dp2_pp2_vpp2", "latents", "latents_biases", "experts_ep2", "gated_delta", "states_tp2"],
 )
 def test_equals_our_trainer_on_samples_of_their_own_lengths(layout: str) -> None:
     """The same data, order, plans and weights: the same losses, with several CP sizes in one run."""
     more = ("--varlen-mock-dataset-config-json", LENGTHS)
-    limit = 160 if "pipeline" in layout else 96
+    limit = 160 if "pipeline" in layout or "tensor" in layout else 96
     flags = f"--dynamic-cp --max-seqlen-per-dp-cp-rank {limit} --num-layers 4 {layout}"
     theirs = megatron_lm(f"{flags} --use-varlen-dataset", more=more)
     ours = run(["pretrain_gpt.py"], f"{SHARED} --normalization LayerNorm {flags}", more=more)
     assert len(set().union(*cp_sizes(theirs))) >= 2, "the plans do not mix CP sizes"
     assert losses_of_megatron_lm(theirs) == pytest.approx(losses_of_ours(ours), rel=3e-6)
-    norms = [re.findall(r"grad norm: ([0-9.]+)", log) for log in (theirs, ours)]
-    assert norms[0] == norms[1]
-    assert len(norms[0]) == 4
+    for figure in (r"grad norm: ([0-9.]+)", r"exchanged(?: \(MB\))?: ([0-9.]+)"):
+        found = [re.findall(figure, log) for log in (theirs, ours)]
+        assert found[0] == found[1]
+        assert len(found[0]) == 4
 
 
 def test_global_batch_of_any_size_and_a_script_that_imports_the_adaptor(tmp_path: Path) -> None:
