@@ -23,7 +23,7 @@ MOST_LINES = {
     "dynamic_cp/packing": 2750,
     "dynamic_cp/pipeline": 1050,
     "dynamic_cp/placement": 3740,
-    "dynamic_cp/plans": 1420,  # what lanes exchange for linear attention
+    "dynamic_cp/plans": 1430,  # what lanes exchange for linear attention
     "dynamic_cp/pool": 2880,  # linear attention is refused
     "dynamic_cp/pricing": 2310,  # linear attention: seconds and bytes of both ways to share it; adapters
     "dynamic_cp/report": 2940,  # peak memory of a run; bars of its parts
@@ -41,7 +41,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/layout": 460,  # what lanes exchange for linear attention
     "megatron/dynamic_cp/measuring": 220,
     "megatron/dynamic_cp/model": 2010,  # the head over chunks of tokens; linear attention: gates, its matrices
-    "megatron/dynamic_cp/outside": 1365,  # linear attention of transformers models; rows of planned trainers as data
+    "megatron/dynamic_cp/outside": 1365,  # the loops of transformers and TRL; linear attention of their models
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
     "megatron/dynamic_cp/post_training": 1400,  # columns, results in order, losses tried first, a value head
