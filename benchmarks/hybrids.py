@@ -20,6 +20,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
 
 from dynamic_cp.cli.tuned import exchanges_tried
 from dynamic_cp.comparison.job import SweepJob
@@ -196,31 +198,33 @@ def compare_ways(models: Sequence[str], lengths: Sequence[str]) -> bool:
     return max(most_lost(name, one) for name in hybrids for one in lengths) <= MOST_LOST
 
 
-def planning_s(name: str, lengths: str, topology: Topology) -> float:
-    """Return the CPU seconds of a plan, the least of some."""
-    batch = job_of(name, lengths, topology.world_size // NUM_GPUS).batches[0]
+def planning_s(name: str, lengths: str, topology: Topology, times: int) -> float:
+    """Return the CPU seconds of the mean plan of `times` as many samples as 64 GPUs have, each the least of some."""
+    model, batches = model_of(name), job_of(name, lengths, times).batches
     options = PlanOptions(max_tokens_per_rank=20480, recompute="selective", cp_comm_types=CP_COMM_TYPES)
-    problem = Problem(topology=topology, model=model_of(name), hardware=load_hardware("h100"), options=options)
-    taken = []
-    for _ in range(7):
-        started = time.process_time()
-        plan_problem(problem, batch)
-        taken.append(time.process_time() - started)
-    return min(taken)
+    topology = replace(topology, ep_size=1 if model.experts is None else 8)
+    problem = Problem(topology=topology, model=model, hardware=load_hardware("h100"), options=options)
+    least = [inf] * len(batches)
+    for _ in range(5):
+        for index, batch in enumerate(batches):
+            started = time.process_time()
+            plan_problem(problem, batch)
+            least[index] = min(least[index], time.process_time() - started)
+    return sum(least) / len(least)
 
 
-def print_planning() -> None:
-    """Print what planning of a dense hybrid takes over that of its twin, in one run."""
-    total = dict.fromkeys((MODELS[0], f"full {MODELS[0]}"), 0.0)
+def print_planning(model: str) -> None:
+    """Print what planning of a hybrid takes over that of its twin, in one run: with 4 samples a GPU, and with 256."""
+    names, total = (model, f"full {model}"), [[0.0, 0.0], [0.0, 0.0]]
     for lanes, pp_size in ((32, 1), (256, 1), (64, 4), (128, 2)):
         topology = Topology(num_lanes=lanes, tp_size=2, pp_size=pp_size, sequence_parallel=True)
-        for lengths in LENGTHS:
-            each = {name: planning_s(name, lengths, topology) for name in total}
-            total = {name: total[name] + each[name] for name in total}
-            ours, theirs = each.values()
-            print(f"{lanes} lanes, PP {pp_size}, {lengths}: {1e3 * ours:.1f} ms over {1e3 * theirs:.1f} ms", flush=True)
-    ours, theirs = total.values()
-    print(f"all together {ours / theirs:.3f}")
+        for (many, times), lengths in product(enumerate((topology.world_size // NUM_GPUS, 1)), LENGTHS):
+            each = [planning_s(name, lengths, topology, times) for name in names]
+            total[many] = [sum(both) for both in zip(total[many], each, strict=True)]
+            where = f"{model}, {lanes} lanes, PP {pp_size}, {times * NUM_SAMPLES} samples, {lengths}"
+            print(f"{where}: {1e3 * each[0]:.1f} ms over {1e3 * each[1]:.1f} ms", flush=True)
+    by_gpus, alike = (f"{ours / theirs:.3f}" for ours, theirs in total)
+    print(f"{model}: with {NUM_SAMPLES // NUM_GPUS} samples a GPU {by_gpus}, with {NUM_SAMPLES} everywhere {alike}")
 
 
 def _print_header(names: Sequence[str]) -> None:
@@ -237,7 +241,8 @@ def main() -> None:
     parser.add_argument("--json", help="write the seconds of all batches and the layouts here")
     given = parser.parse_args()
     if given.planning:
-        print_planning()
+        for name in MODELS[:2]:
+            print_planning(name)
         return
     if given.ways:
         sys.exit(0 if compare_ways(given.models, given.lengths) else 1)

@@ -275,7 +275,7 @@ MODEL_AND_HARDWARE = (
 OF_MODEL = (
     _option(
         "--mtp-num-layers",
-        type=click.IntRange(0),
+        type=int,
         metavar="N",
         help="Modules of multi-token prediction behind the last layer; Qwen3-Next and Qwen3.5 are published with one, "
         "which their files here leave out. [default: as the model file says]",

@@ -25,7 +25,7 @@ from dynamic_cp.memory.communicators import num_communicators
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.plans.extension import kind_of, kind_of_all
 from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.plans.state_runs import room_for_runs, runs_passed_on
+from dynamic_cp.plans.state_runs import room_for_runs, runs_with_states
 from dynamic_cp.pricing.resolution import may_place
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import Attention, Plan, Problem
@@ -143,16 +143,17 @@ class MemoryModel:
         if kind is not None:
             return kind.peak(self, plan)
         held = np.zeros((plan.num_microbatches, plan.topology.num_lanes), np.int64)
-        exchanged, passed_on = np.zeros(held.shape), np.zeros_like(held)
+        exchanged, with_states = np.zeros(held.shape), np.zeros_like(held)
         for row, micro_batch in enumerate(plan.micro_batches):
             for bucket in micro_batch.buckets:
                 tokens = lane_tokens(bucket, plan.topology.rank_token_multiple)
                 lanes = slice(bucket.first_lane, bucket.first_lane + bucket.cp_size)
                 held[row, lanes] = tokens
-                passed_on[row, lanes] = runs_passed_on(bucket, plan.topology.rank_token_multiple)
+                if self._model.linear_attention is not None:
+                    with_states[row, lanes] = runs_with_states(bucket, plan.topology.rank_token_multiple)
                 exchanged[row, lanes] = self._exchange_bytes(max(tokens), bucket.cp_size, bucket.attention)
         topology = plan.topology
-        states = peak_in_flight_tokens(passed_on, topology.pp_size, topology.vp_size)
+        states = peak_in_flight_tokens(with_states, topology.pp_size, topology.vp_size)
         alive = peak_in_flight_tokens(held, topology.pp_size, topology.vp_size)
         most, buffers = held.max(axis=0).astype(np.float64), exchanged.max(axis=0)
         # Each rank of an EP block computes the mean of what its lanes hold.
@@ -165,7 +166,7 @@ class MemoryModel:
                 stage,
                 alive[stage].astype(np.float64),
                 most,
-                buffers + self._states_bytes(stage, states[stage], passed_on.max(axis=0)),
+                buffers + self._states_bytes(stage, states[stage], with_states.max(axis=0)),
                 routed[stage],
                 most_routed,
             )

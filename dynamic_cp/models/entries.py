@@ -1,8 +1,8 @@
-"""Numbers of a config.json."""
+"""Entries of a config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
@@ -48,3 +48,58 @@ def whole_number(where: str, values: Mapping[str, Any], key: str, needed: Iterab
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidInputError(f"{where}: {key} is {value!r}, it must be a whole number", key=key)
     return value
+
+
+def interval(where: str, values: Mapping[str, Any], key: str, default: int) -> int:
+    """Return N of an entry for every N-th layer, `default` where it is missing.
+
+    Raises:
+        InvalidInputError: it is no whole number >= 1.
+    """
+    every = default if values.get(key) is None else whole_number(where, values, key, ())
+    if every < 1:
+        raise InvalidInputError(f"{where}: {key} is {every}, it must be at least 1", key=key)
+    return every
+
+
+def some_layers(where: str, values: Mapping[str, Any], key: str) -> list[Any]:
+    """Return an entry that lists layers, [] where it is missing.
+
+    Raises:
+        InvalidInputError: it is no list.
+    """
+    layers = values.get(key) or []
+    if not isinstance(layers, list):
+        raise InvalidInputError(f"{where}: {key} is {layers!r}, it must be a list of layers", key=key)
+    return layers
+
+
+def sparse_layers(where: str, values: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """Return which layers of a Qwen have experts.
+
+    Raises:
+        InvalidInputError: decoder_sparse_step or mlp_only_layers are not what they must be.
+    """
+    every, dense = interval(where, values, "decoder_sparse_step", 1), some_layers(where, values, "mlp_only_layers")
+    return [layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers)]
+
+
+def in_one_number(which: Sequence[bool]) -> int | tuple[int, ...]:
+    """Return N where all layers but every N-th are in `which`, else 1 for each that is and 0 for others."""
+    every = which.index(False) + 1 if False in which else 0
+    is_regular = every > 0 and all(one == (layer % every != 0) for layer, one in enumerate(which, 1))
+    return every if is_regular else tuple(map(int, which))
+
+
+def is_tied(where: str, values: Mapping[str, Any]) -> bool:
+    """Return whether the output layer has the weights of the embedding.
+
+    Raises:
+        InvalidInputError: the entry is neither true nor false.
+    """
+    tied = values.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise InvalidInputError(
+            f"{where}: tie_word_embeddings is {tied!r}, it must be true or false", key="tie_word_embeddings"
+        )
+    return tied

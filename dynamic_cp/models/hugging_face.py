@@ -9,7 +9,7 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import hybrids
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.entries import SIZES as SIZES
-from dynamic_cp.models.entries import number, whole_number
+from dynamic_cp.models.entries import in_one_number, interval, is_tied, number, some_layers, sparse_layers, whole_number
 from dynamic_cp.models.rotation import rotation
 from dynamic_cp.models.routing import routing
 from dynamic_cp.types import Experts, ModelShape
@@ -182,16 +182,11 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
     latents = _latents(where, data)
     values = _completed(where, data, latents)
     sizes: dict[str, Any] = {name: whole_number(where, values, key, SIZES) for key, name in SIZES.items()}
-    tied = values.get("tie_word_embeddings", False)
-    if not isinstance(tied, bool):
-        raise InvalidInputError(
-            f"{where}: tie_word_embeddings is {tied!r}, it must be true or false", key="tie_word_embeddings"
-        )
     return ModelShape(
         **sizes,
         gated_linear_unit=_ENCODERS.get(model_type, True),
         causal_attention=model_type not in _ENCODERS or bool(data.get("is_decoder")),
-        share_embeddings_and_output_weights=tied,
+        share_embeddings_and_output_weights=is_tied(where, values),
         sandwich_norm=model_type in ("glm4", "gemma3_text"),
         **_windows(where, data, sizes["num_layers"]),
         experts=_experts(where, data, sizes["num_layers"]) if _has_experts(data) else None,
@@ -203,9 +198,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
 def _check_layer_types(where: str, data: Mapping[str, Any]) -> None:
     """Refuse layers whose attention has no price."""
     model_type = data.get("model_type")
-    layer_types = data.get("layer_types") or []
-    if not isinstance(layer_types, list):
-        raise InvalidInputError(f"{where}: layer_types is {layer_types!r}, it must be a list", key="layer_types")
+    layer_types = some_layers(where, data, "layer_types")
     every = data.get("global_attn_every_n_layers", 3)
     if model_type == "modernbert" and not layer_types and every != 1:
         raise UnsupportedFeatureError(
@@ -297,13 +290,13 @@ def _windows(where: str, data: Mapping[str, Any], num_layers: int) -> dict[str, 
         windowed = [layer >= first for layer in range(num_layers)]
     elif model_type in _GEMMAS:
         key = "_sliding_window_pattern" if "_sliding_window_pattern" in data else "sliding_window_pattern"
-        every = whole_number(where, {key: 2 if model_type == "gemma2" else 6, **data}, key, ())
-        if every < 1:
-            raise InvalidInputError(f"{where}: {key} is {every}, it must be at least 1", key=key)
+        every = interval(where, data, key, 2 if model_type == "gemma2" else 6)
         windowed = [layer % every != 0 for layer in range(1, num_layers + 1)]
     else:
         windowed = [True] * num_layers
-    return {"window_tokens": window, "window_attn_skip_freq": _skip_freq(windowed)} if any(windowed) else {}
+    if not any(windowed):
+        return {}
+    return {"window_tokens": window, "window_attn_skip_freq": 0 if all(windowed) else in_one_number(windowed)}
 
 
 def _experts(where: str, data: Mapping[str, Any], num_layers: int) -> Experts:
@@ -319,15 +312,13 @@ def _experts(where: str, data: Mapping[str, Any], num_layers: int) -> Experts:
     elif model_type in _DEEPSEEKS:
         needed = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
         counts, width = "n_routed_experts", entry("moe_intermediate_size")
-        first, every = entry("first_k_dense_replace", 0), entry("moe_layer_freq", 1)
+        first, every = entry("first_k_dense_replace", 0), interval(where, data, "moe_layer_freq", 1)
         moe = [layer >= first and layer % every == 0 for layer in range(num_layers)]
     else:
         needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
         # As transformers 5 calls it in the configs of qwen3_moe that it writes.
         counts = "num_local_experts" if data.get("num_experts") is None and "num_local_experts" in data else needed[0]
-        width, every = entry("moe_intermediate_size"), entry("decoder_sparse_step", 1)
-        dense = data.get("mlp_only_layers") or []
-        moe = [layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers)]
+        width, moe = entry("moe_intermediate_size"), sparse_layers(where, data, num_layers)
     shared = entry("n_shared_experts", 0) * width if model_type in _DEEPSEEKS else 0
     if model_type == "qwen2_moe":
         shared = entry("shared_expert_intermediate_size", 0)
@@ -344,16 +335,6 @@ def _experts(where: str, data: Mapping[str, Any], num_layers: int) -> Experts:
 def layer_types(windowed: Sequence[bool]) -> Iterator[str]:
     """Yield the entries of layer_types for layers with and without a window."""
     yield from (_SLIDING if has_one else _WHOLE for has_one in windowed)
-
-
-def _skip_freq(windowed: Sequence[bool]) -> int | tuple[int, ...]:
-    """Return the layers with a window as `ModelShape.window_attn_skip_freq` says them, by one number where it can."""
-    if all(windowed):
-        return 0
-    every = windowed.index(False) + 1
-    if all(one == (layer % every != 0) for layer, one in enumerate(windowed, 1)):
-        return every
-    return tuple(map(int, windowed))
 
 
 def _refuse_what_has_no_price(where: str, data: Mapping[str, Any]) -> None:
@@ -473,7 +454,11 @@ def _of_gemma(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
     values = _completed(where, data, {})
     hidden_size, width = (whole_number(where, values, key, SIZES) for key in ("hidden_size", "head_dim"))
     found = {"zero_centered_gamma": True, "geglu": True, "embedding_multiplier": float(hidden_size) ** 0.5}
-    scale = number(where, {"query_pre_attn_scalar": 256, **data}, "query_pre_attn_scalar", 256)
+    scale = number(where, data, "query_pre_attn_scalar", 256)
+    if scale == 0:
+        raise InvalidInputError(
+            f"{where}: query_pre_attn_scalar is 0: scores are divided by its root", key="query_pre_attn_scalar"
+        )
     if data["model_type"] != "gemma" and scale != width:
         found["softmax_scale"] = float(scale) ** -0.5
     return found
@@ -492,7 +477,7 @@ def _unrotated(where: str, data: Mapping[str, Any]) -> tuple[int, ...]:
     num_layers = whole_number(where, data, "num_hidden_layers", SIZES)
     rotated = data.get("no_rope_layers")  # which, despite its name, has 1 for those that do
     if rotated is None:
-        every = whole_number(where, {"no_rope_layer_interval": 4, **data}, "no_rope_layer_interval", ())
+        every = interval(where, data, "no_rope_layer_interval", 4)
         rotated = [int(layer % every != 0) for layer in range(1, num_layers + 1)]
     if not isinstance(rotated, list) or len(rotated) != num_layers or set(rotated) - {0, 1}:
         raise InvalidInputError(

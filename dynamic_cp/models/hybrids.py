@@ -11,7 +11,7 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
-from dynamic_cp.models.entries import SIZES, number, whole_number
+from dynamic_cp.models.entries import SIZES, in_one_number, is_tied, number, some_layers, sparse_layers, whole_number
 from dynamic_cp.models.rotation import rotation
 from dynamic_cp.types import Experts, LinearAttention, ModelShape
 
@@ -90,17 +90,12 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
     """Return the shape in `data`; arguments and errors as of `hugging_face.model_shape`."""
     data = _language_model(where, data)
     reader = _READERS[data["model_type"]](where, data)
-    tied = data.get("tie_word_embeddings", False)
-    if not isinstance(tied, bool):
-        raise InvalidInputError(
-            f"{where}: tie_word_embeddings is {tied!r}, it must be true or false", key="tie_word_embeddings"
-        )
     return ModelShape(
         hidden_size=reader.size("hidden_size"),
         num_attention_heads=reader.size("num_attention_heads"),
         num_query_groups=reader.size("num_key_value_heads", reader.size("num_attention_heads")),
         vocab_size=reader.size("vocab_size"),
-        share_embeddings_and_output_weights=tied,
+        share_embeddings_and_output_weights=is_tied(where, data),
         source=f"{where} (Hugging Face config, model_type {data['model_type']})",
         **reader.layers(),
     )
@@ -211,7 +206,7 @@ class _Reader:
 
     def head_dim(self, default: int) -> int:
         """Return the width of a head; default 0: what the heads make of hidden_size."""
-        return self.size("head_dim", default or self.size("hidden_size") // self.size("num_attention_heads"))
+        return self.size("head_dim", default or self.size("hidden_size") // max(1, self.size("num_attention_heads")))
 
 
 class _Qwen(_Reader):
@@ -239,16 +234,14 @@ class _Qwen(_Reader):
         layers = self.listed("layer_types")
         if layers is None:
             return self.size("full_attention_interval", 4)
-        which = tuple(int(symbol == "M") for symbol in layers)
-        every = which.index(0) + 1 if 0 in which else 0
-        is_regular = every > 0 and all(one == (layer % every != 0) for layer, one in enumerate(which, 1))
-        return every if is_regular else which
+        return in_one_number([symbol == "M" for symbol in layers])
 
     def _experts(self, num_layers: int) -> Experts | None:
         if not self.size("num_experts"):
             return None
-        every, dense = self.size("decoder_sparse_step", 1), self.data.get("mlp_only_layers") or []
-        have_some = [layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers)]
+        have_some = sparse_layers(self.where, self.data, num_layers)
+        if not any(have_some):
+            return None
         shared = self.size("shared_expert_intermediate_size", 0)
         return Experts(
             num_experts=self.size("num_experts"),
@@ -307,7 +300,7 @@ class _MambaWithMlp(_Reader):
         is_granite, num_layers = self.data["model_type"] == "granitemoehybrid", self.size("num_hidden_layers")
         layers = self.listed("layer_types", "layers_block_type")
         if layers is None:
-            whole = [] if is_granite else self.data.get("attn_layer_indices") or []
+            whole = [] if is_granite else some_layers(self.where, self.data, "attn_layer_indices")
             layers = "".join("*" if layer in whole else "M" for layer in range(num_layers))
         num_experts = self.size("num_local_experts", 0) if is_granite else 0
         width = self.size("shared_intermediate_size", 1024) if is_granite else self.size("intermediate_size")
@@ -331,7 +324,7 @@ class _MambaWithMlp(_Reader):
 
     def _mamba(self) -> LinearAttention:
         heads = self.size("mamba_n_heads", 128)
-        inner = self.size("mamba_expand", 2) * self.size("hidden_size") // heads
+        inner = self.size("mamba_expand", 2) * self.size("hidden_size") // max(1, heads)
         data = {**self.data, "mamba_d_head": inner} if self.data.get("mamba_d_head", "auto") == "auto" else self.data
         return _Reader(self.where, data).linear_attention("mamba2", _OF_OTHERS)
 

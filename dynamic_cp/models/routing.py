@@ -16,8 +16,8 @@ _SCORES = {"deepseek_v2": "softmax", "deepseek_v3": "sigmoid"}
 _BEST_OF_GROUP = {"deepseek_v2": 1, "deepseek_v3": 2}
 """model_type -> so many best experts of a group decide whether it is one of the chosen."""
 _CHOOSES = {
-    "deepseek_v2": {"greedy", "group_limited_greedy", None},
-    "deepseek_v3": {"noaux_tc", None},
+    "deepseek_v2": ("greedy", "group_limited_greedy", None),
+    "deepseek_v3": ("noaux_tc", None),
 }
 """model_type -> values of topk_method."""
 _SCALING = {"deepseek_v2": 1.0, "deepseek_v3": 2.5}

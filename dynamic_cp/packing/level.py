@@ -11,6 +11,7 @@ all lanes of a block hold.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import heappop, heappush
 from itertools import product
 from math import ceil
 
@@ -85,12 +86,15 @@ def _slot_ns(lengths: Lengths, packing: Packing, cost_model: CostModel, first_la
 def _dealt(slot_ns: Floats, num_lanes: Ints) -> Ints:
     """Return [slot] -> its new place: the longest slot goes to the block of its width that ends first and has room."""
     num_rows, num_blocks = slot_ns.shape
-    ends_ns, used = np.zeros(num_blocks), np.zeros(num_blocks, np.int64)
+    widths, durations_ns, used = num_lanes.tolist(), slot_ns.ravel().tolist(), [0] * num_blocks
+    # Width -> heap of (when a block ends, block) of those that have room.
+    ends = {width: [(0.0, block) for block in range(num_blocks) if widths[block] == width] for width in widths}
     places = np.empty(slot_ns.size, np.int64)
     for slot in np.argsort(-slot_ns.ravel(), kind="stable").tolist():
-        alike = np.flatnonzero((num_lanes == num_lanes[slot % num_blocks]) & (used < num_rows))
-        block = int(alike[np.argmin(ends_ns[alike])])
+        alike = ends[widths[slot % num_blocks]]
+        end_ns, block = heappop(alike)
         places[slot] = used[block] * num_blocks + block
         used[block] += 1
-        ends_ns[block] += slot_ns.ravel()[slot]
+        if used[block] < num_rows:
+            heappush(alike, (end_ns + durations_ns[slot], block))
     return places

@@ -249,14 +249,20 @@ def room_for_runs(max_tokens_per_rank: int) -> int:
     return 4 + max_tokens_per_rank // 1024
 
 
-def runs_passed_on(bucket: Bucket, rank_token_multiple: int = 1) -> Sequence[int]:
-    """Return of how many runs each lane of a bucket keeps the states that are passed on."""
-    if not bucket.exchanges_states:
-        return [0] * bucket.cp_size
-    if bucket.placement is None and not any(map(runs_of_branches, bucket.samples)):
-        return [CHUNKS_PER_LANE * len(bucket.samples)] * bucket.cp_size
-    numbers: list[int] = StateRuns.of_bucket(bucket, rank_token_multiple).num_linked.tolist()
-    return numbers
+def runs_with_states(bucket: Bucket, rank_token_multiple: int = 1) -> Sequence[int]:
+    """Return of how many runs each lane of a bucket keeps states: of those that are passed on, else of branches.
+
+    Lanes that exchange heads keep those of their share.
+    """
+    has_branches = any(map(runs_of_branches, bucket.samples))
+    if bucket.exchanges_states and (has_branches or bucket.placement is not None):
+        numbers: list[int] = StateRuns.of_bucket(bucket, rank_token_multiple).num_linked.tolist()
+        return numbers
+    number = CHUNKS_PER_LANE * len(bucket.samples) if bucket.exchanges_states else 0
+    if has_branches:
+        in_branches = sum(1 + runs_of_branches(sample) for sample in bucket.samples if runs_of_branches(sample))
+        number = -(-in_branches // bucket.cp_size)
+    return [number] * bucket.cp_size
 
 
 def _branched(pieces: Ints, previous: Ints, sample: int, mask: Branches) -> tuple[Ints, Ints]:

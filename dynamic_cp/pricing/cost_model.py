@@ -29,10 +29,8 @@ from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.pricing.reduction import Reduction
 from dynamic_cp.pricing.stage import StagePrices, make_table
 from dynamic_cp.pricing.table import best_option, duration_ns
-from dynamic_cp.pricing.terms import NUM_TERMS, price
+from dynamic_cp.pricing.terms import price
 from dynamic_cp.types import (
-    ACROSS_NODES,
-    IN_NODE,
     Attention,
     Bucket,
     Causal,
@@ -78,7 +76,7 @@ class CostModel:
         table: all prices as arrays.
         attentions: row of `table.terms` -> how the lanes of a bucket that pays it compute attention.
         first_row_of_states: rows of `table.terms` from this on are of buckets that pass on states (`with_rows`).
-        state_shifts: [log2 of a CP size, link] -> `StagePrices.states_over_heads`.
+        state_shifts: those of the stage.
         sharing: what limits that.
         reduction: of gradients, and gathering of parameters, once a step.
 
@@ -100,7 +98,7 @@ class CostModel:
         self.reduction = Reduction.of(problem)
         self.table, self.attentions = make_table(problem, self._stage)
         self.first_row_of_states = len(self.attentions)
-        self.state_shifts = _state_shifts(problem, self._stage)
+        self.state_shifts = self._stage.state_shifts
         if not self.table.capacities.any():
             for cp_size in (1 << k for k in range(len(self.table.capacities))):
                 if token_capacity(cp_size, self.topology, self.options):
@@ -357,16 +355,6 @@ class CostModel:
             cp_comm_types=exchanges,
             cp_size=cp_size,
         )
-
-
-def _state_shifts(problem: Problem, stage: StagePrices) -> Floats:
-    """Return [k, link] -> `StagePrices.states_over_heads`."""
-    num_sizes = problem.topology.num_lanes.bit_length()
-    if problem.model.linear_attention is None:
-        return np.zeros((num_sizes, 2, 2, 2, NUM_TERMS))
-    return np.array(
-        [[stage.states_over_heads(1 << k, link) for link in (IN_NODE, ACROSS_NODES)] for k in range(num_sizes)]
-    )
 
 
 def is_priced_lane_by_lane(bucket: Bucket) -> bool:

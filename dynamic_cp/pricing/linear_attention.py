@@ -118,6 +118,8 @@ class StageLinearAttention:
         self._hardware, self._node_lanes = hardware, lanes_in_one_node(problem.topology)
         self._element_bytes = problem.options.element_bytes
         self._rate = core_flops_per_s(hardware)
+        self._core_s = self._seconds(self.sizes.core_flops)
+        self._summary_s = self._seconds(self.sizes.summary_flops)
         self._prices: dict[tuple[bool, int, int], Both] = {}
         self._bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
 
@@ -129,9 +131,9 @@ class StageLinearAttention:
 
     def alone(self) -> Both:
         """Return what one lane takes."""
-        core, conv = self._core_s(self.sizes.core_flops), self._conv_s(1)
         forward, backward = (
-            LinearSeconds(Linear(0.0, times * core + one)) for times, one in zip(self._times, conv, strict=True)
+            LinearSeconds(Linear(0.0, times * self._core_s + conv))
+            for times, conv in zip(self._times, self._conv_s(1), strict=True)
         )
         return forward, backward
 
@@ -150,7 +152,7 @@ class StageLinearAttention:
         return self._prices[place]
 
     def _by_heads(self, cp_size: int, link: int) -> Both:
-        core = self._core_s(self.sizes.core_flops) * self.sizes.most_heads(cp_size) / self.sizes.num_heads
+        core = self._core_s * self.sizes.most_heads(cp_size) / self.sizes.num_heads
         sent = self.sizes.heads_bytes(cp_size, self._element_bytes.exchanged) / cp_size
         exchange = Linear(2 * self._latency_s, self.layers * sent * self._s_per_byte(cp_size, link))
         forward, backward = (
@@ -161,9 +163,8 @@ class StageLinearAttention:
 
     def _by_states(self, cp_size: int, link: int) -> Both:
         sizes = self.sizes
-        core, summary = self._core_s(sizes.core_flops), self._core_s(sizes.summary_flops)
-        computed = core + summary, 2 * BACKWARD_OVER_FORWARD * core
-        composing = self._core_s(sizes.composing_flops(cp_size))
+        computed = self._core_s + self._summary_s, 2 * BACKWARD_OVER_FORWARD * self._core_s
+        composing = self._seconds(sizes.composing_flops(cp_size))
         halo = sizes.halo_bytes(cp_size, self._element_bytes.exchanged)
         states = [sizes.states_bytes(cp_size, backward=backward) for backward in (False, True)]
         latency = Linear(3 * self._latency_s)
@@ -193,10 +194,10 @@ class StageLinearAttention:
         linked = runs.is_linked
         num_linked = runs.num_linked
         linked_tokens = np.bincount(runs.lane, runs.length * linked, bucket.cp_size)
-        core, summary = self._core_s(sizes.core_flops), self._core_s(sizes.summary_flops)
+        core, summary = self._core_s, self._summary_s
         again = np.array([summary, BACKWARD_OVER_FORWARD * core])
         times = np.array(self._times)
-        carried_s = self._core_s(sizes.carrying_flops(int(runs.depth.max()) + 1)) * num_linked.sum() / bucket.cp_size
+        carried_s = self._seconds(sizes.carrying_flops(int(runs.depth.max()) + 1)) * num_linked.sum() / bucket.cp_size
         half_chunks = CHUNK_TOKENS / 2 * num_linked
         constant_s = np.outer(again, linked_tokens + half_chunks) + np.outer(times * core, half_chunks) + carried_s
         host_s = np.zeros_like(constant_s)
@@ -222,7 +223,7 @@ class StageLinearAttention:
     def _host_s(self, messages: int) -> float:
         return self.layers * messages * self._hardware.host_message_s_per_layer
 
-    def _core_s(self, flops: float) -> float:
+    def _seconds(self, flops: float) -> float:
         return self.layers * flops / self._rate
 
     def _conv_s(self, num_lanes: int) -> tuple[float, float]:

@@ -31,7 +31,7 @@ from dynamic_cp.pricing.edges import edges_s_per_token, tensor_s_per_token
 from dynamic_cp.pricing.experts import ExpertPrice, copying_s_per_token, expert_prices
 from dynamic_cp.pricing.linear_attention import StageLinearAttention
 from dynamic_cp.pricing.table import PriceTable
-from dynamic_cp.pricing.terms import CONSTANT, HOST, NUM_TERMS, PER_TOKEN, terms_of
+from dynamic_cp.pricing.terms import NUM_TERMS, terms_of
 from dynamic_cp.types import (
     ACROSS_NODES,
     Attention,
@@ -41,6 +41,7 @@ from dynamic_cp.types import (
     Lambda,
     MicroBatch,
     Problem,
+    Topology,
     is_placed,
 )
 
@@ -74,6 +75,8 @@ class StagePrices:
         experts: price of the routed experts (forward, backward).
         expert_lanes: lanes that share them; imbalance: of what they get.
         share_before_attention: share of what is not attention that comes before it in a layer, without latents.
+        state_shifts: [log2 of a CP size, link][of the bucket, of each sample][forward or backward][NUM_TERMS] seconds
+            by which terms of a group grow where its lanes pass on states instead of exchanging heads.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -120,6 +123,7 @@ class StagePrices:
         )
         # Once more is one step more.
         self._host_attention_s = self._attention.layers * hardware.host_ring_step_s_per_layer
+        self.state_shifts = self._states_over_heads(topology)
 
     def terms(self, of: Attention, cp_size: int, link: int, *, is_level: bool = False) -> _Terms:
         """Return the NUM_TERMS numbers of forward and of backward; without a closed form, of the least it takes.
@@ -251,25 +255,20 @@ class StagePrices:
             )
         return Convex(forward, attention.kinks, host_s), Convex(backward, merged(kinks), host_back_s)
 
-    def states_over_heads(self, cp_size: int, link: int) -> Floats:
-        """Return what terms of a group grow by where its lanes pass on states instead of exchanging heads.
-
-        Returns:
-            [of the bucket, of each sample][forward or backward][NUM_TERMS] seconds.
-        """
-        shift = np.zeros((2, 2, NUM_TERMS))
-        linear = self._linear_attention
-        if linear is None or cp_size == 1:
-            return shift
-        ways = zip(linear.by_states(cp_size, link), linear.by_heads(cp_size, link), strict=True)
-        for direction, (states, heads) in enumerate(ways):
-            more = states.linear.plus(heads.linear, -1.0)
-            shift[0, direction, : PER_TOKEN + 1] = more.constant, more.per_token
-            shift[0, direction, HOST] = states.host_s - heads.host_s
-            shift[1, direction, CONSTANT] = states.per_sample
+    def _states_over_heads(self, topology: Topology) -> Floats:
+        """Return `state_shifts`: of links that no group of a size has, and of single lanes, zeros."""
+        used, linear = links_of(topology).used, self._linear_attention
+        shifts = np.zeros((len(used), 2, 2, 2, NUM_TERMS))
+        if linear is None:
+            return shifts
+        for k, link in ((k, link) for k, links in enumerate(used) for link in links if k):
+            ways = zip(linear.by_states(1 << k, link), linear.by_heads(1 << k, link), strict=True)
+            for direction, (states, heads) in enumerate(ways):
+                more = Convex(states.linear.plus(heads.linear, -1.0), host_s=states.host_s - heads.host_s)
+                shifts[k, link, :, direction] = terms_of(more), terms_of(Convex(Linear(states.per_sample)))
         if self.repeats_attention:
-            shift[:, 1] += (self._recomputed_share if self._is_full else 1.0) * shift[:, 0]
-        return shift
+            shifts[:, :, :, 1] += (self._recomputed_share if self._is_full else 1.0) * shifts[:, :, :, 0]
+        return shifts
 
     def _mixers_of(self, of: Attention, cp_size: int, link: int) -> tuple[Convex, Convex]:
         """Return attention and linear attention, of which lanes exchange heads, with both exchanges; of placed ones the
@@ -281,7 +280,7 @@ class StagePrices:
         is_exchanged = cp_size > 1 and not is_placed(of.cp_comm_type)
         shares, seconds = (1, linear.by_heads(cp_size, link)) if is_exchanged else (cp_size, linear.alone())
         forward, backward = (
-            one._replace(linear=one.linear.plus(more.linear, 1 / shares), host_s=one.host_s + more.host_s)
+            Convex(one.linear.plus(more.linear, 1 / shares), one.kinks, one.host_s + more.host_s)
             for one, more in zip(both, seconds, strict=True)
         )
         return forward, backward
@@ -324,7 +323,8 @@ def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[
                     attentions.append(attention)
             end[k, link if len(links.used[k]) > 1 else slice(None)] = len(terms)
     capacities = [token_capacity(1 << k, topology, options) if end[k, 0] > first[k, 0] else 0 for k in range(num_sizes)]
-    floors += _floors_of_placed(problem, stage) + _floors_by_states(floors, problem, stage)
+    by_heads = tuple(floors)
+    floors += _floors_of_placed(problem, stage)
     edges = np.array(edges_s_per_token(problem))
     embedding_s, head_s = float(edges[0] + edges[1]), float(edges[2] + edges[3])
     # Only sequence parallelism splits the activations that pipeline stages exchange over the TP ranks.
@@ -350,20 +350,27 @@ def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[
         level_terms=np.array(level_terms),
         level_floors=np.array([floor.level_terms for floor in floors]),
     )
+    if problem.model.linear_attention is not None and options.state_exchange != "heads":
+        table = _with_floors_by_states(table, by_heads, stage.state_shifts)
     return table, tuple(attentions)
 
 
-def _floors_by_states(floors: list[_Floor], problem: Problem, stage: StagePrices) -> list[_Floor]:
-    """Return the floors of groups that pass on the states of one sample, where buckets may pass on any."""
-    if problem.model.linear_attention is None or problem.options.state_exchange == "heads":
-        return []
+def _with_floors_by_states(table: PriceTable, floors: Sequence[_Floor], state_shifts: Floats) -> PriceTable:
+    """Return the table with floors of groups that pass on the states of one sample.
 
-    def shifted(floor: _Floor) -> _Floor:
-        shift = stage.states_over_heads(floor.num_lanes, floor.link).sum(axis=0)
-        own, level = ((np.array(terms) + shift).tolist() for terms in (floor.terms, floor.level_terms))
-        return floor._replace(terms=(own[0], own[1]), level_terms=(level[0], level[1]))
-
-    return [shifted(floor) for floor in floors if floor.num_lanes > 1]
+    Args:
+        floors: its first ones, of groups that exchange heads.
+        state_shifts: as of `StagePrices`.
+    """
+    shared = [index for index, floor in enumerate(floors) if floor.num_lanes > 1]
+    log2_cp_sizes = [floors[index].num_lanes.bit_length() - 1 for index in shared]
+    shifts = state_shifts[log2_cp_sizes, [floors[index].link for index in shared]].sum(axis=1)
+    return table._replace(
+        floors=np.concatenate([table.floors, table.floors[shared] + shifts]),
+        floor_lanes=np.concatenate([table.floor_lanes, table.floor_lanes[shared]]),
+        floor_allowed=np.concatenate([table.floor_allowed, table.floor_allowed[shared]]),
+        level_floors=np.concatenate([table.level_floors, table.level_floors[shared] + shifts]),
+    )
 
 
 def _floors_of_placed(problem: Problem, stage: StagePrices) -> list[_Floor]:

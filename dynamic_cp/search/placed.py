@@ -25,7 +25,7 @@ from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import with_masks
 from dynamic_cp.placement.programme import buffer_tokens_of
 from dynamic_cp.plans.padding import placed_tokens, round_up
-from dynamic_cp.plans.state_runs import room_for_runs, runs_passed_on
+from dynamic_cp.plans.state_runs import room_for_runs, runs_with_states
 from dynamic_cp.pricing.cost_model import CostModel, is_priced_lane_by_lane, lane_costs
 from dynamic_cp.types import (
     BY_PLACEMENT,
@@ -459,7 +459,7 @@ def _fits(bucket: Bucket, cost_model: CostModel) -> bool:
     topology, options = cost_model.topology, cost_model.options
     held = np.array(placed_tokens(bucket, topology.rank_token_multiple), np.float64)
     if bucket.exchanges_states:
-        runs = np.array(runs_passed_on(bucket, topology.rank_token_multiple))
+        runs = np.array(runs_with_states(bucket, topology.rank_token_multiple))
         more = np.maximum(runs - room_for_runs(options.max_tokens_per_rank), 0)
         held += more / CHUNKS_PER_LANE * tokens_of_states(cost_model.model, topology, options)
     return bool(held.max() <= options.max_tokens_per_rank)

@@ -64,7 +64,8 @@ def judged(ranking: Sequence[Candidate], batch: Batch) -> Judged:
         return _as_packed(ranking[0], price_packing(lengths, ranking[0].packing, ranking[0].cost_model))
     prices = ranking[0].cost_model
     tokens_of_sample = tokens_of_states(prices.model, prices.topology, prices.options)
-    passing = _Passing(lengths, np.array([*map(states_of_sample, batch.samples)]) - 1.0, tokens_of_sample)
+    branches = [0.0 if sample.mask is None else states_of_sample(sample) - 1.0 for sample in batch.samples]
+    passing = _Passing(lengths, np.array(branches), tokens_of_sample)
     best, kinds = _with_states(ranking[0], passing), {_kind_of(ranking[0])}
     for candidate in ranking[1:]:
         if candidate.makespan_ns * (1 - _SAVED) >= best.makespan_ns:
@@ -143,6 +144,6 @@ def _are_faster(prices: CostModel, priced: PricedPacking, shared: Ints, shifts: 
     """Return [shared bucket] -> whether states are faster forward or backward, and never slower."""
     tokens, squares = priced.tokens[shared, None], priced.squares[shared, None]
     terms = prices.table.terms[priced.price_rows[shared]]
-    by_heads, by_states = prices_of(terms, tokens, squares), prices_of(terms + shifts, tokens, squares)
-    never_slower, are_faster = (by_states <= by_heads).all(axis=1), (by_states < by_heads).any(axis=1)
-    return np.logical_and(never_slower, are_faster)
+    by_heads, by_states = prices_of(np.stack([terms, terms + shifts]), tokens, squares)
+    are_faster: Bools = (by_states <= by_heads).all(axis=1) & (by_states < by_heads).any(axis=1)
+    return are_faster

@@ -127,7 +127,10 @@ class LinearAttention:
     @property
     def core_flops(self) -> int:
         """FLOPs of a token in chunks of CHUNK_TOKENS: products within its chunk, and with the state before it."""
-        chunk, key, value = CHUNK_TOKENS, self.key_size, self.value_size
+        return self._core_flops(self.value_size)
+
+    def _core_flops(self, value: int) -> int:
+        chunk, key = CHUNK_TOKENS, self.key_size
         if self.has_delta_rule:
             return self.num_heads * (6 * key * value + chunk * (4 * key + 2 * value))
         return self.num_heads * (4 * key * value + chunk * value) + self.num_groups * chunk * key
@@ -138,9 +141,7 @@ class LinearAttention:
 
         Of a gated delta net it computes on values [v | 0], so that A comes out beside b.
         """
-        if not self.has_delta_rule:
-            return self.core_flops
-        return replace(self, value_size=self.value_size + self.key_size).core_flops
+        return self._core_flops(self.value_size + self.key_size * self.has_delta_rule)
 
     def composing_flops(self, num_lanes: int) -> int:
         """Return the FLOPs of a lane for a sample where states are exchanged: carrying states over all chunks, for its

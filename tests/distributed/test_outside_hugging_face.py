@@ -34,8 +34,46 @@ MISSING = [name for name in ("transformers", "accelerate") if find_spec(name) is
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: pip install -e '.[hf]'")
 
 TOLERANCE = 5e-6
+TOLERANCES = {"A_log": 2e-4, "dt_bias": 2e-4, "in_proj_a.weight": 2e-5, "in_proj_ba.weight": 2e-5}
+"""Of gradients by decays: transformers sums terms that cancel in float32, 4e-6 to 8e-5 off; ours is within 6e-7."""
 NUM_STEPS, GLOBAL_BATCH_SIZE, VOCAB_SIZE = 3, 12, 128
-FAMILIES = ("Llama", "Qwen3")
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2}
+FAMILIES = {
+    "Llama": {},
+    "Qwen3": {"tie_word_embeddings": True},
+    "Qwen3Next": {
+        **_DELTA,
+        "mlp_only_layers": [0],
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "Qwen3_5": _DELTA,
+    "NemotronH": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "time_step_min": 0.3,
+    },
+    "GraniteMoeHybrid": {
+        **_MAMBA,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+    },
+    "Bamba": {**_MAMBA, "attn_layer_indices": [1]},
+}
+"""Family -> what its config has besides the sizes of all."""
 
 
 def run(world_size, function, *args):
@@ -86,11 +124,12 @@ def new_model(family, **config):
         "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 1024,
-        "tie_word_embeddings": family == "Qwen3",
+        "tie_word_embeddings": False,
+        **FAMILIES.get(family, {}),
     }
     torch.manual_seed(5)
     model = getattr(transformers, f"{family}ForCausalLM")(
-        getattr(transformers, f"{family}Config")(**{**sizes, **config})
+        getattr(transformers, f"{family}{'Text' * (family == 'Qwen3_5')}Config")(**{**sizes, **config})
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -176,8 +215,11 @@ def train_planned(family, wrapper):
     return steps
 
 
-@pytest.mark.by_day("Qwen3-fsdp2_recompute")
-@pytest.mark.parametrize(("family", "wrapper"), [("Llama", "accelerate"), ("Qwen3", "fsdp2_recompute")])
+@pytest.mark.by_day("Qwen3-fsdp2_recompute", "Qwen3Next-fsdp2_recompute", "NemotronH-accelerate")
+@pytest.mark.parametrize(
+    ("family", "wrapper"),
+    [(family, "fsdp2_recompute" if family in ("Qwen3", "Qwen3Next") else "accelerate") for family in FAMILIES],
+)
 def test_planned_steps_equal_the_model_alone(family, wrapper):
     reference = run(1, train_alone, family)[0]
     for rank in run(4, train_planned, family, wrapper):
@@ -190,7 +232,8 @@ def test_planned_steps_equal_the_model_alone(family, wrapper):
             assert gradients.keys() == expected.keys()
             for name, gradient in gradients.items():
                 error = (gradient - expected[name]).abs().max() / expected[name].abs().max()
-                assert error <= TOLERANCE, f"{name}: {error:.1e}"
+                most = next((most for end, most in TOLERANCES.items() if name.endswith(end)), TOLERANCE)
+                assert error <= most, f"{name}: {error:.1e}"
 
 
 def train_rows(rows):
@@ -349,6 +392,8 @@ def misuse():
         train_step(lanes, torch.nn.parallel.DistributedDataParallel(model), step, loss)
 
     q = torch.zeros(1, 4, 8, 16)
+    hybrid = new_model("Qwen3_5")
+    use_dynamic_cp(hybrid)
     calls = {
         "cp_size": (UnsupportedFeatureError, processes(parallelism_config=SimpleNamespace(cp_size=2))),
         "sp_size": (UnsupportedFeatureError, processes(parallelism_config=SimpleNamespace(cp_size=1, sp_size=2))),
@@ -372,12 +417,11 @@ def misuse():
             UnsupportedFeatureError,
             lambda: use_dynamic_cp(new_model("Qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)),
         ),
-        "linear_layers": (
+        "other_linear_layers": (
             UnsupportedFeatureError,
-            lambda: use_dynamic_cp(
-                SimpleNamespace(config=SimpleNamespace(layer_types=["linear_attention", "full_attention"]))
-            ),
+            lambda: use_dynamic_cp(new_model("OlmoHybrid", layer_types=_DELTA["layer_types"], pad_token_id=0)),
         ),
+        "linear_without_plan": (InvalidInputError, lambda: hybrid(input_ids=torch.tensor([[1, 2]]))),
         "loader_split_by_rank": (DisagreementError, lambda: next(lanes.agreed(split_by_rank))),
     }
     messages = {}
@@ -401,8 +445,9 @@ SAYS = {
     "dropout": ("attention_dropout 0.1", "only 0"),
     "encoder_dropout": ("attention_probs_dropout_prob 0.1", "only 0"),
     "rope": ("'dynamic'", "llama3"),
-    "window_layers": ("sliding_attention", "full_attention only", "--window-size"),
-    "linear_layers": ("of type linear_attention, our", "(dynamic-cp weights, pretrain_gpt.py), or"),
+    "window_layers": ("sliding_attention", "ours are full_attention and linear_attention", "--window-size"),
+    "other_linear_layers": ("OlmoHybridForCausalLM has 1 layers with linear attention, ours takes the place of 0 of",),
+    "linear_without_plan": ("got 0 packed_seq_params", "generate() needs the model as it was loaded"),
     "loader_split_by_rank": ("ranks disagree on the global batch of a step",),
 }
 

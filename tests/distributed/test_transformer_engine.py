@@ -36,6 +36,7 @@ from tests.distributed.parity import (
 from tests.distributed.real_transformer_engine import quantization
 from tests.distributed.real_transformer_engine.engine import run_ranks_with
 from tests.distributed.real_transformer_engine.wheels import NEWEST, OLDEST, PINNED
+from tests.distributed.test_hybrids import NORMS_DROPPED
 from tests.distributed.test_stock_linear_layers import config_of, import_without_triton, stock_layer
 from tests.distributed.test_transformer_engine_attention import UNSET, state_of
 
@@ -153,6 +154,12 @@ CASES = {
     ),
     "gated_delta_nets_tp2_pp2_vpp2": (OLDEST, engine(1, "p2p", tp=2, pp=2, vpp=2, variant="delta"), set(), set()),
     "gated_delta_nets_multi_token_prediction": (NEWEST, engine(2, "p2p", variant="delta_mtp"), {"p2p"}, {"p2p"}),
+    "gated_delta_nets_norms_dropped": (
+        NEWEST,
+        engine(2, "p2p", tp=2, sp=True, variant="delta", config=NORMS_DROPPED),
+        {"p2p"},
+        {"p2p"},
+    ),
     "mamba_tp2_sp": (PINNED, engine(2, "p2p", tp=2, sp=True, variant="mamba"), {"p2p"}, {"p2p"}),
     "mamba_experts_fused_full_recompute": (
         NEWEST,

@@ -71,9 +71,13 @@ def test_hybrids_with_layers_of_transformer_engine(
     assert found != losses_of_one_rank, "local layers again"
 
 
-@pytest.mark.parametrize("way", ["heads", "states"])
-def test_hybrids_on_ranks_that_share_one_gpu(way: str, losses_of_one_rank: list[float], tmp_path: Path) -> None:
-    job = trains_on_ranks(4, f"{HYBRID} --dynamic-cp-state-exchange {way}", tmp_path)
+@pytest.mark.parametrize(
+    "flags",
+    ["--dynamic-cp-state-exchange heads", "--dynamic-cp-state-exchange states", "--cp-comm-type blocks"],
+    ids=["heads", "states", "placed"],
+)
+def test_hybrids_on_ranks_that_share_one_gpu(flags: str, losses_of_one_rank: list[float], tmp_path: Path) -> None:
+    job = trains_on_ranks(4, f"{HYBRID} {flags}", tmp_path)
     assert job.returncode == 0, job.stdout
     found = losses(job.stdout)
     assert len(found) == 3, job.stdout

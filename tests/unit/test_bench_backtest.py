@@ -166,6 +166,7 @@ def test_limits_hold_and_fail_when_a_price_is_doubled() -> None:
     assert "runs, at least" in errors.broken_limits([])[0]
 
 
+@pytest.mark.nightly
 def test_what_overlaps_brings_dense_runs_nearer() -> None:
     runs = [run for run in read_runs() if run.group in errors.BF16]
     priced = causes.measure(runs)

@@ -24,7 +24,8 @@ def kernels() -> list[tuple[str, ast.FunctionDef]]:
     return [
         (".".join(path.relative_to(ROOT).with_suffix("").parts), node)
         for path in sorted((ROOT / "dynamic_cp").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if "@compiled" in (text := path.read_text(encoding="utf-8")) or "@inlined" in text
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.FunctionDef)
         and {"compiled", "inlined"} & {one.id for one in node.decorator_list if isinstance(one, ast.Name)}
     ]

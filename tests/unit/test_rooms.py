@@ -6,6 +6,7 @@ import ast
 import pkgutil
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,12 @@ def imported_by(path: Path) -> Iterator[str]:
 
 FOLDERS = ("dynamic_cp", "megatron", "tools", "benchmarks")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-IMPORTS = {name_of(path): set(imported_by(path)) for path in FILES}
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Return module -> the modules that it imports: read once one is asked for, in one process of the tests."""
+    return {name_of(path): set(imported_by(path)) for path in FILES}
 
 
 def is_below(module: str, folder: str) -> bool:
@@ -82,7 +88,7 @@ def is_below(module: str, folder: str) -> bool:
 
 def imported_below(module: str) -> set[str]:
     """Return what a module imports; of a folder, what any file in it does."""
-    return set().union(*(names for other, names in IMPORTS.items() if is_below(other, module)))
+    return set().union(*(names for other, names in imports().items() if is_below(other, module)))
 
 
 def room_of(module: str) -> tuple[str, str] | None:
@@ -101,7 +107,7 @@ def test_every_arrow_between_rooms_goes_one_way(package: str) -> None:
     assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(rooms), "a folder is in no order"
     arrows = {
         (here[1], there[1]): (module, name)
-        for module, names in IMPORTS.items()
+        for module, names in imports().items()
         if (here := room_of(module)) and here[0] == package
         for name in names
         if (there := room_of(name)) and there[0] == package and there != here
@@ -114,8 +120,8 @@ def test_every_arrow_between_rooms_goes_one_way(package: str) -> None:
 @pytest.mark.parametrize("package", ROOMS)
 def test_what_lies_in_no_room_is_below_all_rooms_or_above_them(package: str) -> None:
     flat = {name_of(path) for path in (ROOT / package.replace(".", "/")).glob("*.py")} - {package}
-    into_rooms = {module for module in flat if {room_of(name) for name in IMPORTS[module]} - {None, BELOW_ALL}}
-    of_rooms = {name for module, names in IMPORTS.items() if room_of(module) for name in names}
+    into_rooms = {module for module in flat if {room_of(name) for name in imports()[module]} - {None, BELOW_ALL}}
+    of_rooms = {name for module, names in imports().items() if room_of(module) for name in names}
     assert flat, "nothing was looked at"
     assert not into_rooms & of_rooms
 

@@ -80,10 +80,6 @@ def _why_local(model: Any, planning: PlanningSettings) -> str | None:
             is_placed(planning.cp_comm_type),
             f"TransformerEngine's attention cannot be placed (--cp-comm-type {planning.cp_comm_type})",
         ),
-        (
-            "gdn_norm_out" in planning.recompute_modules,
-            f"dropping norms of gated delta nets (--recompute-modules gdn_norm_out) is {checked_locally}",
-        ),
         (planning.has_windows, f"layers with a window (--window-size) are {checked_locally}"),
         (planning.fp32_residual, f"a residual in float32 (--fp32-residual-connection) is {checked_locally}"),
         (

@@ -10,8 +10,9 @@ the micro-batch's `position_ids`. It is wrapped in DistributedDataParallel or `f
 torch's own `context_parallel` cuts every tensor of a batch at one fixed degree and knows no boundaries between
 documents. It is for unpacked sequences of equal length; under it our attention raises an error.
 
-Read in this order: `lanes`, `attention`, `step`, `documents`, `collator`, `hugging_face` (imports transformers and
-accelerate when called), `trainer` (for transformers' and TRL's own loops). The names of the first five are here.
+Read in this order: `lanes`, `attention`, `step`, `documents`, `collator`, `linear_layers` (of transformers models),
+`hugging_face` (imports transformers and accelerate when called), `trainer` (for transformers' and TRL's own loops). The
+names of the first five are here.
 """
 
 from megatron.dynamic_cp.outside.attention import scaled_dot_product_attention

@@ -30,6 +30,7 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.outside.attention import scaled_dot_product_attention
 from megatron.dynamic_cp.outside.documents import IGNORED
 from megatron.dynamic_cp.outside.lanes import Lanes
+from megatron.dynamic_cp.outside.linear_layers import use_linear_layers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -65,8 +66,9 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
     """Make a causal or masked LM attend with ours, for packed micro-batches only; before it is wrapped.
 
     Raises:
-        UnsupportedFeatureError: attention dropout, layers that are not full attention, RoPE that depends on the
-            longest position of a batch, or a model that does not take its attention from transformers' interface.
+        UnsupportedFeatureError: attention dropout, layers that have neither full nor linear attention, RoPE that
+            depends on the longest position of a batch, or a model that does not take its attention from transformers'
+            interface; or as `use_linear_layers`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -78,10 +80,10 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
                 attention_dropout=dropout,
             )
     layers = set(getattr(config, "layer_types", None) or ())
-    if others := layers - {"full_attention"}:
+    if others := layers - {"full_attention", "linear_attention", "mlp", "moe"}:
         windows = " --window-size" * ("sliding_attention" in others)
         raise UnsupportedFeatureError(
-            f"the model has layers of type {', '.join(sorted(others))}, our attention does full_attention only: "
+            f"the model has layers of type {', '.join(sorted(others))}, ours are full_attention and linear_attention: "
             f"train it with Megatron's layers (dynamic-cp weights, pretrain_gpt.py{windows}), or use another model",
             layer_types=sorted(layers),
         )
@@ -103,6 +105,7 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
             f"{type(model).__name__} keeps its attention {config._attn_implementation!r}, {ATTENTION!r} is needed: it "
             "does not take attention from transformers' AttentionInterface; use another model"
         )
+    use_linear_layers(model)
 
 
 def attention_forward(

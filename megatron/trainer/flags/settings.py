@@ -95,7 +95,7 @@ class TrainingSettings:
     recompute_modules: InitVar[tuple[str, ...] | None] = flag(
         "with --recompute-granularity selective: core_attn (attention with its exchange), mlp, layernorm (both norms "
         "of a layer, local layers only), moe (router and experts with their exchange), gdn_norm_out (gate and norm of "
-        "a gated delta net, local layers only); default: core_attn",
+        "a gated delta net); default: core_attn",
         metavar="NAME",
     )
     recompute_activations: InitVar[bool] = flag("same as --recompute-granularity selective")

@@ -147,6 +147,11 @@ def bind_megatron_core() -> None:
         "megatron.core.models.gpt.gpt_layer_specs",
     ):
         importlib.reload(importlib.import_module(name))
+    random = importlib.import_module("megatron.core.tensor_parallel.random")  # whose groups and trackers stay
+    fp8 = importlib.import_module("transformer_engine.pytorch.fp8")
+    random.FP8GlobalStateManager, random.fp8_autocast = fp8.FP8GlobalStateManager, fp8.fp8_autocast
+    distributed = importlib.import_module("transformer_engine.pytorch.distributed")
+    random.activation_recompute_forward = distributed.activation_recompute_forward
     fp8_utils = importlib.reload(importlib.import_module("megatron.core.fp8_utils"))
     fp8_utils.transformer_engine = sys.modules["transformer_engine"]
     extension = importlib.import_module("megatron.core.extensions.transformer_engine")

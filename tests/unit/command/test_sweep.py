@@ -849,7 +849,7 @@ def test_a_pool_is_tuned_like_any_policy_and_its_line_has_its_flag(capsys: pytes
         Topology(num_lanes=2, tp_size=2, pp_size=3, sequence_parallel=True), "full", "pool", space, job
     )
     assert unlike.reason == "a pool has as many layers on each stage"
-    words = "sweep --lengths github --global-batch-size 16 --gpus 16 --tp 4,8 --pp 1,2 --recompute full --jobs 1"
+    words = "sweep --lengths github --global-batch-size 16 --gpus 16 --tp 4 --pp 1,2 --recompute full --jobs 1"
     assert cli.main([*words.split(), "--policy", "dynamic,balanced,pool,with-pool", "--batches", "1"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"pool .*PP 2", printed)

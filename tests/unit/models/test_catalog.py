@@ -573,6 +573,22 @@ def test_an_unreadable_file(tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "changes", "says"),
     [
+        ("qwen3_moe", EXPERTS | {"head_dim": 128, "decoder_sparse_step": 0}, "decoder_sparse_step is 0, it must be at"),
+        ("qwen3_moe", EXPERTS | {"head_dim": 128, "mlp_only_layers": 3}, "mlp_only_layers is 3, it must be a list of"),
+        ("deepseek", EXPERTS | {"n_routed_experts": 16, "moe_layer_freq": 0}, "moe_layer_freq is 0, it must be at"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0, it must be at least 1"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0: scores are divided by its root"),
+    ],
+)
+def test_an_entry_that_layers_cannot_have_is_named(tmp_path, model_type, changes, says):
+    path = config_file(tmp_path, model_type=model_type, **changes)
+    with pytest.raises(InvalidInputError, match=says):
+        catalog.load_model(path), catalog.load_architecture(path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "says"),
+    [
         ("kimi_linear", {"linear_attn_config": {"kda_layers": [1, 2, 3]}, "kv_lora_rank": 512}, "linear attention"),
         ("minimax_m1", {"attn_type_list": [0, 1], "num_local_experts": 32}, "linear attention"),
         ("olmo_hybrid", {"linear_key_head_dim": 96}, "linear attention"),

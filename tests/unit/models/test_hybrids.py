@@ -131,6 +131,10 @@ def test_a_nemotron_without_experts_routes_nothing():
         ),
         (GRANITE | {"layer_types": ["mamba", "moe"]}, "layer_types has 'moe'"),
         (NEMOTRON | {"moe_latent_size": 64}, "experts of latents are not priced"),
+        (QWEN3_NEXT | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, it must be at least 1"),
+        (GRANITE | {"mamba_n_heads": 0}, "num_heads"),
+        (GRANITE | {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads"),
+        (GRANITE | {"model_type": "bamba", "layer_types": None, "attn_layer_indices": 3}, "must be a list of layers"),
     ],
 )
 def test_configs_that_contradict_themselves_are_refused(config, says):

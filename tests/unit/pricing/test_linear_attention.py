@@ -13,7 +13,7 @@ from dynamic_cp.learning.observations import Observation, PricedObservations
 from dynamic_cp.memory.activations import activation_bytes, tokens_of_states
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.plans.state_runs import StateRuns, room_for_runs, runs_passed_on, samples_passed_on
+from dynamic_cp.plans.state_runs import StateRuns, room_for_runs, runs_with_states, samples_passed_on
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops
 from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD, StageLinearAttention, sent_states
@@ -103,8 +103,8 @@ def test_what_leaves_a_node_takes_longer():
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_recomputation_repeats_the_exchange_of_states(recompute):
     problem = problem_of(recompute=recompute)
-    shift = CostModel(problem).stage.states_over_heads(2, IN_NODE)
-    plain = CostModel(problem_of()).stage.states_over_heads(2, IN_NODE)
+    shift = CostModel(problem).state_shifts[1, IN_NODE]
+    plain = CostModel(problem_of()).state_shifts[1, IN_NODE]
     assert (shift[:, 0] == plain[:, 0]).all()
     assert shift[:, 1] == pytest.approx(plain[:, 1] + (recompute != "none") * plain[:, 0])
 
@@ -281,8 +281,11 @@ def test_branches_count_as_runs_that_pass_on_states():
     bucket = Bucket(first_lane=0, cp_size=2, samples=(tree,), state_exchange="states")
     assert samples_passed_on(bucket) == 1 + 4 / 4
     # Chunks of 16 tokens: lane 0 has the first and, as two branches, the last; lane 1 the second and two leaves.
-    assert list(runs_passed_on(bucket)) == [2, 3]
-    assert runs_passed_on(replace(bucket, state_exchange="heads")) == [0, 0]
+    assert list(runs_with_states(bucket)) == [2, 3]
+    # By heads each lane has all five segments, for half of the heads.
+    assert runs_with_states(replace(bucket, state_exchange="heads")) == [3, 3]
+    assert runs_with_states(Bucket(first_lane=0, samples=(tree, *samples_of([9])))) == [5]
+    assert runs_with_states(Bucket(first_lane=0, samples=tuple(samples_of([9])))) == [0]
     problem = problem_of(2)
     prices = CostModel(problem)
     plain = replace(bucket, samples=tuple(samples_of([64])))
@@ -301,7 +304,7 @@ def test_placed_plans_pass_on_states_for_which_memory_has_room():
     assert all(bucket.exchanges_states for bucket in spread)
     prices = CostModel(problem_of_prices(problem))
     assert lower_bound(batch, prices).seconds <= planned.predicted_s
-    assert max(max(runs_passed_on(bucket)) for bucket in spread) <= room_for_runs(2048) == 6
+    assert max(max(runs_with_states(bucket)) for bucket in spread) <= room_for_runs(2048) == 6
     memory = MemoryModel(problem)
     (peak,), (most,) = memory.peak(planned.plan), memory.peak_at(2048, 4)
     assert peak.total_bytes <= most.total_bytes
