@@ -15,6 +15,7 @@ from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.agreement import phase
+from megatron.dynamic_cp.flags.linear_attention import pattern_of
 from megatron.dynamic_cp.repairs import triton_imports
 from megatron.lm_adaptor import flags
 from megatron.lm_adaptor.checkout import (
@@ -124,6 +125,26 @@ class _Adaptor:
         from megatron.lm_adaptor.model import DynamicCPGPTModel
 
         return DynamicCPGPTModel
+
+    def _HybridModel(self, original: type) -> Callable[..., Any]:  # named after what it replaces
+        def build(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_on:
+                return original(*args, **kwargs)
+            from megatron.lm_adaptor.model import DynamicCPHybridModel
+
+            return DynamicCPHybridModel(*args, **kwargs)
+
+        return build
+
+    def _gpt_to_hybrid_load(self, original: Any, args: Any, checkpoint_args: Any, model: Any) -> Any:
+        if not (self._is_on and pattern_of(args)):
+            return original(args, checkpoint_args, model)
+        if not pattern_of(checkpoint_args):
+            raise UnsupportedFeatureError(
+                "the checkpoint is of a model without --hybrid-layer-pattern, and with --dynamic-cp its layers are not "
+                "taken apart: load and save it once without --dynamic-cp"
+            )
+        return None, False
 
     def _variant_spec(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         return None if self._is_on else original(*args, **kwargs)  # GPTModel makes its own

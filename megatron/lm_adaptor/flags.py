@@ -22,11 +22,12 @@ from megatron.dynamic_cp.flags.exclusions import PATTERN
 from megatron.dynamic_cp.flags.experts import check_experts
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, is_on, qk_width
 from megatron.dynamic_cp.flags.layer_needs import TRANSFORMER_IMPLS
-from megatron.dynamic_cp.flags.linear_attention import check_linear_attention
+from megatron.dynamic_cp.flags.linear_attention import check_linear_attention, pattern_of
 from megatron.dynamic_cp.flags.positions import check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings, tokens_or_auto
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED, Unsupported
 from megatron.dynamic_cp.flags.table import add_group, check_ranges, destination_of
+from megatron.lm_adaptor import differences
 from megatron.trainer.data.config import OVERLONG_POLICIES
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.settings import DYNAMIC_CP, TABLE
@@ -74,16 +75,21 @@ REFUSED: tuple[Unsupported, ...] = (
     Unsupported("--eval-global-batch-size", "evaluation has the global batch size of training"),
     Unsupported("--eval-micro-batch-size", "a micro-batch is a pack of samples", off=(1,)),
     Unsupported("--dataloader-inter-document-masking", "--use-varlen-dataset makes documents samples"),
-    *(
-        Unsupported(flag, f"its layers were not checked in a checkout {_OURS}")
-        for flag in (PATTERN, "--hybrid-layer-pattern")
-    ),
     Unsupported("--full-validation", _DATA),
     Unsupported("--multiple-validation-sets", _DATA),
     Unsupported("--phase-transition-iterations", _DATA),
     Unsupported("--data-parallel-random-init", "lanes hold the same weights"),
     Unsupported("--log-max-attention-logit", "the attention does not report it"),
 )
+PATTERNS = tuple(
+    Unsupported(flag, f"checkouts train layers of a pattern from {differences.MODEL_FROM_CONFIG.since} on {_OURS}")
+    for flag in (PATTERN, "--hybrid-layer-pattern")
+)
+"""Refused where `differences.MODEL_FROM_CONFIG` is not there: the script's micro-batch has a form of its own."""
+
+
+def _refused() -> tuple[Unsupported, ...]:
+    return REFUSED if differences.MODEL_FROM_CONFIG.here else REFUSED + PATTERNS
 
 
 class Setting(NamedTuple):
@@ -183,7 +189,7 @@ def refuse(args: argparse.Namespace) -> None:
         UnsupportedFeatureError: naming the flag.
         InvalidInputError: a value that cannot be.
     """
-    for feature in REFUSED:
+    for feature in _refused():
         if not feature.is_off(getattr(args, destination(feature.flag), None)):
             raise feature.error()
     check_micro_batch_size(args.micro_batch_size)
@@ -251,7 +257,7 @@ def refuse_loaded(args: argparse.Namespace) -> None:
         InvalidInputError: flags of positions, activations, experts, latent or linear attention that disagree.
     """
     follows_from_others = {"--eval-global-batch-size"}
-    for feature in REFUSED:
+    for feature in _refused():
         value = getattr(args, destination(feature.flag), None)
         if feature.flag not in follows_from_others and not feature.is_off(value):
             raise feature.error()
@@ -261,7 +267,7 @@ def refuse_loaded(args: argparse.Namespace) -> None:
     check_activation(args)
     if is_on(args):
         check_latent_attention(with_heads(args))
-    check_linear_attention(args)
+    check_linear_attention(with_heads(args))
 
 
 def destination(flag: str) -> str:
@@ -354,7 +360,7 @@ def model_shape(args: argparse.Namespace, pipeline_layers: PipelineLayers = ()) 
 
 
 def with_heads(args: argparse.Namespace) -> argparse.Namespace:
-    """Return a copy that says the heads of any attention as our own trainer does.
+    """Return a copy that says the heads of any attention, and layers of a pattern, as our own trainer does.
 
     `num_query_groups` is the number of KV heads also without --group-query-attention. `kv_channels` is the width of a
     head also with latent attention, where Megatron-LM leaves it as it is without, and nothing reads it.
@@ -364,4 +370,5 @@ def with_heads(args: argparse.Namespace) -> argparse.Namespace:
         copied.num_query_groups = args.num_attention_heads
     if is_on(args):
         copied.kv_channels = qk_width(args)
+    copied.hybrid_override_pattern = pattern_of(args) or None
     return copied

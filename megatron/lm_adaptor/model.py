@@ -1,4 +1,4 @@
-"""The GPTModel that a checkout builds: with dynamic context parallelism on, with our layers."""
+"""The models that a checkout builds: with dynamic context parallelism on, with our layers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dynamic_cp.flags.latent_attention import is_on, qk_width
 from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
+from megatron.dynamic_cp.flags.linear_attention import set_pattern
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.flags.windows import set_sinks
 from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel, set_loss_chunk
+from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel as ModelWithOurNames
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 
@@ -75,3 +77,13 @@ class DynamicCPGPTModel(ChunkedHeadModel):
         spec = gpt_block_spec(config, kwargs.get("vp_stage"), transformer_impl=self.transformer_impl)
         super().__init__(config, spec, *args, **kwargs)
         use_one_rotary_table(self)
+
+
+class DynamicCPHybridModel(DynamicCPGPTModel, ModelWithOurNames):
+    """In the place of megatron-core's HybridModel: the same arguments, layers and names of tensors."""
+
+    def __init__(
+        self, config: TransformerConfig, hybrid_stack_spec: Any, *args: Any, hybrid_layer_pattern: str, **kwargs: Any
+    ) -> None:
+        set_pattern(config, hybrid_layer_pattern)
+        super().__init__(config, hybrid_stack_spec, *args, **kwargs)

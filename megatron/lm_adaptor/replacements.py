@@ -146,6 +146,19 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         ours="variant_spec",
     ),
     Replacement(
+        module="megatron.training.models.hybrid",
+        symbol="HybridModel",
+        reason=_LAYERS,
+        since=differences.MODEL_FROM_CONFIG,
+    ),
+    Replacement(
+        module="megatron.training.checkpointing",
+        symbol="_maybe_setup_gpt_to_hybrid_load",
+        reason="the original takes models of other classes than its own for models without a pattern",
+        since=differences.MODEL_FROM_CONFIG,
+        ours="gpt_to_hybrid_load",
+    ),
+    Replacement(
         module=_TRAINING,
         symbol="build_train_valid_test_datasets",
         reason="with --use-varlen-dataset ours builds samples of their own lengths; otherwise the original runs",

@@ -9,7 +9,7 @@ import torch
 
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
-_NO_BOUNDARIES = torch.empty(1, 0, dtype=torch.int32)
+_NO_SEQUENCES = torch.zeros(1, 1, dtype=torch.int32)
 _ANY_LENGTH = torch.zeros(1, dtype=torch.int32)
 
 
@@ -30,12 +30,12 @@ def get_batch_of_fields(data_iterator: Iterator[dict[str, Any]], vp_stage: int |
     """Return the next micro-batch in the order of Megatron-LM's get_batch of ten fields.
 
     The forward step only hands the fields of packing to PackedSeqParams. The micro-batch's own travel as its CP group.
-    Without boundaries, nothing is summed up for Megatron-LM's FLOPs, which are ours.
+    With one boundary nothing is summed up for Megatron-LM's FLOPs, which are ours.
     """
     batch = next(data_iterator)
     return (
         None,  # attention_mask
-        _NO_BOUNDARIES,  # cu_seqlens
+        _NO_SEQUENCES,  # cu_seqlens
         None,  # cu_seqlens_padded
         batch["packed_seq_params"],  # hybrid_cp_group
         batch["labels"],

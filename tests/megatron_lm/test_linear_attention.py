@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dynamic_cp.errors import DynamicCPError
+from megatron.dynamic_cp.repairs import releases
 from megatron.lm_adaptor import flags
 from megatron.lm_adaptor.activate import _Adaptor
 from tests.megatron_lm.test_experts import validated
@@ -56,12 +57,53 @@ def test_a_checkouts_gated_delta_nets_are_planned(name: str, freq: int | list[in
         ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant 'dsa' is not supported"),
         ({"linear_attention_freq": [1, 0]}, "linear-attention-freq. .* is of 2 layers, the model has 4"),
         ({"swiglu": False}, "another activation than that of --swiglu"),
-        ({"hybrid_layer_pattern": "M*M-"}, "--hybrid-layer-pattern is not supported: its layers were not checked"),
+        (
+            {"hybrid_override_pattern": "G*G-"},
+            "--hybrid-override-pattern is not supported: checkouts train layers of a pattern from 0.19 on",
+        ),
     ],
 )
-def test_validated_flags_are_checked(values: dict[str, Any], says: str) -> None:
+def test_validated_flags_are_checked(values: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "_imported", lambda: "0.16.1")
     with pytest.raises(DynamicCPError, match=says):
         flags.refuse_loaded(hybrid(**values))
+
+
+@pytest.mark.parametrize(
+    ("symbols", "says"),
+    [("M-M*", ""), ("M-|M*", r"has \|: its symbols are"), ("M-M*/M*", "has /: its symbols are")],
+    ids=["supported", "borders_of_stages", "modules"],
+)
+def test_a_checkouts_pattern_is_planned(symbols: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 0.19 on; its flag of heads may be left out."""
+    monkeypatch.setattr(releases, "_imported", lambda: "0.19.1")
+    sizes = {"mamba_state_dim": 16, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_num_heads": None}
+    names = {"hybrid_layer_pattern": symbols, "hybrid_override_pattern": None, "experimental_attention_variant": None}
+    args = hybrid(**sizes, **names, swiglu=False, squared_relu=True)
+    if says:
+        with pytest.raises(DynamicCPError, match=says):
+            flags.refuse_loaded(args)
+        return
+    flags.refuse_loaded(args)
+    shape = flags.model_shape(args)
+    assert shape.linear_attention is not None
+    assert (shape.layer_pattern, shape.linear_attention.kind) == (symbols, "mamba2")
+    assert (shape.linear_attention.num_heads, shape.linear_attention.key_size) == (8, 16)
+
+
+def test_a_pattern_has_a_model_of_its_own() -> None:
+    """Its checkpoints are those of patterns, also of releases that would look for a class of theirs."""
+    adaptor = _Adaptor.__new__(_Adaptor)
+    adaptor._asked = None
+    build = adaptor._HybridModel(dict)
+    assert build(size=1) == {"size": 1}
+    assert adaptor._gpt_to_hybrid_load(lambda *given: given, "args", "saved", "model") == ("args", "saved", "model")
+    adaptor._asked = Namespace()
+    ours, gpt = Namespace(hybrid_layer_pattern="M-M*"), Namespace(hybrid_layer_pattern=None)
+    assert adaptor._gpt_to_hybrid_load(None, ours, Namespace(hybrid_override_pattern="M-M*"), []) == (None, False)
+    with pytest.raises(DynamicCPError, match="the checkpoint is of a model without --hybrid-layer-pattern"):
+        adaptor._gpt_to_hybrid_load(None, ours, gpt, [])
+    assert adaptor._gpt_to_hybrid_load(lambda *given: given, gpt, ours, []) == (gpt, ours, [])
 
 
 def test_a_way_to_share_layers_needs_some() -> None:

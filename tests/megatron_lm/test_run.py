@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from megatron.lm_adaptor.checkout import open_checkout
-from megatron.lm_adaptor.differences import NULL_TOKENIZER_COUNTS_EOD
+from megatron.lm_adaptor.differences import MODEL_FROM_CONFIG, NULL_TOKENIZER_COUNTS_EOD
 from tests.megatron_lm.corpora import chat_tokenizer, write_chats
 
 REPOSITORY = Path(__file__).parents[2]
@@ -42,7 +42,8 @@ ON_CPU = (
     "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion --no-rope-fusion "
     "--no-persist-layer-norm --use-cpu-initialization --lr-warmup-iters 0 --eval-interval 1000 --eval-iters 1"
 )
-if CHECKOUT is not None and NULL_TOKENIZER_COUNTS_EOD.is_in(open_checkout(Path(CHECKOUT) / "pretrain_gpt.py").version):
+VERSION = "0" if CHECKOUT is None else open_checkout(Path(CHECKOUT) / "pretrain_gpt.py").version
+if NULL_TOKENIZER_COUNTS_EOD.is_in(VERSION):
     ON_CPU = f"--vocab-size 128 {ON_CPU}"  # the ids that SHARED means, as ours and older checkouts count them
 LENGTHS = (
     '{"mode": "distribution", "type": "lognormal", "min_seq_len": 8, "max_seq_len": 257, '
@@ -52,6 +53,14 @@ SCRIPT = ["-m", "megatron.dynamic_cp.run", f"{CHECKOUT}/pretrain_gpt.py"]
 GATED_DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 16 "
     "--linear-value-head-dim 16 --linear-num-key-heads 2 --linear-num-value-heads 4 --swiglu --no-bias-swiglu-fusion"
+)
+PATTERN = (
+    "--hybrid-layer-pattern M*-M --mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 2 --squared-relu "
+    "--disable-bias-linear"
+)
+needs_hybrids = pytest.mark.skipif(
+    not MODEL_FROM_CONFIG.is_in(VERSION),
+    reason=f"layers of a pattern train in checkouts from {MODEL_FROM_CONFIG.since} on",
 )
 NUMBER = r"([0-9.]+E[+-][0-9]+)"
 
@@ -81,7 +90,8 @@ def run(script: list[str], flags: str, *, ranks: int = 4, more: tuple[str, ...] 
 
 
 def megatron_lm(flags: str, *, ranks: int = 4, more: tuple[str, ...] = ()) -> str:
-    return run(SCRIPT, f"{SHARED} {ON_CPU} {flags}", ranks=ranks, more=more)
+    script = [word.replace("_gpt", "_hybrid") for word in SCRIPT] if "--hybrid-layer-pattern" in flags else SCRIPT
+    return run(script, f"{SHARED} {ON_CPU} {flags}", ranks=ranks, more=more)
 
 
 def losses_of_megatron_lm(log: str) -> list[float]:
@@ -170,14 +180,18 @@ def test_experts_equal_the_checkout_without_dynamic_cp(ep_size: int, tmp_path: P
         f"{GATED_DELTA} --dynamic-cp-state-exchange heads --qk-layernorm --attention-output-gate --disable-bias-linear",
         f"{GATED_DELTA} --dynamic-cp-state-exchange states --tensor-model-parallel-size 2 --sequence-parallel "
         "--make-vocab-size-divisible-by 64",  # Megatron-LM multiplies it by TP
+        pytest.param(f"{PATTERN} --pipeline-model-parallel-size 2", marks=needs_hybrids),
     ],
-    ids=["dp4", "dp2_pp2", "dp2_pp2_vpp2", "latents", "latents_biases", "experts_ep2", "gated_delta", "states_tp2"],
+    ids=[
+        *("dp4", "dp2_pp2", "dp2_pp2_vpp2", "latents", "latents_biases", "experts_ep2"),
+        *("gated_delta", "states_tp2", "pattern_pp2"),
+    ],
 )
 def test_equals_our_trainer_on_samples_of_their_own_lengths(layout: str) -> None:
     """The same data, order, plans and weights: the same losses, with several CP sizes in one run."""
     more = ("--varlen-mock-dataset-config-json", LENGTHS)
     limit = 160 if "pipeline" in layout or "tensor" in layout else 96
-    flags = f"--dynamic-cp --max-seqlen-per-dp-cp-rank {limit} --num-layers 4 {layout}"
+    flags = f"--dynamic-cp --cp-comm-type p2p --max-seqlen-per-dp-cp-rank {limit} --num-layers 4 {layout}"
     theirs = megatron_lm(f"{flags} --use-varlen-dataset", more=more)
     ours = run(["pretrain_gpt.py"], f"{SHARED} --normalization LayerNorm {flags}", more=more)
     assert len(set().union(*cp_sizes(theirs))) >= 2, "the plans do not mix CP sizes"
@@ -186,6 +200,25 @@ def test_equals_our_trainer_on_samples_of_their_own_lengths(layout: str) -> None
         found = [re.findall(figure, log) for log in (theirs, ours)]
         assert found[0] == found[1]
         assert len(found[0]) == 4
+
+
+@pytest.mark.parametrize(
+    "model", [GATED_DELTA, pytest.param(PATTERN, marks=needs_hybrids)], ids=["gated_delta", "pattern"]
+)
+def test_our_trainer_goes_on_with_linear_attention(model: str, tmp_path: Path) -> None:
+    """From the checkout's checkpoint, where each layer has megatron-core's names: the losses of one run."""
+    more = ("--varlen-mock-dataset-config-json", LENGTHS)
+    flags = (
+        f"--dynamic-cp --max-seqlen-per-dp-cp-rank 160 --num-layers 4 --eval-iters 0 {model} --ckpt-format torch_dist"
+    )
+    megatron_lm(
+        f"{flags} --use-varlen-dataset --exit-interval 2 --save {tmp_path} --save-interval 4", ranks=2, more=more
+    )
+    ours = f"{SHARED} --normalization LayerNorm {flags}"
+    logs = [run(["pretrain_gpt.py"], f"{ours} {load}", ranks=2, more=more) for load in ("", f"--load {tmp_path}")]
+    whole, resumed = ([float(value) for value in re.findall(rf"lm loss: {NUMBER}", log)] for log in logs)
+    assert resumed == pytest.approx(whole[2:], rel=3e-6)
+    assert len(resumed) == 2
 
 
 def test_global_batch_of_any_size_and_a_script_that_imports_the_adaptor(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def forward_step(data_iterator):
         counted.append(cu_seqlens.numel())
         packed_seq_params = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_q_padded=cu_seqlens_padded,
+            total_tokens=int(cu_seqlens[-1]),
             max_seqlen_q=int(max_seqlen.item()), cp_group=hybrid_cp_group,
             local_cp_size=int(local_cp_size.item()) if local_cp_size is not None else None,
         )
