@@ -177,6 +177,14 @@ class StateRuns(NamedTuple):
         row = np.cumsum(self.length) - self.length
         return self._replace(lane=np.zeros_like(self.lane), row=row)._merged()
 
+    def known_to(self, lane: int) -> StateRuns:
+        """Return what a lane has to know: all linked runs, in whose states it has a share, and its others."""
+        kept = np.flatnonzero(self.is_linked | (self.lane == lane))
+        number = np.full(len(self.lane) + 1, -1)
+        number[kept] = np.arange(len(kept))
+        known = StateRuns(*(column[kept] for column in self))
+        return known._replace(previous=number[known.previous])
+
     def _merged(self) -> StateRuns:
         """Return the same with runs joined that lie one behind the other on a lane, and where no branch begins."""
         before = np.arange(len(self.lane)) - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -27,7 +28,7 @@ from dynamic_cp.types.linear_attention import LINEAR_KINDS
 from megatron.dynamic_cp.attention.linear import states
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer
-from megatron.dynamic_cp.attention.linear.layout import LaneRows
+from megatron.dynamic_cp.attention.linear.layout import LaneRows, gathered_rows, lane_rows
 from megatron.dynamic_cp.attention.linear.recurrence import Steps
 from megatron.dynamic_cp.attention.linear.runs import Runs
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
@@ -109,6 +110,7 @@ class Whole:
         tokens: Tensor | None = None,
         repeated: bool = False,
         dtype: torch.dtype = torch.float64,
+        under_autocast: bool = False,
     ) -> tuple[list[Tensor], tuple[int, int]]:
         """Return what a lane computes, as `expected`, and the bytes that it sends, forward and backward.
 
@@ -126,7 +128,8 @@ class Whole:
         local = [of_lane(x).requires_grad_() for x in zip(*self.inputs, strict=True)]
         parameters = [x.detach().to(dtype).clone().requires_grad_() for x in self.parameters]
         layer, arguments = THD[self.sizes.kind], (*local, *parameters, params, self.sizes)
-        out = checkpoint(layer, *arguments, use_reentrant=True) if repeated else layer(*arguments)
+        with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast):
+            out = checkpoint(layer, *arguments, use_reentrant=True) if repeated else layer(*arguments)
         forward = params.stats.bytes_sent
         (out * of_lane(self.weights))[own >= 0].sum().backward()
         tensors = [out.detach(), *(x.grad for x in (*local, *parameters))]
@@ -289,6 +292,28 @@ def test_random_branches_go_on_from_the_prefixes_that_they_share() -> None:
         assert error(found, whole.expected) < 1e-10, (seqlens, masks, cp_size, way)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2"])
+def test_autocast_rounds_no_states(kind: str, way: StateExchange) -> None:
+    whole = Whole(LAYERS[kind], (5, 33, 1, 8))
+    found, _ = whole.on_lanes(2, way, dtype=torch.float32, under_autocast=True)
+    assert error(found, whole.expected) < 1e-4
+
+
+def test_parameters_of_a_micro_batch_do_not_hold_themselves() -> None:
+    """What layers keep in them ends with them, not when garbage is collected."""
+    params = DynamicPackedSeqParams.build(
+        (8,), torch.arange(4), cast(Any, EmulatedGroup(0, Board(2))), label="", stats=ExchangeStats()
+    )
+    alive = weakref.ref(params)
+    rows = lane_rows(params, torch.device("cpu"))
+    assert rows.halo(3).num_received == (0, 3)
+    assert len(rows.links.jumps) == 2
+    gathered_rows(params, torch.device("cpu"))
+    del params, rows
+    assert alive() is None
+
+
 def test_what_states_cannot_follow_is_refused() -> None:
     samples = (Sample(sample_id=0, seqlen=4, mask=FULL),)
     placed = PlacedLane(programme=Programme((), (), (), (0, 0)), samples=samples, num_tokens=4)
@@ -333,7 +358,7 @@ def leave_the_decay_out_of_transitions() -> Any:
 
 
 def convolve_chunks_alone() -> Any:
-    return mock.patch.object(states, "_convolved", lambda layer, x_TC, rows: layer.convolved(x_TC, rows.runs))
+    return mock.patch.object(states, "_convolved", lambda layer, x_TC, rows, params: layer.convolved(x_TC, rows.runs))
 
 
 def see_the_chunk_before_only() -> Any:

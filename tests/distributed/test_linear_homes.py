@@ -151,6 +151,8 @@ def test_runs_are_homes_that_adjoin() -> None:
     assert runs.num_linked.tolist() == [1, 1]
     assert runs.depth.tolist() == [0, 1, 0, 0, 0]
     assert StateRuns.read(runs.as_json()).as_json() == runs.as_json()
+    known = runs.known_to(1)
+    assert [column.tolist() for column in known] == [[0, 1, 1], [0, 0, 3], [6, 3, 1], [-1, 0, -1]]
 
 
 def test_samples_on_one_lane_send_nothing() -> None:
@@ -162,13 +164,13 @@ def test_samples_on_one_lane_send_nothing() -> None:
 
 def go_on_from_the_run_before() -> Any:
     """Also where that is of another sample, or branch."""
-    original = StateRuns.read
+    original = StateRuns.of_placement
 
-    def chained(data: Any) -> StateRuns:
-        runs = original(data)
+    def chained(*of_bucket: Any) -> StateRuns:
+        runs = original(*of_bucket)
         return runs._replace(previous=np.arange(len(runs.lane)) - 1)
 
-    return mock.patch.object(StateRuns, "read", chained)
+    return mock.patch.object(StateRuns, "of_placement", chained)
 
 
 def forget_what_branches_say() -> Any:

@@ -20,6 +20,7 @@ from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, lane_plan
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Problem, Sample
 from megatron.dynamic_cp.agreement.verify import agree, check_same_digest, run_on_all_ranks
+from megatron.dynamic_cp.attention.linear.kernels.choice import choose_linear_kernel
 from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, pack_step
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 
@@ -71,7 +72,7 @@ class Lanes:
 
         Raises:
             InvalidInputError: the mesh and the topology differ, or the mesh leaves ranks out.
-            UnsupportedFeatureError: layers of the model have windows.
+            UnsupportedFeatureError: layers of the model have windows, or linear attention without a kernel here.
         """
         _check_mesh(mesh, problem)
         _check_masks(problem)
@@ -79,6 +80,8 @@ class Lanes:
         device = torch.device(flat.device_type)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
+        if problem.model.linear_attention is not None:
+            choose_linear_kernel(device, problem.model.linear_attention)
         topology, options, heads = problem.topology, problem.options, problem.model.num_attention_heads
         sharing = Sharing.of(problem.model, topology, options)
         groups = DynamicCPGroups.build(

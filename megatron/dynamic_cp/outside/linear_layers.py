@@ -16,7 +16,6 @@ from torch.nn.functional import softplus
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import LinearAttention
-from megatron.dynamic_cp.attention.linear.kernels.choice import choose_linear_kernel
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
@@ -25,7 +24,7 @@ def use_linear_layers(model: torch.nn.Module) -> None:
     """Make the linear attention of a model ours.
 
     Raises:
-        UnsupportedFeatureError: it is of another kind, has another activation, or there is no kernel on its device.
+        UnsupportedFeatureError: it is of another kind, or has another activation.
     """
     number = list(getattr(model.config, "layer_types", None) or ()).count("linear_attention")
     layers = [module for module in model.modules() if type(module).__name__ in _LAYERS]
@@ -42,9 +41,7 @@ def use_linear_layers(model: torch.nn.Module) -> None:
                 "model"
             )
         sizes_of, forward = _LAYERS[type(module).__name__]
-        sizes = sizes_of(module)
-        choose_linear_kernel(module.A_log.device, sizes)
-        module.forward = partial(_forward, forward, module, sizes)
+        module.forward = partial(_forward, forward, module, sizes_of(module))
 
 
 _Forward = Callable[[Any, LinearAttention, Tensor, DynamicPackedSeqParams], Tensor]
@@ -93,7 +90,8 @@ def _gated_delta_net(module: Any, sizes: LinearAttention, x_TC: Tensor, params: 
         convolved, z = module.in_proj_qkv(x_TC), module.in_proj_z(x_TC)
         beta, alpha = module.in_proj_b(x_TC), module.in_proj_a(x_TC)
     decay = -module.A_log.float().exp() * softplus(alpha.float() + module.dt_bias)
-    found = gated_delta_net_thd(convolved, beta.sigmoid(), decay, module.conv1d.weight, params, sizes)
+    weight = module.conv1d.weight.to(convolved.dtype)  # as autocast has it
+    found = gated_delta_net_thd(convolved, beta.sigmoid(), decay, weight, params, sizes)
     normed = module.norm(found.flatten(0, 1), z.reshape(-1, sizes.value_size))
     out: Tensor = module.out_proj(normed.view(len(x_TC), -1))
     return out
@@ -114,8 +112,10 @@ def _mamba2(module: Any, sizes: LinearAttention, x_TC: Tensor, params: DynamicPa
     widths = [module.intermediate_size, module.conv_dim, module.num_heads]
     gate, convolved, dt = module.in_proj(x_TC).split(widths, dim=-1)
     dt = softplus(dt.float() + module.dt_bias).clamp(*module.time_step_limit)
-    conv = module.conv1d
-    found = mamba2_thd(convolved, dt, module.A_log, module.D, conv.weight, conv.bias, params, sizes)
+    weight, bias = (
+        None if one is None else one.to(convolved.dtype) for one in (module.conv1d.weight, module.conv1d.bias)
+    )
+    found = mamba2_thd(convolved, dt, module.A_log, module.D, weight, bias, params, sizes)
     out: Tensor = module.out_proj(module.norm(found.flatten(1), gate).to(x_TC.dtype))
     return out
 

@@ -15,57 +15,61 @@ Messages = Sequence[Sequence[Tensor]]
 """[lane] tensors for it, or of it; equally many for all."""
 
 
-class Lanes(NamedTuple):
-    """The lanes of a bucket, which may be some of its process group.
+class Place(NamedTuple):
+    """Where a lane is among those of its bucket, which may be some of its process group.
 
     Attributes:
-        number: of them.
-        own: which of them this one is.
+        num_lanes: of the bucket; lane: this one.
     """
 
-    number: int
-    own: int
-    params: DynamicPackedSeqParams
+    num_lanes: int
+    lane: int
 
     @classmethod
-    def of(cls, params: DynamicPackedSeqParams) -> Lanes:
-        """Return those of a micro-batch."""
+    def of(cls, params: DynamicPackedSeqParams) -> Place:
+        """Return that of this lane in a micro-batch."""
         group, placed = params.cp_group, params.placed
         if placed is None:
-            return cls(group.size(), group.rank(), params)
-        return cls(placed.state_runs.num_lanes, group.rank() - placed.first_in_group, params)
-
-    def exchange(self, messages: Messages, expected: Sequence[Sequence[Expected]]) -> Messages:
-        """Return what each lane has for this one; others of the process group are no part of it."""
-        placed = self.params.placed
-        if placed is None:
-            return all_to_all_messages(messages, expected, self.params)
-        others = [lane for lane in range(self.number) if lane != self.own]
-        sends = [(placed.first_in_group + lane, messages[lane]) for lane in others]
-        receives = [(placed.first_in_group + lane, expected[lane]) for lane in others]
-        came = dict(zip(others, LaneMessages(sends, receives, self.params).wait(), strict=True))
-        return [came[lane] if lane in came else [*map(torch.clone, messages[lane])] for lane in range(self.number)]
+            return cls(group.size(), group.rank())
+        return cls(placed.state_runs.num_lanes, group.rank() - placed.first_in_group)
 
 
-def exchanged(messages: Messages, expected: Sequence[Sequence[Expected]], lanes: Lanes) -> Messages:
+def exchanged(messages: Messages, expected: Sequence[Sequence[Expected]], params: DynamicPackedSeqParams) -> Messages:
     """Return what each lane has for this one, given what this one has for each; gradients go the other way."""
     flat = [tensor for message in messages for tensor in message]
-    return _by_lane(_Exchange.apply(expected, lanes, *flat), len(messages))
+    return _by_lane(_Exchange.apply(expected, params, *flat), len(messages))
 
 
 class _Exchange(torch.autograd.Function):
     """Forward once, backward once."""
 
     @staticmethod
-    def forward(ctx: Any, expected: Sequence[Sequence[Expected]], lanes: Lanes, *flat: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, expected: Sequence[Sequence[Expected]], params: DynamicPackedSeqParams, *flat: Tensor
+    ) -> tuple[Tensor, ...]:
         messages = _by_lane(flat, len(expected))
-        ctx.sent, ctx.lanes = [[Expected(tensor.shape, tensor.dtype) for tensor in one] for one in messages], lanes
-        return tuple(tensor for message in lanes.exchange(messages, expected) for tensor in message)
+        ctx.sent, ctx.params = [[Expected(tensor.shape, tensor.dtype) for tensor in one] for one in messages], params
+        return tuple(tensor for message in _between_lanes(messages, expected, params) for tensor in message)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        received = ctx.lanes.exchange(_by_lane(grads, len(ctx.sent)), ctx.sent)
+        received = _between_lanes(_by_lane(grads, len(ctx.sent)), ctx.sent, ctx.params)
         return None, None, *(tensor for message in received for tensor in message)
+
+
+def _between_lanes(
+    messages: Messages, expected: Sequence[Sequence[Expected]], params: DynamicPackedSeqParams
+) -> Messages:
+    """Return what each lane has for this one; others of the process group are no part of it."""
+    placed = params.placed
+    if placed is None:
+        return all_to_all_messages(messages, expected, params)
+    num_lanes, own = Place.of(params)
+    others = [lane for lane in range(num_lanes) if lane != own]
+    sends = [(placed.first_in_group + lane, messages[lane]) for lane in others]
+    receives = [(placed.first_in_group + lane, expected[lane]) for lane in others]
+    came = dict(zip(others, LaneMessages(sends, receives, params).wait(), strict=True))
+    return [came[lane] if lane in came else [*map(torch.clone, messages[lane])] for lane in range(num_lanes)]
 
 
 def _by_lane(flat: Sequence[Tensor], num_lanes: int) -> list[list[Tensor]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention.linear.exchange import Lanes, exchanged
+from megatron.dynamic_cp.attention.linear.exchange import Place, exchanged
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share, channels_of
 from megatron.dynamic_cp.attention.linear.layout import LaneRows, gathered_rows
 from megatron.dynamic_cp.attention.linear.states import found_in_rows
@@ -22,8 +22,8 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 def by_heads(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: DynamicPackedSeqParams) -> Tensor:
     """Return what this lane's tokens find, [T, heads, value size]."""
-    lanes = Lanes.of(params)
-    shares = [Share.of_lane(layer.sizes, lane, lanes.number) for lane in range(lanes.number)]
+    num_lanes, own = Place.of(params)
+    shares = [Share.of_lane(layer.sizes, lane, num_lanes) for lane in range(num_lanes)]
     gathered = gathered_rows(params, x_TC.device)
 
     def message(share: Share) -> list[Tensor]:
@@ -31,20 +31,22 @@ def by_heads(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: Dyna
         return [channels_of(x_TC, layer.sizes, share), *(gate[:, heads] for gate in gates)]
 
     messages = [message(share) for share in shares]
-    expected = [[Expected(one.shape, one.dtype) for one in messages[lanes.own]]] * lanes.number
-    received = exchanged(messages, expected, lanes)
+    expected = [[Expected(one.shape, one.dtype) for one in messages[own]]] * num_lanes
+    received = exchanged(messages, expected, params)
     x_RC, *gates_RH = (torch.cat(parts).index_select(0, gathered.in_order) for parts in zip(*received, strict=True))
-    found_RHV = _found_by_share(layer.of_share(shares[lanes.own]), x_RC, gates_RH, gathered.rows)
-    by_lane = found_RHV.index_select(0, gathered.by_lane).chunk(lanes.number)
+    found_RHV = _found_by_share(layer.of_share(shares[own]), x_RC, gates_RH, gathered.rows, params)
+    by_lane = found_RHV.index_select(0, gathered.by_lane).chunk(num_lanes)
     expected = [[Expected((len(x_TC), len(share.heads), layer.sizes.value_size), x_TC.dtype)] for share in shares]
-    returned = exchanged([[part] for part in by_lane], expected, lanes)
+    returned = exchanged([[part] for part in by_lane], expected, params)
     return torch.cat([part for (part,) in returned], dim=1)
 
 
-def _found_by_share(layer: LinearLayer, x_RC: Tensor, gates_RH: list[Tensor], rows: LaneRows) -> Tensor:
+def _found_by_share(
+    layer: LinearLayer, x_RC: Tensor, gates_RH: list[Tensor], rows: LaneRows, params: DynamicPackedSeqParams
+) -> Tensor:
     """Return what the tokens of whole samples find, of the heads of a share."""
     if layer.share.heads:
-        return found_in_rows(layer, x_RC, gates_RH, rows)
+        return found_in_rows(layer, x_RC, gates_RH, rows, params)
     # Backward exchanges, too, and each parameter has a gradient on each lane.
     nothing = torch.stack([parameter.sum() for parameter in layer.parameters]).sum()
     return x_RC[..., None].expand(-1, -1, layer.sizes.value_size) + nothing

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynamic_cp.plans.state_runs import StateRuns
-from megatron.dynamic_cp.attention.linear.exchange import Lanes
+from megatron.dynamic_cp.attention.linear.exchange import Place
 from megatron.dynamic_cp.attention.linear.runs import Runs
 from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
@@ -91,17 +91,17 @@ class Links(NamedTuple):
 
 
 class LaneRows:
-    """The rows that a lane computes, as runs.
+    """The rows that a lane computes, as runs; kept by a micro-batch's parameters, which it must not know.
 
     Attributes:
         table: the runs of all lanes.
-        lanes: who they are; None: this one has all rows.
+        place: of this one among them; None: it has all rows.
         runs: those of this lane.
         has_links: whether a run of any lane goes on from another one.
     """
 
-    def __init__(self, table: StateRuns, lanes: Lanes | None, device: torch.device) -> None:
-        self.table, self.lanes, self._device = table, lanes, device
+    def __init__(self, table: StateRuns, place: Place | None, device: torch.device) -> None:
+        self.table, self.place, self._device = table, place, device
         self._own = table.of_lane(self._lane)
         self.runs = Runs.build(table.length[self._own].tolist(), device)
         self.has_links = bool((table.previous >= 0).any())
@@ -109,7 +109,7 @@ class LaneRows:
 
     @property
     def _lane(self) -> int:
-        return 0 if self.lanes is None else self.lanes.own
+        return 0 if self.place is None else self.place.lane
 
     def halo(self, num_before: int) -> Halo:
         """Return the `num_before` tokens before each run; where runs are shorter, those are in several."""
@@ -238,8 +238,8 @@ def lane_rows(params: DynamicPackedSeqParams, device: torch.device) -> LaneRows:
     """Return the rows that this lane holds."""
 
     def make() -> LaneRows:
-        lanes = Lanes.of(params)
-        return LaneRows(_table(params), lanes if lanes.number > 1 else None, device)
+        place = Place.of(params)
+        return LaneRows(_table(params), place if place.num_lanes > 1 else None, device)
 
     return params.cache.once("rows of this lane", make)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.types import LinearAttention
-from megatron.dynamic_cp.attention.linear.exchange import Lanes, exchanged
+from megatron.dynamic_cp.attention.linear.exchange import Place, exchanged
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share
 from megatron.dynamic_cp.attention.linear.layout import LaneRows, Links, lane_rows
@@ -34,20 +34,22 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 def by_states(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: DynamicPackedSeqParams) -> Tensor:
     """Return what this lane's tokens find, [T, heads, value size]."""
-    return found_in_rows(layer, x_TC, gates, lane_rows(params, x_TC.device))
+    return found_in_rows(layer, x_TC, gates, lane_rows(params, x_TC.device), params)
 
 
-def found_in_rows(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], rows: LaneRows) -> Tensor:
+def found_in_rows(
+    layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], rows: LaneRows, params: DynamicPackedSeqParams
+) -> Tensor:
     """Return what the tokens of a lane find; states pass from run to run where one goes on from another."""
-    x_TC = _convolved(layer, x_TC, rows)
+    x_TC = _convolved(layer, x_TC, rows, params)
     steps = layer.steps(x_TC, gates)
-    if rows.lanes is None or not rows.has_links:
+    if rows.place is None or not rows.has_links:
         found = _scanned_by_levels(layer.kernel, steps, rows)
     elif rows.alone is None:
-        found = _scanned_in_chains(layer, steps, rows, rows.lanes)
+        found = _scanned_in_chains(layer, steps, rows, params)
     else:
         linked, others = (steps.of_rows(part) for part in (rows.alone.linked_rows, rows.alone.rows))
-        parts = _scanned_in_chains(layer, linked, rows, rows.lanes), _scanned(layer.kernel, others, rows.alone.runs)[0]
+        parts = _scanned_in_chains(layer, linked, rows, params), _scanned(layer.kernel, others, rows.alone.runs)[0]
         found = torch.cat(parts).index_select(0, rows.alone.in_order)
     return layer.finished(found, x_TC)
 
@@ -71,24 +73,24 @@ def _scanned_by_levels(kernel: LinearKernel, steps: Steps, rows: LaneRows) -> Te
     return torch.cat(found).index_select(0, rows.by_row)
 
 
-def _scanned_in_chains(layer: LinearLayer, steps: Steps, rows: LaneRows, lanes: Lanes) -> Tensor:
+def _scanned_in_chains(layer: LinearLayer, steps: Steps, rows: LaneRows, params: DynamicPackedSeqParams) -> Tensor:
     """Return what the tokens of linked runs find; lanes exchange the states before them."""
-    chain, is_recorded = StateChain(layer.sizes, rows, lanes), torch.is_grad_enabled()
+    chain, is_recorded = StateChain(layer.sizes, rows, params), torch.is_grad_enabled()
     found: Tensor = _ScanLinkedRuns.apply(layer.kernel, rows.linked, chain, steps, is_recorded, *steps.tensors)
     return found
 
 
-def _convolved(layer: LinearLayer, x_TC: Tensor, rows: LaneRows) -> Tensor:
+def _convolved(layer: LinearLayer, x_TC: Tensor, rows: LaneRows, params: DynamicPackedSeqParams) -> Tensor:
     """Return a lane's rows behind the convolution, which sees those before each run."""
     num_before = layer.sizes.kernel_size - 1
     if not (num_before and rows.has_links):
         return layer.convolved(x_TC, rows.runs)
     halo = rows.halo(num_before)
     parts = [x_TC]
-    if rows.lanes is not None:
+    if rows.place is not None:
         messages = [[x_TC.index_select(0, sent)] for sent in halo.sent]
         expected = [[Expected((number, x_TC.shape[1]), x_TC.dtype)] for number in halo.num_received]
-        parts += [part for (part,) in exchanged(messages, expected, rows.lanes)]
+        parts += [part for (part,) in exchanged(messages, expected, params)]
     extended = torch.cat(parts).index_select(0, halo.extended)
     return layer.convolved(extended, halo.runs).index_select(0, halo.own)
 
@@ -99,9 +101,10 @@ class StateChain:
     Forward comes before backward; the transitions A of this lane's share stay in between.
     """
 
-    def __init__(self, sizes: LinearAttention, rows: LaneRows, lanes: Lanes) -> None:
-        self._links, self._lanes, self._num_runs = rows.links, lanes, len(rows.linked.lengths)
-        shares = [Share.of_lane(sizes, lane, lanes.number).heads for lane in range(lanes.number)]
+    def __init__(self, sizes: LinearAttention, rows: LaneRows, params: DynamicPackedSeqParams) -> None:
+        self._links, self._params, self._num_runs = rows.links, params, len(rows.linked.lengths)
+        num_lanes, self._lane = Place.of(params)
+        shares = [Share.of_lane(sizes, lane, num_lanes).heads for lane in range(num_lanes)]
         self._heads = [slice(heads.start, heads.stop) for heads in shares]
         self._transitions: Tensor | None = None
 
@@ -129,9 +132,9 @@ class StateChain:
     def _scattered(self, *tensors: Tensor) -> list[Tensor]:
         """Return [runs of all lanes, share of the heads, ...] of [runs of this lane, heads, ...]."""
         messages = [[tensor[:, heads] for tensor in tensors] for heads in self._heads]
-        of_own = messages[self._lanes.own]
+        of_own = messages[self._lane]
         expected = [[Expected((count, *one.shape[1:]), one.dtype) for one in of_own] for count in self._links.counts]
-        received = exchanged(messages, expected, self._lanes)
+        received = exchanged(messages, expected, self._params)
         return [torch.cat(parts).index_select(0, self._links.in_order) for parts in zip(*received, strict=True)]
 
     def _gathered(self, of_links: Tensor) -> Tensor:
@@ -140,7 +143,7 @@ class StateChain:
         messages = [[part] for part in by_lane.split(self._links.counts)]
         sizes, dtype = of_links.shape[2:], of_links.dtype
         expected = [[Expected((self._num_runs, heads.stop - heads.start, *sizes), dtype)] for heads in self._heads]
-        return torch.cat([part for (part,) in exchanged(messages, expected, self._lanes)], dim=1)
+        return torch.cat([part for (part,) in exchanged(messages, expected, self._params)], dim=1)
 
 
 def composed(transitions: Tensor, own: Tensor, links: Links) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
@@ -106,4 +107,5 @@ def _in_its_way(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: D
             )
     gates = [gate.to(state_dtype(gate.dtype)) for gate in gates]
     way = by_states if params.cp_group.size() == 1 else WAYS[params.state_exchange]
-    return way(layer, x_TC, gates, params)
+    with torch.autocast(x_TC.device.type, enabled=False):  # products of states are in their own type
+        return way(layer, x_TC, gates, params)
