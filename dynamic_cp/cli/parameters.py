@@ -465,8 +465,7 @@ def check_state_exchange(use: str, model: ModelShape, cp_comm_type: str | None) 
     """Return the value of --state-exchange.
 
     Raises:
-        InvalidInputError: it is not the default, and the model has no linear attention; or it does not go with
-            --cp-comm-type.
+        InvalidInputError: no default, and the model has no linear attention or --cp-comm-type does not go with it.
     """
     if use != STATE_EXCHANGE_USES[0] and model.linear_attention is None:
         raise InvalidInputError(

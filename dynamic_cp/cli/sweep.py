@@ -39,7 +39,7 @@ from dynamic_cp.cli.tuned import check_memory_is_known, exchanges_tried, searche
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models import catalog
 from dynamic_cp.tried import LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED
-from dynamic_cp.types import Hardware, ModelShape, StateExchangeUse
+from dynamic_cp.types import Hardware, ModelShape
 
 if TYPE_CHECKING:
     from dynamic_cp.comparison import Comparison
@@ -188,12 +188,8 @@ def _space(gpus: int, model: ModelShape, given: dict[str, Any]) -> Space:
         limits=given["max_tokens_per_rank"],
         recompute=tuple(word.strip() for word in given["recompute"].split(",")),
         loss_chunk_tokens=given["loss_chunk_tokens"],
-        exchanges=exchanges_tried(given["cp_comm_type"], model, _state_exchange(model, given)),
+        exchanges=exchanges_tried(given["cp_comm_type"], model, given["state_exchange"]),
     )
-
-
-def _state_exchange(model: ModelShape, given: dict[str, Any]) -> StateExchangeUse:
-    return check_state_exchange(given["state_exchange"], model, given["cp_comm_type"])
 
 
 def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[str, Any]) -> SweepJob:
@@ -208,7 +204,7 @@ def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[s
         search=given["search"],
         data_parallel=data_parallel_of(given),
         tp_overlap=given["tp_overlap"],
-        state_exchange=_state_exchange(model, given),
+        state_exchange=check_state_exchange(given["state_exchange"], model, given["cp_comm_type"]),
     )
 
 
