@@ -117,7 +117,12 @@ def test_random_homes_equal_samples_token_after_token() -> None:
     for _ in range(200):
         bucket = random_bucket(random, int(random.integers(1, 6)) + 1, int(random.choice([1, 1, 2])), 100)
         whole = whole_of(str(random.choice([*LAYERS])), bucket)
-        found, _ = computed(whole, bucket, tp_size=int(random.choice([1, 2])), repeated=random.random() < 0.3)
+        found, _ = computed(
+            whole,
+            bucket,
+            tp_size=int(random.choice([1, 2])),
+            repeated=str(random.choice(["", "", "reentrant", "by hooks"])),
+        )
         assert error(found, whole.expected) < 1e-10, str(bucket)
 
 
