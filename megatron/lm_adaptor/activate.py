@@ -126,15 +126,18 @@ class _Adaptor:
 
         return DynamicCPGPTModel
 
-    def _HybridModel(self, original: type) -> Callable[..., Any]:  # named after what it replaces
-        def build(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_on:
-                return original(*args, **kwargs)
-            from megatron.lm_adaptor.model import DynamicCPHybridModel
+    def _HybridModel(self, original: Any) -> type:  # named after what it replaces
+        adaptor = self
 
-            return DynamicCPHybridModel(*args, **kwargs)
+        class HybridModel(original):  # type: ignore[misc]
+            def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+                if not adaptor._is_on:
+                    return super().__new__(cls)
+                from megatron.lm_adaptor.model import DynamicCPHybridModel
 
-        return build
+                return DynamicCPHybridModel(*args, **kwargs)
+
+        return HybridModel
 
     def _gpt_to_hybrid_load(self, original: Any, args: Any, checkpoint_args: Any, model: Any) -> Any:
         if not (self._is_on and pattern_of(args)):

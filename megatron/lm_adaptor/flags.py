@@ -40,10 +40,16 @@ _DATA = "global batches are drawn in the order of one data set"
 _OURS = "(pretrain_gpt.py of this project has the flag)"
 _LIMIT = "--max-seqlen-per-dp-cp-rank"
 
+STOCK_SPECS = (
+    ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+    ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+)
+"""Of layers of a pattern, which 0.18 asks for: ours take the places of theirs."""
+
 REFUSED: tuple[Unsupported, ...] = (
     *UNSUPPORTED,
     Unsupported("--use-legacy-models", "only megatron-core models take a CP group per micro-batch"),
-    Unsupported("--spec", "--dynamic-cp has its own layer specification"),
+    Unsupported("--spec", "--dynamic-cp has its own layer specification", off=STOCK_SPECS),
     Unsupported(
         "--transformer-impl", "layers for inference do not train with a CP group per micro-batch", off=TRANSFORMER_IMPLS
     ),
@@ -82,14 +88,14 @@ REFUSED: tuple[Unsupported, ...] = (
     Unsupported("--log-max-attention-logit", "the attention does not report it"),
 )
 PATTERNS = tuple(
-    Unsupported(flag, f"checkouts train layers of a pattern from {differences.MODEL_FROM_CONFIG.since} on {_OURS}")
+    Unsupported(flag, f"checkouts train layers of a pattern from {differences.BATCH_OF_FIELDS.since} on {_OURS}")
     for flag in (PATTERN, "--hybrid-layer-pattern")
 )
-"""Refused where `differences.MODEL_FROM_CONFIG` is not there: the script's micro-batch has a form of its own."""
+"""Refused where `differences.BATCH_OF_FIELDS` is not there: the script's micro-batch has a form of its own."""
 
 
 def _refused() -> tuple[Unsupported, ...]:
-    return REFUSED if differences.MODEL_FROM_CONFIG.here else REFUSED + PATTERNS
+    return REFUSED if differences.BATCH_OF_FIELDS.here else REFUSED + PATTERNS
 
 
 class Setting(NamedTuple):

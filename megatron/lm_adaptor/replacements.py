@@ -146,6 +146,13 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         ours="variant_spec",
     ),
     Replacement(
+        module="megatron.core.models.hybrid.hybrid_model",
+        symbol="HybridModel",
+        reason=_LAYERS,
+        since=differences.BATCH_OF_FIELDS,
+        until=differences.MODEL_FROM_CONFIG,
+    ),
+    Replacement(
         module="megatron.training.models.hybrid",
         symbol="HybridModel",
         reason=_LAYERS,

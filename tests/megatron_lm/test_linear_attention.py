@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_checkouts_gated_delta_nets_are_planned(name: str, freq: int | list[in
         ({"swiglu": False}, "another activation than that of --swiglu"),
         (
             {"hybrid_override_pattern": "G*G-"},
-            "--hybrid-override-pattern is not supported: checkouts train layers of a pattern from 0.19 on",
+            "--hybrid-override-pattern is not supported: checkouts train layers of a pattern from 0.18 on",
         ),
     ],
 )
@@ -75,8 +76,8 @@ def test_validated_flags_are_checked(values: dict[str, Any], says: str, monkeypa
     ids=["supported", "borders_of_stages", "modules"],
 )
 def test_a_checkouts_pattern_is_planned(symbols: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 0.19 on; its flag of heads may be left out."""
-    monkeypatch.setattr(releases, "_imported", lambda: "0.19.1")
+    """From 0.18 on; its flag of heads may be left out."""
+    monkeypatch.setattr(releases, "_imported", lambda: "0.18.2")
     sizes = {"mamba_state_dim": 16, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_num_heads": None}
     names = {"hybrid_layer_pattern": symbols, "hybrid_override_pattern": None, "experimental_attention_variant": None}
     args = hybrid(**sizes, **names, swiglu=False, squared_relu=True)
@@ -91,12 +92,21 @@ def test_a_checkouts_pattern_is_planned(symbols: str, says: str, monkeypatch: py
     assert (shape.linear_attention.num_heads, shape.linear_attention.key_size) == (8, 16)
 
 
+def test_the_stock_specs_of_patterns_may_be_named() -> None:
+    args = hybrid(spec=["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"])
+    flags.refuse_loaded(args)
+    args.spec[1] = "gdp_stack_spec"
+    with pytest.raises(DynamicCPError, match="--spec is not supported: --dynamic-cp has its own layer specification"):
+        flags.refuse_loaded(args)
+
+
 def test_a_pattern_has_a_model_of_its_own() -> None:
     """Its checkpoints are those of patterns, also of releases that would look for a class of theirs."""
     adaptor = _Adaptor.__new__(_Adaptor)
     adaptor._asked = None
-    build = adaptor._HybridModel(dict)
-    assert build(size=1) == {"size": 1}
+    theirs = adaptor._HybridModel(SimpleNamespace)
+    assert theirs(size=1).size == 1
+    assert isinstance(theirs(size=1), SimpleNamespace)
     assert adaptor._gpt_to_hybrid_load(lambda *given: given, "args", "saved", "model") == ("args", "saved", "model")
     adaptor._asked = Namespace()
     ours, gpt = Namespace(hybrid_layer_pattern="M-M*"), Namespace(hybrid_layer_pattern=None)

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from megatron.lm_adaptor.checkout import open_checkout
-from megatron.lm_adaptor.differences import MODEL_FROM_CONFIG, NULL_TOKENIZER_COUNTS_EOD
+from megatron.lm_adaptor.differences import BATCH_OF_FIELDS, NULL_TOKENIZER_COUNTS_EOD
+from megatron.lm_adaptor.flags import STOCK_SPECS
 from tests.megatron_lm.corpora import chat_tokenizer, write_chats
 
 REPOSITORY = Path(__file__).parents[2]
@@ -59,8 +60,8 @@ PATTERN = (
     "--disable-bias-linear"
 )
 needs_hybrids = pytest.mark.skipif(
-    not MODEL_FROM_CONFIG.is_in(VERSION),
-    reason=f"layers of a pattern train in checkouts from {MODEL_FROM_CONFIG.since} on",
+    not BATCH_OF_FIELDS.is_in(VERSION),
+    reason=f"layers of a pattern train in checkouts from {BATCH_OF_FIELDS.since} on",
 )
 NUMBER = r"([0-9.]+E[+-][0-9]+)"
 
@@ -90,7 +91,9 @@ def run(script: list[str], flags: str, *, ranks: int = 4, more: tuple[str, ...] 
 
 
 def megatron_lm(flags: str, *, ranks: int = 4, more: tuple[str, ...] = ()) -> str:
-    script = [word.replace("_gpt", "_hybrid") for word in SCRIPT] if "--hybrid-layer-pattern" in flags else SCRIPT
+    script = SCRIPT
+    if PATTERN in flags:
+        script = [word.replace("_gpt", "_hybrid") for word in SCRIPT] + ["--spec", *STOCK_SPECS[0]]
     return run(script, f"{SHARED} {ON_CPU} {flags}", ranks=ranks, more=more)
 
 
@@ -205,8 +208,8 @@ def test_equals_our_trainer_on_samples_of_their_own_lengths(layout: str) -> None
 @pytest.mark.parametrize(
     "model", [GATED_DELTA, pytest.param(PATTERN, marks=needs_hybrids)], ids=["gated_delta", "pattern"]
 )
-def test_our_trainer_goes_on_with_linear_attention(model: str, tmp_path: Path) -> None:
-    """From the checkout's checkpoint, where each layer has megatron-core's names: the losses of one run."""
+def test_both_go_on_with_linear_attention(model: str, tmp_path: Path) -> None:
+    """From the checkout's checkpoint, whose tensors have megatron-core's names: the losses of one run of ours."""
     more = ("--varlen-mock-dataset-config-json", LENGTHS)
     flags = (
         f"--dynamic-cp --max-seqlen-per-dp-cp-rank 160 --num-layers 4 --eval-iters 0 {model} --ckpt-format torch_dist"
@@ -219,6 +222,9 @@ def test_our_trainer_goes_on_with_linear_attention(model: str, tmp_path: Path) -
     whole, resumed = ([float(value) for value in re.findall(rf"lm loss: {NUMBER}", log)] for log in logs)
     assert resumed == pytest.approx(whole[2:], rel=3e-6)
     assert len(resumed) == 2
+    log = megatron_lm(f"{flags} --use-varlen-dataset --load {tmp_path}", ranks=2, more=more)
+    first, mean = (float(value) for value in re.findall(rf"lm loss: {NUMBER}", log))
+    assert [first, 2 * mean - first] == pytest.approx(resumed, rel=3e-6)
 
 
 def test_global_batch_of_any_size_and_a_script_that_imports_the_adaptor(tmp_path: Path) -> None:
