@@ -131,7 +131,7 @@ def homes(*of_lanes: Sequence[tuple[int, int, int]]) -> Bucket:
     table = sorted((*home, lane) for lane, held in enumerate(of_lanes) for home in held)
     lengths = {sample: stop for sample, _, stop, _ in table}
     samples = tuple(Sample(sample_id=i, seqlen=n) for i, n in lengths.items())
-    placement = replace(random_placement(np.random.default_rng(1), samples, len(of_lanes), 1))
+    placement = random_placement(np.random.default_rng(1), samples, len(of_lanes), 1)
     homes = np.array(table, np.int32)
     return Bucket(
         first_lane=0,
