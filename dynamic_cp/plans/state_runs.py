@@ -133,20 +133,22 @@ class StateRuns(NamedTuple):
 
     @property
     def num_lanes(self) -> int:
-        """Lanes of the bucket: each has a row at least."""
+        """Lanes of the bucket, each of which has a row at least; of `known_to` those up to the last that is known."""
         return int(self.lane.max()) + 1
 
     @property
     def is_linked(self) -> Bools:
         """[run] whether it goes on from another one, or another one from it: its lanes pass on states.
 
-        Where there are such, of a lane without any the first run counts: then all lanes do the same.
+        Where there are such, of a lane without any its shortest run counts: then all lanes do the same.
         """
         linked = self.previous >= 0
         linked[self.previous[linked]] = True
         if linked.any():
-            lanes, first = np.unique(self.lane, return_index=True)
-            linked[first[np.isin(lanes, self.lane[linked], invert=True)]] = True
+            by_length = np.lexsort((self.length, self.lane))
+            lanes, first = np.unique(self.lane[by_length], return_index=True)
+            shortest = by_length[first]
+            linked[shortest[np.isin(lanes, self.lane[linked], invert=True)]] = True
         return linked
 
     def of_lane(self, lane: int) -> Ints:

@@ -167,7 +167,7 @@ def _pack(problem: Problem, batch: Batch, resolved: Resolved, prices: CostModel)
         ranking = sorted([*ranking, *search.by_the_ring()], key=lambda one: one.makespan_ns)
     best = judged(ranking, batch)
     micro_batches = build_plan(batch.samples, best.priced, best.prices, problem.policy).micro_batches
-    return _Packed(best.makespan_ns, _reason(ranking) + best.in_words, micro_batches, best.grid)
+    return _Packed(best.makespan_ns, _reason(ranking, best.candidate) + best.in_words, micro_batches, best.grid)
 
 
 def _with_room_for_branches(options: PlanOptions, problem: Problem, batch: Batch) -> PlanOptions:
@@ -266,8 +266,14 @@ def _check_exchanges(samples: Sequence[Sample], cost_model: CostModel) -> None:
         )
 
 
-def _reason(ranking: Sequence[Candidate]) -> str:
+def _reason(ranking: Sequence[Candidate], chosen: Candidate) -> str:
+    """Return why a candidate was chosen; `ranking`: the fastest first, by heads where lanes may pass on states."""
     best, *others = ranking
+    if chosen is not best:
+        return (
+            f"{chosen.name}: {chosen.makespan_ns / 1e9:.6f} s by heads, of {len(ranking)} candidates; fastest by heads "
+            f"{best.name}: {best.makespan_ns / 1e9:.6f} s"
+        )
     text = f"{best.name}: {best.makespan_ns / 1e9:.6f} s, fastest of {len(ranking)} candidates"
     if others:
         text += f"; next {others[0].name}: {others[0].makespan_ns / 1e9:.6f} s"

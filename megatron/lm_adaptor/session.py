@@ -14,8 +14,10 @@ from megatron.core.utils import log_single_rank
 
 from dynamic_cp.errors import DataError
 from megatron.dynamic_cp.agreement import phase
-from megatron.dynamic_cp.agreement.verify import collective_device
+from megatron.dynamic_cp.agreement.verify import collective_device, run_on_all_ranks
+from megatron.dynamic_cp.attention.linear.check import prepare_linear_kernel
 from megatron.dynamic_cp.flags.layer_needs import layer_needs
+from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
 from megatron.dynamic_cp.foreign.iterator import ForeignIteratorWrapper, wrap_data_iterator
 from megatron.dynamic_cp.measuring.flops import training_flops
 from megatron.dynamic_cp.step.routing import Routing, sum_over_routers
@@ -61,6 +63,10 @@ class Session:
         self._refining: Refining | None = None
         self._wrappers: dict[str, ForeignIteratorWrapper] = {}
         layer_choice = layers.choose(layer_needs(with_heads(theirs), planned.settings), self.device)
+        linear_attention = linear_attention_of(theirs)
+        if linear_attention is not None:
+            of_rank = linear_attention.of_rank(theirs.tensor_model_parallel_size)
+            run_on_all_ranks(lambda: prepare_linear_kernel(of_rank, theirs.params_dtype, self.device), self.device)
         runtime = PlannedRuntime.agree(
             planned.settings,
             arguments=planned.arguments,

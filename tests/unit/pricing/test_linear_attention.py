@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -209,6 +211,20 @@ def test_no_bucket_passes_on_states_that_do_not_fit_though_a_run_asks_for_them(w
     assert [(bucket.cp_size, bucket.exchanges_states) for bucket in planned.plan.buckets] == [(4, False)]
     said = "; 0 of 1 shared buckets pass on states, those of 1 do not fit under the token limit"
     assert (said in planned.reason) == (way == "states")
+
+
+def test_the_reason_of_a_plan_names_its_candidate_and_states_come_before_time():
+    problem = problem_of(8, cp_comm_types=("p2p",), max_tokens_per_rank=3000, state_exchange="states")
+    problem = replace(problem, hardware=replace(HARDWARE, linear_attention_flops_per_s=1e12))
+    found = Counter()
+    for seed in range(12):
+        lengths = np.random.default_rng(seed).integers(100, 12_000, 14).tolist()
+        batch = samples_of(lengths)
+        planned = plan_problem(problem, batch)
+        number = int(re.search(r"\bm=(\d+)", planned.reason).group(1))
+        assert number == planned.plan.num_microbatches, planned.reason
+        found["by heads, of" in planned.reason] += 1
+    assert found[True]
 
 
 def test_states_of_a_model_without_linear_attention_are_refused():
