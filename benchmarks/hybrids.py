@@ -126,7 +126,7 @@ def job_of(name: str, lengths: str, times: int) -> SweepJob:
 def measure(name: str, lengths: str) -> list[Line]:
     """Return the lines of the table for a model and a workload."""
     job = job_of(name, lengths, 1)
-    space = Space(num_gpus=NUM_GPUS, exchanges=exchanges_tried(None, job.model))
+    space = Space(num_gpus=NUM_GPUS, exchanges=exchanges_tried(None, job.model, job.state_exchange))
     found = sweep(space, job, policies=POLICIES, with_other_prices=False)
     larger, best = job_of(name, lengths, TIMES), {}
     for policy, one in found.policies.items():
@@ -178,7 +178,7 @@ def most_lost(name: str, lengths: str) -> float:
     """
     job = job_of(name, lengths, 1)
     job, lost = replace(job, batches=job.batches[:NUM_COMPARED]), []
-    space = Space(num_gpus=NUM_GPUS, exchanges=exchanges_tried(None, job.model))
+    space = Space(num_gpus=NUM_GPUS, exchanges=exchanges_tried(None, job.model, job.state_exchange))
     front = sweep(space, job, policies=("dynamic",), with_other_prices=False).front
     for point in front:
         seconds = {

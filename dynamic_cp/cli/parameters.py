@@ -44,6 +44,7 @@ from dynamic_cp.types import (
     StateExchangeUse,
     Topology,
     chunk_tokens,
+    is_placed,
     is_power_of_two,
     masks_by_rule,
 )
@@ -460,16 +461,21 @@ STATE_EXCHANGE = _option(
 )
 
 
-def check_state_exchange(use: str, model: ModelShape) -> StateExchangeUse:
+def check_state_exchange(use: str, model: ModelShape, cp_comm_type: str | None) -> StateExchangeUse:
     """Return the value of --state-exchange.
 
     Raises:
-        InvalidInputError: it is not the default, and the model has no linear attention.
+        InvalidInputError: no default, and the model has no linear attention or --cp-comm-type does not go with it.
     """
     if use != STATE_EXCHANGE_USES[0] and model.linear_attention is None:
         raise InvalidInputError(
             f"--state-exchange {use} is for layers with linear attention, and the model has none: give the --model of "
             "a hybrid, or leave it out"
+        )
+    if use == "heads" and cp_comm_type is not None and is_placed(cp_comm_type):
+        raise InvalidInputError(
+            f"--state-exchange heads needs equal chunks of a sample on all lanes, and --cp-comm-type {cp_comm_type} "
+            "places attention anywhere: leave one of them out"
         )
     return cast(StateExchangeUse, use)
 
@@ -744,7 +750,7 @@ class JobInput:
     @property
     def states(self) -> StateExchangeUse:
         """How lanes may share layers of linear attention."""
-        return check_state_exchange(self.state_exchange, self.model_shape)
+        return check_state_exchange(self.state_exchange, self.model_shape, self.cp_comm_type)
 
     @cached_property
     def topology(self) -> Topology:

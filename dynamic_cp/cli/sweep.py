@@ -188,7 +188,7 @@ def _space(gpus: int, model: ModelShape, given: dict[str, Any]) -> Space:
         limits=given["max_tokens_per_rank"],
         recompute=tuple(word.strip() for word in given["recompute"].split(",")),
         loss_chunk_tokens=given["loss_chunk_tokens"],
-        exchanges=exchanges_tried(given["cp_comm_type"], model),
+        exchanges=exchanges_tried(given["cp_comm_type"], model, given["state_exchange"]),
     )
 
 
@@ -204,7 +204,7 @@ def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[s
         search=given["search"],
         data_parallel=data_parallel_of(given),
         tp_overlap=given["tp_overlap"],
-        state_exchange=check_state_exchange(given["state_exchange"], model),
+        state_exchange=check_state_exchange(given["state_exchange"], model, given["cp_comm_type"]),
     )
 
 

@@ -18,6 +18,7 @@ from dynamic_cp.types import (
     Hardware,
     ModelShape,
     Sample,
+    StateExchangeUse,
 )
 
 if TYPE_CHECKING:
@@ -39,14 +40,16 @@ def check_memory_is_known(hardware: Hardware) -> None:
         )
 
 
-def exchanges_tried(cp_comm_type: str | None, model: ModelShape) -> tuple[tuple[CpCommType, ...], ...]:
+def exchanges_tried(
+    cp_comm_type: str | None, model: ModelShape, state_exchange: StateExchangeUse
+) -> tuple[tuple[CpCommType, ...], ...]:
     """Return the sets of exchanges that a sweep tries for a value of --cp-comm-type; None: all it has.
 
     `auto` is what it is in a run of `model`, whose memory has to hold what any of them keeps.
     """
     from dynamic_cp.pricing.resolution import allowed_exchanges  # imports numpy, which --help does without
 
-    allowed = allowed_exchanges(cp_comm_type or AUTO, model)
+    allowed = allowed_exchanges(cp_comm_type or AUTO, model, state_exchange=state_exchange)
     return (allowed, *EXCHANGES[1:]) if cp_comm_type is None else (allowed,)
 
 
@@ -70,7 +73,7 @@ def space_of(job: JobInput) -> Space:
         recompute=alone(recompute) or RECOMPUTED,
         recompute_num_layers=job.recompute_num_layers,
         loss_chunk_tokens=job.loss_chunk_tokens,
-        exchanges=exchanges_tried(job.cp_comm_type, job.model_shape),
+        exchanges=exchanges_tried(job.cp_comm_type, job.model_shape, job.states),
         static_cp_size=job.static_cp_size,
     )
 

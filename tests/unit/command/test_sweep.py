@@ -585,9 +585,12 @@ def test_windows_are_swept_and_trained_with_sinks_and_blocks(monkeypatch):
 
     plain = load_model("llama-3-8b")
     model = replace(plain, window_tokens=512, window_attn_skip_freq=2, window_sink_tokens=4)
-    assert exchanges_tried(None, plain) == EXCHANGES
-    assert exchanges_tried(None, model) == (("a2a", "all_gather", "blocks"), ("p2p",))
-    assert exchanges_tried("auto", model) == (("a2a", "all_gather", "blocks"),)
+    assert exchanges_tried(None, plain, "auto") == EXCHANGES
+    assert exchanges_tried(None, model, "auto") == (("a2a", "all_gather", "blocks"), ("p2p",))
+    assert exchanges_tried("auto", model, "auto") == (("a2a", "all_gather", "blocks"),)
+    hybrid = replace(load_model("qwen3-next-80b-a3b"), window_tokens=512)
+    for use, allowed in (("heads", ("a2a", "all_gather")), ("states", ("a2a", "all_gather", "blocks"))):
+        assert exchanges_tried("auto", hybrid, use) == (allowed,)
     setting = Setting(
         policy="dynamic",
         topology=Topology(num_lanes=8),
@@ -696,6 +699,11 @@ def test_how_a_hybrid_shares_its_layers_is_planned_with_and_reaches_the_trainer(
         assert data["inputs"]["state_exchange"] == use
         line = " ".join(data["recommended"]["command"])
         assert (f"--dynamic-cp-state-exchange {use} " in line) == (use != "auto")
+    for command in ("plan --lanes 4", "simulate --gpus 4", "sweep --global-batch-size 4 --batches 1 --gpus 4"):
+        assert cli.main(f"{command} {words} --cp-comm-type blocks --state-exchange heads".split()) != 0
+        assert "error: --state-exchange heads needs equal chunks of a sample on all lanes" in " ".join(
+            capsys.readouterr().err.split()
+        )
     exact = ran(f"plan {words} --lanes 4 --state-exchange heads --search exact", capsys)
     assert "proven the fastest" in " ".join(exact.split())
     setting = Setting(policy="dynamic", topology=Topology(num_lanes=4), recompute="full", max_tokens_per_rank=6000)
