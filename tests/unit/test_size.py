@@ -27,7 +27,7 @@ MOST_LINES = {
     "dynamic_cp/pool": 2880,  # linear attention is refused
     "dynamic_cp/pricing": 2310,  # linear attention: seconds and bytes of both ways to share it; adapters
     "dynamic_cp/report": 2940,  # peak memory of a run; bars of its parts
-    "dynamic_cp/search": 1995,  # which buckets pass on states of linear attention
+    "dynamic_cp/search": 2015,  # which buckets pass on states of linear attention
     "dynamic_cp/sweep": 1340,  # flags of linear attention and of its exchange, factors of Granite, layers without RoPE
     "dynamic_cp/types": 3740,  # adapters of each kind of layer; hybrids, with windows and latents; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
@@ -41,7 +41,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/layout": 450,  # what lanes exchange for linear attention
     "megatron/dynamic_cp/measuring": 220,
     "megatron/dynamic_cp/model": 2010,  # the head over chunks of tokens; linear attention: gates, its matrices
-    "megatron/dynamic_cp/outside": 1365,  # the loops of transformers and TRL; linear attention of their models
+    "megatron/dynamic_cp/outside": 1375,  # the loops of transformers and TRL; linear attention of their models
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
     "megatron/dynamic_cp/post_training": 1400,  # columns, results in order, losses tried first, a value head
