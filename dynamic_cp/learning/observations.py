@@ -26,7 +26,8 @@ class Observation:
     Attributes:
         cp_size, first_lane, cp_comm_type, inner_cp_size: as in `Bucket`; inner_cp_size 0 where it is not known.
         tokens, tokens_squared: sums over the padded lengths of the whole group.
-        num_states: samples whose states of linear attention its lanes passed on; 0: none, or heads were exchanged.
+        num_states: samples whose states of linear attention its lanes passed on, with branches as
+            `plans.state_runs.states_of_sample` counts them; 0: none, or heads were exchanged.
         stage, chunk: pipeline stage, and model chunk on it (0 without interleaving).
         forward_s, backward_s: seconds without waiting for other stages.
     """
@@ -41,7 +42,7 @@ class Observation:
     stage: int = 0
     chunk: int = 0
     inner_cp_size: int = 0
-    num_states: int = 0
+    num_states: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ class PricedObservations:
         self._rows = np.array([row for _, row in priced], np.int64)
         self._tokens = np.array([one.tokens for one in kept], np.float64)
         self._squares = np.array([one.tokens_squared for one in kept], np.float64)
-        self._num_states = np.array([one.num_states for one in kept], np.int64)
+        self._num_states = np.array([one.num_states for one in kept], np.float64)
         places = [cost_model.place(one.cp_size, one.first_lane) for one in kept]
         self._places = np.array(places, np.int64).reshape(-1, 2)
         self._rank_tokens = self._tokens / np.array([one.cp_size for one in kept], np.float64)

@@ -7,8 +7,9 @@ same prefix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,7 +59,7 @@ class StateRuns(NamedTuple):
         """Return those of a bucket; `rank_token_multiple`: what the tokens of a lane are padded to."""
         if bucket.placement is not None:
             return cls.of_placement(bucket, rank_token_multiple)
-        masks = [sample.mask for sample in bucket.samples] if any(map(runs_of_branches, bucket.samples)) else None
+        masks = [sample.mask for sample in bucket.samples]
         return cls.of_chunks(padded_of(bucket, rank_token_multiple), bucket.cp_size, masks)
 
     @classmethod
@@ -69,7 +70,7 @@ class StateRuns(NamedTuple):
 
         Args:
             padded_seqlens: of the samples; padding goes on behind a sample, and cannot reach its tokens.
-            masks: of the samples; what is not in branches is one. None: nothing is.
+            masks: of the samples, None where a sample has no branches. None: no sample has.
         """
         num_chunks = CHUNKS_PER_LANE * cp_size if cp_size > 1 else 1
         size = np.asarray(padded_seqlens, np.int64)[:, None] // num_chunks
@@ -125,27 +126,29 @@ class StateRuns(NamedTuple):
         previous = np.where(pieces[:, START] > 0, np.arange(len(pieces)) - 1, -1)
         for sample in np.unique(pieces[:, SAMPLE]).tolist() if masks else ():
             mask = masks.get(sample)
-            if isinstance(mask, Branches):
+            if isinstance(mask, Branches) and len(mask.shape()[0]) > 1:
                 pieces, previous = _branched(pieces, previous, sample, mask)
         _, start, stop, lane, row = pieces.T
         return cls(lane, row, stop - start, previous)
 
     @property
     def num_lanes(self) -> int:
-        """Lanes of the bucket: each has a row at least."""
+        """Lanes of the bucket, each of which has a row at least; of `known_to` those up to the last that is known."""
         return int(self.lane.max()) + 1
 
     @property
     def is_linked(self) -> Bools:
         """[run] whether it goes on from another one, or another one from it: its lanes pass on states.
 
-        Where there are such, of a lane without any the first run counts: then all lanes do the same.
+        Where there are such, of a lane without any its shortest run counts: then all lanes do the same.
         """
         linked = self.previous >= 0
         linked[self.previous[linked]] = True
         if linked.any():
-            lanes, first = np.unique(self.lane, return_index=True)
-            linked[first[np.isin(lanes, self.lane[linked], invert=True)]] = True
+            by_length = np.lexsort((self.length, self.lane))
+            lanes, first = np.unique(self.lane[by_length], return_index=True)
+            shortest = by_length[first]
+            linked[shortest[np.isin(lanes, self.lane[linked], invert=True)]] = True
         return linked
 
     def of_lane(self, lane: int) -> Ints:
@@ -231,9 +234,19 @@ class StateRuns(NamedTuple):
         return cls(*(np.array(column, np.int64) for column in data))
 
 
+STATES_OF_A_SCAN = 0.5
+"""What a lane keeps of a run of a branch that it scans by itself, over what it keeps of one whose states are passed on:
+the state before it, and no summary, which is at least as large."""
+
+
 def runs_of_branches(sample: Sample) -> int:
     """Return how many more runs a sample has than its chunks: a segment cuts one in two."""
     return len(sample.mask.shape()[0]) - 1 if isinstance(sample.mask, Branches) else 0
+
+
+def scans_of_branches(samples: Iterable[Sample]) -> int:
+    """Return the runs of those samples that have several, where one lane has all."""
+    return sum(1 + more for more in map(runs_of_branches, samples) if more)
 
 
 def states_of_sample(sample: Sample, cp_size: int = 1) -> float:
@@ -258,19 +271,17 @@ def room_for_runs(max_tokens_per_rank: int) -> int:
 
 
 def runs_with_states(bucket: Bucket, rank_token_multiple: int = 1) -> Sequence[int]:
-    """Return of how many runs each lane of a bucket keeps states: of those that are passed on, else of branches.
+    """Return of how many runs that are passed on the states are that each lane of a bucket keeps.
 
-    Lanes that exchange heads keep those of their share.
+    Where none are, lanes keep those of branches, and where they exchange heads those of their share.
     """
-    has_branches = any(map(runs_of_branches, bucket.samples))
-    if bucket.exchanges_states and (has_branches or bucket.placement is not None):
-        numbers: list[int] = StateRuns.of_bucket(bucket, rank_token_multiple).num_linked.tolist()
-        return numbers
-    number = CHUNKS_PER_LANE * len(bucket.samples) if bucket.exchanges_states else 0
-    if has_branches:
-        in_branches = sum(1 + runs_of_branches(sample) for sample in bucket.samples if runs_of_branches(sample))
-        number = -(-in_branches // bucket.cp_size)
-    return [number] * bucket.cp_size
+    if not bucket.exchanges_states:
+        of_branches = ceil(STATES_OF_A_SCAN * scans_of_branches(bucket.samples) / bucket.cp_size)
+        return [of_branches] * bucket.cp_size
+    if bucket.placement is None and not scans_of_branches(bucket.samples):
+        return [CHUNKS_PER_LANE * len(bucket.samples)] * bucket.cp_size
+    numbers: list[int] = StateRuns.of_bucket(bucket, rank_token_multiple).num_linked.tolist()
+    return numbers
 
 
 def _branched(pieces: Ints, previous: Ints, sample: int, mask: Branches) -> tuple[Ints, Ints]:

@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED
+from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.packing.judge import build_plan
 from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.extension import kind_planned
+from dynamic_cp.plans.state_runs import STATES_OF_A_SCAN, scans_of_branches
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pricing.capacity import widest_bucket
+from dynamic_cp.pricing.capacity import limit_that_holds, widest_bucket
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.resolution import Resolved, may_place, resolve
 from dynamic_cp.search.candidates import Batch, Candidate, Search, batch_of
@@ -38,6 +40,7 @@ from dynamic_cp.types import (
     Sample,
     Topology,
 )
+from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
 
@@ -155,16 +158,31 @@ def _prices(problem: Problem, batch: Batch, resolved: Resolved) -> CostModel:
 
 def _pack(problem: Problem, batch: Batch, resolved: Resolved, prices: CostModel) -> _Packed:
     """Return the fastest packing by mechanisms that have closed forms."""
-    packers = prices
-    if resolved.packed != resolved.priced:
-        packers = CostModel(replace(problem, options=resolved.packed))
+    packers, options = prices, _with_room_for_branches(resolved.packed, problem, batch)
+    if options != resolved.priced:
+        packers = CostModel(replace(problem, options=options))
     search = Search(batch, packers)
     ranking = search.ranking(problem.policy)
     if resolved.tries_ring_alone:
         ranking = sorted([*ranking, *search.by_the_ring()], key=lambda one: one.makespan_ns)
     best = judged(ranking, batch)
     micro_batches = build_plan(batch.samples, best.priced, best.prices, problem.policy).micro_batches
-    return _Packed(best.makespan_ns, _reason(ranking) + best.in_words, micro_batches, best.grid)
+    return _Packed(best.makespan_ns, _reason(ranking, best.candidate) + best.in_words, micro_batches, best.grid)
+
+
+def _with_room_for_branches(options: PlanOptions, problem: Problem, batch: Batch) -> PlanOptions:
+    """Return options whose limit leaves room for the states of branches, in the mean of the batch's tokens.
+
+    Packers know tokens alone, and states of linear attention that a lane scans by itself are no tokens.
+    """
+    runs = scans_of_branches(batch.samples)
+    if problem.model.linear_attention is None or not runs:
+        return options
+    of_run = STATES_OF_A_SCAN / CHUNKS_PER_LANE * tokens_of_states(problem.model, problem.topology, options)
+    most_tokens = options.max_tokens_per_rank
+    lower = max(1, int(most_tokens / (1 + runs * of_run / int(batch.lengths.seqlens.sum()))))
+    limit = limit_that_holds(batch.samples[0].seqlen, problem.topology, replace(options, max_tokens_per_rank=lower))
+    return replace(options, max_tokens_per_rank=min(most_tokens, limit))
 
 
 def _prove(batch: Batch, packed: _Packed, prices: CostModel) -> _Packed:
@@ -248,8 +266,14 @@ def _check_exchanges(samples: Sequence[Sample], cost_model: CostModel) -> None:
         )
 
 
-def _reason(ranking: Sequence[Candidate]) -> str:
+def _reason(ranking: Sequence[Candidate], chosen: Candidate) -> str:
+    """Return why a candidate was chosen; `ranking`: the fastest first, by heads where lanes may pass on states."""
     best, *others = ranking
+    if chosen is not best:
+        return (
+            f"{chosen.name}: {chosen.makespan_ns / 1e9:.6f} s by heads, of {len(ranking)} candidates; fastest by heads "
+            f"{best.name}: {best.makespan_ns / 1e9:.6f} s"
+        )
     text = f"{best.name}: {best.makespan_ns / 1e9:.6f} s, fastest of {len(ranking)} candidates"
     if others:
         text += f"; next {others[0].name}: {others[0].makespan_ns / 1e9:.6f} s"

@@ -31,12 +31,14 @@ class Judged(NamedTuple):
     """A candidate with what its buckets exchange.
 
     Attributes:
+        candidate: which one.
         prices: of `priced`, with rows of the buckets that pass on states.
         grid: its durations; makespan_ns: what they come to.
         num_states: buckets that pass on states, of `num_shared` that have several lanes.
         num_too_large: that were to pass on states, and whose states do not fit.
     """
 
+    candidate: Candidate
     priced: PricedPacking
     prices: CostModel
     grid: Grid
@@ -44,6 +46,11 @@ class Judged(NamedTuple):
     num_states: int = 0
     num_shared: int = 0
     num_too_large: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The less the better: states that a run asks for come before time."""
+        return self.num_too_large, self.makespan_ns
 
     @property
     def in_words(self) -> str:
@@ -73,7 +80,7 @@ def judged(ranking: Sequence[Candidate], batch: Batch) -> Judged:
         if _kind_of(candidate) not in kinds:
             kinds.add(_kind_of(candidate))
             other = _with_states(candidate, passing)
-            best = other if other.makespan_ns < best.makespan_ns else best
+            best = other if other.rank < best.rank else best
     return best
 
 
@@ -81,7 +88,7 @@ def _as_packed(candidate: Candidate, priced: PricedPacking) -> Judged:
     """Return a candidate none of whose buckets passes on states."""
     # The grid of the packing is the grid of the plan, and much faster to make.
     grid = grid_of_priced(priced, candidate.cost_model)
-    return Judged(priced, candidate.cost_model, grid, candidate.makespan_ns)
+    return Judged(candidate, priced, candidate.cost_model, grid, candidate.makespan_ns)
 
 
 def _kind_of(candidate: Candidate) -> str:
@@ -137,7 +144,7 @@ def _with_states(candidate: Candidate, passing: _Passing) -> Judged:
         priced = priced._replace(price_rows=price_rows)
     grid = grid_of_priced(priced, prices)
     makespan_ns = makespan_of_grid_ns(grid, prices) if chosen.any() else candidate.makespan_ns
-    return Judged(priced, prices, grid, makespan_ns, int(chosen.sum()), len(shared), num_too_large)
+    return Judged(candidate, priced, prices, grid, makespan_ns, int(chosen.sum()), len(shared), num_too_large)
 
 
 def _are_faster(prices: CostModel, priced: PricedPacking, shared: Ints, shifts: Floats) -> Bools:

@@ -6,6 +6,7 @@ import random
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 from unittest import mock
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.placement.programme import Programme
@@ -108,7 +109,7 @@ class Whole:
         params: DynamicPackedSeqParams,
         *,
         tokens: Tensor | None = None,
-        repeated: bool = False,
+        repeated: str = "",
         dtype: torch.dtype = torch.float64,
         under_autocast: bool = False,
     ) -> tuple[list[Tensor], tuple[int, int]]:
@@ -116,7 +117,7 @@ class Whole:
 
         Args:
             tokens: as one of `zigzag`, where they lie otherwise.
-            repeated: backward computes the layer a second time.
+            repeated: backward computes the layer a second time, "reentrant" or as torch has it now.
         """
         own = self.zigzag(params.cp_group.size())[params.cp_group.rank()] if tokens is None else tokens
 
@@ -129,7 +130,9 @@ class Whole:
         parameters = [x.detach().to(dtype).clone().requires_grad_() for x in self.parameters]
         layer, arguments = THD[self.sizes.kind], (*local, *parameters, params, self.sizes)
         with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast):
-            out = checkpoint(layer, *arguments, use_reentrant=True) if repeated else layer(*arguments)
+            again = partial(checkpoint, layer, use_reentrant=repeated == "reentrant")
+            with set_checkpoint_early_stop(False):  # a whole layer has something to keep at its end
+                out = (again if repeated else layer)(*arguments)
         forward = params.stats.bytes_sent
         (out * of_lane(self.weights))[own >= 0].sum().backward()
         tensors = [out.detach(), *(x.grad for x in (*local, *parameters))]
@@ -194,14 +197,16 @@ def test_random_layers_and_packs_equal_samples_token_after_token() -> None:
         )
         whole = Whole(sizes, [chosen.choice([1, 2, 3, 5, 9, 17, 40, 70]) for _ in range(chosen.randint(1, 4))])
         cp_size, way = chosen.choice([1, 2, 3, 4, 8]), chosen.choice(WAYS)
-        found, _ = whole.on_lanes(cp_size, way, repeated=chosen.random() < 0.3)
+        found, _ = whole.on_lanes(cp_size, way, repeated=chosen.choice(["", "", "reentrant", "by hooks"]))
         assert error(found, whole.expected) < 1e-10, (sizes, whole.seqlens, cp_size, way)
 
 
+@pytest.mark.parametrize("repeated", ["reentrant", "by hooks"])
 @pytest.mark.parametrize("way", WAYS)
-def test_layers_may_be_computed_a_second_time(way: StateExchange) -> None:
+def test_layers_may_be_computed_a_second_time(way: StateExchange, repeated: str) -> None:
+    """And exchange as often, no oftener."""
     whole = Whole(LAYERS["gated_delta_net"], (5, 33, 1, 8))
-    found, sent = whole.on_lanes(2, way, repeated=True)
+    found, sent = whole.on_lanes(2, way, repeated=repeated)
     assert error(found, whole.expected) < 1e-10
     _, once = whole.on_lanes(2, way)
     assert sent == [(forward, forward + backward) for forward, backward in once]
@@ -288,7 +293,7 @@ def test_random_branches_go_on_from_the_prefixes_that_they_share() -> None:
         masks = [random_tree(chosen, n) if chosen.random() < 0.8 else None for n in seqlens]
         whole = Whole(LAYERS[chosen.choice([*LAYERS])], seqlens, masks)
         cp_size, way = int(chosen.choice([1, 2, 3, 4, 8])), chosen.choice(WAYS)
-        found, _ = whole.on_lanes(cp_size, way, repeated=chosen.random() < 0.3)
+        found, _ = whole.on_lanes(cp_size, way, repeated=chosen.choice(["", "", "reentrant", "by hooks"]))
         assert error(found, whole.expected) < 1e-10, (seqlens, masks, cp_size, way)
 
 
@@ -373,7 +378,7 @@ def round_states_to_bfloat16() -> Any:
 
 
 def forget_gradients_of_states() -> Any:
-    return mock.patch.object(states.StateChain, "gradients", lambda self, grad: torch.zeros_like(grad))
+    return mock.patch.object(states.StateChain, "gradients", lambda self, grad, of_all: torch.zeros_like(grad))
 
 
 def forget_to_transpose() -> Any:

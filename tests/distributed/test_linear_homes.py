@@ -117,7 +117,12 @@ def test_random_homes_equal_samples_token_after_token() -> None:
     for _ in range(200):
         bucket = random_bucket(random, int(random.integers(1, 6)) + 1, int(random.choice([1, 1, 2])), 100)
         whole = whole_of(str(random.choice([*LAYERS])), bucket)
-        found, _ = computed(whole, bucket, tp_size=int(random.choice([1, 2])), repeated=random.random() < 0.3)
+        found, _ = computed(
+            whole,
+            bucket,
+            tp_size=int(random.choice([1, 2])),
+            repeated=str(random.choice(["", "", "reentrant", "by hooks"])),
+        )
         assert error(found, whole.expected) < 1e-10, str(bucket)
 
 
@@ -126,7 +131,7 @@ def homes(*of_lanes: Sequence[tuple[int, int, int]]) -> Bucket:
     table = sorted((*home, lane) for lane, held in enumerate(of_lanes) for home in held)
     lengths = {sample: stop for sample, _, stop, _ in table}
     samples = tuple(Sample(sample_id=i, seqlen=n) for i, n in lengths.items())
-    placement = replace(random_placement(np.random.default_rng(1), samples, len(of_lanes), 1))
+    placement = random_placement(np.random.default_rng(1), samples, len(of_lanes), 1)
     homes = np.array(table, np.int32)
     return Bucket(
         first_lane=0,

@@ -23,16 +23,16 @@ MOST_LINES = {
     "dynamic_cp/packing": 2750,
     "dynamic_cp/pipeline": 1050,
     "dynamic_cp/placement": 3740,
-    "dynamic_cp/plans": 1440,  # what lanes exchange for linear attention
+    "dynamic_cp/plans": 1450,  # what lanes exchange for linear attention
     "dynamic_cp/pool": 2880,  # linear attention is refused
     "dynamic_cp/pricing": 2310,  # linear attention: seconds and bytes of both ways to share it; adapters
     "dynamic_cp/report": 2940,  # peak memory of a run; bars of its parts
-    "dynamic_cp/search": 1995,  # which buckets pass on states of linear attention
+    "dynamic_cp/search": 2015,  # which buckets pass on states of linear attention
     "dynamic_cp/sweep": 1340,  # flags of linear attention and of its exchange, factors of Granite, layers without RoPE
     "dynamic_cp/types": 3740,  # adapters of each kind of layer; hybrids, with windows and latents; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
-    "megatron/dynamic_cp/attention": 6145,  # linear attention of a pack over lanes, in two ways, and little of it kept
+    "megatron/dynamic_cp/attention": 6180,  # linear attention of a pack over lanes, in two ways, and little of it kept
     "megatron/dynamic_cp/calibration": 1500,  # states of linear attention; attention against float64, for a first day
     "megatron/dynamic_cp/data": 1300,  # buckets of a lane without their tokens, for others to ask; trees of turns
     "megatron/dynamic_cp/flags": 2940,  # norms and factors; adapters; losses over chunks of tokens
@@ -41,13 +41,13 @@ MOST_LINES = {
     "megatron/dynamic_cp/layout": 450,  # what lanes exchange for linear attention
     "megatron/dynamic_cp/measuring": 220,
     "megatron/dynamic_cp/model": 2010,  # the head over chunks of tokens; linear attention: gates, its matrices
-    "megatron/dynamic_cp/outside": 1365,  # the loops of transformers and TRL; linear attention of their models
+    "megatron/dynamic_cp/outside": 1375,  # the loops of transformers and TRL; linear attention of their models
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
     "megatron/dynamic_cp/post_training": 1400,  # columns, results in order, losses tried first, a value head
     "megatron/dynamic_cp/repairs": 780,  # a TransformerEngine that cannot be imported; checkpoints of halves of weights
     "megatron/dynamic_cp/scheduler": 860,  # the planner for other frameworks
-    "megatron/dynamic_cp/step": 800,  # a micro-batch without its loss, for passes of post-training
+    "megatron/dynamic_cp/step": 815,  # a micro-batch without its loss, for passes of post-training
     "megatron/lm_adaptor": 2810,  # linear attention: a specification, its kernel, a model and checkpoints of patterns
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1960,  # a model without adapters, and others than a run has

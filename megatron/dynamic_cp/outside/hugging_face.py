@@ -30,7 +30,7 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.outside.attention import scaled_dot_product_attention
 from megatron.dynamic_cp.outside.documents import IGNORED
 from megatron.dynamic_cp.outside.lanes import Lanes
-from megatron.dynamic_cp.outside.linear_layers import use_linear_layers
+from megatron.dynamic_cp.outside.linear_layers import linear_layers_of, use_linear_layers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -68,7 +68,7 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedFeatureError: attention dropout, layers that have neither full nor linear attention, RoPE that
             depends on the longest position of a batch, or a model that does not take its attention from transformers'
-            interface; or as `use_linear_layers`.
+            interface; or as `linear_layers_of`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -96,6 +96,7 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
             "lane holds a part of it only: use default, linear, llama3 or yarn",
             rope_type=rope_type,
         )
+    linear = linear_layers_of(model)
     AttentionInterface.register(ATTENTION, attention_forward)
     # Without an entry of its own transformers would drop a caller's attention_mask without a word.
     AttentionMaskInterface.register(ATTENTION, no_mask)
@@ -105,7 +106,7 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
             f"{type(model).__name__} keeps its attention {config._attn_implementation!r}, {ATTENTION!r} is needed: it "
             "does not take attention from transformers' AttentionInterface; use another model"
         )
-    use_linear_layers(model)
+    use_linear_layers(linear)
 
 
 def attention_forward(

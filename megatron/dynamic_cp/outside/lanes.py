@@ -20,7 +20,7 @@ from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, lane_plan
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Problem, Sample
 from megatron.dynamic_cp.agreement.verify import agree, check_same_digest, run_on_all_ranks
-from megatron.dynamic_cp.attention.linear.kernels.choice import choose_linear_kernel
+from megatron.dynamic_cp.attention.linear.check import prepare_linear_kernel
 from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, pack_step
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 
@@ -72,7 +72,8 @@ class Lanes:
 
         Raises:
             InvalidInputError: the mesh and the topology differ, or the mesh leaves ranks out.
-            UnsupportedFeatureError: layers of the model have windows, or linear attention without a kernel here.
+            UnsupportedFeatureError: layers of the model have windows, or linear attention whose kernel is missing or
+                wrong on a rank.
         """
         _check_mesh(mesh, problem)
         _check_masks(problem)
@@ -81,7 +82,8 @@ class Lanes:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         if problem.model.linear_attention is not None:
-            choose_linear_kernel(device, problem.model.linear_attention)
+            sizes, dtype = problem.model.linear_attention, torch.bfloat16
+            run_on_all_ranks(lambda: prepare_linear_kernel(sizes, dtype, device), device)
         topology, options, heads = problem.topology, problem.options, problem.model.num_attention_heads
         sharing = Sharing.of(problem.model, topology, options)
         groups = DynamicCPGroups.build(

@@ -6,7 +6,7 @@ states between the lanes of a micro-batch, or exchanges heads, as the plan says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,11 @@ from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 
-def use_linear_layers(model: torch.nn.Module) -> None:
-    """Make the linear attention of a model ours.
+def linear_layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers of a model with linear attention, none of most.
 
     Raises:
-        UnsupportedFeatureError: it is of another kind, or has another activation.
+        UnsupportedFeatureError: one is of another kind than ours, or has another activation.
     """
     number = list(getattr(model.config, "layer_types", None) or ()).count("linear_attention")
     layers = [module for module in model.modules() if type(module).__name__ in _LAYERS]
@@ -40,6 +40,12 @@ def use_linear_layers(model: torch.nn.Module) -> None:
                 f"linear attention with the activation {module.activation!r} is not supported, silu is: use another "
                 "model"
             )
+    return layers
+
+
+def use_linear_layers(layers: Iterable[torch.nn.Module]) -> None:
+    """Make the linear attention of `linear_layers_of` ours."""
+    for module in layers:
         sizes_of, forward = _LAYERS[type(module).__name__]
         module.forward = partial(_forward, forward, module, sizes_of(module))
 

@@ -32,6 +32,7 @@ from torch.autograd import Variable
 
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.learning.observations import Observation
+from dynamic_cp.plans.state_runs import states_of_sample
 from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.types import TRAITS, ModelShape, Sample
 from megatron.dynamic_cp.agreement.verify import collective_device
@@ -73,7 +74,7 @@ class _Timed:
     inner_cp_size: int
     tokens: int
     tokens_squared: int
-    num_states: int
+    num_states: float
     forward: list[Mark]
     backward: list[Mark]
 
@@ -220,7 +221,7 @@ class BucketTimes:
             inner_cp_size=params.inner_cp_size,
             tokens=sum(params.padded_seqlens),
             tokens_squared=_tokens_squared(params, self._shape),
-            num_states=len(params.seqlens) if params.state_exchange == "states" else 0,
+            num_states=_num_states(params),
             forward=[self._mark()],
             backward=[],
         )
@@ -261,6 +262,15 @@ class BucketTimes:
         return float(start.elapsed_time(end) / 1e3)
 
 
+def _num_states(params: Any) -> float:
+    """Return as how many samples those of a micro-batch count whose states are passed on."""
+    if params.state_exchange != "states":
+        return 0.0
+    if params.masked_samples is None:
+        return float(len(params.seqlens))
+    return sum(states_of_sample(sample, params.local_cp_size) for sample in params.masked_samples)
+
+
 def _tokens_squared(params: Any, shape: ModelShape) -> int:
     """Return the attention work of a micro-batch, as it is priced."""
     samples = params.masked_samples
@@ -291,9 +301,10 @@ def _observations(rows: NDArray[np.float64]) -> list[Observation]:
                 inner_cp_size=int(column["inner_cp_size"]),
                 forward_s=column["forward_s"],
                 backward_s=column["backward_s"],
+                num_states=column["num_states"],
                 **{
                     name: int(column[name])
-                    for name in ("cp_size", "first_lane", "tokens", "tokens_squared", "num_states", "stage", "chunk")
+                    for name in ("cp_size", "first_lane", "tokens", "tokens_squared", "stage", "chunk")
                 },
             )
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +21,7 @@ from dynamic_cp.pricing.flops import batch_flops
 from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD, StageLinearAttention, sent_states
 from dynamic_cp.pricing.resolution import allowed_exchanges, problem_of_prices
 from dynamic_cp.pricing.sent import sent_by_bucket
+from dynamic_cp.search.plan_in_memory import plan_in_memory
 from dynamic_cp.search.search import plan_global_batch, plan_problem
 from dynamic_cp.types import (
     ACROSS_NODES,
@@ -210,6 +213,20 @@ def test_no_bucket_passes_on_states_that_do_not_fit_though_a_run_asks_for_them(w
     assert (said in planned.reason) == (way == "states")
 
 
+def test_the_reason_of_a_plan_names_its_candidate_and_states_come_before_time():
+    problem = problem_of(8, cp_comm_types=("p2p",), max_tokens_per_rank=3000, state_exchange="states")
+    problem = replace(problem, hardware=replace(HARDWARE, linear_attention_flops_per_s=1e12))
+    found = Counter()
+    for seed in range(12):
+        lengths = np.random.default_rng(seed).integers(100, 12_000, 14).tolist()
+        batch = samples_of(lengths)
+        planned = plan_problem(problem, batch)
+        number = int(re.search(r"\bm=(\d+)", planned.reason).group(1))
+        assert number == planned.plan.num_microbatches, planned.reason
+        found["by heads, of" in planned.reason] += 1
+    assert found[True]
+
+
 def test_states_of_a_model_without_linear_attention_are_refused():
     bucket = Bucket(first_lane=0, cp_size=2, samples=tuple(samples_of([40])), state_exchange="states")
     with pytest.raises(UnsupportedFeatureError, match="the model has no linear attention"):
@@ -282,9 +299,9 @@ def test_branches_count_as_runs_that_pass_on_states():
     assert samples_passed_on(bucket) == 1 + 4 / 4
     # Chunks of 16 tokens: lane 0 has the first and, as two branches, the last; lane 1 the second and two leaves.
     assert list(runs_with_states(bucket)) == [2, 3]
-    # By heads each lane has all five segments, for half of the heads.
-    assert runs_with_states(replace(bucket, state_exchange="heads")) == [3, 3]
-    assert runs_with_states(Bucket(first_lane=0, samples=(tree, *samples_of([9])))) == [5]
+    # Each of the five segments is half of a run that is passed on; by heads a lane has half of the heads.
+    assert runs_with_states(replace(bucket, state_exchange="heads")) == [2, 2]
+    assert runs_with_states(Bucket(first_lane=0, samples=(tree, *samples_of([9])))) == [3]
     assert runs_with_states(Bucket(first_lane=0, samples=tuple(samples_of([9])))) == [0]
     problem = problem_of(2)
     prices = CostModel(problem)
@@ -326,3 +343,16 @@ def test_measured_buckets_that_passed_on_states_are_priced_so():
     )
     priced = PricedObservations([measured], prices)
     assert priced.predicted_s(prices) == pytest.approx(priced.measured_s)
+    assert PricedObservations([replace(measured, num_states=2.5)], prices).predicted_s(prices).min() > 0
+
+
+def test_limits_leave_room_for_the_states_of_branches():
+    problem = problem_of(4, cp_comm_types=("a2a",), max_tokens_per_rank=1)
+    answers = replace(samples_of([36])[0], mask=parse_mask("shared_question:4," + ",".join(["4"] * 8)))
+    batch = [replace(answers, sample_id=index) for index in range(300)]
+    hardware = replace(HARDWARE, hbm_bytes=4e7)
+    planned, memory = plan_in_memory(batch, replace(problem, hardware=hardware), limit_from_memory=True)
+    (peak,) = memory.peak(planned.plan)
+    assert 0.5 * memory.available_bytes < peak.total_bytes <= memory.available_bytes
+    most = max(bucket.num_tokens / bucket.cp_size for bucket in planned.plan.buckets)
+    assert most < 0.9 * planned.plan.max_tokens_per_rank, "no room was left"

@@ -10,6 +10,7 @@ number for each head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,8 +54,13 @@ class Steps(NamedTuple):
 
     def with_tensors(self, tensors: list[Tensor]) -> Steps:
         """Return the same with other `tensors`."""
+        return Steps.of(tensors, self.scale)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], scale: float) -> Steps:
+        """Return those whose `tensors` are these."""
         q_THK, k_THK, v_THV, decay_TH, *beta = tensors
-        return Steps(q_THK, k_THK, v_THV, decay_TH, beta[0] if beta else None, self.scale)
+        return cls(q_THK, k_THK, v_THV, decay_TH, beta[0] if beta else None, scale)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

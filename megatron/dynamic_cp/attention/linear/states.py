@@ -16,12 +16,13 @@ States, summaries and their gradients travel in float32: those in bfloat16 cost 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynamic_cp.types import LinearAttention
+from megatron.dynamic_cp.attention.linear.again import keeps_by_hooks
 from megatron.dynamic_cp.attention.linear.exchange import Place, exchanged
 from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share
@@ -96,35 +97,35 @@ def _convolved(layer: LinearLayer, x_TC: Tensor, rows: LaneRows, params: Dynamic
 
 
 class StateChain:
-    """States before linked runs, and gradients of those behind them, composed by shares of heads.
-
-    Forward comes before backward; the transitions A of this lane's share stay in between.
-    """
+    """States before linked runs, and gradients of those behind them, composed by shares of heads."""
 
     def __init__(self, sizes: LinearAttention, rows: LaneRows, params: DynamicPackedSeqParams) -> None:
         self._links, self._params, self._num_runs = rows.links, params, len(rows.linked.lengths)
         num_lanes, self._lane = Place.of(params)
         shares = [Share.of_lane(sizes, lane, num_lanes).heads for lane in range(num_lanes)]
         self._heads = [slice(heads.start, heads.stop) for heads in shares]
-        self._transitions: Tensor | None = None
 
-    def states(self, transitions: Tensor, own: Tensor) -> Tensor:
-        """Return the state before each of this lane's linked runs, [runs, heads, key, value].
+    def states(self, transitions: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the state before each of this lane's linked runs, [runs, heads, key, value], and what backward needs.
 
         Args:
             transitions, own: A [runs, heads, ...] and b [runs, heads, key, value] of them.
         """
-        self._transitions, added = self._scattered(transitions, own)
-        behind = composed(self._transitions, added, self._links)
+        of_all, added = self._scattered(transitions, own)
+        behind = composed(of_all, added, self._links)
         before = torch.zeros_like(behind)
         before.index_copy_(0, self._links.following, behind.index_select(0, self._links.previous))
-        return self._gathered(before)
+        return self._gathered(before), of_all
 
-    def gradients(self, grad: Tensor) -> Tensor:
-        """Return the gradient of the state behind each of them; `grad`: what their tokens say of that before."""
-        assert self._transitions is not None, "forward comes first"
+    def gradients(self, grad: Tensor, of_all: Tensor) -> Tensor:
+        """Return the gradient of the state behind each of them.
+
+        Args:
+            grad: what their tokens say of that before.
+            of_all: transitions of all runs, of this lane's share of the heads, as `states` returned them.
+        """
         (said,) = self._scattered(grad)
-        before = composed_back(self._transitions, said, self._links)
+        before = composed_back(of_all, said, self._links)
         behind = torch.zeros_like(before)
         behind.index_add_(0, self._links.previous, before.index_select(0, self._links.following))
         return self._gathered(behind)
@@ -204,7 +205,11 @@ def _sums(decay_TH: Tensor, runs: Runs) -> Tensor:
 
 
 class _ScanLinkedRuns(torch.autograd.Function):
-    """Scans from the states before runs; backward exchanges gradients of states where forward exchanged states."""
+    """Scans from the states before runs; backward exchanges gradients of states where forward exchanged states.
+
+    Backward asks the graph of the scan twice. Where what is kept goes through hooks, each time a checkpoint would
+    repeat its whole region: there runs are scanned once more instead, and nothing but tensors of this function is kept.
+    """
 
     @staticmethod
     def forward(
@@ -216,18 +221,40 @@ class _ScanLinkedRuns(torch.autograd.Function):
         is_recorded: bool,
         *tensors: Tensor,
     ) -> Tensor:
-        steps = steps.with_tensors([tensor.detach().requires_grad_(is_recorded) for tensor in tensors])
-        state = chain.states(*summaries(kernel, steps, runs)).requires_grad_(is_recorded)
-        with torch.set_grad_enabled(is_recorded):
-            found, last = kernel.scan(steps, runs, state)
-        assert found is not None
-        ctx.chain, ctx.scanned = chain, (steps.tensors, state, found, last)
-        return found.detach()
+        state, of_all = chain.states(*summaries(kernel, steps, runs))
+        ctx.kernel, ctx.runs, ctx.chain, ctx.scale, ctx.scanned = kernel, runs, chain, steps.scale, None
+        if is_recorded and not keeps_by_hooks():
+            ctx.scanned = _Scan.of(kernel, runs, steps, state)
+            ctx.save_for_backward(of_all)
+            return ctx.scanned.found.detach()
+        ctx.save_for_backward(of_all, state, *tensors)
+        return _scanned(kernel, steps, runs, state)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, state, found, last = ctx.scanned
-        ctx.scanned = None
-        (of_state,) = torch.autograd.grad(found, state, grad, retain_graph=True)
-        grads = torch.autograd.grad((found, last), tensors, (grad, ctx.chain.gradients(of_state)), allow_unused=True)
+        of_all, *kept = ctx.saved_tensors
+        scan, ctx.scanned = ctx.scanned, None
+        if scan is None:
+            state, *tensors = kept
+            scan = _Scan.of(ctx.kernel, ctx.runs, Steps.of(tensors, ctx.scale), state)
+        (of_state,) = torch.autograd.grad(scan.found, scan.state, grad, retain_graph=True)
+        behind = ctx.chain.gradients(of_state, of_all)
+        grads = torch.autograd.grad((scan.found, scan.last), scan.tensors, (grad, behind), allow_unused=True)
         return None, None, None, None, None, *grads
+
+
+class _Scan(NamedTuple):
+    """A scan of runs with its graph: tensors of the steps, states before runs, what tokens find, states behind runs."""
+
+    tensors: list[Tensor]
+    state: Tensor
+    found: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, kernel: LinearKernel, runs: Runs, steps: Steps, state: Tensor) -> _Scan:
+        """Return that of `steps`."""
+        steps = steps.with_tensors([tensor.detach().requires_grad_() for tensor in steps.tensors])
+        state = state.detach().requires_grad_()
+        with torch.enable_grad():
+            return cls(steps.tensors, state, *_scanned(kernel, steps, runs, state))

@@ -44,8 +44,8 @@ def gated_delta_net_thd(
         sizes: of this tensor-parallel rank (`LinearAttention.of_rank`).
 
     Raises:
-        UnsupportedFeatureError: attention of the micro-batch is placed, samples bring masks, or no kernel for these
-            tensors.
+        UnsupportedFeatureError: a sample's mask is none of prefixes, attention is placed for a model without linear
+            attention, or there is no kernel for these tensors.
     """
     return _in_its_way(_layer(qkv_TC, conv_weight, sizes), qkv_TC, [beta_TH, decay_TH], params)
 
