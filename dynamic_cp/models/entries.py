@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types.counts import MOST_LAYERS
 
 SIZES = {
     "num_hidden_layers": "num_layers",
@@ -17,6 +18,8 @@ SIZES = {
     "vocab_size": "vocab_size",
 }
 """Entry -> field of `ModelShape`."""
+_LISTED = ("num_hidden_layers", "num_layers", "num_nextn_predict_layers")
+"""Entries that count layers."""
 
 
 def number(where: str, values: Mapping[str, Any], key: str, default: float) -> float:
@@ -40,13 +43,15 @@ def whole_number(where: str, values: Mapping[str, Any], key: str, needed: Iterab
         needed: the keys that must be there, for the message.
 
     Raises:
-        InvalidInputError: it is missing or no whole number.
+        InvalidInputError: it is missing or no whole number, or more layers than can be listed.
     """
     value = values.get(key)
     if value is None:
         raise InvalidInputError(f"{where} lacks {key}: it needs {', '.join(needed)}", key=key)
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidInputError(f"{where}: {key} is {value!r}, it must be a whole number", key=key)
+    if key in _LISTED and value > MOST_LAYERS:
+        raise InvalidInputError(f"{where}: {key} is {value}, the largest allowed value is {MOST_LAYERS}", key=key)
     return value
 
 

@@ -9,6 +9,10 @@ from dynamic_cp.errors import InvalidInputError
 MAX_COUNT = 2**31 - 1
 """Largest length, size or number of anything: cu_seqlens and the planner's sums are integers of fixed width."""
 
+MOST_LAYERS = 100_000
+"""Largest number of layers: what each has is kept in lists."""
+_MOST = {"num_layers": MOST_LAYERS, "mtp_num_layers": MOST_LAYERS}
+
 
 def is_power_of_two(value: int) -> bool:
     """Return whether `value` is 1, 2, 4, 8, ..."""
@@ -26,16 +30,17 @@ def counted(number: int, noun: str) -> str:
 
 
 def require_at_least(minimum: int, **values: int) -> None:
-    """Refuse what is no integer from `minimum` to MAX_COUNT; InvalidInputError names it."""
+    """Refuse what is no integer from `minimum` to MAX_COUNT, of layers MOST_LAYERS; InvalidInputError names it."""
     for name, value in values.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise InvalidInputError(f"{name} is {value!r}, an integer is needed", name=name, value=value)
-        if not minimum <= value <= MAX_COUNT:
+        most = _MOST.get(name, MAX_COUNT)
+        if not minimum <= value <= most:
             raise InvalidInputError(
                 f"{name} is {value}, the {'smallest' if value < minimum else 'largest'} allowed value is "
-                f"{minimum if value < minimum else MAX_COUNT}: give {minimum} <= {name} <= {MAX_COUNT}",
+                f"{minimum if value < minimum else most}: give {minimum} <= {name} <= {most}",
                 name=name,
                 value=value,
                 minimum=minimum,
-                maximum=MAX_COUNT,
+                maximum=most,
             )

@@ -397,6 +397,28 @@ def test_a_config_that_does_not_fit_names_the_key(tmp_path, changes, says):
         catalog.load_model(config_file(tmp_path, **changes))
 
 
+@pytest.mark.parametrize("number", [10**30, 2**31 - 1])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model_type": "mistral", "sliding_window": 9},
+        {"model_type": "smollm3"},
+        {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+        {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+        {"model_type": "qwen3_next"},
+        {"model_type": "granitemoehybrid"},
+    ],
+)
+def test_more_layers_than_can_be_listed_are_refused_at_once(tmp_path, changes, number):
+    path = config_file(tmp_path, num_hidden_layers=number, **changes)
+    for load in (catalog.load_model, *([catalog.load_architecture] if changes.get("model_type") == "smollm3" else ())):
+        with pytest.raises(InvalidInputError, match=rf"num_hidden_layers is {number}, the largest allowed value is"):
+            load(path)
+    with pytest.raises(InvalidInputError, match=f"num_layers is {number}, the largest allowed value is"):
+        replace(catalog.load_model("qwen3-next-80b-a3b"), num_layers=number)
+
+
 def moe_config(tmp_path, model_type, **changes):
     keys = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "rope_scaling": None}
     return config_file(tmp_path, model_type=model_type, **keys | changes)
