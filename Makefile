@@ -55,7 +55,7 @@ kernels: $(READY)
 
 # Has all that tests import compiled, once: processes of the tests begin together, and would each do it anew.
 imports: $(READY)
-	$(BIN)/python -m pytest -q -m "" --collect-only > /dev/null
+	@found=$$($(BIN)/python -m pytest -qq -m "" --collect-only) || { echo "$$found"; exit 1; }
 
 # What a change is tried with, in a minute: lint beside the quick tests. CONTRIBUTING.md says which those are.
 check:

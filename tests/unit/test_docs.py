@@ -15,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from dynamic_cp.first_day.command import command as first_day
 from dynamic_cp.models.catalog import load_architecture
 from dynamic_cp.sweep.flags import model_flags
 from megatron.dynamic_cp.calibration.command import command as profile
+from megatron.dynamic_cp.flags.exclusions import EXCLUSIONS
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import build_parser, parse_args
 from megatron.trainer.setup import memory
@@ -277,6 +279,15 @@ def test_flags_and_options_are_those_of_the_parsers() -> None:
     remedy = "run `python -m tools.flags_page` and commit docs/flags.md and docs/command.md"
     assert (DOCS / "flags.md").read_text(encoding="utf-8") == flags_page.flags_page(), remedy
     assert (DOCS / "command.md").read_text(encoding="utf-8") == flags_page.command_page(), remedy
+
+
+def test_pairs_of_the_page_are_refused_whatever_else_a_run_says():
+    """What is refused under a condition only says so in its row."""
+    on = {"num_experts": 4, "window_size": (7, 0), "fp8": "hybrid", "add_qkv_bias": True, "bias_swiglu_fusion": True}
+    defaults = {"window_attn_skip_freq": None, "num_layers": 2, "window_sink_tokens": 0}
+    rows = [row for pairs in EXCLUSIONS.values() for row in pairs if row.said and len(row.other.split()) == 1]
+    assert len(rows) > 4
+    assert [row.other for row in rows if row.said_by(Namespace(**on, **defaults)) != row.other] == []
 
 
 def test_flags_named_on_pages_exist() -> None:

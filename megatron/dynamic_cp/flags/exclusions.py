@@ -189,11 +189,15 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
     FP8: (
         Exclusion("--num-experts", "what an expert gets is no multiple of anything", said=_experts),
         Exclusion(MODULES, "their projections were not checked in it"),
-        Exclusion("--recompute-modules", "parts of a layer were not checked in it", said=_repeated_modules),
+        Exclusion(
+            "--recompute-modules other than core_attn",
+            "parts of a layer were not checked in it",
+            said=_repeated_modules,
+        ),
     ),
     LATENTS: (
         Exclusion(
-            "--num-query-groups",
+            "--num-query-groups other than --num-attention-heads",
             "each of its {config.num_attention_heads} heads has keys of its own",
             said=_grouped_heads,
         ),
@@ -222,7 +226,7 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
             said=_recomputed_layers,
         ),
         Exclusion(
-            "--position-embedding-type learned_absolute",
+            "--position-embedding-type learned_absolute with --pipeline-model-parallel-size from 2 on",
             "the last stage would learn positions of its own",
             said=_learned_in_pipeline,
         ),
@@ -269,7 +273,11 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
         Exclusion("--recompute-modules mlp", "layers without an MLP have nothing to repeat", said=_recomputed_mlp),
     ),
     ADAPTERS: (
-        Exclusion("--num-experts", "MLPs of models with experts have no adapters", said=_experts_with_adapters),
+        Exclusion(
+            "--num-experts with --lora-target-modules linear_fc1 or linear_fc2",
+            "MLPs of models with experts have no adapters",
+            said=_experts_with_adapters,
+        ),
         Exclusion(LATENTS, "its projections have no adapters"),
         Exclusion(MODULES, "modules behind the last layer have no adapters"),
         Exclusion(POOL, "servers were not checked with frozen weights", off=("off",), shows=True),
