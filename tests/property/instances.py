@@ -306,7 +306,7 @@ def check_hybrid_case(case: Case, seed: int) -> Counter[str]:
         assert planned["heads"].predicted_s <= by_heads.plan(policy).predicted_s, f"slower than {policy}"
     own = _outcome_of(case.plan)
     if isinstance(own, DynamicCPError) and case.masks:  # what serves masks may hold too little
-        assert "raise max_tokens_per_rank" in str(own) or "--max-seqlen-per-dp-cp-rank" in str(own), str(own)
+        assert "raise max_tokens_per_rank" in str(own) or "raise --max-seqlen-per-dp-cp-rank" in str(own), str(own)
         return Counter({f"refused: {type(own).__name__}": 1})
     assert isinstance(own, PlannedBatch), str(own)
     planned[use] = own
