@@ -245,6 +245,11 @@ def _latents(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def num_modules(where: str, data: Mapping[str, Any]) -> int:
+    """Return how many modules that predict further tokens are said."""
+    return 0 if data.get(MODULES) is None else whole_number(where, data, MODULES, (MODULES,))
+
+
 def _has_experts(data: Mapping[str, Any]) -> bool:
     """Return whether any layer has experts."""
     if data.get("model_type") not in _DEEPSEEKS:

@@ -167,6 +167,12 @@ BAD_TURNS: dict[str, tuple[dict[str, Any], str]] = {
     "two": ({"tokens": [1, 2], "learned": 2}, "'learned' of int64 (2): tokens are whole numbers, 'learned' is true or"),
     "parts of tokens": ({"tokens": [1.5, 2]}, "tokens of float64"),
     "a list among tokens": ({"tokens": [1, [2], 3]}, "turn: a turn has 3 'tokens', of which number 2 is a list: give"),
+    "tensors among tokens": (
+        {"tokens": [torch.tensor([1, 2]), torch.tensor([3])]},
+        "turn: a turn has 2 'tokens', of which number 1 is a Tensor: give one list of numbers",
+    ),
+    "a range among tokens": ({"tokens": [torch.tensor(1), range(2)]}, "of which number 2 is a range: give one"),
+    "tensors of one length": ({"tokens": [torch.tensor([1, 2]), torch.tensor([3, 4])]}, "turn: a turn has"),
     "a number of children": ({"tokens": [1, 2], "children": 5}, "give 'tokens', and maybe 'learned' and 'children', a"),
     "no tokens": ({"tokens": [1, 2], "children": [{"tokens": None, "learned": True}]}, "turn.1 has 'learned': give"),
 }

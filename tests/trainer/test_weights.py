@@ -599,6 +599,25 @@ def test_modules_that_transformers_leaves_out_are_left_out_and_said(name, folder
     assert tensors_of(tmp_path / "back").keys() == tensors_of(folder_of(name)).keys()
 
 
+def test_a_module_that_the_config_says_is_left_out_where_asked(folder_of, tmp_path):
+    """As transformers does: the files of a DeepSeek have it as a layer behind the last one."""
+    folder = folder_of("deepseek_v3, further tokens")
+    said = import_weights(str(folder), str(tmp_path / "new"), mtp_num_layers=0)
+    assert "without 44 tensors of modules that predict further tokens (model.layers.2." in said[1]
+    assert "; --mtp-num-layers 1 takes them" in said[1]
+    assert "--mtp-num-layers" not in flags_of(tmp_path / "new")
+    export_weights(str(tmp_path / "new"), str(tmp_path / "back"))
+    left = {name for name in tensors_of(folder) if not name.startswith("model.layers.2.")}
+    assert tensors_of(tmp_path / "back").keys() == left
+
+
+@pytest.mark.parametrize("name", ["llama", "nemotron_h"])
+def test_modules_are_asked_of_families_that_have_names_for_them(name, folder_of, tmp_path):
+    says = f"--mtp-num-layers 1: modules of {name} that predict further tokens cannot be converted: leave it out"
+    with pytest.raises(DynamicCPError, match=says):
+        import_weights(str(folder_of(name)), str(tmp_path / "new"), mtp_num_layers=1)
+
+
 def test_a_module_is_taken_where_the_config_does_not_say_it(folder_of, tmp_path):
     """As published: the files have it, and an option asks for it; the export says so."""
     folder = copied(folder_of("qwen3_next, further tokens"), tmp_path / "published")

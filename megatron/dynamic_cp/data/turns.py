@@ -90,10 +90,9 @@ def _array(name: str, values: Any) -> NDArray[Any]:
     try:
         return np.asarray(values)
     except ValueError:  # lists among numbers, or of other lengths than each other
-        at = next(index for index, entry in enumerate(values, 1) if isinstance(entry, list | tuple | np.ndarray))
-        raise InvalidInputError(
-            f"a turn has {len(values)} {name!r}, of which number {at} is a list: give one list of numbers"
-        ) from None
+        lists = [(index, type(entry).__name__) for index, entry in enumerate(values, 1) if np.iterable(entry)]
+        where = "".join(f", of which number {index} is a {kind}" for index, kind in lists[:1])
+        raise InvalidInputError(f"a turn has {len(values)} {name!r}{where}: give one list of numbers") from None
 
 
 class _Segment(NamedTuple):

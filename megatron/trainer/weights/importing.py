@@ -50,6 +50,7 @@ class Source:
         flags: of the trainer, each with its value if it has one.
         settings: what they say.
         dtypes: of each tensor of the checkpoint, by name.
+        unread: begins of names of modules that the model is made without.
     """
 
     folder: SafetensorsFolder
@@ -59,6 +60,7 @@ class Source:
     settings: Settings
     tensors: tuple[Fused, ...]
     dtypes: Mapping[str, torch.dtype]
+    unread: tuple[str, ...]
 
     def make(self, fused: Fused) -> Tensor:
         """Return a tensor of the checkpoint."""
@@ -100,9 +102,11 @@ def read_source(
     """
     where = str(Path(path) / CONFIG)
     config = read_json(Path(where))
-    if mtp_num_layers is not None:
-        config = {**config, hugging_face.MODULES: mtp_num_layers}
     family = names.check_family(where, config.get("model_type"))
+    num_published = hugging_face.num_modules(where, config)
+    if mtp_num_layers is not None:
+        _check_names_of_modules(family, mtp_num_layers)
+        config = {**config, hugging_face.MODULES: mtp_num_layers}
     shape, architecture = hugging_face.model_shape(where, config), hugging_face.architecture(where, config)
     _check_trained(where, architecture, family)
     flags = tuple(" ".join(shlex.split(flag)) for flag in model_flags(shape, architecture, tp_size=1))
@@ -111,7 +115,8 @@ def read_source(
     tensors = tuple(
         names.fused_tensors(family, shape, architecture, num_rows=shape.vocab_size, stacked=names.are_stacked(shape))
     )
-    _check_tensors(folder, tensors, family, shape)
+    unread = names.unread(family, shape, num_published)
+    _check_tensors(folder, tensors, family, shape, unread)
     return Source(
         folder=folder,
         family=family,
@@ -120,7 +125,16 @@ def read_source(
         settings=settings,
         tensors=tensors,
         dtypes=_dtypes(folder, tensors),
+        unread=unread,
     )
+
+
+def _check_names_of_modules(family: str, mtp_num_layers: int) -> None:
+    if mtp_num_layers and names.FAMILIES[family].modules is None:
+        raise UnsupportedFeatureError(
+            f"--mtp-num-layers {mtp_num_layers}: modules of {family} that predict further tokens cannot be converted: "
+            "leave it out"
+        )
 
 
 def _check_trained(where: str, architecture: Architecture, family: str) -> None:
@@ -142,9 +156,11 @@ def _settings(flags: Sequence[str], seq_length: int, tp_size: int, pp_size: int,
     return parse_args(words, world_size=tp_size * pp_size * ep_size)
 
 
-def _check_tensors(folder: SafetensorsFolder, tensors: Sequence[Fused], family: str, shape: ModelShape) -> None:
-    """Check that the files hold the tensors of the model in their shapes, and no others."""
-    tied, unread = shape.share_embeddings_and_output_weights, _unread(family, shape)
+def _check_tensors(
+    folder: SafetensorsFolder, tensors: Sequence[Fused], family: str, shape: ModelShape, unread: tuple[str, ...]
+) -> None:
+    """Check that the files hold the tensors of the model in their shapes, and no others but those `unread`."""
+    tied = shape.share_embeddings_and_output_weights
     wanted = {part.name: part.shape for fused in tensors for part in fused.parts}
     copies = {copy: part for fused in tensors for part in fused.parts for copy in part.copies}
     found = {
@@ -193,11 +209,6 @@ def _check_modules(
             f"({', '.join(missing[:3])}), which its {CONFIG} or --mtp-num-layers says are there: give --mtp-num-layers "
             "0 to go on without them"
         )
-
-
-def _unread(family: str, shape: ModelShape) -> tuple[str, ...]:
-    """Return the begins of names of modules that the model is made without."""
-    return () if shape.mtp_num_layers else names.FAMILIES[family].unread
 
 
 def _check_copy(folder: SafetensorsFolder, copy: str, name: str, said: str, remedy: str) -> None:
@@ -274,8 +285,9 @@ def _run_values(source: Source) -> dict[str, Any]:
 def _report(source: Source, path: str, new: str) -> list[str]:
     num_bytes = sum(source.dtypes[fused.name].itemsize * torch.Size(fused.shape).numel() for fused in source.tensors)
     types = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in source.dtypes.values()}))
-    unread = [name for name in source.folder.places if name.startswith(_unread(source.family, source.shape))]
-    remedy = "; --mtp-num-layers 1 takes them" if names.FAMILIES[source.family].modules else ""
+    unread = [name for name in source.folder.places if name.startswith(source.unread)]
+    num_modules = source.shape.mtp_num_layers + len(source.unread)
+    remedy = f"; --mtp-num-layers {num_modules} takes them" if names.FAMILIES[source.family].modules else ""
     without = f"{path}: without {counted(len(unread), 'tensor')} of modules that predict further tokens"
     return [
         f"{path}: {source.family}, {counted(source.shape.num_layers, 'layer')}, "

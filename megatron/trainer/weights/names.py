@@ -278,6 +278,16 @@ def check_family(where: str, model_type: object) -> str:
     return model_type
 
 
+def unread(family: str, shape: ModelShape, num_published: int) -> tuple[str, ...]:
+    """Return the begins of names of modules that the model is made without, where config.json says `num_published`."""
+    table, modules = FAMILIES[family], FAMILIES[family].modules
+    if modules is None or modules.stem == modules.stem.format(number=0):
+        return () if shape.mtp_num_layers else table.unread
+    return tuple(
+        modules.stem.format(number=shape.num_layers + depth) for depth in range(shape.mtp_num_layers, num_published)
+    )
+
+
 def are_stacked(shape: ModelShape) -> bool:
     """Return whether a run that trains a model saves the tensors of its layers in stacks."""
     return shape.linear_attention is None and (shape.experts is None or shape.experts.layer_freq == 1)
