@@ -18,8 +18,6 @@ SIZES = {
     "vocab_size": "vocab_size",
 }
 """Entry -> field of `ModelShape`."""
-_LISTED = ("num_hidden_layers", "num_layers", "num_nextn_predict_layers")
-"""Entries that count layers."""
 
 
 def number(where: str, values: Mapping[str, Any], key: str, default: float) -> float:
@@ -50,7 +48,7 @@ def whole_number(where: str, values: Mapping[str, Any], key: str, needed: Iterab
         raise InvalidInputError(f"{where} lacks {key}: it needs {', '.join(needed)}", key=key)
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidInputError(f"{where}: {key} is {value!r}, it must be a whole number", key=key)
-    if key in _LISTED and value > MOST_LAYERS:
+    if key.startswith("num_") and key.endswith("_layers") and value > MOST_LAYERS:
         raise InvalidInputError(f"{where}: {key} is {value}, the largest allowed value is {MOST_LAYERS}", key=key)
     return value
 

@@ -21,7 +21,7 @@ from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.extension import kind_planned
 from dynamic_cp.plans.state_runs import STATES_OF_A_SCAN, scans_of_branches
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pricing.capacity import limit_that_holds, widest_bucket
+from dynamic_cp.pricing.capacity import widest_bucket
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.resolution import Resolved, may_place, resolve
 from dynamic_cp.search.candidates import Batch, Candidate, Search, batch_of
@@ -158,9 +158,11 @@ def _prices(problem: Problem, batch: Batch, resolved: Resolved) -> CostModel:
 
 def _pack(problem: Problem, batch: Batch, resolved: Resolved, prices: CostModel) -> _Packed:
     """Return the fastest packing by mechanisms that have closed forms."""
-    packers, options = prices, _with_room_for_branches(resolved.packed, problem, batch)
-    if options != resolved.priced:
-        packers = CostModel(replace(problem, options=options))
+    packers = prices
+    if resolved.packed != resolved.priced:
+        packers = CostModel(replace(problem, options=resolved.packed))
+    if problem.policy == "dynamic":
+        packers = _with_room_for_branches(packers, problem, batch)
     search = Search(batch, packers)
     ranking = search.ranking(problem.policy)
     if resolved.tries_ring_alone:
@@ -170,19 +172,21 @@ def _pack(problem: Problem, batch: Batch, resolved: Resolved, prices: CostModel)
     return _Packed(best.makespan_ns, _reason(ranking, best.candidate) + best.in_words, micro_batches, best.grid)
 
 
-def _with_room_for_branches(options: PlanOptions, problem: Problem, batch: Batch) -> PlanOptions:
-    """Return options whose limit leaves room for the states of branches, in the mean of the batch's tokens.
+def _with_room_for_branches(packers: CostModel, problem: Problem, batch: Batch) -> CostModel:
+    """Return prices whose limit leaves room for the states of branches, in the mean of the batch's tokens.
 
-    Packers know tokens alone, and states of linear attention that a lane scans by itself are no tokens.
+    Packers know tokens alone, and states of linear attention that a lane scans by itself are no tokens. The limit stays
+    where the longest sample would not fit under a lower one.
     """
-    runs = scans_of_branches(batch.samples)
-    if problem.model.linear_attention is None or not runs:
-        return options
-    of_run = STATES_OF_A_SCAN / CHUNKS_PER_LANE * tokens_of_states(problem.model, problem.topology, options)
-    most_tokens = options.max_tokens_per_rank
-    lower = max(1, int(most_tokens / (1 + runs * of_run / int(batch.lengths.seqlens.sum()))))
-    limit = limit_that_holds(batch.samples[0].seqlen, problem.topology, replace(options, max_tokens_per_rank=lower))
-    return replace(options, max_tokens_per_rank=min(most_tokens, limit))
+    runs, (longest, *_), options = scans_of_branches(batch.samples), batch.samples, packers.options
+    if packers.model.linear_attention is None or not runs:
+        return packers
+    of_run = STATES_OF_A_SCAN / CHUNKS_PER_LANE * tokens_of_states(packers.model, packers.topology, options)
+    lower = int(options.max_tokens_per_rank / (1 + runs * of_run / int(batch.lengths.seqlens.sum())))
+    if lower < 1:
+        return packers
+    with_room = CostModel(replace(problem, options=replace(options, max_tokens_per_rank=lower)))
+    return with_room if longest.seqlen <= with_room.table.capacities.max() else packers
 
 
 def _prove(batch: Batch, packed: _Packed, prices: CostModel) -> _Packed:

@@ -304,7 +304,12 @@ def check_hybrid_case(case: Case, seed: int) -> Counter[str]:
     planned = {"heads": by_heads.plan()} if is_alike else {}
     for policy in ("static", "balanced") if planned and comparable(case) else ():
         assert planned["heads"].predicted_s <= by_heads.plan(policy).predicted_s, f"slower than {policy}"
-    planned[use] = case.plan()
+    own = _outcome_of(case.plan)
+    if isinstance(own, DynamicCPError) and case.masks:  # what serves masks may hold too little
+        assert "raise max_tokens_per_rank" in str(own) or "raise --max-seqlen-per-dp-cp-rank" in str(own), str(own)
+        return Counter({f"refused: {type(own).__name__}": 1})
+    assert isinstance(own, PlannedBatch), str(own)
+    planned[use] = own
     plan = planned[use].plan
     check_plan(plan, samples)
     assert loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
