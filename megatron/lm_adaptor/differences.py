@@ -52,6 +52,11 @@ MODEL_FROM_CONFIG = Difference(
     what="`megatron.training.models` builds the model from a configuration, without `gpt_builders.py`",
     why="GPTModel is looked up in one more module",
 )
+NORMS_RECOMPUTED = Difference(
+    since="0.19",
+    what="`--recompute-modules gdn_norm_out`: gate and norm of a gated delta net",
+    why="earlier TransformerConfigs do not know the word, and it is refused",
+)
 WEIGHT_SHARDS = Difference(
     since="0.19",
     what="TransformerConfig has the tensor-parallel sizes a second time, as numbers of shards",

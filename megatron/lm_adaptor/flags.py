@@ -274,6 +274,11 @@ def refuse_loaded(args: argparse.Namespace) -> None:
     if is_on(args):
         check_latent_attention(with_heads(args))
     check_linear_attention(with_heads(args))
+    if "gdn_norm_out" in (getattr(args, "recompute_modules", None) or ()) and not differences.NORMS_RECOMPUTED.here:
+        raise Unsupported(
+            "--recompute-modules gdn_norm_out",
+            f"the TransformerConfig of checkouts knows it from {differences.NORMS_RECOMPUTED.since} on {_OURS}",
+        ).error()
 
 
 def destination(flag: str) -> str:

@@ -59,6 +59,10 @@ def test_a_checkouts_gated_delta_nets_are_planned(name: str, freq: int | list[in
         ({"linear_attention_freq": [1, 0]}, "linear-attention-freq. .* is of 2 layers, the model has 4"),
         ({"swiglu": False}, "another activation than that of --swiglu"),
         (
+            {"recompute_modules": ["core_attn", "gdn_norm_out"]},
+            "--recompute-modules gdn_norm_out is not supported: the TransformerConfig of checkouts knows it from 0.19",
+        ),
+        (
             {"hybrid_override_pattern": "G*G-"},
             "--hybrid-override-pattern is not supported: checkouts train layers of a pattern from 0.18 on",
         ),
@@ -90,6 +94,11 @@ def test_a_checkouts_pattern_is_planned(symbols: str, says: str, monkeypatch: py
     assert shape.linear_attention is not None
     assert (shape.layer_pattern, shape.linear_attention.kind) == (symbols, "mamba2")
     assert (shape.linear_attention.num_heads, shape.linear_attention.key_size) == (8, 16)
+
+
+def test_norms_of_gated_delta_nets_are_recomputed_since_0_19(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "_imported", lambda: "0.19.2")
+    flags.refuse_loaded(hybrid(recompute_modules=["gdn_norm_out"]))
 
 
 def test_the_stock_specs_of_patterns_may_be_named() -> None:
