@@ -25,6 +25,7 @@ def validated(**values: Any) -> Namespace:
     args = parse("--dynamic-cp")
     theirs = {**DEFAULTS, "num_layers": 2, "add_bias_linear": False, "tensor_model_parallel_size": 1}
     theirs |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1, "sequence_parallel": False}
+    theirs |= {"group_query_attention": False, "num_attention_heads": 4}
     positions = {"position_embedding_type": "rope", "rotary_seq_len_interpolation_factor": None}
     positions |= {"use_rope_scaling": False, "no_rope_freq": None}
     return Namespace(**{**vars(args), **theirs, **positions, **values})
