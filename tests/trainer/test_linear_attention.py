@@ -113,6 +113,10 @@ def test_flags_of_a_megatron_lm_checkpoint_say_the_same() -> None:
             f"{PATTERN} M*-M --mamba-head-dim 16 --recompute-granularity selective --recompute-modules gdn_norm_out",
             "gdn_norm_out is not supported: a dense model has core_attn, mlp, layernorm; give some of them",
         ),
+        (
+            f"{DELTA} --linear-attention-freq 2 --window-size 7,0 --window-attn-skip-freq 2",
+            "none of them has a window: change --window-attn-skip-freq 2, or leave both out",
+        ),
         ("--swiglu --squared-relu", "both say what the MLP computes"),
     ],
 )

@@ -48,7 +48,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/repairs": 780,  # a TransformerEngine that cannot be imported; checkpoints of halves of weights
     "megatron/dynamic_cp/scheduler": 860,  # the planner for other frameworks
     "megatron/dynamic_cp/step": 815,  # a micro-batch without its loss, for passes of post-training
-    "megatron/lm_adaptor": 2810,  # linear attention: a specification, its kernel, a model and checkpoints of patterns
+    "megatron/lm_adaptor": 2815,  # linear attention: a specification, its kernel, a model and checkpoints of patterns
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1960,  # a model without adapters, and others than a run has
     "megatron/trainer/data": 5560,  # preference pairs, in every form that people have them, as samples; trees of turns

@@ -20,6 +20,7 @@ from megatron.dynamic_cp.flags.exclusions import PATTERN, VARIANT, refuse_pairs
 from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
 from megatron.dynamic_cp.flags.table import flag_of
+from megatron.dynamic_cp.flags.windows import windows_of
 
 GATED_DELTA_NET, MAMBA = "gated_delta_net", "mamba2"
 ALIASES = {"gdn": GATED_DELTA_NET}
@@ -228,7 +229,17 @@ def check_linear_attention(config: Any) -> None:
         return
     of_rank = attention.of_rank(config.tensor_model_parallel_size)
     refuse_pairs(PATTERN if symbols else VARIANT, config, value=symbols or name)
+    _check_layers_have_windows(config)
     _check_matrices_in_fp8(config, of_rank)
+
+
+def _check_layers_have_windows(config: Any) -> None:
+    windows, layers = windows_of(config), enumerate(parts_of_layers(config), 1)
+    if windows.are_there and not any(windows.of_layer(at) for at, parts in layers if parts.mixer == "attention"):
+        raise InvalidInputError(
+            "--window-size is for layers with attention, and none of them has a window: change "
+            f"--window-attn-skip-freq {shown(windows.skip_freq)}, or leave both out"
+        )
 
 
 def _check_matrices_in_fp8(config: Any, of_rank: LinearAttention) -> None:
