@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.flags.linear_attention import set_pattern
+from megatron.dynamic_cp.model.norm import TorchNorm
 from megatron.dynamic_cp.repairs import expert_routing, latent_attention, releases
 from tests.distributed.harness import initialize_model_parallel
 from tests.distributed.token_by_token import with_linear_layers
@@ -267,6 +268,11 @@ _DELTA = {
 }
 DELTA = ModelVariant("delta", config={**LLAMA.config, **_DELTA})
 DELTA_MOE = ModelVariant("delta_moe", config={**MOE_TOP_1.config, **_DELTA})
+# As Qwen3-Next is published: norms of 1 + weight, of queries and keys as well.
+DELTA_1P = ModelVariant(
+    "delta_1p",
+    config={**DELTA.config, "normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "qk_layernorm": True},
+)
 # Whose matrices have rows in whole 16s and 32s, which FP8 needs.
 DELTA_16_HEADS = ModelVariant(
     "delta_16_heads", config={**DELTA.config, "linear_num_value_heads": 16, "linear_value_head_dim": 8}
@@ -308,7 +314,7 @@ HALVES_LATENT = ModelVariant(
     config={**_DELTA_LATENT, "experimental_attention_variant": None, "is_hybrid_model": True},
 )
 HYBRIDS = (
-    *(DELTA, DELTA_16_HEADS, DELTA_MOE, DELTA_MTP, DELTA_HALVES, MAMBA, MAMBA_MOE),
+    *(DELTA, DELTA_1P, DELTA_16_HEADS, DELTA_MOE, DELTA_MTP, DELTA_HALVES, MAMBA, MAMBA_MOE),
     *(DELTA_MORE, MAMBA_MORE, DELTA_LATENT, HALVES_LATENT, DELTA_LAST),
 )
 OF_REPORTS = (GATHERED, MTP_GATHERED, MOE_BIASED)
@@ -507,8 +513,18 @@ def stock_spec(variant: ModelVariant, config: TransformerConfig) -> Any:
         layers = [stock_layer(config)] * config.num_layers if config.num_moe_experts is None else spec.layer_specs
         if variant.pattern:
             layers = [stock_layer(config), layers[-1]]
-        spec = TransformerBlockSubmodules(with_linear_layers(layers, config), WrappedTorchNorm)
+        norm = _use_norms_of_1_more(layers) if config.layernorm_zero_centered_gamma else WrappedTorchNorm
+        spec = TransformerBlockSubmodules(with_linear_layers(layers, config), norm)
     return spec
+
+
+def _use_norms_of_1_more(layers: list[Any]) -> type:
+    """Have layers built with our norms of 1 + weight, which megatron-core's of torch are not; return the last one."""
+    for layer in layers:
+        attention = layer.submodules.self_attention.submodules
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
+        attention.q_layernorm = attention.k_layernorm = TorchNorm
+    return TorchNorm
 
 
 def reference_step(

@@ -160,6 +160,12 @@ CASES = {
         {"p2p"},
         {"p2p"},
     ),
+    "gated_delta_nets_with_norms_of_1_more": (
+        NEWEST,
+        engine(2, "p2p", tp=2, sp=True, variant="delta_1p"),
+        {"p2p"},
+        {"p2p"},
+    ),
     "mamba_tp2_sp": (PINNED, engine(2, "p2p", tp=2, sp=True, variant="mamba"), {"p2p"}, {"p2p"}),
     "mamba_experts_fused_full_recompute": (
         NEWEST,
@@ -175,6 +181,7 @@ CASES = {
     "pp2_vpp2_distributed_optimizer",
     "experts_ep2",
     "gated_delta_nets_selective_recompute",
+    "gated_delta_nets_with_norms_of_1_more",
     "mamba_tp2_sp",
 )
 @pytest.mark.parametrize("name", CASES)

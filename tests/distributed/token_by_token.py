@@ -71,13 +71,19 @@ class _Layer(nn.Module):
         raise NotImplementedError
 
 
+class _NormOf1More(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+
+
 class TokenByTokenDelta(_Layer):
     """A gated delta net."""
 
     def __init__(self, config: TransformerConfig, **_unused: Any) -> None:
         rows = delta_rows(config)
         super().__init__(config, rows, 2 * rows["k"] + rows["v"], rows["v"])
-        self.out_norm = nn.RMSNorm(config.linear_value_head_dim, eps=config.layernorm_epsilon)
+        norm = _NormOf1More if config.layernorm_zero_centered_gamma else nn.RMSNorm
+        self.out_norm = norm(config.linear_value_head_dim, eps=config.layernorm_epsilon)
 
     def attend(self, parts: dict[str, Tensor]) -> Tensor:
         heads, groups = self.config.linear_num_value_heads, self.config.linear_num_key_heads

@@ -126,7 +126,14 @@ def test_what_cannot_be_is_one_line(words: str, said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("words", [f"{DELTA} --linear-attention-freq 2 {SIZES}", f"{PATTERN} M*-M --mamba-head-dim 16"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{DELTA} --linear-attention-freq 2 {SIZES}",
+        f"{DELTA} --linear-attention-freq 2 {SIZES} --apply-layernorm-1p --qk-layernorm",
+        f"{PATTERN} M*-M --mamba-head-dim 16",
+    ],
+)
 def test_layers_of_transformer_engine_where_they_can_be_used(words: str) -> None:
     settings = parse_args(command_line(words, "--bf16"), 4)
     assert layer_needs(settings.model, settings.planning).why_local is None

@@ -89,10 +89,6 @@ def _why_local(model: Any, planning: PlanningSettings) -> str | None:
         (activation.is_quick_geglu(model), f"gated MLPs of {activation.FLAG} are {checked_locally}"),
         (getattr(model, "geglu", False), f"gated MLPs of {activation.GEGLU} are {checked_locally}"),
         (
-            getattr(model, "apply_layernorm_1p", False),
-            f"norms of 1 + weight (--apply-layernorm-1p) are {checked_locally}",
-        ),
-        (
             getattr(model, "window_rotary_base", None),
             f"a base of RoPE for layers with a window (--window-rotary-base) is {checked_locally}",
         ),

@@ -133,7 +133,7 @@ class ModelSettings:
     mtp_loss_scaling_factor: float = flag("weight of the mean of their losses; with --mtp-num-layers", 0.1)
     normalization: str = flag("norm of the layers", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag("added to the variance in a norm", 1e-05)
-    apply_layernorm_1p: bool = flag("norms multiply by 1 + their weights, which begin with 0 (local layers only)")
+    apply_layernorm_1p: bool = flag("norms multiply by 1 + their weights, which begin with 0")
     sandwich_norm: bool = flag("normalize what attention and MLP put out, too, as GLM-4 (local layers only)")
     residual_multiplier: float = flag(
         "factor of what attention and MLP put out, as Granite (local layers only)", 1.0, within=POSITIVE

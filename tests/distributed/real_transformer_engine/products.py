@@ -95,21 +95,24 @@ def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *rest: An
     """Return the norm of rows, their mean, and one by their deviation."""
     mean = x.mean(-1, dtype=torch.float32)
     scale = (x.float() - mean[:, None]).square().mean(-1).add(eps).rsqrt()
-    return _written((x.float() - mean[:, None]) * scale[:, None] * weight + bias, x, rest), mean, scale
+    return _written((x.float() - mean[:, None]) * scale[:, None] * _gain(weight, rest[-1]) + bias, x, rest), mean, scale
 
 
 def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, *rest: Any) -> tuple[Tensor, None, Tensor]:
     """Return the norm of rows, nothing, and one by their root mean square."""
     scale = x.float().square().mean(-1).add(eps).rsqrt()
-    return _written(x.float() * scale[:, None] * weight, x, rest), None, scale
+    return _written(x.float() * scale[:, None] * _gain(weight, rest[-1]), x, rest), None, scale
+
+
+def _gain(weight: Tensor, is_centred_at_zero: bool) -> Tensor:
+    return weight.float() + 1 if is_centred_at_zero else weight
 
 
 def _written(result: Tensor, x: Tensor, rest: tuple[Any, ...]) -> Tensor:
-    out, quantizer, out_type, _, is_centred_at_zero = rest
+    out, quantizer, out_type, _, _ = rest
     assert x.dim() == 2
     assert x.is_contiguous()
     assert quantizer is None
-    assert not is_centred_at_zero
     if out is None:
         return result.to(TYPES[out_type.name])
     return out.copy_(result)
@@ -119,7 +122,7 @@ def layernorm_bwd(
     grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, margin: int, is_centred_at_zero: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the input, the weight and the bias."""
-    of_norm = grad.float() * weight
+    of_norm = grad.float() * _gain(weight, is_centred_at_zero)
     normed = (x.float() - mean[:, None]) * scale[:, None]
     centred = of_norm - of_norm.mean(-1, keepdim=True) - normed * (of_norm * normed).mean(-1, keepdim=True)
     of_weight = (grad.float() * normed).sum(0).to(weight.dtype)
@@ -130,7 +133,7 @@ def rmsnorm_bwd(
     grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, margin: int, is_centred_at_zero: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the input and the weight."""
-    of_norm = grad.float() * weight
+    of_norm = grad.float() * _gain(weight, is_centred_at_zero)
     normed = x.float() * scale[:, None]
     of_input = (of_norm - normed * (of_norm * normed).mean(-1, keepdim=True)) * scale[:, None]
     return of_input.to(x.dtype), (grad.float() * normed).sum(0).to(weight.dtype)
