@@ -71,7 +71,8 @@ nightly: kernels
 # Tests of the planner's rooms and of this folder's own files: neither torch nor megatron-core is in them, so the run on
 # one version shows what they show. The newest numpy still makes the plans of tests/property and tests/unit/search.
 OF_ONE_VERSION := bounds calibration learning lengths mechanisms memory models packing placement plans pool pricing report \
-	$(patsubst tests/unit/%,%,$(wildcard tests/unit/test_bench_*.py)) test_plant_faults.py test_rooms.py test_size.py
+	$(filter-out test_bench_peers.py,$(patsubst tests/unit/%,%,$(wildcard tests/unit/test_bench_*.py))) \
+	test_plant_faults.py test_rooms.py test_size.py
 
 # The other quick tests, parity of all layouts, what releases do wrong and attention of the newest TransformerEngine, on
 # Python 3.12 and what megatron-core is newest there; in an environment of its own. Exchanges and shapes of batches, which
