@@ -134,6 +134,8 @@ CASES = {
         (["gzip.txt"], "gzip.txt is not a .txt file of lengths: it is compressed: gunzip it first"),
     ],
     "plan": [
+        (["--lanes", "2", "--max-tokens-per-rank", "256"], "allowed group of 2 lanes holds 512 (256 per rank): "),
+        (["--output", "."], "cannot write .: it is a folder"),
         *ANY_BATCH,
         *ANY_JOB,
         *JSON,
