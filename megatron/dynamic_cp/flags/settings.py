@@ -278,8 +278,8 @@ class PlanningSettings:
 
     @property
     def largest_cp_size(self) -> int:
-        """The largest CP size that a bucket may have."""
-        return self.max_cp_size or self.topology.max_cp_size
+        """As of `PlanOptions`."""
+        return self.options(1).largest_cp_size(self.topology)
 
     def used(self, options: PlanOptions) -> PlanOptions:
         """Return `options` with the CP sizes that plans of this run have: of a static policy only its own."""

@@ -90,7 +90,7 @@ def plan_groups(job: Job, limits: Limits, seqlens: Mapping[int, int]) -> Planned
     with contextlib.suppress(InvalidInputError):  # its rows may not come to a multiple where ours do
         candidates[GREEDY] = groups_of_greedy(seqlens, cost_model, problem.options, **shape)
     seconds = {name: groups_ns(groups, seqlens, cost_model) * 1e-9 for name, groups in candidates.items()}
-    largest = problem.options.max_cp_size or limits.num_lanes
+    largest = problem.options.largest_cp_size(problem.topology)
     reason = min(candidates, key=lambda name: (largest_of(candidates[name]) > largest, seconds[name]))
     if largest_of(candidates[reason]) > largest:
         raise InvalidInputError(
