@@ -295,7 +295,10 @@ def load_model(name: str, expert_imbalance: float | None, mtp_num_layers: int | 
     """Return a model by name or file, with the imbalance of its experts and the modules that are given."""
     model = catalog.load_model(name)
     if mtp_num_layers is not None:
-        model = dataclasses.replace(model, mtp_num_layers=mtp_num_layers)
+        try:
+            model = dataclasses.replace(model, mtp_num_layers=mtp_num_layers)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"--mtp-num-layers {mtp_num_layers}: {error}", **error.details) from error
     if expert_imbalance is None:
         return model
     if model.experts is None:

@@ -127,6 +127,12 @@ class ModelShape:
             self.experts.moe_layers(self.num_layers)  # refuses a pattern of another number of layers
         self._check_latent_attention()
         self._check_linear_attention()
+        if self.mtp_num_layers and not self.causal_attention:
+            raise InvalidInputError(
+                f"mtp_num_layers is {self.mtp_num_layers} and causal_attention false: tokens that see all of "
+                "their sample predict none, leave it out",
+                mtp_num_layers=self.mtp_num_layers,
+            )
         if self.mtp_num_layers and self.window_tokens:
             raise InvalidInputError(
                 f"mtp_num_layers is {self.mtp_num_layers} and window_tokens {self.window_tokens}: modules of "

@@ -12,7 +12,7 @@ MOST_LINES = {
     "dynamic_cp": 1150,  # losses over chunks of tokens; releases of frameworks
     "dynamic_cp/bounds": 1750,  # exact plans of hybrids, whose buckets may pass on states
     "dynamic_cp/calibration": 1020,  # the rate of linear attention
-    "dynamic_cp/cli": 3380,  # states in lower precision; chunks of losses; how hybrids share layers; a plan's inputs
+    "dynamic_cp/cli": 3385,  # states in lower precision; chunks of losses; how hybrids share layers; a plan's inputs
     "dynamic_cp/comparison": 1670,  # options of hybrids
     "dynamic_cp/first_day": 620,  # the first hour of a node as one command
     "dynamic_cp/learning": 600,  # buckets that passed on states

@@ -153,6 +153,11 @@ CASES = {
         (["--ep", "3", "--model", "mixtral-8x7b"], "--ep 3 is not a power of two"),
         (["--ep", "8", "--model", "mixtral-8x7b"], "--ep 8 makes blocks of 8 lanes (TP 1), which do not divide the 4"),
         (["--ep", "4", "--model", "mixtral-8x7b", "--expert-imbalance", "0.5"], "the imbalance of experts is 0.5"),
+        (
+            ["--model", "wan2.1-t2v-14b", "--mtp-num-layers", "1"],
+            "--mtp-num-layers 1: mtp_num_layers is 1 and causal_at",
+        ),
+        (["--model", "nemotron-3-nano", "--mtp-num-layers", "1"], "--mtp-num-layers 1: layer_pattern MEMEM"),
         (["--model", "llama-3-8b", "--expert-imbalance", "2"], "--expert-imbalance is 2.0, llama-3-8b has no experts"),
         (["--output", "x.json", "--json", "x.json"], "--output and --json are both x.json: give each its own place"),
         (["--output", "-", "--json", "-"], "--output and --json are both -: give each its own place"),
