@@ -53,11 +53,16 @@ def to_dict(comparison: Comparison, inputs: Mapping[str, Any] | None = None) -> 
 
 
 def job_to_dict(topology: Topology, options: PlanOptions, model: ModelShape) -> dict[str, Any]:
-    """Return how a job is planned; how states are exchanged is an option of models with linear attention alone."""
+    """Return how a job is planned, and what options change of its model; `state_exchange` is one of hybrids alone."""
     said = asdict(options)
     if model.linear_attention is None:
         del said["state_exchange"]
-    return {"topology": {**asdict(topology), "world_size": topology.world_size}, "options": said}
+    return {
+        "topology": {**asdict(topology), "world_size": topology.world_size},
+        "options": said,
+        "mtp_num_layers": model.mtp_num_layers,
+        "expert_imbalance": None if model.experts is None else model.experts.imbalance,
+    }
 
 
 def judgement_to_dict(comparison: Comparison) -> dict[str, Any]:

@@ -704,6 +704,9 @@ def test_how_a_hybrid_shares_its_layers_is_planned_with_and_reaches_the_trainer(
         assert "error: --state-exchange heads needs equal chunks of a sample on all lanes" in " ".join(
             capsys.readouterr().err.split()
         )
+    for command in ("plan", "simulate --policy dynamic"):
+        found = json.loads(ran(f"{command} {words} --lanes 4 --mtp-num-layers 1 --json -", capsys))
+        assert (found["inputs"]["mtp_num_layers"], found["inputs"]["expert_imbalance"]) == (1, None)
     exact = ran(f"plan {words} --lanes 4 --state-exchange heads --search exact", capsys)
     assert "proven the fastest" in " ".join(exact.split())
     setting = Setting(policy="dynamic", topology=Topology(num_lanes=4), recompute="full", max_tokens_per_rank=6000)
