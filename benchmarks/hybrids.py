@@ -240,6 +240,10 @@ def main() -> None:
     parser.add_argument("--planning", action="store_true", help="measure what planning takes instead")
     parser.add_argument("--json", help="write the seconds of all batches and the layouts here")
     given = parser.parse_args()
+    if given.json and (given.planning or given.ways):
+        parser.error("--json is for the table: leave --planning and --ways out")
+    if given.ways and all(model_of(name).linear_attention is None for name in given.models):
+        parser.error(f"--ways is for hybrids, and none of {', '.join(given.models)} is one")
     if given.planning:
         for name in MODELS[:2]:
             print_planning(name)
