@@ -167,7 +167,7 @@ def _pack(problem: Problem, batch: Batch, resolved: Resolved, prices: CostModel)
     ranking = search.ranking(problem.policy)
     if resolved.tries_ring_alone:
         ranking = sorted([*ranking, *search.by_the_ring()], key=lambda one: one.makespan_ns)
-    best = judged(ranking, batch)
+    best = judged(ranking, batch, resolved.packed.max_tokens_per_rank)
     micro_batches = build_plan(batch.samples, best.priced, best.prices, problem.policy).micro_batches
     return _Packed(best.makespan_ns, _reason(ranking, best.candidate) + best.in_words, micro_batches, best.grid)
 

@@ -64,15 +64,20 @@ class Judged(NamedTuple):
         )
 
 
-def judged(ranking: Sequence[Candidate], batch: Batch) -> Judged:
-    """Return the fastest candidate once its buckets exchange what is faster; `ranking`: the fastest first by heads."""
+def judged(ranking: Sequence[Candidate], batch: Batch, limit: int) -> Judged:
+    """Return the fastest candidate once its buckets exchange what is faster.
+
+    Args:
+        ranking: the fastest first by heads.
+        limit: of tokens of a rank, states among them; packers may have kept to a lower one.
+    """
     lengths = batch.lengths
     if not ranking[0].cost_model.may_pass_on_states:
         return _as_packed(ranking[0], price_packing(lengths, ranking[0].packing, ranking[0].cost_model))
     prices = ranking[0].cost_model
     tokens_of_sample = tokens_of_states(prices.model, prices.topology, prices.options)
     branches = [0.0 if sample.mask is None else states_of_sample(sample) - 1.0 for sample in batch.samples]
-    passing = _Passing(lengths, np.array(branches), tokens_of_sample)
+    passing = _Passing(lengths, np.array(branches), tokens_of_sample, limit)
     best, kinds = _with_states(ranking[0], passing), {_kind_of(ranking[0])}
     for candidate in ranking[1:]:
         if candidate.makespan_ns * (1 - _SAVED) >= best.makespan_ns:
@@ -103,11 +108,13 @@ class _Passing(NamedTuple):
         lengths: of the samples.
         branches: [sample] runs of its branches, in samples of one lane.
         tokens_of_sample: as how many tokens of a rank the states of one count.
+        limit: of tokens and states together.
     """
 
     lengths: Lengths
     branches: Floats
     tokens_of_sample: float
+    limit: int
 
 
 def _with_states(candidate: Candidate, passing: _Passing) -> Judged:
@@ -129,7 +136,7 @@ def _with_states(candidate: Candidate, passing: _Passing) -> Judged:
     wanted = np.ones(len(shared), np.bool_)
     if prices.options.state_exchange == "auto":
         wanted = _are_faster(prices, priced, shared, shifts)
-    chosen = np.logical_and(wanted, held <= prices.options.max_tokens_per_rank)
+    chosen = np.logical_and(wanted, held <= passing.limit)
     num_too_large = 0 if prices.options.state_exchange == "auto" else int((~chosen).sum())
     if chosen.any():
         which, terms = rows[chosen], prices.table
