@@ -27,7 +27,7 @@ MOST_LINES = {
     "dynamic_cp/pool": 2880,  # linear attention is refused
     "dynamic_cp/pricing": 2310,  # linear attention: seconds and bytes of both ways to share it; adapters
     "dynamic_cp/report": 2940,  # peak memory of a run; bars of its parts
-    "dynamic_cp/search": 2015,  # which buckets pass on states of linear attention
+    "dynamic_cp/search": 2025,  # which buckets pass on states of linear attention
     "dynamic_cp/sweep": 1340,  # flags of linear attention and of its exchange, factors of Granite, layers without RoPE
     "dynamic_cp/types": 3740,  # adapters of each kind of layer; hybrids, with windows and latents; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
