@@ -27,7 +27,7 @@ LAYOUTS = {
 
 DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
-    "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16"
+    "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 --window-attn-skip-freq 3"
 )
 CASES = {layout: ("", layout) for layout in LAYOUTS} | {f"delta, {layout}": (DELTA, layout) for layout in LAYOUTS}
 

@@ -278,8 +278,8 @@ class PlanningSettings:
 
     @property
     def largest_cp_size(self) -> int:
-        """As of `PlanOptions`."""
-        return self.options(1).largest_cp_size(self.topology)
+        """As of `PlanOptions`; inner sizes, which are checked against it, may be wrong still."""
+        return replace(self, inner_cp_sizes=None).options(1).largest_cp_size(self.topology)
 
     def used(self, options: PlanOptions) -> PlanOptions:
         """Return `options` with the CP sizes that plans of this run have: of a static policy only its own."""
