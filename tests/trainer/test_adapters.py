@@ -120,6 +120,9 @@ def peft():
         yield pytest.importorskip("peft", reason="its own needs are those of transformers and accelerate")
     for name in [name for name in sys.modules if name.split(".")[0] == "peft"]:
         del sys.modules[name]
+    from transformers.utils import import_utils
+
+    import_utils.is_peft_available.cache_clear()  # else later tests of this process would import it
 
 
 PARTS = {
