@@ -187,6 +187,7 @@ class _Program:
         self.allow_empty = allow_empty
         topology, table = cost_model.topology, cost_model.table
         self.num_rows = len(table.terms)
+        self.most_states = sum(map(states_of_sample, self.samples))
         self.groups = [
             _Group(lane, k, link, self._options(k, link))
             for k in range(len(table.capacities))
@@ -342,7 +343,7 @@ class _Program:
                 price = price / self.unit_s + pulp.lpSum(exposed)
                 if per_sample_s:
                     price += per_sample_s / self.unit_s * pulp.lpSum(passed_on)
-                most_s = self._most_s(convex, group) + sum(map(states_of_sample, self.samples)) * per_sample_s
+                most_s = self._most_s(convex, group) + self.most_states * per_sample_s
                 most = 0.0 if len(group.options) == 1 else most_s / self.unit_s
                 self.problem += duration >= price - most * (runs - used[option])
                 if convex.host_s:
@@ -378,9 +379,7 @@ class _Program:
             if (at, row, index) in self.hold
         )
         by_heads = sum_of(used for option, used in self.used[row, index].items() if option < self.num_rows)
-        self.problem += (
-            held <= limit * self.runs[row, index] + of_sample * sum(map(states_of_sample, self.samples)) * by_heads
-        )
+        self.problem += held <= limit * self.runs[row, index] + of_sample * self.most_states * by_heads
         if prices.options.state_exchange == "states":
             self.problem += held >= limit * by_heads
 

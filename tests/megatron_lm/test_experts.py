@@ -19,6 +19,19 @@ from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.megatron_lm.test_flags import parse
 from tests.trainer.test_experts import parsed
 
+SIZES = {
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 4,
+    "group_query_attention": False,
+    "num_query_groups": 1,
+    "kv_channels": 16,
+    "padded_vocab_size": 128,
+    "swiglu": True,
+    "untie_embeddings_and_output_weights": False,
+}
+"""Of a small dense model, as a checkout has validated them."""
+
 
 def validated(**values: Any) -> Namespace:
     """Return arguments as Megatron-LM validates them: what is shared out as tensors are is said with a number."""

@@ -8,25 +8,17 @@ import pytest
 
 from dynamic_cp.errors import DynamicCPError
 from megatron.lm_adaptor import flags
-from tests.megatron_lm.test_experts import validated
+from tests.megatron_lm.test_experts import SIZES, validated
 
 LATENT = {
+    **SIZES,
     "multi_latent_attention": True,
     "num_layers": 2,
-    "hidden_size": 64,
-    "ffn_hidden_size": 96,
-    "num_attention_heads": 4,
-    "group_query_attention": False,
-    "num_query_groups": 1,
-    "kv_channels": 16,
     "q_lora_rank": None,
     "kv_lora_rank": 32,
     "qk_head_dim": 24,
     "qk_pos_emb_head_dim": 8,
     "v_head_dim": 16,
-    "padded_vocab_size": 128,
-    "swiglu": True,
-    "untie_embeddings_and_output_weights": False,
 }
 """As Megatron-LM validates them: it does not say KV heads, and another width of a head."""
 

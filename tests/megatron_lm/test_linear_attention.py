@@ -12,9 +12,10 @@ from dynamic_cp.errors import DynamicCPError
 from megatron.dynamic_cp.repairs import releases
 from megatron.lm_adaptor import flags
 from megatron.lm_adaptor.activate import _Adaptor
-from tests.megatron_lm.test_experts import validated
+from tests.megatron_lm.test_experts import SIZES, validated
 
 GATED_DELTA = {
+    **SIZES,
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": 2,
     "linear_conv_kernel_dim": 4,
@@ -23,15 +24,6 @@ GATED_DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "num_layers": 4,
-    "hidden_size": 64,
-    "ffn_hidden_size": 96,
-    "num_attention_heads": 4,
-    "group_query_attention": False,
-    "num_query_groups": 1,
-    "kv_channels": 16,
-    "padded_vocab_size": 128,
-    "swiglu": True,
-    "untie_embeddings_and_output_weights": False,
 }
 
 

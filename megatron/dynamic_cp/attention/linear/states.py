@@ -44,7 +44,9 @@ def found_in_rows(
     """Return what the tokens of a lane find; states pass from run to run where one goes on from another."""
     x_TC = _convolved(layer, x_TC, rows, params)
     steps = layer.steps(x_TC, gates)
-    if rows.place is None or not rows.has_links:
+    if not rows.has_links:
+        found, _ = _scanned(layer.kernel, steps, rows.runs)
+    elif rows.place is None:
         found = _scanned_by_levels(layer.kernel, steps, rows)
     elif rows.alone is None:
         found = _scanned_in_chains(layer, steps, rows, params)
@@ -64,8 +66,6 @@ def _scanned(kernel: LinearKernel, steps: Steps, runs: Runs, state: Tensor | Non
 
 def _scanned_by_levels(kernel: LinearKernel, steps: Steps, rows: LaneRows) -> Tensor:
     """Return what the tokens of a lane find that has all rows: branches are scanned after what they go on from."""
-    if not rows.has_links:
-        return _scanned(kernel, steps, rows.runs)[0]
     found, state = [], None
     for level in rows.levels:
         before = None if state is None else state.index_select(0, level.previous)
