@@ -290,6 +290,8 @@ def _notes(name: str, job: SweepJob, architecture: Architecture | None) -> list[
         notes.append("pretrain_gpt.py has no --tp-comm-overlap: the seconds are those of a trainer that has it")
     if architecture is not None and architecture.not_imported:
         notes.append(f"this starts with new weights: {'; '.join(architecture.not_imported)}")
+    if architecture is not None and architecture.not_read:
+        notes.append(f"left out of {name}, as by transformers: {', '.join(architecture.not_read)}")
     return notes
 
 

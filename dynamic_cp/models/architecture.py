@@ -44,6 +44,7 @@ class Architecture:
         init_method_std: of the first weights.
         not_trained: what of it pretrain_gpt.py does not have, each with its value.
         not_imported: what of its published weights is not read, each with its value; they can be trained anew.
+        not_read: entries of its config.json that transformers does not read either, which changes nothing.
     """
 
     normalization: Normalization
@@ -87,6 +88,7 @@ class Architecture:
     init_method_std: float = 0.02
     not_trained: tuple[str, ...] = ()
     not_imported: tuple[str, ...] = ()
+    not_read: tuple[str, ...] = ()
 
     @classmethod
     def assumed(cls, *, gated: bool) -> Architecture:

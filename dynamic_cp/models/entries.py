@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
@@ -18,6 +20,42 @@ SIZES = {
     "vocab_size": "vocab_size",
 }
 """Entry -> field of `ModelShape`."""
+LOOKED_THROUGH = (5, 23)
+"""Release of transformers whose configurations and models were read for the entries that are known here."""
+READ_BY_TRANSFORMERS = {
+    **dict.fromkeys(
+        (
+            "resid_pdrop", "embd_pdrop", "attn_logit_softcapping", "final_logit_softcapping", "moe_latent_size",
+            "use_bidirectional_attention", "original_max_position_embeddings", "per_layer_config", "num_mtp_layers",
+            "is_encoder_decoder",
+        ),
+        False,
+    ),
+    "is_causal": True,
+}  # fmt: skip
+"""Entry that its models of our families read, though our layers have no such thing -> what changes nothing.
+
+A test reads the source of transformers for others.
+"""
+
+
+def others(data: Mapping[str, Any], known: AbstractSet[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return why entries of a config that are not `known` are not trained, and those that transformers does not read.
+
+    What is not read changes nothing: published files have entries of whatever program wrote them. Only of files that
+    a later release wrote it is not known.
+    """
+    found = {
+        key: value
+        for key, value in data.items()
+        if key not in known and value is not None and bool(value) != READ_BY_TRANSFORMERS.get(key, False)
+    }
+    release = re.match(r"(\d+)\.(\d+)", str(data.get("transformers_version")))
+    is_later = release is not None and tuple(map(int, release.groups())) > LOOKED_THROUGH
+    which = f" (written by transformers {data.get('transformers_version')})" if is_later else ""
+    refused = [key for key in found if is_later or key in READ_BY_TRANSFORMERS]
+    not_read = tuple(key for key in found if key not in refused)
+    return [f"{key} {found[key]!r}: not known here{which}" for key in refused], not_read
 
 
 def number(where: str, values: Mapping[str, Any], key: str, default: float) -> float:

@@ -9,7 +9,16 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import hybrids
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.entries import SIZES as SIZES
-from dynamic_cp.models.entries import in_one_number, interval, is_tied, number, some_layers, sparse_layers, whole_number
+from dynamic_cp.models.entries import (
+    in_one_number,
+    interval,
+    is_tied,
+    number,
+    others,
+    some_layers,
+    sparse_layers,
+    whole_number,
+)
 from dynamic_cp.models.rotation import rotation
 from dynamic_cp.models.routing import routing
 from dynamic_cp.types import Experts, ModelShape
@@ -53,7 +62,9 @@ MODULES = hybrids.MODULES
 """Entry: modules that predict further tokens."""
 _ENCODERS = {"bert": False, "modernbert": True}
 """Dense, tokens attend to their whole sample -> whether the MLP has a gate."""
-MODEL_TYPES = (*_DECODERS, *hybrids.MODEL_TYPES, *_ENCODERS)
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""model_type -> the one whose layers these are."""
+MODEL_TYPES = (*_DECODERS, *SAME_AS, *hybrids.MODEL_TYPES, *_ENCODERS)
 _SLIDING, _WHOLE = "sliding_attention", "full_attention"
 """Entries of layer_types."""
 
@@ -99,6 +110,7 @@ _OF_FAMILY = {
     "smollm3": frozenset({"no_rope_layers", "no_rope_layer_interval"}),
     "granite": frozenset({"attention_multiplier", *FACTORS}),
     "gemma": frozenset({"hidden_activation"}),
+    "gemma2": frozenset({"hidden_activation", "query_pre_attn_scalar"}),
     "gemma3_text": frozenset({"hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"}),
 }
 """What configs of a family say besides; the last two of gpt_oss once more, that of phi3 of a RoPE that is refused."""
@@ -170,9 +182,11 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
     """
     if hybrids.is_config(data):
         return hybrids.model_shape(where, data)
+    source = f"{where} (Hugging Face config, model_type {data.get('model_type')})"
+    data = _as_family(data)
     model_type = data.get("model_type")
     _refuse_what_has_no_price(where, data)
-    if model_type not in _DECODERS and model_type not in _ENCODERS:
+    if str(model_type) not in MODEL_TYPES:
         raise UnsupportedFeatureError(
             f"{where}: model_type is {model_type!r}, known are {', '.join(MODEL_TYPES)}: "
             "write the numbers into a file like the bundled models",
@@ -191,8 +205,14 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
         **_windows(where, data, sizes["num_layers"]),
         experts=_experts(where, data, sizes["num_layers"]) if _has_experts(data) else None,
         **latents,
-        source=f"{where} (Hugging Face config, model_type {model_type})",
+        source=source,
     )
+
+
+def _as_family(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `data` under the model_type whose layers it has."""
+    same = SAME_AS.get(str(data.get("model_type")))
+    return data if same is None else {**data, "model_type": same}
 
 
 def _check_layer_types(where: str, data: Mapping[str, Any]) -> None:
@@ -369,8 +389,8 @@ def _refuse_what_has_no_price(where: str, data: Mapping[str, Any]) -> None:
 def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
     """Return what `data`, of which `model_shape` has read the shape, says beyond it.
 
-    What pretrain_gpt.py does not have is in `not_trained`, entries among them that are not known here and switch
-    something on: nothing that a config says is left out silently. That weights are quantized changes nothing of a run
+    What pretrain_gpt.py does not have is in `not_trained`; entries that transformers does not read either are in
+    `not_read`: nothing that a config says is left out silently. That weights are quantized changes nothing of a run
     that starts without them: it is in `not_imported`.
 
     Args:
@@ -382,6 +402,7 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
     """
     if hybrids.is_config(data):
         return hybrids.architecture(where, data, _ARCHITECTURE | _NOT_THE_MODEL)
+    data = _as_family(data)
     model_type = data.get("model_type")
     rotates, not_trained = rotation(where, data)
     routes, why_routed_otherwise = routing(where, data) if _has_experts(data) else ({}, [])
@@ -395,6 +416,8 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         attention_bias = mlp_bias = bool(data.get("attention_bias", True))
         not_trained += _why_gpt_oss_differs(data)
     not_trained += _why_trained_otherwise(where, data, rotates, attention_bias, mlp_bias)
+    refused, not_read = ([], ()) if model_type in _ENCODERS else others(data, known_entries(str(model_type)))
+    not_trained += refused
     return Architecture(
         normalization="RMSNorm",
         norm_epsilon=number(where, data, "rms_norm_eps", 1e-6),
@@ -414,7 +437,16 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
         not_imported=(f"quantization_config {quantized!r}: weights are quantized, save the model in bfloat16",)
         if (quantized := data.get("quantization_config"))
         else (),
+        not_read=not_read,
     )
+
+
+def known_entries(model_type: str) -> frozenset[str]:
+    """Return the entries of a config of `model_type` that are read or refused here, or change nothing."""
+    if model_type in hybrids.MODEL_TYPES:
+        return hybrids.known_entries(model_type, _ARCHITECTURE | _NOT_THE_MODEL)
+    of_experts = _OF_EXPERTS if model_type in _LATENTS else frozenset()
+    return _PRICED | _ARCHITECTURE | _NOT_THE_MODEL | of_experts | _OF_FAMILY.get(model_type, frozenset())
 
 
 def _why_trained_otherwise(
@@ -443,11 +475,6 @@ def _why_trained_otherwise(
             reasons.append(f"{key} {data[key]}: a gated MLP of Gemma has {_TANH_GELU}")
     elif data.get("hidden_act", "silu") not in ("silu", "swish"):
         reasons.append(f"hidden_act {data['hidden_act']}: a gated MLP has SiLU")
-    known = _PRICED | _ARCHITECTURE | _NOT_THE_MODEL
-    if model_type in _LATENTS:
-        known |= _OF_EXPERTS
-    known |= _OF_FAMILY.get(str(model_type), frozenset())
-    reasons += [f"{key} {value!r}: not known here" for key, value in data.items() if key not in known and value]
     return reasons
 
 

@@ -11,7 +11,16 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
-from dynamic_cp.models.entries import SIZES, in_one_number, is_tied, number, some_layers, sparse_layers, whole_number
+from dynamic_cp.models.entries import (
+    SIZES,
+    in_one_number,
+    is_tied,
+    number,
+    others,
+    some_layers,
+    sparse_layers,
+    whole_number,
+)
 from dynamic_cp.models.rotation import rotation
 from dynamic_cp.types import Experts, LinearAttention, ModelShape
 
@@ -113,8 +122,7 @@ def architecture(where: str, data: Mapping[str, Any], known: frozenset[str]) -> 
     fields, why_not = _positions(where, data)
     routes, why_routed_otherwise = _routing(where, data)
     why_not += why_routed_otherwise + _why_trained_otherwise(data)
-    known |= _KNOWN | (_AGAIN_IN_NEMOTRON.keys() if is_nemotron else set())
-    why_not += [f"{key} {value!r}: not known here" for key, value in data.items() if key not in known and value]
+    refused, not_read = others(data, known_entries(model_type, known))
     return Architecture(
         normalization="RMSNorm",
         norm_epsilon=number(where, data, "layer_norm_epsilon" if is_nemotron else "rms_norm_eps", _EPSILON[model_type]),
@@ -127,11 +135,17 @@ def architecture(where: str, data: Mapping[str, Any], known: frozenset[str]) -> 
         **routes,
         max_position_embeddings=int(number(where, data, "max_position_embeddings", 0)),
         init_method_std=number(where, data, "initializer_range", 0.02),
-        not_trained=tuple(why_not),
+        not_trained=(*why_not, *refused),
+        not_read=not_read,
         not_imported=()
         if is_qwen or is_nemotron
         else (f"weights of model_type {model_type}: names of layers with linear attention are not known",),
     )
+
+
+def known_entries(model_type: str, known: frozenset[str]) -> frozenset[str]:
+    """Return `known`, entries of all families, and those of the hybrid `model_type` that are known here."""
+    return known | _KNOWN | (_AGAIN_IN_NEMOTRON.keys() if model_type == "nemotron_h" else frozenset())
 
 
 _EPSILON = {**dict.fromkeys(_QWENS, 1e-6), "nemotron_h": 1e-5, "granitemoehybrid": 1e-6, "bamba": 1e-5}

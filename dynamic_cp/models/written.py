@@ -32,7 +32,7 @@ _CLASSES = {
     "nemotron_h": "NemotronHForCausalLM",
 }
 """model_type -> class of transformers."""
-_NO_PART = ("source", "not_trained")
+_NO_PART = ("source", "not_trained", "not_read")
 """Of a shape or an architecture: what says nothing of a model."""
 _NO_COST = ("imbalance",)
 """Of experts: what no config says."""

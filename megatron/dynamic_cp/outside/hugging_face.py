@@ -31,6 +31,7 @@ from megatron.dynamic_cp.outside.attention import scaled_dot_product_attention
 from megatron.dynamic_cp.outside.documents import IGNORED
 from megatron.dynamic_cp.outside.lanes import Lanes
 from megatron.dynamic_cp.outside.linear_layers import linear_layers_of, use_linear_layers
+from megatron.dynamic_cp.outside.trial import Trial, first_position, shift_positions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -68,7 +69,7 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedFeatureError: attention dropout, layers that have neither full nor linear attention, RoPE that
             depends on the longest position of a batch, or a model that does not take its attention from transformers'
-            interface; or as `linear_layers_of`.
+            interface; or as `linear_layers_of` and `first_position`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -107,6 +108,8 @@ def use_dynamic_cp(model: PreTrainedModel) -> None:
             "does not take attention from transformers' AttentionInterface; use another model"
         )
     use_linear_layers(linear)
+    if first := first_position(model):
+        model.register_forward_pre_hook(shift_positions(first), with_kwargs=True)
 
 
 def attention_forward(
@@ -119,7 +122,7 @@ def attention_forward(
     dropout: float = 0.0,
     *,
     is_causal: bool | None = None,
-    packed_seq_params: DynamicPackedSeqParams | None = None,
+    packed_seq_params: DynamicPackedSeqParams | Trial | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: returns ([1, T, heads, dim], no weights).
@@ -143,6 +146,8 @@ def attention_forward(
                 f"attention with {name} is not supported for packed micro-batches: train a model that has it with "
                 "Megatron's layers, if these have it (docs/flags.md), or use another model"
             )
+    if isinstance(packed_seq_params, Trial):
+        packed_seq_params.attend(query, key, value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     out = scaled_dot_product_attention(
         query,

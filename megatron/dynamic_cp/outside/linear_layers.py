@@ -18,6 +18,7 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.outside.trial import Trial
 
 
 def linear_layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -62,7 +63,7 @@ def _forward(
     cache_params: Any = None,
     attention_mask: Tensor | None = None,
     *,
-    packed_seq_params: DynamicPackedSeqParams | None = None,
+    packed_seq_params: DynamicPackedSeqParams | Trial | None = None,
     **_others: Any,
 ) -> Tensor:
     """Linear attention as transformers calls it, of [1, T, hidden size]."""
@@ -73,6 +74,8 @@ def _forward(
             "possible: call the model with model_inputs(batch) of a planned micro-batch; generate() needs the model "
             "as it was loaded"
         )
+    if isinstance(packed_seq_params, Trial):
+        return torch.zeros_like(hidden_states)
     return forward(module, sizes, hidden_states[0], packed_seq_params)[None]
 
 

@@ -46,7 +46,7 @@ _COPIED = (
     "generation_config.json",
 )
 """What a folder has beside its weights, and no training changes."""
-_NO_NUMBER = ("max_position_embeddings", "init_method_std", "not_trained", "not_imported")
+_NO_NUMBER = ("max_position_embeddings", "init_method_std", "not_trained", "not_imported", "not_read")
 """Of an architecture: what may differ between a checkpoint and a config.json."""
 
 

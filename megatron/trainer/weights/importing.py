@@ -51,6 +51,7 @@ class Source:
         settings: what they say.
         dtypes: of each tensor of the checkpoint, by name.
         unread: begins of names of modules that the model is made without.
+        not_read: entries of its config.json that transformers does not read either.
     """
 
     folder: SafetensorsFolder
@@ -61,6 +62,7 @@ class Source:
     tensors: tuple[Fused, ...]
     dtypes: Mapping[str, torch.dtype]
     unread: tuple[str, ...]
+    not_read: tuple[str, ...]
 
     def make(self, fused: Fused) -> Tensor:
         """Return a tensor of the checkpoint."""
@@ -126,6 +128,7 @@ def read_source(
         tensors=tensors,
         dtypes=_dtypes(folder, tensors),
         unread=unread,
+        not_read=architecture.not_read,
     )
 
 
@@ -289,10 +292,15 @@ def _report(source: Source, path: str, new: str) -> list[str]:
     num_modules = source.shape.mtp_num_layers + len(source.unread)
     remedy = f"; --mtp-num-layers {num_modules} takes them" if names.FAMILIES[source.family].modules else ""
     without = f"{path}: without {counted(len(unread), 'tensor')} of modules that predict further tokens"
+    not_read = ", ".join(source.not_read)
     return [
         f"{path}: {source.family}, {counted(source.shape.num_layers, 'layer')}, "
         f"{num_parameters(source.tensors):,} parameters, {bytes_in_words(num_bytes)}, {types}",
         *([f"{without} ({unread[0]}), as transformers loads it{remedy}"] if unread else ()),
+        *(
+            [f"{path}: without {not_read} of its {CONFIG}, by which transformers computes nothing of a {source.family}"]
+            * bool(not_read)
+        ),
         f"{new}: the checkpoint {checkpoint_files.RELEASE}, and {FLAGS}",
         f"start from it with: pretrain_gpt.py --dynamic-cp $(cat {shlex.quote(str(Path(new) / FLAGS))}) "
         f"--load {shlex.quote(new)} --exit-on-missing-checkpoint ...",

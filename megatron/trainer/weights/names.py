@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
-from dynamic_cp.models.hugging_face import WHY_NOT_TRAINED
+from dynamic_cp.models.hugging_face import SAME_AS, WHY_NOT_TRAINED
 from dynamic_cp.types import ModelShape
 from dynamic_cp.types.linear_layers import EXPERTS, MLP
 from megatron.trainer.weights import hybrid_names
@@ -264,18 +264,19 @@ FAMILIES: Mapping[str, Table] = MappingProxyType(
 
 
 def check_family(where: str, model_type: object) -> str:
-    """Return `model_type`.
+    """Return the family of `model_type`, under whose name its tensors are known.
 
     Raises:
         UnsupportedFeatureError: weights of that family are not known here.
     """
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        differs = f" ({why})" if (why := WHY_NOT_TRAINED.get(str(model_type))) else ""
+    family = SAME_AS.get(str(model_type), str(model_type))
+    if family not in FAMILIES:
+        differs = f" ({why})" if (why := WHY_NOT_TRAINED.get(family)) else ""
         raise UnsupportedFeatureError(
             f"{where}: model_type is {model_type!r}{differs}, weights of {', '.join(FAMILIES)} can be converted: "
             "take a model of one of these families"
         )
-    return model_type
+    return family
 
 
 def unread(family: str, shape: ModelShape, num_published: int) -> tuple[str, ...]:
