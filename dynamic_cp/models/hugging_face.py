@@ -140,12 +140,8 @@ _NOT_THE_MODEL = frozenset(
         # Token ids and heads for classes.
         "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id",
         "tokenizer_class", "prefix", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
-        # How text is generated.
-        "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
-        "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id",
-        "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
-        "begin_suppress_tokens", "chunk_size_feed_forward", "is_decoder",
+        # Of all models: how a text is computed in parts, and whether tokens attend to those before only.
+        "chunk_size_feed_forward", "is_decoder",
         # What routers put out and learn by, which is the run's choice.
         "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     }

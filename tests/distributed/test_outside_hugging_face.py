@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import DisagreementError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.models.hugging_face import model_shape
-from dynamic_cp.types import Lambda, PlanOptions
+from dynamic_cp.types import Lambda, PlanOptions, Problem, Topology
 from megatron.dynamic_cp.flags.windows import Windows
 from megatron.dynamic_cp.outside import PlannedCollator, train_step
 from megatron.dynamic_cp.outside.hugging_face import (
@@ -27,6 +30,7 @@ from megatron.dynamic_cp.outside.hugging_face import (
     problem_of,
     use_dynamic_cp,
 )
+from megatron.dynamic_cp.outside.lanes import Lanes
 from megatron.dynamic_cp.repairs import cpu_backend
 from tests.distributed.harness import run_ranks
 
@@ -367,6 +371,113 @@ def test_encoders_attend_to_whole_samples():
                     largest = expected[name].abs().max() if not name.endswith("key.bias") else 1.0
                     error = (gradient - expected[name]).abs().max() / largest
                     assert error <= TOLERANCE, f"{family}, {name}: {error:.1e}"
+
+
+EQUAL = ""
+OTHERS = {
+    "RobertaForMaskedLM": EQUAL,
+    "RobertaForCausalLM": EQUAL,
+    "XLMRobertaXLForMaskedLM": EQUAL,
+    "AlbertForMaskedLM": EQUAL,
+    "DistilBertForMaskedLM": EQUAL,
+    "EsmForMaskedLM": EQUAL,
+    "EsmForMaskedLM, token_dropout": "makes of a token in a pack something else",
+    "MobileBertForMaskedLM": "makes of a token in a pack something else",
+    "FNetForMaskedLM": "called 0 attentions, at least 1 is needed",
+    "MPNetForMaskedLM": "keeps its attention 'eager'",
+    "DebertaV2ForMaskedLM": "keeps its attention 'eager'",
+    "BloomForCausalLM": "keeps its attention 'eager'",
+    "BartForCausalLM": "called with input_ids of 3 tokens, ends with UnsupportedFeatureError",
+    "StableLmForCausalLM": "ends with InvalidInputError ('dynamic_cp' attention got 0 packed_seq_params",
+    "OPTForCausalLM": EQUAL,
+    "GPT2LMHeadModel": EQUAL,
+    "GPTNeoXForCausalLM": EQUAL,
+}
+"""Class of transformers, and a switch -> what it is refused by, if it is."""
+_OTHER_NAMES = {
+    **dict.fromkeys(("n_embd", "dim", "embedding_size", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("ffn_dim", "hidden_dim", "n_inner", "decoder_ffn_dim"), 96),
+    **dict.fromkeys(("n_layer", "n_layers", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout", "activation_dropout"), 0.0),
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"), 0.0),
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "emb_dropout"), 0.0),
+}
+
+
+def new_other(name):
+    import transformers
+
+    name, *switches = name.split(", ")
+    kind = getattr(transformers, name)
+    known = kind.config_class()
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+        "mask_token_id": 3,
+        "pad_token_id": 1,
+    }
+    sizes |= {"is_decoder": "Causal" in name} | _OTHER_NAMES
+    torch.manual_seed(5)
+    config = {key: value for key, value in sizes.items() if hasattr(known, key)}
+    model = kind(kind.config_class(**config, **dict.fromkeys(switches, True)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def train_others():
+    """Return (loss of a step from a plan or why there is none, the largest CP size, the same of the model alone)."""
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    rows = masked_samples()[:6]
+    for name in OTHERS:
+        causal, model = "Masked" not in name, new_other(name)
+        alone, num_tokens = 0.0, 0
+        for row in rows:
+            tokens, labels = (torch.from_numpy(row[key])[None] for key in ("input_ids", "labels"))
+            with torch.no_grad():
+                logits = model.eval()(input_ids=tokens).logits[0]
+            logits, labels = (logits[:-1], labels[0, 1:]) if causal else (logits, labels[0])
+            alone += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+            num_tokens += int((labels != -100).sum())
+        try:
+            use_dynamic_cp(model.train())
+        except UnsupportedFeatureError as error:
+            found[name] = (str(error), 0, alone / num_tokens)
+            continue
+        assert model.training, name
+        shape = replace(model_shape("it", new_encoder("Bert").config.to_dict()), causal_attention=causal)
+        options = PlanOptions(max_tokens_per_rank=256)
+        problem = Problem(topology=Topology(num_lanes=2), model=shape, hardware=load_hardware("cpu"), options=options)
+        lanes = Lanes.build(mesh, problem, timeout_s=60)
+        step = PlannedCollator(problem, lanes.lane)(rows)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        result = train_step(lanes, wrapped, step, masked_lm_loss)
+        found[name] = (result.loss, max(step.plan.facts.cp_histogram), alone / num_tokens)
+    return found
+
+
+def test_a_model_of_any_family_trains_as_alone_or_is_refused():
+    """Also with a shape of one's own, which `problem_of` does not look at."""
+    for rank in run(2, train_others):
+        assert rank.keys() == OTHERS.keys()
+        for name, (found, cp_size, alone) in rank.items():
+            if OTHERS[name]:
+                assert OTHERS[name] in str(found), f"{name}: {found}"
+            else:
+                assert cp_size == 2
+                assert abs(found - alone) <= TOLERANCE * alone, f"{name}: {found}, alone {alone}"
+
+
+@pytest.mark.parametrize("name", ["RobertaForMaskedLM", "OPTForCausalLM"])
+def test_a_model_on_the_meta_device_is_taken_where_its_positions_are_known(name):
+    with torch.device("meta"):
+        use_dynamic_cp(new_model("Llama"))
+        with pytest.raises(UnsupportedFeatureError, match=f"{name} is on the meta device, where its positions"):
+            use_dynamic_cp(new_other(name))
 
 
 def misuse():

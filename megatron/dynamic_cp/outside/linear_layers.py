@@ -75,7 +75,7 @@ def _forward(
             "as it was loaded"
         )
     if isinstance(packed_seq_params, Trial):
-        return torch.zeros_like(hidden_states)
+        return packed_seq_params.attend_linearly(hidden_states)
     return forward(module, sizes, hidden_states[0], packed_seq_params)[None]
 
 

@@ -33,6 +33,13 @@ class FirstAttention(Exception):
 class Trial:
     """Stands in for packed_seq_params, so that attention and linear attention know that they are tried."""
 
+    num_linear_layers = 0
+
+    def attend_linearly(self, hidden_states: Tensor) -> Tensor:
+        """Return nothing found: linear attention knows no positions, and what it is given is seen further on."""
+        self.num_linear_layers += 1
+        return torch.zeros_like(hidden_states)
+
     def attend(self, *qkv: Tensor) -> NoReturn:
         """End the trial."""
         raise FirstAttention(*qkv)
@@ -60,11 +67,9 @@ def first_position(model: torch.nn.Module) -> int:
     was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        mask = getattr(config, "mask_token_id", None)
-        documents = [
-            torch.tensor([one], device=weights.device) % config.get_text_config().vocab_size for one in _DOCUMENTS
-        ]
-        if mask is not None:
+        size, mask = config.get_text_config().vocab_size, getattr(config, "mask_token_id", None)
+        documents = [torch.tensor([one], device=weights.device) % size for one in _DOCUMENTS]
+        if mask is not None and mask < size:
             documents[0][0, 1] = mask
         alone = [_qkv(model, input_ids=one) for one in documents]
         wanted = [torch.cat(pair, dim=-2) for pair in zip(*alone, strict=True)]
@@ -84,10 +89,10 @@ def first_position(model: torch.nn.Module) -> int:
 
 
 def _qkv(model: torch.nn.Module, **inputs: Tensor) -> tuple[Tensor, ...]:
-    name = type(model).__name__
+    name, trial = type(model).__name__, Trial()
     try:
         with torch.no_grad():
-            model(**inputs, packed_seq_params=Trial(), use_cache=False)
+            model(**inputs, packed_seq_params=trial, use_cache=False)
     except FirstAttention as attention:
         return attention.qkv
     except Exception as error:  # of any code of transformers
@@ -95,6 +100,8 @@ def _qkv(model: torch.nn.Module, **inputs: Tensor) -> tuple[Tensor, ...]:
             f"the model {name}, called with {' and '.join(inputs)} of {inputs['input_ids'].shape[1]} tokens, ends with "
             f"{type(error).__name__} ({error}): use another model"
         ) from error
+    if trial.num_linear_layers:
+        return ()
     raise UnsupportedFeatureError(
         f"the model {name} called 0 attentions, at least 1 is needed: its tokens meet in another way; use another model"
     )
@@ -109,6 +116,7 @@ def shift_positions(first: int) -> Any:
     """Return a hook before the forward pass that adds `first` to position_ids, which count from 0."""
 
     def hook(_module: torch.nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**given, "position_ids": given["position_ids"] + first}
+        positions = given.get("position_ids")
+        return args, given if positions is None else {**given, "position_ids": positions + first}
 
     return hook
