@@ -194,7 +194,7 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
     sizes: dict[str, Any] = {name: whole_number(where, values, key, SIZES) for key, name in SIZES.items()}
     return ModelShape(
         **sizes,
-        gated_linear_unit=_ENCODERS.get(model_type, True),
+        gated_linear_unit=_ENCODERS.get(str(model_type), True),
         causal_attention=model_type not in _ENCODERS or bool(data.get("is_decoder")),
         share_embeddings_and_output_weights=is_tied(where, values),
         sandwich_norm=model_type in ("glm4", "gemma3_text"),

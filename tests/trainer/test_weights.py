@@ -713,7 +713,10 @@ BAD = {
         lambda f: say(f, quantization_config={"quant_method": "fp8"}),
         r"quantization_config .*fp8.*: weights are quantized, save the model in bfloat16",
     ),
-    "an unknown entry": (lambda f: say(f, logit_scale=2.0), r"logit_scale 2.0: not known here"),
+    "an entry of a later release": (
+        lambda f: say(f, logit_scale=2.0, transformers_version="6.1.0"),
+        r"logit_scale 2.0: not known here \(written by transformers 6.1.0\)",
+    ),
     "an activation": (lambda f: say(f, hidden_act="gelu"), r"hidden_act gelu: a gated MLP has SiLU"),
     "half biases": (lambda f: say(f, attention_bias=True), r"attention_bias without mlp_bias"),
     "partial rotation": (
@@ -846,6 +849,27 @@ def test_weights_of_mxfp4_are_refused_by_their_config(folder_of, tmp_path):
     rewrite(folder, lambda name, tensor: None if ".experts." in name else tensor)
     with pytest.raises(DynamicCPError, match="weights are quantized, save the model in bfloat16"):
         import_weights(str(folder), str(tmp_path / "new"))
+
+
+def test_entries_that_nothing_reads_are_named_and_left_out(folder_of, imported, tmp_path):
+    folder = copied(folder_of("llama"), tmp_path / "model")
+    say(folder, is_llama_config=True, unsloth_fixed=True, unsloth_version="2025.3.19")
+    said = "\n".join(import_weights(str(folder), str(tmp_path / "new")))
+    assert "without is_llama_config, unsloth_fixed, unsloth_version of its config.json, by which transformers" in said
+    assert (tmp_path / "new" / "model.flags").read_text() == (imported("llama") / "model.flags").read_text()
+
+
+def test_kimi_k2_is_converted_as_deepseek_v3(folder_of, imported, tmp_path):
+    made = folder_of("deepseek_v3")
+    folder = copied(made, tmp_path / "model")
+    say(folder, model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
+    import_weights(str(folder), str(tmp_path / "new"))
+    assert (tmp_path / "new" / "model.flags").read_text() == (imported("deepseek_v3") / "model.flags").read_text()
+    export_weights(str(tmp_path / "new"), str(tmp_path / "back"), like=str(folder))
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "kimi_k2"
+    found, wanted = tensors_of(tmp_path / "back"), tensors_of(made)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_a_folder_that_is_there_is_kept(folder_of, imported, tmp_path, capsys):

@@ -559,6 +559,7 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
         "layernorm_epsilon": trained_model.norm_epsilon,
         "not_trained": (),
         "not_imported": (),
+        "not_read": (),
         "no_rope_freq": trained_model.no_rope_freq or (),
         "softmax_scale": trained_model.softmax_scale or 0,
         "window_rotary_base": trained_model.window_rotary_base or 0,
@@ -655,7 +656,7 @@ def test_what_the_configs_of_that_test_say(tmp_path):
         ({"mlp_bias": True}, "mlp_bias without attention_bias"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
-        ({"logits_soft_cap": 30.0}, "logits_soft_cap 30.0: not known here"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0: not known here"),
     ],
 )
 def test_a_model_that_the_trainer_does_not_have_gets_no_line_and_the_reason(changes, says, tmp_path, capsys):

@@ -164,8 +164,8 @@ def test_entries_that_say_what_layers_do_anyway_are_read(config):
     ("config", "says"),
     [
         (QWEN3_NEXT | {"attention_bias": True}, "attention_bias True: layers of hybrids have none"),
-        (QWEN3_NEXT | {"logit_cap": 30}, "logit_cap 30: not known here"),
-        (QWEN3_NEXT | {"norm_eps": 1e-6}, "norm_eps 1e-06: not known here"),
+        (QWEN3_NEXT | {"is_causal": False}, "is_causal False: not known here"),
+        (QWEN3_NEXT | {"logit_cap": 30, "transformers_version": "6.0.0"}, "logit_cap 30: not known here"),
         (QWEN3_NEXT | {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid': it is swish"),
         (QWEN3_NEXT | {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype 'bfloat16': it is float32"),
         (QWEN3_NEXT | {"hidden_act": "relu2"}, "hidden_act 'relu2': it is silu"),
