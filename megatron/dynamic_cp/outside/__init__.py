@@ -11,8 +11,8 @@ torch's own `context_parallel` cuts every tensor of a batch at one fixed degree 
 documents. It is for unpacked sequences of equal length; under it our attention raises an error.
 
 Read in this order: `lanes`, `attention`, `step`, `documents`, `collator`, `linear_layers` (of transformers models),
-`hugging_face` (imports transformers and accelerate when called), `trainer` (for transformers' and TRL's own loops). The
-names of the first five are here.
+`trial` (of one, before it is taken), `hugging_face` (imports transformers and accelerate when called), `trainer` (for
+transformers' and TRL's own loops). The names of the first five are here.
 """
 
 from megatron.dynamic_cp.outside.attention import scaled_dot_product_attention

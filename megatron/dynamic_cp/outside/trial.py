@@ -1,9 +1,9 @@
 """Tries a transformers model on a few tokens: does it take its positions from us, and each token by itself?
 
 What a model makes of a token before attention depends on its position, and on what the class derives by itself where
-it is called without one: RoBERTa counts from the padding token's id + 1, BART and ALiBi by the length of the row, ESM
-scales a row by its masked tokens, MobileBERT puts neighbours together. A name does not tell, so the model is run up to
-its first attention, which is as cheap as a few rows of its embedding: of two documents alone, and of both in one pack.
+it is called without one: RoBERTa counts from the padding token's id + 1, BART by the length of the row, ESM scales a
+row by its masked tokens, MobileBERT puts neighbours together. A name does not tell. So the model is run up to its first
+attention, with two documents of a few tokens alone, and with both in one pack: queries, keys and values must be equal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.hugging_face import MODEL_TYPES
 
 _DOCUMENTS = ((5, 7, 6), (9, 5, 8, 6))
-"""Token ids; those of the first are few enough to have other neighbours in the pack."""
+"""Token ids. In a pack the last token of the first has another neighbour than alone, and each of the second another
+distance to the row's begin."""
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-9}
 """Largest difference of queries, keys and values, as a share of the largest; 0.03 in narrower types."""
 

@@ -36,8 +36,8 @@ def command() -> None:
     """Convert the weights of Hugging Face models into a checkpoint to train from, and checkpoints into such models.
 
     Families: llama, mistral, qwen2, qwen3, phi3, smollm3, glm, glm4, granite, gemma, gemma3_text; with experts mixtral,
-    qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3 and gpt_oss; hybrids qwen3_next, qwen3_5_text, qwen3_5_moe_text and
-    nemotron_h. Both ways are exact, and hold one tensor in memory at a time.
+    qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2 and gpt_oss; hybrids qwen3_next, qwen3_5_text,
+    qwen3_5_moe_text and nemotron_h. Both ways are exact, and hold one tensor in memory at a time.
     """
 
 
