@@ -75,7 +75,7 @@ def plan_messages(num_lanes: int, num_samples: int) -> list[bytes]:
         topology=Topology(num_lanes=num_lanes),
         model=load_model("llama-3-8b"),
         hardware=load_hardware("h100"),
-        options=PlanOptions(max_tokens_per_rank=16384),
+        options=PlanOptions(max_tokens_per_rank=16384, cp_comm_types=("p2p",)),
     )
     return encode_lanes(planned.plan, PlanFacts.of(planned))
 

@@ -8,7 +8,6 @@ from typing import Literal, get_args
 
 from dynamic_cp.types import (
     EVERY_LAYER,
-    RING_ALONE,
     CpCommType,
     PipelineLayers,
     PlanOptions,
@@ -51,7 +50,7 @@ class Setting:
     topology: Topology
     recompute: Recompute
     max_tokens_per_rank: int
-    cp_comm_types: tuple[CpCommType, ...] = RING_ALONE
+    cp_comm_types: tuple[CpCommType, ...]
     static_cp_size: int | None = None
     max_cp_size: int | None = None
     pipeline_layers: PipelineLayers = ()

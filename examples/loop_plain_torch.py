@@ -86,7 +86,7 @@ def train(model: nn.Module, batches: list, num_lanes: int, lane: int, groups: di
     limits = {"num_lanes": num_lanes, "max_tokens_per_rank": 1024 >> num_lanes.bit_length()}  # 512 in the largest group
     for documents in batches:
         seqlens = [len(document) - 1 for document in documents]
-        plan = plan_lengths(seqlens, model=MODEL, hardware="cpu", **limits)
+        plan = plan_lengths(seqlens, model=MODEL, hardware="cpu", cp_comm_types="all_gather", **limits)
         total = torch.zeros(())
         for micro_batch in range(plan.num_microbatches):  # equally many on every lane
             group = groups.get((plan.first_lane[micro_batch, lane], plan.cp_size[micro_batch, lane]))

@@ -61,7 +61,6 @@ def main() -> None:
 
     # 1. After the model-parallel groups: CP groups, and a planner on rank 0.
     topology = Topology(num_lanes=parallel_state.get_data_parallel_world_size())
-    groups = DynamicCPGroups.build(topology, timeout_s=60)
     shape = ModelShape(
         num_layers=2,
         hidden_size=64,
@@ -75,8 +74,9 @@ def main() -> None:
         topology=topology,
         model=shape,
         hardware=load_hardware("cpu"),
-        options=PlanOptions(max_tokens_per_rank=SEQ_LENGTH // 2, bytes_per_element=4),
+        options=PlanOptions(max_tokens_per_rank=SEQ_LENGTH // 2, bytes_per_element=4, cp_comm_types=("p2p",)),
     )
+    groups = DynamicCPGroups.build(topology, timeout_s=60, exchanges=problem.options.cp_comm_types)
     planner = Planner(problem, max_seqlen=SEQ_LENGTH, ahead=True) if dist.get_rank() == 0 else None
     plan_source = PlanSource(planner, topology=topology, lane=groups.lane, name="train", lookahead=2)
 

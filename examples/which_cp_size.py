@@ -2,9 +2,10 @@
 
 python examples/which_cp_size.py
 
-Prices one sample alone on CP groups of every size: seconds, and the share of the GPUs' peak. A larger group is usually
-faster for the sample and wastes more of the GPUs, most of all for a short one; where the sample no longer fits, a
-larger group is the only way. Predicted by the cost model.
+Prices one sample alone on CP groups of every size, each with its fastest exchange: seconds, and the share of the GPUs'
+peak. A larger group is faster for a long sample and wastes little. For a short one it is hardly faster, as the host
+still launches every layer, and wastes most of the GPUs. Where the sample no longer fits, a larger group is the only
+way. Predicted by the cost model.
 """
 
 from dynamic_cp import CostModel, PlanOptions, Problem, Topology, load_hardware, load_model

@@ -37,7 +37,7 @@ def placed_bytes(bucket: Bucket, model: ModelShape, topology: Topology, element_
     """Return [forward or backward, lane] what a rank of each lane of a placed bucket sends in the first stage."""
     heads = heads_of_rank(model, topology.tp_size)
     assert heads is not None
-    options = PlanOptions(max_tokens_per_rank=1, bytes_per_element=element_bytes)
+    options = PlanOptions(max_tokens_per_rank=1, bytes_per_element=element_bytes, cp_comm_types=("p2p",))
     problem = Problem(topology=topology, model=model, hardware=catalog.load_hardware("h100"), options=options)
     stage = StageAttention(model.stages(topology.pp_size)[0], problem, lanes_in_one_node(topology))
     tokens, copies = lane_tokens(bucket, topology.rank_token_multiple), kv_heads_of(*heads, bucket.inner_cp_size).copies
@@ -56,7 +56,7 @@ def pool_bytes(plan: Plan, model: ModelShape, repeats: bool, element_bytes: int 
     Args:
         repeats: whether backward computes attention a second time.
     """
-    options = PlanOptions(max_tokens_per_rank=1, bytes_per_element=element_bytes)
+    options = PlanOptions(max_tokens_per_rank=1, bytes_per_element=element_bytes, cp_comm_types=("p2p",))
     hardware = catalog.load_hardware("h100")
     problem = Problem(topology=plan.topology, model=model, hardware=hardware, options=options)
     assert plan.extension is not None

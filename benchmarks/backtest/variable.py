@@ -82,7 +82,7 @@ def problem_of(problem: Mapping[str, Any], seed: int) -> Problem:
             max_tokens_per_rank=problem["max_tokens_per_rank"],
             static_cp_size=problem["cp"],
             max_cp_size=problem.get("max_cp"),
-            recompute=problem.get("recompute", "none"),
+            recompute=problem.get("recompute", "none"), cp_comm_types=("p2p",),
         ),
     )  # fmt: skip
 

@@ -51,7 +51,7 @@ def steps(layers: str) -> list[Step]:
 def predictions_s(hardware: Hardware, measured: Sequence[Step]) -> list[float]:
     """Return the seconds of all micro-batches of each step; the optimizer has no price."""
     model = replace(catalog.load_model("llama-3-8b"), num_layers=LAYERS, vocab_size=WORDS)
-    options = PlanOptions(max_tokens_per_rank=MAX_TOKENS)
+    options = PlanOptions(max_tokens_per_rank=MAX_TOKENS, cp_comm_types=("p2p",))
     cost_model = CostModel(Problem(topology=Topology(num_lanes=1), model=model, hardware=hardware, options=options))
 
     def pack_s(pack: Sequence[int]) -> float:

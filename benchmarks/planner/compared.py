@@ -63,7 +63,7 @@ def measure(settings: Sequence[Setting] = SETTINGS, seconds_per_solve: float = 2
             ),
             model=load_model(setting.model),
             hardware=load_hardware("h100"),
-            options=PlanOptions(max_tokens_per_rank=setting.limit, recompute="full"),
+            options=PlanOptions(max_tokens_per_rank=setting.limit, recompute="full", cp_comm_types=("p2p",)),
         )
         planned, warm_ms = timed(problem)
         row: Row = {

@@ -118,6 +118,7 @@ def frozen_problem(name: str, case: Mapping[str, Any], lengths: Sequence[int] | 
             max_tokens_per_rank=case["max_tokens_per_rank"],
             recompute="full",
             static_cp_size=case.get("static_cp"),
+            cp_comm_types=("p2p",),
         ),
         cost_model_type=UnpaddedCostModel,
     )

@@ -82,7 +82,7 @@ def _problem(samples: int, lanes: int, pp: int) -> Problem:
         topology=Topology(num_lanes=lanes, pp_size=pp),
         model=load_model("llama-2-13b"),
         hardware=load_hardware("h100"),
-        options=PlanOptions(max_tokens_per_rank=LIMIT, recompute="full"),
+        options=PlanOptions(max_tokens_per_rank=LIMIT, recompute="full", cp_comm_types=("p2p",)),
     )
 
 

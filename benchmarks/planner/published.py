@@ -56,7 +56,9 @@ def _row(workload: str, num_lanes: int, num_samples: int, seed: int) -> Row:
         topology=Topology(num_lanes=num_lanes, pp_size=8),
         model=load_model("llama-2-13b"),
         hardware=load_hardware("h100"),
-        options=PlanOptions(max_tokens_per_rank=PACK_LIMIT, static_cp_size=CP_SIZE, recompute="full"),
+        options=PlanOptions(
+            max_tokens_per_rank=PACK_LIMIT, static_cp_size=CP_SIZE, recompute="full", cp_comm_types=("p2p",)
+        ),
     )
     plans = {policy: problem.planned(policy).plan for policy in ("static", "balanced", "megatron-dev", "dynamic")}
     wide = replace(problem, options=replace(problem.options, max_tokens_per_rank=SCRIPT_LIMIT))

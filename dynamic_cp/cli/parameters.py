@@ -18,6 +18,7 @@ from dynamic_cp.cli.flag_names import with_own_flags
 from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputError
 from dynamic_cp.lengths.streams import STDIN, is_pipe
 from dynamic_cp.models import catalog
+from dynamic_cp.models.layers import LayerFeatures, hardware_of_layers
 from dynamic_cp.setting import TP_OVERLAPS, TpOverlap
 from dynamic_cp.tried import sizes_in
 from dynamic_cp.types import (
@@ -43,6 +44,7 @@ from dynamic_cp.types import (
     StateDtypes,
     StateExchangeUse,
     Topology,
+    allowed_exchanges,
     chunk_tokens,
     is_placed,
     is_power_of_two,
@@ -269,7 +271,8 @@ MODEL_AND_HARDWARE = (
         default="h100",
         show_default=True,
         type=Names("NAME|FILE", catalog.hardware_names),
-        help=f"Hardware: {', '.join(catalog.hardware_names())}, or a file (`dynamic-cp hardware` writes one).",
+        help=f"Hardware: {', '.join(catalog.hardware_names())}, or a file (`dynamic-cp hardware` writes one). Of a "
+        "model that trains with local layers only, h100 and h200 are those of these layers.",
     ),
     SET,
 )
@@ -291,9 +294,28 @@ OF_MODEL = (
 )
 
 
+def why_local(name: str) -> str | None:
+    """Return what of a model, by name or file, only local layers do; None: it trains with TransformerEngine's."""
+    return LayerFeatures.of(catalog.load_model(name), catalog.load_architecture(name)).why_local
+
+
+def trained_hardware(model: str, hardware: str) -> str:
+    """Return the bundled hardware of the layers that a model trains with, and say so where it is another.
+
+    Where a file is named, it is that.
+    """
+    why = why_local(model)
+    name = hardware_of_layers(hardware, is_local=why is not None)
+    if name != hardware:
+        click.echo(f"dynamic-cp: {model} trains with local layers ({why}): --hardware {name} is taken", err=True)
+    return name
+
+
 def load_model(name: str, expert_imbalance: float | None, mtp_num_layers: int | None) -> ModelShape:
-    """Return a model by name or file, with the imbalance of its experts and the modules that are given."""
+    """Return a model by name or file as it trains, with the imbalance of its experts and the modules that are given."""
     model = catalog.load_model(name)
+    if model.experts is not None and why_local(name) is not None:
+        model = dataclasses.replace(model, experts=dataclasses.replace(model.experts, grouped=False))
     if mtp_num_layers is not None:
         try:
             model = dataclasses.replace(model, mtp_num_layers=mtp_num_layers)
@@ -784,8 +806,6 @@ class JobInput:
     @cached_property
     def options(self) -> PlanOptions:
         """The planner's options, with --lanes; with a limit of 1 token where it still has to follow from memory."""
-        from dynamic_cp.pricing.resolution import allowed_exchanges  # imports numpy, which --help does without
-
         size = self.static_cp_size
         if size is not None and (size < 1 or self.topology.num_lanes % size):
             raise InvalidInputError(
@@ -863,4 +883,5 @@ class JobInput:
 
 def job_of(given: Mapping[str, Any]) -> JobInput:
     """Return the options of a job."""
-    return taken({**given, "data_parallel": data_parallel_of(given)}, JobInput)
+    hardware = trained_hardware(given["model"], given["hardware"])
+    return taken({**given, "hardware": hardware, "data_parallel": data_parallel_of(given)}, JobInput)

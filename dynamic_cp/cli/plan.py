@@ -127,7 +127,7 @@ def _plan(
     from dynamic_cp.plans.serialize import digest
     from dynamic_cp.pricing.cost_model import CostModel
     from dynamic_cp.pricing.resolution import problem_of_prices
-    from dynamic_cp.search.plan_in_memory import plan_in_memory
+    from dynamic_cp.search.plan_in_memory import options_in_memory, plan_in_memory
 
     (samples,) = batches = batch.draw()
     model, hardware = job.model_shape, job.hardware_values
@@ -151,8 +151,10 @@ def _plan(
         policy=policy,
         data_parallel=job.data_parallel,
     )
+    if limit_from_memory and policy == "dynamic" and options.pool == "off":
+        problem, limit_from_memory = replace(problem, options=options_in_memory(problem, batches)), False
     planned, memory = plan_in_memory(samples, problem, limit_from_memory=limit_from_memory)
-    options = replace(options, max_tokens_per_rank=planned.plan.max_tokens_per_rank)
+    options = replace(problem.options, max_tokens_per_rank=planned.plan.max_tokens_per_rank)
     steps(2, 3, "lower bound" if bound else "figures")
     priced = replace(problem, options=options, policy="dynamic")
     figures = {
@@ -163,6 +165,7 @@ def _plan(
         **(_bound_figures(planned.plan, CostModel(problem_of_prices(priced))) if bound else {}),
         "num_microbatches": planned.plan.num_microbatches,
         "max_tokens_per_rank": planned.plan.max_tokens_per_rank,
+        "max_cp_size": options.max_cp_size,
         "cp_histogram": {str(cp): count for cp, count in planned.plan.cp_histogram.items()},
         "imbalance": planned.imbalance,
         "padding_fraction": padding_fraction(planned.plan),
@@ -246,13 +249,16 @@ def _rows(plan: Plan, figures: dict[str, Any]) -> list[tuple[str, str]]:
     mfu = "" if figures["mfu"] is None else f", MFU {figures['mfu']:.1%}"
     available = figures["available_bytes"]
     of = "of unknown" if available is None else f"of {available / 1e9:.1f} GB"
+    largest = "" if figures["max_cp_size"] is None else f" at CP up to {figures['max_cp_size']}"
+    if largest and "layout" not in figures:
+        largest += f" (when training: --max-dynamic-cp-size {figures['max_cp_size']})"
     more = plan.extension
     parts = sorted(figures["peak_parts_bytes"].items(), key=lambda one: -one[1])
     shown = ", ".join(f"{part} {number / 1e9:.1f}" for part, number in parts if number >= 5e7)
     return [
         *rows,
         ("per GPU", f"{figures['tokens_per_s_per_gpu']:.0f} tokens/s, {figures['tflops_per_gpu']:.1f} TFLOP/s{mfu}"),
-        ("limit", f"{plan.max_tokens_per_rank} padded tokens per rank and micro-batch"),
+        ("limit", f"{plan.max_tokens_per_rank} padded tokens per rank and micro-batch{largest}"),
         ("buckets", buckets),
         *([] if more is None else [(more.kind, f"{more.describe()}, {plan.num_servers} servers")]),
         ("imbalance", f"{figures['imbalance']:.3f} (busiest lane / mean)"),

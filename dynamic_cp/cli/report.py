@@ -73,7 +73,8 @@ def command(run: str | None, policy: str, output: str, **given: Any) -> None:
     else:
         require_batch(ctx, given)
         comparison, batch = compared(policy, given)
-        given_inputs = {name: value for name, value in {**batch.as_dict(), **given}.items() if value not in (None, ())}
+        inputs = {**batch.as_dict(), **given, "hardware": comparison.hardware_name}
+        given_inputs = {name: value for name, value in inputs.items() if value not in (None, ())}
         with progress("drawing") as steps:
             steps(0, 1, "pictures")
             from dynamic_cp.report.comparison_page import render_report

@@ -33,6 +33,7 @@ from dynamic_cp.cli.parameters import (
     options_in,
     said_of,
     taken,
+    trained_hardware,
 )
 from dynamic_cp.cli.simulate import policies_in, policy_option
 from dynamic_cp.cli.tuned import check_memory_is_known, exchanges_tried, searched
@@ -149,6 +150,7 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
     policies = policies_in(policy)
     batch = taken(given, BatchInput)
     model = load_model(given["model"], given["expert_imbalance"], given["mtp_num_layers"])
+    given["hardware"] = trained_hardware(given["model"], given["hardware"])
     hardware = catalog.load_hardware(given["hardware"], given["settings"])
     architecture = catalog.load_architecture(given["model"])
     check_memory_is_known(hardware)

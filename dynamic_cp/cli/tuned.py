@@ -19,6 +19,7 @@ from dynamic_cp.types import (
     ModelShape,
     Sample,
     StateExchangeUse,
+    allowed_exchanges,
 )
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ def exchanges_tried(
 
     `auto` is what it is in a run of `model`, whose memory has to hold what any of them keeps.
     """
-    from dynamic_cp.pricing.resolution import allowed_exchanges  # imports numpy, which --help does without
-
     allowed = allowed_exchanges(cp_comm_type or AUTO, model, state_exchange=state_exchange)
     return (allowed, *EXCHANGES[1:]) if cp_comm_type is None else (allowed,)
 

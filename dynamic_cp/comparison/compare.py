@@ -26,9 +26,20 @@ from dynamic_cp.pool.choice import task_options_of
 from dynamic_cp.pool.prices import TaskOptions
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.pricing.resolution import options_serving
-from dynamic_cp.search.search import POLICIES, plan_global_batch
+from dynamic_cp.search.plan_in_memory import fits_and_seconds, options_in_memory
+from dynamic_cp.search.search import POLICIES, plan_problem
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
-from dynamic_cp.types import SHARDED, DataParallel, Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+from dynamic_cp.types import (
+    SHARDED,
+    DataParallel,
+    Hardware,
+    ModelShape,
+    PlannedBatch,
+    PlanOptions,
+    Sample,
+    Topology,
+    with_exchanges,
+)
 
 COMPARED_BY_DEFAULT = POLICIES
 _STATIC_DIVISORS = (2, 4, 8)
@@ -91,12 +102,13 @@ def compare_policies(
     names = compared_policies(policies)
     _check_batches(batches)
     run = _Policies(names, len(batches), task_options, progress)
+    samples = [sample for batch in batches for sample in batch]
     job = Job(
         batches=tuple(tuple(batch) for batch in batches),
         topology=topology,
         model=model,
         hardware=hardware,
-        options=options_serving((sample for batch in batches for sample in batch), model, options),
+        options=options_serving(samples, model, with_exchanges(options, model, samples)),
         limit_from_memory=limit_from_memory,
         data_parallel=data_parallel,
     )
@@ -201,25 +213,9 @@ def _options_of(policy: str, job: Job, base: PlanOptions) -> PlanOptions:
     """Return the options of a policy: of our own those with which it is fastest."""
     if policy in STATIC_POLICIES:
         return _fastest_static(policy, job)
-    if policy == "dynamic":
-        return _fastest_dynamic(job, base)
+    if policy == "dynamic" and job.limit_from_memory:
+        return options_in_memory(job.problem_of(base), job.batches)
     return job.allowed_to(policy, base) if policy in POLICIES else base
-
-
-def _fastest_dynamic(job: Job, base: PlanOptions) -> PlanOptions:
-    """Return the options with the fastest of the largest CP sizes that leave memory for more tokens per rank."""
-    candidates = [base]
-    if job.limit_from_memory:
-        for cp_size in reversed(allowed_cp_sizes(job.topology, base)[:-1]):
-            try:
-                options = job.options_of("dynamic", None, max_cp_size=cp_size)
-            except MemoryLimitError:
-                break  # too small for the longest sample, and so are those below
-            if options.max_tokens_per_rank > candidates[-1].max_tokens_per_rank:
-                candidates.append(options)
-    if len(candidates) == 1:
-        return base
-    return min(candidates, key=lambda options: _fits_and_seconds("dynamic", job, options))
 
 
 def _fastest_static(policy: str, job: Job) -> PlanOptions:
@@ -244,17 +240,8 @@ def _fastest_static(policy: str, job: Job) -> PlanOptions:
         candidates = [job.options_of(policy, None)]
     if len(candidates) == 1:
         return candidates[0]
-    return min(candidates, key=lambda options: _fits_and_seconds(policy, job, options))
-
-
-def _fits_and_seconds(policy: str, job: Job, options: PlanOptions) -> tuple[bool, float]:
-    """Return (whether memory does not hold it, seconds of all batches): the least is the best."""
-    plans = [_planned(policy, job, options, batch) for batch in job.batches]
-    memory = job.memory(options, options.static_cp_size if policy in STATIC_POLICIES else None)
-    too_much = job.hardware.hbm_bytes > 0 and any(
-        stage.total_bytes > memory.available_bytes for planned in plans for stage in memory.peak(planned.plan)
-    )
-    return too_much, sum(planned.predicted_s for planned in plans)
+    problems = [replace(job.problem_of(options), policy=policy) for options in candidates]
+    return min(problems, key=lambda problem: fits_and_seconds(problem, job.batches)).options
 
 
 def _limits(policy: str, options: PlanOptions, cp_size: int, job: Job) -> list[int]:
@@ -286,6 +273,4 @@ def _outcome(policy: str, job: Job, options: PlanOptions, count: Callable[[], No
 
 
 def _planned(policy: str, job: Job, options: PlanOptions, batch: Sequence[Sample]) -> PlannedBatch:
-    return plan_global_batch(
-        batch, topology=job.topology, model=job.model, hardware=job.hardware, options=options, policy=policy
-    )
+    return plan_problem(replace(job.problem_of(options), policy=policy), batch)

@@ -110,6 +110,7 @@ class Day:
             global_batch_size=self.num_samples,
         )
         words = [word for group in groups for flag in group for word in shlex.split(flag)]
+        words = [word for word in words if word != "--moe-grouped-gemm"]  # whatever layers there are
         if not self.on_gpu:
             words = [word for word in words if word != "--bf16"] + ["--distributed-backend", "gloo"]
         mean = max(2 * _SHORTEST, round(_MEAN_OF_LONGEST * self.longest))

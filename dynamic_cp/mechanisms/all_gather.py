@@ -17,7 +17,6 @@ class AllGather(Mechanism):
     """
 
     name = "all_gather"
-    serves_windows = True
     sends_narrow_values = True
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ class AllToAll(Mechanism):
 
     name = "a2a"
     serves_masks = True
-    serves_windows = True
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         return (cp_size,) if sharing.is_even(cp_size) else ()

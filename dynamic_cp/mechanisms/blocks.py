@@ -44,7 +44,6 @@ class Blocks(Mechanism):
     name = "blocks"
     has_closed_form = False
     serves_masks = True
-    serves_windows = True
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
         sizes = (1 << k for k in range((cp_size // 2).bit_length() - 1, -1, -1))

@@ -143,14 +143,12 @@ class Mechanism:
         name: its name in plans, flags and reports.
         has_closed_form: whether `price` says what a bucket takes; otherwise `lane_seconds` does.
         serves_masks: whether samples may bring masks of their own (`Sample.mask`).
-        serves_windows: whether layers may have windows. A closed form is then that of causal layers by density.
         sends_narrow_values: whether values travel in their own width where that is smaller than the width of keys.
     """
 
     name: ClassVar[CpCommType]
     has_closed_form: ClassVar[bool] = True
     serves_masks: ClassVar[bool] = False
-    serves_windows: ClassVar[bool] = False
     sends_narrow_values: ClassVar[bool] = False
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:

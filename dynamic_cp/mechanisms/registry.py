@@ -11,7 +11,7 @@ from dynamic_cp.mechanisms.latent_ring import LatentRing
 from dynamic_cp.mechanisms.mechanism import Mechanism, Sharing
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.mechanisms.two_levels import TwoLevels
-from dynamic_cp.types import Attention, CpCommType
+from dynamic_cp.types import TRAITS, Attention, CpCommType
 
 MECHANISMS: Mapping[CpCommType, Mechanism] = {
     one.name: one for one in (Ring(), AllGather(), AllToAll(), TwoLevels(), Blocks(), LatentRing())
@@ -31,7 +31,7 @@ def masks_are_served_by() -> str:
 
 def serving_windows(names: Iterable[CpCommType] = tuple(MECHANISMS)) -> tuple[CpCommType, ...]:
     """Return those of `names` that serve layers with windows on several lanes."""
-    return tuple(name for name in names if MECHANISMS[name].serves_windows)
+    return tuple(name for name in names if TRAITS[name].serves_windows)
 
 
 def attentions_of(names: Iterable[CpCommType], cp_size: int, sharing: Sharing) -> list[Attention]:

@@ -10,6 +10,9 @@ Attention takes the lanes' maximum, experts their average: level rows are those 
 
     R        copies of a token: topk layers' worth, each hidden_size channels wide
     E        imbalance * (GEMMs of R + sorting R by expert), and `expert_extra_tokens` more for each expert of a rank
+             in grouped products at `expert_flops_per_s`; one expert after the other (`Experts.grouped` False) its
+             products run at the rate of any GEMM, and each expert of a rank takes LAUNCH_SHARE of the constants of a
+             layer besides, on the GPU and on the host
     X        R twice over the links that a block spans, by the lane that sends or gets most:
              max(tokens of the fullest lane, imbalance * mean), and twice the latency of an exchange
     A        has the copying of R on its lane, out and back
@@ -28,6 +31,9 @@ from typing import NamedTuple
 from dynamic_cp.mechanisms.links import lanes_in_one_node, links_of
 from dynamic_cp.types import ACROSS_NODES, Problem, Stage, Topology
 
+LAUNCH_SHARE = 0.25
+"""Of what a layer takes however few tokens it has: its MLP alone. Of the host's time of megatron-core's local layer that
+is 19% forward and 33% backward, measured on a CPU with 16 tokens; taken for the GPU's constants, too."""
 COPY_PASSES = 4
 """Passes through memory to bring copies into order and, later, back: each reads and writes them. An estimate."""
 
@@ -60,7 +66,8 @@ def expert_prices(stage: Stage, problem: Problem, recomputed_share: float = 1.0)
     num_layers = stage.sum(lambda layer: layer.num_experts > 0)
     if not num_layers:
         return ExpertPrice(), ExpertPrice()
-    flops_per_s = hardware.expert_flops_per_s or hardware.linear_flops_per_s
+    is_grouped = problem.model.experts is None or problem.model.experts.grouped
+    flops_per_s = (hardware.expert_flops_per_s if is_grouped else 0.0) or hardware.linear_flops_per_s
     imbalance = problem.model.imbalance(topology.ep_size)
     met = 2 * stage.sum(lambda layer: layer.expert_weights) / topology.tp_size
     held = 2 * stage.sum(lambda layer: layer.held_expert_weights) / topology.ep_size
@@ -72,9 +79,21 @@ def expert_prices(stage: Stage, problem: Problem, recomputed_share: float = 1.0)
         exchanged = ExpertPrice(latency_s, 0.0, 2 * _routed_bytes(stage, problem) * _s_per_byte(problem))
     forward = gemms.plus(sorting).plus(exchanged)
     backward = ExpertPrice().plus(gemms, hardware.linear_backward_over_forward).plus(sorting).plus(exchanged)
+    launches = launched_layers(stage, problem)
+    forward = forward.plus(ExpertPrice(launches * hardware.forward_overhead_s_per_layer))
+    backward = backward.plus(ExpertPrice(launches * hardware.backward_overhead_s_per_layer))
     if "moe" in options.repeated:
         backward = backward.plus(forward, recomputed_share)
     return forward, backward
+
+
+def launched_layers(stage: Stage, problem: Problem) -> float:
+    """Return how many layers' constants a rank of `stage` pays for its experts; 0 where they are grouped."""
+    experts = problem.model.experts
+    if experts is None or experts.grouped:
+        return 0.0
+    num_layers = stage.sum(lambda layer: layer.num_experts > 0)
+    return LAUNCH_SHARE * num_layers * experts.num_experts / problem.topology.ep_size
 
 
 def _routed_bytes(stage: Stage, problem: Problem) -> float:

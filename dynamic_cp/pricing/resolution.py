@@ -1,6 +1,5 @@
-"""Which mechanisms a job may use: decided here, and asked by flags, plans, prices and memory alike.
+"""Which of the mechanisms that a job allows (`types.allowed_exchanges`) its plans use: decided here, for all who ask.
 
-    allowed_exchanges("auto", model)            what a value of --cp-comm-type allows: `PlanOptions.cp_comm_types`
     exchanges_of_policy(policy, allowed, ...)   what plans of a policy take of it: only dynamic ones are placed
     resolve(problem, samples)                   what of it serves a batch, and what packers compare
     problem_of_prices(problem)                  what prices of all these plans need
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.all_gather import AllGather
@@ -22,78 +20,15 @@ from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of, serving_ma
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.pricing.capacity import capacity_tokens, limit_that_holds, may_span_all, token_capacity
 from dynamic_cp.types import (
-    AUTO,
-    CP_COMM_TYPES,
-    UNPLACED,
     CpCommType,
     ModelShape,
     PlanOptions,
     Problem,
     Sample,
-    StateExchangeUse,
     Topology,
-    check_latents,
     is_placed,
 )
 from dynamic_cp.types.branches import sees_prefixes
-
-
-def exchanges_of(
-    wanted: str,
-    *,
-    has_windows: bool = False,
-    has_masks: bool = False,
-    has_latents: bool = False,
-    may_be_placed: bool = True,
-    left_out: Sequence[CpCommType] = (),
-) -> tuple[CpCommType, ...]:
-    """Return the mechanisms that a value of --cp-comm-type allows; `auto` those that serve all of the job.
-
-    Placed attention is among those of `auto` where samples bring masks of their own, or layers have windows: on causal
-    data steps gained 0.5 % at most (docs/blocks.md), and room for what it fetches would be taken from tokens.
-
-    Args:
-        wanted: the value, AUTO or a mechanism.
-        has_windows: layers have windows.
-        has_masks: samples bring masks of their own.
-        has_latents: the model has multi-latent attention.
-        may_be_placed: nothing needs the tokens of a bucket on the lanes of one CP group.
-        left_out: what the layers of the run lack.
-    """
-    if wanted != AUTO:
-        return (cast(CpCommType, wanted),)
-    places = may_be_placed and (has_masks or has_windows)
-    names = (*(UNPLACED if has_latents else CP_COMM_TYPES), *filter(is_placed, MECHANISMS if places else ()))
-    if has_windows:
-        names = serving_windows(names)
-    return tuple(name for name in names if name not in left_out)
-
-
-def allowed_exchanges(
-    wanted: str,
-    model: ModelShape,
-    *,
-    has_masks: bool = False,
-    may_be_placed: bool = True,
-    state_exchange: StateExchangeUse = "auto",
-) -> tuple[CpCommType, ...]:
-    """Return `exchanges_of` for `model`.
-
-    Args:
-        state_exchange: as of `PlanOptions`: with "heads" nothing is placed beside linear attention.
-
-    Raises:
-        UnsupportedFeatureError: an exchange of latents, which the model does not have.
-    """
-    names = exchanges_of(
-        wanted,
-        has_windows=model.window is not None,
-        has_masks=has_masks,
-        has_latents=model.has_latents,
-        may_be_placed=may_be_placed and (model.linear_attention is None or state_exchange != "heads"),
-    )
-    check_latents(names, model.kv_lora_rank)
-    return names
 
 
 def _check_states_follow(options: PlanOptions, model: ModelShape) -> None:

@@ -28,7 +28,7 @@ from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.plans.padding import sample_multiple
 from dynamic_cp.pricing.capacity import may_span_all, token_capacity
 from dynamic_cp.pricing.edges import edges_s_per_token, tensor_s_per_token
-from dynamic_cp.pricing.experts import ExpertPrice, copying_s_per_token, expert_prices
+from dynamic_cp.pricing.experts import ExpertPrice, copying_s_per_token, expert_prices, launched_layers
 from dynamic_cp.pricing.linear_attention import StageLinearAttention
 from dynamic_cp.pricing.table import PriceTable
 from dynamic_cp.pricing.terms import NUM_TERMS, terms_of
@@ -117,9 +117,10 @@ class StagePrices:
         )
         # The overhead of a bucket is the host's as well: Python of the schedule.
         self._host_overhead_s = hardware.overhead_s_per_bucket_stage if hardware.host_forward_s_per_layer else 0.0
+        launched = layers + launched_layers(stage, problem)
         self._host_s = (
-            layers * hardware.host_forward_s_per_layer + self._host_overhead_s,
-            layers * hardware.host_backward_s_per_layer + self._host_overhead_s,
+            launched * hardware.host_forward_s_per_layer + self._host_overhead_s,
+            launched * hardware.host_backward_s_per_layer + self._host_overhead_s,
         )
         # Once more is one step more.
         self._host_attention_s = self._attention.layers * hardware.host_ring_step_s_per_layer

@@ -26,11 +26,11 @@ from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.padding import padded_of, padded_seqlens
 from dynamic_cp.plans.serialize import digest
-from dynamic_cp.pricing.resolution import allowed_exchanges
 from dynamic_cp.search.plan_in_memory import plan_in_memory
 from dynamic_cp.types import (
     AUTO,
     MAX_COUNT,
+    SHARDED,
     TRAITS,
     UNPLACED,
     CpCommType,
@@ -44,12 +44,16 @@ from dynamic_cp.types import (
     Recompute,
     SearchEffort,
     Topology,
+    allowed_exchanges,
     is_placed,
     masks_by_rule,
     parse_mask,
 )
 
 Ints = NDArray[np.int64]
+
+_WHOLE = DataParallel(distributed_optimizer=False, overlap_grad_reduce=True)
+"""As SHARDED, but every lane holds the whole state of the optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -178,7 +182,7 @@ def plan_lengths(
     ep_size: int = 1,
     min_cp_size: int = 1,
     max_cp_size: int | None = None,
-    cp_comm_types: CpCommType | Literal["auto"] | Sequence[CpCommType] = "p2p",
+    cp_comm_types: CpCommType | Literal["auto"] | Sequence[CpCommType] = AUTO,
     recompute: Recompute = "none",
     bytes_per_element: int = 2,
     search: SearchEffort = "fast",
@@ -201,8 +205,8 @@ def plan_lengths(
         tp_size, pp_size, vp_size, ranks_per_node, sequence_parallel, ep_size: as in `types.Topology`.
         min_cp_size, max_cp_size: smallest and largest CP size, powers of two; 1 and 1: no context parallelism, None:
             the largest power of two <= num_lanes.
-        cp_comm_types: exchanges that your attention has, one or several, or "auto" for all four, and of latents where
-            the model has multi-latent attention: --cp-comm-type auto without placed attention.
+        cp_comm_types: exchanges that your attention has, one or several, "p2p" for a ring alone; "auto": all four, and
+            that of latents where the model has multi-latent attention, as --cp-comm-type auto without placed attention.
         recompute, bytes_per_element, search: as in `types.PlanOptions`.
         policy: one of `search.POLICIES`.
         distributed_optimizer: the optimizer state is sharded over the lanes.
@@ -248,7 +252,7 @@ def plan_lengths(
         hardware=hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
         options=options,
         policy=policy,
-        data_parallel=DataParallel(distributed_optimizer=_switch("distributed_optimizer", distributed_optimizer)),
+        data_parallel=SHARDED if _switch("distributed_optimizer", distributed_optimizer) else _WHOLE,
     )
     try:
         planned, _ = plan_in_memory(

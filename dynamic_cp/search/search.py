@@ -30,6 +30,8 @@ from dynamic_cp.search.proof import check_provable, prove
 from dynamic_cp.search.states import judged
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES
 from dynamic_cp.types import (
+    SHARDED,
+    DataParallel,
     Hardware,
     MicroBatch,
     ModelShape,
@@ -39,6 +41,7 @@ from dynamic_cp.types import (
     Problem,
     Sample,
     Topology,
+    with_exchanges,
 )
 from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 
@@ -53,9 +56,19 @@ def plan_global_batch(
     hardware: Hardware,
     options: PlanOptions,
     policy: str = "dynamic",
+    data_parallel: DataParallel = SHARDED,
 ) -> PlannedBatch:
     """Return `plan_problem` of these arguments."""
-    problem = Problem(topology=topology, model=model, hardware=hardware, options=options, policy=policy)
+    samples = tuple(samples)
+    options = with_exchanges(options, model, samples)
+    problem = Problem(
+        topology=topology,
+        model=model,
+        hardware=hardware,
+        options=options,
+        policy=policy,
+        data_parallel=data_parallel,
+    )
     return plan_problem(problem, samples)
 
 

@@ -13,6 +13,7 @@ from dynamic_cp.types.adapters import Adapters
 from dynamic_cp.types.attention import (
     ACROSS_NODES,
     AUTO,
+    AUTO_ALONE,
     BY_PLACEMENT,
     CHOICES,
     CHOOSES_INNER_SIZE,
@@ -25,6 +26,7 @@ from dynamic_cp.types.attention import (
     CpCommType,
     Traits,
     check_latents,
+    exchanges_of,
     is_placed,
     needs_latents,
 )
@@ -86,7 +88,7 @@ from dynamic_cp.types.plan import (
     PlannedBatch,
     Sample,
 )
-from dynamic_cp.types.problem import Problem
+from dynamic_cp.types.problem import Problem, allowed_exchanges, with_exchanges
 from dynamic_cp.types.stage_layers import PipelineLayers
 from dynamic_cp.types.state import DTYPES_OF, FP32_STATE, StateDtypes
 from dynamic_cp.types.topology import (
@@ -97,6 +99,7 @@ from dynamic_cp.types.topology import (
 __all__ = [
     "ACROSS_NODES",
     "AUTO",
+    "AUTO_ALONE",
     "AUTO_CHUNK_TOKENS",
     "BY_PLACEMENT",
     "CAUSAL",
@@ -165,9 +168,11 @@ __all__ = [
     "Topology",
     "Traits",
     "Tree",
+    "allowed_exchanges",
     "check_latents",
     "chunk_tokens",
     "counted",
+    "exchanges_of",
     "is_placed",
     "is_power_of_two",
     "largest_power_of_two",
@@ -177,4 +182,5 @@ __all__ = [
     "parse_mask",
     "parse_mask_rule",
     "parse_placement",
+    "with_exchanges",
 ]

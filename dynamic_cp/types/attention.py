@@ -18,25 +18,27 @@ class Traits(NamedTuple):
             chooses ("chosen": more than one, fewer than all), or "any" number of them that it chooses, none among them.
         is_placed: its buckets say which lane holds what (`Bucket.placement`); they may span any neighbouring lanes.
         needs_latents: only multi-latent attention has it; packers compare it by its closed form, too.
+        serves_windows: layers may have windows. A closed form is then that of causal layers by density.
     """
 
     inner: Literal["one", "all", "chosen", "any"]
     is_placed: bool = False
     needs_latents: bool = False
+    serves_windows: bool = False
 
 
 TRAITS: Mapping[CpCommType, Traits] = {
     "p2p": Traits("one"),
-    "a2a": Traits("all"),
-    "all_gather": Traits("one"),
+    "a2a": Traits("all", serves_windows=True),
+    "all_gather": Traits("one", serves_windows=True),
     "a2a+p2p": Traits("chosen"),
-    "blocks": Traits("any", is_placed=True),
+    "blocks": Traits("any", is_placed=True, serves_windows=True),
     "latent": Traits("one", needs_latents=True),
 }
 """Mechanism -> what it is; the one table of their names."""
 
 RING_ALONE: tuple[CpCommType, ...] = ("p2p",)
-"""What is allowed where nothing is said."""
+"""What needs the fewest communicators, and all that loops have which know one CP group only."""
 
 BY_PLACEMENT: CpCommType = "blocks"
 """The mechanism of a bucket that is made with a placement."""
@@ -65,11 +67,44 @@ CP_COMM_TYPES: tuple[CpCommType, ...] = tuple(
 UNPLACED: tuple[CpCommType, ...] = (*CP_COMM_TYPES, *filter(needs_latents, TRAITS))
 """Mechanisms whose buckets are CP groups that share out tokens evenly."""
 
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 """Instead of a mechanism: the planner chooses."""
+
+AUTO_ALONE = (cast(CpCommType, AUTO),)
+"""`PlanOptions.cp_comm_types` where nothing is said: a `Problem` has the mechanisms of its model instead."""
 
 CHOICES: tuple[str, ...] = (AUTO, *UNPLACED, *filter(is_placed, TRAITS))
 """Values of --cp-comm-type."""
+
+
+def exchanges_of(
+    wanted: str,
+    *,
+    has_windows: bool = False,
+    has_masks: bool = False,
+    has_latents: bool = False,
+    may_be_placed: bool = True,
+    left_out: Collection[CpCommType] = (),
+) -> tuple[CpCommType, ...]:
+    """Return the mechanisms that a value of --cp-comm-type allows; `auto` those that serve all of the job.
+
+    Placed attention is among those of `auto` where samples bring masks of their own, or layers have windows: on causal
+    data steps gained 0.5 % at most (docs/blocks.md), and room for what it fetches would be taken from tokens.
+
+    Args:
+        wanted: the value, AUTO or a mechanism.
+        has_windows: layers have windows.
+        has_masks: samples bring masks of their own.
+        has_latents: the model has multi-latent attention.
+        may_be_placed: nothing needs the tokens of a bucket on the lanes of one CP group.
+        left_out: what the layers of the run lack.
+    """
+    if wanted != AUTO:
+        return (cast(CpCommType, wanted),)
+    places = may_be_placed and (has_masks or has_windows)
+    names = (*(UNPLACED if has_latents else CP_COMM_TYPES), *filter(is_placed, TRAITS if places else ()))
+    serving = (name for name in names if TRAITS[name].serves_windows or not has_windows)
+    return tuple(name for name in serving if name not in left_out)
 
 
 def check_latents(names: Collection[CpCommType], kv_lora_rank: int) -> None:

@@ -56,6 +56,8 @@ class Experts:
         shared_gate: what the shared experts give is weighted by a gate of one number.
         layer_freq: which layers have experts, as Megatron says it: with N the first of every N, or 1 (has them) and 0
             (a dense MLP) for each layer.
+        grouped: a rank computes all its experts in grouped products (--moe-grouped-gemm, TransformerEngine's layers
+            only); otherwise one after the other.
         imbalance: routed tokens of the rank of an EP block that gets most, over their mean; >= 1. Routing drops
             nothing, so time and memory of experts are planned for so many.
     """
@@ -66,6 +68,7 @@ class Experts:
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
     layer_freq: int | tuple[int, ...] = 1
+    grouped: bool = True
     imbalance: float = EXPERT_IMBALANCE
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.types.attention import RING_ALONE, TRAITS, CpCommType
+from dynamic_cp.types.attention import AUTO, AUTO_ALONE, TRAITS, CpCommType
 from dynamic_cp.types.counts import is_power_of_two, require_at_least
 from dynamic_cp.types.topology import Topology
 
@@ -130,7 +130,8 @@ class PlanOptions:
         max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch.
         min_cp_size, max_cp_size: allowed CP sizes (powers of two); max_cp_size None = the topology's largest.
         static_cp_size: CP size of the static policies (comparison and fallback); divides num_lanes.
-        cp_comm_types: exchanges that a bucket with cp_size > 1 may use; the first wins a tie.
+        cp_comm_types: exchanges that a bucket with cp_size > 1 may use; the first wins a tie. ("auto",): those of
+            --cp-comm-type auto, which a `Problem` has in its place.
         inner_cp_sizes: inner sizes that a2a+p2p and blocks may use, powers of two above 1; None: see `Sharing.of`.
         recompute: activation recomputation of the run.
         recompute_modules: what selective recomputation repeats; without it they say nothing.
@@ -153,7 +154,7 @@ class PlanOptions:
     min_cp_size: int = 1
     max_cp_size: int | None = None
     static_cp_size: int | None = None
-    cp_comm_types: tuple[CpCommType, ...] = RING_ALONE
+    cp_comm_types: tuple[CpCommType, ...] = AUTO_ALONE
     inner_cp_sizes: tuple[int, ...] | None = None
     recompute: Recompute = "none"
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
@@ -201,11 +202,11 @@ class PlanOptions:
                 f"cp_comm_types is {self.cp_comm_types!r}, a tuple with at least 1 exchange is needed: "
                 f"use some of {', '.join(TRAITS)}"
             )
-        for index, exchange in enumerate(self.cp_comm_types):
+        for index, exchange in enumerate(self.cp_comm_types if self.cp_comm_types != AUTO_ALONE else ()):
             if exchange not in TRAITS or exchange in self.cp_comm_types[:index]:
                 what = "unknown" if exchange not in TRAITS else "there twice"
                 raise InvalidInputError(
-                    f"cp_comm_types: {exchange!r} is {what}: use some of {', '.join(TRAITS)}, each once",
+                    f"cp_comm_types: {exchange!r} is {what}: use {AUTO}, or some of {', '.join(TRAITS)}, each once",
                     cp_comm_type=exchange,
                 )
 

@@ -703,6 +703,7 @@ def _assert_all_bytes_as_planned(comparisons: list[Comparison], layout: Layout, 
         max_tokens_per_rank=plan.max_tokens_per_rank,
         bytes_per_element=4,
         recompute=layout.config.get("recompute_granularity", "none"),
+        cp_comm_types=("p2p",),
     )
     hardware = catalog.load_hardware("h100")
     planned = sent_by_plan(

@@ -332,7 +332,7 @@ def core_attention(mask: AttnMaskType = AttnMaskType.causal, **config: Any) -> T
 
 def run_module(exchange: str, with_params: bool = True) -> Tensor:
     initialize_model_parallel()
-    group = DynamicCPGroups.build(Topology(num_lanes=1), timeout_s=30).group(0, 1)
+    group = DynamicCPGroups.build(Topology(num_lanes=1), timeout_s=30, exchanges=("p2p",)).group(0, 1)
     params = DynamicPackedSeqParams.build(
         (3, 5), torch.arange(8), group, cp_comm_type=exchange, label="test", stats=ExchangeStats()
     )

@@ -57,7 +57,7 @@ def run_bf16_step(
         in_fp32: gradients are added up and reduced in it.
     """
     initialize_model_parallel(layout.tp, layout.pp)
-    groups = DynamicCPGroups.build(layout.topology, timeout_s=60)
+    groups = DynamicCPGroups.build(layout.topology, timeout_s=60, exchanges=("p2p",))
     config, (chunk,) = parity.build_chunks(layout, reference.VARIANTS[layout.variant])
     config.pipeline_dtype = torch.float32 if config.fp32_residual_connection else torch.bfloat16
     check_supported(config)

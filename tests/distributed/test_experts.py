@@ -261,7 +261,7 @@ SEQLENS, PADDED = (5, 3, 1, 11), (8, 4, 4, 12)
 def router_of_a_pack(variant: reference.ModelVariant) -> tuple[router.DynamicCPRouter, torch.Tensor]:
     """Return a router that knows this lane's part of a pack, and the hidden states of that, padding included."""
     initialize_model_parallel()
-    groups = DynamicCPGroups.build(Layout(dist.get_world_size()).topology, timeout_s=60)
+    groups = DynamicCPGroups.build(Layout(dist.get_world_size()).topology, timeout_s=60, exchanges=("p2p",))
     config = reference.transformer_config(variant, init_method=lambda weight: weight.copy_(router_weight()))
     expert_routing.install()
     with torch.no_grad():

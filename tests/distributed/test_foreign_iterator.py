@@ -302,7 +302,7 @@ def test_only_tp_rank_0_of_stages_that_read_holds_samples(layout: Layout, drawin
 PROBLEM = replace(
     THREE_LANES,
     topology=Topology(num_lanes=2, tp_size=2),
-    options=PlanOptions(max_tokens_per_rank=300, bytes_per_element=4),
+    options=PlanOptions(max_tokens_per_rank=300, bytes_per_element=4, cp_comm_types=("p2p",)),
 )
 
 

@@ -133,7 +133,10 @@ def test_a_layer_keeps_what_the_memory_model_says(kind: str, repeated: list[str]
     sizes = linear_attention_of(config)
     assert sizes is not None
     options = PlanOptions(
-        max_tokens_per_rank=TOKENS, recompute="selective" if repeated else "none", recompute_modules=tuple(repeated)
+        max_tokens_per_rank=TOKENS,
+        recompute="selective" if repeated else "none",
+        recompute_modules=tuple(repeated),
+        cp_comm_types=("p2p",),
     )
     for (cp_size, way), kept in zip(LANES, found, strict=True):
         assert kept == pytest.approx(expected_bytes(sizes, options, way), rel=0.1), (cp_size, way)

@@ -198,7 +198,7 @@ def train_planned(family, wrapper):
     accelerator = accelerator_of_rank()
     model = new_model(family)
     use_dynamic_cp(model)
-    options = PlanOptions(max_tokens_per_rank=128, **PLANS.get(family, {}))
+    options = PlanOptions(max_tokens_per_rank=128, **{"cp_comm_types": ("p2p",)} | PLANS.get(family, {}))
     lanes = lanes_of(
         accelerator, problem_of(model.config, accelerator.num_processes, options, hardware="cpu"), timeout_s=60
     )
@@ -339,7 +339,9 @@ def train_encoders():
     for family in ENCODERS:
         model = new_encoder(family)
         use_dynamic_cp(model)
-        problem = problem_of(model.config, 2, PlanOptions(max_tokens_per_rank=256), hardware="cpu")
+        problem = problem_of(
+            model.config, 2, PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",)), hardware="cpu"
+        )
         lanes = lanes_of(accelerator, problem, timeout_s=60)
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.5), []
@@ -484,7 +486,7 @@ def misuse():
     """What the errors say, on each of two ranks."""
     accelerator = accelerator_of_rank()
     model = new_model("Llama")
-    problem = problem_of(model.config, 2, PlanOptions(max_tokens_per_rank=512), hardware="cpu")
+    problem = problem_of(model.config, 2, PlanOptions(max_tokens_per_rank=512, cp_comm_types=("p2p",)), hardware="cpu")
     lanes = lanes_of(accelerator, problem, timeout_s=60)
     use_dynamic_cp(model)
     tokens = torch.ones(1, 8, dtype=torch.int64)

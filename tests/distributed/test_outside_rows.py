@@ -52,7 +52,9 @@ def in_two_packs(boundaries: str) -> list[dict[str, Any]]:
 def collator() -> PlannedCollator:
     from megatron.dynamic_cp.outside.hugging_face import problem_of
 
-    return PlannedCollator(problem_of(tiny_config(), 1, PlanOptions(max_tokens_per_rank=64), hardware="cpu"), 0)
+    return PlannedCollator(
+        problem_of(tiny_config(), 1, PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",)), hardware="cpu"), 0
+    )
 
 
 def tiny_config() -> Any:

@@ -34,7 +34,7 @@ PROBLEM = Problem(
         vocab_size=257,
     ),
     hardware=load_hardware("cpu"),
-    options=PlanOptions(max_tokens_per_rank=400, bytes_per_element=4),
+    options=PlanOptions(max_tokens_per_rank=400, bytes_per_element=4, cp_comm_types=("p2p",)),
 )
 
 

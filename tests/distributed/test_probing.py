@@ -193,7 +193,7 @@ def test_a_broken_item_is_the_same_error_on_all_ranks():
 def wrap_words(plan):
     """Train-side: probe a global batch, wrap it, return the tokens of this lane."""
     initialize_model_parallel()
-    groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=30)
+    groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=30, exchanges=("p2p",))
     samples = ProbedSamples(Words())
     wrapper = DataIteratorWrapper(
         plan_source=fixed_plan(plan, groups),

@@ -83,7 +83,7 @@ def test_outer_groups_cut_each_block_across_its_inner_groups(num_lanes: int) -> 
 def build_and_sum(topology: Topology, limits: dict[str, Any]) -> tuple[DynamicCPGroups, dict]:
     """Return (the groups, without handles; block -> (global ranks, sum of 10^rank over the group))."""
     initialize_model_parallel(topology.tp_size, topology.pp_size)
-    groups = DynamicCPGroups.build(topology, timeout_s=30, **limits)
+    groups = DynamicCPGroups.build(topology, timeout_s=30, **{"exchanges": ("p2p",)} | limits)
 
     def members(group: dist.ProcessGroup) -> tuple[list[int], int]:
         total = torch.tensor(10 ** dist.get_rank())
@@ -199,7 +199,7 @@ def build_in_a_bound_job() -> tuple[list[Any], Any]:
         return create(*args, **kwargs)
 
     dist.new_group = watched
-    DynamicCPGroups.build(Topology(num_lanes=3), timeout_s=30)
+    DynamicCPGroups.build(Topology(num_lanes=3), timeout_s=30, exchanges=("p2p",))
     return seen, dist.group.WORLD.bound_device_id
 
 
@@ -212,7 +212,7 @@ def test_groups_are_not_split_off_a_job_that_is_bound_to_a_device() -> None:
 
 def ask_for_missing_groups() -> list[str]:
     initialize_model_parallel()
-    groups = DynamicCPGroups.build(Topology(num_lanes=2), timeout_s=30, max_cp_size=1)
+    groups = DynamicCPGroups.build(Topology(num_lanes=2), timeout_s=30, max_cp_size=1, exchanges=("p2p",))
     messages = []
     for block in ((0, 2), (1 - groups.lane, 1)):
         with pytest.raises(InvalidInputError) as caught:
@@ -284,7 +284,7 @@ def refuse(topology: Topology, order: str) -> str:
         tensor_model_parallel_size=topology.tp_size, pipeline_model_parallel_size=topology.pp_size, order=order
     )
     with pytest.raises(InvalidInputError) as caught:
-        DynamicCPGroups.build(topology, timeout_s=30)
+        DynamicCPGroups.build(topology, timeout_s=30, exchanges=("p2p",))
     return str(caught.value)
 
 
@@ -359,7 +359,7 @@ def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
         ),
     }
     # A group that timed out is of no use any more: each exchange gets its own.
-    groups = {name: DynamicCPGroups.build(Topology(num_lanes=3), timeout_s=1) for name in exchanges}
+    groups = {name: DynamicCPGroups.build(Topology(num_lanes=3), timeout_s=1, exchanges=("p2p",)) for name in exchanges}
     if dist.get_rank() == 1:
         time.sleep(8)  # hangs, does not die: a dead peer is noticed at once
     errors = {}

@@ -86,7 +86,7 @@ def test_two_ranks_measure_fit_and_go_on(tmp_path: Path) -> None:
         topology=Topology(num_lanes=2),
         model=load_model(tmp_path / "model.json"),
         hardware=hardware,
-        options=PlanOptions(max_tokens_per_rank=512, bytes_per_element=4),
+        options=PlanOptions(max_tokens_per_rank=512, bytes_per_element=4, cp_comm_types=("p2p",)),
     )
     assert plan.predicted_s > 0
     # A measurement that is cut off goes on with what is missing, and measures nothing twice.

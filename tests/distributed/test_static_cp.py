@@ -124,7 +124,7 @@ def test_static_policy_equals_static_context_parallelism() -> None:
         topology=layout.topology,
         model=load_model("llama-3-8b"),
         hardware=load_hardware("cpu"),
-        options=PlanOptions(max_tokens_per_rank=304, static_cp_size=CP_SIZE),
+        options=PlanOptions(max_tokens_per_rank=304, static_cp_size=CP_SIZE, cp_comm_types=("p2p",)),
         policy="static",
     ).plan
     # Two samples never fit together: one per micro-batch, as megatron-core's side runs them.

@@ -234,7 +234,7 @@ def planned_step(
     samples: tuple[Sample, ...], layout: Layout, *, ping_pong: bool = True, relay_servers: int = 0
 ) -> Plan:
     """Return what the planner makes of them, with relays of its own choice or, if not 0, these."""
-    options = PlanOptions(max_tokens_per_rank=2048 // layout.lanes, bytes_per_element=4)
+    options = PlanOptions(max_tokens_per_rank=2048 // layout.lanes, bytes_per_element=4, cp_comm_types=("p2p",))
     prices = CostModel(
         Problem(topology=layout.topology, model=layout.model, hardware=catalog.load_hardware("h100"), options=options)
     )

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} 
 
 NUM_STEPS, NUM_ROWS = 3, 32
 """Of 2 ranks with 3 rows in each of 2 accumulation steps; the last step is shorter."""
-PLAN = {"plan_options": PlanOptions(max_tokens_per_rank=256), "hardware": "cpu"}
+PLAN = {"plan_options": PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",)), "hardware": "cpu"}
 
 
 def rows() -> list[dict[str, list[int]]]:

@@ -376,7 +376,7 @@ def test_warming_attends_to_every_pack() -> None:
 def run_chunks_on_this_rank(layout: parity.Layout) -> None:
     """Run the warm-up of the allocator; check that it leaves no trace, and that it did run."""
     initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None)
-    groups = DynamicCPGroups.build(layout.topology, timeout_s=30)
+    groups = DynamicCPGroups.build(layout.topology, timeout_s=30, exchanges=("p2p",))
     config, chunks = parity.build_chunks(layout, reference.LLAMA)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=layout.distributed_optimizer,

@@ -57,7 +57,7 @@ def wrap(
 ) -> list[Wrapped]:
     """Wrap `samples` once with each plan."""
     initialize_model_parallel(topology.tp_size, topology.pp_size)
-    groups = DynamicCPGroups.build(topology, timeout_s=30)
+    groups = DynamicCPGroups.build(topology, timeout_s=30, exchanges=("p2p",))
     by_id = {sample.sample_id: sample for sample in samples}
     outcomes = []
     for step, plan in enumerate(plans):
@@ -218,7 +218,7 @@ def fail_to_wrap(
 ) -> tuple[type, str, dict[str, Any], float]:
     """Return the error of this rank and the seconds until it came; then do what the next step would begin with."""
     initialize_model_parallel(topology.tp_size, topology.pp_size)
-    groups = DynamicCPGroups.build(topology, timeout_s=30)
+    groups = DynamicCPGroups.build(topology, timeout_s=30, exchanges=("p2p",))
     by_id = {sample.sample_id: sample for sample in SAMPLES}
     wrapper = DataIteratorWrapper(
         plan_source=fixed_plan(plan_of_lane[groups.lane], groups),

@@ -26,7 +26,7 @@ class Trainee:
 
     def __init__(self, layout: Layout, **settings: Any) -> None:
         initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None)
-        self.groups = DynamicCPGroups.build(layout.topology, timeout_s=60)
+        self.groups = DynamicCPGroups.build(layout.topology, timeout_s=60, exchanges=("p2p",))
         variant = reference.VARIANTS[layout.variant]
         self.config, chunks = build_chunks(layout, variant)
         for name, value in settings.items():

@@ -32,7 +32,7 @@ BATCH = 64
 PROBLEM = replace(
     THREE_LANES,
     topology=Topology(num_lanes=1),
-    options=PlanOptions(max_tokens_per_rank=8192, bytes_per_element=4),
+    options=PlanOptions(max_tokens_per_rank=8192, bytes_per_element=4, cp_comm_types=("p2p",)),
 )
 MAX_GROWTH_MB = 4.0
 """Over 150 steps, whose packs are 100 MB in all."""
@@ -72,7 +72,7 @@ def settled_census(expected: dict[str, Any]) -> dict[str, Any]:
 def plan_and_pack(num_steps: int, num_workers: int) -> dict[str, Any]:
     """Plan and pack ahead in this single rank; return RSS of the rank, planner and workers by step, and censuses."""
     initialize_model_parallel()
-    groups = DynamicCPGroups.build(PROBLEM.topology, timeout_s=30)
+    groups = DynamicCPGroups.build(PROBLEM.topology, timeout_s=30, exchanges=("p2p",))
     rss: dict[str, list[float]] = {"rank": [], "planner": [], "worker": []}
     counts, num_tokens = [], 0
     for _ in range(2):  # the first round is for what libraries keep for good

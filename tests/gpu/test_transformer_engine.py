@@ -56,7 +56,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DynamicCPGroups
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(7)
-    yield DynamicCPGroups.build(Topology(num_lanes=1), timeout_s=60)
+    yield DynamicCPGroups.build(Topology(num_lanes=1), timeout_s=60, exchanges=("p2p",))
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

@@ -40,7 +40,7 @@ def test_every_plan_becomes_legal_groups(data: st.DataObject) -> None:
         topology=Topology(num_lanes=lanes),
         model=MODEL,
         hardware=load_hardware("cpu"),
-        options=PlanOptions(max_tokens_per_rank=LIMIT),
+        options=PlanOptions(max_tokens_per_rank=LIMIT, cp_comm_types=("p2p",)),
     )
     try:
         groups = groups_of(planned.plan, multiple=multiple, max_samples=max_samples)

@@ -78,7 +78,11 @@ def cases(draw) -> Case:
 
 
 def giant(lanes: int, seqlen: int) -> Case:
-    return Case(Topology(num_lanes=lanes), PlanOptions(max_tokens_per_rank=16, bytes_per_element=4), (seqlen, *[1] * 8))
+    return Case(
+        Topology(num_lanes=lanes),
+        PlanOptions(max_tokens_per_rank=16, bytes_per_element=4, cp_comm_types=("p2p",)),
+        (seqlen, *[1] * 8),
+    )
 
 
 def drawn(seed: int, most_lanes: int = 24, most_samples: int = 60) -> Case:

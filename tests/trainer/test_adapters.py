@@ -252,7 +252,7 @@ def problem_of(adapters: Adapters | None) -> Problem:
         topology=Topology(num_lanes=8, tp_size=2),
         model=load_model("llama-3-8b"),
         hardware=load_hardware("h100"),
-        options=PlanOptions(max_tokens_per_rank=8192),
+        options=PlanOptions(max_tokens_per_rank=8192, cp_comm_types=("p2p",)),
         data_parallel=DataParallel(adapters=adapters),
     )
 

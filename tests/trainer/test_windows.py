@@ -91,7 +91,7 @@ def assert_replayed_only_with_its_windows(folder: Path, text: str) -> None:
         key=record["key"],
         **{name: np.array(record[name]) for name in ("sample_ids", "seqlens")},
     )
-    options = PlanOptions(max_tokens_per_rank=96)
+    options = PlanOptions(max_tokens_per_rank=96, cp_comm_types=("p2p",))
     for masks, said in (
         ((CAUSAL, Lambda(2, 16)), None),
         ((CAUSAL, Lambda(3, 16)), "those of this run have causal, lambda:3,16"),

@@ -123,7 +123,7 @@ def plan_of(grid: list[list[tuple[int, int]]], topology: Topology) -> Plan:
 
 
 def tiny_cost_model(topology: Topology, **options: object) -> CostModel:
-    settings = {"max_tokens_per_rank": 256, "bytes_per_element": 4, **options}
+    settings = {"max_tokens_per_rank": 256, "bytes_per_element": 4, "cp_comm_types": ("p2p",), **options}
     return CostModel(
         Problem(topology=topology, model=TINY_MODEL, hardware=TINY_HARDWARE, options=PlanOptions(**settings))
     )

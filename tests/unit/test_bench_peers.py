@@ -41,7 +41,7 @@ def test_0161_as_in_the_frozen_bench():
             topology=frozen_topology(num_lanes=64),
             model=frozen_model(parameters),
             hardware=frozen_hardware(parameters),
-            options=PlanOptions(max_tokens_per_rank=16384, recompute="full"),
+            options=PlanOptions(max_tokens_per_rank=16384, recompute="full", cp_comm_types=("p2p",)),
         )
     )
     samples = samples_of(np.load(CASES / "lengths" / "github_pp1_n64_128k.seed0.npy"))

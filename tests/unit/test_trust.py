@@ -146,7 +146,7 @@ def test_the_planner_imports_nothing_from_the_working_folder(tmp_path: Path, mon
             topology=Topology(num_lanes=2),
             model=load_model("llama-3-8b"),
             hardware=load_hardware("h100"),
-            options=PlanOptions(max_tokens_per_rank=8192),
+            options=PlanOptions(max_tokens_per_rank=8192, cp_comm_types=("p2p",)),
         )
     )
     try:

@@ -20,7 +20,7 @@ from dynamic_cp.cli.console import console, progress
 from dynamic_cp.cli.output import write_json, write_text
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.models import catalog
-from dynamic_cp.types import Hardware, Topology
+from dynamic_cp.types import RING_ALONE, Hardware, Topology
 from megatron.dynamic_cp.agreement.verify import agree, run_on_all_ranks, run_on_rank_zero
 from megatron.dynamic_cp.calibration.bench import Bench
 from megatron.dynamic_cp.calibration.device import Place, num_cores, set_up
@@ -119,7 +119,7 @@ def _measure(measured: Measurements, place: Place, kept: str) -> None:
     try:
         gpt = run_on_all_ranks(lambda: SmallGPT(setup, place.device))
         topology = Topology(num_lanes=place.num_ranks, ranks_per_node=place.ranks_per_node)
-        groups = DynamicCPGroups.build(topology, timeout_s=_GROUPS_TIMEOUT_S)
+        groups = DynamicCPGroups.build(topology, timeout_s=_GROUPS_TIMEOUT_S, exchanges=RING_ALONE)
         timer = Timer(
             device=place.device,
             window_s=_QUICK_WINDOW_S if setup.quick else _WINDOW_S[place.device.type],

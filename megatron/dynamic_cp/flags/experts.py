@@ -93,6 +93,7 @@ def experts_of(model: Any) -> Experts | None:
         shared_ffn_hidden_size=getattr(model, "moe_shared_expert_intermediate_size", None) or 0,
         shared_gate=bool(getattr(model, "moe_shared_expert_gate", False)),
         layer_freq=freq if isinstance(freq, int) else tuple(freq),
+        grouped=bool(getattr(model, "moe_grouped_gemm", False)),
     )
 
 

@@ -9,17 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dynamic_cp.models.layers import CHECKED_LOCALLY, LayerFeatures
 from dynamic_cp.types import CpCommType, is_placed
 from megatron.dynamic_cp.flags import activation, fp8, latent_attention, layer_outputs
-from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 
 TransformerImpl = Literal["local", "transformer_engine"]
 TRANSFORMER_IMPLS: tuple[TransformerImpl, ...] = ("local", "transformer_engine")
-
-HEAD_DIM_MULTIPLE = 8
-LARGEST_HEAD_DIM = 256
-"""Of the flash and cuDNN kernels that TransformerEngine calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,37 +60,29 @@ def layer_needs(model: Any, planning: PlanningSettings) -> LayerNeeds:
 
 
 def _why_local(model: Any, planning: PlanningSettings) -> str | None:
-    """Return the first of what keeps TransformerEngine's layers away."""
-    checked_locally = "checked with local layers only"
-    width = model.kv_channels
-    has_biased_experts = bool(getattr(model, "num_experts", None)) and activation.has_biases(model)
+    """Return the first of what keeps TransformerEngine's layers away: of the model, or of how it is trained."""
+    of_model = LayerFeatures(
+        latent_attention=latent_attention.is_on(model),
+        head_width=model.kv_channels,
+        windows=planning.has_windows,
+        softmax_type=model.softmax_type,
+        quick_geglu=activation.is_quick_geglu(model),
+        geglu=getattr(model, "geglu", False),
+        window_rotary_base=bool(getattr(model, "window_rotary_base", None)),
+        of_outputs=layer_outputs.first_flag(model),
+        biased_experts=bool(getattr(model, "num_experts", None)) and activation.has_biases(model),
+    )
+    if not model.bf16:
+        return "TransformerEngine's attention over several lanes needs --bf16, this run trains in fp32"
+    if of_model.why_local is not None:
+        return of_model.why_local
     for is_on, why in (
-        (not model.bf16, "TransformerEngine's attention over several lanes needs --bf16, this run trains in fp32"),
-        (latent_attention.is_on(model), f"latent attention ({latent_attention.FLAG}) is {checked_locally}"),
-        (
-            width % HEAD_DIM_MULTIPLE or width > LARGEST_HEAD_DIM,
-            f"TransformerEngine's attention needs --kv-channels that are a multiple of {HEAD_DIM_MULTIPLE} up to "
-            f"{LARGEST_HEAD_DIM}, they are {width}",
-        ),
         (
             is_placed(planning.cp_comm_type),
             f"TransformerEngine's attention cannot be placed (--cp-comm-type {planning.cp_comm_type})",
         ),
-        (planning.has_windows, f"layers with a window (--window-size) are {checked_locally}"),
-        (planning.fp32_residual, f"a residual in float32 (--fp32-residual-connection) is {checked_locally}"),
-        (
-            model.softmax_type != SOFTMAX_TYPES[0],
-            f"a score beside those of keys (--softmax-type {model.softmax_type}) is {checked_locally}",
-        ),
-        (activation.is_quick_geglu(model), f"gated MLPs of {activation.FLAG} are {checked_locally}"),
-        (getattr(model, "geglu", False), f"gated MLPs of {activation.GEGLU} are {checked_locally}"),
-        (
-            getattr(model, "window_rotary_base", None),
-            f"a base of RoPE for layers with a window (--window-rotary-base) is {checked_locally}",
-        ),
-        (layer_outputs.choices(model), f"{layer_outputs.first_flag(model)} is {checked_locally}"),
-        (getattr(model, "lora_rank", None), f"adapters (--lora-rank) are {checked_locally}"),
-        (has_biased_experts, f"experts with biases (without --disable-bias-linear) are {checked_locally}"),
+        (planning.fp32_residual, f"a residual in float32 (--fp32-residual-connection) is {CHECKED_LOCALLY}"),
+        (getattr(model, "lora_rank", None), f"adapters (--lora-rank) are {CHECKED_LOCALLY}"),
     ):
         if is_on:
             return why

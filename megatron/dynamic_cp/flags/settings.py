@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from dynamic_cp.models import catalog
-from dynamic_cp.pricing.resolution import exchanges_of
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import (
     AUTO_CHUNK_TOKENS,
@@ -32,6 +31,7 @@ from dynamic_cp.types import (
     SearchEffort,
     StateExchangeUse,
     Topology,
+    exchanges_of,
 )
 from megatron.dynamic_cp.flags.table import NOT_NEGATIVE, POSITIVE, flag
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import BY_PLACEMENT, RING_ALONE, TRAITS, Attention, CpCommType, Topology, is_placed
+from dynamic_cp.types import BY_PLACEMENT, TRAITS, Attention, CpCommType, Topology, is_placed
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.attention.mechanisms.transfers import Transfer
 from megatron.dynamic_cp.groups.first_exchange import possible_attentions, warm_up
@@ -135,7 +135,7 @@ class DynamicCPGroups:
         timeout_s: float,
         min_cp_size: int = 1,
         max_cp_size: int | None = None,
-        exchanges: Sequence[CpCommType] = RING_ALONE,
+        exchanges: Sequence[CpCommType],
         inner_sizes: Sequence[int] = (),
         ring_sizes: Sequence[int] | None = None,
         query_heads: int | None = None,
@@ -150,7 +150,8 @@ class DynamicCPGroups:
             topology: must agree with the groups that megatron-core built.
             timeout_s: of every exchange. On gloo its error names the group and the place in the run; NCCL's watchdog
                 ends the process and names the group.
-            exchanges: what plans may use; each group is warmed by those of them that it will do.
+            exchanges: what plans may use (`Problem.options.cp_comm_types`); each group is warmed by those that it will
+                do.
             inner_sizes: that plans may choose; nothing is built for them where no exchange leaves a choice.
             ring_sizes: inner sizes around which rings may go (`Sharing.ring_sizes`); None: any of `inner_sizes`.
             query_heads: of a tensor-parallel rank; exchanges are not warmed in groups that cannot share them evenly.

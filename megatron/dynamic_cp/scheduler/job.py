@@ -15,7 +15,7 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.catalog import load_hardware, load_model, model_from_dict
-from dynamic_cp.types import SHARDED, DataParallel, Hardware, ModelShape, PlanOptions, Problem, Topology
+from dynamic_cp.types import RING_ALONE, SHARDED, DataParallel, Hardware, ModelShape, PlanOptions, Problem, Topology
 from megatron.dynamic_cp.scheduler import config as of_config
 
 MODEL, HARDWARE, TP, PP = "DYNAMIC_CP_MODEL", "DYNAMIC_CP_HARDWARE", "DYNAMIC_CP_TP", "DYNAMIC_CP_PP"
@@ -73,6 +73,7 @@ class Job:
             options=PlanOptions(
                 max_tokens_per_rank=max_tokens_per_rank,
                 min_cp_size=min_cp_size,
+                cp_comm_types=RING_ALONE,  # what frameworks have
                 state_exchange="heads",  # what frameworks do with linear attention
                 **{"search": "fast", **self.options},
             ),

@@ -21,6 +21,7 @@ from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import chosen_inner_sizes
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
+from dynamic_cp.models.layers import hardware_of_layers
 from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
@@ -53,7 +54,7 @@ def _hardware_name(settings: PlanningSettings, device: torch.device, layers: Lay
     """Return the hardware asked for, or that of the device; local layers compute attention by other kernels."""
     if settings.hardware or device.type == "cpu":
         return settings.hardware or "cpu"
-    return "h100-local" if layers.impl == "local" else "h100"
+    return hardware_of_layers("h100", is_local=layers.impl == "local")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

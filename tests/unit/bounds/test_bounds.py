@@ -106,7 +106,7 @@ def test_bound_of_frozen_case(case, effort):
     name, pp_size, vp_size, num_lanes, limit, known_s, frozen_s = case
     parameters = frozen_parameters()
     topology = frozen_topology(num_lanes=num_lanes, pp_size=pp_size, vp_size=vp_size)
-    options = PlanOptions(max_tokens_per_rank=limit, recompute="full")
+    options = PlanOptions(max_tokens_per_rank=limit, recompute="full", cp_comm_types=("p2p",))
     model = UnpaddedCostModel(
         Problem(
             topology=topology, model=frozen_model(parameters), hardware=frozen_hardware(parameters), options=options
@@ -127,7 +127,7 @@ def test_frozen_plans_are_not_below_their_bounds():
         case = json.loads(path.read_text())
         lengths = case["lengths"] if "lengths" in case else np.load(CASES / case["lengths_file"]).tolist()
         topology = frozen_topology(num_lanes=case["lanes"], tp_size=case["tp"], pp_size=case["pp"], vp_size=case["vpp"])
-        options = PlanOptions(max_tokens_per_rank=case["max_tokens_per_rank"], recompute="full")
+        options = PlanOptions(max_tokens_per_rank=case["max_tokens_per_rank"], recompute="full", cp_comm_types=("p2p",))
         model = UnpaddedCostModel(
             Problem(
                 topology=topology, model=frozen_model(parameters), hardware=frozen_hardware(parameters), options=options

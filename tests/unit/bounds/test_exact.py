@@ -79,7 +79,7 @@ def test_exact_is_what_brute_force_finds():
 def test_exact_is_what_brute_force_finds_where_lanes_share_experts(num_lanes, ep_size, pp_size, lengths):
     """bound <= exact = brute force <= plan."""
     topology = Topology(num_lanes=num_lanes, ep_size=ep_size, pp_size=pp_size)
-    options = PlanOptions(max_tokens_per_rank=64, bytes_per_element=4)
+    options = PlanOptions(max_tokens_per_rank=64, bytes_per_element=4, cp_comm_types=("p2p",))
     shape = replace(TINY_MODEL, experts=Experts(num_experts=8, topk=2, ffn_hidden_size=128))
     hardware = replace(TINY_HARDWARE, memory_bandwidth_bytes_per_s=1e9, expert_extra_tokens=2)
     model, samples = (
@@ -113,7 +113,7 @@ def test_exact_is_what_brute_force_finds_where_lanes_share_experts(num_lanes, ep
 )
 def test_exact_is_what_brute_force_finds_with_linear_attention(num_lanes, pp_size, use, lengths, rate, ways):
     """bound <= exact = brute force <= plan, whichever way buckets share such layers."""
-    options = PlanOptions(max_tokens_per_rank=6000, bytes_per_element=4, state_exchange=use)
+    options = PlanOptions(max_tokens_per_rank=6000, bytes_per_element=4, state_exchange=use, cp_comm_types=("p2p",))
     hardware = replace(TINY_HARDWARE, memory_bandwidth_bytes_per_s=1e9, linear_attention_flops_per_s=rate)
     sizes = LinearAttention(kind="gated_delta_net", num_heads=8, num_groups=4, key_size=16, value_size=32)
     problem = Problem(
@@ -182,7 +182,7 @@ FROZEN = [
 def test_exact_reproduces_the_frozen_optimum(pp_size, num_lanes, limit, lengths, optimum_s):
     parameters = frozen_parameters()
     topology = frozen_topology(num_lanes=num_lanes, pp_size=pp_size)
-    options = PlanOptions(max_tokens_per_rank=limit, recompute="full")
+    options = PlanOptions(max_tokens_per_rank=limit, recompute="full", cp_comm_types=("p2p",))
     model = UnpaddedCostModel(
         Problem(
             topology=topology, model=frozen_model(parameters), hardware=frozen_hardware(parameters), options=options

@@ -386,7 +386,7 @@ def test_a_hardware_file_comes_back_with_its_sources_and_plans(tmp_path) -> None
         topology=Topology(num_lanes=4),
         model=MODEL,
         hardware=loaded,
-        options=PlanOptions(max_tokens_per_rank=8192),
+        options=PlanOptions(max_tokens_per_rank=8192, cp_comm_types=("p2p",)),
     )
     assert planned.predicted_s > 0
 

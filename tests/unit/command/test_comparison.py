@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 import random
+import runpy
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dynamic_cp import cli, comparison
 from dynamic_cp.comparison import PART_LABELS, compare_policies, speedup_of, time_parts, to_dict, verdict_of
 from dynamic_cp.comparison.parts import prices_by_part
 from dynamic_cp.comparison.speedup import Speedup, t_quantile
@@ -20,7 +24,7 @@ from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.sent import sent_by_plan
 from dynamic_cp.search.search import POLICIES, plan_global_batch
-from dynamic_cp.types import Experts, PlanOptions, Problem, Topology, parse_mask_rule
+from dynamic_cp.types import Experts, PlanOptions, Problem, Topology, parse_mask_rule, with_exchanges
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of
 
 TOPOLOGIES = [
@@ -30,7 +34,7 @@ TOPOLOGIES = [
     Topology(num_lanes=4, pp_size=2, vp_size=2, tp_size=2, sequence_parallel=True),
     Topology(num_lanes=1),
 ]
-OPTIONS = PlanOptions(max_tokens_per_rank=1500, bytes_per_element=4)
+OPTIONS = PlanOptions(max_tokens_per_rank=1500, bytes_per_element=4, cp_comm_types=("p2p",))
 PARTS = ("exchange_s", "compute_s")
 
 
@@ -94,7 +98,15 @@ def test_parts_of_experts_add_up(topology):
 
 
 def parts_of(topology, hardware, seqlens, cp_size, **options):
-    options = PlanOptions(**{"max_tokens_per_rank": 4000, "bytes_per_element": 4, "static_cp_size": cp_size, **options})
+    options = PlanOptions(
+        **{
+            "max_tokens_per_rank": 4000,
+            "bytes_per_element": 4,
+            "static_cp_size": cp_size,
+            "cp_comm_types": ("p2p",),
+            **options,
+        }
+    )
     planned = plan_global_batch(
         samples_of(seqlens), topology=topology, model=TINY_MODEL, hardware=hardware, options=options, policy="static"
     )
@@ -444,3 +456,74 @@ def test_a_gain_of_up_to_three_percent_is_too_small_to_recommend(factors, pays):
         judged(Speedup(policy="dynamic", baseline="static", ratio=ratio, low=low, high=high, per_batch=(ratio,)))
         == pays
     )
+
+
+class Asked(Exception):
+    """What `compare_policies` was called with."""
+
+
+def asked_by(monkeypatch, run):
+    """Return what is compared, in the place of comparing it."""
+
+    def compare(given, **arguments):
+        raise Asked({"batches": [[sample.seqlen for sample in batch] for batch in given], **arguments}, given)
+
+    monkeypatch.setattr(comparison, "compare_policies", compare)
+    with pytest.raises(Asked) as caught:
+        run()
+    asked, given = caught.value.args
+    samples = [sample for batch in given for sample in batch]
+    return {**asked, "options": with_exchanges(asked["options"], asked["model"], samples)}
+
+
+GITHUB = "--lengths github --global-batch-size 128"
+VIDEO = "--lengths video_dit --global-batch-size 64"
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        ("does_it_pay", f"{GITHUB} --batches 4 --max-seqlen 65536 --lanes 8 --tp 2 --pp 2"),
+        ("slower_network", f"{GITHUB} --batches 2 --lanes 32"),
+        ("video_planning", f"{VIDEO} --batches 4 --lanes 16 --tp 4 --model wan2.1-t2v-14b"),
+        ("my_jsonl", f"{GITHUB} --lanes 16 --model qwen3-8b"),
+    ],
+)
+def test_an_example_asks_what_the_command_asks(example, words, monkeypatch):
+    """So that both give one gain: a comparison is a function of these."""
+    path = Path(__file__).parents[3] / "examples" / f"{example}.py"
+    monkeypatch.setattr("sys.argv", [str(path)])
+    ours = asked_by(monkeypatch, lambda: runpy.run_path(str(path), run_name="__main__"))
+    theirs = asked_by(monkeypatch, lambda: cli.main(["simulate", *words.split(), "--recompute", "full"]))
+    compared = {"topology", "model", "hardware", "options", "limit_from_memory", "data_parallel"}
+    compared |= set() if example == "my_jsonl" else {"batches"}  # its own documents
+    for name in compared:
+        assert ours.get(name, theirs[name] if name == "data_parallel" else None) == theirs[name], name
+    assert set(ours["policies"]) <= set(theirs["policies"])
+
+
+def test_the_drawn_pipeline_is_as_long_as_the_command_says(tmp_path, monkeypatch, capsys):
+    path = Path(__file__).parents[3] / "examples" / "draw_pipeline.py"
+    monkeypatch.setattr("sys.argv", [str(path), str(tmp_path / "pipeline.svg")])
+    lengths = runpy.run_path(str(path), run_name="__main__")["LENGTHS"]
+    printed = capsys.readouterr().out
+    (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
+    words = "--lanes 4 --pp 2 --max-tokens-per-rank 8192 --recompute full --json -"
+    assert cli.main(["plan", "--lengths", str(tmp_path / "lengths.txt"), *words.split()]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert f"dynamic: {figures['predicted_s']:.3f} s" in printed
+
+
+def test_plan_and_simulate_give_one_job_the_same_seconds_at_the_edge_of_memory(tmp_path, capsys):
+    """Both leave out CP sizes whose communicators take memory from tokens, and say which."""
+    lengths = [24000, *np.random.default_rng(0).integers(200, 6000, 63)]
+    (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
+    found = {}
+    for command, more in (("plan", []), ("simulate", ["--policy", "dynamic"])):
+        words = [command, "--lengths", str(tmp_path / "lengths.txt"), "--lanes", "32", *more]
+        assert cli.main([*words, "--json", "-"]) == 0
+        found[command] = json.loads(capsys.readouterr().out)
+    ours, names = found["simulate"]["policies"]["dynamic"], ("max_tokens_per_rank", "max_cp_size")
+    assert [found["plan"][name] for name in names] == [ours[name] for name in names]
+    assert found["plan"]["predicted_s"] == pytest.approx(ours["mean"]["iteration_s"], rel=1e-12)
+    assert found["plan"]["max_cp_size"] < 32

@@ -19,11 +19,14 @@ import pytest
 
 from dynamic_cp import cli
 from dynamic_cp.cli.app import group
+from dynamic_cp.cli.parameters import load_model as load_as_trained
+from dynamic_cp.cli.parameters import trained_hardware
 from dynamic_cp.cli.tuned import exchanges_tried
 from dynamic_cp.comparison import speedup_of
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.catalog import load_architecture, load_hardware, load_model, model_names
+from dynamic_cp.models.layers import LayerFeatures
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.sweep import Point, Setting, Space, SweepJob, evaluate, launch_flags, layouts_of, pareto_front, sweep
 from dynamic_cp.sweep.flags import launcher
@@ -327,7 +330,13 @@ def test_less_large_groups_leave_memory_for_tokens():
 
 def test_the_front_keeps_what_saves_memory():
     def point(iteration_s, peak_bytes):
-        setting = Setting(policy="dynamic", topology=Topology(num_lanes=1), recompute="none", max_tokens_per_rank=1)
+        setting = Setting(
+            policy="dynamic",
+            topology=Topology(num_lanes=1),
+            recompute="none",
+            max_tokens_per_rank=1,
+            cp_comm_types=("p2p",),
+        )
         return Point(
             setting=setting,
             batches_s=(iteration_s - 0.5, iteration_s + 0.5),
@@ -535,6 +544,7 @@ TRAINED = [name for name in model_names() if load_model(name).causal_attention]
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monkeypatch):
     """Every field of shape and architecture, as the trainer's own parser reads the line."""
+    from megatron.dynamic_cp.flags.layer_needs import layer_needs
     from megatron.dynamic_cp.flags.positions import YARN
     from megatron.trainer.flags import derive
 
@@ -542,13 +552,21 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
         config = {**LLAMA_CONFIG, **CONFIGS[name]}
         name = str(tmp_path / "config.json")
         (tmp_path / "config.json").write_text(json.dumps(config))
-    model, architecture = load_model(name), load_architecture(name)
+    model, architecture = load_as_trained(name, None, None), load_architecture(name)
     topology = Topology(num_lanes=8, tp_size=tp_size, sequence_parallel=tp_size > 1)
     setting = Setting(
         policy="dynamic", topology=topology, recompute="full", max_tokens_per_rank=8192, cp_comm_types=CP_COMM_TYPES
     )
     settings = parsed(setting, model, architecture, monkeypatch, max_seqlen=3000)
     trained_model = settings.model
+    # The command prices the layers that the trainer chooses; experts are one product where these have it.
+    wants = layer_needs(settings.model, settings.planning).why_local
+    assert (wants is None) == (LayerFeatures.of(model, architecture).why_local is None)
+    assert (trained_hardware(name, "h100"), trained_hardware(name, "h200")) == (
+        ("h100", "h200") if wants is None else ("h100-local", "h200-local")
+    )
+    assert trained_hardware(name, "a100-80gb") == "a100-80gb"
+    assert settings.model.moe_grouped_gemm is (model.experts is not None and wants is None)
     rows = derive.padded_vocab_size(settings.data.vocab_size, trained_model.make_vocab_size_divisible_by, tp_size)
     assert model.vocab_size <= rows < model.vocab_size + tp_size
     shape = replace(derive.model_shape(trained_model, model.vocab_size), source=model.source)
@@ -667,7 +685,10 @@ def test_a_model_that_the_trainer_does_not_have_gets_no_line_and_the_reason(chan
     )
     with pytest.raises(UnsupportedFeatureError, match=r"pretrain_gpt\.py does not train this model"):
         launch_flags(
-            Setting(policy="static", topology=Topology(num_lanes=8), recompute="none", max_tokens_per_rank=100),
+            Setting(
+                policy="static", topology=Topology(num_lanes=8), recompute="none", max_tokens_per_rank=100,
+                cp_comm_types=("p2p",),
+            ),
             model=load_model(path), architecture=load_architecture(path), hardware_name="h100", max_seqlen=9,
             global_batch_size=1,
         )  # fmt: skip
@@ -710,7 +731,13 @@ def test_how_a_hybrid_shares_its_layers_is_planned_with_and_reaches_the_trainer(
         assert (found["inputs"]["mtp_num_layers"], found["inputs"]["expert_imbalance"]) == (1, None)
     exact = ran(f"plan {words} --lanes 4 --state-exchange heads --search exact", capsys)
     assert "proven the fastest" in " ".join(exact.split())
-    setting = Setting(policy="dynamic", topology=Topology(num_lanes=4), recompute="full", max_tokens_per_rank=6000)
+    setting = Setting(
+        policy="dynamic",
+        topology=Topology(num_lanes=4),
+        recompute="full",
+        max_tokens_per_rank=6000,
+        cp_comm_types=("p2p",),
+    )
     options = replace(setting.options("thorough"), state_exchange="heads")
     settings = parsed(setting, load_model(path), load_architecture(path), monkeypatch, options=options)
     assert settings.planning.options().state_exchange == "heads"
@@ -721,7 +748,7 @@ def test_a_hybrid_with_its_published_module_gets_a_line(monkeypatch):
     name = "qwen3-next-80b-a3b"
     model = replace(load_model(name), mtp_num_layers=1)
     setting = Setting(policy="dynamic", topology=Topology(num_lanes=16, ep_size=16), recompute="full",
-                      max_tokens_per_rank=4096)  # fmt: skip
+                      max_tokens_per_rank=4096, cp_comm_types=("p2p",))  # fmt: skip
     settings = parsed(setting, model, load_architecture(name), monkeypatch)
     assert settings.model.mtp_num_layers == 1
     (stage,) = model.stages(1)
@@ -794,7 +821,13 @@ def test_a_sweep_with_unlike_stages_names_their_flags(tmp_path, capsys):
 
 
 def test_flags_of_policies(monkeypatch):
-    setting = Setting(policy="dynamic", topology=Topology(num_lanes=8), recompute="none", max_tokens_per_rank=2048)
+    setting = Setting(
+        policy="dynamic",
+        topology=Topology(num_lanes=8),
+        recompute="none",
+        max_tokens_per_rank=2048,
+        cp_comm_types=("p2p",),
+    )
 
     def flags(policy, **changes):
         own = replace(setting, policy=policy, **changes)

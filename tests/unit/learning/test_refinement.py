@@ -22,7 +22,7 @@ from dynamic_cp.types import Hardware, PlanOptions, Problem, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of
 
 TOPOLOGY = Topology(num_lanes=8, ranks_per_node=8)
-OPTIONS = PlanOptions(max_tokens_per_rank=4096, bytes_per_element=4)
+OPTIONS = PlanOptions(max_tokens_per_rank=4096, bytes_per_element=4, cp_comm_types=("p2p",))
 # Like a real machine's: a few layers of overhead weigh as much as a hundred tokens, an exchange as much as attention.
 HARDWARE = replace(
     TINY_HARDWARE,

@@ -62,7 +62,7 @@ def job(num_lanes: int = 4, limit: int = 512, pp_size: int = 1, vp_size: int = 1
         ),
         "model": MODEL,
         "hardware": CURVED_HARDWARE,
-        "options": PlanOptions(max_tokens_per_rank=limit, **options),
+        "options": PlanOptions(**{"cp_comm_types": ("p2p",), "max_tokens_per_rank": limit, **options}),
     }  # fmt: skip
 
 

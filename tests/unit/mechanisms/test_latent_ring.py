@@ -14,7 +14,6 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.resolution import exchanges_of
 from dynamic_cp.pricing.sent import sent_by_plan
 from dynamic_cp.search.plan_arrays import plan_lengths
 from dynamic_cp.search.search import plan_global_batch
@@ -27,6 +26,7 @@ from dynamic_cp.types import (
     PlanOptions,
     Problem,
     Topology,
+    exchanges_of,
 )
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of
 
@@ -52,7 +52,12 @@ DEEPSEEK_V3 = ModelShape(
 
 
 def stage_of(topology: Topology, hardware=CURVED_HARDWARE, model: ModelShape = DEEPSEEK_V3) -> StageAttention:
-    problem = Problem(topology=topology, model=model, hardware=hardware, options=PlanOptions(max_tokens_per_rank=64))
+    problem = Problem(
+        topology=topology,
+        model=model,
+        hardware=hardware,
+        options=PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",)),
+    )
     return StageAttention(model.stages(topology.pp_size)[0], problem, node_lanes=8)
 
 

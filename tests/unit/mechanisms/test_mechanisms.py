@@ -82,7 +82,7 @@ def test_two_levels_need_inner_groups_inside_nodes():
 
 def test_one_shape_of_exchange_in_its_limits():
     """Two levels with an inner group of one lane are the ring, with one of all lanes the all-to-all."""
-    options = PlanOptions(max_tokens_per_rank=64)
+    options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",))
     topology = Topology(num_lanes=8)
     problem = Problem(topology=topology, model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options)
     stage = StageAttention(TINY_MODEL.stages(1)[0], problem, node_lanes=8)

@@ -39,7 +39,7 @@ MODEL = ModelShape(
     kv_channels=2,
     vocab_size=10,
 )
-OPTIONS = PlanOptions(max_tokens_per_rank=100)
+OPTIONS = PlanOptions(max_tokens_per_rank=100, cp_comm_types=("p2p",))
 HARDWARE = replace(TINY_HARDWARE, hbm_bytes=1e6, hbm_reserved_bytes=1e5, communicator_bytes_per_group=1000)
 
 
@@ -310,7 +310,7 @@ def test_what_is_too_large_may_be_logits():
 
 def test_logits_of_a_long_context_fit_in_2_gb():
     """32k tokens and 152k words: of 39.9 GB what a chunk has stays, beside the norm of all tokens."""
-    model, options = load_model("qwen2.5-7b"), PlanOptions(max_tokens_per_rank=32768)
+    model, options = load_model("qwen2.5-7b"), PlanOptions(max_tokens_per_rank=32768, cp_comm_types=("p2p",))
     hardware, topology = load_hardware("h100"), Topology(num_lanes=8)
     whole, chunked = (
         MemoryModel(
@@ -549,7 +549,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
 def test_a_13b_model_on_80_gb_is_plausible():
     """On 8 stages with full recomputation 16k tokens a rank fit with room; on one rank not even the state does."""
     model, hardware = load_model("llama-2-13b"), load_hardware("h100")
-    options = PlanOptions(max_tokens_per_rank=16384, recompute="full")
+    options = PlanOptions(max_tokens_per_rank=16384, recompute="full", cp_comm_types=("p2p",))
     staged = MemoryModel(
         Problem(topology=Topology(num_lanes=32, pp_size=8), model=model, hardware=hardware, options=options)
     )

@@ -18,7 +18,7 @@ DEEP_MODEL = replace(TINY_MODEL, num_layers=24)
 
 
 def deep_cost_model(topology: Topology, **options: object) -> CostModel:
-    settings = {"max_tokens_per_rank": 256, "bytes_per_element": 4, **options}
+    settings = {"max_tokens_per_rank": 256, "bytes_per_element": 4, "cp_comm_types": ("p2p",), **options}
     return CostModel(
         Problem(topology=topology, model=DEEP_MODEL, hardware=TINY_HARDWARE, options=PlanOptions(**settings))
     )

@@ -96,7 +96,7 @@ def test_step_times_of_the_original(case):
             topology=topology,
             model=frozen_model(parameters),
             hardware=frozen_hardware(parameters),
-            options=PlanOptions(max_tokens_per_rank=limit, recompute="full"),
+            options=PlanOptions(max_tokens_per_rank=limit, recompute="full", cp_comm_types=("p2p",)),
         )
     )
     samples = samples_of(np.load(CASES / "lengths" / f"{case}.seed0.npy"))

@@ -21,19 +21,28 @@ from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, tiny_cost_model
 
 
 def test_allowed_cp_sizes():
-    assert allowed_cp_sizes(Topology(num_lanes=6), PlanOptions(max_tokens_per_rank=8)) == (1, 2, 4)
-    options = PlanOptions(max_tokens_per_rank=8, min_cp_size=2, max_cp_size=2)
+    assert allowed_cp_sizes(Topology(num_lanes=6), PlanOptions(max_tokens_per_rank=8, cp_comm_types=("p2p",))) == (
+        1,
+        2,
+        4,
+    )
+    options = PlanOptions(max_tokens_per_rank=8, min_cp_size=2, max_cp_size=2, cp_comm_types=("p2p",))
     assert allowed_cp_sizes(Topology(num_lanes=6), options) == (2,)
     with pytest.raises(InvalidInputError, match=r"max_cp_size is 8.*6 lanes has 4"):
-        allowed_cp_sizes(Topology(num_lanes=6), PlanOptions(max_tokens_per_rank=8, max_cp_size=8))
+        allowed_cp_sizes(
+            Topology(num_lanes=6), PlanOptions(max_tokens_per_rank=8, max_cp_size=8, cp_comm_types=("p2p",))
+        )
     with pytest.raises(InvalidInputError, match=r"min_cp_size is 4.*is 2"):
-        allowed_cp_sizes(Topology(num_lanes=6), PlanOptions(max_tokens_per_rank=8, min_cp_size=4, max_cp_size=2))
+        allowed_cp_sizes(
+            Topology(num_lanes=6),
+            PlanOptions(max_tokens_per_rank=8, min_cp_size=4, max_cp_size=2, cp_comm_types=("p2p",)),
+        )
 
 
 def test_capacity_counts_padding():
     def capacity(cp_size, limit, tp_size=1):
         topology = Topology(num_lanes=4, tp_size=tp_size, sequence_parallel=tp_size > 1)
-        return capacity_tokens(cp_size, topology, PlanOptions(max_tokens_per_rank=limit))
+        return capacity_tokens(cp_size, topology, PlanOptions(max_tokens_per_rank=limit, cp_comm_types=("p2p",)))
 
     assert capacity(1, 7) == 7
     assert capacity(2, 7) == 12  # 7 tokens a rank are not two chunks
@@ -45,7 +54,7 @@ def test_capacity_counts_padding():
 def test_a_full_bucket_stays_within_the_limit_and_one_more_token_does_not():
     for cp_size, tp_size, limit in itertools.product((1, 2, 4), (1, 2, 3, 4), range(1, 40)):
         topology = Topology(num_lanes=4, tp_size=tp_size, sequence_parallel=True)
-        capacity = capacity_tokens(cp_size, topology, PlanOptions(max_tokens_per_rank=limit))
+        capacity = capacity_tokens(cp_size, topology, PlanOptions(max_tokens_per_rank=limit, cp_comm_types=("p2p",)))
         if capacity:
             assert sum(padded_seqlens([capacity], cp_size, tp_size)) // cp_size <= limit
         assert sum(padded_seqlens([capacity + 1], cp_size, tp_size)) // cp_size > limit

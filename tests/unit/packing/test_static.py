@@ -116,7 +116,7 @@ def test_fewest_rows_counts_padding_and_whole_blocks():
 
 
 def test_a_static_cp_size_that_cannot_be_is_refused():
-    topology, options = Topology(num_lanes=6), PlanOptions(max_tokens_per_rank=16)
+    topology, options = Topology(num_lanes=6), PlanOptions(max_tokens_per_rank=16, cp_comm_types=("p2p",))
     for fine, seqlen in ((1, 16), (2, 1), (2, 32), (4, 64)):
         check_static_cp_size(fine, Sample(sample_id=0, seqlen=seqlen), topology, options)
     with pytest.raises(

@@ -23,7 +23,7 @@ from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
 EXPERTS = Experts(num_experts=16, topk=2, ffn_hidden_size=64, shared_ffn_hidden_size=32)
 MODEL = replace(TINY_MODEL, experts=EXPERTS)
 HARDWARE = replace(CURVED_HARDWARE, expert_flops_per_s=3e10, expert_extra_tokens=5)
-OPTIONS = PlanOptions(max_tokens_per_rank=64, bytes_per_element=4)
+OPTIONS = PlanOptions(max_tokens_per_rank=64, bytes_per_element=4, cp_comm_types=("p2p",))
 
 
 def random_plan(rng: random.Random, topology: Topology) -> Plan:

@@ -49,7 +49,7 @@ def test_plans_hold_whole_multiples(tp_size, alignment, pp_size, policy):
 
 def test_a_place_without_samples_is_priced_with_what_it_computes():
     options, topologies = (
-        PlanOptions(max_tokens_per_rank=64),
+        PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",)),
         (Topology(num_lanes=2, token_alignment=k) for k in (1, 32)),
     )
     plain, aligned = (
@@ -62,7 +62,7 @@ def test_a_place_without_samples_is_priced_with_what_it_computes():
 
 
 def test_only_sequence_parallelism_shares_activations_out():
-    options = PlanOptions(max_tokens_per_rank=64)
+    options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",))
     split = Topology(num_lanes=2, tp_size=2, pp_size=2, sequence_parallel=True)
     aligned = replace(split, token_alignment=16)
     assert activation_bytes(TINY_MODEL, aligned, options) == activation_bytes(TINY_MODEL, split, options)
@@ -83,7 +83,7 @@ def test_plans_name_it_where_it_is_there():
     plain, aligned = Topology(num_lanes=2), Topology(num_lanes=2, token_alignment=16)
     assert "token_alignment" not in topology_to_dict(plain)
     assert topology_from_dict(topology_to_dict(aligned)) == aligned
-    options = PlanOptions(max_tokens_per_rank=64)
+    options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",))
     plan = plan_global_batch(
         samples_of([20, 30]), topology=aligned, model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options
     ).plan

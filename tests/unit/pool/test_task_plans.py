@@ -431,7 +431,7 @@ def test_a_part_that_is_none_is_refused() -> None:
 
 def test_one_lane_has_a_pool_of_its_stages() -> None:
     topology = Topology(num_lanes=1, tp_size=8, pp_size=2, sequence_parallel=True)
-    options = PlanOptions(max_tokens_per_rank=64 * K, recompute="full")
+    options = PlanOptions(max_tokens_per_rank=64 * K, recompute="full", cp_comm_types=("p2p",))
     samples = batch_of()
     plan = plan_tasks(
         samples,

@@ -101,7 +101,7 @@ def test_padding_is_priced():
 
 def test_structure_follows_the_model():
     """Twice the layers cost twice, but for the fixed overhead of a bucket."""
-    options = PlanOptions(max_tokens_per_rank=256)
+    options = PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",))
     shapes = [
         ModelShape(
             num_layers=layers,
@@ -161,7 +161,10 @@ FOUR_LANES = Topology(num_lanes=4)
 def unit_cost(model=UNIT_MODEL, hardware=UNIT_HARDWARE, topology=FOUR_LANES, tokens=16, **options):
     priced = CostModel(
         Problem(
-            topology=topology, model=model, hardware=hardware, options=PlanOptions(max_tokens_per_rank=256, **options)
+            topology=topology,
+            model=model,
+            hardware=hardware,
+            options=PlanOptions(**{"cp_comm_types": ("p2p",), "max_tokens_per_rank": 256, **options}),
         )
     )
     return priced.cost(4, 0, tokens, tokens**2)
@@ -264,7 +267,7 @@ def test_attention_without_a_mask_has_twice_the_flops_and_only_full_tiles():
             topology=FOUR_LANES,
             model=replace(UNIT_MODEL, causal_attention=False),
             hardware=UNIT_HARDWARE,
-            options=PlanOptions(max_tokens_per_rank=256),
+            options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",)),
         )
     )
     assert alone.cost(1, 0, 16, 256).forward_s == pytest.approx(16 + 2 * 256 / 2)
@@ -274,7 +277,12 @@ def test_equal_curves_are_the_frozen_form():
     """(cp - 1) * max(0, transfer - attention / cp): one kink, not two."""
     hardware = replace(UNIT_HARDWARE, attention_full_flops_per_s=0)
     model = CostModel(
-        Problem(topology=FOUR_LANES, model=UNIT_MODEL, hardware=hardware, options=PlanOptions(max_tokens_per_rank=256))
+        Problem(
+            topology=FOUR_LANES,
+            model=UNIT_MODEL,
+            hardware=hardware,
+            options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",)),
+        )
     )
     row = model.table.terms[model.table.first_option[2, 0], 0]
     assert [weight for weight, _ in convex_of(row).kinks] == [3]
@@ -400,7 +408,12 @@ def test_embedding_and_head_by_hand(pp_size):
     repeated = cost._replace(head_backward_s=cost.head_backward_s + cost.head_forward_s + added_s)
     assert over_chunks == pytest.approx(repeated), "once more forward"
     table = CostModel(
-        Problem(topology=topology, model=UNIT_MODEL, hardware=hardware, options=PlanOptions(max_tokens_per_rank=256))
+        Problem(
+            topology=topology,
+            model=UNIT_MODEL,
+            hardware=hardware,
+            options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",)),
+        )
     ).table
     assert table.slowest_s_per_token == pytest.approx(114 + 78 + (7 if pp_size == 1 else 0))
 
@@ -419,7 +432,12 @@ def test_tensor_parallel_collectives_by_hand():
     over_nodes = Topology(num_lanes=4, tp_size=2, ranks_per_node=1)  # 2 bytes per s of the NIC
     fast, slow = (
         CostModel(
-            Problem(topology=topology, model=UNIT_MODEL, hardware=across, options=PlanOptions(max_tokens_per_rank=256))
+            Problem(
+                topology=topology,
+                model=UNIT_MODEL,
+                hardware=across,
+                options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",)),
+            )
         )
         .cost(1, 0, 4, 0)
         .forward_s
@@ -431,7 +449,7 @@ def test_tensor_parallel_collectives_by_hand():
 def test_gradient_reduction_by_hand():
     """34 weights and 2 tables of 10: 4 bytes of gradient and 2 of weight each, 3/4 of them move."""
     hardware = replace(UNIT_HARDWARE, collective_bandwidth_in_node_bytes_per_s=9)
-    options = PlanOptions(max_tokens_per_rank=256)
+    options = PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",))
 
     def reduction_s(model=UNIT_MODEL, **sizes):
         return CostModel(
@@ -479,7 +497,7 @@ def test_prices_increase_and_are_convex(recompute, exchange):
 def test_no_exchange_becomes_dearer_on_a_faster_link(name):
     """And each of them becomes cheaper on some link: none ignores both."""
     topology = Topology(num_lanes=8, ranks_per_node=4)
-    options = PlanOptions(max_tokens_per_rank=256)
+    options = PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",))
     slow, fast = (
         CostModel(
             Problem(

@@ -19,7 +19,7 @@ from dynamic_cp.plans.state_runs import StateRuns, room_for_runs, runs_with_stat
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops
 from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD, StageLinearAttention, sent_states
-from dynamic_cp.pricing.resolution import allowed_exchanges, problem_of_prices
+from dynamic_cp.pricing.resolution import problem_of_prices
 from dynamic_cp.pricing.sent import sent_by_bucket
 from dynamic_cp.search.plan_in_memory import plan_in_memory
 from dynamic_cp.search.search import plan_global_batch, plan_problem
@@ -34,6 +34,7 @@ from dynamic_cp.types import (
     PlanOptions,
     Problem,
     Topology,
+    allowed_exchanges,
     parse_mask,
 )
 from tests.unit.support import CURVED_HARDWARE, HOST_HARDWARE, TINY_MODEL, samples_of
@@ -159,9 +160,11 @@ def test_bytes_of_a_bucket_are_those_of_its_formula(way):
 def test_states_are_kept_for_each_sample_and_only_where_they_are_not_recomputed():
     topology = Topology(num_lanes=4, tp_size=2)
     (linear,) = (layer for _, layer in MODEL.stages(1)[0].layers if layer.linear_attention)
-    kept = activation_bytes(MODEL, topology, PlanOptions(max_tokens_per_rank=64), linear)
+    kept = activation_bytes(MODEL, topology, PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",)), linear)
     assert kept.states_per_layer == 2 * (SIZES.state_bytes + SIZES.summary_bytes) / 2
-    again = activation_bytes(MODEL, topology, PlanOptions(max_tokens_per_rank=64, recompute="selective"), linear)
+    again = activation_bytes(
+        MODEL, topology, PlanOptions(max_tokens_per_rank=64, recompute="selective", cp_comm_types=("p2p",)), linear
+    )
     assert (again.states_per_layer, again.states_working) == (0.0, kept.states_per_layer)
     assert again.per_layer < kept.per_layer
     assert kept.working >= 4 * 4 * SIZES.value_channels / 2, "a gate and a norm that backward computes again in float32"
@@ -250,7 +253,7 @@ def test_masks_and_heads_that_tp_cannot_divide_are_refused():
     masked = [replace(one, mask=parse_mask("full")) for one in samples_of([40])]
     with pytest.raises(UnsupportedFeatureError, match="a state of linear attention has seen all tokens"):
         plan_problem(problem_of(), masked)
-    options = PlanOptions(max_tokens_per_rank=64)
+    options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",))
     with pytest.raises(InvalidInputError, match="TP 3 does not divide"):
         plan_global_batch(
             samples_of([40]),

@@ -83,7 +83,7 @@ def test_overlapping_shortens_a_step_and_changes_no_plan(pp_size: int, vp_size: 
         topology=Topology(num_lanes=4, pp_size=pp_size, vp_size=vp_size),
         model=replace(TINY_MODEL, num_layers=4, vocab_size=10_000_000),
         hardware=hardware,
-        options=PlanOptions(max_tokens_per_rank=4096),
+        options=PlanOptions(max_tokens_per_rank=4096, cp_comm_types=("p2p",)),
     )
     samples = samples_of([4000, 3000, 900, 800, 700, 600] * 3)
     exposed = plan_problem(problem, samples)
@@ -99,7 +99,10 @@ def test_an_optimizer_that_lanes_do_not_share_reduces_whole_gradients_and_gather
     """An all-reduce is a reduce-scatter and an all-gather of gradients, and hides as they do."""
     hardware = replace(CURVED_HARDWARE, collective_bandwidth_in_node_bytes_per_s=1e9)
     problem = Problem(
-        topology=Topology(num_lanes=4), model=TINY_MODEL, hardware=hardware, options=PlanOptions(max_tokens_per_rank=64)
+        topology=Topology(num_lanes=4),
+        model=TINY_MODEL,
+        hardware=hardware,
+        options=PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",)),
     )
     shared = Reduction.of(problem)
     whole = DataParallel(distributed_optimizer=False, overlap_grad_reduce=True)

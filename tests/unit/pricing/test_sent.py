@@ -18,7 +18,7 @@ MODEL = replace(TINY_MODEL, num_attention_heads=16, num_query_groups=4)
 
 
 def problem_of(topology: Topology, **options: object) -> Problem:
-    given = PlanOptions(**{"max_tokens_per_rank": 600, "bytes_per_element": 2, **options})
+    given = PlanOptions(**{"max_tokens_per_rank": 600, "bytes_per_element": 2, "cp_comm_types": ("p2p",), **options})
     return Problem(topology=topology, model=MODEL, hardware=CURVED_HARDWARE, options=given)
 
 

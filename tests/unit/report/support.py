@@ -37,7 +37,7 @@ def timelines(case: str) -> tuple[tuple[str, Timeline], ...]:
         "mostly-empty": (Topology(num_lanes=16), (900, 3)),
         "many-micro-batches": (Topology(num_lanes=2, pp_size=4), (250,) * 300),
     }[case]
-    options = {"max_tokens_per_rank": 256, "bytes_per_element": 4}
+    options = {"max_tokens_per_rank": 256, "bytes_per_element": 4, "cp_comm_types": ("p2p",)}
     return tuple(
         (
             policy,

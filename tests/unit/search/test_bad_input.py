@@ -33,7 +33,7 @@ def test_numpy_integers_are_lengths():
 @pytest.mark.parametrize("limit", [0, 1e4, 2**62, 2**70, True])
 def test_a_token_limit_is_an_integer_that_sums_can_hold(limit):
     with pytest.raises(InvalidInputError, match="max_tokens_per_rank"):
-        PlanOptions(max_tokens_per_rank=limit)
+        PlanOptions(max_tokens_per_rank=limit, cp_comm_types=("p2p",))
 
 
 def test_more_lanes_than_any_cluster_has():

@@ -38,7 +38,7 @@ def test_bucket_prices():
                 topology=topology,
                 model=MODEL,
                 hardware=HARDWARE,
-                options=PlanOptions(max_tokens_per_rank=10**6, recompute="full"),
+                options=PlanOptions(max_tokens_per_rank=10**6, recompute="full", cp_comm_types=("p2p",)),
             )
         )
         cost = model.cost(cp, 0, int(row["T"]), int(row["Q"]))
@@ -72,7 +72,7 @@ def test_makespan_of_frozen_plan(path):
             for row in case["microbatches"]
         ),
     )
-    options = PlanOptions(max_tokens_per_rank=case["max_tokens_per_rank"], recompute="full")
+    options = PlanOptions(max_tokens_per_rank=case["max_tokens_per_rank"], recompute="full", cp_comm_types=("p2p",))
     model = UnpaddedCostModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=options))
     timeline = simulate(plan, model)
     assert timeline.makespan_s == pytest.approx(case["makespan_s"], rel=1e-6)

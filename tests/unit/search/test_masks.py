@@ -148,7 +148,7 @@ def test_a_plan_says_no_to_masks_that_its_mechanism_cannot_serve() -> None:
 
 def test_masks_that_nothing_serves_are_refused_before_planning() -> None:
     job = {"num_lanes": 4, "max_tokens_per_rank": 64, "model": TINY_MODEL, "hardware": CURVED_HARDWARE}
-    job["check_memory"] = False
+    job |= {"check_memory": False, "cp_comm_types": "p2p"}
     with pytest.raises(
         UnsupportedFeatureError, match=r"sample 0 has the mask full, which p2p cannot serve .* allow a2a"
     ):
@@ -167,7 +167,7 @@ def test_masks_that_nothing_serves_are_refused_before_planning() -> None:
         with pytest.raises(InvalidInputError, match=message):
             plan_lengths([9, 8], masks=masks, **job)
     with pytest.raises(UnsupportedFeatureError, match=r"holds 256: no other serves masks: raise max_tokens_per_rank"):
-        plan_lengths([300], masks="full", cp_comm_types="auto", **(job | {"num_lanes": 8}))
+        plan_lengths([300], masks="full", **(job | {"num_lanes": 8, "cp_comm_types": "auto"}))
     with pytest.raises(InvalidInputError, match=r"sample 3 cannot .*: prompt and answers have 9 tokens, the sample 8"):
         Sample(sample_id=3, seqlen=8, mask=SharedQuestion(4, (3, 2)))
     with pytest.raises(InvalidInputError, match="key ranges of 5 tokens, the sample has 8"):

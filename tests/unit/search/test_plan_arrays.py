@@ -33,7 +33,7 @@ LLAMA = {
 
 def planned(seqlens: Any, **changes: Any) -> PlanArrays:
     arguments: dict[str, Any] = {"num_lanes": 6, "max_tokens_per_rank": 256, "model": TINY_MODEL}
-    return plan_lengths(seqlens, **(arguments | {"hardware": TINY_HARDWARE} | changes))
+    return plan_lengths(seqlens, **(arguments | {"hardware": TINY_HARDWARE, "cp_comm_types": "p2p"} | changes))
 
 
 class Elsewhere:
@@ -206,7 +206,7 @@ def test_places_outside_the_plan(lane: Any, micro_batch: int) -> None:
 
 def test_remedies_name_arguments_of_plan_lengths() -> None:
     """What a message tells to change must be an argument, beside the flag that only Megatron's users have."""
-    options = PlanOptions(max_tokens_per_rank=8, min_cp_size=2, max_cp_size=1)
+    options = PlanOptions(max_tokens_per_rank=8, min_cp_size=2, max_cp_size=1, cp_comm_types=("p2p",))
     with pytest.raises(InvalidInputError, match=r"min_cp_size \(--min-dynamic-cp-size\)"):
         allowed_cp_sizes(Topology(num_lanes=2), options)
 
@@ -234,7 +234,7 @@ def test_the_limit_that_follows_from_memory() -> None:
             topology=Topology(num_lanes=8),
             model=load_model("llama-3-8b"),
             hardware=load_hardware("h100"),
-            options=PlanOptions(max_tokens_per_rank=1, recompute="full"),
+            options=PlanOptions(max_tokens_per_rank=1, recompute="full", cp_comm_types=("p2p",)),
         )
     )
     limit = found.planned.plan.max_tokens_per_rank

@@ -113,7 +113,7 @@ def test_what_is_not_proven_is_refused(more, lengths, message):
 
 def test_a_pool_and_rounded_tokens_are_refused():
     with pytest.raises(UnsupportedFeatureError, match="no plans with a pool"):
-        PlanOptions(max_tokens_per_rank=64, search="exact", pool="auto")
+        PlanOptions(max_tokens_per_rank=64, search="exact", pool="auto", cp_comm_types=("p2p",))
     topology = Topology(num_lanes=2, tp_size=2, sequence_parallel=True)
     problem = Problem(**{**fields_of(problem_of(2, 1, "exact")), "topology": topology})
     with pytest.raises(UnsupportedFeatureError, match="are to a multiple of 2"):
@@ -132,6 +132,7 @@ def test_other_policies_have_nothing_to_prove():
 
 def test_arrays_are_proven_too_and_what_is_missing_is_said(monkeypatch):
     job = {"num_lanes": 2, "max_tokens_per_rank": 64, "model": TINY_MODEL, "hardware": TINY_HARDWARE}
+    job["cp_comm_types"] = "p2p"
     assert "proven the fastest" in plan_lengths([60, 33, 9], **job, search="exact").planned.reason
     monkeypatch.setitem(sys.modules, "pulp", None)
     with pytest.raises(UnsupportedFeatureError, match=r"pip install megatron-dynamic-cp\[exact\]"):

@@ -24,7 +24,7 @@ from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
 
 def plan(samples, topology, policy="dynamic", **options):
-    settings = {"max_tokens_per_rank": 256, "bytes_per_element": 4, **options}
+    settings = {"max_tokens_per_rank": 256, "bytes_per_element": 4, "cp_comm_types": ("p2p",), **options}
     return plan_global_batch(
         samples,
         topology=topology,
@@ -93,7 +93,7 @@ def test_a_sample_that_fits_no_group():
 
 
 def test_check_feasible_draws_the_same_line():
-    options = PlanOptions(max_tokens_per_rank=256, max_cp_size=2)
+    options = PlanOptions(max_tokens_per_rank=256, max_cp_size=2, cp_comm_types=("p2p",))
     check_feasible(512, Topology(num_lanes=6), options)
     with pytest.raises(InfeasibleSampleError, match=r"513 tokens.*2 lanes holds 512 \(256 per rank\)"):
         check_feasible(513, Topology(num_lanes=6), options)
@@ -210,7 +210,10 @@ def test_without_a_given_size_the_static_policies_take_the_smallest_that_holds_t
 def test_with_many_lanes_and_a_pipeline_it_stays_well_ahead_of_greedy():
     """Eight blocks of eight lanes: the longest samples are dealt to more than four of them."""
     job = {"topology": Topology(num_lanes=64, pp_size=4), "model": load_model("llama-2-13b")}
-    job |= {"hardware": load_hardware("h100"), "options": PlanOptions(max_tokens_per_rank=16384, recompute="full")}
+    job |= {
+        "hardware": load_hardware("h100"),
+        "options": PlanOptions(max_tokens_per_rank=16384, recompute="full", cp_comm_types=("p2p",)),
+    }
     for count, seed, gain in ((1024, 0, 1.2), (768, 1, 1.1)):
         samples = samples_of(draw_lengths("lognormal-github", count, seed, 131072).tolist())
         dynamic, greedy = (
@@ -224,7 +227,7 @@ def test_no_micro_batch_is_padding_on_every_lane(vp_size):
     """Few samples, many rows: targets leave rows empty that cost time all the same."""
     topology = Topology(num_lanes=8, pp_size=4, vp_size=vp_size)
     job = {"topology": topology, "model": load_model("llama-3-8b"), "hardware": load_hardware("h100")}
-    options, dropped = PlanOptions(max_tokens_per_rank=8192, recompute="full"), 0
+    options, dropped = PlanOptions(max_tokens_per_rank=8192, recompute="full", cp_comm_types=("p2p",)), 0
     for seed in range(3):
         samples = samples_of(draw_lengths("lognormal-github", 64, seed, 32768).tolist())
         planned = plan_global_batch(samples, options=options, **job)
@@ -286,7 +289,7 @@ def test_no_static_cp_size_is_faster_however_it_was_chosen(pp_size):
     """Long samples that all lanes could share evenly: the best static CP size is not the smallest that holds them."""
     model, hardware = load_model("llama-3-8b"), load_hardware("h100")
     topology = Topology(num_lanes=16, pp_size=pp_size)
-    options = PlanOptions(max_tokens_per_rank=65536, recompute="full")
+    options = PlanOptions(max_tokens_per_rank=65536, recompute="full", cp_comm_types=("p2p",))
     num_larger = 0
     for seed in range(3):
         drawn = draw_lengths("sft_longalign", 64, seed, 65536, min_seqlen=64, overlong="truncate")

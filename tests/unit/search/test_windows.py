@@ -20,7 +20,6 @@ from dynamic_cp.plans.serialize import dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops, length_sums, plan_flops
-from dynamic_cp.pricing.resolution import exchanges_of
 from dynamic_cp.pricing.sent import sent_by_bucket
 from dynamic_cp.search.planner_process import Request, answer, static_fallback
 from dynamic_cp.search.search import plan_global_batch, plan_problem
@@ -37,6 +36,7 @@ from dynamic_cp.types import (
     Sample,
     SharedQuestion,
     Topology,
+    exchanges_of,
 )
 from tests.unit.placement.instances import dense
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
@@ -275,7 +275,6 @@ def test_windows_make_faster_plans_and_less_flops():
 
 def test_what_serves_no_windows_is_told():
     assert serving_windows() == ("all_gather", "a2a", "blocks")
-    assert {name for name, one in MECHANISMS.items() if one.serves_windows} == set(serving_windows())
     job = {"topology": Topology(num_lanes=4), "model": EVERY_SECOND, "hardware": CURVED_HARDWARE}
     ring = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p", "a2a+p2p"))
     assert set(plan_global_batch(samples_of(64, 20), options=ring, **job).plan.cp_histogram) == {1}

@@ -12,6 +12,7 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.experts import expert_prices
 from dynamic_cp.pricing.flops import batch_flops
 from dynamic_cp.types import Bucket, Experts, MicroBatch, Plan, PlanOptions, Problem, Sample, Topology, parse_placement
 from megatron.dynamic_cp.flags.experts import experts_of
@@ -20,7 +21,7 @@ from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
 EXPERTS = Experts(num_experts=8, topk=2, ffn_hidden_size=128, shared_ffn_hidden_size=64, shared_gate=True)
 MODEL = replace(TINY_MODEL, experts=EXPERTS)
 HIDDEN = TINY_MODEL.hidden_size
-OPTIONS = PlanOptions(max_tokens_per_rank=256)
+OPTIONS = PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",))
 
 
 def test_weights_by_hand():
@@ -109,6 +110,30 @@ def test_a_model_that_ep_does_not_fit():
                     options=OPTIONS,
                 )
             )
+
+
+@pytest.mark.parametrize("ep_size", [1, 4])
+def test_one_expert_after_the_other_is_launched_and_multiplied_alone(ep_size):
+    """By hand: products at the rate of any, and a quarter of a layer's constants for each expert of a rank."""
+    hardware = replace(CURVED_HARDWARE, expert_flops_per_s=2e10, expert_extra_tokens=3)
+    priced = {
+        grouped: expert_prices(
+            model.stages(1)[0],
+            Problem(topology=Topology(num_lanes=8, ep_size=ep_size), model=model, hardware=hardware, options=OPTIONS),
+        )
+        for grouped in (True, False)
+        for model in [replace(MODEL, experts=replace(EXPERTS, grouped=grouped))]
+    }
+    slower = 1 / hardware.linear_flops_per_s - 1 / hardware.expert_flops_per_s
+    read = 2 * TINY_MODEL.num_layers * MODEL.layer.held_expert_weights / ep_size * 3 * slower
+    launched = TINY_MODEL.num_layers * 8 / ep_size / 4
+    for backward, overhead_s in enumerate(
+        (hardware.forward_overhead_s_per_layer, hardware.backward_overhead_s_per_layer)
+    ):
+        looped, grouped = priced[False][backward], priced[True][backward]
+        assert looped.constant - grouped.constant == pytest.approx((1, 2)[backward] * read + launched * overhead_s)
+        assert looped.per_routed == grouped.per_routed
+        assert looped.per_mean < grouped.per_mean  # grouped products are of a lower rate here
 
 
 def plan_of(topology: Topology) -> Plan:
@@ -200,6 +225,6 @@ def test_flags_give_the_experts():
     assert experts_of(flags) is None
     flags = SimpleNamespace(
         ffn_hidden_size=512, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=None, moe_layer_freq=[0, 1],
-        moe_shared_expert_intermediate_size=64, moe_shared_expert_gate=True,
+        moe_shared_expert_intermediate_size=64, moe_shared_expert_gate=True, moe_grouped_gemm=True,
     )  # fmt: skip
     assert experts_of(flags) == replace(EXPERTS, ffn_hidden_size=512, layer_freq=(0, 1))

@@ -14,7 +14,7 @@ from dynamic_cp.pricing.flops import batch_flops
 from dynamic_cp.types import FULL, Layer, ModelShape, PlanOptions, Problem, Stage, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
 
-OPTIONS = PlanOptions(max_tokens_per_rank=256)
+OPTIONS = PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",))
 EXPERTS = TINY_MODEL.layer._replace(linear_weights=300_000, held_weights=2_000_000, mlp_kept_channels=1500)
 """A layer that holds more weights than a token meets."""
 NOT_CAUSAL = TINY_MODEL.layer._replace(mask=FULL)

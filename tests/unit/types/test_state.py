@@ -19,7 +19,9 @@ def problem(state: StateDtypes, **changed: Any) -> Problem:
         topology=Topology(num_lanes=16),
         model=load_model("llama-3-8b"),
         hardware=load_hardware("h100"),
-        options=PlanOptions(max_tokens_per_rank=4096, bytes_per_element=changed.pop("bytes_per_element", 2)),
+        options=PlanOptions(
+            max_tokens_per_rank=4096, bytes_per_element=changed.pop("bytes_per_element", 2), cp_comm_types=("p2p",)
+        ),
         data_parallel=DataParallel(state=state, **changed),
     )
 
