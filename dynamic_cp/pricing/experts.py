@@ -32,7 +32,7 @@ from dynamic_cp.mechanisms.links import lanes_in_one_node, links_of
 from dynamic_cp.types import ACROSS_NODES, Problem, Stage, Topology
 
 LAUNCH_SHARE = 0.25
-"""Of what a layer takes however few tokens it has: its MLP alone. Of the host's time of megatron-core's local layer that
+"""Of what a layer takes however few tokens it has: its MLP alone. Of the host's time of megatron-core's local layer it
 is 19% forward and 33% backward, measured on a CPU with 16 tokens; taken for the GPU's constants, too."""
 COPY_PASSES = 4
 """Passes through memory to bring copies into order and, later, back: each reads and writes them. An estimate."""

@@ -12,7 +12,7 @@ MOST_LINES = {
     "dynamic_cp": 1150,  # losses over chunks of tokens; releases of frameworks
     "dynamic_cp/bounds": 1750,  # exact plans of hybrids, whose buckets may pass on states
     "dynamic_cp/calibration": 1020,  # the rate of linear attention
-    "dynamic_cp/cli": 3415,  # the hardware of a model's layers; states in lower precision; how hybrids share layers; a plan's inputs
+    "dynamic_cp/cli": 3415,  # the hardware of a model's layers; states in lower precision; how hybrids share layers
     "dynamic_cp/comparison": 1660,  # options of hybrids
     "dynamic_cp/first_day": 620,  # the first hour of a node as one command
     "dynamic_cp/learning": 600,  # buckets that passed on states
@@ -28,8 +28,8 @@ MOST_LINES = {
     "dynamic_cp/pricing": 2260,  # linear attention: seconds and bytes of both ways to share it; adapters
     "dynamic_cp/report": 2940,  # peak memory of a run; bars of its parts
     "dynamic_cp/search": 2080,  # CP sizes that leave room for tokens; which buckets pass on states of linear attention
-    "dynamic_cp/sweep": 1345,  # experts in one product; flags of linear attention, factors of Granite, layers without RoPE
-    "dynamic_cp/types": 3820,  # what auto allows; adapters; hybrids, with windows and latents; trees of turns
+    "dynamic_cp/sweep": 1345,  # experts in one product; flags of linear attention, factors of Granite
+    "dynamic_cp/types": 3820,  # what auto allows; adapters; hybrids; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 6180,  # linear attention of a pack over lanes, in two ways, and little of it kept

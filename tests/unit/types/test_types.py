@@ -31,7 +31,7 @@ def test_options_are_checked(changes, says):
 
 
 def test_all_exchanges_may_be_given_in_any_order():
-    assert PlanOptions(max_tokens_per_rank=8).cp_comm_types == ("p2p",)
+    assert PlanOptions(max_tokens_per_rank=8).cp_comm_types == ("auto",)
     assert PlanOptions(max_tokens_per_rank=8, cp_comm_types=CP_COMM_TYPES[::-1]).cp_comm_types == CP_COMM_TYPES[::-1]
     assert PlanOptions(max_tokens_per_rank=8, search="thorough").search == "thorough"
 
