@@ -58,7 +58,7 @@ def tokenize_lines(path: str, start: int, stop: int, size_bytes: int, task: Task
     """Return the documents of the JSONL lines that start at bytes start .. stop - 1; see `scan.scan_lines`."""
     found: list[list[NDArray[Any]]] = [[] for _ in task.keys]
 
-    def take(line: bytes) -> list[tuple[int]]:
+    def take(line: bytes) -> tuple[list[tuple[int]], tuple[str, ...]]:
         value = object_of_line(line, f'{{"{task.keys[0]}": "..."}}')
         documents = []
         for key in task.keys:
@@ -69,7 +69,7 @@ def tokenize_lines(path: str, start: int, stop: int, size_bytes: int, task: Task
             documents.append(task.tokens(encode(text)))
         for column, document in zip(found, documents, strict=True):
             column.append(document)
-        return [(0,)]
+        return [(0,)], ()
 
     with tokenizing():
         scanned = scan_lines(path, start, stop, size_bytes, take)

@@ -43,6 +43,8 @@ ROOT = Turn(
     ),
 )
 LENGTHS = (37, 1, 90, 5, 1, 64, 23, 12, 7, 130, 2, 48)
+UNLEARNED = Sample(sample_id=1000, seqlen=11)
+"""Of which no token has a loss."""
 PROMPTS = ((40, (17, 30)), (12, (1, 9)), (75, (20, 8)), (2, (1, 1)), (9, (44, 61)))
 
 
@@ -55,7 +57,7 @@ def read_sample(sample: Sample) -> SampleTokens:
         prompt = random.integers(1, VOCAB_SIZE, sample.mask.prompt + 1)
         return shared_question(prompt, [random.integers(1, VOCAB_SIZE, n) for n in sample.mask.answers])[0]
     stream = random.integers(1, VOCAB_SIZE, sample.seqlen + 1)
-    loss_mask = (np.arange(sample.seqlen)[::-1] % 5 != 2).astype(np.float32)
+    loss_mask = ((np.arange(sample.seqlen)[::-1] % 5 != 2) & (sample != UNLEARNED)).astype(np.float32)
     return SampleTokens(tokens=stream[:-1], labels=stream[1:], loss_mask=loss_mask)
 
 
@@ -267,7 +269,7 @@ def judged(
     names, parameters = zip(*model.named_parameters(), strict=True)
     result: dict[str, Any] = {"tokens": tokens, "losses": {}, "gradients": {}}
     for name in losses:
-        loss = LOSSES[name][1](kept)
+        loss = LOSSES[name][1]([one for one in kept if one["mask"].any()])
         result["losses"][name] = loss.item()
         gradients = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
         result["gradients"][name] = dict(zip(names, gradients, strict=True))

@@ -265,7 +265,9 @@ def run_plain_loop(samples: tuple[Sample, ...], expected: dict[str, Any]) -> tup
 
 
 def test_a_plain_loop_equals_a_single_process() -> None:
-    samples = (*post_training.plain_batch(), post_training.tree(), *post_training.batch_of_pairs())
+    """Also where a response has no token with a loss: means over samples are those of the others alone."""
+    plain = (*post_training.plain_batch(), post_training.UNLEARNED)
+    samples = (*plain, post_training.tree(), *post_training.batch_of_pairs())
     expected = run_without_shims(1, post_training.judge_plain_loop, samples, ("sft", "ppo", "gspo"))[0]
     ranks = run_without_shims(4, run_plain_loop, samples, expected)
     assert_equal([errors for errors, _ in ranks], expected, "plain loop")

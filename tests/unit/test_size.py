@@ -51,7 +51,7 @@ MOST_LINES = {
     "megatron/lm_adaptor": 2815,  # linear attention: a specification, its kernel, a model and checkpoints of patterns
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1960,  # a model without adapters, and others than a run has
-    "megatron/trainer/data": 5560,  # preference pairs, in every form that people have them, as samples; trees of turns
+    "megatron/trainer/data": 5750,  # preferences; trees of turns; what templates leave out, and keys without effect
     "megatron/trainer/ending": 590,
     "megatron/trainer/flags": 1480,  # factors; adapters; variables of runs on GPUs; what no layer has is refused
     "megatron/trainer/loop": 500,  # peak memory of a run

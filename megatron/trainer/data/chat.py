@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 from megatron.trainer.data.chat_format import ChatFormat, ChatText, Span, is_learned_answer
 from megatron.trainer.data.chat_records import (
     MESSAGES,
-    called,
-    calls_of,
+    given_of,
     has_mark,
     messages_of,
     preference_of,
     prompt_of,
-    tools_of,
     unlearned,
+    unread_of,
 )
 from megatron.trainer.data.json_text import (
+    PROMPT,
     RESPONSES,
     LineError,
     check_prompt,
@@ -48,13 +48,15 @@ class Chats(NamedTuple):
 
     Attributes:
         messages: of each chat.
-        tools: for the template, None where the line has none.
+        given: what the line gives the template besides, such as `tools`.
         share_prompt: they end with the responses to one prompt.
+        unread: `json_text.unread_keys` of the line.
     """
 
     messages: list[list[dict[str, Any]]]
-    tools: Any
+    given: Mapping[str, Any]
     share_prompt: bool
+    unread: tuple[str, ...]
 
 
 def parse_chats(line: bytes) -> Chats:
@@ -65,17 +67,17 @@ def parse_chats(line: bytes) -> Chats:
             role or content, or no assistant to learn.
     """
     value = object_of_line(line, '{"messages": [...]}')
-    tools = tools_of(value)
+    given = given_of(value)
     if RESPONSES in value:
         question = question_of(value, MESSAGES)
         shared = unlearned(prompt_of(value))
         chats = [[*shared, {"role": "assistant", "content": response}] for response in question.responses]
         if has_mark([*question.responses]):
             raise LineError(f": field {RESPONSES!r} has the noncharacter U+FDD0, U+FDD1 or U+FDD2: remove it")
-        return Chats(chats, tools, True)
-    messages = messages_of(value)
+        return Chats(chats, given, True, unread_of(value, (PROMPT, RESPONSES)))
+    messages, unread = messages_of(value)
     _check_learned(messages)
-    return Chats([messages], tools, False)
+    return Chats([messages], given, False, unread)
 
 
 def parse_preference(value: Mapping[str, Any]) -> Chats:
@@ -84,10 +86,10 @@ def parse_preference(value: Mapping[str, Any]) -> Chats:
     Raises:
         LineError: as `parse_chats`, and an answer that is none of the assistant's.
     """
-    chats = preference_of(value)
+    chats, unread = preference_of(value)
     for messages in chats:
         _check_learned(messages)
-    return Chats(chats, tools_of(value), True)
+    return Chats(chats, given_of(value), True, unread)
 
 
 def _check_learned(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -110,7 +112,8 @@ class ChatReader:
             LineError: a chat that is malformed, or of which tokens are part prompt and part answer.
         """
         chats = parse_chats(line)
-        return [self.shared(chats)] if chats.share_prompt else self._documents(chats)
+        first, *others = [self.shared(chats)] if chats.share_prompt else self._documents(chats)
+        return [first._replace(unread=chats.unread), *others]
 
     def shared(self, chats: Chats) -> Document:
         """Return chats that have their prompt in common as one document.
@@ -127,20 +130,8 @@ class ChatReader:
         return self._joined(documents)
 
     def _documents(self, chats: Chats) -> list[Document]:
-        texts = [text for messages in chats.messages for text in self._texts(messages, chats.tools)]
+        texts = [text for messages in chats.messages for text in self.chat_format.texts(messages, chats.given)]
         return [self.tokens(text) for text in texts]
-
-    def _texts(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[ChatText]:
-        """Return the texts of a chat; LineError where its template leaves out a tool call."""
-        texts = self.chat_format.texts(messages, tools)
-        for number, message in enumerate(messages, 1):
-            for call in calls_of(message):
-                if not any(called(call)["name"] in text for text, _ in texts):
-                    raise LineError(
-                        f" message {number} ({message['role']}): {self.chat_format.name} leaves out its call of "
-                        f"{called(call)['name']!r}: use a template that writes tool_calls (--chat-template FILE)"
-                    )
-        return texts
 
     def tokens(self, one: ChatText) -> Document:
         """Return the tokens of a text; LineError where one is part prompt and part answer."""

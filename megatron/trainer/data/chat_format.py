@@ -8,6 +8,10 @@ it, and the span is what the turn adds to the generation prompt. Turns share a t
 behind its own prompt. A template that writes earlier turns otherwise once later ones follow (without their reasoning,
 for example) gives a turn a text of its own, so that every answer is learned behind what precedes it when it is
 generated.
+
+What a message says must be in the text that is trained: each is rendered once more with a mark of its own in the place
+of each content, reasoning, and name and argument of a call, and a mark that is not written is an error. To look for the
+words themselves would find them elsewhere, such as a tool's name in its schema.
 """
 
 from __future__ import annotations
@@ -19,10 +23,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megatron.trainer.data.chat_records import with_objects
-from megatron.trainer.data.chat_template import CLOSE, NEXT, OPEN, PLACE, as_templates_see_it, render, uses_date
+from megatron.trainer.data.chat_records import called, calls_of, with_called, with_objects
+from megatron.trainer.data.chat_template import (
+    CLOSE,
+    NEXT,
+    OPEN,
+    PLACE,
+    REASONING,
+    as_templates_see_it,
+    render,
+    uses_date,
+)
 from megatron.trainer.data.json_text import LineError
 
 _MARKER = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])")
@@ -30,6 +44,7 @@ _MARKER = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])")
 _KEY = re.compile(r"""["']type["']:""")
 
 Message = Mapping[str, Any]
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Span(NamedTuple):
@@ -70,10 +85,11 @@ class _Habits(NamedTuple):
     Attributes:
         reads_text, reads_parts: which contents it writes, a text or a list of parts.
         reads_arguments: it writes a tool call's arguments that are JSON text as it writes objects, or no objects.
-        end: of the last turn, behind its content; None where it refuses a question and an answer.
+        end: of the last turn, behind its content and before `cue`; None where it refuses a question and an answer.
         common_end: what of it is there where a turn follows, too.
         next_marks: what begins a user's message and a tool's, where `end` is empty.
         unwritten: what of the generation prompt an answer does not stand behind.
+        cue: what of the next prompt it writes behind the last turn though none is asked for; "" for most.
     """
 
     reads_text: bool
@@ -83,6 +99,7 @@ class _Habits(NamedTuple):
     common_end: str
     next_marks: tuple[str, str]
     unwritten: str
+    cue: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,35 +134,45 @@ class ChatFormat:
     @property
     def unwritten(self) -> str:
         """What of the generation prompt the template does not write before an answer, such as an opened <think>."""
-        return self._habits(None).unwritten
+        return self._habits({}).unwritten
 
-    def texts(self, messages: Sequence[Message], tools: Any = None) -> list[ChatText]:
+    def texts(self, messages: Sequence[Message], given: Mapping[str, Any] = _NOTHING) -> list[ChatText]:
         """Return the texts of a chat, by the last turn that each trains; every turn that is learned is in one of them.
 
+        Args:
+            given: what the template gets besides, such as `tools`.
+
         Raises:
-            LineError: the template refuses the chat, or does not say what the assistant wrote.
+            LineError: the template refuses the chat, does not say what the assistant wrote, or leaves something out.
         """
-        given = [
-            self._readable(as_templates_see_it(message), number, tools) for number, message in enumerate(messages, 1)
+        messages = [
+            self._readable(as_templates_see_it(message), number, given) for number, message in enumerate(messages, 1)
         ]
-        whole = self._render(given, tools)
+        whole = self._render(messages, given)
+        turns = [turn for turn, message in enumerate(messages) if is_learned_answer(message)]
         if OPEN in whole:
-            return [_by_marks(whole, given, self.name)]
+            self._check_written(messages, turns, given)
+            marked = _by_marks(whole, messages, self.name)
+            for turn in turns:
+                self._check_content(messages[turn], turn, "", marked.text)
+            return [marked]
         texts = [ChatText(whole, [])]
-        for turn in reversed([turn for turn, message in enumerate(given) if is_learned_answer(message)]):
-            answer = self._answer(given, turn, tools)
+        for turn in reversed(turns):
+            answer = self._answer(messages, turn, given)
             if not any(answer.stop_in(one.text) for one in texts):
                 texts.append(ChatText(answer.text, []))
             spans, stop = next((one.spans, stop) for one in reversed(texts) if (stop := answer.stop_in(one.text)))
             spans.insert(0, Span(answer.start, stop, turn + 1))
         return [one for one in reversed(texts) if one.spans]
 
-    def _answer(self, messages: Sequence[Message], turn: int, tools: Any) -> _Answer:
+    def _answer(self, messages: Sequence[Message], turn: int, given: Mapping[str, Any]) -> _Answer:
         """Return the text up to and with message `turn`, and where it begins and ends."""
-        prompt = self._render(messages[:turn], tools, add_generation_prompt=True)
-        text = self._render(messages[: turn + 1], tools)
-        start = len(prompt) if text.startswith(prompt) else self._start(prompt, text, messages, turn, tools)
-        habits = self._habits(tools)
+        self._check_written(messages[: turn + 1], [turn], given)
+        habits = self._habits(given)
+        prompt = self._render(messages[:turn], given, add_generation_prompt=True)
+        text = self._render(messages[: turn + 1], given).removesuffix(habits.cue)
+        start = len(prompt) if text.startswith(prompt) else self._start(prompt, text, messages, turn, given)
+        self._check_content(messages[turn], turn, text[:start], text[start:])
         if habits.end == "":
             text += self._mark_behind(turn, messages[turn], habits)
         stop = len(text) if habits.end is not None and not habits.end.strip() else len(text.rstrip())
@@ -165,14 +192,14 @@ class ChatFormat:
             )
         return mark
 
-    def _start(self, prompt: str, text: str, messages: Sequence[Message], turn: int, tools: Any) -> int:
+    def _start(self, prompt: str, text: str, messages: Sequence[Message], turn: int, given: Mapping[str, Any]) -> int:
         """Return where an answer begins in a text that does not begin with its prompt.
 
         Either the answer goes on before the prompt's end (behind "<think>" of "<think>\\n"), or earlier messages are
         written otherwise: then it begins behind what the prompt adds to them.
         """
-        asked = self._render([*messages[:turn], _with_places(messages[turn])], tools)
-        before = self._render(messages[:turn], tools)
+        asked = self._render([*messages[:turn], _Places().instead_of(turn, messages[turn])], given)
+        before = self._render(messages[:turn], given)
         agreed = _agreed(prompt, asked)
         if len(agreed) >= len(_agreed(prompt, before)):
             return len(_agreed(agreed, text))
@@ -187,9 +214,48 @@ class ChatFormat:
             )
         return start
 
-    def _readable(self, message: Message, number: int, tools: Any) -> Message:
+    def _check_written(self, messages: Sequence[Message], turns: Sequence[int], given: Mapping[str, Any]) -> None:
+        """Raise LineError where a text leaves out what somebody says in it.
+
+        Args:
+            turns: the answers that are learned in this text. Of earlier ones templates may drop the reasoning.
+        """
+        places = _Places()
+        asked = [
+            places.instead_of(turn, message, is_learned=turn in turns)
+            if turn in turns or not is_learned_answer(message)
+            else message
+            for turn, message in enumerate(messages)
+        ]
+        text = self._render(asked, given).replace(json.dumps(PLACE).strip('"'), PLACE)
+        for place, (turn, what) in places.found.items():
+            if place in text:
+                continue
+            where = f" where message {turns[-1] + 1} is the last" if turn != turns[-1] else ""
+            other = "end a line with this message" if turn in turns[:-1] else "leave it out of the line"
+            raise LineError(
+                f" message {turn + 1} ({messages[turn]['role']}): {self.name} leaves out its {what}{where}: use a "
+                f"template that writes it (--chat-template FILE), or {other}"
+            )
+
+    def _check_content(self, message: Message, turn: int, prompt: str, written: str) -> None:
+        """Raise LineError where part of an answer's content is not written, white space aside.
+
+        It may begin in the prompt, with a <think> that this opens.
+        """
+        content = message.get("content") or ""
+        content = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        wanted, before, learned = ("".join(text.split()) for text in (content, prompt, written))
+        if wanted not in before[max(0, len(before) - len(wanted) + 1) :] + learned:
+            raise LineError(
+                f" message {turn + 1} (assistant): {self.name} leaves out part of its content, and writes "
+                f"{_shortened(written)!r} of {_shortened(content)!r}: use a template that writes all of it "
+                "(--chat-template FILE)"
+            )
+
+    def _readable(self, message: Message, number: int, given: Mapping[str, Any]) -> Message:
         """Return a message as the template reads it: content as text or parts, arguments as text or objects."""
-        content, habits = message.get("content"), self._habits(tools)
+        content, habits = message.get("content"), self._habits(given)
         if not habits.reads_arguments:
             message = with_objects(message, number)
         if isinstance(content, str) and not habits.reads_text and habits.reads_parts:
@@ -206,15 +272,17 @@ class ChatFormat:
                 return {**message, "content": "".join(map(str, texts))}
         return message
 
-    def _habits(self, tools: Any) -> _Habits:
-        return _habits_of(self._template(tools), self.variables, self.date)
+    def _habits(self, given: Mapping[str, Any]) -> _Habits:
+        return _habits_of(self._template(given), self.variables, self.date)
 
-    def _template(self, tools: Any) -> str:
-        return self.tool_template if tools is not None and self.tool_template else self.template
+    def _template(self, given: Mapping[str, Any]) -> str:
+        return self.tool_template if given.get("tools") is not None and self.tool_template else self.template
 
-    def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False) -> str:
-        template, variables = self._template(tools), dict(self.variables)
-        return render(self.name, template, self.date, messages, tools, variables, add_generation_prompt)
+    def _render(
+        self, messages: Sequence[Message], given: Mapping[str, Any], add_generation_prompt: bool = False
+    ) -> str:
+        variables = {**dict(self.variables), **given}
+        return render(self.name, self._template(given), self.date, messages, variables, add_generation_prompt)
 
 
 def is_learned_answer(message: Message) -> bool:
@@ -260,7 +328,7 @@ def _habits_of(template: str, variables: tuple[tuple[str, str], ...], date: str)
         ]
         messages[-1] |= more
         try:
-            text = render("", template, date, messages, None, dict(variables), add_generation_prompt=prompts)
+            text = render("", template, date, messages, dict(variables), add_generation_prompt=prompts)
         except LineError:
             return ""
         return text.replace(OPEN, "").replace(CLOSE, "")
@@ -285,14 +353,24 @@ def _habits_of(template: str, variables: tuple[tuple[str, str], ...], date: str)
     by_text, by_object = called(arguments), called({PLACE: 1})
     asked = parts if in_parts else texts
     prompt = write("?", in_parts=in_parts, prompts=True)
+    end, unasked = asked.rpartition(PLACE)[2], write("?", in_parts=in_parts)
+    common_end = _agreed(end, between("user"))
+    # A cue is there if the text of a question ends as that of an answer does, and the answer goes on behind it.
+    cue = end[len(common_end) :]
+    if common_end.strip() and cue.strip() and unasked.endswith(cue) and asked.startswith(unasked):
+        common_end = _before_opening(common_end, asked)
+        end, cue = common_end, end[len(common_end) :]
+    else:
+        cue = ""
     return _Habits(
         reads_text=reads_text,
         reads_parts=reads_parts,
         reads_arguments=arguments in by_text and by_object in ("", by_text),
-        end=asked.rpartition(PLACE)[2] if PLACE in asked else None,
-        common_end=_agreed(asked.rpartition(PLACE)[2], between("user")).rstrip(),
+        end=end if PLACE in asked else None,
+        common_end=common_end.rstrip(),
         next_marks=(_first_mark(between("user")), _first_mark(between("tool"))),
         unwritten=prompt[len(_agreed(prompt, asked)) :],
+        cue=cue,
     )
 
 
@@ -300,6 +378,13 @@ def _first_mark(text: str) -> str:
     """Return the token of its own with which a text begins, "" where it begins otherwise."""
     found = _MARKER.match(text)
     return found[0] if found else ""
+
+
+def _before_opening(common_end: str, text: str) -> str:
+    """Return what ends a turn, of what stands behind it whoever is next: nothing of what begins turns, and the text."""
+    marks = _MARKER.findall(common_end)
+    first = min(marks, key=text.find, default="")
+    return common_end.rpartition(first)[0] if first in marks[1:] else common_end
 
 
 def _agreed(first: str, second: str) -> str:
@@ -316,11 +401,48 @@ def _agreed(first: str, second: str) -> str:
     return agreed
 
 
-def _with_places(value: Any) -> Any:
-    """Return a message with a place in the stead of what it says, where it says anything."""
-    if isinstance(value, str):
-        return PLACE if value else value
-    if isinstance(value, list):
-        return [{**part, "text": PLACE} for part in value]
-    said = {key: _with_places(value[key]) for key in ("content", "thinking", "reasoning_content") if key in value}
-    return {**value, **said}
+class _Places:
+    """Marks in the place of what messages say.
+
+    Attributes:
+        found: mark -> the message that has it, from 0, and what of it.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[int, str]] = {}
+
+    def instead_of(self, turn: int, message: Message, *, is_learned: bool = True) -> Message:
+        """Return a message with marks; of an assistant whose words are not learned only in its calls."""
+
+        def mark(what: str) -> str:
+            place = f"{PLACE}{len(self.found)}{PLACE}"
+            self.found[place] = (turn, what)
+            return place
+
+        def marked(call: Message) -> Message:
+            function = dict(called(call))
+            of, given = f"call of {function['name']!r}", function.get("arguments")
+            function["name"] = mark(of)
+            if isinstance(given, str) and given:  # a template that reads texts writes it as it is
+                function["arguments"] = json.dumps({mark(f"{of} (arguments)"): 1}, ensure_ascii=False)
+            if isinstance(given, dict):
+                both = [(mark(f"{of} (argument {key!r})"), mark(f"{of} (argument {key!r})")) for key in given]
+                function["arguments"] = dict(both)
+            return with_called(call, function)
+
+        asked = dict(message)
+        if calls := calls_of(message):
+            asked["tool_calls"] = [marked(call) for call in calls]
+        if message["role"] == "assistant" and not is_learned:
+            return asked
+        content = message.get("content")
+        if isinstance(content, list):
+            asked["content"] = [{**part, "text": mark("content")} if part["text"].strip() else part for part in content]
+        elif content and content.strip():
+            asked["content"] = mark("content")
+        reasons = {key: message[key] for key in REASONING if message.get(key) and message["role"] == "assistant"}
+        return {**asked, **dict.fromkeys(reasons, mark("reasoning") if reasons else "")}
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:20]} ... {text[-15:]}"

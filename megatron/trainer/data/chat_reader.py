@@ -77,7 +77,7 @@ def _template(wanted: str | None, folder: str | None) -> tuple[str, str, str | N
 
 def chat_request(reader: ChatReader) -> dict[str, str]:
     """Return what decides the lengths of chats besides their contents: among it which rules make a chat's texts."""
-    return {"kind": "chat", "tokenizer": repr(reader.tokenizer), **_template_identity(reader.chat_format), "texts": "2"}
+    return {"kind": "chat", "tokenizer": repr(reader.tokenizer), **_template_identity(reader.chat_format), "texts": "3"}
 
 
 def chat_identity(config: DataConfig) -> dict[str, str]:

@@ -8,8 +8,8 @@
                                                     the answer in the other forms, or nothing where both chats begin
                                                     with it
 
-In all but the first a field "system" stands before the others. A null is taken for a field that is missing, as tables
-have it. A new form is a row of `FORMS` or `PREFERENCES`.
+A field "system" stands before the others. A null is taken for a field that is missing, as tables have it. A new form is
+a row of `FORMS` or `PREFERENCES`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from megatron.trainer.data.json_text import (
     RESPONSES,
     LineError,
     refuse_preferences,
+    unread_keys,
 )
 
 MESSAGES, CONVERSATIONS, INSTRUCTION, OUTPUT = "messages", "conversations", "instruction", "output"
+SYSTEM = "system"
 ASKED = ("question", "query", "input")
 """Names that others give a prompt."""
 
@@ -42,27 +44,46 @@ _ROLE_OF_SPEAKER = {
     **dict.fromkeys(("observation", "function_response", "function"), "tool"),
 }
 _CALLS = "function_call"
+VARIABLES = "chat_template_kwargs"
+GIVEN = ("tools", VARIABLES)
+"""Fields that go to the template as they are."""
+_NO_VARIABLES = (
+    "messages",
+    "conversation",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+)
+"""What transformers' `apply_chat_template` takes by these names is given otherwise here, or is no variable."""
 
 Message = dict[str, Any]
 Fields: TypeAlias = tuple[str, ...]
 
 
-def messages_of(value: Mapping[str, Any]) -> list[Message]:
-    """Return the chat of a record, checked and in OpenAI's words.
+def messages_of(value: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
+    """Return the chat of a record, checked and in OpenAI's words, and the record's `unread_keys`.
 
     Raises:
         LineError: the record is of no known form, or of two; a message without role or content.
     """
-    given = without_nulls(value)
-    if MESSAGES in given:
-        return FORMS[MESSAGES,](given)
-    refuse_preferences(given)
-    form = _form(given, FORMS, f"--sft reads chats ({words(_READ)}); leave it out for text")
-    return _with_system(given, FORMS[form](given))
+    given, form = without_nulls(value), (MESSAGES,)
+    if MESSAGES not in given:
+        refuse_preferences(given)
+        form = _form(given, FORMS, f"--sft reads chats ({words(_READ)}); leave it out for text")
+    return _with_system(given, FORMS[form](given)), unread_of(given, form)
 
 
-def preference_of(value: Mapping[str, Any]) -> list[list[Message]]:
-    """Return the chats of a preference, the chosen before the rejected; nothing of their prompt is learned.
+def unread_of(given: Mapping[str, Any], form: Fields) -> tuple[str, ...]:
+    """Return the `unread_keys` of a record of a form."""
+    beside = ("input", "history", OUTPUT) if INSTRUCTION in form else ()
+    return unread_keys(given, *form, *beside, SYSTEM, *GIVEN)
+
+
+def preference_of(value: Mapping[str, Any]) -> tuple[list[list[Message]], tuple[str, ...]]:
+    """Return the chats of a preference, the chosen before the rejected, and the record's `unread_keys`.
+
+    Nothing of their prompt is learned.
 
     Raises:
         LineError: the record is no preference, or its prompt is in two forms; answers that are alike, or are none.
@@ -83,7 +104,8 @@ def preference_of(value: Mapping[str, Any]) -> list[list[Message]]:
         asked = None if shared else next((field for field in ASKED if field in given), None)
         remedy = f"rename {asked!r} to {PROMPT!r}" if asked else "repair or remove the line"
         raise LineError(f": {CHOSEN!r} and {REJECTED!r} {why}: {remedy}")
-    return [[*_with_system(given, unlearned(shared)), *answer[len(common) :]] for answer in answers]
+    chats = [[*_with_system(given, unlearned(shared)), *answer[len(common) :]] for answer in answers]
+    return chats, unread_of(given, fields)
 
 
 def prompt_of(value: Mapping[str, Any]) -> list[Message]:
@@ -195,6 +217,11 @@ def called(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return function if isinstance(function, dict) else call
 
 
+def with_called(call: Mapping[str, Any], function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool call with another name and arguments, where `called` finds them."""
+    return {**call, "function": function} if isinstance(call.get("function"), dict) else function
+
+
 def with_objects(message: Message, number: int) -> Message:
     """Return a message whose tool calls have their arguments as objects, as most templates read them.
 
@@ -209,22 +236,32 @@ def with_objects(message: Message, number: int) -> Message:
         function = called(call)
         if isinstance(function.get("arguments"), str):
             function = {**function, "arguments": parsed(function["arguments"] or "{}", where)}
-        calls.append({**call, "function": function} if "function" in call else function)
+        calls.append(with_called(call, function))
     return {**message, "tool_calls": calls}
 
 
-def tools_of(value: Mapping[str, Any]) -> Any:
-    """Return the tools of a record, None where it has none; they may be JSON text, which fits any table.
+def given_of(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a record gives its template besides messages: tools, and the variables that TRL has in a column.
+
+    Either may be JSON text, which fits any table.
 
     Raises:
-        LineError: text that is no JSON, or tools with a mark of spans.
+        LineError: text that is no JSON, variables that are none or have their own fields, or a mark of spans.
     """
-    tools = value.get("tools")
-    if isinstance(tools, str) and tools:
-        tools = parsed(tools, ": field 'tools'") or None
-    if has_mark(tools):
-        raise LineError(": field 'tools' has the noncharacter U+FDD0, U+FDD1 or U+FDD2: remove it")
-    return tools
+    given = {}
+    for field in GIVEN:
+        entry = value.get(field)
+        if isinstance(entry, str) and entry:
+            entry = parsed(entry, f": field {field!r}") or None
+        if has_mark(entry):
+            raise LineError(f": field {field!r} has the noncharacter U+FDD0, U+FDD1 or U+FDD2: remove it")
+        given[field] = entry
+    variables = given.pop(VARIABLES) or {}
+    if not isinstance(variables, dict):
+        raise LineError(f": field {VARIABLES!r} is a {type(variables).__name__}, not an object: repair the line")
+    if taken := [name for name in variables if name in _NO_VARIABLES]:
+        raise LineError(f": field {VARIABLES!r} has {taken[0]!r}, which is no variable of templates: leave it out")
+    return {**given, **variables}
 
 
 def parsed(text: str, where: str) -> Any:
@@ -321,7 +358,7 @@ def _question(value: Mapping[str, Any]) -> list[Message]:
 
 def _with_system(value: Mapping[str, Any], messages: list[Message]) -> list[Message]:
     """Return messages behind that of a record's field `system`."""
-    system = value.get("system")
+    system = value.get(SYSTEM)
     if not system or (messages[0]["role"] == "system" and messages[0]["content"] == system):
         return messages
     if not isinstance(system, str):

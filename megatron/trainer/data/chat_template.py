@@ -75,8 +75,7 @@ def render(
     template: str,
     date: str,
     messages: Sequence[Mapping[str, Any]],
-    tools: Any,
-    variables: Mapping[str, str],
+    variables: Mapping[str, Any],
     add_generation_prompt: bool = False,
 ) -> str:
     """Return the text of messages, with OPEN and CLOSE around each generation block.
@@ -84,6 +83,7 @@ def render(
     Args:
         name: of the template, for messages.
         date: what `strftime_now` formats, "2026-11-25".
+        variables: what else the template may read: special tokens by name, and what the record gives.
 
     Raises:
         LineError: the template refuses the chat.
@@ -92,11 +92,9 @@ def render(
 
     try:
         text = _compiled(template, date).render(
+            {"tools": None, "documents": None, **variables},
             messages=messages,
-            tools=tools,
-            documents=None,
             add_generation_prompt=add_generation_prompt,
-            **variables,
         )
     except (
         *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),

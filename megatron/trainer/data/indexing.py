@@ -19,7 +19,15 @@ from megatron.trainer.data.index_cache import DocumentFiles
 from megatron.trainer.data.length_index import LengthIndex
 from megatron.trainer.data.line_reader import LineReader
 from megatron.trainer.data.progress import Progress
-from megatron.trainer.data.scan import COLUMNS, JsonLinesRange, ScanError, scan_json_lines, sniff_text_files
+from megatron.trainer.data.scan import (
+    COLUMNS,
+    UNREAD,
+    JsonLinesRange,
+    ScanError,
+    add_keys,
+    scan_json_lines,
+    sniff_text_files,
+)
 from megatron.trainer.data.source import count, reading
 from megatron.trainer.data.token_scan import TextMeasures, measure_text_files, scan_read_lines
 from megatron.trainer.data.tokenizer import ByteTokenizer, TextTokenizer
@@ -249,7 +257,10 @@ def _joined_index(
     first_documents = np.cumsum(num_documents) - num_documents
     for name in ("blanks", "continued", "questions"):  # numbers of documents
         joined[name] += np.repeat(first_documents, _numbers(scans, name))
-    counts = {"blank lines": len(joined["blanks"])}
+    unread: dict[str, int] = {}
+    for scan in scans:
+        add_keys(unread, scan.unread)
+    counts = {"blank lines": len(joined["blanks"])} | {UNREAD + key: unread[key] for key in unread}
     columns = {
         "lengths": joined["lengths"],
         "offsets_bytes": joined["offsets_bytes"],

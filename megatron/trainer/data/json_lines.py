@@ -12,6 +12,7 @@ from megatron.trainer.data.length_index import LengthIndex
 from megatron.trainer.data.line_reader import Document, TextReader
 from megatron.trainer.data.line_table import LineTable
 from megatron.trainer.data.questions import Questions
+from megatron.trainer.data.scan import UNREAD
 from megatron.trainer.data.source import Source, count
 from megatron.trainer.data.tokenizer import ByteTokenizer
 
@@ -89,14 +90,20 @@ class JsonLines(Source):
         return self._lines.first(document)
 
     def describe(self) -> str:
-        """Return the number of lines and of blank ones, of prompts and responses, and what of chats is learned."""
+        """Return the number of lines and of blank ones, of prompts and responses, and what of them is not read."""
         num_blank, chats = self._counts["blank lines"], self._reader
         words = f"{self._name}: "
         if isinstance(chats, ChatReader):
             words += self._describe_chats(chats)
         else:
             words += count(len(self.lengths), "JSON line")
-        return words + (f", {count(num_blank, 'blank line')} skipped" if num_blank else "") + self._questions.describe()
+        words += (f", {count(num_blank, 'blank line')} skipped" if num_blank else "") + self._questions.describe()
+        unread = [
+            f"{key.removeprefix(UNREAD)!r} ({num_lines})"
+            for key, num_lines in self._counts.items()
+            if key.startswith(UNREAD)
+        ]
+        return words + (f", keys without effect (lines): {', '.join(unread)}" if unread else "")
 
     def _describe_chats(self, reader: ChatReader) -> str:
         num_chats, num_texts, chat_format = self._lines.num_lines, len(self.lengths), reader.chat_format

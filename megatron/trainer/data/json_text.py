@@ -12,6 +12,8 @@ from megatron.trainer.data.turns import TURNS, Parts, Turn, TurnError, parts_of,
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PROMPT, RESPONSES, COMPLETION, CHOSEN, REJECTED = "prompt", "responses", "completion", "chosen", "rejected"
+_OF_RECORDS = frozenset(("id", "uuid", "source", "dataset", "url", "meta", "metadata"))
+"""Keys that say which record it is, or where it is from: they are not to be learned, whoever reads them."""
 _FIELDS_OF_CHATS = ("messages", "conversations", "instruction")
 
 
@@ -68,13 +70,26 @@ def refuse_preferences(value: Mapping[str, Any]) -> None:
         )
 
 
+def unread_keys(value: Mapping[str, Any], *read: str) -> tuple[str, ...]:
+    """Return the keys of a record, but those of null, that have no effect though it is not known that they have none.
+
+    Args:
+        read: those that have one.
+    """
+    return tuple(
+        key for key, entry in value.items() if key not in read and key not in _OF_RECORDS and entry is not None
+    )
+
+
 def is_chat(value: Mapping[str, Any]) -> bool:
     """Return whether a record can be read as a chat only."""
     return any(field in value for field in _FIELDS_OF_CHATS) or isinstance(value.get(PROMPT), list)
 
 
-def content_of_line(line: bytes, json_key: str) -> str | Question | list[Turn]:
+def content_of_line(line: bytes, json_key: str) -> tuple[str | Question | list[Turn], tuple[str, ...]]:
     """Return the text of a line, or its prompt and responses, or prompt and completion, or turns, all of them texts.
+
+    Behind it are the line's `unread_keys`.
 
     Raises:
         LineError: no JSON object with a string under `json_key`, or with a prompt and responses, or turns; or with two.
@@ -87,19 +102,19 @@ def content_of_line(line: bytes, json_key: str) -> str | Question | list[Turn]:
                 f": field {PROMPT!r} is a {type(question.prompt).__name__}, not a string: write it as one text"
                 + (", or read it as messages with --sft" if isinstance(question.prompt, list) else "")
             )
-        return question
+        return question, unread_keys(value, PROMPT, RESPONSES)
     if TURNS in value and json_key != TURNS:
         if (other := next((name for name in (json_key, PROMPT) if name in value), None)) is not None:
             raise LineError(f" has {TURNS!r} and {other!r}: leave {other!r} out, or give it alone")
         try:
-            return turns_of(value[TURNS])
+            return turns_of(value[TURNS]), unread_keys(value, TURNS)
         except TurnError as error:
             raise LineError(str(error)) from None
     if json_key not in value:
         refuse_preferences(value)
         prompt, completion = value.get(PROMPT), value.get(COMPLETION)
         if isinstance(prompt, str) and isinstance(completion, str):
-            return Question(prompt, (completion,))
+            return Question(prompt, (completion,)), unread_keys(value, PROMPT, COMPLETION)
         raise LineError(
             f" has no field {json_key!r} (it has {', '.join(map(repr, list(value)[:5])) or 'none'}): "
             "name the text field with --json-key" + (", or read chats with --sft" if is_chat(value) else "")
@@ -110,7 +125,7 @@ def content_of_line(line: bytes, json_key: str) -> str | Question | list[Turn]:
             f": field {json_key!r} is a {type(text).__name__}, not a string: "
             "repair the line or name another field with --json-key"
         )
-    return text
+    return text, unread_keys(value, json_key)
 
 
 def parts_of_line(turns: Sequence[Turn], lengths: Sequence[int]) -> Parts:

@@ -21,12 +21,14 @@ class Document(NamedTuple):
         is_target: which of them are learned, bool [n]; None: all.
         answers: tokens of each response, or of each part of a tree behind the first; none where there is neither.
         depths: of each part of a tree; none: 1 for each response.
+        unread: `json_text.unread_keys` of its line, of the first document of a line.
     """
 
     tokens: NDArray[np.int64]
     is_target: NDArray[np.bool_] | None = None
     answers: tuple[int, ...] = ()
     depths: tuple[int, ...] = ()
+    unread: tuple[str, ...] = ()
 
     def measures(self) -> tuple[int, ...]:
         """Return what `scan.scan_lines` needs: the first learned token is one after the beginning."""
@@ -61,10 +63,11 @@ class TextReader:
         Raises:
             LineError: there is neither a text nor a prompt with responses, nor turns.
         """
-        content = content_of_line(line, self.json_key)
+        content, unread = content_of_line(line, self.json_key)
         if isinstance(content, str):
-            return [Document(self._ended(content))]
-        return [self.question(content) if isinstance(content, Question) else self._tree(content)]
+            return [Document(self._ended(content), unread=unread)]
+        document = self.question(content) if isinstance(content, Question) else self._tree(content)
+        return [document._replace(unread=unread)]
 
     def question(self, content: Question) -> Document:
         """Return a prompt and its responses, all of them texts; LineError where the prompt is too short."""

@@ -9,6 +9,7 @@ template writes it, and its answers end with the end of document.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,11 +26,13 @@ from megatron.trainer.data.chat_reader import build_chat_reader
 from megatron.trainer.data.chat_records import ASKED, without_nulls
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.data_path import find_files
-from megatron.trainer.data.json_text import CHOSEN, PROMPT, REJECTED, LineError, Question, object_of_line
+from megatron.trainer.data.json_text import CHOSEN, PROMPT, REJECTED, LineError, Question, object_of_line, unread_keys
 from megatron.trainer.data.line_reader import Document, TextReader
 from megatron.trainer.data.source import reading
 from megatron.trainer.data.tokenizer import TextTokenizer
 from megatron.trainer.data.unpacked import line_name
+
+logger = logging.getLogger(__name__)
 
 
 class PreferencePair(NamedTuple):
@@ -76,17 +79,22 @@ def preference_pairs(
     files = find_files(path, config, tokenizer)
     if files is None or files.kind != "jsonl":
         raise InvalidInputError(f"{path} has no records: preference pairs are read from JSONL, JSON arrays and parquet")
-    reader = _PairReader(tokenizer, chat_template)
+    reader, named = _PairReader(tokenizer, chat_template), set[str]()
     for name in files.names:
         with reading(files.root + name), open(files.root + name, "rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
+                where = line_name(files.root, name, number)
                 try:
-                    yield _pair(reader.read(line))
+                    document = reader.read(line)
                 except LineError as error:
-                    where = line_name(files.root, name, number)
                     raise DataError(f"{where}{error}", path=files.root + name) from error
+                for key in document.unread:
+                    if key not in named:
+                        logger.warning("%s has the key %r, which has no effect; this is said once", where, key)
+                        named.add(key)
+                yield _pair(document)
 
 
 class _PairReader:
@@ -109,7 +117,10 @@ class _PairReader:
     def read(self, line: bytes) -> Document:
         value = without_nulls(object_of_line(line, f'{{"{PROMPT}": ..., "{CHOSEN}": ..., "{REJECTED}": ...}}'))
         texts = _texts(value)
-        return self._chats.shared(parse_preference(value)) if texts is None else self._texts.question(texts)
+        if texts is not None:
+            return self._texts.question(texts)._replace(unread=unread_keys(value, PROMPT, CHOSEN, REJECTED))
+        chats = parse_preference(value)
+        return self._chats.shared(chats)._replace(unread=chats.unread)
 
 
 def _texts(value: dict[str, Any]) -> Question | None:

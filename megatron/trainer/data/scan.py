@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.trainer.data.json_text import LineError, Question, check_prompt, content_of_line, num_bytes, parts_of_line
-from megatron.trainer.data.turns import Parts
+from megatron.trainer.data.turns import Parts, Turn
 
 SNIFFED_BYTES = 8192
 BUFFER_BYTES = 1 << 17
+MOST_KEYS = 32
+UNREAD = "lines with the unread key "
+"""What precedes a key in the counts of an index."""
 
 
 class ScanError(Exception):
@@ -45,6 +48,7 @@ class JsonLinesRange(NamedTuple):
             answers: [sum(num_answers)], tokens of each response, those at the end of the line.
             depths: [sum(num_answers)], 1 for a response; for a part of a tree how often what is above it branches.
         num_targets: tokens of chats, and of lines with responses, that are learned.
+        unread: key that nothing reads -> how many lines have it; the first MOST_KEYS of them.
         error: the first line without text, counted from 0 in this range, and what is wrong with it; the lines after it
             are not looked at.
     """
@@ -52,6 +56,7 @@ class JsonLinesRange(NamedTuple):
     columns: dict[str, array[int]]
     num_lines: int
     num_targets: int
+    unread: dict[str, int]
     error: tuple[int, str] | None
 
 
@@ -61,8 +66,7 @@ def scan_json_lines(path: str, start: int, stop: int, size_bytes: int, json_key:
     Args and errors: see `scan_lines`.
     """
 
-    def measure(line: bytes) -> list[tuple[int, ...]]:
-        content = content_of_line(line, json_key)
+    def measure(content: str | Question | list[Turn]) -> list[tuple[int, ...]]:
         if isinstance(content, str):
             return [(num_bytes(content) + 1,)]
         if not isinstance(content, Question):
@@ -73,11 +77,19 @@ def scan_json_lines(path: str, start: int, stop: int, size_bytes: int, json_key:
         length = num_prompt_tokens + sum(answers)
         return [Parts(length, num_prompt_tokens, sum(answers), tuple(answers), depths).measures()]
 
-    return scan_lines(path, start, stop, size_bytes, measure)
+    def measure_line(line: bytes) -> tuple[list[tuple[int, ...]], tuple[str, ...]]:
+        content, unread = content_of_line(line, json_key)
+        return measure(content), unread
+
+    return scan_lines(path, start, stop, size_bytes, measure_line)
 
 
 def scan_lines(
-    path: str, start: int, stop: int, size_bytes: int, measure: Callable[[bytes], Sequence[tuple[int, ...]]]
+    path: str,
+    start: int,
+    stop: int,
+    size_bytes: int,
+    measure: Callable[[bytes], tuple[Sequence[tuple[int, ...]], tuple[str, ...]]],
 ) -> JsonLinesRange:
     """Return the lines of `path` that start at bytes start .. stop - 1.
 
@@ -85,6 +97,7 @@ def scan_lines(
         size_bytes: of the file when it was listed; what lies behind is not looked at.
         measure: a line -> for each document of it: its tokens; of a chat also the first that is learned and how many
             are; of a prompt with responses, and of a tree, besides tokens and depth of each part behind the first.
+            Then the line's keys that nothing reads.
 
     Raises:
         OSError: a file that cannot be read.
@@ -92,20 +105,29 @@ def scan_lines(
     """
     columns = {name: array("q") for name in COLUMNS}
     num_lines = num_targets = 0
+    unread: dict[str, int] = {}
     error = None
     for offset_bytes, line in _lines(path, start, stop, size_bytes):
         if line.isspace():
             columns["blanks"].append(len(columns["lengths"]))
         else:
             try:
-                documents = measure(line)
+                documents, keys = measure(line)
             except LineError as caught:
                 error = (num_lines, str(caught))
                 break
             for number, document in enumerate(documents):
                 num_targets += _append(columns, offset_bytes, document, is_continued=number > 0)
+            add_keys(unread, dict.fromkeys(keys, 1))
         num_lines += 1
-    return JsonLinesRange(columns, num_lines, num_targets, error)
+    return JsonLinesRange(columns, num_lines, num_targets, unread, error)
+
+
+def add_keys(unread: dict[str, int], found: dict[str, int]) -> None:
+    """Add numbers of lines with keys; keys may be names of things, so that there is no end of them."""
+    for key, num_lines in found.items():
+        if key in unread or len(unread) < MOST_KEYS:
+            unread[key] = unread.get(key, 0) + num_lines
 
 
 def _lines(path: str, start: int, stop: int, size_bytes: int) -> Iterator[tuple[int, bytes]]:

@@ -31,10 +31,13 @@ def texts_of(paths: Sequence[str]) -> Iterator[tuple[bytes, bool]]:
 
 def scan_read_lines(path: str, start: int, stop: int, size_bytes: int, reader: LineReader) -> JsonLinesRange:
     """Return the lines of `path` that start at bytes start .. stop - 1, as `reader` sees them; see `scan_lines`."""
+
+    def measure(line: bytes) -> tuple[list[tuple[int, ...]], tuple[str, ...]]:
+        documents = reader.read(line)
+        return [document.measures() for document in documents], documents[0].unread
+
     with tokenizing():
-        return scan_lines(
-            path, start, stop, size_bytes, lambda line: [document.measures() for document in reader.read(line)]
-        )
+        return scan_lines(path, start, stop, size_bytes, measure)
 
 
 class TextMeasures(NamedTuple):

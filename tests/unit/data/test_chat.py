@@ -107,7 +107,8 @@ def test_a_template_that_marks_some_answers_cannot_have_weights(tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text(
         "{% for m in messages %}{{ m.role }}"
-        "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+        "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
     )
     messages = messages_of([("user", "x"), ("assistant", "y"), ("assistant", "z")])
     reader = reader_of(flags(chat_template=str(template)))
@@ -151,7 +152,9 @@ def test_templates_get_special_tokens_tools_and_the_date_of_the_run(folders, tmp
         "{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
     )
     reader = reader_of(hugging_face(folders["plain"], chat_template=str(path), chat_date="2026-11-25"))
-    ((text, spans),) = reader.chat_format.texts(messages_of([("user", "<q>"), ("assistant", "a")]), [{"n": "<é>"}])
+    ((text, spans),) = reader.chat_format.texts(
+        messages_of([("user", "<q>"), ("assistant", "a")]), {"tools": [{"n": "<é>"}]}
+    )
     assert text == '<|endoftext|>[{"n": "<é>"}]25 Nov 2026, 00:00;<q>;a;'
     assert [text[span.start : span.stop] for span in spans] == ["<q>", "a"]
 
@@ -300,6 +303,104 @@ def test_an_answer_that_begins_nowhere_is_refused(tmp_path):
     path.write_text("{{ messages | length }}" + path.read_text())
     with pytest.raises(LineError, match=r"message 2 \(assistant\): the chat template .* does not write its generation"):
         reader_of(flags(chat_template=str(path))).read(line_of(chat))
+
+
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}ARGUMENTS{% endfor %}"
+WITH_ARGUMENTS = CALLS.replace("ARGUMENTS", "({{ c.function.arguments | tojson(ensure_ascii=True) }})")
+THINKING = "{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content }}"
+CONTENT = "{{ m.content or '' }}"
+ALL = THINKING + CONTENT + WITH_ARGUMENTS
+TURN = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.role != 'developer' %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' %}OPENBODYCLOSE{% else %}{{ m.content }}{% endif %}<end>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ASKED = [("user", "2 plus 3?"), ("assistant", "I add them. Add!"), ("tool", "5"), ("assistant", "It is 5.")]
+LEFT_OUT = {  # what a template writes of an answer -> what it is refused for
+    "calls": (THINKING + CONTENT, "message 2 (assistant): ... leaves out its call of 'add'"),
+    "arguments": (
+        THINKING + CONTENT + CALLS.replace("ARGUMENTS", ""),
+        "message 2 (assistant): ... leaves out its call of 'add' (argument 'a')",
+    ),
+    "content beside calls": (
+        THINKING + "{% if m.tool_calls %}" + WITH_ARGUMENTS + "{% else %}{{ m.content }}{% endif %}",
+        "message 2 (assistant): ... leaves out its content",
+    ),
+    "reasoning": (CONTENT + WITH_ARGUMENTS, "message 2 (assistant): ... leaves out its reasoning"),
+    "reasoning within the content": (
+        THINKING + "{{ m.content.split('!')[-1] }}" + WITH_ARGUMENTS,
+        "message 2 (assistant): ... leaves out part of its content, and writes",
+    ),
+}
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("what", [None, *LEFT_OUT, "a role"])
+def test_a_template_that_leaves_out_what_is_said_is_refused(tmp_path, what, marked):
+    """Though the words are elsewhere: in the tools, in another message."""
+    body, says = LEFT_OUT.get(what, (ALL, "message 1 (developer): ... leaves out its content where message"))
+    marks = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    path = tmp_path / "t.jinja"
+    path.write_text(TURN.replace("BODY", body).replace("OPEN", marks[0]).replace("CLOSE", marks[1]))
+    chat = [("developer", "Add!"), *ASKED] if what == "a role" else ASKED
+    messages = messages_of(chat)
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    messages[-3] |= {"tool_calls": [call], "reasoning": "Add!"}
+    line = json.dumps({"messages": messages, "tools": [{"name": "add", "parameters": {"a": {}}}]}).encode()
+    reader = reader_of(flags(chat_template=str(path)))
+    if what is None:
+        end = "" if marked else "<end>"
+        (one,) = reader.read(line)
+        assert bytes(one.tokens[one.is_target].tolist()).decode() == (
+            f'<think>Add!</think>I add them. Add!add({{"a": 2}}){end}It is 5.{end}'
+        )
+        return
+    with pytest.raises(LineError, match=".*".join(map(re.escape, says.split("...")))):
+        reader.read(line)
+    messages[-3]["weight"] = 0
+    if what.startswith("reasoning"):  # of what is not learned, templates may drop it
+        reader.read(json.dumps({"messages": messages}).encode())
+
+
+def test_a_system_message_that_stands_only_before_questions_is_named(tmp_path):
+    """As Mistral's: the prompt has it, the answer's text does not."""
+    path = tmp_path / "t.jinja"
+    path.write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}[Q]{{ messages[0].content if loop.last }} {{ m.content }}[/Q]"
+        "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    chat = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    for last in (3, 5):
+        says = rf"message 1 \(system\): .* leaves out its content where message {last} is the last: use a template"
+        with pytest.raises(LineError, match=says):
+            reader_of(flags(chat_template=str(path))).read(line_of(chat[:last]))
+
+
+@pytest.mark.parametrize(
+    ("opening", "end"), [("<|turn|><|{}|>", "<|end|>"), ("<|turn|>{}\n", "<|end|>\n"), ("<|{}|>", "<|end|>")]
+)
+@pytest.mark.parametrize("preamble", ["", "system"])
+def test_what_opens_the_next_turn_is_not_learned(tmp_path, opening, end, preamble):
+    """Command A writes the next prompt behind every chat, whether one is asked for or not."""
+
+    def turn(role, content):
+        return opening.replace("{}", role) + content + end
+
+    path = tmp_path / "t.jinja"
+    path.write_text(
+        "<s>"
+        + (turn(preamble, "Be brief.") if preamble else "")
+        + "{% for m in messages %}"
+        + turn("{{ m.role }}", "{{ m.content }}")
+        + "{% endfor %}"
+        + opening.replace("{}", "assistant")
+        + "{% if add_generation_prompt %}<|reply|>{% endif %}"
+    )
+    reader = reader_of(flags(chat_template=str(path)))
+    chat = [("user", "2 plus 3?"), ("assistant", "5."), ("user", "Sure?"), ("assistant", "Yes.")]
+    for messages in (chat, [*chat, ("user", "Thanks.")]):
+        (one,) = reader.read(line_of(messages))
+        assert re.findall(r"\[(.*?)\]", as_bytes(one)) == ["5.<|end|>", "Yes.<|end|>"]
 
 
 ENDLESS = (

@@ -37,6 +37,7 @@ FORMS = {
         QUESTION,
     ),
     "conversations_in_openai's_words": ({"conversations": messages_of(AGAIN)}, AGAIN),
+    "messages_with_system": ({"system": "Be brief.", "messages": messages_of(AGAIN[1:])}, AGAIN),
     "prompt_and_completion": ({"prompt": "Is it far?", "completion": "No."}, AGAIN[3:]),
     "prompt_and_completion_with_system": (
         {"system": "Be brief.", "prompt": AGAIN[1][1], "completion": AGAIN[2][1]},
@@ -163,10 +164,51 @@ def test_arguments_stay_text_where_a_template_wants_text(tmp_path):
     assert 'add({"b":[3],  "a":2})<end>' in bytes(tokens).decode()
 
 
+THINKS = (
+    "{% if enable_thinking is defined and not enable_thinking %}/no{% endif %}{{ documents[0] if documents }}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("of_table", [False, True])
+@pytest.mark.parametrize("form", ["messages", "prompt"])
+def test_variables_of_a_record_go_to_its_template(tmp_path, of_table, form):
+    path = tmp_path / "t.jinja"
+    path.write_text(THINKS)
+    variables = {"enable_thinking": False, "documents": ["D"]}
+    record = {"chat_template_kwargs": json.dumps(variables) if of_table else variables}
+    chat = {"prompt": "a", "completion": "b"} if form == "prompt" else {"messages": messages_of([*AGAIN[:2], AGAIN[2]])}
+    plain, given = (bytes(read(chat | more, chat_template=str(path))[0]) for more in ({}, record))
+    assert given == b"/noD" + plain
+
+
+def test_keys_that_nothing_reads_are_named_once(tmp_path):
+    path = tmp_path / "a.jsonl"
+    records = [{**record, "id": 3, "score": 1, "none": None} for record, _ in FORMS.values()]
+    records[0] |= {"prompt": "x"}
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    said = f"keys without effect (lines): 'prompt' (1), 'score' ({len(FORMS)})"
+    described = build_splits(flags(path)).train.describe()
+    assert sorted(described.partition("(lines): ")[2].split(", ")) == sorted(said.partition("(lines): ")[2].split(", "))
+    path.write_text('{"text": "ab", "score": 1, "url": "x"}\n{"prompt": "ab", "responses": ["c"], "tools": []}\n')
+    assert "keys without effect (lines): 'score' (1), 'tools' (1)" in build_splits(config(path)).train.describe()
+    path.write_text("".join(json.dumps({"text": "ab", str(number): 1}) + "\n" for number in range(40)))
+    assert build_splits(config(path)).train.describe().count(" (1)") == 32
+
+
 BAD = {
+    "variables": (
+        {"messages": messages_of(QUESTION), "chat_template_kwargs": "[1]"},
+        "field 'chat_template_kwargs' is a list, not an object",
+    ),
+    "no variable": (
+        {"messages": messages_of(QUESTION), "chat_template_kwargs": {"add_generation_prompt": True}},
+        "field 'chat_template_kwargs' has 'add_generation_prompt', which is no variable of templates: leave it out",
+    ),
     "calls that the template drops": (
         {"messages": call_messages("{}")},
-        "message 2 (assistant): the template chatml leaves out its call of 'add': use a template that",
+        "message 2 (assistant): the template chatml leaves out its call of 'add' where message 4 is the last: "
+        "use a template that",
     ),
     "arguments": (
         {"messages": call_messages('{"a": ')},

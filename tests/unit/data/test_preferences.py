@@ -161,6 +161,18 @@ def test_answers_of_several_messages_and_files_of_all_kinds(tmp_path):
     assert [pair.chosen.tolist() for pair in arrays] == [first.chosen.tolist(), second.chosen.tolist()]
 
 
+def test_variables_and_unread_keys_of_a_pair(tmp_path, caplog):
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ mode }}{% for m in messages %}<{{ m.role }}>{{ m.content }}.{% endfor %}")
+    record = FORMS["messages"][0] | {"chat_template_kwargs": {"mode": "short"}, "score_chosen": 1, "id": 2}
+    first, _ = pairs(tmp_path / "a.jsonl", record, record, chat_template=str(template))
+    assert bytes(first.chosen.tolist()).startswith(b"short<system>Be brief.")
+    (said,) = caplog.messages
+    assert said.endswith("a.jsonl line 1 has the key 'score_chosen', which has no effect; this is said once")
+    pairs(tmp_path / "a.jsonl", {"prompt": "ab", "chosen": "c", "rejected": "d", "score": 1})
+    assert "'score'" in caplog.messages[1]
+
+
 BAD = {
     "no preference": (
         {"prompt": "ab", "completion": "c"},

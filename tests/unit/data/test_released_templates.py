@@ -1,4 +1,5 @@
-"""Chat templates as models release them: text and loss are those of transformers, for nine kinds of chats.
+"""Chat templates as models release them: text and loss are those of transformers, for ten kinds of chats; where these
+texts leave out what somebody says, the chat is refused.
 
 The templates are those that TRL ships, of released models and its own with {% generation %}; no code of TRL is
 imported.
@@ -31,6 +32,9 @@ READ_PARTS = ("idefics3", "llava_next", "smolvlm")
 END_TEXTS = ("phi3", "phi3_5")
 # They end no turn: the next role does. TRL's own template of that model learns its token, and writes it last.
 END_NO_TURN = {"glm4moe": "glm4moe_training"}
+
+# Behind a call with words beside it, they write the result and the answer as one turn that has no prompt.
+SAY_TOO_LITTLE = ("diffusion_gemma", "gemma4_v5")
 
 pytestmark = pytest.mark.skipif(not FILES, reason="trl, whose templates these are, is not installed")
 
@@ -75,6 +79,7 @@ KINDS = {
         user("Thanks."),
         assistant("Welcome."),
     ],
+    "said": [user("What is 2 plus 3?"), assistant("Let me see.", tool_calls=[CALL]), RESULT, assistant("It is 5.")],
     "consecutive": [user("Hello?"), assistant("Hi there."), assistant("How are you?")],
     "unanswered": [user("Hello?"), assistant("Hi there."), user("And you?"), assistant(""), user("Well?")],
 }
@@ -156,6 +161,22 @@ class Judge:
         """Return all texts that a document may be: the chat, and the chat up to the end of each answer."""
         return [self.ids(messages, tools), *(self.answered(messages, turn, tools) for turn in self.turns(messages))]
 
+    def leaves_out(self, messages, tools):
+        """Return whether a message says something that is not in the text that it is learned in."""
+        function = {"name": "multiply", "arguments": {"one": 271, "other": 314}}  # words that no schema has
+        other = [
+            {**one, "tool_calls": [{**CALL, "function": function}]} if "tool_calls" in one else one for one in messages
+        ]
+        for turn, message in enumerate(messages):
+            behind = len(other) if self.marks or message["role"] != "assistant" else turn + 1
+            text = self.theirs.apply_chat_template(other[:behind], tools=tools, tokenize=False)
+            said = [message[key] for key in ("content", "reasoning_content", "reasoning", "thinking") if key in message]
+            said = [one[0]["text"] if isinstance(one, list) else one or "" for one in said]
+            said += ["multiply", "one", "271", "other", "314"] if "tool_calls" in message else []
+            if not all(one in text for one in said):
+                return True
+        return False
+
     def turns(self, messages):
         return [turn for turn, one in enumerate(messages) if one["role"] == "assistant"]
 
@@ -212,21 +233,45 @@ def test_texts_and_loss_are_those_of_transformers(tmp_path, transformers, tokeni
     judge, reader = Judge(transformers, folder, twin=twin, ends_texts=name in END_TEXTS), reader_of(folder)
     num_accepted = 0
     for kind, messages in KINDS.items():
-        tools = [{"type": "function", "function": TOOL}] if kind == "tools" else None
+        tools = [{"type": "function", "function": TOOL}] if kind in ("tools", "said") else None
         theirs = in_parts(messages) if name.removesuffix("_training") in READ_PARTS else messages
         try:
             texts, expected = judge.texts(theirs, tools), judge.learned(theirs, tools)
         except Exception as error:
             with pytest.raises(LineError, match=re.escape(str(error))):
-                reader.chat_format.texts(messages, tools)
+                reader.chat_format.texts(messages, {"tools": tools})
+            continue
+        if judge.leaves_out(theirs, tools):
+            with pytest.raises(LineError, match=r"leaves out its (call|content|reasoning)"):
+                reader.chat_format.texts(messages, {"tools": tools})
+            continue
+        if kind == "said" and name in SAY_TOO_LITTLE:
+            with pytest.raises(LineError, match="which does not say where the answer begins"):
+                reader.chat_format.texts(messages, {"tools": tools})
             continue
         num_accepted += 1
-        found = [reader.tokens(text) for text in reader.chat_format.texts(messages, tools)]
+        found = [reader.tokens(text) for text in reader.chat_format.texts(messages, {"tools": tools})]
         assert all(one.tokens.tolist() in texts for one in found), kind
         learned = [pairs(one.tokens.tolist(), one.is_target) for one in found]
         assert set().union(*learned) == expected, kind
         assert sum(map(len, learned)) == len(expected), f"{kind}: a token is learned twice"
-    assert num_accepted >= 5
+    assert num_accepted >= 3
+
+
+def test_variables_of_a_record_reach_released_templates(tmp_path, transformers, tokenizer_json):
+    changed = set()
+    for name in (name for name, path in FILES.items() if "enable_thinking" in path.read_text()):
+        folder, messages = folder_of(tmp_path, tokenizer_json, name), KINDS["question"]
+        theirs, chat_format = Judge(transformers, folder).theirs, reader_of(folder).chat_format
+        ours = {}
+        for thinks in (True, False):
+            prompt = chat_format._render(messages[:1], {"enable_thinking": thinks}, add_generation_prompt=True)
+            options = {"tokenize": False, "enable_thinking": thinks}
+            assert prompt == theirs.apply_chat_template(messages[:1], add_generation_prompt=True, **options)
+            ((ours[thinks], _),) = chat_format.texts(messages, {"enable_thinking": thinks})
+            assert ours[thinks].startswith(theirs.apply_chat_template(messages, **options).rstrip())
+            changed |= {name} if len({prompt, *ours.values()}) > 2 else set()
+    assert changed
 
 
 def test_all_released_templates_are_looked_at():

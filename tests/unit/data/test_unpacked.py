@@ -128,7 +128,7 @@ def test_keys_that_a_table_fills_with_nulls_are_missing(tmp_path):
     template.write_text(
         "{% for m in messages %}{{ m.keys() | list }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-        "{% generation %}{{ m.role }}{% endgeneration %}{% endfor %}"
+        "{% generation %}{{ m.role }}{{ m.content }}{% endgeneration %}{% endfor %}"
     )
     calls = [{"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "g", "arguments": {"b": "x"}}}]
     record = {
