@@ -88,7 +88,7 @@ class LengthFile:
         length: Any = value
         if isinstance(value, str):
             try:
-                length = int(value)
+                length = int(value) if is_plain(value) else None
             except ValueError:
                 length = None
         if isinstance(length, bool) or not isinstance(length, int):
@@ -112,6 +112,11 @@ class LengthFile:
             f"{where}: none of its {len(names)} {kind}s ({shortened(', '.join(names))}) is named "
             f"{', '.join((*COLUMNS, TOKEN_IDS))}: rename the one that counts tokens; {_TOKENIZE}"
         )
+
+
+def is_plain(text: str) -> bool:
+    """Return whether a number is written as everybody writes it: Python alone reads 1_000 and digits of all scripts."""
+    return text.isascii() and "_" not in text
 
 
 def shortened(value: object) -> str:

@@ -46,25 +46,41 @@ def _as_array(file: LengthFile, entries: _Entries) -> NDArray[np.int64]:
     return np.fromiter((file.length(where, value) for where, value in entries), dtype=np.int64)
 
 
-def _csv_entries(file: LengthFile) -> _Entries:
+def csv_rows(file: LengthFile) -> list[tuple[int, list[str]]]:
+    """Return the line and the cells of each row that is not blank.
+
+    Raises:
+        DataError: it is no CSV, or a row has another number of cells than the first: 1,000 is two.
+    """
     try:
         lines = csv.reader(io.StringIO(file.text(".csv", file.read()), newline=""))
-        rows = [row for row in lines if any(cell.strip() for cell in row)]
+        rows = [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(map(str.strip, row))]
     except csv.Error as error:
         raise file.no_lengths(".csv", f"{error}: save it as plain CSV") from error
+    for line, row in rows:
+        if len(row) != len(rows[0][1]):
+            raise file.error(
+                f"line {line} has {len(row)} cells, line {rows[0][0]} has {len(rows[0][1])}: fill or drop the row, and "
+                "write numbers without separators, 1000 for 1,000"
+            )
+    return rows
+
+
+def is_name(cell: str) -> bool:
+    """Return whether the first cell of a CSV file names its column; what begins as a number is data, even wrong."""
+    return cell[:1] not in "+-.0123456789" and not is_number(cell)
+
+
+def _csv_entries(file: LengthFile) -> _Entries:
+    rows = [row for _, row in csv_rows(file)]
     if not rows:
         return
-    header = [cell.strip().lower() for cell in rows[0]]
+    header = [cell.lower() for cell in rows[0]]
     has_names = bool(set(header) & set(COLUMNS))
     column = header.index(file.column("its header", "column", header)) if has_names or len(header) > 1 else 0
-    # A single column may have any name; a number in the first row is data, even a wrong one.
-    has_header = has_names or not is_number(header[0])
+    has_header = has_names or is_name(header[0])  # a single column may have any name
     for number, row in enumerate(rows[has_header:], start=1):
-        if len(row) <= column:
-            raise file.error(
-                f"entry {number} has {len(row)} columns, fewer than {column + 1} columns: fill or drop the row"
-            )
-        yield f"entry {number}", row[column].strip()
+        yield f"entry {number}", row[column]
 
 
 def _json_entries(file: LengthFile) -> _Entries:

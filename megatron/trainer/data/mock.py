@@ -6,12 +6,15 @@ import json
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, InvalidInputError
+from dynamic_cp.lengths.file import LengthFile, is_plain
+from dynamic_cp.lengths.tables import csv_rows, is_name, is_number
 from megatron.trainer.data.source import Source, count, reading
 from megatron.trainer.data.tokenizer import Tokenizer
 
@@ -131,18 +134,14 @@ def _lengths(config: dict[str, Any], seed: int) -> NDArray[np.int64]:
 
 def _read_lengths(path: str) -> NDArray[np.int64]:
     lengths = []
-    with reading(path), open(path, encoding="utf-8-sig", errors="replace") as file:
-        for line_number, line in enumerate(file, 1):
-            cell = line.split(",")[0].strip()
-            try:
-                value = float(cell)
-            except ValueError:
-                if line_number == 1 or not cell:
-                    continue
-                value = math.nan
-            if not (0 <= value < 2**62 and value == math.floor(value)):
-                raise DataError(
-                    f"{path} line {line_number}: {cell!r} is not a length: give whole numbers >= 0 in the first column"
-                )
-            lengths.append(int(value))
+    with reading(path):
+        rows = csv_rows(LengthFile(path=Path(path), name=path, content=None))
+    has_header = bool(rows) and is_name(rows[0][1][0])
+    for line, (cell, *_) in rows[has_header:]:
+        value = float(cell) if is_number(cell) and is_plain(cell) else math.nan
+        if not (0 <= value < 2**62 and value == math.floor(value)):
+            raise DataError(
+                f"{path} line {line}: {cell!r} is not a length: give whole numbers >= 0 in the first column"
+            )
+        lengths.append(int(value))
     return np.array(lengths, dtype=np.int64)

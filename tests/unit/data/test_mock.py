@@ -46,7 +46,7 @@ def test_default_has_a_heavy_tail_that_fits():
 
 
 def test_file_mode_reads_the_first_column(tmp_path):
-    for content in ("5\n7\n1\n", "length\n5\n7\n1", "\ufefflength,other\n5,9\n7,9\n\n1,x\n", "5.0,a\n7,b\n1"):
+    for content in ("5\n7\n1\n", "length\n5\n7\n1", "\ufefflength,other\n5,9\n7,9\n\n1,x\n", "5.0,a\n7,b\n1,c"):
         (tmp_path / "lengths.csv").write_text(content, encoding="utf-8")
         assert mock({"mode": "file", "path": str(tmp_path / "lengths.csv")}).lengths.tolist() == [5, 7, 1]
 
@@ -124,12 +124,22 @@ def test_a_json_file_with_a_list_is_explained(tmp_path):
         mock(str(tmp_path / "mock.json"))
 
 
-@pytest.mark.parametrize("cell", ["-3", "1.5", "nan", "inf", "five"])
+@pytest.mark.parametrize("cell", ["-3", "1.5", "nan", "inf", "five", "1_000", "\u0663"])
 def test_bad_lengths_name_the_line(tmp_path, cell):
     (tmp_path / "lengths.csv").write_text(f"length\n12\n{cell}\n")
     with pytest.raises(DataError) as caught:
         mock({"mode": "file", "path": str(tmp_path / "lengths.csv")})
     assert f"lengths.csv line 3: '{cell}'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [("length\n1,000\n", "line 2 has 2 cells"), ('"1,000"\n5\n', "line 1: '1,000'"), (",length\n0,5\n", "line 1: ''")],
+)
+def test_cells_that_are_no_lengths_are_not_left_out(tmp_path, content, says):
+    (tmp_path / "lengths.csv").write_text(content)
+    with pytest.raises(DataError, match=says):
+        mock({"mode": "file", "path": str(tmp_path / "lengths.csv")})
 
 
 def test_an_empty_csv_is_no_data(tmp_path):
