@@ -76,6 +76,8 @@ def _kind_of(file: LengthFile) -> str:
         return kind
     if file.content is None and not is_standard_input(file.path):
         file.path.stat()  # that it is not there is the first thing to say
+        if file.path.is_dir():
+            raise DataError(f"{file.name} is a folder: give a file of lengths in it", path=file.path)
         if kind in (".gz", ".bz2", ".xz", ".zst", ".zip"):
             raise DataError(f"{file.name} is compressed: unpack it first", path=file.path)
         ends = f"ends in {kind!r}" if kind else "has no ending that says what it is"

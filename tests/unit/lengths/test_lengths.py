@@ -219,6 +219,8 @@ def test_a_truncated_array(tmp_path):
 def test_missing_files_and_folders(tmp_path, kind):
     with pytest.raises(DataError, match=r"cannot read .*No such file"):
         read_lengths(tmp_path / f"no{kind}")
+    with pytest.raises(DataError, match="is a folder: give a file"):
+        read_lengths(tmp_path)
     (tmp_path / f"folder{kind}").mkdir()
     with pytest.raises(DataError, match=r"cannot read .*folder"):
         read_lengths(tmp_path / f"folder{kind}")
