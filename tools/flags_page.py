@@ -20,7 +20,7 @@ import click
 
 from dynamic_cp.cli.app import COMMANDS, TRAINING_COMMANDS, group
 from dynamic_cp.cli.parameters import Argument
-from megatron.dynamic_cp.flags.exclusions import EXCLUSIONS
+from megatron.dynamic_cp.flags.exclusions import EXCLUSIONS, NEEDS
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED
 from megatron.trainer.flags.arguments import ALREADY_SO, build_parser
 
@@ -36,8 +36,10 @@ def flags_page() -> str:
         "Names and meanings are Megatron-LM's where it has the flag. Most flags of dynamic context parallelism are "
         "new. "
         "`torchrun … pretrain_gpt.py --help` prints the same. An unknown flag is an error, and so is "
-        f"[one that is not supported](#refused). Nothing is ignored except the {len(ALREADY_SO)} switches for what is "
-        "[already so](#already-so).\n",
+        "[one that is not supported](#refused) or that [needs another one](#needs-another-flag). Nothing is ignored "
+        f"except the {len(ALREADY_SO)} switches for what is [already so](#already-so) and "
+        f"{_listed([flag for need in NEEDS if not need.is_refused for flag in need.flags])}, which a log line names "
+        "where they have no effect.\n",
     ]
     for part in build_parser()._action_groups:
         actions = [one for one in part._group_actions if one.option_strings and one.help != argparse.SUPPRESS]
@@ -57,6 +59,14 @@ def flags_page() -> str:
     )
     parts += [f"| `{one.flag}` | {_cell(one.reason)} |\n" for one in UNSUPPORTED]
     parts.append(
+        "\n## Needs another flag\n\nWithout the other flag each has no effect. It is an error, or, where scripts for "
+        "Megatron-LM carry it all the same, a line of the log. Flags that belong to a kind of layer need that kind, "
+        "too; their errors say so.\n\n| flag | needs | without it |\n| --- | --- | --- |\n"
+    )
+    for need in NEEDS:
+        without = "refused" if need.is_refused else "logged"
+        parts.append(f"| {_cell(', '.join(need.flags))} | {_cell(need.needs)} | {without} |\n")
+    parts.append(
         "\n## Not together\n\nEach is supported, and both at once are an error that names them, the reason and the "
         "remedy.\n\n| feature | not with | reason |\n| --- | --- | --- |\n"
     )
@@ -65,6 +75,10 @@ def flags_page() -> str:
             why = re.sub(r"\{[^}]*\} ", "", exclusion.why)
             parts.append(f"| {_cell(feature)} | {_cell(exclusion.other)} | {_cell(why)} |\n")
     return "".join(parts)
+
+
+def _listed(flags: Collection[str]) -> str:
+    return " and ".join(f"`{flag}`" for flag in flags)
 
 
 def _flag_row(action: argparse.Action) -> str:

@@ -9,15 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.errors import DynamicCPError, InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.types import CP_COMM_TYPES
 from megatron.dynamic_cp.attention.te.support import LayerChoice
+from megatron.dynamic_cp.flags.exclusions import NEEDS
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED, check_supported
 from megatron.dynamic_cp.repairs import releases
+from megatron.trainer.data import tokenizer
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import ALREADY_SO, build_parser, parse_args
+from megatron.trainer.flags.settings import Settings
+from megatron.trainer.flags.validation import checked_settings
 from megatron.trainer.setup.planned_runtime import _hardware_name
+from megatron.trainer.setup.run_data import data_config
 from tests.trainer.commandline import command_line
 
 # extra flags, world size, parts of the message
@@ -53,7 +58,7 @@ WRONG_PAIRS = [
     ("--recompute-method uniform", 4, ("--recompute-granularity full",)),
     ("--overlap-param-gather", 4, ("--use-distributed-optimizer",)),
     ("--lr-decay-style WSD", 4, ("--lr-wsd-decay-iters",)),
-    ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", 4, ("exclude",)),
+    ("--load a --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", 4, ("exclude",)),
     ("--hidden-dropout 1", 4, ("--hidden-dropout is 1.0", "less than 1")),
     ("--hidden-dropout -0.1", 4, ("--hidden-dropout is -0.1", "at least 0")),
     ("--adam-beta1 1", 4, ("--adam-beta1 is 1.0", "less than 1")),
@@ -197,6 +202,88 @@ def test_table_fields_exist_in_megatron_core():
     named = {feature.field for feature in UNSUPPORTED if feature.field is not None}
     assert len(named) > 20
     assert named - fields == ({"moe_use_legacy_grouped_gemm"} if releases.FIELDS_GONE.here else set())
+
+
+MINIMAL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3 --train-iters 4 --mock-data"
+)
+OTHER_VALUES = {
+    "--max-position-embeddings": "128", "--window-size": "8,0", "--lr-warmup-init": "1e-4", "--data-path": "a",
+    "--max-seqlen-per-dp-cp-rank": "auto", "--split": "9,1,0", "--rotary-percent": "0.5", "--adam-beta1": "0.5",
+    "--adam-beta2": "0.5", "--lr-warmup-fraction": "0.25", "--hidden-dropout": "0.25", "--min-lr": "1e-4",
+    "--experimental-attention-variant": "gdn", "--hybrid-override-pattern": "M-*-", "--num-workers": "0",
+    "--dynamic-cp-lookahead": "0", "--recompute-modules": "mlp", "--moe-layer-freq": "[1,0,1,0]",
+    "--moe-router-load-balancing-type": "sinkhorn", "--moe-aux-loss-coeff": "0.5", "--dynamic-cp-noise-margin": "5",
+    "--stopped-process-timeout": "0", "--linear-attention-freq": "[1,1,1,0]", "--window-attn-skip-freq": "3",
+    "--no-rope-freq": "3",
+}  # fmt: skip
+"""Of flags that take one, where 2 is none, is the default or is out of range."""
+GROUPS = [name for name in Settings.__dataclass_fields__ if name != "arguments"]
+WITH_EFFECT = """
+--ffn-hidden-size --kv-channels --max-position-embeddings --position-embedding-type --qk-layernorm --qk-l2-norm
+--attention-output-gate --softmax-type --mtp-num-layers --normalization --norm-epsilon --apply-layernorm-1p
+--sandwich-norm --residual-multiplier --embedding-multiplier --logits-scaling --softmax-scale --swiglu --squared-relu
+--geglu --quick-geglu --disable-bias-linear --untie-embeddings-and-output-weights --make-vocab-size-divisible-by
+--init-method-std --hidden-dropout --attention-backend --bf16 --use-cpu-initialization --transformer-impl
+--gradient-accumulation-fusion --bias-swiglu-fusion --bias-gelu-fusion --bias-dropout-fusion --lora-rank --num-experts
+--global-batch-size --train-iters --seed --exit-interval --exit-duration-in-mins --eval-iters
+--recompute-granularity --recompute-activations --lr-decay-style --lr-warmup-iters --lr-warmup-samples
+--lr-warmup-fraction --lr-decay-iters --lr-decay-samples --min-lr --weight-decay --clip-grad --adam-beta1 --adam-beta2
+--adam-eps --tensor-model-parallel-size --pipeline-model-parallel-size --use-distributed-optimizer
+--overlap-grad-reduce --distributed-timeout-minutes --stopped-process-timeout --num-workers --overlong --split --save
+--load --log-interval --tensorboard-dir --distributed-backend --dynamic-cp --context-parallel-size --static-cp-policy
+--window-size --varlen-mock-dataset-config-json
+--max-seqlen-per-dp-cp-rank --loss-chunk-tokens --dynamic-cp-hardware --dynamic-cp-search --dynamic-cp-lookahead
+--dynamic-cp-plan-timeout --dynamic-cp-strict --dynamic-cp-refine --dynamic-cp-dump --dynamic-cp-replay
+--dynamic-cp-verify --cp-comm-type --dynamic-cp-inner-sizes
+"""
+"""Flags that a run reads where they are the only ones: whoever adds one has looked up where."""
+
+
+def test_each_flag_alone_has_an_effect_or_is_refused():
+    refused_by_name = {name for feature in UNSUPPORTED for name in feature.flag.split()}
+    effects = dict.fromkeys(("read", "refused", "logged", "none"), frozenset())
+    parser = build_parser()
+    usual = settings_alone(parser, [])
+    for action in parser._actions:
+        name = action.option_strings[0]
+        if not action.required and action.dest != "help" and not refused_by_name & set(action.option_strings):
+            effects[effect_of(parser, action, usual)] |= {name}
+    only = {"--optimizer", "--ckpt-format"}  # one value is possible
+    assert effects["none"] == {*ALREADY_SO, *only, "--mock-data"}
+    assert effects["logged"] == {flag for need in NEEDS if not need.is_refused for flag in need.flags}
+    assert effects["read"] == set(WITH_EFFECT.split())
+    needy = {flag for need in NEEDS if need.is_refused for flag in need.flags}
+    assert needy - effects["refused"] == {"--varlen-mock-dataset-config-json"}  # MINIMAL has what it needs
+    assert len(effects["refused"]) > 80
+    with pytest.raises(UnsupportedFeatureError, match="--static-cp-policy balanced with --dynamic-cp is not supported"):
+        parse_args([*MINIMAL.split(), "--dynamic-cp", "--static-cp-policy", "balanced"], 4)
+    parse_args([*MINIMAL.split(), "--wandb-project", "", "--wandb-exp-name", "a"], 4)  # scripts switch it off so
+
+
+def effect_of(parser, action, usual):
+    """Return what becomes of a flag alone: the strongest of what its values do."""
+    name = action.option_strings[0]
+    values = action.choices or [OTHER_VALUES.get(name, "2")]
+    found = set()
+    for words in (
+        [[word] for word in action.option_strings] if action.nargs == 0 else [[name, str(one)] for one in values]
+    ):
+        try:
+            settings = settings_alone(parser, words)
+            tokenizer.build(data_config(settings))
+        except DynamicCPError:
+            found.add("refused")
+            continue
+        is_same = all(getattr(settings, group) == getattr(usual, group) for group in GROUPS)
+        found.add("logged" if settings.training.without_effect else "none" if is_same else "read")
+    return next(effect for effect in ("read", "logged", "refused", "none") if effect in found)
+
+
+def settings_alone(parser, words):
+    args = parser.parse_args([*MINIMAL.split(), *words])
+    args.world_size = 4
+    return checked_settings(args)
 
 
 def test_planning_ahead_is_the_default_and_can_be_switched_off():

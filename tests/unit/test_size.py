@@ -35,7 +35,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/attention": 6180,  # linear attention of a pack over lanes, in two ways, and little of it kept
     "megatron/dynamic_cp/calibration": 1500,  # states of linear attention; attention against float64, for a first day
     "megatron/dynamic_cp/data": 1300,  # buckets of a lane without their tokens, for others to ask; trees of turns
-    "megatron/dynamic_cp/flags": 2940,  # norms and factors; adapters; losses over chunks of tokens
+    "megatron/dynamic_cp/flags": 3040,  # adapters; losses over chunks of tokens; what flags need to have an effect
     "megatron/dynamic_cp/foreign": 1450,
     "megatron/dynamic_cp/groups": 760,  # two cuDNNs; ranks of a node connect first; what linear attention connects
     "megatron/dynamic_cp/layout": 450,  # what lanes exchange for linear attention

@@ -1,6 +1,7 @@
-"""Features that exclude each other: one table, which this trainer, checkouts and docs/flags.md share.
+"""Features that exclude each other, which this trainer, checkouts and docs/flags.md share, and flags that need another.
 
     refuse_pairs(POOL, flags)  # UnsupportedFeatureError, naming both and the remedy
+    without_effect(flags, *TABLE)  # InvalidInputError; or the sentences that are logged
 
 Pure functions of flags and configurations; neither torch nor megatron-core is needed. What a configuration must be like
 besides, `step.ticks` says of the pool.
@@ -11,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types.adapters import OF_MLP
 from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS as PIPELINE_FLAGS
-from megatron.dynamic_cp.flags.table import destination_of
+from megatron.dynamic_cp.flags.positions import ROTARY
+from megatron.dynamic_cp.flags.table import destination_of, flags_of
 from megatron.dynamic_cp.flags.windows import windows_of
 
 FP8, LATENTS, MODULES, POOL = "--fp8-format", "--multi-latent-attention", "--mtp-num-layers", "--dynamic-cp-pool"
 CHUNKS, ADAPTERS = "--loss-chunk-tokens", "--lora-rank"
+STATIC_POLICY = "--static-cp-policy"
 OUTPUTS = "--sandwich-norm, or a factor such as --residual-multiplier"
 VARIANT, PATTERN = "--experimental-attention-variant", "--hybrid-override-pattern"
 BIASED_EXPERTS, MASKS = "--num-experts with biases", "prompts with several responses"
@@ -272,6 +275,9 @@ EXCLUSIONS: dict[str, tuple[Exclusion, ...]] = {
         Exclusion(MODULES, "a pattern names their halves behind a /, which megatron-core has since 0.17", off=(0,)),
         Exclusion("--recompute-modules mlp", "layers without an MLP have nothing to repeat", said=_recomputed_mlp),
     ),
+    STATIC_POLICY: (
+        Exclusion("--dynamic-cp", "each bucket's CP size is chosen, and the plan it falls back to has sample order"),
+    ),
     ADAPTERS: (
         Exclusion(
             "--num-experts with --lora-target-modules linear_fc1 or linear_fc2",
@@ -324,3 +330,106 @@ _MESSAGES = {
     MASKS: "{other}: {why}: give each response a line with its prompt, or leave {remedy} out",
 }
 """Where the error does not end with `leave one of them out`."""
+
+
+class Need(NamedTuple):
+    """Flags that nothing reads unless another one is there.
+
+    Attributes:
+        flags: by their first names.
+        needs: what they need, as a message says behind `add`.
+        is_there: whether flags have it; None: whether the one that `needs` begins with was given.
+        is_refused: False: scripts for Megatron-LM carry the flags all the same, so it is logged.
+    """
+
+    flags: tuple[str, ...]
+    needs: str
+    is_there: Callable[[Any], bool] | None = None
+    is_refused: bool = True
+
+    def is_met(self, flags: Any) -> bool:
+        """Return whether flags have what is needed."""
+        if self.is_there is not None:
+            return self.is_there(flags)
+        return bool(getattr(flags, destination_of(self.needs.partition(",")[0])))
+
+
+def _has_warm_up(flags: Any) -> bool:
+    return any((flags.lr_warmup_iters, flags.lr_warmup_samples, flags.lr_warmup_fraction))
+
+
+NEEDS = (
+    Need(("--exit-on-missing-checkpoint", "--finetune"), "--load"),
+    Need(("--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"), "--load"),
+    Need(("--save-interval", "--async-save"), "--save"),
+    Need(
+        ("--wandb-exp-name", "--wandb-entity", "--wandb-save-dir"),
+        "--wandb-project, which may be empty",
+        lambda flags: flags.wandb_project is not None,
+    ),
+    Need(("--eval-interval",), "--eval-iters", lambda flags: flags.eval_iters is not None),
+    Need(
+        ("--profile-step-start", "--profile-step-end", "--profile-ranks", "--use-pytorch-profiler"),
+        "--profile",
+    ),
+    Need(
+        ("--profile-dir", "--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack"),
+        "--use-pytorch-profiler",
+    ),
+    Need(("--varlen-mock-dataset-config-json",), "--mock-data"),
+    Need(("--data-glob", "--json-key"), "--data-path", lambda flags: not flags.mock_data),
+    Need(("--data-cache-path",), "--data-path", lambda flags: not flags.mock_data, is_refused=False),
+    Need(("--min-dynamic-cp-size", "--max-dynamic-cp-size"), "--dynamic-cp"),
+    Need(
+        ("--dynamic-cp-noise-margin", "--dynamic-cp-ping-pong"),
+        "--dynamic-cp-pool auto or always",
+        lambda flags: flags.dynamic_cp_pool != "off",
+    ),
+    Need(
+        ("--sequence-parallel",),
+        "--tensor-model-parallel-size 2 or more",
+        lambda flags: flags.tensor_model_parallel_size > 1,
+        is_refused=False,
+    ),
+    Need(("--lr-warmup-init",), "--lr-warmup-iters", _has_warm_up),
+    Need(
+        ("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--lr-wsd-decay-style"),
+        "--lr-decay-style WSD",
+        lambda flags: flags.lr_decay_style == "WSD",
+    ),
+    Need(
+        ("--rotary-base", "--rotary-percent", "--rotary-interleaved"),
+        "--position-embedding-type rope or yarn",
+        lambda flags: flags.position_embedding_type in ROTARY,
+    ),
+    Need(("--rope-scaling-factor",), "--use-rope-scaling"),
+    Need(("--mtp-loss-scaling-factor",), "--mtp-num-layers"),
+    Need(("--add-qkv-bias",), "--disable-bias-linear, as all linear layers have biases without it"),
+)
+"""Of this trainer: a checkout has defaults for most of them, and cannot tell."""
+
+
+def without_effect(flags: Any, *table: type) -> tuple[str, ...]:
+    """Return a sentence for each flag that has no effect and that scripts for Megatron-LM carry all the same.
+
+    Args:
+        flags: parsed arguments, before anything is filled in.
+        table: classes of settings, which know the flags' defaults.
+
+    Raises:
+        InvalidInputError: another flag has no effect.
+    """
+    rows = {row.names[0]: row for settings in table for row in flags_of(settings)}
+    sentences = []
+    for need in NEEDS:
+        for row in () if need.is_met(flags) else (rows[name] for name in need.flags):
+            value = getattr(flags, row.destination)
+            if value is None or value == row.options.get("default", False):
+                continue
+            is_switch = isinstance(value, bool)
+            said = row.names[0] if is_switch else f"{row.names[0]} {value}"
+            said = said.replace("--", "--no-", 1) if value is False else said
+            if need.is_refused:
+                raise InvalidInputError(f"{said} has no effect alone: add {need.needs}, or leave it out")
+            sentences.append(f"{said} has no effect without {need.needs}")
+    return tuple(sentences)

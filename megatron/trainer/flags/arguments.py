@@ -35,6 +35,7 @@ ALREADY_SO = (
     "--no-masked-softmax-fusion",
     "--no-persist-layer-norm",
     "--no-rope-fusion",
+    "--use-varlen-dataset",
 )
 
 

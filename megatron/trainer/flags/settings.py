@@ -72,9 +72,11 @@ class TrainingSettings:
 
     Attributes:
         train_samples: whole global batches; train_samples_left_out: what was asked for beyond them.
+        without_effect: sentences on flags that were given and change nothing.
     """
 
     train_samples_left_out: int
+    without_effect: tuple[str, ...]
     micro_batch_size: InitVar[int] = flag("always 1: a micro-batch is a pack of samples", 1)
     global_batch_size: int = flag("samples of one step; default: one per lane", within=POSITIVE)
     rampup_batch_size: tuple[int, ...] | None = flag(
@@ -88,7 +90,7 @@ class TrainingSettings:
     exit_interval: int | None = flag("save and exit at every iteration that is a multiple of this", within=POSITIVE)
     exit_duration_in_mins: float | None = flag("save and exit after this time", within=NOT_NEGATIVE)
     eval_interval: int | None = flag("iterations between evaluations; default: only at the end", within=POSITIVE)
-    eval_iters: int = flag("global batches of one evaluation; 0 = no evaluation", 0, within=NOT_NEGATIVE)
+    eval_iters: int = flag("global batches of one evaluation; 0, the default: no evaluation", within=NOT_NEGATIVE)
     recompute_granularity: InitVar[str | None] = flag(
         "what is computed again in backward: whole layers, or core attention", choices=("full", "selective")
     )
@@ -184,7 +186,6 @@ class DataSettings:
     sft: bool = flag("records are chats (docs/how-to/data.md); loss only on what the assistant wrote")
     chat_template: str | None = flag("with --sft: Jinja, or chatml; default: the tokenizer's own", metavar="FILE|NAME")
     mock_data: bool = flag("random tokens")
-    use_varlen_dataset: InitVar[bool] = flag("accepted: samples always have their own lengths")
     varlen_mock_dataset_config_json: str | None = flag("lengths of --mock-data", metavar="JSON|FILE")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.padding import padded_seqlens
+from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import (
     EVERY_LAYER,
     DataParallel,
@@ -26,7 +27,7 @@ from megatron.dynamic_cp.flags import experts, latent_attention, linear_attentio
 from megatron.dynamic_cp.flags.activation import check_activation, named
 from megatron.dynamic_cp.flags.adapters import adapters_of, check_adapters
 from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
-from megatron.dynamic_cp.flags.exclusions import CHUNKS, POOL, refuse_pairs
+from megatron.dynamic_cp.flags.exclusions import CHUNKS, POOL, STATIC_POLICY, refuse_pairs, without_effect
 from megatron.dynamic_cp.flags.fp8 import check_fp8, complete_fp8, token_alignment
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, complete_latent_attention
 from megatron.dynamic_cp.flags.layer_outputs import check_outputs
@@ -49,6 +50,8 @@ def checked_settings(args: argparse.Namespace) -> Settings:
         DynamicCPError: two values disagree; the message has both numbers and the remedy.
     """
     check_ranges(args, *TABLE)
+    args.without_effect = without_effect(args, *TABLE)
+    args.eval_iters = args.eval_iters or 0
     check_micro_batch_size(args.micro_batch_size)
     args.overlong = args.overlong or ("error" if args.sft else "split")
     _complete_model(args)
@@ -141,7 +144,12 @@ def _complete_model(args: argparse.Namespace) -> None:
     check_positions(args)
     check_latent_attention(args)
     check_activation(args)
-    _refuse_without_effect(args)
+    for name in YARN if args.rope_type != "yarn" and args.position_embedding_type != "yarn" else ():
+        if getattr(args, name) is not None:
+            raise InvalidInputError(
+                f"{flag_of(name)} is for --position-embedding-type yarn, this model has "
+                f"{args.position_embedding_type}: leave one of them out"
+            )
     width = int(args.kv_channels * args.rotary_percent)
     rotates_heads = args.position_embedding_type in ROTARY and not args.multi_latent_attention
     if rotates_heads and (width < 2 or width % 2):
@@ -149,28 +157,6 @@ def _complete_model(args: argparse.Namespace) -> None:
             f"RoPE rotates {width} of {args.kv_channels} channels of a head (--kv-channels * --rotary-percent "
             f"{args.rotary_percent}), it needs an even number of at least 2: change one of them"
         )
-
-
-def _refuse_without_effect(args: argparse.Namespace) -> None:
-    """Refuse numbers of what is not there; a checkout has defaults for them, and cannot tell."""
-    if args.rope_scaling_factor != 8 and not args.use_rope_scaling:
-        raise InvalidInputError(
-            f"--rope-scaling-factor {args.rope_scaling_factor} says by how much: add --use-rope-scaling, or "
-            "leave it out"
-        )
-    if args.mtp_loss_scaling_factor != 0.1 and not args.mtp_num_layers:
-        raise InvalidInputError(
-            f"--mtp-loss-scaling-factor {args.mtp_loss_scaling_factor} weighs losses of later tokens, and there are "
-            "none: add --mtp-num-layers, or leave it out"
-        )
-    for name in YARN:
-        if args.rope_type == "yarn":
-            break
-        if getattr(args, name) is not None and args.position_embedding_type != "yarn":
-            raise InvalidInputError(
-                f"{flag_of(name)} is for --position-embedding-type yarn, this model has "
-                f"{args.position_embedding_type}: leave one of them out"
-            )
 
 
 def _complete_model_parallel(args: argparse.Namespace) -> None:
@@ -188,7 +174,6 @@ def _complete_model_parallel(args: argparse.Namespace) -> None:
         by = "--tensor-model-parallel-size"
         _divides(tp_size, of_keys, "--kv-lora-rank + --qk-pos-emb-head-dim", by, "lower TP")
         _divides(tp_size, args.q_lora_rank or 0, "--q-lora-rank", by, "lower TP")
-    # One TP rank has nothing to split: Megatron-LM scripts pass the flag all the same.
     args.sequence_parallel = args.sequence_parallel and tp_size > 1
     _complete_chunks(args)
 
@@ -311,6 +296,8 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         auto_places=auto_places and experts.may_place(args) and topology.expert_lanes == 1,
         pipeline_layers=pipeline_layers(args),
     )
+    if args.static_cp_policy != STATIC_POLICIES[0]:
+        refuse_pairs(STATIC_POLICY, args, value=args.static_cp_policy)
     if args.dynamic_cp_pool != "off":
         refuse_pairs(POOL, args, value=args.dynamic_cp_pool)
     if settings.loss_chunk_tokens:

@@ -259,6 +259,8 @@ def _log_choices(run: Run) -> None:
             training.global_batch_size,
             training.train_samples_left_out,
         )
+    for sentence in training.without_effect:
+        logger.info("%s", sentence)
     for stream in (run.splits.train, run.splits.valid, run.splits.test):
         if stream is not None:
             logger.info("data, %s", stream.describe())
