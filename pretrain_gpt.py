@@ -1,6 +1,6 @@
 """Train a GPT with dynamic context parallelism.
 
-    torchrun --nproc-per-node 4 pretrain_gpt.py --help
+    torchrun --local-addr localhost --nproc-per-node 4 pretrain_gpt.py --help
 
 Everything is imported below the guard: processes that multiprocessing starts import this file again.
 """

@@ -82,7 +82,15 @@ def main() -> None:
 
 def run_ranks(num_ranks: int, command: list[str], timeout_s: float, stdout: int | None = None) -> bytes | None:
     """Run a script with its words on `num_ranks` ranks, one thread each; return what it printed if `stdout` is PIPE."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "localhost",
+        f"--nproc-per-node={num_ranks}",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([*launcher, *command], check=True, timeout=timeout_s, env=environment, stdout=stdout).stdout
 

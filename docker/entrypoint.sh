@@ -16,6 +16,6 @@ if [ "${1:-}" = pretrain_gpt.py ]; then
       ;;
   esac
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_DEVICE_MAX_CONNECTIONS=1
-  set -- python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$@"
+  set -- python3 -m torch.distributed.run --standalone --local-addr localhost --nproc-per-node "$ranks" "$@"
 fi
 exec "$@"

@@ -1,6 +1,6 @@
 """How do I train a Hugging Face model with planned micro-batches under accelerate?
 
-torchrun --nproc-per-node 4 examples/accelerate_hugging_face.py
+torchrun --local-addr localhost --nproc-per-node 4 examples/accelerate_hugging_face.py
 
 A tiny Llama from a local config (nothing is downloaded) on 4 CPU ranks: accelerate wraps it, the collator plans each
 global batch, the plan chooses the CP size of every micro-batch. Needs

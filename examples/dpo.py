@@ -1,6 +1,6 @@
 """How do I train on preference pairs on Megatron's runtime, with a CP size for every micro-batch?
 
-torchrun --nproc-per-node 4 examples/dpo.py [PICTURE.svg]
+torchrun --local-addr localhost --nproc-per-node 4 examples/dpo.py [PICTURE.svg]
 
 Direct preference optimization of a small GPT on 4 CPU ranks (gloo): 24 prompts of 8 to 300 words, each with a chosen
 response that goes on counting and a rejected one that does not. A pair is one sample with its prompt there once, as

@@ -25,7 +25,7 @@ case $MODEL in
 esac
 
 # shellcheck disable=SC2046 # the flags of the model are words
-set -- torchrun --nproc-per-node 4 pretrain_gpt.py \
+set -- torchrun --local-addr localhost --nproc-per-node 4 pretrain_gpt.py \
   --dynamic-cp --distributed-backend gloo $(cat "$RUN_DIR/imported/model.flags") \
   --load "$RUN_DIR/imported" --exit-on-missing-checkpoint --save "$RUN_DIR/tuned" \
   --sft --data-path "$RUN_DIR/chats.jsonl" --split 95,5,0 --overlong error \

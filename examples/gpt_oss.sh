@@ -11,7 +11,7 @@ PYTHON=${PYTHON:-python3}
 DOCUMENTS=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
 export OMP_NUM_THREADS=1 # 4 ranks share the cores of one machine
 
-set -- torchrun --nproc-per-node 4 pretrain_gpt.py \
+set -- torchrun --local-addr localhost --nproc-per-node 4 pretrain_gpt.py \
   --dynamic-cp --distributed-backend gloo --expert-model-parallel-size 4 --use-distributed-optimizer \
   --seq-length 2048 --max-seqlen-per-dp-cp-rank 1024 \
   --num-layers 2 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2 \

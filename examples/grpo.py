@@ -1,6 +1,6 @@
 """How do I train by group-relative policy optimization with a CP size for every micro-batch?
 
-torchrun --nproc-per-node 4 examples/grpo.py [PICTURE.svg]
+torchrun --local-addr localhost --nproc-per-node 4 examples/grpo.py [PICTURE.svg]
 
 A toy task with a verifiable reward: go on counting. The reward is the share of a response's words that are one more
 than the word before, modulo 8. A tiny transformer on 4 CPU ranks (gloo, plain PyTorch) samples 8 responses to each of 8

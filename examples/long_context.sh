@@ -25,7 +25,7 @@ fi
 # Llama-3-8B from 8192 tokens to 131072. A document stays one sample up to --seq-length, so that a long dependency is
 # seen; only longer ones are split. Short documents cost what they cost alone: they get CP size 1.
 # shellcheck disable=SC2086 # DATA is several words
-set -- "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-8}" pretrain_gpt.py \
+set -- "$PYTHON" -m torch.distributed.run --standalone --local-addr localhost --nproc-per-node "${NPROC:-8}" pretrain_gpt.py \
   --dynamic-cp --seq-length 131072 --max-seqlen-per-dp-cp-rank auto --rotary-base 8000000 \
   --data-path $DATA --tokenizer-type NullTokenizer --vocab-size 128256 --eod-id 128001 --overlong split \
   --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 \

@@ -1,6 +1,6 @@
 """How does a plain torch loop use plans, with nothing of this project but the planner?
 
-torchrun --nproc-per-node 4 examples/loop_plain_torch.py
+torchrun --local-addr localhost --nproc-per-node 4 examples/loop_plain_torch.py
 
 Every rank is a lane and plans for itself: equal lengths give equal plans. A CP group shares keys and values by torch's
 own all-gather, with a mask between documents: short and correct, not fast (`megatron.dynamic_cp.outside` has rings and

@@ -13,7 +13,7 @@ DOCUMENTS=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"
 export OMP_NUM_THREADS=1 # 4 ranks share the cores of one machine
 
 train() {
-  PATH="$(dirname "$PYTHON"):$PATH" torchrun --nproc-per-node 4 pretrain_gpt.py \
+  PATH="$(dirname "$PYTHON"):$PATH" torchrun --local-addr localhost --nproc-per-node 4 pretrain_gpt.py \
     --distributed-backend gloo --expert-model-parallel-size 4 --use-distributed-optimizer \
     --seq-length 4096 --max-seqlen-per-dp-cp-rank 1024 \
     --num-layers 7 --hybrid-override-pattern MEM*EME --hidden-size 128 \

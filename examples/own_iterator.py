@@ -1,6 +1,6 @@
 """How does a training loop that owns its data iterator get dynamic CP?
 
-torchrun --nproc-per-node 2 examples/own_iterator.py
+torchrun --local-addr localhost --nproc-per-node 2 examples/own_iterator.py
 
 A loop in Megatron-LM's style on CPU ranks (gloo): its own iterator, a small GPT, DDP, Adam on the bare gradients. The
 three places that change are numbered; the rest is what such a loop has anyway. Ten steps, a few seconds.

@@ -12,7 +12,7 @@ PYTHON=${PYTHON:-python3}
 DOCUMENTS=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
 export OMP_NUM_THREADS=1 # 4 ranks share the cores of one machine
 
-set -- torchrun --nproc-per-node 4 pretrain_gpt.py \
+set -- torchrun --local-addr localhost --nproc-per-node 4 pretrain_gpt.py \
   --dynamic-cp --dynamic-cp-pool always --distributed-backend gloo --pipeline-model-parallel-size 2 \
   --seq-length 4096 --max-seqlen-per-dp-cp-rank 3072 \
   --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 \

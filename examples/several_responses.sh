@@ -19,7 +19,7 @@ if [ -n "${APART:-}" ]; then way=apart samples=64; fi
 "$PYTHON" "$(dirname "$0")/several_responses.py" "$RUN_DIR"
 export OMP_NUM_THREADS=1 # 4 ranks share the cores of one machine
 
-set -- torchrun --nproc-per-node 4 pretrain_gpt.py \
+set -- torchrun --local-addr localhost --nproc-per-node 4 pretrain_gpt.py \
   --dynamic-cp --distributed-backend gloo \
   --data-path "$RUN_DIR/$way.jsonl" --split 1,0,0 --overlong error --global-batch-size "$samples" \
   --seq-length 2048 --max-seqlen-per-dp-cp-rank 1024 \

@@ -16,7 +16,7 @@ RUN_DIR=${RUN_DIR:-runs/sft}
 "$PYTHON" "$(dirname "$0")/sft_chat.py" "$RUN_DIR/chats.jsonl"
 export OMP_NUM_THREADS=1 # 4 ranks share the cores of one machine
 
-set -- torchrun --nproc-per-node 4 pretrain_gpt.py \
+set -- torchrun --local-addr localhost --nproc-per-node 4 pretrain_gpt.py \
   --dynamic-cp --distributed-backend gloo \
   --sft --data-path "$RUN_DIR/chats.jsonl" --split 95,5,0 --overlong error \
   --seq-length 2048 --max-seqlen-per-dp-cp-rank 768 \

@@ -1,6 +1,6 @@
 """How much faster do several responses to one prompt train, or branches of a tree, if what they share is there once?
 
-torchrun --nproc-per-node 4 examples/shared_questions.py [trees]
+torchrun --local-addr localhost --nproc-per-node 4 examples/shared_questions.py [trees]
 
 Prompts of 100 to 800 tokens with 4 responses of 20 to 200 each, as for preference pairs or group-relative policy
 optimization; with trees 2 answers of 100 to 300 tokens to each prompt, which go on in 4 ways of 20 to 200 each, as in

@@ -1,6 +1,6 @@
 """How do I train my own PyTorch model with planned micro-batches?
 
-torchrun --nproc-per-node 4 examples/torch_device_mesh.py [--fsdp]
+torchrun --local-addr localhost --nproc-per-node 4 examples/torch_device_mesh.py [--fsdp]
 
 A tiny Llama-like transformer on 4 CPU ranks (gloo), a mesh of 2 x 2, wrapped in DistributedDataParallel or sharded by
 `fully_shard`. Each step plans 24 documents of 1 to 700 tokens; rank 0 trains the same model alone, one document at a

@@ -16,7 +16,7 @@ DOCUMENTS=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"
 DONE=$(cat "$RUN_DIR/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
 export OMP_NUM_THREADS=1 # 4 ranks share the cores of one machine
 
-set -- torchrun --nproc-per-node 4 pretrain_gpt.py \
+set -- torchrun --local-addr localhost --nproc-per-node 4 pretrain_gpt.py \
   --dynamic-cp --dynamic-cp-refine 5 --distributed-backend gloo \
   --seq-length 4096 --max-seqlen-per-dp-cp-rank 2048 \
   --num-layers 2 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2 \

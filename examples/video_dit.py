@@ -1,6 +1,6 @@
 """How do I train a video diffusion transformer with planned micro-batches?
 
-torchrun --nproc-per-node 4 examples/video_dit.py
+torchrun --local-addr localhost --nproc-per-node 4 examples/video_dit.py
 
 A small DiT (patches, rotary positions in time, height and width, adaLN by time and class, flow matching) on 4 CPU ranks
 (gloo): images and clips of many resolutions in one batch, attention within each over its own number of ranks. Latents

@@ -69,7 +69,16 @@ def plan_lines(kind: str, num_problems: int) -> Iterator[str]:
 def run_lines(name: str) -> Iterator[str]:
     """Yield a line for each iteration of a run, or one with the last that it says where it fails."""
     num_ranks, flags = RUNS[name]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "pretrain_gpt.py"]
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "localhost",
+        "--nproc-per-node",
+        str(num_ranks),
+        "pretrain_gpt.py",
+    ]
     words = command_line("--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64", flags)
     done = subprocess.run(
         [sys.executable, *launch, *words],

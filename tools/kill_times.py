@@ -43,9 +43,8 @@ class RealJob:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         command = ["pretrain_gpt.py", *words]
         if launched:
-            launch = (
-                f"-m torch.distributed.run --standalone --nproc-per-node {num_ranks} --redirects 3 --log-dir {folder}"
-            )
+            launch = "-m torch.distributed.run --standalone --local-addr localhost --redirects 3"
+            launch += f" --nproc-per-node {num_ranks} --log-dir {folder}"
             with (folder / "launcher").open("w") as said:
                 self.launcher = psutil.Popen(
                     [sys.executable, *launch.split(), *command], cwd=ROOT, env=environment, stdout=said, stderr=said

@@ -31,7 +31,15 @@ TESTS = ("tests/distributed", "tests/trainer", "tests/faults")
 SAVED, LAST = 4, 8
 LIMIT_S = 3600
 TOLERANCE = 1e-6
-LAUNCH = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py")
+LAUNCH = (
+    "torch.distributed.run",
+    "--standalone",
+    "--local-addr",
+    "localhost",
+    "--nproc-per-node",
+    "2",
+    "pretrain_gpt.py",
+)
 TRAINING = command_line(
     f"--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 --lr-decay-iters {LAST} --train-iters {LAST}"
 )

@@ -251,7 +251,16 @@ def _without_launcher(trial: Trial, folder: Path, words: list[str]) -> tuple[boo
 def _under_torchrun(trial: Trial, folder: Path, words: list[str]) -> tuple[bool, str]:
     """Return whether the launcher left with 0, and what all said."""
     (folder / "trial.json").write_text(json.dumps([asdict(trial), words]))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "localhost",
+        "--nproc-per-node",
+        str(NUM_RANKS),
+    ]
     job = subprocess.Popen(
         [*launcher, "-m", "tools.save_kills", "--as-rank-of", str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},

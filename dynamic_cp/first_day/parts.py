@@ -122,7 +122,8 @@ def parts_of(day: Day) -> Iterator[Part]:
     device = ("--device", "cuda" if day.on_gpu else "cpu", "--model", day.model, "--tp", str(day.tp_size))
     doctor = (sys.executable, "-m", "dynamic_cp.cli", "doctor", "--json", str(found))
     yield Part(name="doctor", folder=folder, words=doctor, writes=[found])
-    ranks = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(day.num_ranks))
+    launch = f"-m torch.distributed.run --standalone --local-addr localhost --nproc-per-node {day.num_ranks}"
+    ranks = (sys.executable, *launch.split())
     for name, launcher in (("kernels", (sys.executable,)), ("exchanges", ranks)):
         rows = folder / f"{name}.json"
         words = (*launcher, "-m", "megatron.dynamic_cp.calibration.attention", name, *device, "--output", str(rows))

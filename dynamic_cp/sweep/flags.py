@@ -104,7 +104,7 @@ def launcher(setting: Setting) -> str:
     num_nodes = topology.world_size // per_node
     # Nodes in a fixed order, c10d would number them by address: the lanes of a CP group are neighbours.
     static = f" --nnodes {num_nodes} --node-rank $NODE_RANK --master-addr $HEAD_NODE --master-port 29500"
-    nodes = static if num_nodes > 1 else ""
+    nodes = static if num_nodes > 1 else " --local-addr localhost"  # the host's own name may not resolve
     return f"torchrun{nodes} --nproc-per-node {per_node}"
 
 

@@ -212,8 +212,8 @@ def entry(folder: Path, *words: str, gpus: int | None = None, **environment: str
 def test_the_entry_point_starts_a_rank_per_gpu(tmp_path: Path) -> None:
     def ranks(*backend: str, **how: object) -> str:
         words = entry(tmp_path, "pretrain_gpt.py", "--dynamic-cp", "--lr", "a b", **how)  # type: ignore[arg-type]
-        assert words[:3] == ["-m", "torch.distributed.run", "--standalone"]
-        assert words[5:] == ["pretrain_gpt.py", "--dynamic-cp", "--lr", "a b", *backend]
+        assert words[:5] == ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
+        assert words[7:] == ["pretrain_gpt.py", "--dynamic-cp", "--lr", "a b", *backend]
         return words[words.index("--nproc-per-node") + 1]
 
     gloo = ("--distributed-backend", "gloo")
@@ -227,4 +227,4 @@ def test_the_entry_point_starts_a_rank_per_gpu(tmp_path: Path) -> None:
 
 def test_the_entry_point_leaves_the_backend_that_is_asked_for(tmp_path: Path) -> None:
     words = entry(tmp_path, "pretrain_gpt.py", "--distributed-backend", "nccl")
-    assert words[5:] == ["pretrain_gpt.py", "--distributed-backend", "nccl"]
+    assert words[7:] == ["pretrain_gpt.py", "--distributed-backend", "nccl"]

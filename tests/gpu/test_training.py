@@ -108,7 +108,9 @@ def trains_on_ranks(num_ranks: int, flags: str, tmp_path: Path) -> subprocess.Co
         "NCCL_MNNVL_ENABLE": "0",
         "NCCL_MAX_NCHANNELS": "1",
     }
-    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {num_ranks} --no-python bash"
+    launcher = (
+        f"-m torch.distributed.run --standalone --local-addr localhost --nproc-per-node {num_ranks} --no-python bash"
+    )
     words = [sys.executable, *launcher.split(), str(script), *MODEL.split(), *SPLIT.split(), *flags.split()]
     return trains([*words, "--data-cache-path", str(tmp_path)], alone, 140)
 

@@ -70,7 +70,16 @@ def ended(
     script: list[str], flags: str, *, ranks: int = 4, more: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Return how a job ended."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "localhost",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return subprocess.run(
         [*command, *script, *flags.split(), *more],

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,17 @@ from tests.trainer.commandline import NO_COMPILE, command_line
 from tests.trainer.training_ranks import train
 
 ROOT = Path(__file__).parents[2]
-LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+LAUNCHER = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--local-addr",
+    "localhost",
+    "--nproc-per-node",
+)
+UNNAMED = ("unshare", "--uts", "--map-root-user", "sh", "-c", 'hostname nowhere.invalid && exec "$@"', "sh")
+"""Before a command: nothing resolves the name of its host, as in many containers."""
 DYNAMIC = "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 --num-layers 2 --lr-decay-iters 1000"
 ALL_DOCUMENTS = mock.NUM_DOCUMENTS
 # With two cores shared among jobs, importing torch on two ranks may take most of it.
@@ -31,10 +43,17 @@ KILLED_BY_TORCHRUN = "forcefully exiting via"
 SIGNALLED_LIMIT_S = 45.0
 
 
+@cache
+def _unnamed() -> tuple[str, ...]:
+    """Return UNNAMED, or nothing where a process may not have a host name of its own."""
+    may = shutil.which(UNNAMED[0]) and subprocess.run([*UNNAMED, "true"], capture_output=True).returncode == 0
+    return UNNAMED if may else ()
+
+
 def _start(*words: str, ranks: int = 2) -> subprocess.Popen:
     """Start the job with its output, line by line, on the pipe."""
     return subprocess.Popen(
-        [*LAUNCHER, str(ranks), "pretrain_gpt.py", *command_line(*words)],
+        [*_unnamed(), *LAUNCHER, str(ranks), "pretrain_gpt.py", *command_line(*words)],
         cwd=ROOT,
         env={**os.environ, **NO_COMPILE, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,

@@ -32,6 +32,8 @@ def _launched(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MASTER_PORT", "http", "MASTER_PORT is 'http', a number up to 65535"),
         ("MASTER_PORT", "99999", "MASTER_PORT is '99999', a number up to 65535"),
         ("MASTER_ADDR", None, "MASTER_ADDR not set for 2 ranks"),
+        ("MASTER_ADDR", "nowhere.invalid", "MASTER_ADDR is 'nowhere.invalid', which the host of rank 0"),
+        ("MASTER_ADDR", "a..b", "start one node with torchrun --local-addr localhost"),
     ],
 )
 def test_what_a_launcher_sets_wrongly_is_named(

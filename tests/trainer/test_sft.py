@@ -146,8 +146,8 @@ def flags_of_example(tmp_path, name="sft_chat.sh", **variables):
     command = ["sh", str(ROOT / "examples" / name)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=60)
     words = shlex.split(done.stdout.splitlines()[-1])
-    assert words[:4] == ["torchrun", "--nproc-per-node", "4", "pretrain_gpt.py"]
-    return words[4:]
+    assert words[:6] == ["torchrun", "--local-addr", "localhost", "--nproc-per-node", "4", "pretrain_gpt.py"]
+    return words[6:]
 
 
 @pytest.mark.nightly

@@ -195,7 +195,9 @@ def check_not_run(words: list[str]) -> None:
 
 def num_ranks_of(example: Path) -> int:
     """Return on how many ranks torchrun starts an example, as its docstring says; one without torchrun is one."""
-    found = re.search(r"^torchrun --nproc-per-node (\d+)", example.read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(
+        r"^torchrun --local-addr localhost --nproc-per-node (\d+)", example.read_text(encoding="utf-8"), re.MULTILINE
+    )
     return int(found[1]) if found else 1
 
 
@@ -249,7 +251,15 @@ def test_the_video_model_trains_as_one_rank_does(examples_ran: Path) -> None:
 
 @pytest.mark.nightly
 def test_an_example_runs_under_torchrun(tmp_path: Path) -> None:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks_of(UNDER_TORCHRUN))]
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "localhost",
+        "--nproc-per-node",
+        str(num_ranks_of(UNDER_TORCHRUN)),
+    ]
     command = [sys.executable, *words, str(UNDER_TORCHRUN)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -295,7 +305,7 @@ def test_flags_named_on_pages_exist() -> None:
     for script in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tools").glob("*.py")]:
         known |= set(re.findall(r'"(--[a-z][\w-]*)"', script.read_text(encoding="utf-8")))
     others = {"--nproc-per-node", "--help", "--version", "--index-url"}
-    others |= {"--rdzv-backend", "--master-port"}  # torchrun's
+    others |= {"--rdzv-backend", "--master-port", "--master-addr", "--local-addr"}  # torchrun's
     others |= {"--nodes"}  # sbatch's, and below docker's
     others |= {"--target", "--build-arg", "--rm", "--gpus", "--ipc", "--ulimit", "--user", "--shm-size", "--device"}
     others |= {"--network"}
@@ -318,6 +328,19 @@ def test_flags_named_on_pages_exist() -> None:
         named += len(flags)
         assert flags <= known | others, f"{page}: {sorted(flags - known - others)}"
     assert named > 100
+
+
+def test_ranks_of_one_node_meet_at_localhost() -> None:
+    """Where nothing resolves the host's own name, torchrun alone waits for minutes."""
+    scripts = [*(ROOT / "examples").glob("*.*"), ROOT / "docker" / "entrypoint.sh", *(ROOT / "docs").rglob("*.md")]
+    started = [
+        f"{path}: {command}"
+        for path in scripts
+        for command in re.findall(r"(?:torchrun|distributed\.run) -[^`\n]*", path.read_text(encoding="utf-8"))
+        if "--nproc-per-node" in command and "--nnodes" not in command
+    ]
+    assert len(started) > 30
+    assert [command for command in started if "--local-addr localhost" not in command] == []
 
 
 def test_training_commands_for_gpus_fit_an_h100() -> None:

@@ -16,7 +16,7 @@ MOST_LINES = {
     "dynamic_cp/comparison": 1660,  # options of hybrids
     "dynamic_cp/first_day": 620,  # the first hour of a node as one command
     "dynamic_cp/learning": 600,  # buckets that passed on states
-    "dynamic_cp/lengths": 1200,
+    "dynamic_cp/lengths": 1220,  # what is no number is said
     "dynamic_cp/mechanisms": 1400,  # few communicators
     "dynamic_cp/memory": 655,  # adapters; chunks of the loss; linear attention: activations, states, gates again
     "dynamic_cp/models": 2470,  # hybrids, their configs whole as published, and written; what transformers reads of one

@@ -1,6 +1,7 @@
 """How far attention is from float64 on this device: each kernel alone, or exchanges between torchrun's ranks.
 
-    torchrun --nproc-per-node 8 -m megatron.dynamic_cp.calibration.attention exchanges --model llama-3-8b --output FILE
+    torchrun --local-addr localhost --nproc-per-node 8 -m megatron.dynamic_cp.calibration.attention exchanges \\
+        --model llama-3-8b --output FILE
 
 Two parts of `dynamic-cp first-day`, which shows the file. Placed attention and latents are left to the tests.
 """

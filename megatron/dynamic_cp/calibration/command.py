@@ -23,7 +23,8 @@ DEVICES = ("auto", "cuda", "cpu")
     epilog="""\b
 Examples:
   dynamic-cp profile --model llama-3-8b --tp 2 --hardware h100 --output measured.json --plot measured.svg
-  torchrun --nproc-per-node 8 -m megatron.dynamic_cp.calibration --model llama-3-8b --hardware h100 --output node.json
+  torchrun --local-addr localhost --nproc-per-node 8 -m megatron.dynamic_cp.calibration --model llama-3-8b \\
+    --hardware h100 --output node.json
 Then: dynamic-cp simulate --hardware measured.json ..., or train with --dynamic-cp-hardware measured.json
 """,
 )

@@ -56,7 +56,7 @@ def set_up(requested: str, seed: int = 1234) -> Place:
         if local_rank >= num_devices:
             raise InvalidInputError(
                 f"local rank {local_rank} has no GPU of its own, {num_devices} are there: "
-                f"torchrun --nproc-per-node {num_devices}"
+                f"torchrun --local-addr localhost --nproc-per-node {num_devices}"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 from dynamic_cp.errors import InvalidInputError
 
@@ -29,7 +30,8 @@ def check_rendezvous(world_size: int) -> tuple[int, str, int]:
     """Return this rank, and address and port where the ranks meet; a single process needs no launcher.
 
     Raises:
-        InvalidInputError: variables that torchrun sets are missing or contradict each other.
+        InvalidInputError: variables that torchrun sets are missing or contradict each other, or nothing resolves the
+            address, which torch would try for minutes.
     """
     if world_size == 1:
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "0")):
@@ -43,4 +45,13 @@ def check_rendezvous(world_size: int) -> tuple[int, str, int]:
             f"RANK is {rank}, WORLD_SIZE {world_size}: ranks count from 0; start the job with torchrun, or see what "
             "the job script sets them to"
         )
-    return rank, os.environ["MASTER_ADDR"], environment_number("MASTER_PORT", 0, at_most=65535)
+    address, port = os.environ["MASTER_ADDR"], environment_number("MASTER_PORT", 0, at_most=65535)
+    try:
+        socket.getaddrinfo(address, port)
+    except (OSError, UnicodeError) as error:
+        raise InvalidInputError(
+            f"MASTER_ADDR is {address!r}, which the host of rank {rank} ({socket.gethostname()}) does not resolve "
+            f"({error}): start one node with torchrun --local-addr localhost, several with --master-addr, the address "
+            "of rank 0's host"
+        ) from error
+    return rank, address, port

@@ -48,7 +48,8 @@ def command() -> None:
     epilog="""\b
 Examples:
   dynamic-cp weights import Qwen3-8B --output qwen3
-  torchrun --nproc-per-node 8 pretrain_gpt.py --dynamic-cp $(cat qwen3/model.flags) --load qwen3 ...
+  torchrun --local-addr localhost --nproc-per-node 8 pretrain_gpt.py --dynamic-cp \\
+    $(cat qwen3/model.flags) --load qwen3 ...
 """,
 )
 @click.argument(
