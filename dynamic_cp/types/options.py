@@ -115,7 +115,7 @@ def chunk_tokens(given: int | str, tp_size: int) -> int:
         return AUTO_CHUNK_TOKENS * tp_size
     if given < 0:
         raise InvalidInputError(
-            f"--loss-chunk-tokens is {given}, it must be greater than 0: give tokens or auto, or leave it out",
+            f"--loss-chunk-tokens is {given}, it must be at least 0: give tokens or auto, or leave it out",
             name="loss_chunk_tokens",
             value=given,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,11 +82,14 @@ def open_checkout(script: Path) -> Checkout:
         takes_schedulers=set(SCHEDULERS) <= _defined(root / _SCHEDULES),
     )
     if checkout.version not in SUPPORTED_VERSIONS and not checkout.takes_schedulers:
+        nearest, here = _nearest(checkout.version), releases.newest().version
+        may_not = sys.version_info[:2] < releases.closest(nearest).min_python
         supported = ", ".join(f"{version}, tried at {run}" for version, run in SUPPORTED_VERSIONS.items())
         raise UnsupportedFeatureError(
             f"the Megatron-LM checkout {root} is version {checkout.version}; supported are "
             f"{supported}; and those with {' and '.join(SCHEDULERS)} in {_SCHEDULES} (branch dev): "
-            f"check out {SUPPORTED_VERSIONS[releases.newest().version]}"
+            f"check out {SUPPORTED_VERSIONS[nearest]}"
+            + (f" and take Python {releases.closest(nearest).python}, or {SUPPORTED_VERSIONS[here]}" if may_not else "")
         )
     needed = releases.closest(checkout.version)
     if sys.version_info[:2] < needed.min_python:
@@ -95,6 +99,16 @@ def open_checkout(script: Path) -> Checkout:
             f"for Python {needed.python}, or check out {SUPPORTED_VERSIONS[releases.newest().version]}"
         )
     return checkout
+
+
+def _nearest(version: str) -> str:
+    """Return the supported version that is nearest to another: of its minor release, if one is."""
+    numbers = [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+    def distance(known: str) -> list[int]:
+        return [abs(int(one) - number) for one, number in zip(known.split("."), numbers, strict=True)]
+
+    return min(SUPPORTED_VERSIONS, key=distance)
 
 
 def put_first(root: Path) -> None:

@@ -56,16 +56,25 @@ def test_newer_checkout_with_a_table_of_schedulers(
 
 
 @pytest.mark.parametrize(
-    ("minor", "patch", "pre", "schedules"),
+    ("minor", "patch", "pre", "schedules", "nearest"),
     [
-        (15, 0, "", None),
-        (16, 1, "rc0", None),
-        (17, 0, "", None),
-        (19, 0, "", "x = 1\n"),
-        (21, 0, "", "scheduler_map = {}\n"),  # schedulers that know one CP size, as those of branch main
+        (15, 0, "", None, "0.16.1"),
+        (16, 1, "rc0", None, "0.16.1"),
+        (17, 0, "", None, "0.17.1"),
+        (18, 3, "", None, "0.18.2"),
+        (19, 0, "", "x = 1\n", "0.19.1"),
+        (21, 0, "", "scheduler_map = {}\n", "0.20.0"),  # schedulers that know one CP size, as those of branch main
     ],
 )
-def test_other_versions_are_refused(tmp_path: Path, minor: int, patch: int, pre: str, schedules: str | None) -> None:
+def test_other_versions_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    minor: int,
+    patch: int,
+    pre: str,
+    schedules: str | None,
+    nearest: str,
+) -> None:
     script = make_tree(tmp_path, minor, patch, pre, schedules)
     with pytest.raises(
         UnsupportedFeatureError, match=f"is version 0.{minor}.{patch}{pre}; supported are 0.16.1"
@@ -73,7 +82,11 @@ def test_other_versions_are_refused(tmp_path: Path, minor: int, patch: int, pre:
         open_checkout(script)
     assert "0.19.1, tried at core_v0.19.0" in str(caught.value)
     assert "0.20.0, tried at d98e8a64 (branch main of 2026-08-22)" in str(caught.value)
-    assert str(caught.value).endswith(f"(branch dev): check out {SUPPORTED_VERSIONS[releases.newest().version]}")
+    for python, more in ((12, ""), (11, "" if nearest == "0.16.1" else " and take Python 3.12, or core_v0.16.1")):
+        monkeypatch.setattr(sys, "version_info", (3, python, 1))
+        with pytest.raises(UnsupportedFeatureError) as caught:
+            open_checkout(script)
+        assert str(caught.value).endswith(f"(branch dev): check out {SUPPORTED_VERSIONS[nearest]}{more}")
 
 
 @pytest.mark.parametrize("version", SUPPORTED_VERSIONS)

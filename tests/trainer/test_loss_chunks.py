@@ -54,7 +54,7 @@ def test_what_chunks_can_be():
     assert chunk_of("--loss-chunk-tokens 300") == 300
     assert chunk_of("--loss-chunk-tokens auto --tensor-model-parallel-size 2") == 2 * AUTO_CHUNK_TOKENS
     for words, error, said in (
-        ("-1", InvalidInputError, "--loss-chunk-tokens is -1, it must be greater than 0: give tokens or auto"),
+        ("-1", InvalidInputError, "--loss-chunk-tokens is -1, it must be at least 0: give tokens or auto"),
         ("some", InvalidInputError, "'some' is neither a number of tokens nor 'auto'"),
         (
             "8 --bf16 --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
