@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -95,6 +96,8 @@ def command(output: str, again: tuple[str, ...], timeout: float, **given: Any) -
     Started again with the same --output it goes on with what is missing. After a part that fails the others run all the
     same. Exit status 2 if one failed.
     """
+    if not timeout < math.inf:
+        raise InvalidInputError(f"--timeout is {timeout}, a number of minutes is needed, such as 20")
     folder = _folder(output)
     names = _gpus()
     day = _day(given, folder, names)

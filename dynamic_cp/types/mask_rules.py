@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.branches import SharedQuestion, Tree
@@ -13,6 +14,7 @@ from dynamic_cp.types.masks import CAUSAL, Causal, CausalBlockwise, Full, KeyRan
 
 logger = logging.getLogger(__name__)
 
+Made = TypeVar("Made")
 MaskRule = Callable[[int], Mask | None]
 """Tokens of a sample -> its mask; None: that of the model's layers."""
 
@@ -37,10 +39,18 @@ def parse_mask(text: str) -> Mask:
     if all(word.isdecimal() for word in words):
         numbers = tuple(map(int, words))
         if name in _NUM_NUMBERS and len(numbers) in _NUM_NUMBERS[name]:
-            return _KINDS[name](*numbers)
+            return _made(text, lambda: _KINDS[name](*numbers))
         if name == SharedQuestion.name and len(numbers) > 1:
-            return SharedQuestion(numbers[0], numbers[1:])
+            return _made(text, lambda: SharedQuestion(numbers[0], numbers[1:]))
     raise InvalidInputError(f"mask {text[:40]!r} is unknown: use {_EXAMPLES}", mask=text)
+
+
+def _made(text: str, make: Callable[[], Made]) -> Made:
+    """Return the mask or rule that `make` returns; what it refuses is said of `text`."""
+    try:
+        return make()
+    except InvalidInputError as error:
+        raise InvalidInputError(f"mask {text[:40]!r}: {error}", mask=text) from error
 
 
 def parse_mask_rule(text: str) -> MaskRule:
@@ -59,7 +69,7 @@ def parse_mask_rule(text: str) -> MaskRule:
     *counts, share = rest.split("x")
     if counts and name in _SHARES:
         try:
-            return _SharesOf(name, tuple(map(int, counts)), float(share))
+            return _made(text, lambda: _SharesOf(name, tuple(map(int, counts)), float(share)))
         except ValueError as error:
             if isinstance(error, InvalidInputError):
                 raise

@@ -41,7 +41,7 @@ FEATURES = (
         (f"{YARN} --rotary-seq-len-interpolation-factor 2", "factor is for --position-embedding-type rope, this"),
         ("--rotary-seq-len-interpolation-factor 0", "is 0, it must be at least 1: positions are divided by it"),
         ("--use-rope-scaling --rope-scaling-factor 0", "--rope-scaling-factor is 0.0, it must be greater than 0"),
-        ("--rope-scaling-factor 4", "--rope-scaling-factor 4.0 says by how much: add --use-rope-scaling"),
+        ("--rope-scaling-factor 4", "--rope-scaling-factor 4.0 has no effect alone: add --use-rope-scaling"),
         ("--mscale 0.7", "--mscale is for --position-embedding-type yarn, this model has rope: leave one of them out"),
         ("--position-embedding-type yarn", "by --rotary-scaling-factor, which is 1.0: give one above 1, or rope"),
         (f"{YARN} --rotary-scaling-factor 1", "which is 1.0: give one above 1, or rope"),

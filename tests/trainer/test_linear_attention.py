@@ -89,6 +89,7 @@ def test_flags_of_a_megatron_lm_checkpoint_say_the_same() -> None:
         (f"{PATTERN} M*-D", "has D: its symbols are"),
         (f"{PATTERN} *-*-", "needs M or G, and has neither"),
         (f"{PATTERN} M*G-", "has both"),
+        (f"{PATTERN} M*G- --linear-key-head-dim 8", "has both"),  # before sizes of the one that is not looked at
         (f"{PATTERN} ME*M", "--hybrid-override-pattern. ME.M has some E, and the model has no experts"),
         (f"{PATTERN} M*-M --num-experts 4", "has no E, and the model has some experts"),
         (f"{PATTERN} MM-M", r"--hybrid-override-pattern\) MM-M has no \*: a layer with attention is needed"),

@@ -22,7 +22,7 @@ LATER = f"--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 {SMALL} --mtp-
     ("flags", "says"),
     [
         ("--mtp-num-layers -1", "--mtp-num-layers is -1, it must be at least 0"),
-        ("--mtp-loss-scaling-factor 0.3", "--mtp-loss-scaling-factor 0.3 weighs losses of later tokens, and there"),
+        ("--mtp-loss-scaling-factor 0.3", "--mtp-loss-scaling-factor 0.3 has no effect alone: add --mtp-num-layers"),
         ("--mtp-num-layers 1 --mtp-loss-scaling-factor 0", "--mtp-loss-scaling-factor is 0.0, it must be greater"),
         (
             "--mtp-num-layers 1 --position-embedding-type learned_absolute --pipeline-model-parallel-size 2",

@@ -84,10 +84,10 @@ def test_the_trace_names_what_ran(tmp_path, uninterrupted):
     assert len(cp_sizes) > 1, "one CP size only: nothing was distinguished"
 
 
-def test_without_the_flag_nothing_is_written_and_a_run_that_ends_early_is(tmp_path, capfd):
+def test_without_the_flag_others_are_refused_and_a_run_that_ends_early_is_written(tmp_path, capfd):
     words = f"--train-iters 2 --lr-decay-iters 8 --profile-dir {tmp_path}/traces --profile-step-start 1"
-    train(1, "--dynamic-cp --mock-data", words)
-    assert not (tmp_path / "traces").exists()
+    with pytest.raises(InvalidInputError, match="--profile-step-start 1 has no effect alone: add --profile"):
+        parse_args(command_line("--dynamic-cp --mock-data", words), 1)
     train(1, "--dynamic-cp --mock-data", words, "--profile --use-pytorch-profiler")
     (path,) = (tmp_path / "traces").iterdir()
     assert path == trace_path(f"{tmp_path}/traces", 0, 2, 2)

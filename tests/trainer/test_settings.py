@@ -53,7 +53,6 @@ ONLY_DECIDE = {
     "micro_batch_size",
     "ckpt_format",
     "moe_token_dispatcher_type",
-    "use_varlen_dataset",
 }
 """Flags that only decide what others become, that have one value, or that are accepted without effect."""
 

@@ -29,13 +29,13 @@ MOST_LINES = {
     "dynamic_cp/report": 2940,  # peak memory of a run; bars of its parts
     "dynamic_cp/search": 2080,  # CP sizes that leave room for tokens; which buckets pass on states of linear attention
     "dynamic_cp/sweep": 1345,  # experts in one product; flags of linear attention, factors of Granite
-    "dynamic_cp/types": 3820,  # what auto allows; adapters; hybrids; trees of turns
+    "dynamic_cp/types": 3830,  # what auto allows; adapters; hybrids; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 6180,  # linear attention of a pack over lanes, in two ways, and little of it kept
     "megatron/dynamic_cp/calibration": 1500,  # states of linear attention; attention against float64, for a first day
     "megatron/dynamic_cp/data": 1300,  # buckets of a lane without their tokens, for others to ask; trees of turns
-    "megatron/dynamic_cp/flags": 3040,  # adapters; losses over chunks of tokens; what flags need to have an effect
+    "megatron/dynamic_cp/flags": 3050,  # adapters; losses over chunks of tokens; what flags need to have an effect
     "megatron/dynamic_cp/foreign": 1450,
     "megatron/dynamic_cp/groups": 760,  # two cuDNNs; ranks of a node connect first; what linear attention connects
     "megatron/dynamic_cp/layout": 450,  # what lanes exchange for linear attention
@@ -48,7 +48,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/repairs": 780,  # a TransformerEngine that cannot be imported; checkpoints of halves of weights
     "megatron/dynamic_cp/scheduler": 860,  # the planner for other frameworks
     "megatron/dynamic_cp/step": 815,  # a micro-batch without its loss, for passes of post-training
-    "megatron/lm_adaptor": 2815,  # linear attention: a specification, its kernel, a model and checkpoints of patterns
+    "megatron/lm_adaptor": 2830,  # linear attention: a specification, its kernel, a model and checkpoints of patterns
     "megatron/trainer": 70,
     "megatron/trainer/checkpoints": 1960,  # a model without adapters, and others than a run has
     "megatron/trainer/data": 5750,  # preferences; trees of turns; what templates leave out, and keys without effect

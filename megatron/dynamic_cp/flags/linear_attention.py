@@ -169,6 +169,7 @@ def complete_linear_attention(flags: Any) -> None:
     Raises:
         InvalidInputError: flags of it without it, or a hidden size that Mamba-2's heads do not share evenly.
     """
+    _check_one_kind(pattern_of(flags))
     kind = kind_of(flags)
     for sizes, own, remedy in (
         (DELTA_SIZES, GATED_DELTA_NET, f"add {VARIANT} {GATED_DELTA_NET}, or G to {PATTERN}"),
@@ -284,13 +285,17 @@ def _unknown_variant(name: str) -> str:
 
 def _check_pattern(config: Any, symbols: str) -> None:
     check_symbols(symbols, config.num_layers, has_experts=num_experts(config) is not None)
-    if len(set(symbols) & set(LINEAR_SYMBOLS)) != 1:
+    _check_one_kind(symbols)
+    if getattr(config, "experimental_attention_variant", None) is not None:
+        raise InvalidInputError(f"{PATTERN} and {VARIANT} both say which layers are linear: give one of them")
+
+
+def _check_one_kind(symbols: str) -> None:
+    if symbols and len(set(symbols) & set(LINEAR_SYMBOLS)) != 1:
         has = "both" if set(LINEAR_SYMBOLS) <= set(symbols) else "neither"
         raise InvalidInputError(
             f"{PATTERN} {symbols} needs M or G, and has {has}: a model has one kind of linear attention"
         )
-    if getattr(config, "experimental_attention_variant", None) is not None:
-        raise InvalidInputError(f"{PATTERN} and {VARIANT} both say which layers are linear: give one of them")
 
 
 def linear_fields(model: Any) -> dict[str, Any]:

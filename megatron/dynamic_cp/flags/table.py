@@ -11,12 +11,14 @@ be None or is on by default, --no-... can be given, too).
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.lengths.file import MAX_LENGTH
 
 REQUIRED = object()
 """Default of a flag that must be given."""
@@ -32,6 +34,7 @@ class Range(NamedTuple):
 
 POSITIVE = Range("greater than 0", lambda value: value > 0)
 NOT_NEGATIVE = Range("at least 0", lambda value: value >= 0)
+LENGTH = Range(f"greater than 0 and at most {MAX_LENGTH}", lambda value: 0 < value <= MAX_LENGTH)
 FRACTION = Range("at least 0 and less than 1", lambda value: 0 <= value < 1)
 
 
@@ -141,10 +144,13 @@ def check_ranges(arguments: Any, *table: type) -> None:
     """Check each number of parsed arguments alone.
 
     Raises:
-        InvalidInputError: one is out of its range.
+        InvalidInputError: one is out of its range, or not finite.
     """
     for row in (row for settings in table for row in flags_of(settings)):
         name, value = row.destination, getattr(arguments, row.destination)
+        if isinstance(value, float) and not math.isfinite(value):
+            within = "" if row.within is None else f", {row.within.text}"
+            raise InvalidInputError(f"{row.names[0]} is {value}, it must be finite{within}", name=name, value=value)
         if row.within is not None and value is not None and not row.within.has(value):
             raise InvalidInputError(f"{row.names[0]} is {value}, it must be {row.within.text}", name=name, value=value)
 

@@ -11,7 +11,7 @@ from megatron.dynamic_cp.flags.latent_attention import ROPE_TYPES
 from megatron.dynamic_cp.flags.layer_needs import TRANSFORMER_IMPLS, TransformerImpl
 from megatron.dynamic_cp.flags.linear_attention import linear_freq, variant
 from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES, no_rope_freq
-from megatron.dynamic_cp.flags.table import FRACTION, NOT_NEGATIVE, POSITIVE, REQUIRED, flag
+from megatron.dynamic_cp.flags.table import FRACTION, LENGTH, NOT_NEGATIVE, POSITIVE, REQUIRED, flag
 from megatron.dynamic_cp.flags.windows import skip_freq, window_size
 
 _ON_CUDA = "default: on CUDA, where it is available"
@@ -38,7 +38,7 @@ class ModelSettings:
     kv_channels: int = flag("width of a head; default: hidden / heads", within=POSITIVE)
     group_query_attention: InitVar[bool] = flag("several query heads share each KV head")
     num_query_groups: int = flag("KV heads, with --group-query-attention", within=POSITIVE)
-    seq_length: InitVar[int] = flag("longest sample in tokens", REQUIRED, within=POSITIVE)
+    seq_length: InitVar[int] = flag("longest sample in tokens", REQUIRED, within=LENGTH)
     max_position_embeddings: int = flag("default: --seq-length", within=POSITIVE)
     window_size: tuple[int, ...] | None = flag(
         "tokens before itself that a token attends to, a window; default: all", parse=window_size, metavar="BEFORE,0"

@@ -204,6 +204,7 @@ def test_a_page_of_nothing(tmp_path: Path) -> None:
         (["--model", "nothing"], "none of the bundled models"),
         (["--hardware", "nothing"], "none of the bundled hardware"),
         (["--again", "all"], "'all' is not one of 'doctor', 'kernels'"),
+        (["--timeout", "nan"], "--timeout is nan, a number of minutes is needed"),
         (["--max-tokens", "8"], "8 is not in the range x>=512"),
     ],
 )

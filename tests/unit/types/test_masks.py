@@ -206,7 +206,7 @@ def test_ranges_as_text() -> None:
         ("shared_question:5", "is unknown"),
         ("shared_question:0,5", "prompt is 0"),
         ("shared_question:5,0", "has 1 answers, the shortest of 0 tokens"),
-        ("causal_blockwise:0,2", "block_size is 0"),
+        ("causal_blockwise:0,2", "mask 'causal_blockwise:0,2': block_size is 0"),
         ("ranges:none", "holds no key ranges"),
         *((f"tree:{text}", f"mask 'tree:{text}' is unknown") for text in ("", "5(", "5(3,4", "5()", "05(3)", "5((3))")),
         ("tree:5,3", "segment 1 of a tree has the depth 0 behind one of 0: the first has 0, others from 1 to one more"),
@@ -244,12 +244,12 @@ def test_rules_give_each_length_its_mask() -> None:
     assert parse_mask_rule("tree:2x3x0.25")(100) == parse_mask("tree:25(9(9,9,10),9(9,9,11))")
     assert parse_mask_rule("tree:2x3x0.25")(9) is None
     for text, message in (
-        ("shared_question:0x0.2", "num_answers is 0"),
+        ("shared_question:0x0.2", "mask 'shared_question:0x0.2': num_answers is 0"),
         ("shared_question:3x1.5", "share of 1.5"),
         ("shared_question:ax0.2", "no answers x share"),
         ("shared_question:2x3x0.2", "no answers x share"),
         ("tree:2xbx0.2", "no branches x share: use tree:2x4x0.2"),
-        ("tree:2x0x0.2", "num_answers is 0"),
+        ("tree:2x0x0.2", "mask 'tree:2x0x0.2': num_answers is 0"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             parse_mask_rule(text)
