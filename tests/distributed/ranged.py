@@ -1,4 +1,4 @@
-"""The judge of ranged packs: a softmax over the whole matrix of scores, in float64, of rows that see what they may."""
+"""What the tests of ranged packs share: which keys rows see, what a kernel computes of packs, and random ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron.dynamic_cp.attention.kernels.choice import Kernel
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import Pack
-from tests.distributed.naive_attention import assert_close
 
 
 def sees_of(pack: Pack, num_rows: int, num_columns: int) -> Tensor:
@@ -26,34 +25,8 @@ def sees_of(pack: Pack, num_rows: int, num_columns: int) -> Tensor:
     return torch.from_numpy(seen)
 
 
-def exact(inputs: list[Tensor], seen: Tensor) -> list[Tensor]:
-    """Return out, lse_HT, and the gradients of q, k, v, in float64; a key counts as often as `seen` says."""
-    seen, scale = seen.to(inputs[0].device), inputs[0].shape[-1] ** -0.5
-    q, k, v = (x.detach().double().requires_grad_() for x in inputs[:3])
-    group = q.shape[1] // k.shape[1]
-    some = seen.any(1)  # a softmax over nothing has no gradient
-    scores = torch.einsum("thd,shd->hts", q[some], k.repeat_interleave(group, 1)) * scale + seen[some].double().log()
-    out, lse = torch.zeros_like(q), q.new_full((q.shape[1], len(q)), -torch.inf)
-    out[some] = torch.einsum("hts,shd->thd", scores.softmax(-1), v.repeat_interleave(group, 1))
-    lse[:, some] = scores.detach().logsumexp(-1)
-    grads = torch.autograd.grad(out, (q, k, v), inputs[3].double())
-    return [out.detach(), lse, *grads]
-
-
-def assert_equal(actual: list[Tensor], expected: list[Tensor], tolerance: float = 5e-6) -> None:
-    """Check out, log-sum-exp and gradients."""
-    for name, found, wanted in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
-        nothing = wanted.isneginf()
-        assert found.isneginf().equal(nothing), name
-        assert name == "lse" or not nothing.any(), name
-        try:
-            assert_close(*(x.masked_fill(nothing, 0.0) for x in (found, wanted)), tolerance)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from None
-
-
 def attend(inputs: list[Tensor], packs: list[Pack], kernel: Kernel) -> list[Tensor]:
-    """Return the same by `kernel`, from the packs one after the other."""
+    """Return what `exact` does, by `kernel`, from the packs one after the other."""
     q, k, v, grad = inputs
     kv, scale = torch.stack((k, v)), q.shape[-1] ** -0.5
     sums = RowSums(q, kernel, scale)

@@ -28,7 +28,19 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams,
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions
 from tests.distributed import reference
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
-from tests.distributed.naive_attention import DIM, HEADS, KV_HEADS, SCALE, assert_close, naive, random_qkv
+from tests.distributed.naive_attention import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    SCALE,
+    Exact,
+    assert_all_close,
+    assert_close,
+    exact_samples,
+    naive,
+    random_qkv,
+)
+from tests.distributed.parity import samples_of
 
 
 @dataclass(frozen=True)
@@ -139,15 +151,10 @@ def assemble(shards: list[Shard], parts: list[Tensor]) -> Tensor:
     return torch.cat(parts)[tokens.argsort()]
 
 
-def whole_reference(case: Case) -> list[Tensor]:
-    """Return out and the gradients of q, k, v, each sequence by itself, float64."""
-    outs = []
-    *inputs, grad = inputs_of(case)
-    inputs = [x.requires_grad_() for x in inputs]
-    for q, k, v in zip(*(x.split(case.padded_seqlens) for x in inputs), strict=True):
-        outs.append(naive(q, k, v, causal=True)[0])
-    out = torch.cat(outs)
-    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+def whole_reference(case: Case) -> list[Exact]:
+    """Return out and the gradients of q, k, v, each sequence by itself."""
+    out, _, *grads = exact_samples(inputs_of(case), samples_of(*case.padded_seqlens))
+    return [out, *grads]
 
 
 def whole_result(case: Case, prepare: Callable[[], None] | None = None) -> tuple[list[Tensor], list[Shard]]:
@@ -185,8 +192,7 @@ CASES = {
 def test_group_equals_the_whole_sequence(name: str) -> None:
     case = CASES[name]
     actual, _ = whole_result(case)
-    for tensor, expected in zip(actual, whole_reference(case), strict=True):
-        assert_close(tensor, expected, 5e-6)
+    assert_all_close(actual, whole_reference(case))
 
 
 def limit_receive_buffers() -> None:
@@ -209,8 +215,7 @@ def test_a_ring_receives_in_the_same_buffers_again() -> None:
     """NCCL's transfers keep their tensors from being reused until the device is done: one a step piles up."""
     case = Case(8, (16, 32))
     actual, _ = whole_result(case, limit_receive_buffers)
-    for tensor, expected in zip(actual, whole_reference(case), strict=True):
-        assert_close(tensor, expected, 5e-6)
+    assert_all_close(actual, whole_reference(case))
 
 
 def use_small_blocks() -> None:
@@ -225,8 +230,7 @@ def use_small_blocks() -> None:
 def test_portable_tiles_equal_the_whole_sequence(case: Case) -> None:
     """What a CUDA device computes in float32."""
     actual, _ = whole_result(case, use_small_blocks)
-    for tensor, expected in zip(actual, whole_reference(case), strict=True):
-        assert_close(tensor, expected, 5e-6)
+    assert_all_close(actual, whole_reference(case))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +279,7 @@ def test_bf16_is_merged_in_float32(exchange: str) -> None:
         actual, _ = whole_result(case, prepare)
         assert all(x.dtype == torch.bfloat16 for x in actual)
         pairs = zip(actual, expected, strict=True)
-        return [((x.double() - wanted).norm() / wanted.norm()).item() for x, wanted in pairs]
+        return [((x.double() - wanted.value).norm() / wanted.value.norm()).item() for x, wanted in pairs]
 
     out_error, *grad_errors = errors(None)
     assert out_error < 2.4e-3
@@ -343,10 +347,9 @@ def run_module(exchange: str, with_params: bool = True) -> Tensor:
 @pytest.mark.parametrize("exchange", CP_COMM_TYPES)
 def test_module_on_one_lane_takes_odd_lengths(exchange: str) -> None:
     (out,) = run_ranks(1, run_module, exchange, True, timeout_s=60)
-    q, k, v, _ = random_qkv(8, 8)
-    parts = [naive(q[part], k[part], v[part], causal=True)[0] for part in (slice(0, 3), slice(3, 8))]
+    expected, *_ = exact_samples(random_qkv(8, 8), samples_of(3, 5))
     assert out.shape == (8, 1, HEADS * DIM), "megatron-core expects [T, 1, heads * dim]"
-    assert_close(out.view(8, HEADS, DIM), torch.cat(parts))
+    assert_close(out.view(8, HEADS, DIM), expected)
 
 
 def test_module_needs_our_packed_seq_params() -> None:

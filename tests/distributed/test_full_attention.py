@@ -23,9 +23,8 @@ from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.layout.sharding import count_held, packed_shard_positions, shard_positions
 from megatron.dynamic_cp.outside import PlannedCollator, scaled_dot_product_attention
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.naive_attention import SCALE, assert_close, naive, random_qkv
+from tests.distributed.naive_attention import SCALE, Exact, assert_all_close, exact, random_qkv, sees_of_pack
 
-TOLERANCE = 5e-6
 NUM_LANES = 4
 # One token makes 7 of padding on four lanes, of which three then have nothing else.
 ON_FOUR, ON_TWO, ALONE = (1, 37, 2, 16, 9, 30, 5, 1), (6, 1, 8, 3, 23), (5, 1, 12)
@@ -98,15 +97,12 @@ def attend_one(params: packs.DynamicPackedSeqParams, cp_size: int, rank: int, ke
     return Shard(tokens, real, (out.detach(), *grads))
 
 
-def dense(one: Bucket) -> tuple[Tensor, ...]:
-    """Return the output of the real tokens and the gradients of all, in float64."""
+def dense(one: Bucket) -> list[Exact]:
+    """Return the output and the gradients of all tokens; padding has 0."""
     multiple = 2 * one.cp_size if one.cp_size > 1 else 1
     padded = [-(-sample.seqlen // multiple) * multiple for sample in one.samples]
-    *inputs, grad = random_qkv(sum(padded), sum(padded))
-    inputs = [x.requires_grad_() for x in inputs]
-    kept = [torch.arange(sum(padded[:i]), sum(padded[:i]) + sample.seqlen) for i, sample in enumerate(one.samples)]
-    out = torch.cat([naive(*(x[tokens] for x in inputs), causal=False)[0] for tokens in kept])
-    return out.detach(), *torch.autograd.grad(out, inputs, grad[torch.cat(kept)])
+    out, _, *grads = exact(random_qkv(sum(padded), sum(padded)), sees_of_pack(one.samples, padded, FULL))
+    return [out, *grads]
 
 
 def compare(exchange: CpCommType, ranks: list[dict[CpCommType, list[Shard]]]) -> int:
@@ -121,10 +117,8 @@ def compare(exchange: CpCommType, ranks: list[dict[CpCommType, list[Shard]]]) ->
             real = torch.cat([shard.real for shard in shards])[order]
             out, *grads = (torch.cat(parts)[order] for parts in zip(*(s.tensors for s in shards), strict=True))
             expected_out, *expected = dense(one)
-            assert_close(out[real], expected_out, TOLERANCE)
-            for grad, wanted in zip(grads, expected, strict=True):
-                assert_close(grad, wanted, TOLERANCE)
-                assert not grad[~real].any(), "padding was seen"
+            assert_all_close((out[real], *grads), [expected_out.of(real), *expected])
+            assert not any(grad[~real].any() for grad in grads), "padding was seen"
             compared += 1
     return compared
 

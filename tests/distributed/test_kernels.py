@@ -31,7 +31,8 @@ from megatron.dynamic_cp.attention.kernels.choice import (
 )
 from megatron.dynamic_cp.attention.packs import Pack
 from tests.distributed import emulated_lanes, fake_kernels
-from tests.distributed.naive_attention import assert_close, naive, random_qkv
+from tests.distributed.naive_attention import assert_all_close, exact_samples, random_qkv
+from tests.distributed.parity import samples_of
 from tests.distributed.test_attention import Case, whole_result
 
 CUDA = torch.device("cuda", 0)
@@ -181,13 +182,10 @@ def test_ranks_compute_what_emulated_lanes_do() -> None:
 @pytest.mark.parametrize("exchange", ["p2p", "all_gather", "a2a", "a2a+p2p"])
 def test_emulated_lanes_equal_the_whole_sequence(exchange: str) -> None:
     seqlens = (8, 48)
-    q, k, v, grad = random_qkv(56, 56)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    outs = [naive(*(x.split(seqlens)[i] for x in (q, k, v)), causal=True)[0] for i in range(2)]
-    expected = [torch.cat(outs), *torch.autograd.grad(torch.cat(outs), (q, k, v), grad)]
-    inputs = [x.detach().float() for x in (q, k, v, grad)]
-    for actual, wanted in zip(emulated_lanes.attend(inputs, seqlens, 4, CPU, exchange), expected, strict=True):
-        assert_close(actual, wanted.detach(), 5e-6)
+    inputs = random_qkv(56, 56)
+    out, _, *grads = exact_samples(inputs, samples_of(*seqlens))
+    found = emulated_lanes.attend([x.float() for x in inputs], seqlens, 4, CPU, exchange)
+    assert_all_close(found, [out, *grads])
 
 
 def test_cudnn_needs_few_plans() -> None:

@@ -46,7 +46,16 @@ from megatron.dynamic_cp.layout.sharding import packed_shard_positions
 from megatron.dynamic_cp.outside import Lanes, PlannedCollator, train_step
 from megatron.dynamic_cp.repairs import cpu_backend
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.naive_attention import SCALE, assert_close, naive_of_pairs, random_qkv, sees_of
+from tests.distributed.naive_attention import (
+    SCALE,
+    Exact,
+    assert_all_close,
+    assert_close,
+    exact,
+    random_qkv,
+    sees_of,
+    sees_of_pack,
+)
 
 TOLERANCE = 5e-6
 
@@ -139,33 +148,25 @@ def attend(pack: str, cp_size: int, groups: DynamicCPGroups) -> tuple[Tensor, ..
     return tuple(x.detach()[real] for x in (tokens, out, *grads))
 
 
-def dense(pack: str, cp_size: int) -> tuple[Tensor, ...]:
-    """Return the same of all real tokens, by a softmax over each whole sample, in float64."""
+def dense(pack: str, cp_size: int) -> tuple[Tensor, list[Exact]]:
+    """Return the same of all real tokens, by a softmax over each whole sample."""
     multiple = 2 * cp_size if cp_size > 1 else 1
     padded = [-(-sample.seqlen // multiple) * multiple for sample in samples_of(pack)]
-    *inputs, grad = random_qkv(sum(padded), sum(padded))
-    inputs = [x.requires_grad_() for x in inputs]
-    outs, kept, start = [], [], 0
-    for sample, tokens in zip(samples_of(pack), padded, strict=True):
-        real = slice(start, start + sample.seqlen)
-        q, k, v = (x[real] for x in inputs)
-        outs.append(naive_of_pairs(q, k, v, sees_of(sample, layers_of(pack)))[0])
-        kept.append(torch.arange(real.start, real.stop))
-        start += tokens
-    chosen, out = torch.cat(kept), torch.cat(outs)
-    grads = torch.autograd.grad(out, inputs, grad[chosen])
-    return (chosen, out.detach(), *(x[chosen] for x in grads))
+    seen = sees_of_pack(samples_of(pack), padded, layers_of(pack))
+    out, _, *grads = exact(random_qkv(sum(padded), sum(padded)), seen)
+    (chosen,) = seen.any(1).nonzero(as_tuple=True)
+    return chosen, [one.of(chosen) for one in (out, *grads)]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("pack", [*PACKS, *IN_WINDOWS])
 def test_attention_equals_a_dense_softmax(pack: str, cp_size: int) -> None:
     ranks = [of_rank[pack] for of_rank in attended(cp_size)]
-    expected = dense(pack, cp_size)
-    order = torch.cat([rank[0] for rank in ranks]).argsort()
-    assert torch.equal(torch.cat([rank[0] for rank in ranks])[order], expected[0])
-    for part in range(1, 5):
-        assert_close(torch.cat([rank[part] for rank in ranks])[order], expected[part])
+    chosen, expected = dense(pack, cp_size)
+    tokens, *found = (torch.cat(parts) for parts in zip(*ranks, strict=True))
+    order = tokens.argsort()
+    assert torch.equal(tokens[order], chosen)
+    assert_all_close([part[order] for part in found], expected)
 
 
 def drop_a_rectangle() -> None:
@@ -212,9 +213,9 @@ def test_faults_are_noticed_where_they_matter_and_nowhere_else(fault: str) -> No
     for pack, (_, out, *_) in found.items():
         if pack in FAULTS[fault][1]:
             with pytest.raises(AssertionError, match="error"):
-                assert_close(out, dense(pack, 1)[1])
+                assert_close(out, dense(pack, 1)[1][0])
         else:
-            assert_close(out, dense(pack, 1)[1])
+            assert_close(out, dense(pack, 1)[1][0])
 
 
 Words = Callable[[int], list[int]]

@@ -63,12 +63,20 @@ from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats, LayerCache
 from tests.distributed.emulated_lanes import Placed, attend_placed
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.naive_attention import DIM, HEADS, KV_HEADS, SCALE, assert_close, naive_samples, random_qkv
+from tests.distributed.naive_attention import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    SCALE,
+    Exact,
+    assert_all_close,
+    exact_samples,
+    random_qkv,
+)
 from tests.distributed.test_masks import any_ranges
 from tests.placements import random_placement
 from tests.sent_bytes import placed_bytes
 
-TOLERANCE = 5e-6
 MODEL = ModelShape(
     num_layers=1,
     hidden_size=HEADS * DIM,
@@ -79,7 +87,6 @@ MODEL = ModelShape(
     vocab_size=1,
 )
 BF16 = torch.bfloat16
-NAMES = ("output", "log-sum-exp", "gradient of queries", "gradient of keys", "gradient of values")
 MOST_SAMPLES = 20
 """Of a bucket, whose samples have their numbers in it as ids, or those and a multiple of this."""
 # Every mask, prime lengths that no block divides, samples of one token.
@@ -150,7 +157,7 @@ class Case(NamedTuple):
         return random_qkv(self.num_tokens, self.num_tokens, self.kv_heads)
 
     @property
-    def expected(self) -> list[Tensor]:
+    def expected(self) -> list[Exact]:
         return _expected(self.kv_heads, self.samples, self.seen)
 
 
@@ -166,8 +173,8 @@ def cases(num_lanes: int) -> Iterator[Case]:
 
 
 @lru_cache
-def _expected(kv_heads: int, samples: tuple[Sample, ...], mask: Mask) -> list[Tensor]:
-    return naive_samples(Case(1, 1, 1, kv_heads, 0, samples).inputs, samples, mask)
+def _expected(kv_heads: int, samples: tuple[Sample, ...], mask: Mask) -> list[Exact]:
+    return exact_samples(Case(1, 1, 1, kv_heads, 0, samples).inputs, samples, mask)
 
 
 def lanes_of(case: Case) -> list[PlacedLane]:
@@ -225,18 +232,14 @@ def whole_of(lanes: Sequence[PlacedLane], samples: Sequence[Sample], found: Sequ
     ]
 
 
+def values(expected: Sequence[Exact]) -> list[Tensor]:
+    return [one.value for one in expected]
+
+
 def assert_padding_gets_nothing(lanes: Sequence[PlacedLane], found: Sequence[Sequence[Tensor]]) -> None:
     """Its output and its gradients are 0."""
     for lane, tensors in zip(lanes, found, strict=True):
         assert not any(x[num_held(lane) :].any() for x in (tensors[0], *tensors[-3:]))
-
-
-def assert_equal_to_dense(whole: Sequence[Tensor], expected: Sequence[Tensor], names: Sequence[str] = NAMES) -> None:
-    for name, actual, wanted in zip(names, whole, expected, strict=True):
-        try:
-            assert_close(actual, wanted, TOLERANCE)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
 
 
 def attended(case: Case, lanes: Sequence[PlacedLane], **how: Any) -> list[Tensor]:
@@ -299,7 +302,7 @@ def assert_case(case: Case, kernel: str = CPU.name) -> Counter[str]:
     found = attend(case, lanes, kernel)
     tensors = [one.tensors for one in found]
     try:
-        assert_equal_to_dense(whole_of(lanes, case.samples, tensors), case.expected)
+        assert_all_close(whole_of(lanes, case.samples, tensors), case.expected)
         assert_padding_gets_nothing(lanes, tensors)
         return assert_counts_as_planned(case, found)
     except AssertionError as error:
@@ -327,7 +330,7 @@ def test_lanes_that_exchange_heads_equal_a_dense_softmax() -> None:
         found = [one.tensors for one in attend(case, lanes)]
         parts = [(out, *grads) for out, _, *grads in found]
         out, _, *grads = case.expected
-        assert_equal_to_dense(whole_of(lanes, case.samples, parts), [out, *grads], (NAMES[0], *NAMES[2:]))
+        assert_all_close(whole_of(lanes, case.samples, parts), [out, *grads])
         assert_padding_gets_nothing(lanes, parts)
         held = [num_held(lane) for lane in lanes]
         seen["a lane has nothing"] += not all(held)
@@ -348,7 +351,7 @@ def test_layers_with_full_attention_see_all_of_their_samples() -> None:
         assert seen["inside 0"] + seen["across 0"] > 0
         assert not seen["ranged"]
     with pytest.raises(AssertionError, match="output: error"):
-        assert_equal_to_dense(_expected(KV_HEADS, samples, CAUSAL), _expected(KV_HEADS, samples, FULL))
+        assert_all_close(values(_expected(KV_HEADS, samples, CAUSAL)), _expected(KV_HEADS, samples, FULL))
 
 
 def test_layers_with_a_window_keep_the_homes_of_those_without() -> None:
@@ -366,7 +369,7 @@ def test_layers_with_a_window_keep_the_homes_of_those_without() -> None:
     assert seen["across 1"] > 0
     assert not seen["collect 0"]
     with pytest.raises(AssertionError, match="output: error"):
-        assert_equal_to_dense(_expected(KV_HEADS, samples, Lambda(4, 7)), _expected(KV_HEADS, samples, Lambda(4, 6)))
+        assert_all_close(values(_expected(KV_HEADS, samples, Lambda(4, 7))), _expected(KV_HEADS, samples, Lambda(4, 6)))
 
 
 def test_layers_with_a_window_cut_the_masks_that_samples_bring() -> None:
@@ -381,12 +384,12 @@ def test_layers_with_a_window_cut_the_masks_that_samples_bring() -> None:
         seen += assert_case(case)
         without = case._replace(window=None)
         assert why_misplaced(case.own, samples, num_lanes, window) is None
-        assert_equal_to_dense(attended(without, lanes_of(without)), without.expected)
+        assert_all_close(attended(without, lanes_of(without)), without.expected)
     assert seen["ranged"] > 0
     answers = (samples[4],)
     assert isinstance(answers[0].mask, SharedQuestion)
     with pytest.raises(AssertionError, match="output: error"):
-        assert_equal_to_dense(_expected(KV_HEADS, answers, window), _expected(KV_HEADS, answers, CAUSAL))
+        assert_all_close(values(_expected(KV_HEADS, answers, window)), _expected(KV_HEADS, answers, CAUSAL))
 
 
 @contextlib.contextmanager
@@ -402,14 +405,14 @@ def sums_in_bf16() -> Iterator[None]:
 def test_bf16_is_summed_in_float32() -> None:
     """The bounds are those of other exchanges (test_attention.py); sums in bf16, planted for comparison, are beyond."""
     case = BF16_CASE
-    expected = naive_samples([x.to(BF16).double() for x in case.inputs], case.samples)
+    expected = exact_samples([x.to(BF16).double() for x in case.inputs], case.samples)
     lanes = lanes_of(case)
 
     def errors() -> list[float]:
         found = attended(case, lanes, dtype=BF16)
         assert {x.dtype for x in (found[0], *found[2:])} == {BF16}
         pairs = zip(found, expected, strict=True)
-        return [((x.double() - wanted).norm() / wanted.norm()).item() for x, wanted in pairs]
+        return [((x.double() - wanted.value).norm() / wanted.value.norm()).item() for x, wanted in pairs]
 
     out_error, lse_error, *grad_errors = errors()
     assert out_error < 2.4e-3
@@ -458,7 +461,7 @@ def test_every_tile_that_is_dropped_is_noticed(method: str) -> None:
         with other_programme(method, without_tile(number)):
             whole = attended(case, lanes)
         with pytest.raises(AssertionError, match="output: error" if method == "attend" else "gradient of .*: error"):
-            assert_equal_to_dense(whole, case.expected)
+            assert_all_close(whole, case.expected)
     assert most > 30
 
 
@@ -542,11 +545,11 @@ def test_faults_are_noticed(fault: str) -> None:
     plant, what = FAULTS[fault]
     case = Case(8, 4, 8)
     lanes = lanes_of(case)
-    assert_equal_to_dense(attended(case, lanes), case.expected)
+    assert_all_close(attended(case, lanes), case.expected)
     with plant():
         whole = attended(case, lanes)
     with pytest.raises(AssertionError, match=f"({what}).*: error"):
-        assert_equal_to_dense(whole, case.expected)
+        assert_all_close(whole, case.expected)
 
 
 # On ranks.
@@ -671,8 +674,7 @@ def test_ranks_equal_a_dense_softmax_and_send_what_is_priced() -> None:
     out, _, *grads = Case(1, 1, 1).expected
     for bucket, lanes, found in placed_buckets():
         tensors = [one.tensors for one in found]
-        names = (NAMES[0], *NAMES[2:])
-        assert_equal_to_dense(whole_of(lanes, SAMPLES, tensors), [out, *grads], names)
+        assert_all_close(whole_of(lanes, SAMPLES, tensors), [out, *grads])
         assert_padding_gets_nothing(lanes, tensors)
         node_lanes = bucket.samples[0].sample_id // MOST_SAMPLES // 100
         sent = placed_bytes(bucket, MODEL, Topology(num_lanes=NUM_RANKS, ranks_per_node=node_lanes), 4)

@@ -7,8 +7,8 @@ import torch
 
 from megatron.dynamic_cp.attention.kernels.choice import FLASH, PORTABLE
 from tests.distributed import emulated_lanes
-from tests.distributed.naive_attention import DIM, naive_samples
-from tests.distributed.test_placed_attention import BF16_CASE, Case, attend, attended, lanes_of, whole_of
+from tests.distributed.naive_attention import DIM, exact_samples
+from tests.distributed.test_placed_attention import BF16_CASE, Case, attend, attended, lanes_of, values, whole_of
 from tests.gpu.judge import assert_close, exact, random_inputs
 from tests.gpu.test_attention_kernels import skip_unless_usable
 
@@ -43,14 +43,14 @@ def test_placed_lanes_equal_a_dense_softmax(num_lanes: int, inner: int) -> None:
     found = attend(case, lanes, PORTABLE.name, device="cuda")
     parts = [[x.cpu() for x in (one.tensors[0], *one.tensors[2:])] for one in found]
     out, *grads = whole_of(lanes, case.samples, parts)
-    expected_out, _, *expected = case.expected
+    expected_out, _, *expected = values(case.expected)
     assert_close([out, *grads], [expected_out, *expected], torch.float32)
 
 
 def test_placed_lanes_equal_a_dense_softmax_in_bfloat16() -> None:
     skip_unless_usable("flash", torch.bfloat16, DIM)
     inputs = [x.to(torch.bfloat16).double() for x in BF16_CASE.inputs]
-    expected_out, _, *expected = naive_samples(inputs, BF16_CASE.samples)
+    expected_out, _, *expected = values(exact_samples(inputs, BF16_CASE.samples))
     out, _, *grads = attended(BF16_CASE, lanes_of(BF16_CASE), kernel=FLASH.name, dtype=torch.bfloat16, device="cuda")
     assert_close([out, *grads], [expected_out, *expected], torch.bfloat16)
 
