@@ -31,7 +31,7 @@ def test_the_judge_lets_pass_what_processors_round_and_nothing_else(size: int) -
         largest = float(one.value.abs().max())
         assert (largest > 0) == (size > 1)
         assert_close(one.value + 1e-6, one)
-        with pytest.raises(AssertionError, match="gradient of .*: error"):
+        with pytest.raises(AssertionError, match="gradient of"):
             assert_close(one.value + 5e-6 * (largest or one.terms), one)
 
 

@@ -6,6 +6,7 @@ Router losses and moved biases included: the stock model sees one unpacked sampl
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ import torch.distributed as dist
 from megatron.core.transformer.moe import moe_utils
 
 from dynamic_cp.errors import IllegalPlanError
+from dynamic_cp.types import Adapters
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.layout.sharding import shard_positions
 from megatron.dynamic_cp.model import experts, router
+from megatron.dynamic_cp.model.adapters import train_adapters_only
 from megatron.dynamic_cp.repairs import expert_routing
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
@@ -38,6 +41,8 @@ from tests.distributed.parity import (
     placed_plan,
     reference_name,
     run_step,
+    sections_of,
+    tensor_parallel_part,
 )
 from tests.distributed.test_features import recomputing
 from tests.distributed.test_parity import FULL_RECOMPUTE
@@ -237,21 +242,68 @@ def test_what_is_no_training_leaves_no_trace_in_routers() -> None:
     assert run_ranks(1, count_synthetic_tokens) == [(True, True, True)]
 
 
-def starting_experts(ep: int) -> dict[str, torch.Tensor]:
-    initialize_model_parallel(ep=ep)
-    _, (chunk,) = build_chunks(Layout(2, ep=ep, variant="moe_top_1"), reference.MOE_TOP_1)
-    return {reference_name(chunk, name): parameter.detach() for name, parameter in chunk.named_parameters()}
+# All kinds of layers; with adapters, whose first matrices are drawn last.
+STARTS = {"moe_top_1": Layout(1, ep=2, variant="moe_top_1")} | {
+    name: Layout(1, tp=2, variant=name)
+    for name in (
+        *("llama_tied", "gpt2", "gated", "learned_offset", "moe_sigmoid", "gpt_oss", "deepseek", "latent_plain"),
+        *("mtp_gpt2", "delta_moe", "delta_last", "mamba_more", "halves_latent"),
+    )
+}
+ADAPTERS = Adapters(rank=4, alpha=8, modules=("in_proj", "out_proj", "linear_qkv", "linear_proj"))
+
+
+def what_starts_otherwise(layouts: dict[str, Layout]) -> dict[str, tuple[set[str], set[str], list[str]]]:
+    """Return, for each layout, the parameters that this rank lacks, those that it has a part of, and those that differ.
+
+    They are compared with what a rank that has all starts with.
+    """
+    whole: dict[str, dict[str, torch.Tensor]] = {}
+    found = {}
+    alone = {f"{name} alone": replace(layout, tp=1, ep=1) for name, layout in layouts.items()}
+    for name, layout in in_jobs_of_their_own(alone | layouts):
+        initialize_model_parallel(layout.tp, ep=layout.ep)
+        config, (chunk,) = build_chunks(layout, reference.VARIANTS[layout.variant])
+        train_adapters_only(chunk, ADAPTERS)
+        weights = {reference_name(chunk, path): one.detach() for path, one in chunk.named_parameters()}
+        if name in alone:
+            whole[layout.variant] = weights
+            continue
+        of_all = whole[layout.variant]
+        shared = {path for path, one in weights.items() if one.shape != of_all[path].shape}
+        wrong = [
+            path
+            for path, one in chunk.named_parameters()
+            for full in (of_all[reference_name(chunk, path)],)
+            if not one.equal(tensor_parallel_part(one, full, sections_of(path, full, config)))
+        ]
+        found[name] = {*of_all} - {*weights}, shared, wrong
+    return found
 
 
 def test_what_weights_start_with_does_not_depend_on_who_has_them() -> None:
-    """And no two experts start alike."""
-    (alone, _), shared = (run_ranks(2, starting_experts, ep) for ep in (1, 2))
-    assert {*shared[0], *shared[1]} == alone.keys()
-    for part in shared:
-        assert all(torch.equal(weight, alone[name]) for name, weight in part.items())
-    first = [weight for name, weight in alone.items() if "layers.0.mlp.experts" in name and "fc1" in name]
-    assert len(first) == 8
-    assert len({float(weight.sum()) for weight in first}) == 8
+    """Where they are drawn on the CPU."""
+    ranks = run_ranks(2, what_starts_otherwise, STARTS)
+    for name, layout in STARTS.items():
+        missing, shared, wrong = zip(*(rank[name] for rank in ranks), strict=True)
+        assert wrong == ([], []), name
+        assert not set.intersection(*missing)
+        assert bool(missing[0]) == (layout.ep == 2)
+        assert bool(shared[0]) == (layout.tp == 2)
+    parts = {path for _, shared, _ in ranks[0].values() for path in shared}
+    for module in ("linear_qkv", "linear_kv_up_proj", "mlp.linear_fc1", "in_proj", "conv1d", "softmax_offset"):
+        assert any(module in path for path in parts), module
+
+
+def starting_experts() -> list[torch.Tensor]:
+    initialize_model_parallel()
+    _, (chunk,) = build_chunks(Layout(1, variant="moe_top_1"), reference.MOE_TOP_1)
+    return [one.detach() for path, one in chunk.named_parameters() if "layers.0.mlp.experts" in path and "fc1" in path]
+
+
+def test_no_two_experts_start_alike() -> None:
+    (first,) = run_ranks(1, starting_experts)
+    assert len({float(weight.sum()) for weight in first}) == len(first) == 8
     assert max(float(weight.std()) for weight in first) < 0.03, "drawn with the standard deviation of all weights"
 
 

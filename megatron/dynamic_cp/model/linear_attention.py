@@ -84,7 +84,7 @@ class LinearAttentionLayer(MegatronModule):
             config.hidden_size,
             sum(self.rows.values()) * self.tp_size,
             config=config,
-            init_method=config.init_method,
+            init_method=self._draw_in_sections,
             gather_output=False,
             bias=False,
             skip_bias_add=False,
@@ -154,6 +154,18 @@ class LinearAttentionLayer(MegatronModule):
             found: Tensor = tensor_parallel.checkpoint(attend, False, *given)
             return found
         return attend(*given)
+
+    def _draw_in_sections(self, weight: Tensor) -> None:
+        """Draw the first projection alike for any number of TP ranks, where they draw it as a whole: on the CPU.
+
+        megatron-core cuts the whole by ranks, so that its rows come in that order: of each rank, of each section.
+        """
+        self.config.init_method(weight)
+        if self.tp_size > 1 and len(weight) == sum(self.rows.values()) * self.tp_size:
+            sections = weight.split([rows * self.tp_size for rows in self.rows.values()])
+            shares = zip(*(section.chunk(self.tp_size) for section in sections), strict=True)
+            with torch.no_grad():
+                weight.copy_(torch.cat([part for of_rank in shares for part in of_rank]))
 
     def _of_heads(self, draw: Callable[[int], Tensor]) -> torch.nn.Parameter:
         """Return a parameter with a number for each head of this rank; drawn alike for any number of TP ranks."""
