@@ -101,7 +101,7 @@ def _sent_on_stage(plan: Plan, problem: Problem, stages: range, nodes: Ints) -> 
     """Return [link] -> bytes of one TP rank of each lane, in all layers of some stages."""
     of_token, layers = _of_stages(problem, stages), _linear_layers(problem, stages)
     multiple, total = problem.topology.rank_token_multiple, np.zeros(2)
-    again = problem.recomputed_share() if "core_attn" in problem.options.repeated else 0.0
+    again = problem.recomputed_share(stages) if "core_attn" in problem.options.repeated else 0.0
     times = np.array([1.0 + again, 1.0])
     # Where all lanes of a bucket hold as much, its bytes are in proportion to that.
     of_one_token: dict[Bucket, Floats] = {}

@@ -9,7 +9,18 @@ import pytest
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.terms import convex_of
-from dynamic_cp.types import EVERY_LAYER, Bucket, Hardware, ModelShape, PlanOptions, Problem, RecomputedLayers, Topology
+from dynamic_cp.types import (
+    EVERY_LAYER,
+    Bucket,
+    Experts,
+    Hardware,
+    LinearAttention,
+    ModelShape,
+    PlanOptions,
+    Problem,
+    RecomputedLayers,
+    Topology,
+)
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model
 
 
@@ -191,24 +202,46 @@ def test_recomputation_repeats_the_exposed_exchange():
     )
 
 
-def test_layers_that_are_recomputed_share_the_price_of_all():
+DELTA = LinearAttention(kind="gated_delta_net", num_heads=8, num_groups=8, key_size=2, value_size=2)
+REPEATED = {
+    "attention": (UNIT_MODEL, {}),
+    "overhead of which some is not repeated": (
+        UNIT_MODEL,
+        {"forward_overhead_s_per_layer": 3, "overhead_s_per_bucket_stage": 1, "recompute_overhead_credit": 0.75},
+    ),
+    "the host": (UNIT_MODEL, {"host_forward_s_per_layer": 5e4, "host_backward_s_per_layer": 6e4}),
+    "experts": (replace(UNIT_MODEL, experts=Experts(num_experts=8, topk=2, ffn_hidden_size=9)), {}),
+    "states": (
+        replace(UNIT_MODEL, num_layers=4, linear_attention=DELTA, linear_attention_freq=4),
+        {"linear_attention_flops_per_s": 100, "memory_bandwidth_bytes_per_s": 100},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REPEATED)
+def test_layers_that_are_recomputed_share_the_price_of_all(what):
     """Three of four layers, on two stages of two chunks three of five and of all three: 6 of 8 on the heavier one."""
-    model = replace(UNIT_MODEL, num_layers=4)
-    some = RecomputedLayers("block", 3)
-    none, full, block = (
-        unit_cost(model=model, recompute=mode, recompute_layers=layers).backward_s
-        for mode, layers in (("none", EVERY_LAYER), ("full", EVERY_LAYER), ("full", some))
-    )
-    assert block == pytest.approx(none + 0.75 * (full - none))
-    units = unit_cost(model=model, recompute="full", recompute_layers=RecomputedLayers("uniform", 2))
-    assert units.backward_s == full
-    uneven = replace(UNIT_MODEL, num_layers=11, pipeline_layers=((3, 5), (1, 2)))
+    model, measured = REPEATED[what]
+    hardware = replace(UNIT_HARDWARE, **measured)
+    way = "states" if what == "states" else "heads"
+    bucket = Bucket(first_lane=0, cp_size=4, samples=samples_of([16, 40]), state_exchange=way)
+
+    def backward_s(recompute, layers=EVERY_LAYER, **given):
+        options = PlanOptions(max_tokens_per_rank=256, recompute=recompute, recompute_layers=layers)
+        return CostModel(Problem(hardware=hardware, options=options, **given)).bucket_cost(bucket).backward_s
+
+    uneven = replace(model, num_layers=11, pipeline_layers=((3, 5), (1, 2)))
     staged = Topology(num_lanes=4, pp_size=2, vp_size=2)
-    none, full, block = (
-        unit_cost(model=uneven, topology=staged, recompute=mode, recompute_layers=layers).backward_s
-        for mode, layers in (("none", EVERY_LAYER), ("full", EVERY_LAYER), ("full", some))
-    )
-    assert block == pytest.approx(none + 0.75 * (full - none))
+    for given in (
+        {"model": replace(model, num_layers=4), "topology": FOUR_LANES},
+        {"model": uneven, "topology": staged},
+    ):
+        none, full = backward_s("none", **given), backward_s("full", **given)
+        assert full > 1.01 * none
+        block = backward_s("full", RecomputedLayers("block", 3), **given)
+        assert block == pytest.approx(none + 0.75 * (full - none))
+    even = {"model": replace(model, num_layers=4), "topology": FOUR_LANES}
+    assert backward_s("full", RecomputedLayers("uniform", 2), **even) == backward_s("full", **even)
 
 
 def test_recomputed_modules_by_hand():

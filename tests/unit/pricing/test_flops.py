@@ -33,6 +33,7 @@ def test_a_batch_by_hand():
     assert batch_flops(MODEL, 14, 116, "selective").recompute == attention
     full = batch_flops(MODEL, 14, 116, "full")
     assert full.recompute == layers + attention
+    assert batch_flops(MODEL, 14, 116, "full", 0.5).recompute == (layers + attention) / 2
     assert full.model_flops == 3 * 6140
     assert full.hardware_flops == 3 * 6140 + layers + attention
 

@@ -10,7 +10,7 @@ import pytest
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.pricing.sent import nodes_of, sent_by_bucket, sent_by_plan
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Problem, Topology
+from dynamic_cp.types import EVERY_LAYER, Bucket, MicroBatch, Plan, PlanOptions, Problem, RecomputedLayers, Topology
 from tests.sent_bytes import sent_by
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of
 
@@ -60,6 +60,24 @@ def test_exchanges_send_what_their_formula_says_over_the_links_of_their_lanes(ex
     assert sent_by_bucket(bucket, problem).num_bytes.sum() * 2 == pytest.approx(
         layers * ranks * (one.forward + one.backward)
     )
+
+
+def test_exchanges_of_recomputed_layers_are_sent_once_more():
+    """Of chunks of 4, 1, 1 and 2 layers one each, 4 of 8: 2 of 5 on the first stage, 2 of 3 on the second."""
+    topology = Topology(num_lanes=6, pp_size=2, vp_size=2, ranks_per_node=4)
+    model = replace(MODEL, num_layers=8, pipeline_layers=((4, 1), (1, 2)))
+    bucket = Bucket(first_lane=0, cp_size=2, cp_comm_type="p2p", samples=samples_of([300]))
+    # On two nodes of the first stage, on one of the second.
+    apart = Bucket(first_lane=2, cp_size=4, cp_comm_type="p2p", samples=samples_of([300]))
+    plan = Plan(topology=topology, max_tokens_per_rank=600, micro_batches=(MicroBatch(buckets=(bucket, apart)),))
+
+    none, full, block = (
+        sent_by_plan(plan, replace(problem_of(topology, recompute=mode, recompute_layers=layers), model=model))
+        for mode, layers in (("none", EVERY_LAYER), ("full", EVERY_LAYER), ("full", RecomputedLayers("block", 1)))
+    )
+    assert sum(block) - sum(none) == pytest.approx((sum(full) - sum(none)) * 4 / 8)
+    assert full.across_nodes > none.across_nodes
+    assert block.across_nodes - none.across_nodes == pytest.approx((full.across_nodes - none.across_nodes) * 2 / 5)
 
 
 def test_placed_buckets_send_what_their_lanes_fetch_on_every_stage():
