@@ -40,7 +40,7 @@ MOST_LINES = {
     "megatron/dynamic_cp/groups": 760,  # two cuDNNs; ranks of a node connect first; what linear attention connects
     "megatron/dynamic_cp/layout": 450,  # what lanes exchange for linear attention
     "megatron/dynamic_cp/measuring": 220,
-    "megatron/dynamic_cp/model": 2010,  # the head over chunks of tokens; linear attention: gates, its matrices
+    "megatron/dynamic_cp/model": 2020,  # the head over chunks of tokens; linear attention: gates, its matrices
     "megatron/dynamic_cp/outside": 1500,  # the loops of transformers and TRL; their models, tried before they are taken
     "megatron/dynamic_cp/plans": 790,
     "megatron/dynamic_cp/pool": 1520,  # trains scores beside those of keys
