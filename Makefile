@@ -110,7 +110,7 @@ bench-disaggregated: $(READY)
 docs: $(READY)
 	$(BIN)/python -m tools.flags_page
 	$(BIN)/python -m tools.make_drawings
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "open runs/site/index.html (its search needs a server: python -m http.server -d runs/site)"
 
 clean:

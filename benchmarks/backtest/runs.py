@@ -68,7 +68,6 @@ class Run:
         published, unit: the figure, in one of UNITS.
         split: one of SPLITS.
         assumed: what the source does not say.
-        fits: whether it is known to have run in the memory of the bundled hardware; None = nobody says.
     """
 
     name: str
@@ -96,7 +95,6 @@ class Run:
     recompute_modules: tuple[str, ...] = ("core_attn",)
     micro_batch_size: int = 1
     assumed: str = ""
-    fits: bool | None = None
 
     def __post_init__(self) -> None:
         checked = (("unit", self.unit, UNITS), ("split", self.split, SPLITS), ("read", self.source.read, READ))
@@ -116,6 +114,11 @@ class Run:
     def num_groups(self) -> int:
         """CP groups of a pipeline stage: the data-parallel size."""
         return max(1, self.gpus // (self.tp * self.pp * self.cp))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it ran under FSDP, which has less in memory than the distributed optimizer as which it is priced."""
+        return "FSDP" in self.assumed
 
     @property
     def layout(self) -> str:

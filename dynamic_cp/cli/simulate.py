@@ -47,8 +47,8 @@ def policy_option(help: str, default: str = DEFAULT_POLICIES) -> Any:
 Examples:
   dynamic-cp simulate --lengths github --global-batch-size 256 --gpus 64
   dynamic-cp simulate --lengths lengths.npy --global-batch-size 512 --lanes 8 --pp 4 --batches 16
-  dynamic-cp simulate --lengths github --global-batch-size 64 --lanes 8 --recompute full \\
-      --policy dynamic,balanced,with-pool --json comparison.json
+  dynamic-cp simulate --lengths github --global-batch-size 64 --lanes 16 --tp 2 \\
+      --policy dynamic,balanced,megatron-dev --json comparison.json
 """,
 )
 @batch_options(several=True, default_batches=DEFAULT_BATCHES)

@@ -46,7 +46,7 @@ class ModelShape:
             projection of a DiT's cross-attention).
         window_tokens: keys that a token attends to in layers with a window: itself and those right before it; 0 = no
             layer has one. Megatron's --window-size says one less, without the token itself.
-        pipeline_layers: [stage][model chunk] -> its layers, of a pipeline of so many stages; () = all stages have as
+        pipeline_layers: stage -> model chunk -> its layers, of a pipeline of so many stages; () = all stages have as
             many.
         window_attn_skip_freq: which layers have the window, as Megatron says it: with N all but every N-th, or 1 (has
             one) and 0 for each layer; 0 = all.
@@ -587,7 +587,7 @@ class ModelShape:
         return (*others, Stage((*last.layers, (self.mtp_num_layers, self.mtp_module))))
 
     def chunks(self, pp_size: int, vp_size: int) -> tuple[tuple[float, ...], ...]:
-        """Return [stage][model chunk] -> its layers, modules of multi-token prediction among them; as even shares where
+        """Return stage -> model chunk -> its layers, modules of multi-token prediction among them; as even shares where
         `pipeline_layers` say nothing.
         """
         is_said = pp_size > 1 and self.pipeline_layers

@@ -19,9 +19,13 @@ from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
 
+import click
+import numpy as np
 import pytest
 
 from dynamic_cp import cli, load_hardware, load_model
+from dynamic_cp.cli.app import COMMANDS, TRAINING_COMMANDS
+from dynamic_cp.cli.app import group as cli_group
 from dynamic_cp.first_day.command import command as first_day
 from dynamic_cp.models.catalog import load_architecture
 from dynamic_cp.sweep.flags import model_flags
@@ -186,11 +190,74 @@ def check_not_run(words: list[str]) -> None:
         needed = ("--num-layers=1", "--hidden-size=8", "--num-attention-heads=1", "--seq-length=8", "--lr=1")
         build_parser().parse_args([*needed, *words[words.index(script) + 1 :]])
     elif words[0] == "docker":
+        if "dynamic-cp" in words:
+            check_planned(words[words.index("dynamic-cp") :])
         if "pretrain_gpt.py" in words:
             settings = parse_args(words[words.index("pretrain_gpt.py") + 1 :], world_size=8)
             assert settings.planning.policy == "dynamic"
     else:
         assert words[0] in ("python3", ".venv/bin/pip", "pip", "."), words
+
+
+def check_planned(words: list[str]) -> None:
+    """A command of the planner plans its job and does not refuse it; one batch says whether it would."""
+    several = ["--batches", "1"] if words[1] in ("simulate", "sweep") else []
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        status = cli.main([*words[1:], *several])
+    assert status == 0, f"{shlex.join(words)}\n{out.getvalue()}"
+    assert out.getvalue() or "--output" in words or "--json" in words
+
+
+def examples_of_help() -> list[list[str]]:
+    """Return the words of the examples that `--help` of each command ends with, without what a shell does with them."""
+    context, commands = click.Context(cli_group), [cli_group]
+    for name in cli_group.list_commands(context):
+        command = cli_group.get_command(context, name)
+        assert command is not None
+        commands += command.commands.values() if isinstance(command, click.Group) else [command]
+    lines = "\n".join(one.epilog or "" for one in commands).replace("\\\n", " ").splitlines()
+    return [re.split(r" [|>#] ", line + " ")[0].split() for line in lines if line.startswith("  dynamic-cp ")]
+
+
+OTHERS = ("profile", "weights", "first-day")
+NEEDS_MORE = {"--run": "a run's dump", "--tokenizer": "a tokenizer", "doctor": "a sound machine"}
+"""What an example has in it -> what it needs that a test of pages lacks; tests of these commands have it."""
+
+
+def is_costly(words: list[str]) -> bool:
+    """Return whether an example searches layouts."""
+    return "sweep" in words or "--gpus" in words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=" ".join(words), marks=[pytest.mark.nightly] if is_costly(words) else [])
+        for words in examples_of_help()
+        if not any(word in words for word in NEEDS_MORE)
+    ],
+)
+def test_examples_of_help(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if words[1] in OTHERS:
+        check_not_run(words)
+        return
+    lengths = [100 + 37 * number % 7900 for number in range(300)]
+    for name in ("lengths.txt", "my_lengths.csv"):
+        (tmp_path / name).write_text("length\n" * (name[-3:] == "csv") + "\n".join(map(str, lengths)), encoding="utf-8")
+    np.save(tmp_path / "lengths.npy", lengths)
+    if words[1] == "check":
+        check_planned(
+            ["dynamic-cp", "plan", *["--lengths", "lengths.npy", "--lanes", "4", "--tp", "4", "--output", "plan.json"]]
+        )
+    check_planned(words)
+
+
+def test_every_command_has_examples() -> None:
+    examples = examples_of_help()
+    assert {*COMMANDS, *TRAINING_COMMANDS} <= {words[1] for words in examples}
+    assert sum(words[1] not in OTHERS and not is_costly(words) for words in examples) >= 15
 
 
 def num_ranks_of(example: Path) -> int:
@@ -377,16 +444,53 @@ def test_files_named_on_pages_exist() -> None:
     assert looked_at > 30
 
 
-def test_links_of_readme() -> None:
-    """mkdocs looks at the links of docs, not at README's."""
-    links = re.findall(r"\]\(([^)#]+)(?:#([\w-]+))?\)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    links += [(name, "") for name in re.findall(r'src(?:set)?="([^"]+)"', (ROOT / "README.md").read_text("utf-8"))]
-    assert len(links) >= 12
-    for target, anchor in links:
-        assert (ROOT / target).is_file(), target
-        if anchor:
-            headings = re.findall(r"^#+ (.+)$", (ROOT / target).read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings}, anchor
+MEGATRON = {
+    *("transformer_config.py", "transformer_layer.py", "transformer/attention.py", "rope_utils.py", "utils.py"),
+    *("dot_product_attention.py", "distributed_data_parallel.py", "multi_token_prediction.py", "mamba_mixer.py"),
+    *("multi_latent_attention.py", "extensions/transformer_engine.py", "gated_delta_net.py", "training/arguments.py"),
+    *("pretrain_hybrid.py", "pretrain_mamba.py"),
+}
+"""Files of Megatron-LM that pages name."""
+
+
+def test_a_file_named_on_a_page_is_one_and_where_the_page_says() -> None:
+    """`name.py` is one file; of those in the rooms that its paragraph or row names, if it names some."""
+    tops = ("dynamic_cp", "megatron", "tests", "benchmarks", "examples", "tools", "docker")
+    files = [path.relative_to(ROOT).as_posix() for top in tops for path in (ROOT / top).rglob("*.py")]
+    looked_at, wrong = 0, []
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        if page.name in ("LOG.md", "2026-11.md"):  # they tell of files that are gone
+            continue
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for part in re.split(r"\n\s*\n|\n(?=\|)", text):
+            rooms = {name.rstrip("/") for name in re.findall(r"`(\w[\w/]*)`", part) if "/" in name}
+            for name in set(re.findall(r"`([\w./-]*\w\.py)\b", part)) - MEGATRON:
+                looked_at += 1
+                found = [file for file in files if f"/{file}".endswith(f"/{name}")]
+                if rooms and "/" not in name:
+                    found = [file for file in found if any(f"/{room}/" in f"/{file}" for room in rooms)]
+                if len(found) != 1 and not (ROOT / name).is_file():
+                    wrong.append((page.name, name, found, rooms))
+    assert looked_at > 200
+    assert not wrong, wrong
+
+
+def test_links_as_github_resolves_them() -> None:
+    """Pages are read there, too, where a link goes from file to file and an anchor is made of the heading."""
+    looked_at = 0
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text)
+        links += [(name.partition("#")[0], "") for name in re.findall(r'src(?:set)?="([^"]+)"', text)]
+        for target, anchor in links:
+            looked_at += 1
+            path = page.parent / target if target else page
+            assert path.is_file(), f"{page}: {target}"
+            if anchor and path.suffix == ".md":
+                headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+                slugs = {re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings}
+                assert anchor in slugs, f"{page}: {target}#{anchor}"
+    assert looked_at > 300
 
 
 def test_drawings_are_those_of_the_tool(tmp_path: Path) -> None:
@@ -405,7 +509,7 @@ def test_drawings_are_those_of_the_tool(tmp_path: Path) -> None:
 def test_site_builds_strictly(tmp_path: Path) -> None:
     """Links, anchors, pictures, the navigation and the docstrings of the API; nothing is loaded from elsewhere."""
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     pages = sorted((tmp_path / "site").rglob("*.html"))
@@ -451,24 +555,37 @@ def test_messages_of_the_faq_are_the_programs() -> None:
     assert not missing, missing
 
 
-def test_quoted_figures_are_those_of_the_tool() -> None:
-    """Every comparison has its row on the pages, and its command stands below the table, to be run by anyone."""
-    readme, decide, peers = (
-        page.read_text(encoding="utf-8").partition(quoted_figures.BEGIN)[2].partition(quoted_figures.END)[0]
-        for page in (ROOT / "README.md", DOCS / "how-to" / "decide.md", DOCS / "peers.md")
+BY_DAY = ("planner-example", "which-cp-size")
+"""The cheapest parts; the others are made anew at night."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in BY_DAY else [pytest.mark.nightly]) for name in quoted_figures.PARTS],
+)
+def test_quoted_figures_are_those_of_today(name: str) -> None:
+    assert set(BY_DAY) < set(quoted_figures.PARTS)
+    assert not quoted_figures.changes(name), f"run `python -m tools.quoted_figures {name}` and read the difference"
+
+
+def test_what_is_stale_is_noticed() -> None:
+    before = ["0 | lanes 0-3", "1.167 s, +2.0%, CP 8", "Modelled on 2026-11-26."]
+    assert quoted_figures.agrees(before, ["0 | lanes 0-3", "1.168 s, +2.1%, CP 8", "Modelled on 2026-11-28."])
+    for line in ("1.169 s, +2.0%, CP 8", "1.167 s, +2.0%, CP 16", "1.167 s, +2.0%"):
+        assert not quoted_figures.agrees(before, [before[0], line, before[2]]), line
+
+
+def test_every_mark_names_a_part_and_every_part_has_a_place() -> None:
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    marks = [mark for text in texts for mark in re.findall(r"<!-- begin quoted figures: (.*) -->", text)]
+    names = [re.fullmatch(r"`python -m tools\.quoted_figures ([\w-]+)`", mark) for mark in marks]
+    assert {name and name[1] for name in names} == set(quoted_figures.PARTS)
+    assert sum(text.count(quoted_figures.END) for text in texts) == len(marks)
+    decide = "\n".join(
+        quoted_figures.quoted((DOCS / "how-to" / "decide.md").read_text(encoding="utf-8"), "headline", "decide.md")
     )
-    factor, policy = r"\*?\*?\d\.\d\dx \(\d\.\d\d\.\.\d\.\d\d\)\*?\*?", "(static|balanced)"
-    span = r"\d\.\d\d\.\.\d\.\d\dx"
-    for job in quoted_figures.TUNED:
-        row = rf"\| {re.escape(job.name)} \|"
-        if job.in_readme:
-            assert re.search(
-                rf"{row} {factor} over {policy} CP \d+ \| {span} \| {factor} \| modelled, no GPU \|", readme
-            )
-        assert re.search(
-            rf"{row} [\d.]+ s \(TP .*\) \| [\d.]+ s \({policy}, TP .*\) \| {factor} \| {span} \| {factor} \|", decide
-        )
-        assert re.search(rf"{row} {factor} \| {factor} \| {factor} \|", peers)
-        assert f"\ndynamic-cp sweep {job.words}\n" in decide
-    for job in quoted_figures.GIVEN:
-        assert f"\ndynamic-cp simulate {job.words}\n" in decide
+    verdicts = r"\| (gains|may pay|does not pay|loses) \|"
+    for jobs, command in ((quoted_figures.TUNED, "sweep"), (quoted_figures.GIVEN, "simulate")):
+        for job in jobs:
+            assert re.search(rf"^\| {re.escape(job.name)} \|.*{verdicts}$", decide, re.MULTILINE)
+            assert f"\ndynamic-cp {command} {job.words}\n" in decide
