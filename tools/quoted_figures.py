@@ -105,7 +105,7 @@ LIMIT_JOB = "--lengths github --global-batch-size 256 --batches 4 --lanes 16 --t
 BATCH_SIZES = (32, 128, 512)
 BATCH_JOB = "--lengths github --batches 4 --lanes 16 --tp 2 --policy dynamic,balanced"
 STATES = "--grad-reduce-in-bf16"
-BLOCK_JOB = "--global-batch-size 128 --gpus 64 --model llama-3-70b --batches 1 --policy dynamic"
+BLOCK_JOB = "--global-batch-size 128 --gpus 64 --model llama-3-70b --batches 2 --policy dynamic"
 BLOCK_ROWS = (("github", ""), ("github", STATES), ("sft_longalign", ""), ("sft_longalign", STATES))
 VIDEO_JOB = (
     "--lengths clips.txt --global-batch-size 64 --max-seqlen 131072 --model wan2.1-t2v-14b --gpus 64 --batches 8"
