@@ -1,6 +1,6 @@
 """Makes the figures and outputs that pages quote: runs what a page names and rewrites the lines between its marks.
 
-python -m tools.quoted_figures                 # all parts, 20 minutes of one core; the time of each is printed
+python -m tools.quoted_figures                 # all parts; the time of each is printed
 python -m tools.quoted_figures NAME [...]      # some, by the names in PARTS
 python -m tools.quoted_figures --check [...]   # writes nothing; shows what differs; 1 where something does
 

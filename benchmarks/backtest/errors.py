@@ -192,10 +192,12 @@ def pairs_markdown(results: Sequence[Modelled]) -> str:
 
 
 def memory_markdown(results: Sequence[Modelled]) -> str:
-    """Return the runs that the model refuses though they ran, and how many those are of all."""
+    """Return how many runs the model refuses though they ran, and those that it does not price as something else."""
     refused = [one for one in results if one.is_refused]
     rows = []
     for one in refused:
+        if one.run.is_sharded:
+            continue
         needed, allowed, there = (f"{size / 1e9:.0f}" for size in (one.peak_bytes, one.available_bytes, one.hbm_bytes))
         by = "beyond the device" if one.peak_bytes > one.hbm_bytes else "in the reserve"
         rows.append([one.run.name, one.run.layout, needed, allowed, there, by])
