@@ -30,6 +30,9 @@ try:
 except ImportError as error:
     numba = None
     logger.warning("numba is missing (%s): planning runs as Python, far slower; pip install numba", error)
+if numba is not None and numba.config.DISABLE_JIT:  # njit returns functions as they are: nothing to cache or to watch
+    numba = None
+    logger.warning("numba is disabled (NUMBA_DISABLE_JIT): planning runs as Python, far slower")
 
 _KEPT_FOLDERS = 4
 _ANNOUNCED_S = 120.0
@@ -49,7 +52,7 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 def compiled(function: AnyFunction) -> AnyFunction:
-    """Return `function`, compiled at its first call and cached on disk; unchanged where there is no numba.
+    """Return `function`, compiled at its first call and cached on disk; unchanged where numba is missing or disabled.
 
     No fast-math and no threads: the result is the same number on every run.
     """

@@ -166,8 +166,10 @@ def _compiled_code() -> Check:
     name = "compiled planner"
     if version_of("numba") is None:
         return Check(name=name, state="note", detail="none without numba")
-    from dynamic_cp._jit import _cache_folder
+    from dynamic_cp._jit import _cache_folder, numba
 
+    if numba is None:
+        return Check(name=name, state="note", detail="none: numba is disabled", remedy="unset NUMBA_DISABLE_JIT")
     folder = _cache_folder()
     if folder is None:
         return Check(

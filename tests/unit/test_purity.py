@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from dynamic_cp.pricing.table import duration_ns
 from dynamic_cp.types import Topology
@@ -33,16 +36,17 @@ print(len(names), *sorted(name for name in sys.modules if name.partition(".")[0]
 """
 
 PRICE = """
+from dynamic_cp import _jit
 from dynamic_cp.pricing.table import duration_ns
 from dynamic_cp.types import Topology
 from tests.unit.support import tiny_cost_model
 model = tiny_cost_model(Topology(num_lanes=4))
 found_ns = duration_ns(model.table, 1, 0, 4096.0, 4096.0**2)
-print("numba" in sys.modules, found_ns, *map(float.hex, model.cost(4, 0, 64, 500)))
+print(_jit.numba is None, found_ns, *map(float.hex, model.cost(4, 0, 64, 500)))
 """
 
 
-def run(program, blocked):
+def run(program, blocked, **environment):
     result = subprocess.run(
         [sys.executable, "-c", REFUSE + program, blocked],
         capture_output=True,
@@ -50,6 +54,7 @@ def run(program, blocked):
         timeout=60,
         check=False,
         cwd=CASES.parents[1],
+        env={**os.environ, **environment},
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.split()
@@ -61,9 +66,11 @@ def test_no_module_of_dynamic_cp_needs_torch_megatron_numba_or_pulp():
     assert int(count) >= 14
 
 
-def test_prices_without_numba_are_the_same_to_the_bit():
-    has_numba, found_ns, *cost = run(PRICE, "numba")
-    assert has_numba == "False"
+@pytest.mark.parametrize("blocked", ["numba", "nothing"])
+def test_prices_without_numba_are_the_same_to_the_bit(blocked):
+    """It is not installed, or it is and compiles nothing."""
+    is_python, found_ns, *cost = run(PRICE, blocked, **({} if blocked == "numba" else {"NUMBA_DISABLE_JIT": "1"}))
+    assert is_python == "True"
     model = tiny_cost_model(Topology(num_lanes=4))
     assert int(found_ns) == duration_ns(model.table, 1, 0, 4096.0, 4096.0**2)
     assert cost == [float(seconds).hex() for seconds in model.cost(4, 0, 64, 500)]
