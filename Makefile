@@ -87,9 +87,9 @@ parity: kernels
 		tests/distributed/test_transformer_engine_sources.py \
 		-k "layouts or wrong_in_the_releases or equals_a_stock or programs or 4-2.20.2 or of_the_table"
 
-# The whole suite, and what each test costs into tests/costs.json, whose names of before are not asked for.
+# The whole suite, and what each test costs into tests/costs.json, failed ones too; whose names of before are not asked for.
 costs: kernels
-	$(BIN)/python -m pytest --measure-costs -q --ignore tests/unit/test_costs.py $(PARALLEL)
+	$(BIN)/python -m pytest --measure-costs tests/costs.json -q --ignore tests/unit/test_costs.py $(PARALLEL)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/dynamic_vs_static.py

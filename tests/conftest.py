@@ -1,9 +1,10 @@
 """What every test's process does: it keeps the parent of forked ranks lean, and knows what each test costs.
 
-`costs.json` has the seconds that a case of a test function, or the set-up of a fixture, computes on all its processes;
-`make costs` counts them. Two things follow, so that nobody does them by hand: which tests are `slow` (not a part of
-`make check`), and that the costly files begin first, so that no process is left with one at the end. A test that waits
-instead of computing is marked as slow itself; one that `make check` must have, as `in_check`.
+`costs.json` has the seconds that a case of a test function, or the set-up of a fixture that several tests share,
+computes on all its processes; `make costs` counts them, each once. Two things follow, so that nobody does them by hand:
+which tests are `slow` (not a part of `make check`), and that the costly files begin first, so that no process is left
+with one at the end. A test that waits instead of computing is marked as slow itself; one that `make check` must have,
+as `in_check`. Limits go by a clock that stands still while a test waits for a processor (`patience.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import pytest_timeout
 
 from megatron.dynamic_cp.repairs import triton_imports
+from tests import patience
 
 triton_imports.install()  # before any test imports megatron-core
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a forked OpenMP pool would hang
@@ -27,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a forked OpenMP pool would hang
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("any time", deadline=None)
 hypothesis.settings.load_profile("any time")
+patience.install()
 
 COSTS = Path(__file__).parent / "costs.json"
 SLOW_S = 0.1
@@ -34,13 +38,15 @@ SLOW_S = 0.1
 _KEPT_FROM_S = 0.1
 
 _measured: dict[str, list[float]] = defaultdict(list)
+_shared: list[float] = []
+"""Seconds of each set-up that several tests share: they do not count for the test that happened to come first."""
 
 # What imports make is never garbage; looking for it took a fifth of the time of importing torch.
 gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--measure-costs", action="store_true", help=f"write {COSTS.name} anew, of a whole run")
+    parser.addoption("--measure-costs", type=Path, metavar="FILE", help=f"write {COSTS.name} anew, of a whole run")
 
 
 def name_of(item: pytest.Item) -> str:
@@ -62,14 +68,18 @@ def _name_of_fixture(definition: pytest.FixtureDef[object]) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     costs_s: dict[str, float] = json.loads(COSTS.read_text())
     files_s: Counter[Path] = Counter()
+    shared: dict[Path, set[str]] = defaultdict(set)
     keep_by_day(items)
     for item in items:
         cost_s = costs_s.get(name_of(item), 0.0)
         files_s[item.path] += cost_s
+        shared[item.path].update(names_of_fixtures(item))
         dearest_s = max([cost_s, *(costs_s.get(name, 0.0) for name in names_of_fixtures(item))])
         is_slow = dearest_s >= SLOW_S or item.get_closest_marker("nightly") is not None
         if is_slow and item.get_closest_marker("in_check") is None:
             item.add_marker(pytest.mark.slow)
+    for path, names in shared.items():
+        files_s[path] += sum(costs_s.get(name, 0.0) for name in names)
     items.sort(key=lambda item: -files_s[item.path])
 
 
@@ -105,32 +115,46 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool | None:
+    """Have a test's limit count by the clock of the tests."""
+    if settings.method != "signal":
+        return None
+    item.cancel_timeout = patience.limit(  # type: ignore[attr-defined]  # what pytest-timeout calls in the end
+        settings.timeout, lambda: pytest_timeout.timeout_sigalrm(item, settings)
+    )
+    return True
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    began_s = _computed_s()
+    began_s = _own_s()
     try:
         return (yield)
     finally:
-        _measured[name_of(item)].append(_computed_s() - began_s)
+        _measured[name_of(item)].append(_own_s() - began_s)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[object]:
-    began_s = _computed_s()
+    if fixturedef.scope == "function":  # a part of its test
+        return (yield)
+    began_s = _own_s()
     try:
         return (yield)
     finally:
-        _measured[_name_of_fixture(fixturedef)].append(_computed_s() - began_s)
+        _shared.append(_own_s() - began_s)
+        _measured[_name_of_fixture(fixturedef)].append(_shared[-1])
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    output = getattr(session.config, "workeroutput", None)
+    output, file = getattr(session.config, "workeroutput", None), session.config.getoption("--measure-costs")
     if output is not None:  # of a process of pytest-xdist, for the one that started it
         output["measured"] = dict(_measured)
-    elif session.config.getoption("--measure-costs") and exitstatus == pytest.ExitCode.OK:
+    elif file and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         means_s = {name: sum(cases_s) / len(cases_s) for name, cases_s in _measured.items()}
         kept = {name: round(mean_s, 1) for name, mean_s in sorted(means_s.items()) if mean_s >= _KEPT_FROM_S}
-        COSTS.write_text(json.dumps(kept, indent=0) + "\n")
+        file.write_text(json.dumps(kept, indent=0) + "\n")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -139,7 +163,7 @@ def pytest_testnodedown(node: object) -> None:
         _measured[name] += cases_s
 
 
-def _computed_s() -> float:
-    """Return the seconds that this process and its ended children have computed."""
+def _own_s() -> float:
+    """Return the seconds that this process and its ended children have computed, but for shared set-ups."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(one.ru_utime + one.ru_stime for one in used) - sum(_shared)

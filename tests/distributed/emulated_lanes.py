@@ -30,6 +30,7 @@ from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.thd import Attention
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions
+from tests import patience
 
 # A lane that fails leaves the others waiting.
 TIMEOUT_S = 60.0
@@ -185,9 +186,9 @@ def _threads(number: int) -> Iterator[ThreadPoolExecutor]:
         number, initializer=lambda: threads.append(Path(f"/proc/self/task/{threading.get_native_id()}"))
     ) as pool:
         yield pool
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = patience.now_s() + TIMEOUT_S
     while any(thread.exists() for thread in threads):
-        assert time.monotonic() < deadline, "a lane's thread does not end"
+        assert patience.now_s() < deadline, "a lane's thread does not end"
         time.sleep(1e-4)
 
 

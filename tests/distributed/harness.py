@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.context import ForkProcess
@@ -20,9 +19,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron.dynamic_cp.repairs import cpu_backend
+from tests import patience
 from tests.distributed import one_gloo_device
 
 _SAY_WHERE = signal.SIGUSR2  # training takes SIGUSR1
+_LOOK_UP_S = 0.2
 
 
 class RankError(RuntimeError):
@@ -42,8 +43,8 @@ def run_ranks(
         shims_without: CPU shims that the ranks do without.
 
     Raises:
-        RankError: a rank raised (its traceback is in the message), or was not done after `timeout_s` (where it was then
-            is in the message).
+        RankError: a rank raised (its traceback is in the message), or was not done after `timeout_s` by the clock of
+            `patience` (where it was then is in the message).
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
@@ -104,13 +105,16 @@ def _forked_main(sender: Any, function: Callable[..., Any], args: tuple[Any, ...
 
 
 def _collect(ranks: list[tuple[ForkProcess, Any]], folder: Path, timeout_s: float) -> list[Any]:
-    deadline = time.monotonic() + timeout_s
+    deadline_s = patience.now_s() + timeout_s
     results: list[Any] = [None] * len(ranks)
     failures = []
     for rank, (process, pipe) in enumerate(ranks):
         # Once a rank has failed its peers may wait for it in a collective: give them a moment, not the whole timeout.
         limit_s = 5.0 if failures else timeout_s
-        if not pipe.poll(max(0.0, min(deadline - time.monotonic(), limit_s))):
+        until_s = min(deadline_s, patience.now_s() + limit_s)
+        while not pipe.poll(_LOOK_UP_S) and patience.now_s() < until_s:
+            pass
+        if not pipe.poll():
             failures.append(f"rank {rank}: nothing after {limit_s} s\n{_where(process, _stacks(folder, rank))}")
             continue
         try:

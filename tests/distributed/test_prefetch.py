@@ -18,6 +18,7 @@ from dynamic_cp.errors import DataError, DynamicCPError
 from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts
 from dynamic_cp.types import Bucket, Sample
 from megatron.dynamic_cp.data.prefetch import Packer
+from tests import patience
 from tests.distributed.reference import SampleTokens
 
 
@@ -139,8 +140,8 @@ def test_closing_waits_neither_for_plans_in_flight_nor_for_a_read(reader) -> Non
     closing.start()
     closing.join(20)
     assert not closing.is_alive(), "close() hangs"
-    deadline_s = time.monotonic() + 5
-    while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline_s:
+    deadline_s = patience.now_s() + 5
+    while any(worker.is_alive() for worker in workers) and patience.now_s() < deadline_s:
         time.sleep(0.05)
     assert not any(worker.is_alive() for worker in workers)
 

@@ -18,6 +18,7 @@ from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.foreign.probing import ProbedSamples, probe_lengths
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from tests import patience
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
 from tests.distributed.parity import Layout, fixed_plan, mixed_plan
 
@@ -118,11 +119,11 @@ def probe_beside_a_dead_rank(how, told, timeout_s):
             time.sleep(60)
         return 5
 
-    started = time.monotonic()
+    started = patience.now_s()
     try:
         probe_lengths(range(12), probe, group=group)
     except DynamicCPError as error:
-        (told / str(rank)).write_text(f"{time.monotonic() - started} {error}")
+        (told / str(rank)).write_text(f"{patience.now_s() - started} {error}")
 
 
 @pytest.mark.slow  # it waits

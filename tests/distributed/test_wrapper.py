@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from dynamic_cp.types import FULL, Bucket, MicroBatch, Plan, Sample, Topology
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from tests import patience
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.parity import Layout, fixed_plan, mixed_plan
 from tests.distributed.reference import SampleTokens
@@ -227,10 +227,10 @@ def fail_to_wrap(
         chunks=BOTH,
         verify=verify,
     )
-    started = time.monotonic()
+    started = patience.now_s()
     with pytest.raises(DynamicCPError) as caught:
         wrapper.wrap(0, SAMPLES[:4])
-    seconds = time.monotonic() - started
+    seconds = patience.now_s() - started
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == topology.world_size, "ranks are out of step after the error"

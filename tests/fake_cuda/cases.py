@@ -501,7 +501,7 @@ EACH_NIGHT: dict[str, Callable[[], Notes]] = {
 def main(library_path: str, results: str, *of_the_night: str) -> None:
     """Run the cases of the day, and those named."""
     runtime.install(Path(library_path))
-    faulthandler.dump_traceback_later(float(os.environ.get("FAKE_CUDA_TIMEOUT_S", "240")), exit=True)  # where it hangs
+    faulthandler.enable()  # says where it hangs: whoever waits too long aborts it
     os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", TORCHDYNAMO_DISABLE="1")
     Planner.discard = lambda *_: None  # ranks of one job run one after the other here
     planned_runtime.Planner = lambda *args, **how: Planner(*args, **{**how, "ahead": False})  # no process for each job

@@ -29,6 +29,7 @@ from dynamic_cp.search.planner_process import die_with_parent
 from megatron.trainer import main
 from megatron.trainer.ending import exits
 from megatron.trainer.loop import training  # noqa: F401 imported once, before the ranks are forked
+from tests import patience
 
 SURVIVORS_LIMIT_S = 8.0
 """Seconds after the last rank in which its planner and workers must be gone, too: a worker of torch looks for its
@@ -85,7 +86,7 @@ class Job:
             rendezvous |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
             self.store_host = context.Process(target=_host_store, args=(port,), daemon=True)
             self.store_host.start()
-        self.started_s = time.monotonic()
+        self.started_s = patience.now_s()
         self._ended: dict[int, float] = {}
         self.processes = []
         for rank in range(ranks):
@@ -126,10 +127,10 @@ class Job:
         Raises:
             JobError: it does not within `limit_s`, or the rank ended before.
         """
-        deadline_s = time.monotonic() + limit_s
+        deadline_s = patience.now_s() + limit_s
         while not re.search(pattern, self.output(rank)):
             is_alive = self.processes[rank].is_alive()
-            if time.monotonic() > deadline_s or (not is_alive and not re.search(pattern, self.output(rank))):
+            if patience.now_s() > deadline_s or (not is_alive and not re.search(pattern, self.output(rank))):
                 raise JobError(
                     f"rank {rank} never said {pattern!r} ({'alive' if is_alive else 'dead'}):\n{self.said()}"
                 )
@@ -163,23 +164,23 @@ class Job:
         Raises:
             JobError: a rank still runs after `limit_s`, or a process it started `survivors_limit_s` later.
         """
-        deadline_s = time.monotonic() + limit_s
+        deadline_s = patience.now_s() + limit_s
         told = False
         while len(self._ended) < len(self.processes):
             for rank, process in enumerate(self.processes):
                 if rank not in self._ended and not process.is_alive():
-                    self._ended[rank] = time.monotonic() - self.started_s
+                    self._ended[rank] = patience.now_s() - self.started_s
             if self._launched and not told and any(self.processes[rank].exitcode for rank in self._ended):
                 told = True
                 for rank in set(range(len(self.processes))) - set(self._ended):
                     self.signal(rank, signal.SIGTERM)
-            if time.monotonic() > deadline_s:
+            if patience.now_s() > deadline_s:
                 running = [rank for rank in range(len(self.processes)) if rank not in self._ended]
                 raise JobError(f"ranks {running} still run after {limit_s:g} s:\n{self.said()}")
             time.sleep(_LOOK_UP_S)
-        deadline_s = time.monotonic() + survivors_limit_s
+        deadline_s = patience.now_s() + survivors_limit_s
         while family := self.family():
-            if time.monotonic() > deadline_s:
+            if patience.now_s() > deadline_s:
                 raise JobError(f"{family} still run {survivors_limit_s:g} s after the last rank:\n{self.said()}")
             time.sleep(0.05)
         return [

@@ -22,6 +22,7 @@ from megatron.trainer.checkpoints import checkpoint_files, manifest, safe_loadin
 from megatron.trainer.ending import exits
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop import training
+from tests import patience
 from tests.distributed.harness import RankError, run_ranks
 from tests.trainer.checkpoints import verified
 from tests.trainer.commandline import SMALL, command_line
@@ -70,9 +71,9 @@ def _train_with_slow_writers(words: list[str], folder: Path) -> dict[int, tuple[
             assert writers
             gate.touch()
         if iteration == 3:
-            deadline = time.monotonic() + 60
+            deadline = patience.now_s() + 60
             while any(_is_alive(writer.pid) for writer in writers):  # does not reap them, the trainer does
-                assert time.monotonic() < deadline
+                assert patience.now_s() < deadline
                 time.sleep(0.01)
             gate.unlink()
 
@@ -163,8 +164,8 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_previous_checkpoint(tm
     assert _saved_when(tmp_path / "run") == (["iter_0000002"], ["iter_0000004.partial"])
     writers = [int(word) for rank in (0, 1) for word in (tmp_path / f"children{rank}").read_text().split()]
     assert len(writers) >= 2
-    deadline = time.monotonic() + 30
-    while any(map(_is_alive, writers)) and time.monotonic() < deadline:
+    deadline = patience.now_s() + 30
+    while any(map(_is_alive, writers)) and patience.now_s() < deadline:
         time.sleep(0.05)
     assert not any(map(_is_alive, writers)), "a writer outlives its rank"
     resumed = train(2, words, "--train-iters 5 --load", str(tmp_path / "run"))

@@ -18,6 +18,7 @@ from megatron.trainer.data import index_once as module
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.index_once import index_once
+from tests import patience
 from tests.distributed.harness import RankError, run_ranks
 
 LINES = b'{"text": "one"}\n\n{"text": "three"}\n'
@@ -109,11 +110,11 @@ def index_slowly(config: DataConfig, seconds: float, ticks: bool):
         return real(config, on_tick)
 
     module.index_entries = slow
-    started = time.monotonic()
+    started = patience.now_s()
     try:
         return len(index_once(config, CPU))
     except DynamicCPError as error:
-        return str(error), time.monotonic() - started
+        return str(error), patience.now_s() - started
 
 
 @pytest.mark.slow  # it waits
@@ -132,11 +133,11 @@ def die(config: DataConfig, told):
     """Rank 0 is killed in the middle; what the other one says goes to a file."""
     dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=2))
     entries.index_json_lines = lambda *args, **kwargs: os._exit(9)
-    started = time.monotonic()
+    started = patience.now_s()
     try:
         index_once(config, CPU)
     except DynamicCPError as error:
-        told.write_text(f"{time.monotonic() - started} {error}")
+        told.write_text(f"{patience.now_s() - started} {error}")
 
 
 def test_an_indexer_that_dies_blocks_neither_the_others_nor_the_next_start(folder, tmp_path):

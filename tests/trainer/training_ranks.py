@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import time
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from megatron.trainer import main
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop import training
 from megatron.trainer.reporting.log import StepRecord
+from tests import patience
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import SMALL, command_line
 from tests.trainer.forked_planner import warm_up
@@ -64,10 +64,10 @@ class Ended(NamedTuple):
 
 def _command_on_one_rank(words: list[str]) -> Ended:
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
-    started = time.monotonic()
+    started = patience.now_s()
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         code = main.run(words)
-    return Ended(code, stderr.getvalue(), time.monotonic() - started)
+    return Ended(code, stderr.getvalue(), patience.now_s() - started)
 
 
 def run_command(world_size: int, *extra: str, timeout_s: float = 60.0) -> list[Ended]:
