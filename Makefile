@@ -64,9 +64,10 @@ check:
 quick: kernels
 	$(BIN)/python -m pytest -m "not slow" -q $(PARALLEL) $(LEFT_OUT:%=--ignore=tests/unit/%)
 
-# What `make test` leaves out because it takes long and seldom finds anything that other tests do not.
+# Goes on with the night for 25 minutes: tests that `make test` leaves out, planted faults, other Pythons and releases.
+# PIECE=releases for those pieces alone whose names begin so, PIECE=--list for the names.
 nightly: kernels
-	$(BIN)/python -m pytest -m nightly $(PARALLEL)
+	$(BIN)/python -m tools.night $(PIECE)
 
 # Tests of the planner's rooms and of this folder's own files: neither torch nor megatron-core is in them, so the run on
 # one version shows what they show. The newest numpy still makes the plans of tests/property and tests/unit/search.

@@ -4,24 +4,27 @@
 
 Whoever removes or merges tests runs it before and after: `--tests-of` takes tests/ from another checkout. A fault is a
 piece of text that stands once in the code, wherever that moves, so a fault that no longer fits is told and not skipped.
+The copy lies in runs/planted; only a fault in the planner's compiled loops has them compiled anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 CODE = ("dynamic_cp", "megatron")
 ALSO_COPIED = ("benchmarks", "docs", "examples", "tests", "tools", "pyproject.toml", "pretrain_gpt.py", "README.md")
-LIMIT_S = 600
+COPY = ROOT / "runs" / "planted"
 
 
 class Fault(NamedTuple):
@@ -507,34 +510,63 @@ def place_of(fault: Fault, root: Path) -> Path:
     return found[0]
 
 
-def first_failure(tests: str, tests_of: Path, fault: Fault | None = None) -> str | None:
-    """Return what failed first, with `fault` planted if one is given; None when all tests passed."""
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        for part in (*CODE, *ALSO_COPIED):
-            source = (tests_of if part == "tests" else ROOT) / part
-            if source.is_dir():
-                shutil.copytree(source, root / part)
-            else:
-                shutil.copy(source, root / part)
-        if fault is not None:
-            place = place_of(fault, root)
-            place.write_text(place.read_text(encoding="utf-8").replace(fault.right, fault.wrong), encoding="utf-8")
-        files, _, expression = tests.partition(" -k ")
-        words = [*files.split(), *(["-k", expression] if expression else [])]
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *words],
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root)},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+def copy_of(root: Path, tests_of: Path) -> None:
+    """Copy what tests need into `root`. What the planner compiled stays beside it: numba knows code by its place."""
+    compiled = root.with_suffix(".compiled")
+    compiled.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(root, ignore_errors=True)
+    for part in (*CODE, *ALSO_COPIED):
+        source = (tests_of if part == "tests" else ROOT) / part
+        if source.is_dir():
+            shutil.copytree(source, root / part, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, root / part)
+    (root / "dynamic_cp" / "__pycache__").symlink_to(compiled)
+
+
+@contextlib.contextmanager
+def planted(fault: Fault, root: Path) -> Iterator[None]:
+    """Have a fault in the copy, and neither it nor what was compiled with it afterwards."""
+    place, compiled = place_of(fault, root), root / "dynamic_cp" / "__pycache__"
+    text, before, kernels = place.read_text(encoding="utf-8"), place.stat(), set(compiled.glob("kernels-*"))
+    place.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
+    try:
+        yield
+    finally:
+        place.write_text(text, encoding="utf-8")
+        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))  # by which compiled code is known
+        for made in set(compiled.glob("kernels-*")) - kernels:
+            shutil.rmtree(made)
+
+
+def first_failure(tests: str, root: Path) -> str | None:
+    """Return what of the copy's tests failed first; None when all passed."""
+    files, _, expression = tests.partition(" -k ")
+    words = [*files.split(), *(["-k", expression] if expression else [])]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *words],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode not in (0, 1):  # nothing ran: no evidence of anything
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return failed[0].partition(" - ")[0] if failed else None
+
+
+def tests_without_faults(faults: Iterable[Fault]) -> list[str]:
+    """Return the words of pytest for all tests of the faults, each file once."""
+    expressions: dict[str, list[str]] = {}
+    for fault in faults:
+        files, _, expression = fault.tests.partition(" -k ")
+        expressions.setdefault(files, []).append(expression)
+    return [
+        files if "" in found else f"{files} -k {' or '.join(f'({one})' for one in dict.fromkeys(found))}"
+        for files, found in expressions.items()
+    ]
 
 
 def main() -> int:
@@ -544,17 +576,23 @@ def main() -> int:
     parser.add_argument("--tests-of", type=Path, default=ROOT, help="checkout whose tests/ are run")
     asked = parser.parse_args()
     faults = {name: FAULTS[name] for name in asked.names or FAULTS}
-    for tests in dict.fromkeys(fault.tests for fault in faults.values()):
-        failure = first_failure(tests, asked.tests_of)
-        if failure is not None:
-            print(f"without any fault: {failure}", file=sys.stderr)
-            return 2
-    missed = 0
-    for name, fault in faults.items():
-        started_s = time.monotonic()
-        failure = first_failure(fault.tests, asked.tests_of, fault)
-        missed += failure is None
-        print(f"{name}: {failure or 'NOT NOTICED'} ({time.monotonic() - started_s:.0f} s)", flush=True)
+    COPY.parent.mkdir(exist_ok=True)
+    with COPY.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one at a time has the copy
+        copy_of(COPY, asked.tests_of)
+        for tests in tests_without_faults(faults.values()):
+            failure = first_failure(tests, COPY)
+            if failure is not None:
+                print(f"FAILED without any fault: {failure}", flush=True)
+                return 2
+        missed = 0
+        for name, fault in faults.items():
+            started_s = time.monotonic()
+            with planted(fault, COPY):
+                failure = first_failure(fault.tests, COPY)
+            missed += failure is None
+            print(f"{name}: {failure or 'NOT NOTICED'} ({time.monotonic() - started_s:.0f} s)", flush=True)
+    print(f"{len(faults) - missed} passed, {missed} failed")
     return int(missed > 0)
 
 

@@ -1,4 +1,4 @@
-"""Tests this on every release of megatron-core, on every Python at hand: what to run each night, an hour or two.
+"""Tests this on every release of megatron-core, on every Python at hand: hours, which `tools.night` runs in pieces.
 
     python -m tools.releases [--python 3.12 ...] [--release 0.19.2 ...] [--only plans|checkpoints|tests] [-- PYTEST'S]
 
@@ -74,6 +74,18 @@ class Installation(NamedTuple):
         )
 
 
+def releases_on(python: str) -> list[Release]:
+    """Return the releases of megatron-core that run on a Python."""
+    minor = tuple(map(int, python.split(".")))
+    return [release for release in RELEASES if minor >= release.min_python]
+
+
+def command_of(python: str) -> str:
+    """Return the command of a Python; empty if there is none."""
+    words = ["sh", "tools/find_python.sh", python]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
 def installations(pythons: Sequence[str], versions: Sequence[str], venv: str) -> Iterator[Installation]:
     """Yield each pair that is asked for and can be, after installing it.
 
@@ -83,15 +95,14 @@ def installations(pythons: Sequence[str], versions: Sequence[str], venv: str) ->
     for python in pythons:
         folder = ROOT / venv.format(python)
         if not (folder / "bin" / "python").exists():
-            found = subprocess.run(["sh", "tools/find_python.sh", python], cwd=ROOT, capture_output=True, text=True)
-            if not found.stdout.strip():
+            found = command_of(python)
+            if not found:
                 print(f"Python {python}: not found", flush=True)
                 continue
-            made = [f"VENV={folder}", f"PYTHON={found.stdout.strip()}", str(folder / ".ready")]
+            made = [f"VENV={folder}", f"PYTHON={found}", str(folder / ".ready")]
             subprocess.run(["make", "--silent", *made], cwd=ROOT, check=True)
         command = str(folder / "bin" / "python")
-        minor = tuple(map(int, python.split(".")))
-        runs = [release for release in RELEASES if minor >= release.min_python]
+        runs = releases_on(python)
         for release in runs:
             if release.version not in versions:
                 continue
