@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 
+from tests import patience
 from tests.trainer.commandline import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,9 +110,9 @@ def wait_until(condition: Callable[[], bool], limit_s: float) -> None:
     Raises:
         TimeoutError: it does not within `limit_s`.
     """
-    deadline_s = time.monotonic() + limit_s
+    deadline_s = patience.now_s() + limit_s
     while not condition():
-        if time.monotonic() > deadline_s:
+        if patience.now_s() > deadline_s:
             raise TimeoutError(f"not within {limit_s:g} s")
         time.sleep(_LOOK_UP_S)
 
@@ -136,10 +137,10 @@ def kill_one(number: int, options: argparse.Namespace, draw: random.Random) -> d
             assert not job.is_over(), f"it ended by itself:\n{job.said(0, 'err')}"
             steps = re.findall(r"iteration +(\d+)/", job.said(0, "out"))
             job.ranks[victim].kill()
-            killed_s = time.monotonic()
+            killed_s = patience.now_s()
             with suppress(TimeoutError):
                 wait_until(job.is_over, LIMIT_S)
-            ended_s = time.monotonic() - killed_s
+            ended_s = patience.now_s() - killed_s
             errors = [job.said(rank, "err") for rank in range(options.ranks)]
             return {
                 "launcher": "torchrun" if launched else "none",
