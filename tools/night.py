@@ -58,11 +58,11 @@ class Piece(NamedTuple):
 
 
 def pieces(tests_s: Mapping[str, float]) -> list[Piece]:
-    """Return the whole night, of which the tests of each file take as many seconds of computing."""
+    """Return the whole night, of which the tests of each file compute so many seconds and wait as many."""
     of_tests: dict[str, list[str]] = defaultdict(list)
     for name, fault in FAULTS.items():
         of_tests[fault.tests].append(name)
-    files = shares({(file,): one_s / 2 for file, one_s in tests_s.items()})
+    files = shares({(file,): one_s for file, one_s in tests_s.items()})
     faults = shares({tuple(names): FAULT_S * (1 + len(names)) for names in of_tests.values()})
     here = [
         *((f"nightly {part}", "nightly tests", (*PYTEST, *words), took) for part, words, took in files),
@@ -230,7 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.names and not named:
         parser.error(f"no piece is called {' or '.join(asked.names)}; `--list` says which there are")
     if asked.list:
-        print("\n".join(f"{night.expected_min(piece):5.0f} min  {piece.name}" for piece in night.pieces))
+        state = {name: "FAILED" if one["failed"] else "passed" for name, one in night.done.items()}
+        for piece in night.pieces:
+            print(f"{night.expected_min(piece):5.0f} min  {state.get(piece.name, 'left'):6s}  {piece.name}")
     has_begun = False
     for piece in () if asked.list else named or night.left():
         left_min = (until_s - time.monotonic()) / 60
@@ -240,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 write_table(night.rows())
     red, left = [name for name, one in night.done.items() if one["failed"]], night.left()
     print(f"{night.commit}: {len(night.done)} of {len(night.pieces)} pieces ran; failed: {', '.join(red) or 'none'}")
-    print(f"left, {sum(map(night.expected_min, left)):.0f} minutes: {', '.join(one.name for one in left) or 'nothing'}")
+    print(f"left: {len(left)} pieces, {sum(map(night.expected_min, left)):.0f} minutes")
     return int(bool(red))
 
 

@@ -49,19 +49,20 @@ def rows_of(page: Path) -> dict[str, list[str]]:
 def test_a_night_goes_on_where_it_stopped(stubs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert night.main(["nightly 1", "--minutes", "10"]) == 0
     assert rows_of(stubs)["nightly"][2] == "older", "half of it has run"
-    assert "left, 60 minutes: nightly 2/2, long, quiet" in capsys.readouterr().out
+    assert "left: 3 pieces, 60 minutes" in capsys.readouterr().out
     assert night.main(["--minutes", "10"]) == 1
     out = capsys.readouterr().out
     assert "nightly 1/2" not in out
     assert "  FAILED tests/a.py::test_b" in out
     assert "  limit: 3 > 2" in out
-    assert out.endswith("3 of 4 pieces ran; failed: nightly 2/2, quiet\nleft, 60 minutes: long\n")
+    assert out.endswith("3 of 4 pieces ran; failed: nightly 2/2, quiet\nleft: 1 pieces, 60 minutes\n")
     rows = rows_of(stubs)
     assert rows["nightly"][2] == "c0ffee"
     assert rows["nightly"][4:7] == ["11", "2", "2"]
     assert rows["quiet"][4:7] == ["0", "1", "0"]
     assert rows["plans"][2] == "older"
     assert night.main(["--list"]) == 1, "it failed on this commit"
+    assert "60 min  left    long\n    0 min  FAILED  quiet\n" in capsys.readouterr().out
 
 
 def test_what_is_not_over_in_time_is_ended_and_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +80,7 @@ def test_the_whole_night_has_every_test_fault_and_release(monkeypatch: pytest.Mo
     assert len({piece.name for piece in found}) == len(found)
     assert [words.count(f"tests/{name}.py") for name in "abcdefgh"] == [1] * 8
     assert [words.count(name) for name in FAULTS] == [1] * len(FAULTS)
-    assert sum(piece.what == "nightly tests" for piece in found) == 3
+    assert sum(piece.what == "nightly tests" for piece in found) == 7
     assert max(piece.minutes for piece in found) <= 25
     pairs = {(piece.python, piece.release) for piece in found if piece.what == "tests/trainer"}
     assert pairs == {(python, one.version) for python in releases.PYTHONS for one in releases.releases_on(python)}
