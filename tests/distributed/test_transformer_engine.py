@@ -178,6 +178,7 @@ CASES = {
 
 @pytest.mark.by_day(
     "two_levels_wrapped_full_recompute",
+    "a2a_wrapped",  # lanes with one row
     "pp2_vpp2_distributed_optimizer",
     "experts_ep2",
     "gated_delta_nets_selective_recompute",
