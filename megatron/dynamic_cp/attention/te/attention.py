@@ -177,8 +177,8 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
             max_seqlen_kv=params.max_seqlen_kv,
         )
         if len(value) == 1:
-            # TransformerEngine compares strides of keys and values; those of a single row may be anything. With these in
-            # memory of their own it takes queries for contiguous, too, whatever they are.
+            # TransformerEngine compares strides of keys and values; those of a single row may be anything. Where these
+            # two have memory of their own, it takes queries for contiguous, too, whatever they are.
             query, key, value = (x.clone(memory_format=torch.contiguous_format) for x in (query, key, value))
         with self._group_set(group, ranks, exchange):
             out: Tensor = super().forward(query, key, value, None, AttnMaskType.causal, packed_seq_params=plain)
