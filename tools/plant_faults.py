@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[1]
 CODE = ("dynamic_cp", "megatron")
 ALSO_COPIED = ("benchmarks", "docs", "examples", "tests", "tools", "pyproject.toml", "pretrain_gpt.py", "README.md")
 COPY = ROOT / "runs" / "planted"
+LIMIT_S = 3600
+"""Ends what hangs before pytest's own limits hold."""
 
 
 class Fault(NamedTuple):
@@ -549,6 +551,7 @@ def first_failure(tests: str, root: Path) -> str | None:
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
+        timeout=LIMIT_S,
         check=False,
     )
     if done.returncode not in (0, 1):  # nothing ran: no evidence of anything
