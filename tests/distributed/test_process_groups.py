@@ -237,7 +237,7 @@ def build_for_placed_buckets() -> tuple[list[tuple[int, int]], list[range], str]
     """Return the groups of this lane, the ranks of those around some buckets that hold it, and the line for the log."""
     initialize_model_parallel()
     groups = DynamicCPGroups.build(
-        Topology(num_lanes=6), timeout_s=10, exchanges=("p2p", "a2a+p2p", "blocks"), inner_sizes=(2, 4)
+        Topology(num_lanes=6), timeout_s=60, exchanges=("p2p", "a2a+p2p", "blocks"), inner_sizes=(2, 4)
     )
     around = []
     for lanes in (range(6), range(1, 4), range(3, 6), range(4, 6)):
@@ -260,7 +260,7 @@ def test_placed_buckets_span_any_lanes() -> None:
 def build_for_messages(topology: Topology, has_pool: bool) -> int:
     initialize_model_parallel(pp=topology.pp_size)
     exchanges = ("p2p",) if has_pool else ("p2p", "blocks")
-    groups = DynamicCPGroups.build(topology, timeout_s=10, exchanges=exchanges, has_pool=has_pool)
+    groups = DynamicCPGroups.build(topology, timeout_s=60, exchanges=exchanges, has_pool=has_pool)
     return groups.warm_up_bytes
 
 

@@ -15,6 +15,7 @@ from dynamic_cp.search.planner_process import static_fallback
 from dynamic_cp.types import Problem
 from megatron.dynamic_cp.plans import planner
 from megatron.trainer.setup import planned_runtime
+from tests import patience
 from tests.faults.faulty_planner import FaultyProblem
 from tests.faults.job import Job, RankEnd
 from tests.trainer.commandline import command_line
@@ -266,6 +267,8 @@ def test_a_hung_planner_and_workers_do_not_outlive_a_killed_rank(tmp_path):
         assert len(orphans) == 3
         job.kill(0)
         job.kill(1)
-        _, alive = psutil.wait_procs(orphans, timeout=2.0)
+        until_s = patience.now_s() + 2.0
+        while (alive := psutil.wait_procs(orphans, timeout=0.1)[1]) and patience.now_s() < until_s:
+            pass
         assert [process for process in alive if process.is_running() and process.status() != "zombie"] == []
         job.wait(LIMIT_S)

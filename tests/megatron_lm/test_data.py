@@ -113,7 +113,7 @@ def test_workers_that_ignore_a_signal_end_when_they_are_told() -> None:
     worker.join(0.5)
     assert worker.is_alive(), "the signal that asks a run to save ended it"
     end_workers(loader)
-    worker.join(10)
+    worker.join(200)
     assert not worker.is_alive()
     end_workers(build_loader(data, sampler, num_workers=0))  # type: ignore[arg-type]
 

@@ -150,7 +150,7 @@ def test_a_tool_that_is_ended_leaves_no_index_and_no_old_one_broken(folder, corp
         assert patience.now_s() < deadline
         time.sleep(0.02)
     os.kill(process.pid, number)
-    process.join(60)
+    process.join()
     code = process.exitcode
     left = [path.name for path in out.iterdir()]
     if number == signal.SIGTERM:
@@ -170,7 +170,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(folder, corpus, tmp_path, c
     out = tmp_path / "out"
     process = multiprocessing.get_context("fork").Process(target=leave_when_full, args=(corpus, out / "a", folder))
     process.start()
-    process.join(60)
+    process.join()
     said = capfd.readouterr().err
     assert process.exitcode == 2, said
     assert "error: cannot write" in said

@@ -111,7 +111,7 @@ def test_same_order_in_other_processes(corpus, method):
     child = context.Process(target=_order_in_child, args=(stream, queue))
     child.start()
     try:
-        assert queue.get(timeout=60) == here
+        assert queue.get() == here
     finally:
         child.join(timeout=10)
         if child.is_alive():
