@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from benchmarks.planner.report import inserted
 from tools import releases
 from tools.plant_faults import FAULTS
+from tools.quoted_figures import PARTS
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "runs" / "night"
@@ -41,6 +42,7 @@ PART_MIN = 12.0
 CASE_S, FAULT_S = 8.0, 40.0
 """Seconds that a test computes which tests/costs.json does not know, and that a planted fault takes with its test."""
 PYTEST = ("pytest", "-m", "nightly", "-q", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")
+FIGURES = ("tools.quoted_figures", "--check")
 HEAD = ("what", "Python", "megatron-core", "commit", "date", "passed", "failed", "skipped", "minutes", "processor")
 _COUNTED = re.compile(r"(?:^|: |= )\d+ (?:passed|failed|skipped|error)")
 _FAILED = re.compile(r"^\s*(?:FAILED|ERROR)\b|NOT NOTICED|^limit:|DIFFERENT")
@@ -68,7 +70,7 @@ def pieces(tests_s: Mapping[str, float]) -> list[Piece]:
         *((f"nightly {part}", "nightly tests", (*PYTEST, *words), took) for part, words, took in files),
         *((f"faults {part}", "planted faults", ("tools.plant_faults", *words), took) for part, words, took in faults),
         ("backtest", "limits of the back-test", ("benchmarks.backtest", "--check"), 2.0),
-        ("figures", "quoted figures are those of today", ("tools.quoted_figures", "--check"), 20.0),
+        *((f"figures {part}", "quoted figures are those of today", (*FIGURES, part), 4.0) for part in PARTS),
     ]
     versions = platform.python_version(), importlib.metadata.version("megatron-core")
     found = [Piece(name, what, ("-m", *words), minutes, *versions) for name, what, words, minutes in here]
