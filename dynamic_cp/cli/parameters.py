@@ -867,7 +867,7 @@ class JobInput:
             tp_size=topology.tp_size,
             pp_size=topology.pp_size,
             vp_size=topology.vp_size,
-            ranks_per_node=self.ranks_per_node,
+            ranks_per_node=min(self.ranks_per_node, topology.world_size),
             ep_size=topology.ep_size,
         )
         if reason:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.models.entries import whole_number
+from dynamic_cp.models.entries import named, whole_number
 from dynamic_cp.types import ModelShape
 
 
@@ -63,17 +63,19 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
     needed = _NEEDED if blocks.ffn_over_hidden else (*_NEEDED, "ffn_dim")
     sizes = {key: whole_number(where, data, key, needed) for key in needed}
     hidden_size = sizes["num_attention_heads"] * sizes["attention_head_dim"]
-    return ModelShape(
-        num_layers=sizes["num_layers"],
-        hidden_size=hidden_size,
-        ffn_hidden_size=sizes.get("ffn_dim", (blocks.ffn_over_hidden or 0) * hidden_size),
-        num_attention_heads=sizes["num_attention_heads"],
-        num_query_groups=sizes["num_attention_heads"],
-        kv_channels=sizes["attention_head_dim"],
-        vocab_size=1,
-        gated_linear_unit=str(data.get("activation_fn")).endswith("glu"),
-        causal_attention=False,
-        share_embeddings_and_output_weights=True,
-        other_weights_per_layer=2 * hidden_size**2 if blocks.cross_attention else 0,
-        source=f"{where} (diffusers config, {name})",
-    )
+    entry_of = {"kv_channels": "attention_head_dim", "ffn_hidden_size": "ffn_dim"}
+    with named(where, entry_of):
+        return ModelShape(
+            num_layers=sizes["num_layers"],
+            hidden_size=hidden_size,
+            ffn_hidden_size=sizes.get("ffn_dim", (blocks.ffn_over_hidden or 0) * hidden_size),
+            num_attention_heads=sizes["num_attention_heads"],
+            num_query_groups=sizes["num_attention_heads"],
+            kv_channels=sizes["attention_head_dim"],
+            vocab_size=1,
+            gated_linear_unit=str(data.get("activation_fn")).endswith("glu"),
+            causal_attention=False,
+            share_embeddings_and_output_weights=True,
+            other_weights_per_layer=2 * hidden_size**2 if blocks.cross_attention else 0,
+            source=f"{where} (diffusers config, {name})",
+        )

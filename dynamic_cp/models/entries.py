@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
@@ -20,6 +21,7 @@ SIZES = {
     "vocab_size": "vocab_size",
 }
 """Entry -> field of `ModelShape`."""
+_ENTRY_OF = {name: key for key, name in SIZES.items()} | {"window_tokens": "sliding_window"}
 LOOKED_THROUGH = (5, 23)
 """Release of transformers whose configurations and models were read for the entries that are known here."""
 READ_BY_TRANSFORMERS = {
@@ -58,6 +60,22 @@ def others(data: Mapping[str, Any], known: AbstractSet[str]) -> tuple[list[str],
     return [f"{key} {found[key]!r}: not known here{which}" for key in refused], not_read
 
 
+@contextmanager
+def named(where: str, entry_of: Mapping[str, str] = _ENTRY_OF) -> Iterator[None]:
+    """Have the errors of a value that is made of entries name their file and the entries.
+
+    Args:
+        entry_of: field of the value -> entry.
+    """
+    try:
+        yield
+    except InvalidInputError as error:
+        if str(error).startswith(where):
+            raise
+        text = re.sub("[a-z_]+", lambda word: entry_of.get(word[0], word[0]), str(error))
+        raise InvalidInputError(f"{where}: {text}", **error.details) from error
+
+
 def number(where: str, values: Mapping[str, Any], key: str, default: float) -> float:
     """Return an entry of a config, `default` where it is missing.
 
@@ -79,13 +97,15 @@ def whole_number(where: str, values: Mapping[str, Any], key: str, needed: Iterab
         needed: the keys that must be there, for the message.
 
     Raises:
-        InvalidInputError: it is missing or no whole number, or more layers than can be listed.
+        InvalidInputError: it is missing or no whole number >= 0, or more layers than can be listed.
     """
     value = values.get(key)
     if value is None:
         raise InvalidInputError(f"{where} lacks {key}: it needs {', '.join(needed)}", key=key)
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidInputError(f"{where}: {key} is {value!r}, it must be a whole number", key=key)
+    if value < 0:
+        raise InvalidInputError(f"{where}: {key} is {value}, it must be at least 0", key=key)
     if key.startswith("num_") and key.endswith("_layers") and value > MOST_LAYERS:
         raise InvalidInputError(f"{where}: {key} is {value}, the largest allowed value is {MOST_LAYERS}", key=key)
     return value

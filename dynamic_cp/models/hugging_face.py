@@ -13,6 +13,7 @@ from dynamic_cp.models.entries import (
     in_one_number,
     interval,
     is_tied,
+    named,
     number,
     others,
     some_layers,
@@ -192,17 +193,18 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
     latents = _latents(where, data)
     values = _completed(where, data, latents)
     sizes: dict[str, Any] = {name: whole_number(where, values, key, SIZES) for key, name in SIZES.items()}
-    return ModelShape(
-        **sizes,
-        gated_linear_unit=_ENCODERS.get(str(model_type), True),
-        causal_attention=model_type not in _ENCODERS or bool(data.get("is_decoder")),
-        share_embeddings_and_output_weights=is_tied(where, values),
-        sandwich_norm=model_type in ("glm4", "gemma3_text"),
-        **_windows(where, data, sizes["num_layers"]),
-        experts=_experts(where, data, sizes["num_layers"]) if _has_experts(data) else None,
-        **latents,
-        source=source,
-    )
+    with named(where):
+        return ModelShape(
+            **sizes,
+            gated_linear_unit=_ENCODERS.get(str(model_type), True),
+            causal_attention=model_type not in _ENCODERS or bool(data.get("is_decoder")),
+            share_embeddings_and_output_weights=is_tied(where, values),
+            sandwich_norm=model_type in ("glm4", "gemma3_text"),
+            **_windows(where, data, sizes["num_layers"]),
+            experts=_experts(where, data, sizes["num_layers"]) if _has_experts(data) else None,
+            **latents,
+            source=source,
+        )
 
 
 def _as_family(data: Mapping[str, Any]) -> Mapping[str, Any]:

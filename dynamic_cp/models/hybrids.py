@@ -15,6 +15,7 @@ from dynamic_cp.models.entries import (
     SIZES,
     in_one_number,
     is_tied,
+    named,
     number,
     others,
     some_layers,
@@ -99,15 +100,16 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
     """Return the shape in `data`; arguments and errors as of `hugging_face.model_shape`."""
     data = _language_model(where, data)
     reader = _READERS[data["model_type"]](where, data)
-    return ModelShape(
-        hidden_size=reader.size("hidden_size"),
-        num_attention_heads=reader.size("num_attention_heads"),
-        num_query_groups=reader.size("num_key_value_heads", reader.size("num_attention_heads")),
-        vocab_size=reader.size("vocab_size"),
-        share_embeddings_and_output_weights=is_tied(where, data),
-        source=f"{where} (Hugging Face config, model_type {data['model_type']})",
-        **reader.layers(),
-    )
+    with named(where):
+        return ModelShape(
+            hidden_size=reader.size("hidden_size"),
+            num_attention_heads=reader.size("num_attention_heads"),
+            num_query_groups=reader.size("num_key_value_heads", reader.size("num_attention_heads")),
+            vocab_size=reader.size("vocab_size"),
+            share_embeddings_and_output_weights=is_tied(where, data),
+            source=f"{where} (Hugging Face config, model_type {data['model_type']})",
+            **reader.layers(),
+        )
 
 
 def architecture(where: str, data: Mapping[str, Any], known: frozenset[str]) -> Architecture:

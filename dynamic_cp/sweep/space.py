@@ -323,6 +323,7 @@ def _ep_sizes(model: ModelShape, ranks_of_stage: int) -> tuple[int, ...]:
 def _why_not(space: Space, model: ModelShape, tp_size: int, pp_size: int, vp_size: int, ep_size: int) -> str | None:
     if space.num_gpus % (tp_size * pp_size):
         return "TP x PP does not divide the GPUs"
+    per_node = min(space.ranks_per_node, space.num_gpus)
     return model.why_no_split(
-        tp_size=tp_size, pp_size=pp_size, vp_size=vp_size, ranks_per_node=space.ranks_per_node, ep_size=ep_size
+        tp_size=tp_size, pp_size=pp_size, vp_size=vp_size, ranks_per_node=per_node, ep_size=ep_size
     )

@@ -357,6 +357,8 @@ class ModelShape:
             return "TP beyond a node"
         if any(size % tp_size for size in (self.num_attention_heads, self.num_query_groups, self.ffn_hidden_size)):
             return "TP does not divide heads, KV heads or the MLP"
+        if ranks_per_node % tp_size:
+            return "TP does not divide the GPUs of a node, so that some groups would cross nodes"
         linear = self.linear_attention
         if linear is not None and (linear.num_heads % tp_size or linear.num_groups % tp_size):
             return "TP does not divide heads or groups of linear attention"

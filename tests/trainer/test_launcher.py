@@ -56,6 +56,13 @@ def test_a_number_of_ranks_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch
         parse_args(command_line("--mock-data --dynamic-cp --max-seqlen-per-dp-cp-rank 128"))
 
 
+def test_tp_groups_that_would_cross_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
+    with pytest.raises(InvalidInputError, match=r"\(LOCAL_WORLD_SIZE\) 7 is not a multiple of --tensor.* 2: some TP"):
+        parse_args(command_line("--mock-data --tensor-model-parallel-size 2"), 14)
+    assert parse_args(command_line("--mock-data"), 14).planning.topology.ranks_per_node == 7
+
+
 def test_a_port_of_another_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -121,6 +121,9 @@ def test_all_ranks_refuse_what_memory_does_not_hold(tmp_path):
     for words, part in (
         (f"--dynamic-cp --max-seqlen-per-dp-cp-rank 4096 {hardware}", "4096 tokens per rank at CP size 1 needs"),
         (AUTO, "auto needs hbm_bytes"),
+        ("--tokenizer-type NullTokenizer --vocab-size 2000000000", "states of the 2 ranks of this host need 4096."),
+        ("--position-embedding-type learned_absolute --max-position-embeddings 2000000000", "2000000000 positions (--"),
+        ("--hidden-size 1000000", "make the model smaller (hidden size 1000000, "),
     ):
         ended = run_command(2, TRAINING, words)
         assert [end.code for end in ended] == [2, 2]

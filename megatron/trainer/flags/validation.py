@@ -269,6 +269,14 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         ep_size=getattr(args, "expert_model_parallel_size", None) or 1,
         token_alignment=token_alignment(args),
     )
+    if topology.tp_size < topology.ranks_per_node < topology.world_size:
+        _divides(
+            topology.tp_size,
+            topology.ranks_per_node,
+            "the number of ranks of a node (LOCAL_WORLD_SIZE)",
+            "--tensor-model-parallel-size",
+            "some TP groups would cross nodes, change one of them",
+        )
     _check_cp_sizes(args, topology)
     limit = args.max_seqlen_per_dp_cp_rank
     of_flags = said(vars(args), PlanningSettings)

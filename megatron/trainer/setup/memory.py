@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.types import CpCommType, Hardware, ModelShape, Problem
+from dynamic_cp.types.counts import counted
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 
 
@@ -71,3 +74,33 @@ def max_tokens_per_rank(
             **error.details,
         ) from error
     return limit
+
+
+def check_state_fits(problem: Problem, ranks: Sequence[int], free_bytes: int | None, num_positions: int = 0) -> None:
+    """Refuse a model whose weights, gradients and optimizer states a host cannot hold beside each other.
+
+    Args:
+        ranks: those of the host, which share its memory.
+        free_bytes: of the host; None = not known, nothing is refused.
+        num_positions: rows of the table of learned positions, 0 without one.
+
+    Raises:
+        MemoryLimitError: with both numbers and the remedies.
+    """
+    topology, model = problem.topology, problem.model
+    stages = MemoryModel(problem).peak_at(2 * topology.rank_token_multiple)
+    of_stage = [one.weights_bytes + one.gradients_bytes + one.optimizer_bytes for one in stages]
+    # Every TP rank of the first stage has the whole table of positions, whose weights need what others need.
+    table = num_positions * model.hidden_size * problem.options.element_bytes.weight
+    of_stage[0] *= 1 + table / stages[0].weights_bytes
+    needed = sum(of_stage[rank // (topology.num_lanes * topology.tp_size)] for rank in ranks)
+    if free_bytes is not None and needed > free_bytes:
+        positions = f", {num_positions} positions (--max-position-embeddings, --seq-length)" if num_positions else ""
+        raise MemoryLimitError(
+            f"weights, gradients and optimizer states of the {counted(len(ranks), 'rank')} of this host need "
+            f"{needed / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB are free: make the model smaller (hidden size "
+            f"{model.hidden_size}, {counted(model.num_layers, 'layer')}, a vocabulary of {model.vocab_size}{positions})"
+            " or use more hosts",
+            needed_bytes=needed,
+            free_bytes=free_bytes,
+        )

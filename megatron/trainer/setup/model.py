@@ -25,6 +25,7 @@ from dynamic_cp.pricing.reduction import ddp_bucket_size
 from dynamic_cp.types import DTYPES_OF, Topology
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
+from megatron.dynamic_cp.calibration.device import free_bytes
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.activation import is_gated
 from megatron.dynamic_cp.flags.adapters import adapters_of
@@ -47,6 +48,7 @@ from megatron.dynamic_cp.model.multi_token import mtp_block_spec
 from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 from megatron.trainer.flags.settings import ModelSettings, OptimizerSettings, Settings
 from megatron.trainer.setup.fusions import CONFIG_FIELDS, NOTHING, Fusions
+from megatron.trainer.setup.memory import check_state_fits
 from megatron.trainer.setup.planned_runtime import PlannedRuntime
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
@@ -91,6 +93,8 @@ def build(settings: Settings, runtime: PlannedRuntime, fused: Fusions) -> Built:
         raise InvalidInputError(
             "--moe-grouped-gemm is for TransformerEngine's layers, the layers of this run are local: leave it out"
         )
+    if device.type == "cpu":
+        run_on_all_ranks(lambda: _check_host_holds(settings.model, runtime), device)
     config = transformer_config(settings.model, settings.planning, device, fused)
     if impl == "local":
         has_ranges = settings.planning.has_windows or runtime.has_masks
@@ -106,6 +110,19 @@ def build(settings: Settings, runtime: PlannedRuntime, fused: Fusions) -> Built:
         needs=[ChunkNeeds.of(chunk) for chunk in chunks],
         optimizer=optimizer,
         scheduler=build_scheduler(settings.optimizer, optimizer),
+    )
+
+
+def _check_host_holds(model: ModelSettings, runtime: PlannedRuntime) -> None:
+    """Refuse a model that this rank's host has no memory for, before any rank of it takes some."""
+    per_node = min(runtime.topology.ranks_per_node, runtime.topology.world_size)
+    first = torch.distributed.get_rank() // per_node * per_node
+    has_table = model.position_embedding_type == "learned_absolute"
+    check_state_fits(
+        runtime.problem,
+        range(first, first + per_node),
+        free_bytes(runtime.device),
+        model.max_position_embeddings if has_table else 0,
     )
 
 

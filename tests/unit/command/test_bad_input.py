@@ -77,6 +77,10 @@ ANY_JOB = [
     (["--tp", "3"], "--tp 3 --pp 1 --vpp 1: TP does not divide heads, KV heads or the MLP"),
     (["--tp", "16"], "--tp 16 --pp 1 --vpp 1: TP beyond a node"),
     (["--tp", "16", "--ranks-per-node", "16"], "TP does not divide heads, KV heads or the MLP (the model has 8 layers"),
+    (
+        ["--tp", "2", "--ranks-per-node", "7"],
+        "--tp 2 --pp 1 --vpp 1: TP does not divide the GPUs of a node, so that some groups would cross nodes (the",
+    ),
     (["--max-tokens-per-rank", "many"], "'many' is neither a number of tokens nor 'auto'"),
     (["--max-tokens-per-rank", "0"], "error: --max-tokens-per-rank is 0"),
     (["--max-tokens-per-rank", "-1"], "error: --max-tokens-per-rank is -1"),

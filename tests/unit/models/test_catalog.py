@@ -366,7 +366,7 @@ def test_a_diffusers_config(tmp_path):
         ({"model_type": "qwen3"}, "lacks head_dim"),
         ({"sliding_window": 4096}, "sliding_window is 4096, which model_type llama does not have"),
         ({"model_type": "mistral", "sliding_window": "all"}, "sliding_window is 'all', it must be a whole number"),
-        ({"model_type": "mistral", "sliding_window": -1}, "window_tokens is -1"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1, it must be at least 0"),
         ({"model_type": "gemma2", "sliding_window": 9, "sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         (
             {"model_type": "mistral", "sliding_window": 9, "layer_types": ["sliding_attention"]},
@@ -382,7 +382,11 @@ def test_a_diffusers_config(tmp_path):
         ({"vocab_size": 1.5}, "vocab_size is 1.5, it must be a whole number"),
         ({"vocab_size": True}, "vocab_size is True, it must be a whole number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
-        ({"num_key_value_heads": 5}, "is not a multiple of num_query_groups 5"),
+        ({"num_key_value_heads": 5}, r"config.json: num_attention_heads 32 is not .* of num_key_value_heads 5"),
+        ({"hidden_size": -4096}, "config.json: hidden_size is -4096, it must be at least 0"),
+        ({"num_hidden_layers": 0}, "config.json: num_hidden_layers is 0, the smallest allowed value is 1"),
+        ({"model_type": "qwen3", "head_dim": 0}, "config.json: head_dim is 0, .*: give 1 <= head_dim"),
+        ({"vocab_size": 2**40}, "config.json: vocab_size is 1099511627776, the largest allowed value"),
         (
             {"num_local_experts": 8},
             r"'llama' has experts \(num_local_experts 8\), which cannot be priced yet",
