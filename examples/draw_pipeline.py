@@ -43,7 +43,7 @@ def main() -> None:
             samples, topology=topology, model=model, hardware=hardware, options=options, policy=policy
         )
         timelines.append((policy, simulate(planned.plan, cost_model)))
-        print(f"{policy}: {planned.predicted_s:.3f} s ({planned.reason})")
+        print(f"{policy}: {planned.predicted_s:.3f} s with the reduction of gradients; without it {planned.reason}")
     print(format_plan(timelines[-1][1].plan))
     save(path, partial(gantt, timelines), LIGHT)
     print(f"{path} has the picture")

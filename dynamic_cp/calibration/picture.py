@@ -68,6 +68,7 @@ def measured_against_fitted(setup: Setup, calibration: Calibration, theme: Theme
     _draw_curves(attention, _points(calibration, ("causal", "full"), single=True), theme)
     attention.set_title("Attention of one sequence")
     attention.set_xlabel("tokens of a rank")
+    attention.set_ylabel("ms")
     _draw_all(everything, calibration.points, theme)
     everything.set_title("Predicted / measured (%)")
     _add_legend(figure, calibration, theme)
@@ -133,17 +134,17 @@ def _draw_all(panel: Axes, points: Sequence[Point], theme: Theme) -> None:
     _plain_numbers(panel.xaxis)
     panel.minorticks_off()
     panel.set_xlabel("measured (ms)")
-    panel.text(
-        0.99, 0.02, f"band: ±{_BAND:.0%}", transform=panel.transAxes, ha="right", color=theme.muted, fontsize=SMALL_PT
-    )
+    # Above the panel: inside, dots would lie over it.
+    panel.set_title(f"band: ±{_BAND:.0%}", loc="right", color=theme.muted, fontsize=SMALL_PT)
     panel.grid(axis="y")
 
 
 def _plain_numbers(axis: Axis) -> None:
-    """Write 0.1, 1, 10 at powers of ten, at most five of them."""
+    """Write 0.1, 1, 10 at powers of ten, at most five of them; of less than two powers, at 0.2, 0.5 as well."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    axis.set_major_locator(LogLocator(numticks=5))
+    least, most = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if most < 100 * least else (1.0,), numticks=5))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from dynamic_cp.calibration import Measurements, calibrate
 from dynamic_cp.first_day.day import Day
-from dynamic_cp.first_day.parts import PARTS, POLICIES, State, measurements_of
+from dynamic_cp.first_day.parts import PARTS, PICTURE, POLICIES, State, measurements_of
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.models.hardware_numbers import KIND_OF
 from dynamic_cp.report.run import read_run
+from dynamic_cp.types import Hardware
 
 NUM_WARM_UP = 2
 """First steps that do not count: what is loaded and compiled there is not predicted."""
@@ -55,9 +56,10 @@ def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) 
 
 
 def _steps(day: Day, ended: set[str]) -> Iterator[Sequence[str]]:
-    """Yield the mean seconds of the steps of each run, what dynamic CP gains, and the peaks of memory."""
+    """Yield the mean seconds of the steps of each run, what dynamic CP gains, what disturbed it, and peak memory."""
     names = {"static": f"static CP {day.static_cp_size}", "dynamic": "dynamic CP"}
-    seconds, peaks = {}, []
+    seconds: dict[str, tuple[float, float]] = {}
+    rest: list[Sequence[str]] = []
     for policy in POLICIES:
         if policy not in ended:
             continue
@@ -67,12 +69,15 @@ def _steps(day: Day, ended: set[str]) -> Iterator[Sequence[str]]:
         measured = sum(one.measured_s for one in counted) / len(counted)
         seconds[policy] = predicted, measured
         yield _compared(f"a step with {names[policy]}", predicted, measured, "{:.3g} s")
+        if known := [one.share_of_others for one in counted if one.share_of_others is not None]:
+            share = f"{sum(known) / len(known):.0%}"
+            rest.append((f"cores that other processes took from {names[policy]}", "0%", share, ""))
         if peak := max(one.peak_bytes or 0 for one in records):
-            peaks.append(_compared(f"memory with {names[policy]}", day.peak_bytes / 1e9, peak / 1e9, "{:.1f} GB"))
+            rest.append(_compared(f"memory with {names[policy]}", day.peak_bytes / 1e9, peak / 1e9, "{:.1f} GB"))
     if len(seconds) == len(POLICIES):
         predicted, measured = (static / dynamic for static, dynamic in zip(*seconds.values(), strict=True))
         yield _compared("dynamic CP is faster", predicted, measured, "{:.2f} times")
-    yield from peaks
+    yield from rest
 
 
 def _compared(what: str, predicted: float, measured: float, form: str) -> Sequence[str]:
@@ -101,8 +106,13 @@ def _calibration(day: Day) -> Iterator[str]:
     yield from _section("Calibration", _OF_FITS, errors)
     if wrong := found.why_not_good():
         yield from (f"**Not good yet**: {wrong}.", "")
-    changed = (
-        (name, *(KIND_OF[name].describe(getattr(values, name)) for values in (base, found.hardware)))
-        for name in found.changed
-    )
+    if (day.folder / PICTURE).exists():
+        yield from (f"![Measured times, and the cost model's]({PICTURE})", "")
+    changed = ((name, *(_number(values, name) for values in (base, found.hardware))) for name in found.changed)
     yield from _section(f"Hardware file {day.measured_hardware}", ("number", day.hardware, "measured"), changed)
+
+
+def _number(values: Hardware, name: str) -> str:
+    """Return a number of a hardware file; a rate of 0 stands for one that nobody measured."""
+    value, kind = getattr(values, name), KIND_OF[name]
+    return "not measured" if not value and kind.unit.endswith("/s") else kind.describe(value)

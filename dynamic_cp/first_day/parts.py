@@ -34,6 +34,8 @@ PARTS = {
 """Part -> what it is, in the order in which they run."""
 
 _SCRIPT = "pretrain_gpt.py"
+PICTURE = "calibration.svg"
+"""File of a day: measured times beside the cost model's, where matplotlib is installed."""
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ENDING_S = 40
 """torchrun gives its ranks 30 s."""
@@ -131,7 +133,7 @@ def parts_of(day: Day) -> Iterator[Part]:
     measure = (*ranks, "-m", "megatron.dynamic_cp.calibration", *device, "--max-tokens", str(day.max_tokens))
     files = ("--hardware", day.hardware, "--output", str(hardware), *["--quick"] * day.quick)
     if find_spec("matplotlib"):
-        files += ("--plot", str(folder / "calibration.svg"))
+        files += ("--plot", str(folder / PICTURE))
     yield Part(name="calibration", folder=folder, words=measure + files, writes=[hardware, measurements_of(day)])
     for policy in POLICIES:
         dump = folder / policy

@@ -138,7 +138,8 @@ def part_bars(times: Sequence[tuple[str, Mapping[str, float]]], theme: Theme, *,
     for place, (_, parts) in enumerate(times):
         ends = np.cumsum([0.0, *parts.values()]) * factor
         panel.barh(place, np.diff(ends), left=ends[:-1], height=0.6, color=[colors[part] for part in parts])
-        panel.text(ends[-1], place, f" {format_s(ends[-1] / factor)}", va="center", fontsize=SMALL_PT)
+        label, points = format_s(ends[-1] / factor), "offset points"
+        panel.annotate(label, (ends[-1], place), (4, 0), textcoords=points, va="center", fontsize=SMALL_PT)
     panel.set_yticks(range(len(times)), [name for name, _ in times])
     panel.set_ylim(len(times) - 0.5, -0.5)
     panel.margins(x=0.12)

@@ -198,14 +198,21 @@ def inline_svg(draw: Callable[[Theme], Figure], *, name: str, label: str) -> str
 
 
 def _compact(svg: str) -> str:
-    """Return `svg` with numbers of two decimals, bars as short paths, and without what matplotlib says of itself."""
+    """Return `svg` with coordinates of two decimals, bars as short paths, and without what matplotlib says of itself.
+
+    What is read, such as the number at a tick, keeps its digits.
+    """
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), svg)
+    svg = re.sub(r"<[^>]+>", lambda tag: re.sub(r"-?\d+\.\d{3,}", _with_two_decimals, tag[0]), svg)
     number = r"(-?[\d.]+)"
     bar = rf"M {number} {number} \nL {number} \2 \nL \3 {number} \nL \1 \4 \nz\s*"
     svg = re.sub(bar, r"M\1 \2H\3V\4H\1z", svg)
     return re.sub(r"\n\s*", "\n", svg)
+
+
+def _with_two_decimals(number: re.Match[str]) -> str:
+    return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
 
 
 def add_rectangles(axes: Axes, rectangles: Sequence[Rectangle], color: str, **style: Any) -> None:
@@ -260,7 +267,7 @@ def time_unit(seconds: float) -> tuple[float, str]:
 def format_s(seconds: float) -> str:
     """Return seconds with three digits and a unit, which no line break parts: 1.23 s, 45.6 ms."""
     factor, unit = time_unit(seconds) if seconds else (1.0, "s")
-    number = f"{seconds * factor:.3g}" if seconds * factor < 1000 else f"{seconds * factor:.0f}"
+    number = f"{seconds * factor:#.3g}".rstrip(".") if 0 < seconds * factor < 999.5 else f"{seconds * factor:.0f}"
     return f"{number}\u00a0{unit}"
 
 

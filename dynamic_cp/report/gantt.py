@@ -26,7 +26,7 @@ from dynamic_cp.report.drawing import (
     time_unit,
 )
 from dynamic_cp.report.theme import Theme
-from dynamic_cp.types import largest_power_of_two
+from dynamic_cp.types import counted, largest_power_of_two
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -176,7 +176,7 @@ def _describe(panel: Axes, name: str, timeline: Timeline, window: _Window, theme
     split = timeline.split
     facts = f"{format_s(timeline.makespan_s)} · {split.bubble_fraction:.0%} idle"
     if width_in > 6:
-        facts = f"{format_s(timeline.makespan_s)} · {timeline.plan.num_microbatches} micro-batches · "
+        facts = f"{format_s(timeline.makespan_s)} · {counted(timeline.plan.num_microbatches, 'micro-batch')} · "
         facts += f"idle {split.bubble_fraction:.0%}"
         parts = (
             ("pipeline", split.pipeline_bubble_fraction),
@@ -303,7 +303,8 @@ def tick_gantt(
     for panel, (name, pool) in zip(panels, pools, strict=True):
         plan = pool.plan
         _draw_ticks(panel, pool, theme, factor, _DATA_SHARE * width_in * 72 / (longest_s * factor))
-        facts = f"{format_s(pool.makespan_s)} · {plan.num_microbatches} micro-batches · {len(pool.spans)} ticks"
+        number = counted(plan.num_microbatches, "micro-batch")
+        facts = f"{format_s(pool.makespan_s)} · {number} · {len(pool.spans)} ticks"
         _name_rows(panel, name, facts, theme)
         name_cells(panel.yaxis, range(plan.topology.pp_size), 1)
         panel.set_ylim(plan.topology.pp_size, -0.1)

@@ -31,6 +31,7 @@ class RunRecord:
         planner_s: seconds of planning. exposed_s: those for which training waited.
         tokens: true tokens of the global batch.
         peak_bytes: most that torch's allocator on rank 0 has given out so far; on a GPU.
+        share_of_others: of the cores, taken from the ranks by other processes; on CPUs.
     """
 
     iteration: int
@@ -45,6 +46,7 @@ class RunRecord:
     exposed_s: float | None = None
     tokens: int | None = None
     peak_bytes: int | None = None
+    share_of_others: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("predicted_s", self.predicted_s), ("measured_s", self.measured_s)):

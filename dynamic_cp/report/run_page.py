@@ -110,7 +110,7 @@ def _numbers(records: Sequence[RunRecord], steady: Sequence[RunRecord]) -> list[
         numbers.append(("tokens per second", format_count(sum(one.tokens or 0 for one in steady) / measured_s)))
     known = [one.loss for one in records if one.loss is not None]
     if known:
-        numbers.append(("loss, first → last", f"{known[0]:.2f} → {known[-1]:.2f}"))
+        numbers.append(("loss, first → last", f"{known[0]:.4f} → {known[-1]:.4f}"))
     for name, label, form in (("imbalance", "imbalance, mean", "{:.3f}"), ("padding", "padding, mean", "{:.2%}")):
         values = [value for one in steady if (value := getattr(one, name)) is not None]
         if values:
@@ -236,7 +236,7 @@ def cp_sizes(records: Sequence[RunRecord], theme: Theme, *, width_in: float = ME
     counts = np.add.reduceat(counts, starts, axis=0)
     shares = 100 * counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
     numbers = [known[start].iteration for start in starts.tolist()]
-    edges = np.array([*numbers, known[-1].iteration + 1], np.float64)
+    edges = np.array([*numbers, known[-1].iteration + 1]) - 0.5  # an iteration is as wide as 1, around its number
     figure = new_figure(width_in, 3.0)
     panel = figure.subplots()
     bottom = np.zeros(len(starts))

@@ -38,6 +38,9 @@ def test_a_first_day_goes_through_and_goes_on(
     assert re.search(rf"\| a step with static CP {num_ranks} \| {seconds}", page)
     assert re.search(rf"\| a step with dynamic CP \| {seconds}", page)
     assert re.search(rf"\| dynamic CP is faster \| {factor}", page)
+    assert len(re.findall(r"\| cores that other processes took from \S+ CP.* \| 0% \| \d+% \|  \|", page)) == 2
+    assert "](calibration.svg)" in page
+    assert not re.search(r"\| 0 (FLOP|bytes)/s \|", page)
     errors = re.findall(r"\| (\S+ ?\S*) \| (on one lane alone|with \S+ over 2 lanes) \| (\S+) \| 0.02 \|", page)
     assert max(float(error) for _, _, error in errors) < 1e-6
     assert len([where for _, where, _ in errors if "over 2" in where]) == 3 * (num_ranks - 1)

@@ -14,22 +14,22 @@ MOST_LINES = {
     "dynamic_cp/calibration": 1020,  # the rate of linear attention
     "dynamic_cp/cli": 3415,  # the hardware of a model's layers; states in lower precision; how hybrids share layers
     "dynamic_cp/comparison": 1660,  # options of hybrids
-    "dynamic_cp/first_day": 620,  # the first hour of a node as one command
+    "dynamic_cp/first_day": 635,  # what disturbed it, what nobody measured; the first hour of a node as one command
     "dynamic_cp/learning": 600,  # buckets that passed on states
     "dynamic_cp/lengths": 1220,  # what is no number is said
     "dynamic_cp/mechanisms": 1400,  # few communicators
     "dynamic_cp/memory": 655,  # adapters; chunks of the loss; linear attention: activations, states, gates again
-    "dynamic_cp/models": 2470,  # hybrids, their configs whole as published, and written; what transformers reads of one
+    "dynamic_cp/models": 2490,  # errors by file and entry; hybrids, whole and written; what transformers reads
     "dynamic_cp/packing": 2750,
     "dynamic_cp/pipeline": 1050,
     "dynamic_cp/placement": 3740,
     "dynamic_cp/plans": 1450,  # what lanes exchange for linear attention
     "dynamic_cp/pool": 2880,  # linear attention is refused
     "dynamic_cp/pricing": 2260,  # linear attention: seconds and bytes of both ways to share it; adapters
-    "dynamic_cp/report": 2940,  # peak memory of a run; bars of its parts
+    "dynamic_cp/report": 2945,  # digits of what is read; peak memory of a run; bars of its parts
     "dynamic_cp/search": 2080,  # CP sizes that leave room for tokens; which buckets pass on states of linear attention
-    "dynamic_cp/sweep": 1345,  # experts in one product; flags of linear attention, factors of Granite
-    "dynamic_cp/types": 3830,  # what auto allows; adapters; hybrids; trees of turns
+    "dynamic_cp/sweep": 1350,  # experts in one product; flags of linear attention, factors of Granite
+    "dynamic_cp/types": 3835,  # TP groups across nodes; what auto allows; adapters; hybrids; trees of turns
     "megatron/dynamic_cp": 180,  # doctor on versions of TransformerEngine
     "megatron/dynamic_cp/agreement": 520,
     "megatron/dynamic_cp/attention": 6180,  # linear attention of a pack over lanes, in two ways, and little of it kept

@@ -103,7 +103,7 @@ def dump_entry(iteration: int, record: StepRecord) -> dict[str, Any]:
         "is_fallback": record.is_fallback,
         **({"num_servers": record.num_servers} if record.num_servers else {}),
         **({"future_losses": list(record.future_losses)} if record.future_losses else {}),
-        **({"peak_bytes": record.peak_bytes} if record.peak_bytes is not None else {}),
+        **{name: value for name in ("peak_bytes", "share_of_others") if (value := getattr(record, name)) is not None},
     }
 
 

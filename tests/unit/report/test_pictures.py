@@ -195,6 +195,7 @@ def test_gantt_says_what_it_shows():
     for _, timeline in timelines("usual"):
         wanted = f"{timeline.plan.num_microbatches} micro-batches"
         assert any(wanted in text and "idle" in text for text in said)
+    assert any("1 micro-batch ·" in text for text in texts(svg_text(partial(gantt, timelines("one")), LIGHT)))
     (axis,) = [text for text in said if text.startswith("time since")]
     assert re.search(r"\((s|ms|µs)\)", axis)
 
@@ -419,6 +420,21 @@ def test_save_writes_both_formats(tmp_path, ending):
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
+def test_ticks_keep_the_digits_that_tell_them_apart():
+    records = [replace(one, loss=6.27 - 1e-4 * one.iteration) for one in RECORDS]
+    ticks = [text for text in texts(svg_text(partial(losses, records), LIGHT)) if text.startswith("6.2")]
+    assert len(ticks) > 3, "a set: equal labels would be one"
+    assert all(len(tick) > len("6.27") for tick in ticks)
+
+
+def test_cp_sizes_end_with_the_last_iteration():
+    with look(LIGHT):
+        (panel,) = cp_sizes(RECORDS[:4], LIGHT).axes
+    first, last = panel.get_xlim()
+    assert 0 < first < 1
+    assert 4 < last < 5
+
+
 def test_save_refuses_other_formats_and_places(tmp_path):
     with pytest.raises(InvalidInputError, match=r"ends in \.pdf, pictures end in \.png or \.svg"):
         save(tmp_path / "picture.pdf", OTHERS["losses"], LIGHT)
@@ -476,7 +492,8 @@ def test_tokens_are_counted_as_people_do(tokens, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(1.234, "1.23 s"), (0.0456, "45.6 ms"), (7.8e-6, "7.8 µs"), (1234.5, "1234 s"), (0, "0 s")]
+    ("seconds", "text"),
+    [(1.8, "1.80 s"), (0.0456, "45.6 ms"), (7.8e-6, "7.80 µs"), (0.9996, "1000 ms"), (1234.5, "1234 s"), (0, "0 s")],
 )
 def test_seconds_have_three_digits(seconds, text):
     assert drawing.format_s(seconds) == text.replace(" ", "\u00a0"), "no line break parts a number from its unit"
