@@ -45,6 +45,7 @@ def test_shell_scripts_are_clean() -> None:
         assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.by_day("requeue")
 @pytest.mark.parametrize("job", JOBS)
 def test_a_job_starts_its_ranks_on_every_node_in_order(
     cluster: Cluster, job: str, monkeypatch: pytest.MonkeyPatch
@@ -114,6 +115,7 @@ def test_data_may_be_on_several_lines(cluster: Cluster) -> None:
     assert parse_args(flags_of(call["words"]), 8).data.data_path == ("0.3", "/data/long", "0.7", "/data/short")
 
 
+@pytest.mark.by_day("docker")
 @pytest.mark.parametrize("job", ["pyxis", "apptainer", "docker"])
 def test_a_container_gets_absolute_folders(cluster: Cluster, job: str) -> None:
     shutil.rmtree(ROOT / "runs" / "relative to the submission", ignore_errors=True)
@@ -128,6 +130,7 @@ def test_a_container_gets_absolute_folders(cluster: Cluster, job: str) -> None:
     assert option(call["words"], "--save") == str(folder)
 
 
+@pytest.mark.by_day("requeue")
 @pytest.mark.parametrize("job", ["requeue", "docker"])
 def test_a_failure_is_the_jobs_and_is_not_requeued(cluster: Cluster, job: str) -> None:
     code, output = cluster.run("--nodes=1", f"examples/slurm/{job}.sbatch", STUB_CODE="3")
@@ -152,6 +155,7 @@ def ends_after_a_signal(cluster: Cluster, job: str, number: int, **environment: 
     return running.returncode, output
 
 
+@pytest.mark.by_day("requeue")
 @pytest.mark.parametrize("job", ["requeue", "docker"])
 def test_a_signal_that_comes_too_early_is_repeated_until_the_ranks_listen(cluster: Cluster, job: str) -> None:
     code, output = ends_after_a_signal(cluster, job, signal.SIGUSR1)

@@ -188,6 +188,16 @@ CASES = {
 }
 
 
+@pytest.mark.by_day(
+    "ring2_shards_of_two_tokens",
+    "ring4_one_kv_head",
+    "all_gather4",
+    "all_gather4_one_kv_head",
+    "a2a4_two_lanes_a_kv_head",
+    "a2a4_three_kv_heads",
+    "a2a2_kv_head_across_the_cut",
+    "two_levels4_one_kv_head",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_group_equals_the_whole_sequence(name: str) -> None:
     case = CASES[name]
@@ -233,6 +243,7 @@ def test_portable_tiles_equal_the_whole_sequence(case: Case) -> None:
     assert_all_close(actual, whole_reference(case))
 
 
+@pytest.mark.by_day("p2p4", "all_gather4", "a2a4", "a2a+p2p4", "a2a+p2p8")
 @pytest.mark.parametrize(
     ("case", "kv_sent"),
     [
@@ -269,6 +280,7 @@ def merge_in_bf16() -> None:
     merge.SUM_DTYPE = log_sum_exp.SUM_DTYPE = torch.bfloat16
 
 
+@pytest.mark.by_day("a2a+p2p")
 @pytest.mark.parametrize("exchange", CP_COMM_TYPES)
 def test_bf16_is_merged_in_float32(exchange: str) -> None:
     """Rounding the exact result to bf16 costs 1.6e-3. A merge in bf16, planted for comparison, is beyond the bounds."""
@@ -315,6 +327,7 @@ def largest_tensors(case: Case) -> tuple[int, int, int]:
     return ours.num_elements, forward.num_elements, backward.num_elements
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.parametrize("kernel", ["cpu", "portable"])
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_no_square_of_the_sequence_is_built(cp_size: int, kernel: str) -> None:

@@ -56,6 +56,7 @@ def check_on_this_rank(
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.by_day(f"{NEWEST}-cuDNN")
 @pytest.mark.parametrize(
     ("version", "kernel", "exchanges", "compared"),
     [
@@ -72,7 +73,7 @@ def test_what_is_right_is_told(version: str, kernel: str, exchanges: tuple[CpCom
         assert float(re.search(r"at most (\S+) of the norm", said)[1]) < TOLERANCE / 100
 
 
-@pytest.mark.by_day("2-2.20.2", "3-2.20.2")
+@pytest.mark.by_day(f"2-{NEWEST}")
 @pytest.mark.parametrize("version", ["2.18.0", NEWEST])
 @pytest.mark.parametrize("num_lanes", [2, 3])
 def test_a_wrong_exchange_ends_the_start_on_all_ranks(num_lanes: int, version: str) -> None:
@@ -104,6 +105,7 @@ def test_one_rank_that_is_wrong_ends_all() -> None:
     assert "Use --transformer-impl local or another version" in said[0]
 
 
+@pytest.mark.nightly
 def test_attention_that_is_wrong_alone_is_told_so() -> None:
     (said,) = run_ranks_with(NEWEST, 1, check_on_this_rank, CP_COMM_TYPES, None, 0, timeout_s=60)
     assert "on one lane alone the output is off by" in said

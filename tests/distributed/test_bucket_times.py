@@ -131,7 +131,7 @@ def expected_facts(plan: Plan, stage: int, chunk: int, lane: int | None = None) 
     return expected
 
 
-@pytest.mark.by_day("tp2_sp_full_recompute", "two_lanes_pp2")
+@pytest.mark.by_day("two_lanes_pp2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_micro_batch_is_timed_once_on_every_chunk(name: str) -> None:
     layout = LAYOUTS[name]
@@ -174,6 +174,7 @@ def check_gathered(layout: Layout, plan: Plan, ranks: Sequence[dict[str, Any]]) 
         assert one.backward_s >= min(other.backward_s for other in same)
 
 
+@pytest.mark.by_day("pp2_vpp2")
 @pytest.mark.parametrize("name", ["pp2", "pp2_vpp2"])
 def test_time_belongs_to_its_micro_batch(name: str) -> None:
     """On each stage, micro-batch 1 is slow forward and 2 backward, on its first chunk: nothing else gets longer."""

@@ -202,6 +202,7 @@ def run_slowly(case: Case, delays_s: tuple[float, float]) -> tuple[Comparison, C
     return found, seen
 
 
+@pytest.mark.nightly
 def test_slow_transfers_change_when_and_not_what_is_added(reference_of: Any) -> None:
     """Losses, gradients and bytes are the same to the bit, whoever is the slower one."""
     samples = BATCHES["long_tail"]
@@ -327,6 +328,7 @@ leave(3)  # as pretrain_gpt.py does with an error
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow  # two processes that import torch
 def test_a_process_ends_although_a_chain_waits_for_ever(tmp_path: Path) -> None:
     def start(rank: int) -> subprocess.Popen[str]:

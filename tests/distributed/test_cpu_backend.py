@@ -219,6 +219,7 @@ def test_every_shim_has_its_ablation() -> None:
     assert set(ABLATIONS) == {shim.name for shim in cpu_backend.SHIMS}
 
 
+@pytest.mark.by_day("tensor_cuda_method", "current_stream", "tracker_get_rng_state")
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_shim_is_needed(name: str) -> None:
     world_size, operation, symptom = ABLATIONS[name]

@@ -20,8 +20,8 @@ from tests.distributed.test_profile import MODEL
 DENSE = {name: value for name, value in MODEL.items() if not name.startswith("linear_attention")}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.by_day("1")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_first_day_goes_through_and_goes_on(
     num_ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -85,7 +85,7 @@ def check_ranks(
     return looked_at
 
 
-@pytest.mark.by_day("dp4", "pp2_vpp2")
+@pytest.mark.by_day("pp2_vpp2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_token_comes_out_once(name: str) -> None:
     """50 global batches, uneven shares; samples with and without labels, masks and position ids."""
@@ -100,6 +100,7 @@ def test_every_token_comes_out_once(name: str) -> None:
         assert cp_sizes >= {1, 2}, "the plans do not mix CP sizes"
 
 
+@pytest.mark.by_day("pp2_vpp2")
 @pytest.mark.parametrize("name", ["dp4", "pp2_vpp2"])
 def test_packs_are_split_into_their_samples(name: str) -> None:
     layout = LAYOUTS[name]
@@ -158,6 +159,7 @@ def test_middle_stages_hold_nothing_and_know_the_packs() -> None:
     assert held == [{"tokens", "position_ids"}, set(), set(), {"labels", "loss_mask"}]
 
 
+@pytest.mark.nightly
 def test_lookahead_changes_no_batch() -> None:
     layout = LAYOUTS["pp2"]
     data = all_data(layout, 16, flavours=(4,))
@@ -172,6 +174,7 @@ def test_lookahead_changes_no_batch() -> None:
 UNEVEN = (8, 5, 6)
 
 
+@pytest.mark.by_day("True-2")
 @pytest.mark.parametrize("lookahead", [0, 2])
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_all_ranks_end_together_on_uneven_data(drop_last: bool, lookahead: int) -> None:
@@ -186,6 +189,7 @@ def test_all_ranks_end_together_on_uneven_data(drop_last: bool, lookahead: int) 
     assert consumed == ([5, 10] if drop_last else [5, 10, 14, 17, 18, 19])
 
 
+@pytest.mark.by_day("pp2_vpp2")
 @pytest.mark.parametrize("name", ["tp2", "pp2_vpp2"])
 def test_short_last_batch_reaches_ranks_without_data(name: str) -> None:
     layout = LAYOUTS[name]
@@ -290,6 +294,7 @@ def held_in_flight(layout: Layout, data: list[LaneData]) -> tuple[bool, int]:
     return wrapper._drawer.draws, sum(len(batch.samples) + len(batch.lengths) for batch in wrapper._in_flight)
 
 
+@pytest.mark.by_day("layout2")
 @pytest.mark.parametrize(
     ("layout", "drawing"), [(LAYOUTS["tp2"], {0, 2}), (Layout(1, pp=4), {0, 3}), (Layout(1, tp=2, pp=2), {0, 2})]
 )

@@ -95,6 +95,7 @@ def whole_of(kind: str, bucket: Bucket) -> Whole:
     return Whole(LAYERS[kind], [sample.seqlen for sample in samples], [sample.mask for sample in samples])
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2_of_one_group"])
 @pytest.mark.parametrize(("num_lanes", "inner"), [(2, 1), (3, 1), (5, 1), (3, 2)])
 def test_homes_anywhere_equal_samples_token_after_token(kind: str, num_lanes: int, inner: int) -> None:

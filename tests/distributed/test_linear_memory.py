@@ -122,6 +122,7 @@ def expected_bytes(sizes: LinearAttention, options: PlanOptions, way: StateExcha
     return found.per_layer - residual + (found.states_per_layer / TOKENS if way == "states" else 0)
 
 
+@pytest.mark.by_day("gated_delta_net-repeated0", "gated_delta_net-repeated1")
 @pytest.mark.parametrize(
     ("kind", "repeated"),
     [(kind, repeated) for kind in KINDS for repeated in ([], ["core_attn"])] + [("gated_delta_net", ["gdn_norm_out"])],

@@ -197,6 +197,7 @@ def run_swapped(case: Case) -> str:
     return "nothing noticed"
 
 
+@pytest.mark.nightly
 def test_another_order_on_one_rank_ends_all_of_them(reference_of: Any) -> None:
     layout, samples = ONE_LANE, BATCHES["cut"]
     case = Case(layout, samples, planned_step(samples, layout), reference_of(layout, "cut"))

@@ -224,7 +224,7 @@ def train_planned(family, wrapper):
     return steps
 
 
-@pytest.mark.by_day("Qwen3-fsdp2_recompute", "Qwen3Next-fsdp2_recompute", "NemotronH-accelerate")
+@pytest.mark.by_day("Qwen3")
 @pytest.mark.parametrize(
     ("family", "wrapper"),
     [(family, "fsdp2_recompute" if family in ("Qwen3", "Qwen3Next") else "accelerate") for family in FAMILIES],

@@ -326,7 +326,7 @@ def train_equal_length(rotation):
     return steps
 
 
-@pytest.mark.by_day("alltoall")
+@pytest.mark.nightly
 @pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
 def test_equal_documents_train_alike_with_torchs_context_parallel_and_planned(rotation):
     ranks = run(4, train_equal_length, rotation)
@@ -397,6 +397,7 @@ print("trained", result.num_tokens, *PackedSeqParams.__dataclass_fields__)
 """
 
 
+@pytest.mark.nightly
 def test_megatron_core_is_not_needed(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_MEGATRON, str(tmp_path)], capture_output=True, text=True, timeout=100, cwd=ROOT

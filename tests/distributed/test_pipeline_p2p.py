@@ -146,6 +146,7 @@ def check_equal(layout: Layout, outcomes: Sequence[dict[str, Any]]) -> None:
     assert num_losses == layout.lanes * layout.tp * len(outcomes[0]["tokens"])
 
 
+@pytest.mark.nightly
 def test_interleaving_without_overlap() -> None:
     """The handshake aborts here on gloo (it is always batched); with planned shapes unequal lengths are right."""
     layout, samples = LAYOUTS["pp2_vpp2"], BATCHES["long_tail"]

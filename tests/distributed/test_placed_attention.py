@@ -309,6 +309,7 @@ def assert_case(case: Case, kernel: str = CPU.name) -> Counter[str]:
         raise AssertionError(f"{case}: {error}") from error
 
 
+@pytest.mark.by_day("3", "4")
 @pytest.mark.parametrize("num_lanes", [2, 3, 4, 8])
 def test_lanes_of_one_process_equal_a_dense_softmax(num_lanes: int) -> None:
     seen: Counter[str] = Counter()
@@ -451,6 +452,7 @@ def without_tile(number: int) -> Callable[[Programme], Programme]:
     return change
 
 
+@pytest.mark.by_day("attend_backward")
 @pytest.mark.parametrize("method", ["attend", "attend_backward"])
 def test_every_tile_that_is_dropped_is_noticed(method: str) -> None:
     """Forward output and log-sum-exp are wrong, backward the gradients alone."""

@@ -40,6 +40,7 @@ def probe_counting(sample_ids, ranks=None):
     return lengths.tolist(), probed, collectives
 
 
+@pytest.mark.by_day("3", "101")
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 4, 5, 8, 101])
 def test_every_sample_is_probed_once_and_known_everywhere(num_samples):
     sample_ids = [7 + 3 * i for i in range(num_samples)]
@@ -77,6 +78,7 @@ def probe_with_failures(failures):
         return type(error), str(error), error.details, type(error.__cause__).__name__
 
 
+@pytest.mark.by_day("failure0", "0", "2.5")
 @pytest.mark.parametrize(
     ("failure", "said"),
     [

@@ -111,6 +111,7 @@ def build_and_sum(topology: Topology, limits: dict[str, Any]) -> tuple[DynamicCP
     return facts, found
 
 
+@pytest.mark.by_day("3x1x1", "4x1x1-{'min_cp_size': 4}", "2x2x2")
 @pytest.mark.parametrize(
     ("topology", "limits"),
     [
@@ -147,6 +148,7 @@ def test_groups_hold_the_expected_ranks(topology: Topology, limits: dict[str, in
 ALL = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
+@pytest.mark.by_day("8", "4-p2p+all_gather+a2a+a2a+p2p")
 @pytest.mark.parametrize(
     ("topology", "limits"),
     [

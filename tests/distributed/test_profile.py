@@ -220,6 +220,7 @@ def test_an_emulated_ring_computes_what_its_place_would() -> None:
     assert torch.allclose(first, expected, atol=1e-5)
 
 
+@pytest.mark.by_day("--devicecuda", "--devicetpu", "--max")
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -177,6 +177,7 @@ def test_only_what_does_not_follow_from_the_plan_is_sent(given: tuple[int, ...],
     assert columns.for_stage(ChunkNeeds(tokens=False, labels=False)).names == ()
 
 
+@pytest.mark.by_day("False-6", "True-4")
 @pytest.mark.parametrize("num_lanes", [1, 3, 4, 6])
 @pytest.mark.parametrize("sp", [False, True])
 def test_both_sides_know_the_sizes(num_lanes: int, sp: bool) -> None:
@@ -233,7 +234,7 @@ def all_data(layout: Layout, num_items: int, flavour: int) -> list[LaneData]:
     return [lane_data(lane, num_items, flavours=(flavour,)) for lane in range(layout.lanes)]
 
 
-@pytest.mark.by_day("dp4-1", "pp2_vpp2-2", "tp2-1")
+@pytest.mark.by_day("pp2_vpp2")
 @pytest.mark.parametrize(
     ("name", "flavour", "columns_of_stage"),
     [
@@ -301,6 +302,7 @@ def count_collectives(layout: Layout, data: list[LaneData]) -> list[tuple[str, i
     return calls
 
 
+@pytest.mark.by_day("pp2")
 @pytest.mark.parametrize("name", ["dp4", "pp2", "tp2"])
 def test_one_collective_moves_the_tokens(name: str) -> None:
     layout = LAYOUTS[name]
@@ -366,6 +368,7 @@ def raise_on_rank_2(wrapper: ForeignIteratorWrapper) -> None:
         replace_item(wrapper, 3, fail)
 
 
+@pytest.mark.by_day("tp2")
 @pytest.mark.parametrize("name", ["dp4", "pp2", "tp2"])
 def test_iterator_that_raises_fails_all_ranks_alike(name: str) -> None:
     layout = LAYOUTS[name]
@@ -391,6 +394,7 @@ def contradict_the_tokens_on_rank_0(wrapper: ForeignIteratorWrapper) -> None:
         replace_item(wrapper, 5, lambda item: item | {"cu_seqlens": np.array([0, 10_000])})
 
 
+@pytest.mark.by_day("tear_the_mask_on_rank_3")
 @pytest.mark.parametrize(
     ("plant", "step", "words"),
     [
@@ -415,6 +419,7 @@ def give_a_list(wrapper: ForeignIteratorWrapper) -> None:
     wrapper._drawer._data_iterators = [iter([]), iter([])]
 
 
+@pytest.mark.by_day("pp2")
 @pytest.mark.parametrize("name", ["dp4", "pp2", "tp2"])
 def test_missing_iterator_fails_all_ranks_alike(name: str) -> None:
     kind, message, _ = fails_alike(LAYOUTS[name], take_the_iterator_of_rank_2)
@@ -492,6 +497,7 @@ def _change_in_transit(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     dist.all_to_all_single = changed
 
 
+@pytest.mark.by_day("dp4-swap_two_tokens_in_transit", "tp2-change_a_mask_in_transit")
 @pytest.mark.parametrize("plant", [swap_two_tokens_in_transit, change_a_mask_in_transit])
 @pytest.mark.parametrize("name", ["dp4", "pp2", "tp2"])
 def test_change_in_transit_is_noticed(name: str, plant: Any) -> None:
@@ -604,6 +610,7 @@ def wrap_with_a_dying_rank(layout: Layout, collective: str, rank: int) -> None:
     next(wrapper)
 
 
+@pytest.mark.by_day("dp4-all_to_all_single")
 @pytest.mark.parametrize(
     ("name", "collective", "rank", "phase"),
     [

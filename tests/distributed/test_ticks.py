@@ -66,21 +66,21 @@ EIGHT_LAYERS = {"num_layers": 8}
 NORMS_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
 LAYOUTS = {
     "pp2_cut": Layout(1, pp=2),
-    "pp2_one_lane": Layout(1, pp=2),
-    "pp2": Layout(2, pp=2, ranks_per_node=2),
-    "pp2_full_recompute": Layout(
-        2, pp=2, ranks_per_node=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True
-    ),
     "pp2_selective_recompute": Layout(2, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE, distributed_optimizer=True),
-    "pp2_vpp2": Layout(2, pp=2, vpp=2, ranks_per_node=2),
     "pp2_vpp2_full_recompute": Layout(
         2, pp=2, vpp=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True
     ),
     "pp2_relays": Layout(2, pp=2, ranks_per_node=1, config=FULL_RECOMPUTE),
     "pp2_learned_offset": Layout(2, pp=2, variant="learned_offset"),
-    "pp2_learned_offset_full_recompute": Layout(2, pp=2, variant="learned_offset", config=FULL_RECOMPUTE),
 }
 EACH_NIGHT = {
+    "pp2_one_lane": Layout(1, pp=2),
+    "pp2": Layout(2, pp=2, ranks_per_node=2),
+    "pp2_full_recompute": Layout(
+        2, pp=2, ranks_per_node=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True
+    ),
+    "pp2_vpp2": Layout(2, pp=2, vpp=2, ranks_per_node=2),
+    "pp2_learned_offset_full_recompute": Layout(2, pp=2, variant="learned_offset", config=FULL_RECOMPUTE),
     "pp4": Layout(2, pp=4, ranks_per_node=4),
     "pp4_tied": Layout(2, pp=4, variant="llama_tied", config=FULL_RECOMPUTE),
     "pp2_four_lanes": Layout(4, pp=2, ranks_per_node=2, config=FULL_RECOMPUTE, overlap_grad_reduce=True),

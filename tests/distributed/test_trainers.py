@@ -140,6 +140,7 @@ def train(
     return found
 
 
+@pytest.mark.by_day("SFTTrainer")
 @pytest.mark.parametrize(("name", "settings"), [("Trainer", {}), ("SFTTrainer", {}), ("Trainer", STREAMED)])
 def test_a_planned_trainer_trains_as_the_stock_one(name: str, settings: dict[str, Any]) -> None:
     """Several optimizer steps of equal gradients: every row was trained once, with its share of the mean."""

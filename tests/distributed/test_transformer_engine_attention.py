@@ -26,7 +26,7 @@ from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel
 from tests.distributed.real_transformer_engine import counts, extension
 from tests.distributed.real_transformer_engine.engine import run_ranks_with
-from tests.distributed.real_transformer_engine.wheels import BY_DAY, NEWEST, PINNED, VERSIONS
+from tests.distributed.real_transformer_engine.wheels import NEWEST, PINNED, VERSIONS
 from tests.gpu import judge
 from tests.gpu.judge import error_in_norm, exact
 
@@ -195,13 +195,14 @@ def check(version: str, num_lanes: int, kernel: str) -> dict[str, int]:
     return ranks[0][1]
 
 
+@pytest.mark.nightly
 def test_the_kernel_of_an_a100_equals_float64() -> None:
     """flash-attn 2; all_gather, which it gets wrong, is left out, and the backward pass of rings waits."""
     waits = check(NEWEST, 4, "flash-attn 2")
     assert set(waits) == {"__index__ context_parallel.py:backward"}, waits
 
 
-@pytest.mark.by_day(*(f"4-{version}" for version in BY_DAY))
+@pytest.mark.by_day("4-2.20.2")
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("num_lanes", [2, 4, 8])
 def test_every_exchange_equals_float64(num_lanes: int, version: str) -> None:
@@ -369,7 +370,7 @@ def what_is_noticed(fault: str, is_planted: bool) -> str:
     return " ".join([*counts.waits, *(["slow path"] if counts.slow_paths else [])])
 
 
-@pytest.mark.by_day(*BY_DAY_FAULTS)
+@pytest.mark.by_day("valid boundaries, 2.20", "reversed ranks", "another group's backward")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_noticed(fault: str) -> None:
     version, _, _, noticed = FAULTS[fault]
@@ -449,7 +450,7 @@ def run_the_tests_of_a_gpu(cp_sizes: tuple[int, ...]) -> int:
     return len(packs) + len(cp_sizes) + 2
 
 
-@pytest.mark.by_day(PINNED, NEWEST)
+@pytest.mark.by_day("2.20.2")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_tests_of_a_gpu_are_right_themselves(version: str) -> None:
     """They have not run on one; bounds are those of bfloat16, which is what is computed in."""

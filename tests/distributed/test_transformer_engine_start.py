@@ -460,7 +460,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.by_day("pretrain_gpt.py-empty-2.20.2", "doctor-no extension-2.20.2")
+@pytest.mark.by_day("pretrain_gpt.py-empty-2.20.2")
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("command", ["pretrain_gpt.py", "doctor"])

@@ -116,6 +116,7 @@ def test_a_run_in_fp8_resumes_to_the_bit(tmp_path: Path, recipe: str, model: str
     assert resumed == {3: whole[3], 4: whole[4]}
 
 
+@pytest.mark.by_day("True")
 @pytest.mark.parametrize("is_known", [True, False])
 def test_no_run_trains_over_an_exchange_that_its_kernel_gets_wrong(is_known: bool) -> None:
     """flash-attn 2 and all_gather: refused by what is known of them, and where that fails by what it computes."""

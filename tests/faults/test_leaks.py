@@ -128,6 +128,7 @@ def train_and_count(words: list[str]) -> dict[str, Any]:
     return settled_census(census() | LEFT)
 
 
+@pytest.mark.nightly
 def test_a_run_leaves_no_thread_process_or_shared_file_in_its_process(tmp_path) -> None:
     words = "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 --num-layers 1 --num-workers 2 --split 90,10,0"
     more = f"--eval-interval 2 --eval-iters 1 --save {tmp_path} --save-interval 4"

@@ -82,7 +82,7 @@ def check_static(ended: list[RankEnd], undisturbed: dict[int, str], iterations: 
         assert got[1] == undisturbed[1], "planned as ever"
 
 
-@pytest.mark.by_day("2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_a_planner_that_raises_is_replaced_by_the_static_plan_of_that_step(tmp_path, undisturbed, lookahead):
     sabotage = partial(faulty, fault="raise", iterations=(3, 5), folder=str(tmp_path))
@@ -91,6 +91,7 @@ def test_a_planner_that_raises_is_replaced_by_the_static_plan_of_that_step(tmp_p
     assert "Traceback" in ended[0].output
 
 
+@pytest.mark.nightly
 def test_a_planner_that_raises_in_the_warm_up_does_not_end_the_run(tmp_path, undisturbed):
     ended = run_job(tmp_path, sabotage=partial(faulty, fault="raise", iterations=(0,), folder=str(tmp_path)))
     assert figures(ended[0]) == undisturbed
@@ -177,7 +178,7 @@ def test_a_planner_whose_static_plan_fails_too_ends_all_ranks_with_the_same_erro
     assert "nor a static one" in said[0][0]
 
 
-@pytest.mark.by_day("--max-dynamic-cp-size 1 --context-parallel-size 2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("words", ["--max-dynamic-cp-size 1 --context-parallel-size 2", "--min-dynamic-cp-size 2"])
 def test_the_static_plan_keeps_to_the_groups_that_were_built(tmp_path, words):
     sabotage = partial(faulty, fault="raise", iterations=(3,), folder=str(tmp_path))
@@ -188,6 +189,7 @@ def test_the_static_plan_keeps_to_the_groups_that_were_built(tmp_path, words):
     assert all(re.search(rf"\| cp{size}×\d+ \|", text) for text in got.values()), got
 
 
+@pytest.mark.nightly
 def test_a_planner_process_that_never_starts_leaves_the_static_plan(tmp_path, undisturbed):
     """Its interpreter dies again and again, as without memory: two deaths a request, and the run goes on."""
 

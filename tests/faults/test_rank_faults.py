@@ -157,7 +157,7 @@ def wait_for_death(job: Job, victim: int) -> float:
     return patience.now_s() - job.started_s
 
 
-@pytest.mark.by_day("reading the index-1", "waiting for a plan-0", "a pass-1", "writing a checkpoint-1")
+@pytest.mark.by_day("a pass-1")
 @pytest.mark.parametrize(("phase", "victim", "says"), DEATHS)
 def test_the_death_of_a_rank_ends_the_others_at_once(tmp_path, losses, phase, victim, says):
     saving = f"--save {tmp_path}/saved --load {tmp_path}/saved --save-interval 2" if "checkpoint" in phase else ""
@@ -241,7 +241,7 @@ def test_a_rank_that_shares_experts_dies_in_a_layer_and_the_run_goes_on(tmp_path
     }
 
 
-@pytest.mark.by_day("beside")
+@pytest.mark.nightly
 @pytest.mark.parametrize("words", ["", "--async-save", "--train-iters 4"], ids=["waits", "beside", "last"])
 def test_a_writer_that_is_killed_ends_all_ranks_with_one_message(tmp_path, words):
     """As the kernel does when memory is short: the rank goes on living."""
@@ -262,6 +262,7 @@ def test_a_writer_that_is_killed_ends_all_ranks_with_one_message(tmp_path, words
     assert checkpoint_files.latest(str(tmp_path / "saved")).name == "iter_0000002"
 
 
+@pytest.mark.nightly
 def test_the_death_of_rank_0_beside_a_living_store_is_noticed_after_a_signal(tmp_path):
     """As under torchrun, whose agent hosts the store: nothing closes, but the launcher sends SIGTERM."""
     saving = f"--save {tmp_path}/saved --save-interval 2"
@@ -300,6 +301,7 @@ def test_the_death_of_rank_0_in_the_save_after_a_signal_is_noticed(tmp_path):
     assert "saving: rank 0 has not said anything" in ended[1].output
 
 
+@pytest.mark.by_day("19")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_store_that_cannot_be_reached_ends_the_job(tmp_path, number):
     limits = "" if number == signal.SIGKILL else "--dynamic-cp-plan-timeout 5 --distributed-timeout-minutes 0.1"
@@ -346,6 +348,7 @@ def test_another_digest_on_one_rank_is_an_error_of_all(tmp_path):
     assert sorted(figures(ended[0])) == [1, 2]
 
 
+@pytest.mark.by_day("1-error2")
 @pytest.mark.parametrize(
     ("num_workers", "error"),
     [(0, DataError("planted", sample_id=30)), (1, DataError("planted")), (1, KeyError("planted"))],
@@ -392,6 +395,7 @@ def test_a_worker_that_dies_while_it_reads_ends_all_ranks(tmp_path):
     assert re.search(r"DataLoader worker|one of 2 ranks ended|rank 0 failed \(iteration", ended[0].output)
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_killed_ends_all_ranks(tmp_path):
     with Job(tmp_path, command_line(WORDS, "--train-iters 500")) as job:
         job.wait_for(0, r"iteration +3/")
@@ -407,6 +411,7 @@ def give_up_soon(_: int) -> None:
     save_lock.WAIT_S = 0.5
 
 
+@pytest.mark.nightly
 def test_two_jobs_do_not_save_into_one_folder_and_a_killed_one_leaves_it_free(tmp_path):
     saved = tmp_path / "saved"
     saving = f"--save {saved} --save-interval 1 --train-iters 500"

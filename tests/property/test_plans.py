@@ -106,7 +106,11 @@ def covered_by(
     return covered
 
 
-@pytest.mark.parametrize("seeds", [range(300, 380), pytest.param(range(380, 460), marks=pytest.mark.nightly)])
+EVERY_KIND = (*range(300, 335), 344, 350)
+"""The last two have what is rare, so that each kind is looked at twice."""
+
+
+@pytest.mark.parametrize("seeds", [EVERY_KIND, pytest.param(range(300, 460), marks=pytest.mark.nightly)])
 def test_every_promise_of_a_plan_on_every_kind_of_case(seeds):
     covered = covered_by(check_case, seeds, drawn)
     scarce = {name: count for name, count in covered.items() if count < 2}
@@ -114,7 +118,7 @@ def test_every_promise_of_a_plan_on_every_kind_of_case(seeds):
     assert len(covered) >= 18, sorted(covered)
 
 
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 160), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 160), marks=pytest.mark.nightly)])
 def test_every_promise_of_a_plan_with_masks_and_placed_attention(seeds):
     covered = covered_by(
         check_masked_case,
@@ -124,10 +128,9 @@ def test_every_promise_of_a_plan_with_masks_and_placed_attention(seeds):
     assert len(covered) >= 12, sorted(covered)
 
 
-def test_every_promise_of_a_plan_with_experts():
-    covered = covered_by(
-        check_case, range(40), lambda seed: draw_expert_case(np.random.default_rng(seed), most_samples=30)
-    )
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 80), marks=pytest.mark.nightly)])
+def test_every_promise_of_a_plan_with_experts(seeds):
+    covered = covered_by(check_case, seeds, lambda seed: draw_expert_case(np.random.default_rng(seed), most_samples=30))
     of_experts = {name: count for name, count in covered.items() if "experts" in name}
     assert len(of_experts) == 5, of_experts
     assert min(of_experts.values()) >= 3, of_experts
@@ -209,6 +212,7 @@ def test_thorough_plans_keep_every_promise_and_are_not_much_slower(seed):
     assert thorough.plan().predicted_s <= 1.03 * case.plan().predicted_s
 
 
+@pytest.mark.nightly
 @given(cases())
 @SOME
 def test_plans_survive_json_and_text(case):
@@ -216,6 +220,7 @@ def test_plans_survive_json_and_text(case):
     assert loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
 
 
+@pytest.mark.nightly
 @given(cases())
 @SOME
 def test_every_bucket_runs_on_every_stage_and_chunk(case):
@@ -272,13 +277,13 @@ def in_a_process(seeds: list[int], **environment: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_every_process_makes_the_same_plans():
-    seeds = list(range(30))
+@pytest.mark.parametrize("seeds", [[*range(10)], pytest.param([*range(30)], marks=pytest.mark.nightly)])
+def test_every_process_makes_the_same_plans(seeds):
     first = in_a_process(seeds, PYTHONHASHSEED="1")
     backwards = in_a_process(seeds[::-1], PYTHONHASHSEED="2")
     groups = [first[at : at + len(POLICIES)] for at in range(0, len(first), len(POLICIES))]
     assert [digest_ for group in groups[::-1] for digest_ in group] == backwards
-    assert len(set(first)) > 100
+    assert len(set(first)) > 10 * len(seeds) / 3
 
 
 @pytest.mark.nightly

@@ -95,7 +95,7 @@ CASES |= {
 }
 
 
-@pytest.mark.by_day("4 lanes", "delta, TP2 PP2", "mamba, TP2 SP", "delta and experts, EP2")
+@pytest.mark.by_day("delta, TP2 PP2")
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_goes_on_as_one_rank(case, of_models):
     name, layout = CASES[case]
@@ -141,8 +141,8 @@ def exported(request, of_models):
     return request.param, *of_models(request.param, *(WITHOUT_OUT_PROJ if "nemotron" in request.param else ()))
 
 
+@pytest.mark.by_day("qwen2")
 @torch.no_grad()
-@pytest.mark.by_day("qwen2", "qwen3_next")
 def test_an_exported_adapter_is_the_merged_model_in_peft(exported, folder_of, tmp_path, peft):
     name, words, expected, saved = exported
     base = folder_of(name)
@@ -211,6 +211,7 @@ def test_what_a_checkpoint_lacks_or_has_besides_is_told(on_one_rank, imported, t
         export_adapters(str(tmp_path), str(tmp_path / "new"))
 
 
+@pytest.mark.by_day("")
 @pytest.mark.parametrize("more", ["", "--load {folder}"])
 def test_adapters_beside_random_weights_are_warned_of(more, tmp_path, capfd):
     (ended,) = run_command(

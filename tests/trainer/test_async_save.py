@@ -222,6 +222,7 @@ def _fields(sums) -> dict:
     return {name: getattr(sums, name) for name in type(sums).__slots__}
 
 
+@pytest.mark.nightly
 def test_a_run_that_diverges_keeps_what_was_being_written(tmp_path):
     words = command_line(WORDS, f"--train-iters 6 --save-interval 3 --async-save --save {tmp_path}")
     ended = run_ranks(2, _diverge, words, timeout_s=100.0)

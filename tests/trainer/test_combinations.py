@@ -154,6 +154,7 @@ def test_activations_and_biases_that_cannot_be_are_told_at_once(flags: str, says
         parse_args([*plain, *flags.split()], 4)
 
 
+@pytest.mark.nightly
 def test_gpt_oss_goes_on_with_experts_shared_otherwise(tmp_path: Path) -> None:
     """Its experts' biases among what is saved; on two lanes, then on two stages."""
     first = train(2, OSS, f"{EP} 2 {TO_LAST} --save {tmp_path} --save-interval {SAVED}", without=NOT_OSS)

@@ -37,6 +37,7 @@ def test_a_replayed_run_is_the_recorded_one_bit_for_bit(dumped, tmp_path):
     assert replayed == {key: plan for key, plan in plans.items() if "warm-up" not in key}
 
 
+@pytest.mark.by_day("--seed 8", "--pipeline")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -55,6 +56,7 @@ def test_a_dump_that_does_not_fit_is_refused_on_all_ranks(dumped, words, said):
     assert len({end.stderr.partition(": ")[2] for end in ended}) == 1
 
 
+@pytest.mark.by_day("cut")
 @pytest.mark.parametrize(("damage", "said"), [("nothing", "cannot read"), ("empty", "holds 0 plans"), ("cut", "cut?")])
 def test_a_damaged_dump_is_refused(dumped, tmp_path, damage, said):
     if damage != "nothing":

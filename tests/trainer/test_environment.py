@@ -51,6 +51,7 @@ def _nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.by_day("ours")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ours", "expected"),

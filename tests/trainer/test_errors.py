@@ -92,6 +92,7 @@ def _flip(whole: bytes) -> bytes:
     return whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :]
 
 
+@pytest.mark.by_day("__0_0.distcp", "manifest.json-_cut")
 @pytest.mark.parametrize(
     ("damaged", "damage"),
     [
@@ -119,6 +120,7 @@ def test_a_damaged_checkpoint(saved, monkeypatch, damaged, damage):
     assert "resume from an older checkpoint" in said
 
 
+@pytest.mark.by_day("--seed 8", "--num")
 @pytest.mark.parametrize(
     ("words", "part"),
     [

@@ -147,6 +147,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(uninterrupted: Any, saved_b
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "layout",
     [

@@ -57,6 +57,7 @@ def end_of(error: Exception, failing_rank: int) -> list[Ended]:
     return run_ranks(2, _with_failing_kernel, error, failing_rank, words, timeout_s=60)
 
 
+@pytest.mark.by_day("1")
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_out_of_memory_names_the_micro_batch_and_the_limit(failing_rank: int) -> None:
     ended = end_of(OUT_OF_MEMORY, failing_rank)

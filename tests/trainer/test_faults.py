@@ -114,6 +114,7 @@ def test_wrong_input_ends_the_job_with_one_message(words, part):
     assert " failed:" not in output.partition(said[0])[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "model",
     [
@@ -150,6 +151,7 @@ def test_a_killed_rank_ends_the_job_which_resumes_from_its_checkpoint(model, tmp
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.nightly
 def test_a_signal_to_one_rank_saves_and_ends_all_with_exit_code_0(tmp_path):
     """SIGUSR1 to forked ranks: test_training.py."""
     job = _start(f"{DYNAMIC} --save {tmp_path} --train-iters 500")

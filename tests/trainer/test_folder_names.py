@@ -28,6 +28,7 @@ def odd_folder(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_folders_of_a_run_may_have_names_that_are_not_utf8(tmp_path: Path, odd_folder: Path) -> None:
     data = odd_folder / "data"
     data.mkdir()

@@ -55,7 +55,7 @@ def train(*extra: str, fused: bool = True) -> dict[int, float]:
     return run(1 + (SHARDED in words), train_on_this_rank, words, fused, timeout_s=100)[0]
 
 
-@pytest.mark.by_day("--use-distributed-optimizer")
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["", "--bf16", SHARDED])
 def test_a_resumed_run_counts_on(tmp_path: Path, kind: str) -> None:
     """With a count that began anew the updates would be several times as large."""

@@ -58,6 +58,7 @@ def index_and_count(config: DataConfig, blind_ranks=(), unwritable=False):
     return scans, listed, paths, stream.fingerprint(), stream.read(3).tokens.tolist()
 
 
+@pytest.mark.by_day("two_blind")
 @pytest.mark.parametrize("case", ["shared", "two_blind", "unwritable"])
 def test_rank_zero_alone_lists_and_scans(folder, case):
     config = config_of(folder)

@@ -257,6 +257,7 @@ def test_there_and_back(stock, tmp_path, capfd):
     assert back == pytest.approx(expected[4:], rel=TOLERANCE)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stock", [""], indirect=True)
 def test_weights_alone_and_what_is_refused(stock):
     _, expected, folder = stock

@@ -32,7 +32,7 @@ DELTA = (
 CASES = {layout: ("", layout) for layout in LAYOUTS} | {f"delta, {layout}": (DELTA, layout) for layout in LAYOUTS}
 
 
-@pytest.mark.by_day("4 lanes", "TP2 SP PP2", "delta, 4 lanes")
+@pytest.mark.by_day("TP2 SP PP2")
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_goes_on_as_one_rank(case, uninterrupted, saved_by):
     more, layout = CASES[case]

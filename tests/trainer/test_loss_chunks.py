@@ -17,7 +17,7 @@ RUN = "--mock-data --dynamic-cp --max-seqlen-per-dp-cp-rank 128 --train-iters 3 
 CHUNK = "--loss-chunk-tokens 48"
 
 
-@pytest.mark.by_day("--tensor-model-parallel-size 2 --sequence-parallel")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "extra",
     [

@@ -41,7 +41,7 @@ def dumped(request, tmp_path_factory):
     return request.param, folder, losses(records)
 
 
-@pytest.mark.by_day("two_chunks")
+@pytest.mark.nightly
 def test_a_run_with_a_pool_learns_and_its_plans_are_pools(dumped):
     words, folder, found = dumped
     assert len(found) == LAST
@@ -59,7 +59,7 @@ def test_a_run_with_a_pool_learns_and_its_plans_are_pools(dumped):
     assert [one["num_servers"] for one in iterations] == [4] * LAST
 
 
-@pytest.mark.by_day("two_chunks")
+@pytest.mark.nightly
 def test_a_resumed_run_gives_the_losses_of_the_uninterrupted_one(dumped):
     words, folder, expected = dumped
     (folder / "saved" / "latest_checkpointed_iteration.txt").write_text(f"{SAVED}\n")

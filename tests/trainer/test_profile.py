@@ -84,6 +84,7 @@ def test_the_trace_names_what_ran(tmp_path, uninterrupted):
     assert len(cp_sizes) > 1, "one CP size only: nothing was distinguished"
 
 
+@pytest.mark.nightly
 def test_without_the_flag_others_are_refused_and_a_run_that_ends_early_is_written(tmp_path, capfd):
     words = f"--train-iters 2 --lr-decay-iters 8 --profile-dir {tmp_path}/traces --profile-step-start 1"
     with pytest.raises(InvalidInputError, match="--profile-step-start 1 has no effect alone: add --profile"):

@@ -162,6 +162,7 @@ def test_the_example_learns(tmp_path):
     assert {size for record in records.values() for size in record.cp_histogram} == {1, 2, 4}
 
 
+@pytest.mark.nightly
 def test_a_run_that_goes_on_writes_the_date_of_its_start(tmp_path, monkeypatch):
     """A template with the date gives the same samples tomorrow; a new run has tomorrow's."""
     from megatron.trainer.setup import run_data

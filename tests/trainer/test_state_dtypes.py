@@ -126,6 +126,7 @@ def planned_bytes(words: list[str], world_size: int) -> StageMemory:
     return MemoryModel(problem).peak_at(0)[0]
 
 
+@pytest.mark.by_day("", "--grad")
 @pytest.mark.parametrize("flags", ["", IN_BF16, SHARDED, f"{SHARDED} {IN_BF16}"])
 def test_what_is_kept_is_what_is_planned_to_the_byte(flags: str) -> None:
     words = command_line(f"{WORDS} {flags} --untie-embeddings-and-output-weights")
@@ -135,6 +136,7 @@ def test_what_is_kept_is_what_is_planned_to_the_byte(flags: str) -> None:
     assert planned.gradients_bytes == planned.weights_bytes * (1 if IN_BF16 in flags else 2)
 
 
+@pytest.mark.by_day("--main-params")
 @pytest.mark.parametrize(
     ("dtypes", "gradient", "state"),
     [
@@ -152,7 +154,7 @@ def test_what_fused_adam_keeps_is_what_is_planned_to_the_byte(dtypes: str, gradi
     assert kept[2] == kept[0] / 4 * state
 
 
-@pytest.mark.by_day(f"{SHARDED} --overlap-grad-reduce")
+@pytest.mark.nightly
 @pytest.mark.parametrize("more", ["", f"{SHARDED} --overlap-grad-reduce"])
 def test_gradients_in_bf16_train_and_resume(uninterrupted: Any, saved_by: Any, more: str) -> None:
     """Within 1e-3 of fp32 gradients, which are not the same; resumed to the bit."""

@@ -105,6 +105,7 @@ def test_a_resumed_run_gives_the_losses_of_the_uninterrupted_one(
     assert losses(resumed) == pytest.approx(uninterrupted(words, saving)[SAVED:], rel=tolerance, abs=0.0)
 
 
+@pytest.mark.nightly
 def test_static_and_dynamic_give_the_same_curve():
     curves = [
         losses(train(4, words, "--train-iters 6 --lr 3e-3 --lr-warmup-iters 1"))
@@ -127,7 +128,7 @@ def test_a_run_that_leaves_at_an_interval_has_saved(tmp_path, uninterrupted):
     assert (tmp_path / checkpoint_files.TRACKER).read_text() == f"{SAVED}\n"
 
 
-@pytest.mark.by_day("--recompute-granularity full --cp-comm-type all_gather")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
     [
@@ -142,6 +143,7 @@ def test_what_must_not_change_the_losses(uninterrupted, words):
     assert found == pytest.approx(uninterrupted(base, 2), rel=LAYOUT_TOLERANCE)
 
 
+@pytest.mark.by_day("44")
 @pytest.mark.parametrize("limit", [64, 44])
 def test_placed_attention_on_three_lanes_does_not_change_the_losses(uninterrupted, limit):
     """A sample of --seq-length fits two lanes of 64 tokens, and none but all three of 44."""
@@ -195,7 +197,7 @@ def test_evaluation_weighs_every_token_alike():
     assert (first + second) / 2 != pytest.approx(whole, rel=1e-4), "the mean of the batches' means is another figure"
 
 
-@pytest.mark.by_day("--use-distributed-optimizer")
+@pytest.mark.nightly
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("", SHARDED), (SHARDED, "")])
 def test_bf16_trains_and_resumes(uninterrupted, saved_by, before, after):
     words = f"{ON_TWO} --bf16 {before}"
@@ -206,7 +208,6 @@ def test_bf16_trains_and_resumes(uninterrupted, saved_by, before, after):
     assert resumed == pytest.approx(expected[SAVED:], rel=0.0 if before == after else 1e-4)
 
 
-@pytest.mark.nightly
 def test_dropout_resumes_exactly_on_the_same_layout(uninterrupted, saved_by, capfd):
     words = f"{ON_TWO} --hidden-dropout 0.1"
     expected, folder = uninterrupted(words, 2), saved_by(words, 2)
@@ -234,6 +235,7 @@ def _numbers_at_dropout(words: list[str]) -> list[tuple[float, ...]]:
     return list(drawn)[:NUM_DROPOUTS]
 
 
+@pytest.mark.by_day("-")
 @pytest.mark.parametrize(("layout", "tp_ranks_agree"), [("", True), ("--sequence-parallel", False)])
 def test_lanes_drop_different_activations(layout, tp_ranks_agree):
     """Tensor-parallel ranks hold the same activations and drop the same, unless sequence parallelism splits them."""
@@ -248,6 +250,7 @@ def test_lanes_drop_different_activations(layout, tp_ranks_agree):
         assert len(set(first) & set(second)) == (NUM_DROPOUTS if tp_ranks_agree else 0)
 
 
+@pytest.mark.nightly
 def test_exit_duration_leaves_after_the_iteration_with_a_checkpoint(tmp_path, capfd):
     records = train(2, ON_TWO, "--exit-duration-in-mins 0 --save", str(tmp_path))
     assert list(records) == [1]
@@ -335,6 +338,7 @@ def _caught(raises) -> BaseException:
         return error
 
 
+@pytest.mark.by_day("save")
 @pytest.mark.parametrize("step", ["save", "load"])
 def test_a_disk_that_refuses_one_rank_ends_all_with_one_message(tmp_path, step):
     words = (ON_TWO, "--lr-decay-iters 8 --train-iters")

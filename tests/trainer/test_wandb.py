@@ -49,6 +49,7 @@ def told(tmp_path, monkeypatch):
     return lambda: [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
+@pytest.mark.nightly
 def test_wandb_gets_what_tensorboard_gets(tmp_path, told):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

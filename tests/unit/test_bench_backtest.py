@@ -145,6 +145,7 @@ def test_what_a_source_had_switched_on_reaches_memory() -> None:
     assert problem_of(run_of("Nemotron-4 340B")).data_parallel.state == state
 
 
+@pytest.mark.nightly
 def test_limits_hold_and_fail_when_a_price_is_doubled() -> None:
     runs = read_runs()
     assert errors.broken_limits([modelled(run) for run in runs]) == []
@@ -178,6 +179,7 @@ def test_what_overlaps_brings_dense_runs_nearer() -> None:
     assert goals.count("| met |") + goals.count("| missed |") == 6 + 1, "each goal once, and the header"
 
 
+@pytest.mark.nightly
 def test_the_layout_that_was_published_is_among_the_fastest() -> None:
     results = layouts.measure(read_runs())
     assert len(results) > 100

@@ -69,6 +69,7 @@ def test_a_barrier_in_every_layer_costs_more_than_one_a_step() -> None:
     assert 0.04 < layer < 0.06 > 4 * step > 0
 
 
+@pytest.mark.nightly
 def test_the_page_has_a_place_for_every_table(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "measure", lambda case: row)
     tables = {}

@@ -73,6 +73,7 @@ def test_the_first_compilation_is_announced(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_without_a_place_on_disk_every_start_says_so(tmp_path: Path) -> None:
     for _ in range(2):
         assert said(tmp_path, "-") == f"{TAKES}, at every start: no folder to keep it is writable\n"
@@ -105,6 +106,7 @@ assert kernels.twice(3) == 9
 """
 
 
+@pytest.mark.nightly
 def test_of_processes_that_start_together_one_compiles_and_literals_make_no_variants(tmp_path: Path) -> None:
     nested = "@compiled\ndef twice(a):\n    return add(a, 1) + add(a, 2) + multiply(add(a, a), 0)\n"
     (tmp_path / "kernels.py").write_text(KERNELS + nested)

@@ -44,8 +44,6 @@ EXAMPLES = sorted(
     ROOT / "examples" / name
     for name in re.findall(r"`examples/([\w]+\.py)`", (DOCS / "api.md").read_text(encoding="utf-8"))
 )
-EACH_NIGHT = {"accelerate_hugging_face", "dpo", "grpo", "shared_questions", "torch_device_mesh", "video_dit"}
-"""The costly examples of what tests/distributed tries, too."""
 PICTURES = {"draw_pipeline": "pipeline", "dpo": "dpo", "grpo": "grpo"}
 """Example -> the picture that it writes."""
 KNOWN_LANGUAGES = {"python", "sh", "text"}
@@ -125,6 +123,7 @@ def test_python_blocks(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "lanes" in out.getvalue()
 
 
+@pytest.mark.by_day("README.md", "decide.md", "operate.md")
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(one.language == "sh" for one in blocks_of(page))], ids=lambda page: page.name
 )
@@ -286,13 +285,8 @@ def examples_ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return folder
 
 
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] if path.stem in EACH_NIGHT else [])
-        for path in EXAMPLES
-    ],
-)
+@pytest.mark.by_day("does_it_pay", "own_iterator")
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_run(example: Path, examples_ran: Path) -> None:
     status, out, err = (
         (examples_ran / f"{example.stem}.{ending}").read_text(encoding="utf-8") for ending in ("status", "out", "err")
@@ -502,6 +496,7 @@ def test_drawings_are_those_of_the_tool(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings_handlers") is None,
     reason='mkdocs is not installed: pip install -e ".[docs]"',

@@ -65,6 +65,7 @@ def test_exact_is_what_brute_force_finds():
     assert min(seen[name] for name in ("choices", "pipelined", "with CP", "empty places", "mixed exchanges")) >= 3, seen
 
 
+@pytest.mark.by_day("4-2-1", "4-4-2")
 @pytest.mark.parametrize(
     ("num_lanes", "ep_size", "pp_size", "lengths"),
     [
@@ -134,6 +135,7 @@ def test_exact_is_what_brute_force_finds_with_linear_attention(num_lanes, pp_siz
     assert planned.predicted_s >= best.makespan_s * (1 - 1e-9) or planned.plan.num_microbatches > 2
 
 
+@pytest.mark.by_day("lengths1-2")
 @pytest.mark.parametrize("pp_size", [1, 2])
 @pytest.mark.parametrize("lengths", [(120,), (100, 9), (128, 20, 3)])
 def test_a_hierarchy_is_found_where_it_pays(lengths, pp_size):
@@ -216,6 +218,7 @@ def test_a_known_plan_is_only_improved():
     assert worse.makespan_s == best.makespan_s
 
 
+@pytest.mark.nightly
 def test_a_search_that_is_cut_short_says_so_and_bounds():
     model = tiny_cost_model(Topology(num_lanes=4, pp_size=2), max_tokens_per_rank=64)
     samples = samples_of([200, 60, 50, 40, 30, 20, 9, 8])

@@ -296,6 +296,7 @@ REMEDIES = [
 FEW_JOBS = ["--batches", "1", "--recompute", "none", "--vpp", "1"]
 
 
+@pytest.mark.by_day("plan-wrong0", "sweep-wrong4", "simulate")
 @pytest.mark.parametrize(("command", "wrong", "says", "right"), REMEDIES)
 def test_remedies_help(command, wrong, says, right, folder, capsys):
     words = [*COMMANDS[command], *(FEW_JOBS if command == "sweep" else [])]
@@ -351,6 +352,7 @@ def test_output_is_refused_before_the_work(folder, capsys, monkeypatch):
     refused([*COMMANDS["report"], "--output", "no/x.html"], capsys, folder)
 
 
+@pytest.mark.nightly
 def test_devices_stay_devices(folder, capsys):
     assert cli.main([*COMMANDS["simulate"], "--json", "/dev/null"]) == 0
     assert not os.path.isfile("/dev/null")

@@ -51,6 +51,7 @@ def compared(topology=TOPOLOGIES[0], given=None, options=OPTIONS, **more):
     return compare_policies(given or batches(), **arguments)
 
 
+@pytest.mark.by_day("none")
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_parts_add_up_and_none_is_negative(topology, recompute):

@@ -9,6 +9,7 @@ import pytest
 from tools.command_goldens import COMMANDS, FOLDER, WIDTHS, json_file, render, render_json, surface, text_file
 
 
+@pytest.mark.by_day("lengths", "lengths_listed", "plan", "plan_placed", "simulate_pipeline", "simulate_placed", "sweep")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_text(name):
     for width in WIDTHS:
@@ -17,6 +18,7 @@ def test_text(name):
         assert max(map(len, text.splitlines())) <= (width if name != "sweep" else max(width, 100))
 
 
+@pytest.mark.by_day("plan_placed", "simulate_pipeline", "sweep")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_json(name):
     text = render_json(name)

@@ -70,6 +70,7 @@ def test_each_set_changes_what_it_names(prices) -> None:
     assert len(expected) == len(PRICE_SETS)
 
 
+@pytest.mark.nightly
 def test_a_sweep_has_the_gain_under_all_prices() -> None:
     space = Space(num_gpus=8, ranks_per_node=8, tp_sizes=(2,), pp_sizes=(1,), recompute=("none",))
     found = sweep(space, JOB, policies=("static", "dynamic"))

@@ -85,6 +85,7 @@ def test_a_pipe_gets_no_control_characters(command):
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
 
 
+@pytest.mark.nightly
 def test_ascii_terminals_get_ascii():
     done = run(COMMANDS["simulate"], PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
@@ -173,6 +174,7 @@ def test_a_trace_has_every_policy(tmp_path, capsys):
     assert 0 < len(fewer) < len(events)
 
 
+@pytest.mark.nightly
 def test_a_report_says_how_to_make_it_again(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")

@@ -73,7 +73,7 @@ def everything():
     return points
 
 
-@pytest.mark.by_day("dynamic", "static")
+@pytest.mark.by_day("dynamic")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_race_misses_nothing(policy, found, everything):
     best = found.best[policy]
@@ -126,6 +126,7 @@ def test_what_it_finds_fits_in_memory_and_is_what_planning_gives(found):
         assert point == evaluate(point.setting, JOB)
 
 
+@pytest.mark.nightly
 def test_the_numbers_of_ranks_that_share_experts_are_searched():
     """What does not fit is counted by its reason, and the launch line says what was found."""
     experts = Experts(num_experts=8, topk=2, ffn_hidden_size=MODEL.ffn_hidden_size)
@@ -176,6 +177,7 @@ def test_a_static_policy_has_one_cp_size_in_all_batches(policy):
     assert most[1] > most[8]  # communicators of large groups only where they are used
 
 
+@pytest.mark.nightly
 def test_processes_change_nothing_and_import_nothing_from_the_working_folder(tmp_path, monkeypatch):
     if sys.version_info >= (3, 11):
         for name in ("multiprocessing", "numpy", "dynamic_cp"):
@@ -201,6 +203,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.by_day("15")
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends processes with their parent")
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
@@ -652,6 +655,7 @@ def test_what_the_configs_of_that_test_say(tmp_path):
     ]
 
 
+@pytest.mark.by_day("changes0", "changes1", "changes2")
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -802,6 +806,7 @@ def test_deepseek_v3_as_published_is_swept_in_pipelines_and_gets_a_line(tmp_path
     assert isinstance(evaluate(setting, job), Point)
 
 
+@pytest.mark.nightly
 def test_a_sweep_with_unlike_stages_names_their_flags(tmp_path, capsys):
     """Also where the config says that weights are quantized; a comment says what that means."""
     path = tmp_path / "config.json"
@@ -869,6 +874,7 @@ def test_the_flags_hold_the_longest_sample_of_the_data_not_of_the_draw(capsys, t
     assert recommended(f"--lengths {lengths} --max-seqlen 1000 --overlong drop")[1] == "697"
 
 
+@pytest.mark.nightly
 def test_a_pool_is_tuned_like_any_policy_and_its_line_has_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
     """At layouts that have one, each limit and number of chunks tried; the dynamic policy tries its layout, too."""
     space = Space(num_gpus=8, tp_sizes=(1, 2), pp_sizes=(1, 2), vp_sizes=(1, 2), recompute=("full",))

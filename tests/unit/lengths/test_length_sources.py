@@ -79,6 +79,7 @@ def test_a_slow_writer_is_waited_for(tmp_path: Path) -> None:
     writer.join()
 
 
+@pytest.mark.nightly
 def test_stdin() -> None:
     plan = [*COMMAND[:3], "plan", "--lanes", "4", "--hardware", "cpu", "--max-tokens-per-rank", "900", "--json", "-"]
     for name in ("-", "/dev/stdin"):

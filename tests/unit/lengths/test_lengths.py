@@ -275,6 +275,7 @@ def valid_contents():
 VALID = valid_contents()
 
 
+@pytest.mark.by_day(".idx")
 @pytest.mark.parametrize("kind", VALID)
 @settings(max_examples=400)
 @given(data=st.data())

@@ -72,6 +72,7 @@ def test_every_way_to_place_any_masks_on_any_lanes_is_legal(seed: int) -> None:
     assert traffic_of(placed, problem) == traffic_by_loops(placed, problem)
 
 
+@pytest.mark.nightly
 def test_two_thousand_random_ones_are_legal_and_the_same_for_any_order_of_samples() -> None:
     """More than there is time for pair by pair: `why_misplaced` proves them."""
     seen: Counter[str] = Counter()

@@ -90,7 +90,7 @@ def plain_page():
 NAMES = ("comparison", "one policy", "placed", "run", "one iteration")
 
 
-@pytest.mark.by_day("comparison", "placed")
+@pytest.mark.by_day("placed")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_well_formed_and_small(name):
     text = pages()[name]
@@ -103,6 +103,7 @@ def test_a_page_is_well_formed_and_small(name):
     assert page.counts["svg"] >= 4
 
 
+@pytest.mark.by_day("run")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_loads_and_runs_nothing(name):
     page = Page(pages()[name])
@@ -220,6 +221,7 @@ def test_stacked_bars_add_up():
         assert width == pytest.approx(100 * policy.iteration_s / slowest, abs=0.01)
 
 
+@pytest.mark.nightly
 def test_a_policy_that_needs_too_much_memory_is_marked():
     one = comparison()
     policies = tuple(
@@ -256,6 +258,7 @@ def test_a_dynamic_plan_that_does_not_fit_is_no_success():
     assert ("section", "class", "verdict no") in page.attributes
 
 
+@pytest.mark.nightly
 def test_a_policy_without_a_timeline_has_a_row_and_no_picture():
     one = comparison()
     peer = replace(
@@ -278,6 +281,7 @@ def test_a_policy_without_a_timeline_has_a_row_and_no_picture():
     assert Page(only).counts["svg"] == 0
 
 
+@pytest.mark.nightly
 def test_the_same_comparison_gives_the_same_page():
     assert render_report(comparison(), command="c", inputs={}) == plain_page()
 
@@ -302,6 +306,7 @@ def test_a_run_that_is_as_predicted_says_so_and_one_that_is_not_too():
     assert "calibrate the hardware file" in " ".join(Page(render_run_report(mixed)).texts)
 
 
+@pytest.mark.nightly
 def test_a_long_run_shows_some_of_its_iterations():
     records = tuple(replace(RECORDS[0], iteration=number) for number in range(1, 1001))
     text = render_run_report(records)

@@ -110,7 +110,10 @@ def drawn_texts(figure, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("is_narrow", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.by_day(
+    *(f"{name}-True" for name in ("usual gantt", "pp8-vp2 cp-map", "tiles-many", "parts", "lengths", "agreement"))
+)
+@pytest.mark.parametrize("is_narrow", [True, False])
 @pytest.mark.parametrize(("case", "kind"), [one for _, one in ALL], ids=[name for name, _ in ALL])
 def test_no_text_collides_or_leaves_the_picture(case, kind, is_narrow, monkeypatch):
     width_in = NARROW_IN if is_narrow else WIDE_IN if kind in WIDE else MEDIUM_IN
@@ -142,20 +145,7 @@ def test_colliding_texts_are_found(monkeypatch):
     assert box.overlaps(second)
 
 
-@pytest.mark.by_day(
-    "usual gantt",
-    "one gantt",
-    "pp8-vp2 gantt",
-    "4096-lanes gantt",
-    "mostly-empty gantt",
-    "many-micro-batches gantt",
-    "tiles",
-    "tiles-many",
-    "lengths",
-    "knee",
-    "cp-sizes",
-    "agreement-one",
-)
+@pytest.mark.by_day("usual gantt", "4096", "tiles-many", "lengths")
 @pytest.mark.parametrize(("case", "kind"), [one for _, one in ALL], ids=[name for name, _ in ALL])
 def test_a_picture_is_small_well_formed_and_repeats(case, kind):
     def draw(theme):
@@ -468,6 +458,7 @@ def test_a_missing_matplotlib_is_named_with_its_remedy(monkeypatch):
         svg_text(OTHERS["losses"], LIGHT)
 
 
+@pytest.mark.nightly
 def test_pyplot_is_not_imported():
     program = (
         "import sys; from tests.unit.report.test_pictures import OTHERS; from dynamic_cp.report.drawing import *;"

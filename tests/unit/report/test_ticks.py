@@ -68,6 +68,7 @@ def test_a_picture_of_ticks_names_what_stages_run(pool: PlannedTasks) -> None:
     assert "only serves" in svg
 
 
+@pytest.mark.nightly
 def test_the_commands_draw_pools_beside_dynamic_cp(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"

@@ -210,6 +210,7 @@ def test_no_spans_and_impossible_spans_are_refused():
             span(start_s, duration_s)
 
 
+@pytest.mark.nightly
 def test_traces_need_neither_matplotlib_nor_jinja2():
     program = (
         "import sys; sys.modules['matplotlib'] = sys.modules['jinja2'] = None;"

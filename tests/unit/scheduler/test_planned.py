@@ -40,6 +40,7 @@ def _warns_anew() -> None:
     planned._warned.clear()
 
 
+@pytest.mark.by_day("512-16384", "64-32768-8-4-16384-4", "128-32768-8-1")
 @pytest.mark.parametrize(
     ("num_samples", "longest", "lanes", "pp_size", "limit", "vp_group", "max_sequences"),
     [

@@ -45,6 +45,7 @@ def planned_both(num_lanes: int, pp_size: int, lengths: tuple[int, ...]) -> tupl
     return thorough, exact
 
 
+@pytest.mark.by_day("2-4")
 @pytest.mark.parametrize(("num_lanes", "pp_size", "lengths"), CASES)
 def test_bound_exact_thorough(num_lanes, pp_size, lengths):
     """lower bound <= exact <= thorough; nothing beats what is proven."""
@@ -89,6 +90,7 @@ def fields_of(problem: Problem) -> dict[str, object]:
     return {name: getattr(problem, name) for name in ("topology", "model", "hardware", "options")}
 
 
+@pytest.mark.nightly
 def test_a_proof_that_ends_early_says_how_much_faster_a_plan_could_be(monkeypatch):
     monkeypatch.setattr(proof, "MAX_NODES", 0)
     samples, cost_model = samples_of((60, 50, 41, 33, 20, 9)), CostModel(problem_of(2, 2, "fast"))
