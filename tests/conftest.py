@@ -23,6 +23,7 @@ import pytest_timeout
 
 from megatron.dynamic_cp.repairs import triton_imports
 from tests import patience
+from tests.forked_workers import run_on_workers
 
 triton_imports.install()  # before any test imports megatron-core
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a forked OpenMP pool would hang
@@ -46,6 +47,7 @@ gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--workers", type=int, default=0, help="forks that run the tests, once they are collected")
     parser.addoption("--measure-costs", type=Path, metavar="FILE", help=f"write {COSTS.name} anew, of a whole run")
 
 
@@ -123,6 +125,20 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
     item.cancel_timeout = patience.limit(  # type: ignore[attr-defined]  # what pytest-timeout calls in the end
         settings.timeout, lambda: pytest_timeout.timeout_sigalrm(item, settings)
     )
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    num_workers = session.config.getoption("--workers")
+    if not num_workers or session.config.option.collectonly or session.testsfailed:
+        return None
+
+    def hear(measured: dict[str, list[float]]) -> None:
+        for name, cases_s in measured.items():
+            _measured[name] += cases_s
+
+    run_on_workers(session, num_workers, lambda: dict(_measured), hear)
     return True
 
 
