@@ -37,9 +37,11 @@ class Fault(NamedTuple):
     tests: str
 
 
-PARITY = "tests/distributed/test_parity.py -k test_layout"
+PARITY = "tests/distributed/test_parity.py -k test_layouts and dense"
 FULL = "tests/distributed/test_full_attention.py"
-HEADS = "tests/distributed/test_parity.py -k test_head_exchange"
+HEADS = PARITY
+DELTA = "tests/distributed/test_parity.py -k test_layouts and delta"
+ROUTED = "tests/distributed/test_parity.py -k test_layouts and experts"
 PROMISES = "tests/property/test_plans.py -k test_every_promise_of_a_plan"
 RESUMED = "tests/trainer/test_training.py -k test_a_resumed_run"
 PLACED = "tests/distributed/test_placed_attention.py -k dense_softmax"
@@ -55,7 +57,9 @@ HYBRIDS = "tests/distributed/test_hybrids.py"
 LINEAR_LAYERS = "tests/distributed/test_stock_linear_layers.py"
 FAULTS = {
     "the norm of a gated delta net has the gradient of a TP rank's heads": Fault(
-        "parameter.register_hook(lambda gradient: gradient * self.tp_size)", "pass", f"{HYBRIDS} -k equal_single"
+        "parameter.register_hook(lambda gradient: gradient * self.tp_size)",
+        "pass",
+        DELTA,
     ),
     "sections of a projection are saved as one": Fault(
         'found = {"in_proj.weight": self.rows, "conv1d.weight": self.channels}',
@@ -207,7 +211,7 @@ FAULTS = {
     "placed lanes do not hold multiples": Fault(
         "num_tokens = placed_share(programme.num_tokens, bucket.inner_cp_size, multiple)",
         "num_tokens = placed_share(programme.num_tokens, bucket.inner_cp_size)",
-        "tests/distributed/test_parity.py -k test_placed",
+        "tests/distributed/test_parity.py -k placed_by_plan",
     ),
     "a lane exchanges blocks with others than those with its heads": Fault(
         "return self.first_in_group + lane * self.inner_cp_size + self.inner_rank",
@@ -414,7 +418,7 @@ FAULTS = {
     "SIGUSR1 ends a rank at once": Fault(
         "EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)",
         "EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)",
-        "tests/cluster/test_requeue.py",
+        "tests/trainer/test_units.py -k first_signal",
     ),
     "get_batch of newer checkouts has a field less": Fault(
         "        None,  # cu_seqlens_padded\n", "", "tests/megatron_lm/test_script.py"
@@ -442,7 +446,7 @@ FAULTS = {
     "a recomputed router has the parameters of what ran last": Fault(
         "        self.recompute_mlp, self.mlp.moe_layer_recompute = self.mlp.moe_layer_recompute, False\n",
         "",
-        f"{EXPERTS} -k equal_single_process",
+        ROUTED,
     ),
     "experts of all ranks start alike": Fault(
         "torch.manual_seed(seed + number)", "torch.manual_seed(seed)", f"{EXPERTS} -k start_with"
@@ -465,7 +469,7 @@ FAULTS = {
     "biases of experts move by the first layer only": Fault(
         "            if self.enable_expert_bias:\n                self.local",
         "            if self.enable_expert_bias and self.layer_number == 1:\n                self.local",
-        f"{EXPERTS} -k equal_single_process",
+        ROUTED,
     ),
     "the number of an expert is that of its rank": Fault(
         "first = self.ep_group.rank() * self.num_local_experts",

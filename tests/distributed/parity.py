@@ -451,7 +451,7 @@ def compare_with_reference(cases: Mapping[str, Case]) -> dict[str, list[Comparis
     for name, case in cases.items():
         by_world_size[case.layout.topology.world_size][name] = case
     for world_size, alike in by_world_size.items():
-        ranks = run_ranks(world_size, run_steps, alike, timeout_s=60 + 10 * len(alike))
+        ranks = run_ranks(world_size, run_steps, alike, timeout_s=60 + 60 * len(alike))
         found |= {name: [rank[name] for rank in ranks] for name in alike}
     return found
 

@@ -24,8 +24,7 @@ from megatron.dynamic_cp.model import norm
 from megatron.dynamic_cp.step import loss
 from tests.distributed import parity, reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.parity import Layout, fixed_plan, mixed_plan
-from tests.distributed.test_parity import BATCHES
+from tests.distributed.parity import BATCHES, Layout, fixed_plan, mixed_plan
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 LAYOUTS = {
@@ -136,7 +135,7 @@ def test_bf16_step_is_close_to_fp32(name: str, reference_of) -> None:
             assert ratio == pytest.approx(1, abs=0.02), parameter
 
 
-@pytest.mark.by_day("dp4")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["dp4", "tp2_sp_pp2"])
 def test_gradients_in_bf16_are_close_to_fp32(name: str, reference_of) -> None:
     """What adding up and reducing in bf16 costs is of the size of what computing in it does."""

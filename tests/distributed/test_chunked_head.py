@@ -24,9 +24,7 @@ from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.parity import (
     BATCHES,
     TOLERANCE,
-    Case,
     Layout,
-    assert_all_equal_to_reference,
     assert_equal_to_reference,
     mixed_plan,
     run_step,
@@ -36,31 +34,7 @@ from tests.distributed.test_attention import LargestTensor
 TOKENS, HIDDEN, WORDS = 2 * 84, 24, 640
 
 CHUNKS = {"loss_chunk_tokens": 100}
-EVERY_DAY = {
-    "tp2_sp": Layout(1, tp=2, sp=True, config=CHUNKS),
-    "pp2_tied": Layout(1, pp=2, variant="llama_tied", distributed_optimizer=True, config=CHUNKS),
-    "multi_token": Layout(2, variant="mtp", config=CHUNKS, distributed_optimizer=True, overlap_grad_reduce=True),
-}
-EACH_NIGHT = {
-    "tp2": Layout(1, tp=2, variant="gpt2", config=CHUNKS),
-    "tokens_one_by_one": Layout(2, config={"loss_chunk_tokens": 1}),
-    "tp2_sp_multi_token": Layout(1, tp=2, sp=True, variant="mtp", config=CHUNKS),
-    "one_chunk": Layout(2, config={"loss_chunk_tokens": 1 << 20}),
-}
 FUSED = {"gradient_accumulation_fusion": True}
-
-
-@pytest.mark.parametrize(
-    "layouts", [pytest.param(EVERY_DAY, id="day"), pytest.param(EACH_NIGHT, id="night", marks=pytest.mark.nightly)]
-)
-def test_steps_equal_a_single_process_without_chunks(layouts: dict[str, Layout], reference_of: Any) -> None:
-    samples = BATCHES["long_tail"]
-    assert_all_equal_to_reference(
-        {
-            name: Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
-            for name, layout in layouts.items()
-        }
-    )
 
 
 def run_fused(*case: Any) -> tuple[Any, int]:

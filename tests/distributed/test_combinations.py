@@ -19,121 +19,17 @@ from megatron.dynamic_cp.attention import torch_thd
 from megatron.dynamic_cp.model import experts
 from megatron.dynamic_cp.model.router import DynamicCPRouter
 from tests.distributed.harness import run_ranks
+from tests.distributed.layouts import EVERY_SECOND
 from tests.distributed.parity import (
     BATCHES,
     TOLERANCE,
     Case,
     Comparison,
     Layout,
-    assert_all_equal_to_reference,
     in_jobs_of_their_own,
     mixed_plan,
-    placed_plan,
     run_step,
 )
-from tests.distributed.test_features import recomputing
-from tests.distributed.test_parity import FULL_RECOMPUTE, plan_of_exchanges
-
-EVERY_DAY = {
-    "dp4_mixed_ep2": Layout(4, ep=2, variant="deepseek", exchange="mixed"),
-    "tp2_sp_ep2": Layout(2, tp=2, sp=True, ep=2, variant="deepseek"),
-    "pp2_ep2": Layout(2, pp=2, ep=2, variant="deepseek", distributed_optimizer=True, config=FULL_RECOMPUTE),
-}
-EACH_NIGHT = {
-    "one_rank": Layout(1, variant="deepseek"),
-    "dp4": Layout(4, variant="deepseek", exchange="mixed", config=FULL_RECOMPUTE),
-    "dp4_ep4": Layout(4, ep=4, variant="deepseek", exchange="all_gather", distributed_optimizer=True),
-    "dp4_ep2_recomputed": Layout(
-        4, ep=2, variant="deepseek", exchange="a2a", config=recomputing("moe", "core_attn", "layernorm", "mlp")
-    ),
-    "six_lanes_ep2": Layout(6, ep=2, variant="deepseek", overlap_grad_reduce=True),
-    "tp2_sp": Layout(2, tp=2, sp=True, variant="deepseek", distributed_optimizer=True),
-    "tp2_sp_ep4_full_recompute": Layout(2, tp=2, sp=True, ep=4, variant="deepseek", config=FULL_RECOMPUTE),
-    "pp2": Layout(2, pp=2, variant="deepseek"),
-    "pp2_vpp2_ep2": Layout(2, pp=2, vpp=2, ep=2, variant="deepseek", distributed_optimizer=True),
-    "tp2_sp_pp2_ep2": Layout(2, tp=2, sp=True, pp=2, ep=2, variant="deepseek", config=FULL_RECOMPUTE),
-    "modules_with_learned_sinks": Layout(2, variant="mtp_offset", exchange="all_gather"),
-    "two_modules_without_latents": Layout(2, ep=2, variant="moe_mtp", exchange="all_gather"),
-    "a_dense_module": Layout(2, ep=2, variant="moe_sigmoid_mtp"),
-}
-
-
-# As gpt-oss: with windows in every second layer.
-EVERY_SECOND = {"window_size": (40, 0), "window_attn_skip_freq": 2}
-GPT_OSS_EVERY_DAY = {
-    "gpt_oss_dp4_ep2": Layout(4, ep=2, variant="gpt_oss", exchange="a2a", config=EVERY_SECOND),
-    "gpt_oss_tp2_sp_pp2_ep2": Layout(
-        1, tp=2, sp=True, pp=2, ep=2, variant="gpt_oss", exchange="all_gather", config=EVERY_SECOND
-    ),
-}
-GPT_OSS_EACH_NIGHT = {
-    "gpt_oss_one_rank": Layout(1, variant="gpt_oss", config=EVERY_SECOND),
-    "gpt_oss_dp4": Layout(4, variant="gpt_oss", exchange="all_gather", config=EVERY_SECOND | FULL_RECOMPUTE),
-    "gpt_oss_dp4_ep4": Layout(
-        4, ep=4, variant="gpt_oss", exchange="a2a", distributed_optimizer=True, config=EVERY_SECOND
-    ),
-    "gpt_oss_dp4_without_windows": Layout(4, ep=2, variant="gpt_oss", exchange="mixed"),
-    "gpt_oss_six_lanes_ep2": Layout(6, ep=2, variant="gpt_oss", exchange="all_gather", config=EVERY_SECOND),
-    "gpt_oss_recomputed": Layout(
-        4, ep=2, variant="gpt_oss", exchange="a2a", config=EVERY_SECOND | recomputing("moe", "core_attn", "layernorm")
-    ),
-    "gpt_oss_tp2_sp": Layout(
-        2, tp=2, sp=True, variant="gpt_oss", exchange="a2a", distributed_optimizer=True, config=EVERY_SECOND
-    ),
-    "gpt_oss_tp2_sp_ep4": Layout(2, tp=2, sp=True, ep=4, variant="gpt_oss", exchange="all_gather", config=EVERY_SECOND),
-    "gpt_oss_pp2": Layout(2, pp=2, variant="gpt_oss", exchange="a2a", config=EVERY_SECOND),
-    "gpt_oss_pp2_vpp2_ep2": Layout(
-        2, pp=2, vpp=2, ep=2, variant="gpt_oss", exchange="all_gather", config=EVERY_SECOND | FULL_RECOMPUTE
-    ),
-}
-EVERY_DAY |= GPT_OSS_EVERY_DAY
-EACH_NIGHT |= GPT_OSS_EACH_NIGHT
-
-
-@pytest.mark.parametrize(
-    "layouts", [pytest.param(EVERY_DAY, id="day"), pytest.param(EACH_NIGHT, id="night", marks=pytest.mark.nightly)]
-)
-def test_features_together_equal_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
-    """Router losses and moved biases of the module's experts included; bytes of exchanges are those of the plan."""
-    samples = BATCHES["long_tail"]
-    cases = {}
-    for name, layout in layouts.items():
-        plan = (plan_of_exchanges if layout.exchange == "mixed" else mixed_plan)(samples, layout)
-        assert max(plan.cp_histogram) == min(layout.lanes, 4)
-        expected = reference_of(layout, "long_tail")
-        if layout.variant == "deepseek":
-            assert any(name.startswith("mtp.layers.0") for name in expected["expert_biases"]), "its module has experts"
-            assert "decoder.layers.0.mlp.linear_fc1.weight" in expected["gradients"], "the first layer is dense"
-        cases[name] = Case(layout, samples, plan, expected)
-    exchanging = {name: cases.pop(name) for name, layout in layouts.items() if layout.lanes > 1}
-    assert_all_equal_to_reference(exchanging, bytes_too=layouts is EVERY_DAY)
-    assert_all_equal_to_reference(cases)
-
-
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        pytest.param({"three_lanes": Layout(3, variant="moe_uncounted")}, id="day"),
-        pytest.param(
-            {
-                "four_lanes_by_twos": Layout(4, variant="moe_uncounted", ranks_per_node=2, config=FULL_RECOMPUTE),
-                "tp2_sp_ep2": Layout(2, tp=2, sp=True, ep=2, variant="moe_uncounted", distributed_optimizer=True),
-                "pp2": Layout(2, pp=2, variant="moe_uncounted"),
-            },
-            id="night",
-            marks=pytest.mark.nightly,
-        ),
-    ],
-)
-def test_experts_and_placed_attention_equal_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
-    """Biases of experts move by what real tokens chose, of whichever sample, wherever their attention is computed."""
-    samples = BATCHES["long_tail"]
-    cases = {
-        name: Case(layout, samples, placed_plan(samples, layout), reference_of(layout, "long_tail"))
-        for name, layout in layouts.items()
-    }
-    assert all(sum(bucket.placement is not None for bucket in case.plan.buckets) == 2 for case in cases.values())
-    assert_all_equal_to_reference(cases, bytes_too=True)
 
 
 def is_of_module(router: DynamicCPRouter) -> bool:
@@ -229,6 +125,7 @@ def run_faulty(cases: dict[str, Case]) -> dict[str, Comparison]:
     return found
 
 
+@pytest.mark.nightly
 def test_mistakes_in_combinations_show(reference_of: Any) -> None:
     samples = BATCHES["long_tail"]
     cases = {

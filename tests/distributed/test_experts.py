@@ -27,13 +27,13 @@ from megatron.dynamic_cp.model.adapters import train_adapters_only
 from megatron.dynamic_cp.repairs import expert_routing
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.layouts import FULL_RECOMPUTE
 from tests.distributed.parity import (
     BATCHES,
     TOLERANCE,
     Case,
     Comparison,
     Layout,
-    assert_all_equal_to_reference,
     build_chunks,
     fixed_plan,
     in_jobs_of_their_own,
@@ -44,65 +44,6 @@ from tests.distributed.parity import (
     sections_of,
     tensor_parallel_part,
 )
-from tests.distributed.test_features import recomputing
-from tests.distributed.test_parity import FULL_RECOMPUTE
-
-# What runs with every change; the others guard more layouts of the same code.
-EVERY_DAY = {
-    "dp2_recomputed": Layout(2, ep=2, variant="moe_top_1", config=recomputing("moe", "mlp")),
-    "dp4_ep2": Layout(4, ep=2, variant="moe", exchange="mixed"),
-    "dp4_ep4_overlap": Layout(
-        4, ep=4, variant="moe_top_1", distributed_optimizer=True, overlap_grad_reduce=True, config=FULL_RECOMPUTE
-    ),
-    "tp2_sp": Layout(2, tp=2, sp=True, variant="moe"),
-    "tp2_sp_ep2": Layout(2, tp=2, ep=2, sp=True, variant="moe_sigmoid"),
-    "pp2_vpp2_ep2": Layout(
-        2,
-        pp=2,
-        vpp=2,
-        ep=2,
-        variant="moe_sigmoid",
-        distributed_optimizer=True,
-        config=recomputing("moe", "layernorm", "core_attn"),
-    ),
-}
-EACH_NIGHT = {
-    "one_rank": Layout(1, variant="moe"),
-    "dp2_sigmoid_full": Layout(2, ep=2, variant="moe_sigmoid", config=FULL_RECOMPUTE),
-    "dp4": Layout(4, variant="moe"),
-    "dp4_ep2_distributed_optimizer": Layout(4, ep=2, variant="moe_sigmoid", distributed_optimizer=True),
-    "dp4_ep4": Layout(4, ep=4, variant="moe_sigmoid", exchange="mixed"),
-    "dp4_ep2_one_for_each": Layout(4, ep=2, variant="moe_top_1", exchange="all_gather"),
-    "six_lanes_ep2": Layout(6, ep=2, variant="moe"),
-    "six_lanes_ep2_distributed_optimizer": Layout(6, ep=2, variant="moe_sigmoid", distributed_optimizer=True),
-    "dp8_ep8": Layout(8, ep=8, variant="moe"),
-    "tp2_sp_distributed_optimizer": Layout(2, tp=2, sp=True, variant="moe_top_1", distributed_optimizer=True),
-    "tp2_sp_ep4": Layout(4, tp=2, ep=4, sp=True, variant="moe_top_1"),
-    "pp2": Layout(2, pp=2, variant="moe"),
-    "pp2_ep2": Layout(2, pp=2, ep=2, variant="moe_sigmoid"),
-    "pp2_ep2_recomputed": Layout(2, pp=2, ep=2, variant="moe", config=recomputing("moe")),
-    "pp2_ep2_block": Layout(2, pp=2, ep=2, variant="moe", config=FULL_RECOMPUTE | {"recompute_method": "block"}),
-    "pp2_vpp2_ep2_full": Layout(2, pp=2, vpp=2, ep=2, variant="moe_top_1", config=FULL_RECOMPUTE),
-    "tp2_sp_pp2_ep2": Layout(2, tp=2, pp=2, ep=2, sp=True, variant="moe", distributed_optimizer=True),
-}
-
-
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        pytest.param(EVERY_DAY, id="every day"),
-        pytest.param(EACH_NIGHT, id="each night", marks=pytest.mark.nightly),
-    ],
-)
-def test_experts_equal_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
-    samples = BATCHES["long_tail"]
-    cases = {}
-    for name, layout in layouts.items():
-        plan = mixed_plan(samples, layout)
-        assert max(plan.cp_histogram) == min(layout.lanes, 8 if layout.lanes == 8 else 4)
-        assert min(layout.lanes, 2) == 1 or any(not bucket.samples for bucket in plan.buckets), "no empty place"
-        cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
-    assert_all_equal_to_reference(cases)
 
 
 def with_owners(monkeypatch: Any, changed: Callable[[Any], Any]) -> None:

@@ -23,105 +23,15 @@ from tests.distributed.parity import (
     Case,
     Comparison,
     Layout,
-    assert_all_equal_to_reference,
     in_jobs_of_their_own,
     mixed_plan,
     run_step,
 )
-from tests.distributed.test_parity import FULL_RECOMPUTE, plan_of_exchanges
 from tests.layer_choices import chosen_layers
 
 # Alone where lanes mix CP sizes, together in every kind of layout.
 ALONE = {variant.name: Layout(2, variant=variant.name) for variant in reference.FEATURES}
 ALONE["learned_offset"] = Layout(2, variant="learned_offset", exchange="a2a")
-TOGETHER = {
-    f"{variant}, {name}": Layout(**{**layout, "variant": variant})
-    for variant in ("all_but_yarn", "all_with_yarn")
-    for name, layout in {
-        "dp4_mixed": {"lanes": 4, "exchange": "mixed"},
-        "six_lanes": {"lanes": 6},
-        "tp2_sp": {"lanes": 2, "tp": 2, "sp": True},
-        "pp2_full_recompute": {"lanes": 2, "pp": 2, "config": FULL_RECOMPUTE},
-        "pp2_vpp2_distributed_optimizer": {"lanes": 2, "pp": 2, "vpp": 2, "distributed_optimizer": True},
-    }.items()
-}
-
-
-def recomputing(*modules: str) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
-
-
-RECOMPUTED = {
-    "mlp": Layout(2, exchange="all_gather", config=recomputing("mlp")),
-    "layernorm": Layout(2, variant="gpt2", config=recomputing("layernorm")),
-    "all, tp2_sp": Layout(2, tp=2, sp=True, config=recomputing("core_attn", "mlp", "layernorm")),
-    "all, pp2_vpp2": Layout(
-        2,
-        pp=2,
-        vpp=2,
-        variant="all_but_yarn",
-        distributed_optimizer=True,
-        config=recomputing("core_attn", "mlp", "layernorm"),
-    ),
-}
-
-
-# [stage][chunk] -> layers: (1)(3); (1,1)(2,2); (0,1)(1,1); (2)(1); (0)(1)(1)(0).
-UNEVEN = {
-    "pp2_first": Layout(2, pp=2, config={"num_layers": 4, "num_layers_in_first_pipeline_stage": 1}),
-    "pp2_vpp2_last": Layout(
-        2, pp=2, vpp=2, distributed_optimizer=True, config={"num_layers": 6, "num_layers_in_last_pipeline_stage": 4}
-    ),
-    "pp2_vpp2_embedding": Layout(
-        2, pp=2, vpp=2, config={"num_layers": 3, "account_for_embedding_in_pipeline_split": True, **FULL_RECOMPUTE}
-    ),
-    "tp2_sp_pp2_loss": Layout(
-        1, tp=2, sp=True, pp=2, config={"num_layers": 3, "account_for_loss_in_pipeline_split": True}
-    ),
-    "pp4_embedding_and_loss": Layout(
-        1,
-        pp=4,
-        variant="llama_tied",
-        config={
-            "num_layers": 2,
-            "account_for_embedding_in_pipeline_split": True,
-            "account_for_loss_in_pipeline_split": True,
-        },
-    ),
-}
-
-
-# What runs with every change; the others guard more layouts of the same code.
-EVERY_DAY = {
-    "alone": ALONE,
-    "together": {
-        name: layout
-        for name, layout in TOGETHER.items()
-        if name in ("all_but_yarn, dp4_mixed", "all_but_yarn, pp2_vpp2_distributed_optimizer", "all_with_yarn, tp2_sp")
-    },
-    "recomputed": {name: layout for name, layout in RECOMPUTED.items() if name != "layernorm"},
-    "uneven": {name: layout for name, layout in UNEVEN.items() if layout.num_layers < 6 and layout.tp == 1},
-}
-EACH_NIGHT = {"together": TOGETHER, "recomputed": RECOMPUTED, "uneven": UNEVEN}
-
-
-@pytest.mark.by_day("together", "uneven")
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        *(pytest.param(layouts, id=name) for name, layouts in EVERY_DAY.items()),
-        *(pytest.param(of, id=f"{name} each night", marks=pytest.mark.nightly) for name, of in EACH_NIGHT.items()),
-    ],
-)
-def test_features_equal_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
-    """And bytes of exchanges are those of the plan: they are repeated with the attention only."""
-    samples = BATCHES["long_tail"]
-    cases = {}
-    for name, layout in layouts.items():
-        plan = (plan_of_exchanges if layout.exchange == "mixed" else mixed_plan)(samples, layout)
-        assert max(plan.cp_histogram) == min(layout.lanes, 4)
-        cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
-    assert_all_equal_to_reference(cases, bytes_too=layouts is RECOMPUTED or layouts is EVERY_DAY["recomputed"])
 
 
 def rotate_every_layer(monkeypatch: Any) -> None:

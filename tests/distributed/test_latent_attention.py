@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.types import needs_latents
 from megatron.dynamic_cp.attention import torch_thd
 from megatron.dynamic_cp.attention.mechanisms.latents import LatentRing, LatentWidths, UpProjection
 from megatron.dynamic_cp.attention.thd import attention_from_latents
@@ -20,67 +19,17 @@ from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.rotary import rotary_cos_sin, rotate
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks
+from tests.distributed.layouts import plan_of_exchanges
 from tests.distributed.parity import (
     BATCHES,
     TOLERANCE,
     Case,
     Comparison,
     Layout,
-    assert_all_equal_to_reference,
-    exchanges_of,
     in_jobs_of_their_own,
     mixed_plan,
-    placed_plan,
     run_step,
 )
-from tests.distributed.test_parity import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE, plan_of_exchanges
-
-EVERY_DAY = {
-    "dp4_mixed": Layout(4, exchange="mixed", variant="latent"),
-    "tp2_sp": Layout(2, tp=2, sp=True, variant="latent"),
-    "tp2_latent": Layout(2, tp=2, exchange="latent", variant="latent_plain", distributed_optimizer=True),
-    "tp2_sp_latent": Layout(2, tp=2, sp=True, exchange="latent", variant="latent"),
-    "pp2_vpp2_distributed_optimizer_latent": Layout(
-        2, pp=2, vpp=2, exchange="latent", variant="latent_plain", distributed_optimizer=True
-    ),
-}
-EACH_NIGHT = {
-    "dp4_full_recompute": Layout(4, variant="latent", exchange="mixed", config=FULL_RECOMPUTE),
-    "dp4_selective_recompute": Layout(4, variant="latent_plain", exchange="mixed", config=SELECTIVE_RECOMPUTE),
-    "six_lanes": Layout(6, variant="latent", exchange="all_gather"),
-    "tp2": Layout(2, tp=2, variant="latent_plain"),
-    "tp2_distributed_optimizer": Layout(2, tp=2, variant="latent", distributed_optimizer=True),
-    "tp2_sp_two_levels_with_modules": Layout(4, tp=2, sp=True, exchange="a2a+p2p", variant="latent_8_heads"),
-    "pp2": Layout(2, pp=2, variant="latent"),
-    "pp2_vpp2_distributed_optimizer": Layout(2, pp=2, vpp=2, variant="latent_plain", distributed_optimizer=True),
-    "dp4_latent": Layout(4, exchange="latent", variant="latent_plain"),
-    "dp4_full_recompute_latent": Layout(4, exchange="latent", variant="latent", config=FULL_RECOMPUTE),
-    "dp4_selective_recompute_latent": Layout(4, exchange="latent", variant="latent", config=SELECTIVE_RECOMPUTE),
-    "six_lanes_latent": Layout(6, exchange="latent", variant="latent", distributed_optimizer=True),
-    "tp2_sp_pp2_latent_with_modules": Layout(2, tp=2, sp=True, pp=2, exchange="latent", variant="latent_8_heads"),
-}
-
-
-@pytest.mark.parametrize(
-    "layouts", [pytest.param(EVERY_DAY, id="day"), pytest.param(EACH_NIGHT, id="night", marks=pytest.mark.nightly)]
-)
-def test_latent_attention_equals_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
-    samples = BATCHES["long_tail"]
-    cases = {}
-    for name, layout in layouts.items():
-        plan = (mixed_plan if layout.exchange == "p2p" else plan_of_exchanges)(samples, layout)
-        assert max(plan.cp_histogram) == min(layout.lanes, 4)
-        assert not needs_latents(layout.exchange) or {name for name, _ in exchanges_of(plan)} == {layout.exchange}
-        cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
-    assert_all_equal_to_reference(cases, bytes_too=True)
-
-
-def test_placed_latent_attention_equals_single_process(reference_of: Any) -> None:
-    layout, samples = Layout(3, variant="latent"), BATCHES["long_tail"]
-    plan = placed_plan(samples, layout)
-    assert sum(bucket.placement is not None for bucket in plan.buckets) == 2
-    expected = reference_of(layout, "long_tail")
-    assert_all_equal_to_reference({"three_lanes": Case(layout, samples, plan, expected)}, bytes_too=True)
 
 
 def lose_the_sum_of_rotated_keys(monkeypatch: Any) -> None:
@@ -203,6 +152,7 @@ def test_mistakes_in_latent_attention_show(reference_of: Any) -> None:
         assert max(rank[name].gradient_error for rank in ranks) > 20 * TOLERANCE, name
 
 
+@pytest.mark.nightly
 def test_mistakes_in_exchanging_latents_show(reference_of: Any) -> None:
     layout, samples = Layout(2, exchange="latent", variant="latent"), BATCHES["long_tail"]
     plan = plan_of_exchanges(samples, layout)

@@ -24,54 +24,10 @@ from tests.distributed.parity import (
     Case,
     Comparison,
     Layout,
-    assert_all_equal_to_reference,
     in_jobs_of_their_own,
     mixed_plan,
     run_step,
 )
-from tests.distributed.test_parity import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE, plan_of_exchanges
-
-EVERY_DAY = {
-    "dp4_mixed": Layout(4, exchange="mixed", variant="mtp"),
-    "pp2_vpp2_distributed_optimizer": Layout(2, pp=2, vpp=2, variant="mtp", distributed_optimizer=True),
-    "pp2_tied_full_recompute": Layout(2, pp=2, variant="mtp_tied", config=FULL_RECOMPUTE),
-}
-EACH_NIGHT = {
-    "dp4_learned_positions": Layout(4, variant="mtp_gpt2"),
-    "dp4_selective_recompute": Layout(4, variant="mtp", exchange="mixed", config=SELECTIVE_RECOMPUTE),
-    "six_lanes": Layout(6, variant="mtp", exchange="all_gather"),
-    "tp2_sp": Layout(2, tp=2, sp=True, variant="mtp"),
-    "tp2_distributed_optimizer": Layout(2, tp=2, variant="mtp_tied", distributed_optimizer=True),
-    "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2, variant="mtp", config=FULL_RECOMPUTE),
-    "pp2_last_stage_without_layers": Layout(
-        2,
-        pp=2,
-        vpp=2,
-        variant="mtp",
-        config={
-            "num_layers": 2,
-            "account_for_embedding_in_pipeline_split": True,
-            "account_for_loss_in_pipeline_split": True,
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "layouts", [pytest.param(EVERY_DAY, id="day"), pytest.param(EACH_NIGHT, id="night", marks=pytest.mark.nightly)]
-)
-def test_multi_token_prediction_equals_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
-    """Plans pack many samples, some of one token, and have empty places; bytes of exchanges are those of the plan."""
-    samples = BATCHES["long_tail"]
-    cases = {}
-    for name, layout in layouts.items():
-        plan = (plan_of_exchanges if layout.exchange == "mixed" else mixed_plan)(samples, layout)
-        assert max(plan.cp_histogram) == min(layout.lanes, 4)
-        cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
-    # With layers for embedding and loss stages differ in more than modules.
-    uneven = {name: cases.pop(name) for name in layouts if "without_layers" in name}
-    assert_all_equal_to_reference(cases, bytes_too=True)
-    assert_all_equal_to_reference(uneven)
 
 
 def change_columns(change: Callable[..., None]) -> None:

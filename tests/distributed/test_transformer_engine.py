@@ -23,6 +23,7 @@ from megatron.dynamic_cp.flags.linear_attention import parts_of_layers
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from tests.distributed import fake_apex, reference
 from tests.distributed.harness import RankError, initialize_model_parallel
+from tests.distributed.layouts import recomputing
 from tests.distributed.parity import (
     BATCHES,
     Comparison,
@@ -36,7 +37,6 @@ from tests.distributed.parity import (
 from tests.distributed.real_transformer_engine import quantization
 from tests.distributed.real_transformer_engine.engine import run_ranks_with
 from tests.distributed.real_transformer_engine.wheels import NEWEST, OLDEST, PINNED
-from tests.distributed.test_hybrids import NORMS_DROPPED
 from tests.distributed.test_stock_linear_layers import config_of, import_without_triton, stock_layer
 from tests.distributed.test_transformer_engine_attention import UNSET, state_of
 
@@ -156,7 +156,7 @@ CASES = {
     "gated_delta_nets_multi_token_prediction": (NEWEST, engine(2, "p2p", variant="delta_mtp"), {"p2p"}, {"p2p"}),
     "gated_delta_nets_norms_dropped": (
         NEWEST,
-        engine(2, "p2p", tp=2, sp=True, variant="delta", config=NORMS_DROPPED),
+        engine(2, "p2p", tp=2, sp=True, variant="delta", config=recomputing("core_attn", "gdn_norm_out")),
         {"p2p"},
         {"p2p"},
     ),
@@ -177,13 +177,9 @@ CASES = {
 
 
 @pytest.mark.by_day(
-    "two_levels_wrapped_full_recompute",
     "a2a_wrapped",  # lanes with one row
     "pp2_vpp2_distributed_optimizer",
-    "experts_ep2",
     "gated_delta_nets_selective_recompute",
-    "gated_delta_nets_with_norms_of_1_more",
-    "mamba_tp2_sp",
 )
 @pytest.mark.parametrize("name", CASES)
 def test_step_equals_single_process(name: str, reference_of) -> None:
@@ -296,7 +292,7 @@ def run_in_fp8(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected
     return comparison, quantization.entered, quantization.products
 
 
-@pytest.mark.by_day(*(f"{NEWEST}-{name}" for name in IN_FP8))
+@pytest.mark.by_day(f"{NEWEST}-tp2_sp_blockwise")
 @pytest.mark.parametrize("name", IN_FP8 | IN_FP8_EACH_NIGHT)
 @pytest.mark.parametrize("version", [PINNED, NEWEST])
 def test_products_in_fp8_get_whole_multiples(version: str, name: str, reference_of) -> None:
@@ -327,7 +323,7 @@ def test_products_in_fp8_get_whole_multiples(version: str, name: str, reference_
         assert {ranks for _, _, ranks in entered} == {tuple(range(first, first + of_stage))}
 
 
-@pytest.mark.by_day("tp2_sp_tensorwise_full_recompute-1", "tp2_sp_blockwise-16")
+@pytest.mark.by_day("tp2_sp_blockwise")
 @pytest.mark.parametrize(
     ("name", "alignment", "says"),
     [

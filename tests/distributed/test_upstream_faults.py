@@ -30,6 +30,7 @@ from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.repairs import releases
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.layouts import FULL_RECOMPUTE
 from tests.distributed.parity import (
     TOLERANCE,
     Case,
@@ -42,7 +43,6 @@ from tests.distributed.parity import (
 )
 from tests.distributed.real_transformer_engine.engine import run_ranks_with
 from tests.distributed.real_transformer_engine.wheels import PINNED
-from tests.distributed.test_parity import FULL_RECOMPUTE
 from tests.distributed.upstream_faults import (
     ERRORS,
     SIZED,
@@ -74,6 +74,7 @@ def largest_errors_of_stock() -> dict[str, float]:
     return {report: max(rank[report] for rank in ranks) for report in ERRORS}
 
 
+@pytest.mark.nightly
 def test_stock_is_wrong_in_the_releases_that_the_page_names() -> None:
     """In a process of its own: what other tests repair is no longer stock."""
     told = releases_with_faults()

@@ -13,7 +13,6 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.placement.programme import Programme
-from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import Lambda, Mask
 from megatron.dynamic_cp.attention import packs, placed_packs, torch_thd
 from megatron.dynamic_cp.attention.thd import executor_of
@@ -27,13 +26,10 @@ from tests.distributed.parity import (
     Case,
     Comparison,
     Layout,
-    assert_all_equal_to_reference,
-    exchanges_of,
     in_jobs_of_their_own,
     mixed_plan,
     placed_plan,
     planned_bytes,
-    plans_of_blocks,
     run_step,
 )
 from tests.distributed.reference import LLAMA, transformer_config, window_mask
@@ -42,37 +38,6 @@ from tests.layer_choices import chosen_layers
 ALL = {"num_layers": 4, "window_size": (40, 0)}
 EVERY_SECOND = {**ALL, "window_attn_skip_freq": 2}
 WITH_SINK = {**EVERY_SECOND, "window_sink_tokens": 3}
-LAYOUTS = {
-    "dp4_a2a": Layout(4, exchange="a2a", config=ALL),
-    # With a gate, norms of queries and keys, scaled positions, and layers without positions.
-    "dp4_all_gather": Layout(4, exchange="all_gather", variant="all_but_yarn", config=EVERY_SECOND),
-    "pp2_a2a": Layout(2, pp=2, exchange="a2a", config=WITH_SINK),
-    "dp4_a2a_latent": Layout(4, exchange="a2a", variant="latent", config=EVERY_SECOND),
-    "tp2_sp_all_gather_latent": Layout(
-        2, tp=2, sp=True, exchange="all_gather", variant="latent_plain", config=WITH_SINK
-    ),
-    "tp2_sp_all_gather": Layout(2, tp=2, sp=True, exchange="all_gather", config=WITH_SINK),
-}
-RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-EACH_NIGHT = {
-    "six_lanes_a2a": Layout(6, exchange="a2a", config=WITH_SINK, distributed_optimizer=True),
-    "dp4_all_gather_full_recompute": Layout(4, exchange="all_gather", config={**WITH_SINK, **RECOMPUTED}),
-    "tp2_sp_a2a": Layout(2, tp=2, sp=True, exchange="a2a", config=ALL, distributed_optimizer=True),
-    "pp2_vpp2_all_gather": Layout(
-        2, pp=2, vpp=2, exchange="all_gather", config=EVERY_SECOND, distributed_optimizer=True
-    ),
-    "pp2_vpp2_a2a_full_recompute": Layout(2, pp=2, vpp=2, exchange="a2a", config={**ALL, **RECOMPUTED}),
-}
-# Micro-batches placed at random, and others; and the planner's own, with the limit of tokens per rank.
-PLACED_LAYOUTS = {
-    "dp4_placed": Layout(4, exchange="all_gather", config=EVERY_SECOND, ranks_per_node=2),
-    "pp2_placed": Layout(2, pp=2, exchange="a2a", variant="all_with_yarn", config=WITH_SINK),
-    "dp3_placed_latent": Layout(3, exchange="all_gather", variant="latent", config=EVERY_SECOND),
-}
-PLANNED_BLOCKS = {
-    "dp4_planned": (Layout(4, config=WITH_SINK, ranks_per_node=2), 300),
-    "tp2_planned": (Layout(2, tp=2, sp=True, config={**ALL, **RECOMPUTED}), 600),
-}
 
 
 def config_of(**values: Any) -> SimpleNamespace:
@@ -124,32 +89,6 @@ def test_a_window_that_cannot_be_is_told_at_once(values: dict[str, Any], says: s
     set_sinks(config, sink_tokens)
     with pytest.raises((InvalidInputError, UnsupportedFeatureError), match=says):
         check_supported(config)
-
-
-@pytest.mark.parametrize(
-    "layouts", [pytest.param(LAYOUTS, id="day"), pytest.param(EACH_NIGHT, id="night", marks=pytest.mark.nightly)]
-)
-def test_training_with_windows_equals_a_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
-    samples = BATCHES["long_tail"]
-    cases = {}
-    for name, layout in layouts.items():
-        plan = mixed_plan(samples, layout)
-        assert {exchange for exchange, _ in exchanges_of(plan)} == {layout.exchange}
-        assert max(plan.cp_histogram) == layout.topology.max_cp_size
-        cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
-    assert_all_equal_to_reference(cases, bytes_too=True)
-
-
-def test_placed_training_with_windows_equals_a_single_process(reference_of: Any) -> None:
-    samples = BATCHES["long_tail"]
-    cases = {}
-    for name, (layout, plan) in plans_of_blocks(samples, PLACED_LAYOUTS, PLANNED_BLOCKS).items():
-        check_plan(plan, samples)
-        placements = [bucket.placement for bucket in plan.buckets if bucket.placement is not None]
-        assert len(placements) >= (2 if name in PLACED_LAYOUTS else 1)
-        assert {placement.layer_masks for placement in placements} == {layout.model.layer_masks}
-        cases[name] = Case(layout, samples, plan, reference_of(layout, "long_tail"))
-    assert_all_equal_to_reference(cases, bytes_too=True)
 
 
 def with_windows(change: Callable[[Windows], Windows]) -> Callable[[Any], None]:

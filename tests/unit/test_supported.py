@@ -15,10 +15,8 @@ from megatron.dynamic_cp.repairs import releases
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import model
 from tests.distributed import parity, reference
+from tests.distributed.layouts import BY_NIGHT, FAMILIES, layout_of, lines_of
 from tests.distributed.test_bf16 import LAYOUTS as BF16_LAYOUTS
-from tests.distributed.test_combinations import EACH_NIGHT as TOGETHER
-from tests.distributed.test_hybrids import BY_DAY, BY_NIGHT
-from tests.distributed.test_parity import LAYOUTS
 from tests.trainer.commandline import command_line
 
 TRAINER_WORDS = [
@@ -55,7 +53,11 @@ def test_what_the_trainer_builds_is_supported(words):
     check_supported(config)
 
 
-COMPARED = LAYOUTS | BF16_LAYOUTS | TOGETHER | BY_DAY | BY_NIGHT
+LINES = [
+    *(line for family in FAMILIES for line in lines_of(family)),
+    *(line for of in BY_NIGHT.values() for line in of),
+]
+COMPARED = BF16_LAYOUTS | {line: layout_of(line) for line in LINES}
 
 
 @pytest.mark.parametrize("layout", COMPARED.values(), ids=COMPARED)
