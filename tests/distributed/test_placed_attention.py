@@ -542,6 +542,13 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.by_day(
+    "a doubled tile, backward",
+    "a wrong row range, forward",
+    "a relay that forgets to add up",
+    "what other nodes give back is lost",
+    "gradients that are not cleared",
+)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_noticed(fault: str) -> None:
     plant, what = FAULTS[fault]

@@ -48,7 +48,7 @@ def imported_by_a_run(folder: Path, num_ranks: int, words: str) -> set[str]:
     return {name for text in said for name in IMPORTED.findall(text)}
 
 
-@pytest.mark.by_day("without")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("num_ranks", "words", "wanted"),
     [

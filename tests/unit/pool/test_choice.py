@@ -53,6 +53,7 @@ def test_a_sample_that_outlasts_all_others_makes_the_pool_faster() -> None:
     assert "times as fast as dynamic" in choice.reason
 
 
+@pytest.mark.nightly
 def test_a_job_with_model_chunks_has_a_pool_of_chunks() -> None:
     problem = replace(problem_of(4, 2), options=replace(OPTIONS, pool="auto"))
     planned = plan_batch(problem, ONE_GIANT)
@@ -71,6 +72,7 @@ def test_where_the_pool_is_slower_the_plan_is_the_dynamic_one(pp_size: int, vp_s
     assert "as fast as the pool" in choice.reason
 
 
+@pytest.mark.nightly
 def test_policies_of_tasks_are_compared_with_all_others() -> None:
     names = ("dynamic", "pool", "with-pool")
     problem = problem_of(4)
@@ -183,6 +185,7 @@ def test_the_limit_that_memory_sets_is_kept_by_every_legal_plan(lanes: int, tp_s
         memory.check_limit_fits(20 * limit)
 
 
+@pytest.mark.nightly
 def test_the_command_plans_judges_and_refuses_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths, plan = tmp_path / "lengths.txt", tmp_path / "plan.json"
     lengths.write_text("\n".join(str(sample.seqlen) for sample in ONE_GIANT))
