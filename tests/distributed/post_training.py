@@ -166,60 +166,61 @@ def with_own_columns(samples: tuple[Sample, ...], outputs: PassOutputs) -> dict[
 
 
 Terms = Mapping[str, Tensor]
-Judged = Callable[[list[Terms]], Tensor]
+Judged = Callable[[list[Terms]], list[Tensor]]
+"""Return what each response, or each pair of them, adds to the loss."""
 
 
 def _clip(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
     return torch.maximum(-ratio * advantage, -torch.clamp(ratio, 1 - low, 1 + high) * advantage)
 
 
-def judge_sft(responses: list[Terms]) -> Tensor:
-    total = sum((-one["log_probs"] * one["weights"] * one["mask"]).sum() for one in responses)
-    return total / sum(one["mask"].sum() for one in responses)
+def judge_sft(responses: list[Terms]) -> list[Tensor]:
+    num_tokens = sum(one["mask"].sum() for one in responses)
+    return [(-one["log_probs"] * one["weights"] * one["mask"]).sum() / num_tokens for one in responses]
 
 
-def judge_ppo(responses: list[Terms]) -> Tensor:
-    means = []
+def judge_ppo(responses: list[Terms]) -> list[Tensor]:
+    shares = []
     for one in responses:
         losses = _clip(torch.exp(one["log_probs"] - one["old_log_probs"]), one["advantages"], 0.1, 0.3)
         gap = one["reference_log_probs"] - one["log_probs"]
         losses = losses + 0.2 * (gap.exp() - gap - 1) - 0.05 * one["entropies"]
-        means.append((losses * one["mask"]).sum() / one["mask"].sum())
-    return torch.stack(means).mean()
+        shares.append((losses * one["mask"]).sum() / one["mask"].sum() / len(responses))
+    return shares
 
 
-def judge_fixed(responses: list[Terms]) -> Tensor:
+def judge_fixed(responses: list[Terms]) -> list[Tensor]:
     losses = [_clip(torch.exp(o["log_probs"] - o["old_log_probs"]), o["advantages"], 0.2, 0.2) for o in responses]
-    return sum((one * o["mask"]).sum() for one, o in zip(losses, responses, strict=True)) / 321.0
+    return [(one * o["mask"]).sum() / 321.0 for one, o in zip(losses, responses, strict=True)]
 
 
-def judge_gspo(responses: list[Terms]) -> Tensor:
-    losses = []
+def judge_gspo(responses: list[Terms]) -> list[Tensor]:
+    shares = []
     for one in responses:
         gap = ((one["log_probs"] - one["old_log_probs"]) * one["mask"]).sum() / one["mask"].sum()
-        losses.append(_clip(gap.exp(), one["advantages"].reshape(()), 0.05, 0.1))
-    return torch.stack(losses).mean()
+        shares.append(_clip(gap.exp(), one["advantages"].reshape(()), 0.05, 0.1) / len(responses))
+    return shares
 
 
-def judge_dpo(responses: list[Terms]) -> Tensor:
+def judge_dpo(responses: list[Terms]) -> list[Tensor]:
     gains = [(one["log_probs"] * one["mask"]).sum() - one["reference"].reshape(()) for one in responses]
     margins = [chosen - rejected for chosen, rejected in zip(gains[::2], gains[1::2], strict=True)]
-    return torch.stack([torch.log1p(torch.exp(-0.1 * margin)) for margin in margins]).mean()
+    return [torch.log1p(torch.exp(-0.1 * margin)) / len(margins) for margin in margins]
 
 
-def judge_values(responses: list[Terms]) -> Tensor:
-    total = 0.0
+def judge_values(responses: list[Terms]) -> list[Tensor]:
+    num_tokens, shares = sum(one["mask"].sum() for one in responses), []
     for one in responses:
         near = torch.clamp(one["values"], one["old_values"] - 0.3, one["old_values"] + 0.3)
         worse = torch.maximum((one["values"] - one["returns"]) ** 2, (near - one["returns"]) ** 2)
-        total = total + 0.5 * (worse * one["mask"]).sum()
-    return total / sum(one["mask"].sum() for one in responses)
+        shares.append(0.5 * (worse * one["mask"]).sum() / num_tokens)
+    return shares
 
 
-def judge_rewards(responses: list[Terms]) -> Tensor:
+def judge_rewards(responses: list[Terms]) -> list[Tensor]:
     rewards = [(one["values"] * one["mask"]).sum() for one in responses]
-    losses = [torch.log1p(torch.exp(worse - better)) for better, worse in zip(rewards[::2], rewards[1::2], strict=True)]
-    return torch.stack(losses).mean()
+    gaps = [worse - better for better, worse in zip(rewards[::2], rewards[1::2], strict=True)]
+    return [torch.log1p(torch.exp(gap)) / len(gaps) for gap in gaps]
 
 
 LOSSES: dict[str, tuple[Loss, Judged]] = {
@@ -234,13 +235,28 @@ LOSSES: dict[str, tuple[Loss, Judged]] = {
 }
 
 
+class Known(NamedTuple):
+    """A loss.
+
+    Attributes:
+        value: positive and negative advantages may cancel out in it.
+        terms: it would be about so large if they did not: the root of the sum of the squares of what responses add.
+    """
+
+    value: float
+    terms: float
+
+    def error(self, found: float) -> float:
+        return abs(found - self.value) / self.terms
+
+
 def judged(
     forward: Callable[[Tensor], Sequence[Tensor]],
     model: torch.nn.Module,
     samples: tuple[Sample, ...],
     losses: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Return {"tokens": name -> for each response, "losses", "gradients": loss -> name -> tensor}.
+    """Return {"tokens": name -> for each response, "losses": see `Known`, "gradients": loss -> name -> tensor}.
 
     Args:
         forward: tokens [n] of a sequence -> logits [n, words], and values [n] where there are some.
@@ -269,8 +285,9 @@ def judged(
     names, parameters = zip(*model.named_parameters(), strict=True)
     result: dict[str, Any] = {"tokens": tokens, "losses": {}, "gradients": {}}
     for name in losses:
-        loss = LOSSES[name][1]([one for one in kept if one["mask"].any()])
-        result["losses"][name] = loss.item()
+        shares = torch.stack(LOSSES[name][1]([one for one in kept if one["mask"].any()]))
+        loss = shares.sum()
+        result["losses"][name] = Known(loss.item(), shares.norm().item())
         gradients = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
         result["gradients"][name] = dict(zip(names, gradients, strict=True))
     return result
