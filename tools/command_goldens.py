@@ -1,6 +1,6 @@
 """Writes tests/golden/command/*: what `dynamic-cp` prints, at 80 and 160 columns and as JSON, and all its options.
 
-python tools/command_goldens.py
+python -m tools.command_goldens
 
 Models and hardware are files in inputs/ there, so that no measured price changes them. Planning seconds are those of a
 clock that ticks once per look. Numbers in JSON are rounded to 6 digits: floats differ between CPU types.

@@ -1,12 +1,12 @@
 """Writes tests/golden/*.txt: small plans and timelines as text, to be reviewed as a diff.
 
-python tools/regenerate_goldens.py
+python -m tools.regenerate_goldens
 
 tests/golden/*.txt: what the planner makes of given samples, at given prices that no hardware file changes.
 tests/golden/timelines/*.txt: what the simulator makes of the given plan at the top of the file, at round prices, so
 that a reader can redo the times by hand.
 
-tests/golden/command/*: what `dynamic-cp` prints (command_goldens.py).
+`tools.command_goldens` writes tests/golden/command/*: what `dynamic-cp` prints.
 """
 
 from __future__ import annotations
@@ -141,12 +141,9 @@ def _timeline_text(timeline: Timeline) -> str:
 
 
 if __name__ == "__main__":
-    import command_goldens
-
     for case in CASES:
         (FOLDER / f"{case}.txt").write_text(render(case))
         print(FOLDER / f"{case}.txt")
     for path in sorted(TIMELINES.glob("*.txt")):
         path.write_text(render_timeline(path.read_text()))
         print(path)
-    command_goldens.write()

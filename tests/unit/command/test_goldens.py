@@ -1,4 +1,4 @@
-"""What the command prints stays as reviewed; `python tools/command_goldens.py` rewrites it."""
+"""What the command prints stays as reviewed; `python -m tools.command_goldens` rewrites it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small plans and timelines stay as reviewed; `python tools/regenerate_goldens.py` rewrites them."""
+"""Small plans and timelines stay as reviewed; `python -m tools.regenerate_goldens` rewrites them."""
 
 from __future__ import annotations
 
