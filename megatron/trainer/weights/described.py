@@ -93,7 +93,7 @@ def _described(args: argparse.Namespace) -> Described:
     if shape.experts is not None:  # in the one way that a config.json says it
         have_some = shape.experts.moe_layers(shape.num_layers)
         freq = 1 if all(have_some) else tuple(map(int, have_some))
-        shape = replace(shape, experts=replace(shape.experts, layer_freq=freq))
+        shape = replace(shape, experts=replace(shape.experts, layer_freq=freq, grouped=True))
     return Described(shape, architecture, num_rows, getattr(args, derive.TOKEN_IDS, None), adapters_of(args))
 
 
