@@ -10,8 +10,8 @@ the micro-batch's `position_ids`. It is wrapped in DistributedDataParallel or `f
 torch's own `context_parallel` cuts every tensor of a batch at one fixed degree and knows no boundaries between
 documents. It is for unpacked sequences of equal length; under it our attention raises an error.
 
-Read in this order: `lanes`, `attention`, `step`, `documents`, `collator`, `linear_layers` (of transformers models),
-`trial` (of one, before it is taken), `hugging_face` (imports transformers and accelerate when called), `trainer` (for
+Read in this order: `lanes`, `attention`, `step`, `documents`, `collator`, `trial` (of a transformers model, before it
+is taken), `linear_layers` (of one), `hugging_face` (imports transformers and accelerate when called), `trainer` (for
 transformers' and TRL's own loops). The names of the first five are here.
 """
 

@@ -12,6 +12,7 @@ from dynamic_cp.pricing.terms import convex_of
 from dynamic_cp.types import (
     EVERY_LAYER,
     Bucket,
+    DataParallel,
     Experts,
     Hardware,
     LinearAttention,
@@ -480,14 +481,15 @@ def test_tensor_parallel_collectives_by_hand():
 
 
 def test_gradient_reduction_by_hand():
-    """34 weights and 2 tables of 10: 4 bytes of gradient and 2 of weight each, 3/4 of them move."""
+    """34 weights and 2 tables of 10: 4 bytes of gradient and 2 of weight each, 3/4 of them move; nothing overlaps."""
     hardware = replace(UNIT_HARDWARE, collective_bandwidth_in_node_bytes_per_s=9)
     options = PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",))
 
     def reduction_s(model=UNIT_MODEL, **sizes):
-        return CostModel(
-            Problem(topology=Topology(**sizes), model=model, hardware=hardware, options=options)
-        ).reduction.least_s
+        problem = Problem(
+            topology=Topology(**sizes), model=model, hardware=hardware, options=options, data_parallel=DataParallel()
+        )
+        return CostModel(problem).reduction.least_s
 
     assert reduction_s(num_lanes=4) == pytest.approx(54 * 6 * 0.75 / 9)
     assert reduction_s(replace(UNIT_MODEL, share_embeddings_and_output_weights=True), num_lanes=4) == pytest.approx(

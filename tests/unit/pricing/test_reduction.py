@@ -86,7 +86,7 @@ def test_overlapping_shortens_a_step_and_changes_no_plan(pp_size: int, vp_size: 
         options=PlanOptions(max_tokens_per_rank=4096, cp_comm_types=("p2p",)),
     )
     samples = samples_of([4000, 3000, 900, 800, 700, 600] * 3)
-    exposed = plan_problem(problem, samples)
+    exposed = plan_problem(replace(problem, data_parallel=DataParallel()), samples)
     overlapped = plan_problem(replace(problem, data_parallel=OVERLAPPED), samples)
     assert overlapped.plan == exposed.plan
     assert overlapped.predicted_s < exposed.predicted_s
