@@ -39,6 +39,19 @@ def attend(inputs: list[Tensor], packs: list[Pack], kernel: Kernel) -> list[Tens
     return [sums.out_THD, sums.lse_HT, rows.grad_q_THD, *total]
 
 
+def attend_in_pieces(inputs: list[Tensor], pack: Pack, kernel: Kernel) -> list[Tensor]:
+    """Return the same of one pack, from tensors of which no two neighbouring elements lie side by side in memory."""
+
+    def spread(values: Tensor) -> Tensor:
+        return torch.stack((values, torch.full_like(values, torch.nan)), -1)[..., 0]
+
+    q, k, v, grad = map(spread, inputs)
+    assert not any(x.stride(-1) == 1 for x in (q, k, v, grad))
+    scale = q.shape[-1] ** -0.5
+    out, lse = kernel.forward(q, k, v, pack, scale)
+    return [out, lse, *kernel.backward(grad, q, k, v, spread(out), spread(lse), pack, scale)]
+
+
 def random_ranges(num_rows: int, num_columns: int, seed: int) -> NDArray[np.int32]:
     """Return two ranges for each row that share no key, in any order; many are empty."""
     random = np.random.default_rng(seed)

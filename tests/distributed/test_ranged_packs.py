@@ -14,7 +14,7 @@ from megatron.dynamic_cp.attention.kernels.tiles import tiles_of
 from megatron.dynamic_cp.attention.key_ranges import row_blocks
 from megatron.dynamic_cp.attention.packs import Pack
 from tests.distributed.naive_attention import HEADS, KV_HEADS, assert_all_close, assert_close, exact, random_qkv
-from tests.distributed.ranged import attend, random_pack, sees_of
+from tests.distributed.ranged import attend, attend_in_pieces, random_pack, sees_of
 
 BLOCK = 16
 HOST = torch.device("cpu")
@@ -56,6 +56,13 @@ def test_rectangles_of_any_ranges(seed: int, kernel: Kernel) -> None:
     assert (seen.sum(1) == 0).sum() >= 3, "some rows see nothing"
     assert seen.max() == 1
     assert_all_close(attend([x.float() for x in inputs], [pack], kernel), exact(inputs, seen))
+
+
+@KERNELS
+def test_heads_and_log_sum_exp_may_lie_in_pieces(kernel: Kernel) -> None:
+    inputs = [x.float() for x in random_qkv(50, 50)]
+    pack = Pack.build((20, 30), device=HOST, key_ranges=np.concatenate([Lambda(2, 9).key_ranges(n) for n in (20, 30)]))
+    assert_all_close(attend_in_pieces(inputs, pack, kernel), exact(inputs, sees_of(pack, 50, 50)))
 
 
 @KERNELS
@@ -132,11 +139,28 @@ def test_work_goes_with_what_is_touched(mask: Mask) -> None:
     assert 1.0 <= pairs / mask.num_pairs(seqlen) < 1.35
 
 
+def every_residue(size: int) -> Pack:
+    """Return a pack of ranges that begin, or end, at each place of a tile of `size` columns: first ranges and second.
+
+    The rows of a sequence see the same keys, so a tile is full exactly where they all lie inside.
+    """
+    ranges = [row for place in range(size) for row in ((place, 3 * size, 0, 0), (0, 2 * size + place, 0, 0))]
+    ranges += [row[2:] + row[:2] for row in ranges]
+    return Pack.build(
+        (8,) * len(ranges),
+        (3 * size,) * len(ranges),
+        device=HOST,
+        key_ranges=np.repeat(np.array(ranges, np.int32), 8, axis=0),
+    )
+
+
 @pytest.mark.parametrize("num_columns", [4, 16])
-@pytest.mark.parametrize("which", [*range(6), CAUSAL, FULL], ids=str)
-def test_tiles_are_those_that_some_row_sees(which: int | Mask, num_columns: int) -> None:
+@pytest.mark.parametrize("which", [*range(6), CAUSAL, FULL, "every residue"], ids=str)
+def test_tiles_are_those_that_some_row_sees(which: int | Mask | str, num_columns: int) -> None:
     if isinstance(which, int):
         pack, *_ = random_pack(which, HOST)
+    elif isinstance(which, str):
+        pack = every_residue(num_columns)
     else:
         pack = Pack.build((5, 40, 9), (5, 40, 9) if which == CAUSAL else (1, 16, 33), mask=which, device=HOST)
     tiles = tiles_of(pack, 8, num_columns, HOST)

@@ -17,7 +17,7 @@ from megatron.dynamic_cp.attention.kernels.log_sum_exp import merged
 from megatron.dynamic_cp.attention.kernels.merging import merge_into
 from megatron.dynamic_cp.attention.packs import Pack
 from tests.distributed.naive_attention import HEADS, KV_HEADS, assert_all_close, exact, random_qkv
-from tests.distributed.ranged import attend, random_pack, sees_of
+from tests.distributed.ranged import attend, attend_in_pieces, random_pack, sees_of
 
 HOST = torch.device("cpu")
 
@@ -71,6 +71,12 @@ def test_half_precision_odd_heads_and_strides() -> None:
     found = [out, lse, *TRITON.backward(grad, q, k, v, out, lse, pack, dim**-0.5)]
     for actual, expected in zip(found, exact([q, k, v, grad], sees_of(pack, seqlen, seqlen)), strict=True):
         assert float((actual.double() - expected.value).norm() / expected.value.norm()) < 0.002
+
+
+def test_heads_and_log_sum_exp_may_lie_in_pieces() -> None:
+    inputs = [x.float() for x in random_qkv(40, 40)]
+    pack = Pack.build((40,), device=HOST, key_ranges=Lambda(2, 9).key_ranges(40))
+    assert_all_close(attend_in_pieces(inputs, pack, TRITON), exact(inputs, sees_of(pack, 40, 40)))
 
 
 @pytest.mark.parametrize("some_rows", [False, True])

@@ -149,6 +149,11 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def dense_heads(x_THD: Tensor) -> Tensor:
+    """Return the tensor with the width of each head in one piece, as kernels read it; mostly it is the same tensor."""
+    return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
+
+
 def ring_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device) -> list[Pack]:
     """Return what this lane computes when it holds the keys and values of lane `kv_rank` of its ring: mostly one."""
     samples = params.masked_samples

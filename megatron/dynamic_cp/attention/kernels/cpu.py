@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.dynamic_cp.attention.kernels.log_sum_exp import for_weights, merged
 from megatron.dynamic_cp.attention.key_ranges import RowBlock, SeenKeys
+from megatron.dynamic_cp.attention.packs import dense_heads
 
 BLOCK_ROWS = 256
 """Rows that are computed together where each sees keys of its own."""
@@ -164,4 +165,5 @@ def _backward(
 
 
 def _as_BHTD(x_THD: Tensor) -> Tensor:
-    return x_THD.transpose(0, 1)[None]
+    """Return the tensor as torch's kernel takes it, which reads the width of a head as one piece and asks nobody."""
+    return dense_heads(x_THD).transpose(0, 1)[None]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron.dynamic_cp.attention.kernels.log_sum_exp import SUM_DTYPE, merged
 from megatron.dynamic_cp.attention.kernels.ranged import MIN_CAPABILITY, has_triton, is_interpreted, padded_dim
+from megatron.dynamic_cp.attention.packs import dense_heads
 
 _PROGRAM_ELEMENTS = 4096
 """Of the output that one program merges."""
@@ -44,7 +45,7 @@ def _merge_by_program(
     num_others, num_heads, head_dim = other_THD.shape
     assert lse_HT.is_contiguous()
     assert out_THD.stride(-1) == 1
-    other_THD = other_THD if other_THD.stride(-1) == 1 else other_THD.contiguous()
+    other_THD = dense_heads(other_THD)
     padded = padded_dim(head_dim)
     size = max(1, _PROGRAM_ELEMENTS // padded)
     merge[(-(-num_others // size), num_heads)](

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.dynamic_cp.attention.kernels.tiles import tiles_of
-from megatron.dynamic_cp.attention.packs import Pack
+from megatron.dynamic_cp.attention.packs import Pack, dense_heads
 
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
@@ -51,7 +51,7 @@ LARGE_CAPABILITIES = (9, 10)
 
 def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
     """Return (out_THD in q's dtype, lse_HT float32)."""
-    q_THD, k_THD, v_THD = (_with_dense_heads(x) for x in (q_THD, k_THD, v_THD))
+    q_THD, k_THD, v_THD = (dense_heads(x) for x in (q_THD, k_THD, v_THD))
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     lse_HT = q_THD.new_empty((q_THD.shape[1], len(q_THD)), dtype=torch.float32)
     strided = q_THD, k_THD, v_THD, out_THD
@@ -70,7 +70,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the pack's share of (dq_THD, dk_THD, dv_THD), given the rows' final `out_THD` and `lse_HT`."""
-    q_THD, k_THD, v_THD, grad_THD, out_THD = (_with_dense_heads(x) for x in (q_THD, k_THD, v_THD, grad_THD, out_THD))
+    q_THD, k_THD, v_THD, grad_THD, out_THD = (dense_heads(x) for x in (q_THD, k_THD, v_THD, grad_THD, out_THD))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_THD, v_THD))
     lse_HT = lse_HT.contiguous()
     delta_HT = torch.empty_like(lse_HT)  # the first program makes it, the second one reads it
@@ -106,10 +106,6 @@ def _launch(program: str, pack: Pack, tensors: Sequence[Tensor], scale: float, s
         *(stride for x_THD in strided for stride in x_THD.stride()[:2]),
         **constants_of(cut, q_THD, k_THD, num_heads),
     )
-
-
-def _with_dense_heads(x_THD: Tensor) -> Tensor:
-    return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
 
 
 def padded_dim(head_dim: int) -> int:
