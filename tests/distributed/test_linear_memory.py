@@ -22,6 +22,7 @@ from megatron.dynamic_cp.repairs import norm_recomputation
 from tests.distributed import reference
 from tests.distributed.emulated_lanes import on_lanes
 from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.released_linear_kernels import RELEASED
 
 TOKENS, HIDDEN = 2048, 64
 KINDS: dict[str, tuple[type, Any, dict[str, int]]] = {
@@ -43,30 +44,6 @@ KINDS: dict[str, tuple[type, Any, dict[str, int]]] = {
 }
 SYMBOLS = {"gated_delta_net": "G", "mamba2": "M"}
 LANES: list[tuple[int, StateExchange]] = [(1, "heads"), (2, "heads"), (2, "states")]
-
-
-class _Keeps(torch.autograd.Function):
-    """Zeros, for which backward is said to need what is given."""
-
-    @staticmethod
-    def forward(ctx: Any, shape: torch.Size, *given: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*given)
-        return next(one for one in given if one is not None).new_zeros(shape)
-
-
-def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, **options: Any) -> Any:
-    """Keep what the released scans keep: with a delta rule also the matrices of chunks of 64 tokens."""
-    heads, width = v.shape[2:]
-    matrices = None if beta is None else v.new_zeros((*v.shape[:3], 64))
-    found = _Keeps.apply(v.shape, q, k, v, g.clone(), beta, matrices, options["initial_state"])
-    return found, torch.zeros(len(options["cu_seqlens"]) - 1, heads, q.shape[3], width)
-
-
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, **_options: Any) -> Any:
-    return _Keeps.apply(x.shape, x, weight, bias), None
-
-
-RELEASED = {"chunk_gated_delta_rule": scan, "chunk_simple_gla": scan, "causal_conv1d": convolve}
 
 
 def kept_bytes(kind: str, more: dict[str, Any], lanes: list[tuple[int, StateExchange]]) -> list[float]:

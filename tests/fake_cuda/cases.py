@@ -63,7 +63,7 @@ from megatron.trainer.setup import planned_runtime
 from megatron.trainer.setup.planned_runtime import PlannedRuntime
 from tests.fake_cuda import nccl, runtime
 from tests.fake_cuda.nccl import Call, HostWait
-from tests.fake_cuda.recorder import Recorder
+from tests.fake_cuda.recorder import Recorder, UnderWay
 from tests.fake_cuda.tensors import Answer, FakeGPU, HostWaits, NotForNCCL
 from tests.fake_cuda.waits import AT_START, IN_A_STEP, NOW_AND_THEN
 from tests.placements import random_placement
@@ -178,7 +178,7 @@ def attention(kernel: Any) -> Notes:
     notes: Notes = {"calls": 0, "transfers": 0, "messages": 0}
     for rank in (0, 5):
         device = torch.device("cuda", rank)
-        with job(rank, 8):
+        with job(rank, 8), Recorder.of_this_rank():
             with FakeGPU(AT_START) as gpu:
                 groups = build_groups(8)
             assert {place for place, _ in gpu.waits} <= {
@@ -406,7 +406,7 @@ def faults() -> Notes:
             attend(one)
         noticed[name] = type(caught.value).__name__
 
-    with job(rank, 8):
+    with job(rank, 8), Recorder.of_this_rank():
         with FakeGPU(AT_START):
             groups = build_groups(8)
         ring, gather = bucket("p2p", rank, 8), bucket("all_gather", rank, 8)
@@ -433,6 +433,19 @@ def faults() -> Notes:
         cast = patch(exchange.RingShift, "wait", lambda self: shift(self).float())
         notice("keys of another type", AssertionError, "flash gets", cast, ring)
 
+        early = patch(exchange.RingShift, "wait", lambda self: self._received)
+        notice("a shift that nobody waits for", UnderWay, "reads what recv_ still receives", early, ring)
+
+        early = patch(
+            exchange.LaneMessages,
+            "wait",
+            lambda self: [exchange._of_message(*one) for one in zip(self._received, self._receives, strict=True)],
+        )
+        notice("messages that nobody waits for", UnderWay, "reads what recv_ still", early, placed_bucket(rank))
+
+        reuse = patch(exchange.RingShift, "wait", lambda self: (self._sent.zero_(), shift(self))[1])
+        notice("a tensor that is overwritten while it is sent", UnderWay, "writes what send still sends", reuse, ring)
+
         order = patch(all_gather, "row_order", lambda params, device: torch.arange(8 * len(params.positions)))
         notice("an index left on the host", (FakeTensorDeviceMismatchError, HostWaits), "cpu", order, gather)
 
@@ -454,7 +467,7 @@ def faults() -> Notes:
             dist.all_reduce(torch.ones(1))
         noticed["a collective of the host's memory"] = "NotForNCCL"
         attend(ring)
-    assert len(noticed) == 9
+    assert len(noticed) == 12
     return {"noticed": noticed}
 
 
@@ -469,6 +482,12 @@ def _with_kernel(patched: Any) -> Iterator[None]:
 _torch_gather = dist.all_gather_into_tensor
 
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+HYBRID = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 16"
+)
+MAMBA = "--num-layers 3 --hybrid-override-pattern M*- --mamba-num-heads 8 --mamba-num-groups 4 --mamba-head-dim 16"
+K_OF_L = "--num-layers 4 --recompute-granularity full --recompute-method block --recompute-num-layers 1"
 POOL = "--max-seqlen-per-dp-cp-rank 512 --pipeline-model-parallel-size 2 --dynamic-cp-pool always"
 
 CASES: dict[str, Callable[[], Notes]] = {
@@ -482,6 +501,12 @@ CASES: dict[str, Callable[[], Notes]] = {
     "train with PP and VPP": lambda: train(
         f"--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {OVERLAP}", 4
     ),
+    "train a hybrid by heads": lambda: train(
+        f"{HYBRID} {K_OF_L} --dynamic-cp-state-exchange heads --cp-comm-type a2a --loss-chunk-tokens 64", 2
+    ),
+    "train adapters of a hybrid by states": lambda: train(
+        f"{HYBRID} --dynamic-cp-state-exchange states --lora-rank 4", 2
+    ),
     "faults are noticed": faults,
     "calibration": calibration,
 }
@@ -492,6 +517,8 @@ EACH_NIGHT: dict[str, Callable[[], Notes]] = {
     "train with TP and PP": lambda: train(
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 8
     ),
+    "train a hybrid with blocks": lambda: train(f"{HYBRID} --cp-comm-type blocks", 4),
+    "train Mamba-2": lambda: train(MAMBA, 4),
     "train with blocks": lambda: train("--cp-comm-type blocks", 8),
     "train with a pool": lambda: train(POOL, 2),
     "train with a pool of nodes": lambda: train(f"{POOL} {RECOMPUTE}", 8, ranks_per_node=2),

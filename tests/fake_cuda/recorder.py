@@ -1,20 +1,37 @@
 """What a rank asks of NCCL, in the order of its calls, and what its streams and its host wait for: `nccl.Calls`.
 
-A stream that waits for an operation, for another stream or an event has then waited for all that these had.
+A stream that waits for an operation, for another stream or an event has then waited for all that these had. Until the
+current stream has waited for an operation, nobody may use what it receives, nor write to what it sends.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.fake_cuda.nccl import Call, Clock, Communicator, HostWait, Message
 
+
+class UnderWay(AssertionError):
+    """An operator uses memory that NCCL still receives into or sends from."""
+
+
 _UNEQUAL = ("alltoall_base_", "alltoall_")  # each rank has splits of its own
+
+
+class _Transfer(NamedTuple):
+    """That an operation receives into, or sends from, a storage."""
+
+    name: str
+    receives: bool
+    work: Any
+    memory: StorageWeakRef
 
 
 class Recorder:
@@ -34,7 +51,15 @@ class Recorder:
         self._any: dict[Communicator, int] = {}
         self._ends: dict[int, tuple[Communicator, int]] = {}
         self._kept: list[Any] = []  # works, whose ids are not used again
+        self._under_way: dict[int, list[_Transfer]] = defaultdict(list)
         self._batch: list[tuple[Communicator, Message, Any]] | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def of_this_rank(cls) -> Iterator[Recorder]:
+        """Record what follows, and nothing behind it."""
+        yield cls()
+        cls.current = None
 
     def collective(self, name: str, args: Sequence[Any], group: dist.ProcessGroup, num_bytes: int, work: Any) -> None:
         """Add a call of torch.distributed; of messages of a batch only the whole batch."""
@@ -51,6 +76,35 @@ class Recorder:
             return
         pair = Communicator(tuple(sorted((dist.get_rank(), peer))), f"pair of {communicator.name}")
         self._add(pair, "messages", 0, (message,), [work])
+
+    def transfers(self, name: str, work: Any, received: Iterable[torch.Tensor], sent: Iterable[torch.Tensor]) -> None:
+        """Remember that the operation of a work receives into and sends from the memory of these tensors."""
+        for receives, tensors in ((True, received), (False, sent)):
+            for tensor in tensors:
+                memory = StorageWeakRef(tensor.untyped_storage())  # kept, so that the address is not used again
+                self._under_way[memory.cdata].append(_Transfer(name, receives, work, memory))
+
+    def check_use(self, what: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
+        """Assert that the current stream has waited for all that it reads to be received and all it writes to be sent.
+
+        Raises:
+            UnderWay: it has not.
+        """
+        for writes, tensors in ((False, read), (True, written)):
+            for tensor in tensors:
+                key = tensor.untyped_storage()._cdata
+                if key in self._under_way:
+                    self._check_memory(what, key, writes)
+
+    def _check_memory(self, what: str, key: int, writes: bool) -> None:
+        waited = self._clocks[torch.cuda.current_stream()]
+        for transfer in self._under_way[key]:
+            communicator, number = self._ends.get(id(transfer.work), (None, 0))
+            if communicator is not None and waited.get(communicator, 0) >= number:
+                continue
+            if transfer.receives or writes:
+                does = "receives into" if transfer.receives else "sends"
+                raise UnderWay(f"{what} {'writes' if writes else 'reads'} what {transfer.name} still {does}")
 
     def begin_batch(self) -> None:
         """Hold messages back until `end_batch`."""

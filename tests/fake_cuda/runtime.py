@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from tests.fake_cuda.nccl import Clock
 from tests.fake_cuda.recorder import Recorder
 from tests.fake_cuda.tensors import FakeGPU, pinned, tolist
+from tests.released_linear_kernels import RELEASED
 
 MEMORY_BYTES = 80 * 2**30
 CAPABILITY = (9, 0)
@@ -131,8 +132,11 @@ class ProcessGroupNCCL(metaclass=_SendsNothing):
 def install(library: Path) -> None:
     """Replace torch.cuda's functions and NCCL in this process, which has loaded `library` before torch."""
     from megatron.dynamic_cp.attention.kernels import merging
+    from megatron.dynamic_cp.attention.linear.kernels import fla
 
     merging.has_triton = lambda: False  # type: ignore[assignment]  # its programs need a device
+    fla.why_not = lambda device, sizes: None
+    fla._function = RELEASED.__getitem__
     loaded = ctypes.CDLL(str(library))
     num_devices = loaded.fake_cuda_num_devices()
     streams = [Stream.__new__(Stream) for _ in range(num_devices)]

@@ -155,6 +155,8 @@ class FakeGPU(TorchDispatchMode):
             return _number(self.wait("reads a value"), args[0].dtype)
         if func is aten.record_stream.default:
             return None
+        if Recorder.current is not None and not func.is_view:
+            Recorder.current.check_use(str(func), fakes, _written(func, args, kwargs))
         to_host = self._copies(func, args, kwargs)
         if to_host is not None:
             return to_host
@@ -212,7 +214,11 @@ class FakeGPU(TorchDispatchMode):
             _check_for_nccl(name, args, tensors, num_ranks)
         if Recorder.current is not None:
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            received = [] if name == "send" else [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
+            sent = [tensor for tensor in tensors if not any(tensor is one for one in received)]
+            Recorder.current.check_use(name, sent, received)
             Recorder.current.collective(name, args, group, num_bytes, work)
+            Recorder.current.transfers(name, work, received, sent)
         if name == "barrier":
             if Recorder.current is not None:
                 Recorder.current.wait_for_work(work)
@@ -228,6 +234,16 @@ class FakeGPU(TorchDispatchMode):
         )
         first = [work.boxed() if str(made.type).endswith("Work") else args[0] for made in func._schema.returns]
         return first[0] if len(first) == 1 else tuple(first)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors of the device that an operator writes to."""
+    found = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor)]
+    return found
 
 
 _pinned: dict[int, StorageWeakRef] = {}  # a reference that is kept keeps the address from being used again

@@ -123,7 +123,7 @@ def test_a_rank_makes_the_communicators_that_the_memory_model_counts(results: di
 
 
 def test_faults_are_noticed(results: dict[str, Any]) -> None:
-    assert len(notes_of(results, "faults are noticed")["noticed"]) == 9
+    assert len(notes_of(results, "faults are noticed")["noticed"]) == 12
 
 
 def test_calibration_times_by_events(results: dict[str, Any]) -> None:
