@@ -55,7 +55,33 @@ NORMS = REPORTS + " -k norm_that_gradients"
 POST_TRAINING = "tests/distributed/test_post_training.py -k equal_a and day"
 HYBRIDS = "tests/distributed/test_hybrids.py"
 LINEAR_LAYERS = "tests/distributed/test_stock_linear_layers.py"
+RANGED_PACKS = "tests/distributed/test_ranged_packs.py"
+FAKE_CUDA = "tests/fake_cuda/test_fake_cuda.py"
 FAULTS = {
+    "a tile is called full one column early": Fault(
+        "(last <= np.minimum.reduceat(end, starts)[rows])",
+        "(last <= np.minimum.reduceat(end, starts)[rows] + 1)",
+        f"{RANGED_PACKS} -k test_tiles_are",
+    ),
+    "kernels get heads that lie in pieces": Fault(
+        "return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()", "return x_THD", f"{RANGED_PACKS} -k in_pieces"
+    ),
+    "flash gets a log-sum-exp that lies in pieces": Fault(
+        "        lse_HT.contiguous(),\n        pack.cu_rows,\n        pack.cu_columns,\n        max(2, pack.max_rows)",
+        "        lse_HT,\n        pack.cu_rows,\n        pack.cu_columns,\n        max(2, pack.max_rows)",
+        f"{FAKE_CUDA} -k never_waits",
+    ),
+    "a ring uses keys before they are there": Fault(
+        "            for work in self._pending:\n                work.wait()\n"
+        "        except RuntimeError as error:\n            raise _failed(self._group,",
+        "            pass\n        except RuntimeError as error:\n            raise _failed(self._group,",
+        f"{FAKE_CUDA} -k never_waits",
+    ),
+    "places of a pass are copied to the device while the host waits": Fault(
+        "places=to_device(places, device)",
+        "places=torch.from_numpy(places).to(device)",
+        f"{FAKE_CUDA} -k post_training",
+    ),
     "the norm of a gated delta net has the gradient of a TP rank's heads": Fault(
         "parameter.register_hook(lambda gradient: gradient * self.tp_size)",
         "pass",

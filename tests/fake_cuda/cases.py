@@ -39,7 +39,8 @@ from dynamic_cp.calibration.measurements import Measurement
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.placement.transport import ACROSS, INSIDE
-from dynamic_cp.types import CAUSAL, FULL, Sample, Topology
+from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
+from dynamic_cp.types import CAUSAL, FULL, Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology
 from dynamic_cp.types.placement import ROW
 from megatron.dynamic_cp.agreement import verify
 from megatron.dynamic_cp.attention import packs, placed_packs
@@ -51,21 +52,25 @@ from megatron.dynamic_cp.attention.mechanisms import transfers as exchange
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.thd import EXECUTORS, Attention, attention_thd
 from megatron.dynamic_cp.calibration.timing import Probe, Timer
-from megatron.dynamic_cp.data.micro_batches import PackedBucket, PackedStep, micro_batches, shards_of
+from megatron.dynamic_cp.data.micro_batches import PackedBucket, PackedStep, micro_batches, pack_step, shards_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
 from megatron.dynamic_cp.plans.planner import Planner
+from megatron.dynamic_cp.post_training.columns import OUTPUTS
+from megatron.dynamic_cp.post_training.losses import Objective, agreed_columns, count_tokens
+from megatron.dynamic_cp.post_training.rows import agreed_rows
 from megatron.trainer.data import index_once
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop.training import pretrain
 from megatron.trainer.reporting.log import StepRecord
 from megatron.trainer.setup import planned_runtime
 from megatron.trainer.setup.planned_runtime import PlannedRuntime
+from tests.distributed import post_training
 from tests.fake_cuda import nccl, runtime
 from tests.fake_cuda.nccl import Call, HostWait
 from tests.fake_cuda.recorder import Recorder, UnderWay
-from tests.fake_cuda.tensors import Answer, FakeGPU, HostWaits, NotForNCCL
-from tests.fake_cuda.waits import AT_START, IN_A_STEP, NOW_AND_THEN
+from tests.fake_cuda.tensors import Answer, Collective, FakeGPU, HostWaits, NotForNCCL
+from tests.fake_cuda.waits import AT_START, BEFORE_A_PASS, IN_A_STEP, NOW_AND_THEN
 from tests.placements import random_placement
 
 Notes = dict[str, Any]
@@ -278,6 +283,9 @@ MODEL = (
 )
 
 
+PADDED_WORDS = 136  # of 128 and the end of a document
+
+
 def train(words: str, num_ranks: int, also: Mapping[str, Answer] | None = None, ranks_per_node: int = 8) -> Notes:
     """Train on all ranks, one after the other: rank 0 first, which leaves the others its plans in the store."""
     os.environ["LOCAL_WORLD_SIZE"] = str(min(num_ranks, ranks_per_node))
@@ -342,6 +350,50 @@ def _swapped(calls: list[Call | HostWait], first: int, second: int) -> list[Call
     return swapped
 
 
+def post_training_step(*losses: str) -> Notes:
+    """Losses of pairs on 4 lanes: nothing of a micro-batch waits; a loss waits for what its tokens are counted to."""
+    calls: dict[int, list[Call | HostWait]] = {}
+    samples, store, sums = post_training.batch_of_pairs(), dist.HashStore(), 0
+    by_id = {sample.sample_id: post_training.read_sample(sample) for sample in samples}
+    on_four = Bucket(first_lane=0, cp_size=4, samples=samples[:2], cp_comm_type="a2a", inner_cp_size=4)
+    on_two = Bucket(first_lane=0, cp_size=2, samples=samples[2:3], cp_comm_type="a2a", inner_cp_size=2)
+    alone = (Bucket(first_lane=2, samples=samples[3:4]), Bucket(first_lane=3, samples=samples[4:]))
+    plan = Plan(
+        topology=Topology(num_lanes=4),
+        max_tokens_per_rank=512,
+        micro_batches=(MicroBatch(buckets=(on_four,)), MicroBatch(buckets=(on_two, *alone))),
+    )
+    facts = PlanFacts.of(PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,), reason=""))
+    for rank in range(4):
+        recorder, device = Recorder(), torch.device("cuda", rank)
+        of_lane = lane_plan(plan, rank, facts)
+        with job(rank, 4, dist.PrefixStore(str(rank), store)):
+            with FakeGPU(AT_START):
+                groups = build_groups(4)
+            with FakeGPU(BEFORE_A_PASS) as gpu:
+                rows, held = agreed_rows(samples, of_lane, device)
+                packed = pack_step(of_lane, by_id.__getitem__).pin_memory()
+                batches = list(micro_batches(packed, groups, device, "", ExchangeStats()))
+                for name in losses:
+                    gpu.answers = dict(BEFORE_A_PASS)
+                    loss = post_training.LOSSES[name][0]
+                    columns = agreed_columns(rows, post_training.columns_of(samples), loss, of_lane, device)
+                    counts = count_tokens(rows, held, [batch["loss_mask"] for batch in batches], device)
+                    objective = Objective.of(loss, columns, counts)
+                    gpu.answers, before = {}, len(gpu.collectives)
+                    for batch, micro_batch in zip(batches, held, strict=True):
+                        mask, params = batch["loss_mask"], batch["packed_seq_params"]
+                        outputs = {name: torch.rand_like(mask).requires_grad_() for name in OUTPUTS}
+                        share = objective.share(outputs, mask, micro_batch, params)
+                        read = [outputs[name] for name in loss.needs if name in OUTPUTS]
+                        for grad in torch.autograd.grad(share, read):
+                            _check_like(grad, mask, device)
+                    sums += len(gpu.collectives) - before
+                assert {place for place, _ in gpu.waits} == set(BEFORE_A_PASS)
+        calls[rank] = recorder.calls
+    return {"nccl": _together(calls), "sums of responses": sums}
+
+
 def _train_rank(
     words: str, rank: int, num_ranks: int, store: dist.Store, in_a_step: Mapping[str, Answer]
 ) -> dict[str, Any]:
@@ -349,8 +401,10 @@ def _train_rank(
     steps: list[Counter[tuple[str, str]]] = []
     seen: Counter[tuple[str, str]] = Counter()
     losses: list[float] = []
+    transfers: list[Collective] = []
 
     def on_step(_: int, record: StepRecord) -> None:
+        transfers[:], gpu.collectives = gpu.collectives, []
         steps.append(gpu.waits - seen)
         seen.update(steps[-1])
         losses.append(record.loss)
@@ -364,7 +418,9 @@ def _train_rank(
         "calls": gpu.num_calls,
         "waits of the last step": _readable(steps[-1]),
         "waits": _readable(gpu.waits),
-        "transfers": dict(Counter(f"{one.name} over {one.num_ranks}" for one in gpu.collectives)),
+        "transfers of the last step": dict(Counter(f"{one.name} over {one.num_ranks}" for one in transfers)),
+        "gradients of the last step": sum(one.num_elements for one in transfers if "reduce_scatter" in one.name),
+        "logits at once": gpu.most_rows[PADDED_WORDS],
     }
 
 
@@ -502,11 +558,12 @@ CASES: dict[str, Callable[[], Notes]] = {
         f"--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {OVERLAP}", 4
     ),
     "train a hybrid by heads": lambda: train(
-        f"{HYBRID} {K_OF_L} --dynamic-cp-state-exchange heads --cp-comm-type a2a --loss-chunk-tokens 64", 2
+        f"{HYBRID} {K_OF_L} --dynamic-cp-state-exchange heads --loss-chunk-tokens 64", 2
     ),
     "train adapters of a hybrid by states": lambda: train(
         f"{HYBRID} --dynamic-cp-state-exchange states --lora-rank 4", 2
     ),
+    "post-training": lambda: post_training_step("ppo", "dpo"),
     "faults are noticed": faults,
     "calibration": calibration,
 }

@@ -85,6 +85,7 @@ class FakeGPU(TorchDispatchMode):
         waits: (place, what waits) -> how often.
         collectives: in the order of their calls, of all groups.
         num_calls: operators with a tensor on the device.
+        most_rows: of the tensors made on the device whose last dimension is so long.
     """
 
     current: FakeGPU | None = None
@@ -95,6 +96,7 @@ class FakeGPU(TorchDispatchMode):
         self.waits: Counter[tuple[str, str]] = Counter()
         self.collectives: list[Collective] = []
         self.num_calls = 0
+        self.most_rows: Counter[int] = Counter()
         self.num_marks = self.num_marks_passed = 0
         self._works: deque[FakeWork] = deque(maxlen=64)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -169,6 +171,10 @@ class FakeGPU(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             self.wait(f"{func} needs values of the device")
             raise HostWaits(f"no answer can stand for what {func} needs") from error
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, FakeTensor) and tensor.dim() > 1 and not func.is_view:
+                width = tensor.shape[-1]
+                self.most_rows[width] = max(self.most_rows[width], tensor.numel() // max(width, 1))
         return tree_map_only(FakeTensor, _real_if_on_cpu, made)
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
@@ -307,10 +313,12 @@ def _check_for_flash(args: Sequence[Any]) -> None:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     values = [tensor for tensor in tensors if tensor.dim() == 3]
     boundaries = [tensor for tensor in tensors if tensor.dtype == torch.int32]
+    sums = [tensor for tensor in tensors if tensor.dim() == 2]  # of exponentials, which backward is given
     assert len({tensor.dtype for tensor in values}) == 1, f"flash gets {[tensor.dtype for tensor in values]}"
     assert values[0].dtype in (torch.bfloat16, torch.float16), f"flash gets {values[0].dtype}"
     is_read_in_place = values[-3:] if len(values) == 3 else values[1:4]  # backward makes gradient and output contiguous
     assert all(tensor.stride(-1) == 1 for tensor in is_read_in_place), "flash needs the width of a head in one piece"
+    assert all(tensor.is_contiguous() for tensor in sums), "flash reads no strides of the log-sum-exp"
     assert len(boundaries) == 2, "flash needs both boundaries as int32"
     assert all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in boundaries)
 

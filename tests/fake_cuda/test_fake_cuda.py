@@ -23,12 +23,16 @@ BY_DAY_S, BY_NIGHT_S = 280, 1200
 COMMUNICATORS = {
     "attention on all lanes": 6,
     "train with PP and VPP": 7,
+    "train a hybrid by heads": 4,
+    "train adapters of a hybrid by states": 4,
 }
 EACH_NIGHT = {
     "many placements": 6,
     "train on 4 lanes": 6,
     "train on 8 lanes": 9,
     "train with TP and PP": 6,
+    "train a hybrid with blocks": 5,
+    "train Mamba-2": 6,
     "train with blocks": 6,
     "train with a pool": 4,
     "train with a pool of nodes": 8,
@@ -94,7 +98,7 @@ def test_a_run_waits_only_where_it_is_known_to(results: dict[str, Any], case: st
     assert of_ranks
     for notes in of_ranks:
         assert notes["calls"] > 3000
-        assert notes["transfers"]
+        assert notes["transfers of the last step"]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +124,20 @@ def test_a_rank_makes_the_communicators_that_the_memory_model_counts(results: di
     pairs = 2 if "VPP" in case else 0
     wanted = f"megatron-core's {notes['nccl']['communicators'] - pairs} by the memory model"
     assert wanted in notes["said"]
+
+
+def test_a_hybrid_exchanges_in_its_steps_trains_adapters_and_chunks_its_loss(results: dict[str, Any]) -> None:
+    """Keys and values go round a ring, so all-to-alls are those of heads, or of states."""
+    heads = notes_of(results, "train a hybrid by heads")["rank 0"]
+    states = notes_of(results, "train adapters of a hybrid by states")["rank 0"]
+    assert min(notes["transfers of the last step"]["alltoall_base_ over 2"] for notes in (heads, states)) > 10
+    assert 0 < 10 * states["gradients of the last step"] < heads["gradients of the last step"]
+    assert heads["logits at once"] == 64 < states["logits at once"]
+
+
+def test_a_pass_of_post_training_waits_for_counts_only(results: dict[str, Any]) -> None:
+    """Pairs are summed forward and backward: those of a micro-batch over 4 lanes, of another over 2 of them."""
+    assert notes_of(results, "post-training")["sums of responses"] == 2 * (4 + 2)
 
 
 def test_faults_are_noticed(results: dict[str, Any]) -> None:

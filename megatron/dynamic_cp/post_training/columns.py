@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynamic_cp.errors import DataError
+from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.post_training.rows import MicroBatchRows, Rows
 
 OUTPUTS = ("log_probs", "entropies", "values")
@@ -88,7 +89,7 @@ class Columns:
     def to(self, device: torch.device) -> Columns:
         """Return them on `device`."""
         of_tokens, of_responses = (
-            {name: values.to(device, non_blocking=True) for name, values in columns.items()}
+            {name: to_device(values.numpy(), device) for name, values in columns.items()}
             for columns in (self.of_tokens, self.of_responses)
         )
         return Columns(of_tokens=of_tokens, of_responses=of_responses)

@@ -305,8 +305,8 @@ def count_tokens(
     # Behind the responses: how many tokens have a bad mask.
     counts = torch.zeros(rows.num_responses + 1, dtype=torch.float64, device=device)
     for micro_batch, given in zip(of_lane, masks, strict=True):
-        here, mask = micro_batch.to(device), given.to(device)
-        counts[:-1] += here.sums(here.masked(mask)[None].double(), rows.num_responses)[0]
+        mask = given.to(device, non_blocking=True)
+        counts[:-1] += micro_batch.sums(micro_batch.masked(mask)[None].double(), rows.num_responses)[0]
         counts[-1] += ((mask != mask.round()) | (mask < 0)).sum()
     dist.all_reduce(counts)
     if num_bad := int(counts[-1]):

@@ -100,7 +100,7 @@ class MegatronPasses:
 
         def share(batch: _Batch, micro_batch: MicroBatchRows, outputs: Tensor) -> LossOutput:
             named = dict(zip(self.outputs.names, outputs, strict=True))
-            own = objective.share(named, batch["loss_mask"], micro_batch.to(device), batch["packed_seq_params"])
+            own = objective.share(named, batch["loss_mask"], micro_batch, batch["packed_seq_params"])
             if _is_speaker():
                 total.add_(own.detach())
             return objective.scale * own, batch["loss_mask"].sum().to(torch.int), {}

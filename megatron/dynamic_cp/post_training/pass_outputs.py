@@ -41,7 +41,7 @@ class Gatherer:
     """
 
     def __init__(self, rows: Rows, names: tuple[str, ...], device: torch.device, *, is_speaker: bool = True) -> None:
-        self._rows, self._names, self._device, self._is_speaker = rows, names, device, is_speaker
+        self._rows, self._names, self._is_speaker = rows, names, is_speaker
         # Behind the outputs: how often a token came; how many of a response have a loss.
         self._tokens = torch.zeros(len(names) + 1, rows.num_tokens + 1, device=device)
         self._sums = torch.zeros(len(names) + 1, rows.num_responses, dtype=torch.float64, device=device)
@@ -50,7 +50,6 @@ class Gatherer:
         """Take the outputs of a micro-batch, each [T] or [1, T]."""
         if not self._is_speaker:
             return
-        rows = rows.to(self._device)
         values = [outputs[name].detach().reshape(-1).float() for name in self._names]
         every = torch.stack([*values, torch.ones_like(loss_mask.reshape(-1))])
         self._tokens.index_add_(1, rows.places, every)

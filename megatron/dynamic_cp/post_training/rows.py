@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +21,7 @@ from dynamic_cp.errors import DisagreementError, InvalidInputError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.agreement.verify import agree
+from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.data.micro_batches import PackedBucket, packed_buckets, shards_of
 from megatron.dynamic_cp.layout.token_owners import parts_of
 
@@ -70,19 +71,21 @@ class Rows:
         """Return a digest of the samples in their order (hex)."""
         return hashlib.sha256(repr(self.samples).encode()).hexdigest()
 
-    def of_lane(self, plan: LanePlan) -> list[MicroBatchRows]:
-        """Return where the tokens of each micro-batch of a lane are.
+    def of_lane(self, plan: LanePlan, device: torch.device) -> list[MicroBatchRows]:
+        """Return where the tokens of each micro-batch of a lane are, on `device`.
 
         Raises:
             DisagreementError: the plan holds another sample.
         """
         packed = packed_buckets(plan)
         return [
-            self._of_bucket(bucket.samples, of_lane, plan.lane)
+            self._of_bucket(bucket.samples, of_lane, plan.lane, device)
             for bucket, of_lane in zip(plan.buckets, packed, strict=True)
         ]
 
-    def _of_bucket(self, samples: Sequence[Sample], bucket: PackedBucket, lane: int) -> MicroBatchRows:
+    def _of_bucket(
+        self, samples: Sequence[Sample], bucket: PackedBucket, lane: int, device: torch.device
+    ) -> MicroBatchRows:
         places = np.full(bucket.rank_tokens, self.num_tokens)
         none = np.zeros(0, np.int64)
         tokens, responses, present = [none], [none], [none]
@@ -110,20 +113,21 @@ class Rows:
         every = np.concatenate(tokens)
         copies = np.bincount(every, minlength=1)
         return MicroBatchRows(
-            places=torch.from_numpy(places),
-            tokens=torch.from_numpy(every),
-            responses=torch.from_numpy(np.concatenate(responses)),
-            weights=torch.from_numpy((1 / copies[every]).astype(np.float32)),
-            present=torch.from_numpy(np.concatenate(present)),
+            places=to_device(places, device),
+            tokens=to_device(every, device),
+            responses=to_device(np.concatenate(responses), device),
+            weights=to_device((1 / copies[every]).astype(np.float32), device),
+            present=to_device(np.concatenate(present), device),
         )
 
 
 def agreed_rows(
     samples: Sequence[Sample], plan: LanePlan, device: torch.device, check: Callable[[], None] = lambda: None
 ) -> tuple[Rows, list[MicroBatchRows]]:
-    """Return the rows of samples, and those of this lane's micro-batches, equal on all ranks. Collective over the job.
+    """Return the rows of samples, equal on all ranks, and those of this lane's micro-batches. Collective over the job.
 
     Args:
+        device: of the job's collectives, and of what is returned.
         check: what else a rank looks at first.
 
     Raises:
@@ -133,7 +137,7 @@ def agreed_rows(
     def prepare() -> tuple[Rows, list[MicroBatchRows]]:
         check()
         rows = Rows(samples=tuple(samples))
-        return rows, rows.of_lane(plan)
+        return rows, rows.of_lane(plan, device)
 
     return agree(prepare, lambda prepared: prepared[0].digest(), what="the samples of a pass", device=device)
 
@@ -160,11 +164,6 @@ class MicroBatchRows:
     responses: torch.Tensor
     weights: torch.Tensor
     present: torch.Tensor
-
-    def to(self, device: torch.device) -> MicroBatchRows:
-        """Return them on `device`."""
-        moved = {field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)}
-        return MicroBatchRows(**moved)
 
     def masked(self, loss_mask: torch.Tensor) -> torch.Tensor:
         """Return the loss mask of each entry, whose sum over the entries of a token is its own, [entries]."""

@@ -118,10 +118,9 @@ class TorchPasses:
         coming = iter(of_lane)
 
         def loss_sum(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
-            micro_batch = next(coming).to(self.lanes.device)
             outputs = self.outputs(model, batch)
             params = batch["packed_seq_params"]
-            return objective.scale * objective.share(outputs, batch["loss_mask"], micro_batch, params)
+            return objective.scale * objective.share(outputs, batch["loss_mask"], next(coming), params)
 
         return train_step(self.lanes, self.model, step, loss_sum, backward=self.backward, label=label)
 
