@@ -56,6 +56,7 @@ from megatron.dynamic_cp.data.micro_batches import PackedBucket, PackedStep, mic
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
 from megatron.dynamic_cp.plans.planner import Planner
+from megatron.dynamic_cp.pool import chains
 from megatron.dynamic_cp.post_training.columns import OUTPUTS
 from megatron.dynamic_cp.post_training.losses import Objective, agreed_columns, count_tokens
 from megatron.dynamic_cp.post_training.rows import agreed_rows
@@ -502,6 +503,19 @@ def faults() -> Notes:
         reuse = patch(exchange.RingShift, "wait", lambda self: (self._sent.zero_(), shift(self))[1])
         notice("a tensor that is overwritten while it is sent", UnderWay, "writes what send still sends", reuse, ring)
 
+        def chain() -> None:
+            with FakeGPU():
+                keys, total = torch.ones(3, device=device), torch.zeros(3, device=device)
+                chains.begin(lambda: total.add_(keys), device).wait()
+                total.sum()
+
+        chain()
+        for name, waits in (("a chain that begins too early", "wait_stream"), ("one that ends late", "wait_event")):
+            unheard = patch(runtime.Stream, waits, lambda *_: None)
+            with unheard, pytest.raises(UnderWay, match="what another stream still writes"):
+                chain()
+            noticed[name] = "UnderWay"
+
         order = patch(all_gather, "row_order", lambda params, device: torch.arange(8 * len(params.positions)))
         notice("an index left on the host", (FakeTensorDeviceMismatchError, HostWaits), "cpu", order, gather)
 
@@ -523,7 +537,7 @@ def faults() -> Notes:
             dist.all_reduce(torch.ones(1))
         noticed["a collective of the host's memory"] = "NotForNCCL"
         attend(ring)
-    assert len(noticed) == 12
+    assert len(noticed) == 14
     return {"noticed": noticed}
 
 

@@ -1,7 +1,8 @@
 """What a rank asks of NCCL, in the order of its calls, and what its streams and its host wait for: `nccl.Calls`.
 
 A stream that waits for an operation, for another stream or an event has then waited for all that these had. Until the
-current stream has waited for an operation, nobody may use what it receives, nor write to what it sends.
+current stream has waited for an operation, nobody may use what it receives, nor write to what it sends; until it has
+waited for another stream, nobody may use what that one wrote.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.fake_cuda.nccl import Call, Clock, Communicator, HostWait, Message
 
 
 class UnderWay(AssertionError):
-    """An operator uses memory that NCCL still receives into or sends from."""
+    """An operator uses memory that NCCL still receives into or sends from, or that another stream still writes."""
 
 
 _UNEQUAL = ("alltoall_base_", "alltoall_")  # each rank has splits of its own
@@ -47,9 +48,11 @@ class Recorder:
         Recorder.current = self
         self.calls: list[Call | HostWait] = []
         self._numbers: dict[Communicator, int] = defaultdict(int)
-        self._clocks: dict[Any, dict[Communicator, int]] = defaultdict(dict)
+        self._clocks: dict[Any, dict[Any, int]] = defaultdict(dict)  # of communicators, and of other streams
+        self._written: dict[int, tuple[Any, int]] = {}  # storage -> which stream wrote to it, and its number of that
+        self._num_written: dict[Any, int] = defaultdict(int)
         self._any: dict[Communicator, int] = {}
-        self._ends: dict[int, tuple[Communicator, int]] = {}
+        self._ends: dict[int, tuple[Communicator, int, Clock]] = {}  # and what the stream had waited for that began it
         self._kept: list[Any] = []  # works, whose ids are not used again
         self._under_way: dict[int, list[_Transfer]] = defaultdict(list)
         self._batch: list[tuple[Communicator, Message, Any]] | None = None
@@ -95,11 +98,21 @@ class Recorder:
                 key = tensor.untyped_storage()._cdata
                 if key in self._under_way:
                     self._check_memory(what, key, writes)
+                stream, (writer, number) = torch.cuda.current_stream(), self._written.get(key, (None, 0))
+                if writer not in (None, stream) and self._clocks[stream].get(writer, 0) < number:
+                    raise UnderWay(f"{what} {'writes' if writes else 'reads'} what another stream still writes")
+
+    def writes(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Remember that the current stream makes these tensors, or writes to them."""
+        stream = torch.cuda.current_stream()
+        self._num_written[stream] += 1
+        for tensor in tensors:
+            self._written[tensor.untyped_storage()._cdata] = stream, self._num_written[stream]
 
     def _check_memory(self, what: str, key: int, writes: bool) -> None:
         waited = self._clocks[torch.cuda.current_stream()]
         for transfer in self._under_way[key]:
-            communicator, number = self._ends.get(id(transfer.work), (None, 0))
+            communicator, number, _ = self._ends.get(id(transfer.work), (None, 0, {}))
             if communicator is not None and waited.get(communicator, 0) >= number:
                 continue
             if transfer.receives or writes:
@@ -121,22 +134,22 @@ class Recorder:
     def wait_for_work(self, work: Any) -> None:
         """The current stream waits for the operation of a work."""
         if id(work) in self._ends:
-            communicator, number = self._ends[id(work)]
-            self.wait_for_clock(torch.cuda.current_stream(), {communicator: number})
+            communicator, number, before = self._ends[id(work)]
+            self.wait_for_clock(torch.cuda.current_stream(), before | {communicator: number})
 
     def wait_for_clock(self, stream: Any, clock: Clock) -> None:
         """A stream waits for what another one had waited for when this was its clock."""
-        for ours in (self._clocks[stream], self._any):
-            for communicator, number in clock.items():
-                ours[communicator] = max(number, ours.get(communicator, 0))
+        for ours, theirs in ((self._clocks[stream], clock), (self._any, _of_nccl(clock))):
+            for one, number in theirs.items():
+                ours[one] = max(number, ours.get(one, 0))
 
-    def clock(self, stream: Any) -> dict[Communicator, int]:
-        """Return what a stream has waited for."""
-        return dict(self._clocks[stream])
+    def clock(self, stream: Any) -> dict[Any, int]:
+        """Return what a stream has waited for, with its own number."""
+        return {**self._clocks[stream], stream: self._num_written[stream]}
 
     def host_waits(self, place: str) -> None:
         """The host waits for the current stream."""
-        self.calls.append(HostWait(place, self.clock(torch.cuda.current_stream())))
+        self.calls.append(HostWait(place, _of_nccl(self.clock(torch.cuda.current_stream()))))
 
     def _add(
         self,
@@ -146,9 +159,14 @@ class Recorder:
         messages: tuple[Message, ...],
         works: Sequence[Any],
     ) -> None:
-        stream = torch.cuda.current_stream()
-        call = Call(communicator, kind, num_bytes, messages, self.clock(stream), dict(self._any))
-        self.calls.append(call)
+        clock = self.clock(torch.cuda.current_stream())
+        after = _of_nccl(clock)
+        self.calls.append(Call(communicator, kind, num_bytes, messages, after, dict(self._any)))
         self._numbers[communicator] += 1
+        of_streams = {one: number for one, number in clock.items() if one not in after}
         for work in works:
-            self._ends[id(work)] = communicator, self._numbers[communicator]
+            self._ends[id(work)] = communicator, self._numbers[communicator], of_streams
+
+
+def _of_nccl(clock: dict[Any, int]) -> dict[Communicator, int]:
+    return {one: number for one, number in clock.items() if isinstance(one, Communicator)}

@@ -153,15 +153,19 @@ def install(library: Path) -> None:
     @contextlib.contextmanager
     def stream_context(stream: Stream) -> Iterator[Stream]:
         entered.append(stream)
-        yield stream
-        entered.pop()
+        try:
+            yield stream
+        finally:
+            entered.pop()
 
     @contextlib.contextmanager
     def device_context(device: Any) -> Iterator[None]:
         before = loaded.fake_cuda_device()
         set_device(device)
-        yield
-        loaded.fake_cuda_set_device(before)
+        try:
+            yield
+        finally:
+            loaded.fake_cuda_set_device(before)
 
     cuda = torch.cuda
     cuda._initialized = True

@@ -157,8 +157,9 @@ class FakeGPU(TorchDispatchMode):
             return _number(self.wait("reads a value"), args[0].dtype)
         if func is aten.record_stream.default:
             return None
+        written = [] if func.is_view else _written(func, args, kwargs)
         if Recorder.current is not None and not func.is_view:
-            Recorder.current.check_use(str(func), fakes, _written(func, args, kwargs))
+            Recorder.current.check_use(str(func), fakes, written)
         to_host = self._copies(func, args, kwargs)
         if to_host is not None:
             return to_host
@@ -171,10 +172,12 @@ class FakeGPU(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             self.wait(f"{func} needs values of the device")
             raise HostWaits(f"no answer can stand for what {func} needs") from error
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, FakeTensor) and tensor.dim() > 1 and not func.is_view:
-                width = tensor.shape[-1]
-                self.most_rows[width] = max(self.most_rows[width], tensor.numel() // max(width, 1))
+        new = [] if func.is_view else [tensor for tensor in tree_leaves(made) if isinstance(tensor, FakeTensor)]
+        if Recorder.current is not None and new + written:
+            Recorder.current.writes(new + written)
+        for tensor in new:
+            width = tensor.shape[-1] if tensor.dim() > 1 else 0
+            self.most_rows[width] = max(self.most_rows[width], tensor.numel() // max(width, 1))
         return tree_map_only(FakeTensor, _real_if_on_cpu, made)
 
     def _as_fake(self, tensor: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ def test_a_pass_of_post_training_waits_for_counts_only(results: dict[str, Any]) 
 
 
 def test_faults_are_noticed(results: dict[str, Any]) -> None:
-    assert len(notes_of(results, "faults are noticed")["noticed"]) == 12
+    assert len(notes_of(results, "faults are noticed")["noticed"]) == 14
 
 
 def test_calibration_times_by_events(results: dict[str, Any]) -> None:
