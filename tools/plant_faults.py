@@ -82,6 +82,11 @@ FAULTS = {
         "places=torch.from_numpy(places).to(device)",
         f"{FAKE_CUDA} -k post_training",
     ),
+    "a chain on a stream of its own does not wait for what it sends": Fault(
+        "        stream.wait_stream(torch.cuda.current_stream(stream.device))\n",
+        "",
+        f"{FAKE_CUDA} -k faults_are_noticed",
+    ),
     "the norm of a gated delta net has the gradient of a TP rank's heads": Fault(
         "parameter.register_hook(lambda gradient: gradient * self.tp_size)",
         "pass",

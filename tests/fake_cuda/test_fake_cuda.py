@@ -38,6 +38,7 @@ EACH_NIGHT = {
     "train with a pool of nodes": 8,
 }
 """Case -> how many communicators of several ranks a rank makes at most."""
+FIRST_LANE = "attention on the first lane"
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,7 +53,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     built = library.build(Path(request.config.cache.mkdir("fake_cuda")))
     found = tmp_path_factory.mktemp("fake_cuda") / "results.json"
     names = [item.name for item in request.session.items]
-    of_the_night = [case for case in EACH_NIGHT if any(f"[{case}]" in name for name in names)]
+    of_the_night = [case for case in (FIRST_LANE, *EACH_NIGHT) if any(f"[{case}]" in name for name in names)]
     timeout_s = BY_NIGHT_S if of_the_night else BY_DAY_S
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.fake_cuda.cases", str(built), str(found), *of_the_night],
@@ -78,8 +79,9 @@ def notes_of(results: dict[str, Any], case: str) -> dict[str, Any]:
     return notes
 
 
-def test_attention_stays_on_its_device_and_never_waits(results: dict[str, Any]) -> None:
-    notes = notes_of(results, "attention with flash")
+@pytest.mark.parametrize("case", ["attention with flash", pytest.param(FIRST_LANE, marks=pytest.mark.nightly)])
+def test_attention_stays_on_its_device_and_never_waits(results: dict[str, Any], case: str) -> None:
+    notes = notes_of(results, case)
     assert notes["calls"] > 3000
     assert notes["transfers"] > 300
     assert notes["messages"] > 40
