@@ -1,31 +1,42 @@
 """`--workers N`: one process imports and collects, N forks of it run the tests, a file at a time.
 
 Each process that pytest-xdist starts imports torch and megatron-core and collects for itself: 18 s of computing.
-A fork has that from its parent. Workers take the next file from a counter that they share and send their reports back.
+A fork has that from its parent, which gives it one file after the other and gets its reports back.
 A worker that dies fails the test it was at, and another one goes on with the rest of that file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import traceback
-from collections.abc import Callable, Iterator
-from itertools import groupby, zip_longest
+import warnings
+from collections.abc import Callable
+from itertools import count, groupby, zip_longest
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from tests import patience
+
 _FORK = multiprocessing.get_context("fork")
 
 
+_LOOK_EVERY_S = 1.0
+"""A dead worker is noticed by the end of its pipe, or, where something that it started keeps that open, this late."""
+_GRACE_S = 10.0
+"""For what a test that is interrupted has to end."""
+
+
 class _Worker(NamedTuple):
-    """A forked process, what it says, and the items that it has taken and not yet run, in their order."""
+    """A forked process, a pipe to it, and the items that it has got and not yet run, in their order."""
 
     process: Any
-    said: Connection
+    pipe: Connection
     held: list[int]
 
 
@@ -35,56 +46,94 @@ def run_on_workers(
     """Run all tests of a session.
 
     Args:
-        tell: called in each worker once it is done, for something that `hear` gets in this process.
+        tell: called in each worker once it is done, for something that `hear` gets in this process, once all are done.
+
+    Raises:
+        pytest.Session.Failed: as many tests failed as `--maxfail` allows.
+        pytest.Session.Interrupted: something else asks pytest to stop.
+        RuntimeError: a worker died at no test.
     """
     items = session.items
     files = [[*of] for _, of in groupby(range(len(items)), key=lambda index: items[index].path)]
-    taken = _FORK.Value("i", 0)
+    left, told = iter(files), []
     workers: list[_Worker] = []
+    numbers = count()
 
-    def start(held: list[int]) -> None:
-        """Fork a worker that first runs the items that are held."""
-        ear, mouth = _FORK.Pipe(duplex=False)
-        folder = f"worker{len(started)}"
-        started.append(folder)
-        process = _FORK.Process(target=_work, args=(session, files, taken, held, mouth, folder, tell))
+    def start(first: list[int] | None) -> None:
+        """Fork a worker that first runs these items, if there are any."""
+        ours, theirs = _FORK.Pipe()
+        others = [ours, *(worker.pipe for worker in workers)]
+        process = _FORK.Process(target=_work, args=(session, theirs, others, f"worker{next(numbers)}", tell))
         process.start()
-        mouth.close()  # or its end would not be noticed
-        workers.append(_Worker(process, ear, held))
+        theirs.close()  # or its end would not be noticed
+        workers.append(_Worker(process, ours, []))
+        if first:
+            give(workers[-1], first)
 
-    started: list[str] = []
+    def give(worker: _Worker, file: list[int] | None) -> None:
+        worker.held.extend(file or ())
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died: what it holds is told as failed
+            worker.pipe.send(file)
+
+    def take(worker: _Worker) -> None:
+        """Take what a worker says."""
+        kind, value = worker.pipe.recv()
+        if kind == "ran":
+            worker.held.remove(value)
+            if not worker.held:
+                give(worker, next(left, None))
+        elif kind == "report":
+            report = session.config.hook.pytest_report_from_serializable(config=session.config, data=value)
+            session.config.hook.pytest_runtest_logreport(report=report)
+        elif kind == "warned":
+            text, filename, lineno, said = value
+            message = warnings.WarningMessage(text, Warning, filename, lineno)
+            session.config.hook.pytest_warning_recorded.call_historic(kwargs={"warning_message": message, **said})
+        else:
+            told.append(value)
+
+    def bury(worker: _Worker) -> None:
+        """Go on without a worker that ended."""
+        workers.remove(worker)
+        worker.process.join()
+        worker.pipe.close()
+        if worker.held or worker.process.exitcode:
+            _fail(session, worker)
+            start(worker.held[1:] or next(left, None))
+
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all, made once
     try:
         for _ in range(min(num_workers, len(files))):
-            start([])
+            start(next(left))
         while workers:
-            for ear in wait([one.said for one in workers]):
-                (worker,) = (one for one in workers if one.said is ear)
+            ready = wait([worker.pipe for worker in workers], timeout=_LOOK_EVERY_S)
+            for worker in [*workers]:
                 try:
-                    kind, value = worker.said.recv()
-                except EOFError:
-                    workers.remove(worker)
-                    worker.process.join()
-                    if worker.held or worker.process.exitcode:
-                        _fail(session, worker)
-                        start(worker.held[1:])
-                    continue
-                if kind == "took":
-                    worker.held.extend(value)
-                elif kind == "ran":
-                    worker.held.remove(value)
-                elif kind == "report":
-                    report = session.config.hook.pytest_report_from_serializable(config=session.config, data=value)
-                    session.config.hook.pytest_runtest_logreport(report=report)
-                else:
-                    hear(value)
+                    if worker.pipe in ready:
+                        take(worker)
+                    elif not worker.process.is_alive() and not worker.pipe.poll():
+                        bury(worker)
+                except (EOFError, OSError):  # its end, or half of what it said
+                    bury(worker)
                 if session.shouldfail:
                     raise session.Failed(session.shouldfail)
+                if session.shouldstop:
+                    raise session.Interrupted(session.shouldstop)
     finally:
-        for worker in workers:
-            worker.process.kill()
-        for worker in workers:
-            worker.process.join()
+        _end([worker.process for worker in workers])
+        for one in told:
+            hear(one)
+
+
+def _end(processes: list[Any]) -> None:
+    """End workers and what their tests started: they are interrupted, as by a user, and killed if that does nothing."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGINT)
+    for process in processes:
+        process.join(_GRACE_S)
+        process.kill()
+        process.join()
 
 
 def _fail(session: pytest.Session, worker: _Worker) -> None:
@@ -98,45 +147,32 @@ def _fail(session: pytest.Session, worker: _Worker) -> None:
 
 
 def _work(
-    session: pytest.Session,
-    files: list[list[int]],
-    taken: Any,
-    held: list[int],
-    mouth: Connection,
-    folder: str,
-    tell: Callable[[], Any],
+    session: pytest.Session, pipe: Connection, others: list[Connection], folder: str, tell: Callable[[], Any]
 ) -> None:
     """Be a worker."""
     status = 1
     try:
+        for other in others:  # or the end of the parent would not be noticed
+            other.close()
+        patience.begin_anew()
         _be_quiet(session.config, folder)
-        session.config.pluginmanager.register(_Sender(session.config, mouth))
-        for file in _files(files, taken, held, mouth):
+        session.config.pluginmanager.register(_Sender(session.config, pipe))
+        while (file := pipe.recv()) is not None:
             for index, following in zip_longest(file, file[1:]):
                 after = _Nothing(session) if following is None else session.items[following]
                 item = session.items[index]
                 session.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
-                mouth.send(("ran", index))
+                pipe.send(("ran", index))
         session._setupstate.teardown_exact(None)
-        mouth.send(("told", tell()))
+        pipe.send(("told", tell()))
         status = 0
+    except (KeyboardInterrupt, EOFError, BrokenPipeError):  # the parent stops, or is no more
+        session._setupstate.teardown_exact(None)
     except BaseException:
         traceback.print_exc()
     finally:
-        mouth.close()
+        pipe.close()
         os._exit(status)  # what the parent would do at its end is not done here
-
-
-def _files(files: list[list[int]], taken: Any, held: list[int], mouth: Connection) -> Iterator[list[int]]:
-    """Yield the items of a file that is to be run now."""
-    yield held
-    while True:
-        with taken.get_lock():
-            number, taken.value = taken.value, taken.value + 1
-        if number >= len(files):
-            return
-        mouth.send(("took", files[number]))
-        yield files[number]
 
 
 class _Nothing(NamedTuple):
@@ -165,9 +201,15 @@ def _be_quiet(config: pytest.Config, folder: str) -> None:
 class _Sender:
     """Sends what a worker reports to its parent."""
 
-    def __init__(self, config: pytest.Config, mouth: Connection) -> None:
-        self._config, self._mouth = config, mouth
+    def __init__(self, config: pytest.Config, pipe: Connection) -> None:
+        self._config, self._pipe = config, pipe
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        self._mouth.send(("report", data))
+        self._pipe.send(("report", data))
+
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: tuple[str, int, str] | None
+    ) -> None:
+        one, said = warning_message, {"when": when, "nodeid": nodeid, "location": location}
+        self._pipe.send(("warned", (f"{one.category.__name__}: {one.message}", one.filename, one.lineno, said)))

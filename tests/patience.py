@@ -81,8 +81,22 @@ def counts_of(root: int) -> Counts:
     return found
 
 
-now_s = Clock(os.getpid()).now_s
+_clock = Clock(os.getpid())
+now_s = _clock.now_s
 """The clock of the tests' process; ranks that are forked have its, whose processes are theirs and their peers'."""
+
+
+def begin_anew() -> None:
+    """Have a fork count for itself and what it starts: what its parent's other forks do is no part of its tests."""
+    Clock.__init__(_clock, os.getpid())
+
+
+def _unlock() -> None:
+    """Have a fork look at the clock, though another thread of its parent may have done so when it was forked."""
+    _clock._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
 
 
 def limit(seconds: float, when_over: Callable[[], None]) -> Callable[[], None]:

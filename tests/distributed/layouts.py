@@ -4,7 +4,8 @@ A layout is a line of words, such as "two tp2 sp a2a full moe_sigmoid": two lane
 sequence parallelism, heads exchanged, all layers recomputed, and a variant of `reference.VARIANTS`.
 
 By day the rows of `covering_rows` run: lanes, exchange, recomputation, optimizer, window, loss and lanes that share
-experts, each with each other and with each family of models. The lists of `BY_NIGHT` run each night.
+experts, each with each other and with each family of models; and `STAGES_OF_SHARES`, tensor parallelism in a
+pipeline. The lists of `BY_NIGHT` run each night.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import combinations, product
 from typing import Any
 
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.types import CP_COMM_TYPES, UNPLACED, Plan, Sample
+from dynamic_cp.types import CAUSAL, CP_COMM_TYPES, UNPLACED, Plan, Sample
 from tests.distributed.parity import Layout, exchanges_of, mixed_plan, placed_plan
 from tests.distributed.reference import VARIANTS
 
@@ -188,29 +189,44 @@ def plan_in(line: str, samples: tuple[Sample, ...]) -> Plan:
     layout = layout_of(line)
     if "placed" in line.split():
         plan = placed_plan(samples, layout)
-        assert sum(bucket.placement is not None for bucket in plan.buckets) == 2
+        placed = [bucket for bucket in plan.buckets if bucket.placement is not None]
+        masks = layout.model.layer_masks
+        assert len(placed) == 2
+        assert {bucket.placement.layer_masks for bucket in placed if bucket.placement} == {
+            () if masks == (CAUSAL,) else masks
+        }
+        assert {bucket.exchanges_states for bucket in placed} == {layout.model.linear_attention is not None}
+        shares_heads = layout.lanes == 4 and layout.topology.lanes_per_node % 2 == 0
+        assert any(bucket.inner_cp_size > 1 for bucket in placed) == shares_heads
         check_plan(plan, samples)
         return plan
     return plan_of_exchanges(samples, layout)
 
 
 def plan_of_exchanges(samples: tuple[Sample, ...], layout: Layout) -> Plan:
-    """Return the first random plan of every CP size that has the layout's exchange, or all where it mixes them."""
+    """Return the first random plan of every CP size that has the layout's exchange, or all where it mixes them.
+
+    Of linear attention on four lanes it has heads and states, unless the layout says which.
+    """
     wanted = {layout.exchange} if layout.lanes > 1 else set()
     if layout.exchange == "mixed":
         wanted = set(UNPLACED if layout.model.has_latents else CP_COMM_TYPES)
         wanted -= {"a2a+p2p"} if layout.lanes < 4 else set()
+    mixes_states = layout.model.linear_attention is not None and layout.states == "mixed" and layout.lanes >= 4
     plans = (mixed_plan(samples, layout, seed, 6 if len(wanted) > 1 else 4) for seed in range(50))
     plan = next(
         plan
         for plan in plans
         if wanted <= {exchange for exchange, _ in exchanges_of(plan)}
         and len(plan.cp_histogram) == layout.lanes.bit_length()
+        and (not mixes_states or {"heads", "states"} <= {one.state_exchange for one in plan.buckets if one.cp_size > 1})
     )
+    assert layout.lanes == 1 or any(not bucket.samples for bucket in plan.buckets), "no empty place"
     check_plan(plan, samples)
     return plan
 
 
+STAGES_OF_SHARES = "one tp2 sp pp2 vpp2 llama_tied distributed"
 PLAIN = lines("""
     one; two; four; four all_gather; four distributed; four distributed overlap; four llama_tied; four gpt2
     four no_positions; four partial_rope; four full; four again=core_attn; eight; eight all_gather distributed
@@ -246,11 +262,12 @@ BY_NIGHT = {
     """),
     "windows": lines("""
         four layers=4 window a2a; four layers=4 every_second all_gather all_but_yarn; two pp2 sink a2a
-        four every_second a2a latent; two tp2 sp sink all_gather latent_plain; two tp2 sp sink all_gather
-        six sink a2a distributed; four sink all_gather full; two tp2 sp window a2a distributed
+        four layers=4 every_second a2a latent; two tp2 sp layers=4 sink all_gather latent_plain
+        two tp2 sp layers=4 sink all_gather; six layers=4 sink a2a distributed; four layers=4 sink all_gather full
+        two tp2 sp layers=4 window a2a distributed
         two pp2 vpp2 every_second all_gather distributed; two pp2 vpp2 window a2a full
-        four every_second placed all_gather nodes_of_2; two pp2 sink placed a2a all_with_yarn
-        three every_second placed all_gather latent
+        four layers=4 every_second placed all_gather nodes_of_2; two pp2 sink placed a2a all_with_yarn
+        three layers=4 every_second placed all_gather latent
     """),
     "experts": lines("""
         one moe; two ep2 moe_top_1 again=moe+mlp; two ep2 moe_sigmoid full; four moe; four ep2 mixed moe
@@ -281,11 +298,12 @@ BY_NIGHT = {
         two tp2 sp deepseek distributed; two tp2 sp ep2 deepseek; two tp2 sp ep4 deepseek full; two pp2 deepseek
         two pp2 ep2 deepseek distributed full; two pp2 vpp2 ep2 deepseek distributed
         two tp2 sp pp2 ep2 deepseek full; two all_gather mtp_offset; two ep2 all_gather moe_mtp
-        two ep2 all_gather moe_sigmoid_mtp; one gpt_oss every_second; four all_gather gpt_oss every_second full
+        two ep2 moe_sigmoid_mtp; one tp2 sp pp2 ep2 all_gather gpt_oss every_second; one gpt_oss every_second
+        four all_gather gpt_oss every_second full
         four ep2 a2a gpt_oss every_second; four ep4 a2a gpt_oss every_second distributed; four ep2 mixed gpt_oss
         six ep2 all_gather gpt_oss every_second; four ep2 a2a gpt_oss every_second again=moe+core_attn+layernorm
         two tp2 sp a2a gpt_oss every_second distributed; two tp2 sp ep4 all_gather gpt_oss every_second
-        one tp2 sp pp2 ep2 all_gather gpt_oss every_second; two pp2 a2a gpt_oss every_second
+        two pp2 a2a gpt_oss every_second
         two pp2 vpp2 ep2 all_gather gpt_oss every_second full
     """),
     **{
@@ -300,7 +318,7 @@ BY_NIGHT = {
         for name, variant in (("delta rule", "delta"), ("Mamba-2", "mamba"))
     },
     "hybrids with more": lines("""
-        one tp2 pp2 vpp2 delta again=core_attn+gdn_norm_out; one tp2 mamba; two tp2 sp mamba_moe
+        one tp2 pp2 vpp2 delta again=core_attn+gdn_norm_out; four mamba full; one tp2 mamba; two tp2 sp mamba_moe
         two pp2 delta_mtp full; four all_gather delta_more short_window again=core_attn
         two tp2 sp all_gather mamba_more short_window skip=4; four mixed delta_latent; two tp2 delta_halves
         four ep2 delta_mtp distributed again=core_attn; two pp2 all_gather delta_more short_window full

@@ -15,6 +15,7 @@ from tests.distributed.layouts import (
     FACTORS,
     FAMILIES,
     FULL_RECOMPUTE,
+    STAGES_OF_SHARES,
     covering_rows,
     layout_of,
     lines_of,
@@ -59,6 +60,10 @@ def test_layouts_equal_single_process(family: str, reference_of: Any) -> None:
     assert_all_equal_to_reference(uncounted)
 
 
+def test_stages_of_tensor_parallel_ranks_equal_single_process(reference_of: Any) -> None:
+    assert_all_equal_to_reference(cases_of([STAGES_OF_SHARES], reference_of))
+
+
 def test_every_pair_is_in_a_layout() -> None:
     """Of all the words that a layout may have; those that no run may have together are few."""
     lines = [line for family in FAMILIES for line in lines_of(family)]
@@ -79,7 +84,11 @@ def test_lists_of_layouts_equal_single_process(name: str, reference_of: Any) -> 
     assert_all_equal_to_reference(alone)
 
 
-FOUR = ("four", "four all_gather", "two tp2 sp", "two pp2", "four delta", "four mamba", "four delta states")
+FOUR = (
+    *("four", "four all_gather", "two tp2 sp", "two pp2"),
+    *(f"four {variant} {states}" for variant in ("delta", "mamba") for states in ("heads", "states")),
+    *("four ep2 delta_moe distributed", "four ep2 mamba_moe distributed", "four ep2 delta_mtp again=core_attn"),
+)
 
 
 @pytest.mark.by_day("few-four all_gather", "few-two tp2 sp")

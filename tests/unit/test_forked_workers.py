@@ -12,16 +12,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
-import pytest
+import os, sys, pytest
 from tests.forked_workers import run_on_workers
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
     run_on_workers(session, 2, lambda: "done", lambda said: print("told", said))
     return True
+
+@pytest.fixture(scope="session", autouse=True)
+def ends():
+    yield
+    print(f"session over in {os.getpid()}", file=sys.__stderr__)
 """
 FILE = """
-import os, time, pytest
+import os, time, warnings, pytest
+from tests import patience
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -36,31 +42,81 @@ def test_fails():
     assert 1 == 2
 def test_dies():
     if "NAME" == "b":
-        os._exit(7)
+        if os.fork():
+            os._exit(7)
+        while not os.path.exists("RELEASED"):  # it has what the worker had open
+            time.sleep(0.05)
+        os._exit(0)
+def test_warns(): warnings.warn("take care of NAME")
+def test_clock_is_of_this_process(): assert patience._clock._root == os.getpid()
 def test_after_a_death(made): assert made.is_dir()
 @pytest.mark.skip(reason="not now")
 def test_skipped(): pass
 """
 
 
-def start(folder: Path, files: dict[str, str]) -> subprocess.Popen[str]:
+def start(folder: Path, files: dict[str, str], *words: str) -> subprocess.Popen[str]:
+    """Run the files; what pytest says goes to a file, which a process that outlives it may keep open."""
     (folder / "conftest.py").write_text(CONFTEST)
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(textwrap.dedent(text))
-    words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(folder), "-c", "/dev/null", str(folder)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "pytest", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    words = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(folder), "-c", "/dev/null", *words)
+    with (folder / "said").open("w") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "pytest", *words, str(folder)], cwd=ROOT, stdout=said, stderr=subprocess.STDOUT
+        )
+
+
+def end(running: subprocess.Popen[str], folder: Path) -> str:
+    """Return what a run said."""
+    running.wait(timeout=120)
+    return (folder / "said").read_text()
 
 
 def test_each_test_runs_once_and_a_death_fails_one_test(tmp_path: Path) -> None:
-    out, _ = start(tmp_path, {name: FILE.replace("NAME", name) for name in "abc"}).communicate(timeout=120)
-    assert "4 failed, 11 passed, 3 skipped" in out, out
+    """Though a process lives on that the dead worker has forked."""
+    released = tmp_path / "released"
+    text = FILE.replace("RELEASED", str(released))
+    try:
+        out = end(start(tmp_path, {name: text.replace("NAME", name) for name in "abc"}), tmp_path)
+    finally:
+        released.touch()
+    assert "4 failed, 17 passed, 3 skipped" in out, out
     failed = set(re.findall(r"^FAILED .*test_(\w)\.py::(\w+)", out, re.MULTILINE))
     assert failed == {*((name, "test_fails") for name in "abc"), ("b", "test_dies")}
     assert "the process that ran this test ended with status 7" in out
-    assert all(f"said by {name}" in out for name in "abc")
-    assert out.count("told done") >= 2
+    assert all(f"said by {name}" in out and f"UserWarning: take care of {name}" in out for name in "abc")
+    ended = re.findall(r"session over in (\d+)", out)
+    assert len(ended) == len(set(ended)) == out.count("told done") == 2
+
+
+def test_the_first_failure_ends_a_run_that_is_to_end_then(tmp_path: Path) -> None:
+    """Other workers' tests and fixtures are ended in their way."""
+    begun, over = tmp_path / "begun", tmp_path / "over"
+    waits = f"""
+        import pathlib, pytest, time
+        @pytest.fixture(scope="module")
+        def made():
+            yield
+            pathlib.Path({str(over)!r}).touch()
+        def test_waits(made):
+            pathlib.Path({str(begun)!r}).touch()
+            time.sleep(600)
+    """
+    fails = f"""
+        import pathlib, time
+        def test_fails():
+            while not pathlib.Path({str(begun)!r}).exists():
+                time.sleep(0.05)
+            assert 1 == 2
+        def test_after(): pass
+    """
+    running = start(tmp_path, {"a": fails, "b": waits}, "-x")
+    out = end(running, tmp_path)
+    assert "stopping after 1 failures" in out, out
+    assert "1 failed in" in out, out
+    assert running.returncode == 1
+    assert over.exists()
 
 
 def test_an_interrupt_ends_all_workers(tmp_path: Path) -> None:
@@ -74,10 +130,10 @@ def test_an_interrupt_ends_all_workers(tmp_path: Path) -> None:
     """
     running = start(tmp_path, dict.fromkeys("ab", text))
     while not begun.exists() or begun.read_text().count("\n") < 2:
-        assert running.poll() is None, running.communicate()[0]
+        assert running.poll() is None, end(running, tmp_path)
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    out, _ = running.communicate(timeout=120)
+    out = end(running, tmp_path)
     assert running.returncode == 2, out
     for pid in begun.read_text().split():
         assert not Path(f"/proc/{pid}").exists()
