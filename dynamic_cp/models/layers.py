@@ -92,3 +92,8 @@ def hardware_of_layers(name: str, *, is_local: bool) -> str:
     """Return the bundled hardware of these layers for the name of one; another name, or a path, stays what it is."""
     local = f"{name}-local"
     return local if is_local and local in hardware_names() else name
+
+
+def is_of_local_layers(name: str) -> bool:
+    """Return whether the bundled hardware `name` is that of local layers; CPUs have no others."""
+    return name == "cpu" or name.endswith("-local")
