@@ -302,10 +302,7 @@ def why_local(model: str, hardware: str) -> str | None:
 
 
 def trained_hardware(model: str, hardware: str) -> str:
-    """Return the bundled hardware of the layers that a model trains with, and say so where it is another.
-
-    Where a file is named, it is that.
-    """
+    """Return the bundled hardware of the layers that a model trains with, and say so where it is another; or a file."""
     why = why_local(model, hardware)
     name = hardware_of_layers(hardware, is_local=why is not None)
     if name != hardware:
