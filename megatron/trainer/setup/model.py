@@ -121,7 +121,7 @@ def _check_host_holds(model: ModelSettings, runtime: PlannedRuntime) -> None:
     check_state_fits(
         runtime.problem,
         range(first, min(first + per_node, runtime.topology.world_size)),
-        free_bytes(runtime.device),
+        free_bytes(runtime.device, swaps=True),
         model.max_position_embeddings if has_table else 0,
     )
 
