@@ -18,7 +18,7 @@ from dynamic_cp.cli.flag_names import with_own_flags
 from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputError
 from dynamic_cp.lengths.streams import STDIN, is_pipe
 from dynamic_cp.models import catalog
-from dynamic_cp.models.layers import LayerFeatures, hardware_of_layers
+from dynamic_cp.models.layers import LayerFeatures, hardware_of_layers, is_of_local_layers
 from dynamic_cp.setting import TP_OVERLAPS, TpOverlap
 from dynamic_cp.tried import sizes_in
 from dynamic_cp.types import (
@@ -294,27 +294,26 @@ OF_MODEL = (
 )
 
 
-def why_local(name: str) -> str | None:
-    """Return what of a model, by name or file, only local layers do; None: it trains with TransformerEngine's."""
-    return LayerFeatures.of(catalog.load_model(name), catalog.load_architecture(name)).why_local
+def why_local(model: str, hardware: str) -> str | None:
+    """Return why a model, by name or file, trains with local layers; None: it trains with TransformerEngine's."""
+    if is_of_local_layers(hardware):
+        return f"hardware {hardware}"
+    return LayerFeatures.of(catalog.load_model(model), catalog.load_architecture(model)).why_local
 
 
 def trained_hardware(model: str, hardware: str) -> str:
-    """Return the bundled hardware of the layers that a model trains with, and say so where it is another.
-
-    Where a file is named, it is that.
-    """
-    why = why_local(model)
+    """Return the bundled hardware of the layers that a model trains with, and say so where it is another; or a file."""
+    why = why_local(model, hardware)
     name = hardware_of_layers(hardware, is_local=why is not None)
     if name != hardware:
         click.echo(f"dynamic-cp: {model} trains with local layers ({why}): --hardware {name} is taken", err=True)
     return name
 
 
-def load_model(name: str, expert_imbalance: float | None, mtp_num_layers: int | None) -> ModelShape:
+def load_model(name: str, hardware: str, expert_imbalance: float | None, mtp_num_layers: int | None) -> ModelShape:
     """Return a model by name or file as it trains, with the imbalance of its experts and the modules that are given."""
     model = catalog.load_model(name)
-    if model.experts is not None and why_local(name) is not None:
+    if model.experts is not None and why_local(name, hardware) is not None:
         model = dataclasses.replace(model, experts=dataclasses.replace(model.experts, grouped=False))
     if mtp_num_layers is not None:
         try:
@@ -752,7 +751,7 @@ class JobInput:
     @cached_property
     def model_shape(self) -> ModelShape:
         """The model; with --lanes in stages that are unlike where they have to be."""
-        model = load_model(self.model, self.expert_imbalance, self.mtp_num_layers)
+        model = load_model(self.model, self.hardware, self.expert_imbalance, self.mtp_num_layers)
         if self.lanes is None or model.num_layers % (self.topology.pp_size * self.topology.vp_size) == 0:
             return model
         return model.in_stages(self.topology.pp_size, self.topology.vp_size)

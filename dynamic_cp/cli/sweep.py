@@ -149,7 +149,7 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
         raise InvalidInputError(f"--jobs is {jobs}, at least 1 is needed: change it")
     policies = policies_in(policy)
     batch = taken(given, BatchInput)
-    model = load_model(given["model"], given["expert_imbalance"], given["mtp_num_layers"])
+    model = load_model(given["model"], given["hardware"], given["expert_imbalance"], given["mtp_num_layers"])
     given["hardware"] = trained_hardware(given["model"], given["hardware"])
     hardware = catalog.load_hardware(given["hardware"], given["settings"])
     architecture = catalog.load_architecture(given["model"])

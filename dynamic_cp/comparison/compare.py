@@ -240,7 +240,7 @@ def _fastest_static(policy: str, job: Job) -> PlanOptions:
         candidates = [job.options_of(policy, None)]
     if len(candidates) == 1:
         return candidates[0]
-    problems = [replace(job.problem_of(options), policy=policy) for options in candidates]
+    problems = [job.problem_of(options, policy) for options in candidates]
     return min(problems, key=lambda problem: fits_and_seconds(problem, job.batches)).options
 
 
@@ -254,9 +254,8 @@ def _limits(policy: str, options: PlanOptions, cp_size: int, job: Job) -> list[i
 
 
 def _outcome(policy: str, job: Job, options: PlanOptions, count: Callable[[], None]) -> PolicyOutcome:
-    static_cp_size = options.static_cp_size if policy in STATIC_POLICIES else None
     prices = job.prices(options)
-    memory = job.memory(options, static_cp_size)
+    memory = job.memory(options, policy)
     _planned(policy, job, options, job.batches[0])  # loads compiled code: not what planning a batch takes
     batches = []
     for batch in job.batches:
@@ -273,4 +272,4 @@ def _outcome(policy: str, job: Job, options: PlanOptions, count: Callable[[], No
 
 
 def _planned(policy: str, job: Job, options: PlanOptions, batch: Sequence[Sample]) -> PlannedBatch:
-    return plan_problem(replace(job.problem_of(options), policy=policy), batch)
+    return plan_problem(job.problem_of(options, policy), batch)

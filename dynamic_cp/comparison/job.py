@@ -112,25 +112,25 @@ class Job(NamedTuple):
         """Tokens of the longest sample of all batches."""
         return max(sample.seqlen for batch in self.batches for sample in batch)
 
-    def options_of(self, policy: str, static_cp_size: int | None, max_cp_size: int | None = None) -> PlanOptions:
+    def options_of(self, policy: str, static_cp_size: int | None) -> PlanOptions:
         """Return the options with the limit that memory sets `policy`, if it is to."""
         options = replace(
             self.allowed_to(policy, self.options),
             static_cp_size=static_cp_size or self.options.static_cp_size,
-            max_cp_size=max_cp_size or self.options.max_cp_size,
         )
         if self.limit_from_memory:
-            limit = self.memory(options, static_cp_size).max_tokens_per_rank(self.max_seqlen)
+            limit = self.memory(options, policy).max_tokens_per_rank(self.max_seqlen)
             options = replace(options, max_tokens_per_rank=limit)
         return options
 
-    def problem_of(self, options: PlanOptions) -> Problem:
-        """Return all that plans with `options` depend on besides the samples."""
+    def problem_of(self, options: PlanOptions, policy: str = "dynamic") -> Problem:
+        """Return all that plans of `policy` with `options` depend on besides the samples."""
         return Problem(
             topology=self.topology,
             model=self.model,
             hardware=self.hardware,
             options=options,
+            policy=policy,
             data_parallel=self.data_parallel,
         )
 
@@ -139,11 +139,9 @@ class Job(NamedTuple):
         exchanges = exchanges_of_policy(policy, options.cp_comm_types, self.model, chain.from_iterable(self.batches))
         return replace(options, cp_comm_types=exchanges)
 
-    def memory(self, options: PlanOptions, static_cp_size: int | None) -> MemoryModel:
-        """Return the memory model of the CP sizes that are used."""
-        if static_cp_size is not None:
-            options = replace(options, min_cp_size=static_cp_size, max_cp_size=static_cp_size)
-        return MemoryModel(self.problem_of(options))
+    def memory(self, options: PlanOptions, policy: str = "dynamic") -> MemoryModel:
+        """Return the memory model of the CP sizes that `policy` uses."""
+        return MemoryModel(self.problem_of(options, policy))
 
     def setting_of(self, policy: str, options: PlanOptions, max_cp_size: int | None = None) -> Setting:
         """Return what `policy` runs with `options`; max_cp_size: its own, where it has one."""

@@ -28,7 +28,7 @@ def outcome_of_tasks(
     Raises:
         UnsupportedFeatureError, InfeasibleSampleError: as `plan_tasks`; "with-pool" then has the dynamic plan.
     """
-    memory = job.memory(options, None)
+    memory = job.memory(options)
     known = memory if job.hardware.hbm_bytes else None
     prices = job.prices(options)
     problem = job.problem_of(options)

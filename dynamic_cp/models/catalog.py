@@ -188,7 +188,7 @@ def _read(kind: str, name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
             name=name,
         )
     try:
-        content = file.read_bytes()
+        content = _of_pipe(file) if file.is_fifo() else file.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a NUL in its name
         raise InvalidInputError(
             f"cannot read {name}: {getattr(error, 'strerror', None) or error}: check the path"
@@ -199,6 +199,12 @@ def _read(kind: str, name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
             f"{name} holds {value_in_words(data)}, an object is needed: compare it with {_example(kind)}"
         )
     return name, data
+
+
+@lru_cache(maxsize=8)
+def _of_pipe(file: Path) -> bytes:
+    """Return what comes out of a pipe, such as `<(command)`: a shape and its architecture are in one, read once."""
+    return file.read_bytes()
 
 
 def _example(kind: str) -> Path:

@@ -61,34 +61,31 @@ class LayerFeatures(NamedTuple):
     @property
     def why_local(self) -> str | None:
         """The first of what keeps TransformerEngine's layers away; None: nothing does."""
-        width = self.head_width
-        for is_on, why in (
-            (self.latent_attention, f"latent attention (--multi-latent-attention) is {CHECKED_LOCALLY}"),
-            (
-                width % HEAD_DIM_MULTIPLE or width > LARGEST_HEAD_DIM,
-                f"TransformerEngine's attention needs --kv-channels that are a multiple of {HEAD_DIM_MULTIPLE} up to "
-                f"{LARGEST_HEAD_DIM}, they are {width}",
-            ),
-            (self.windows, f"layers with a window (--window-size) are {CHECKED_LOCALLY}"),
-            (
-                self.softmax_type != "vanilla",
-                f"a score beside those of keys (--softmax-type {self.softmax_type}) is {CHECKED_LOCALLY}",
-            ),
-            (self.quick_geglu, f"gated MLPs of --quick-geglu are {CHECKED_LOCALLY}"),
-            (self.geglu, f"gated MLPs of --geglu are {CHECKED_LOCALLY}"),
-            (
-                self.window_rotary_base,
-                f"a base of RoPE for layers with a window (--window-rotary-base) is {CHECKED_LOCALLY}",
-            ),
-            (self.of_outputs, f"{self.of_outputs} is {CHECKED_LOCALLY}"),
-            (self.biased_experts, f"experts with biases (without --disable-bias-linear) are {CHECKED_LOCALLY}"),
+        for is_on, what in (
+            (self.latent_attention, "latent attention (--multi-latent-attention) is"),
+            (self.windows, "layers with a window (--window-size) are"),
+            (self.softmax_type != "vanilla", f"a score beside those of keys (--softmax-type {self.softmax_type}) is"),
+            (self.quick_geglu, "gated MLPs of --quick-geglu are"),
+            (self.geglu, "gated MLPs of --geglu are"),
+            (self.window_rotary_base, "a base of RoPE for layers with a window (--window-rotary-base) is"),
+            (self.of_outputs, f"{self.of_outputs} is"),
+            (self.biased_experts, "experts with biases (without --disable-bias-linear) are"),
         ):
             if is_on:
-                return why
+                return f"{what} {CHECKED_LOCALLY}"
+        if self.head_width % HEAD_DIM_MULTIPLE or self.head_width > LARGEST_HEAD_DIM:
+            return (
+                f"TransformerEngine's attention needs --kv-channels that are a multiple of {HEAD_DIM_MULTIPLE} up to "
+                f"{LARGEST_HEAD_DIM}, they are {self.head_width}"
+            )
         return None
 
 
 def hardware_of_layers(name: str, *, is_local: bool) -> str:
     """Return the bundled hardware of these layers for the name of one; another name, or a path, stays what it is."""
-    local = f"{name}-local"
-    return local if is_local and local in hardware_names() else name
+    return local if is_local and (local := f"{name}-local") in hardware_names() else name
+
+
+def is_of_local_layers(name: str) -> bool:
+    """Return whether the bundled hardware `name` is that of local layers; CPUs have no others."""
+    return name == "cpu" or name.endswith("-local")

@@ -10,7 +10,6 @@ from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
-from dynamic_cp.models.layers import LayerFeatures
 from dynamic_cp.setting import POOL_POLICIES, Setting
 from dynamic_cp.types import (
     FP32_STATE,
@@ -74,7 +73,7 @@ def launch_flags(
     return (
         _parallelism(setting, data_parallel),
         _planning(setting, hardware_name, options or setting.options()),
-        _lengths(max_seqlen, global_batch_size, grouped=trains_grouped(model, architecture)),
+        _lengths(max_seqlen, global_batch_size, grouped=model.experts is not None and model.experts.grouped),
         _recompute(setting),
         _shape(model, architecture, setting.topology.tp_size),
         _architecture(model, architecture, max_seqlen),
@@ -89,12 +88,6 @@ def model_flags(model: ModelShape, architecture: Architecture, *, tp_size: int, 
         max_seqlen: of the run; --max-position-embeddings is at least that.
     """
     return (*_shape(model, architecture, tp_size), *_architecture(model, architecture, max_seqlen))
-
-
-def trains_grouped(model: ModelShape, architecture: Architecture | None) -> bool:
-    """Return whether a rank's experts are one product on GPUs: with TransformerEngine's layers."""
-    has_experts = model.experts is not None and model.experts.grouped
-    return has_experts and LayerFeatures.of(model, architecture).why_local is None
 
 
 def launcher(setting: Setting) -> str:

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import dynamic_cp
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.types import DataParallel, Problem
+from megatron.dynamic_cp.calibration.device import free_bytes
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import memory
@@ -104,6 +106,12 @@ def hardware_file(folder, hbm_bytes):
 
 
 TRAINING = "--num-layers 4 --mock-data --train-iters 2 --lr-decay-iters 8 --make-vocab-size-divisible-by 264"
+
+
+def test_weights_may_lie_in_swap_and_tokens_may_not(monkeypatch):
+    said = "MemTotal: 9 kB\nMemAvailable: 3 kB\nSwapTotal: 9 kB\nSwapFree: 4 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: said if str(path) == "/proc/meminfo" else "")
+    assert [free_bytes(torch.device("cpu"), swaps=swaps) for swaps in (False, True)] == [3 * 1024, 7 * 1024]
 
 
 def test_all_ranks_train_at_the_limit_that_memory_gives(tmp_path):

@@ -81,7 +81,7 @@ def check_state_fits(problem: Problem, ranks: Sequence[int], free_bytes: int | N
 
     Args:
         ranks: those of the host, which share its memory.
-        free_bytes: of the host; None = not known, nothing is refused.
+        free_bytes: of the host, with its swap; None = not known, nothing is refused.
         num_positions: rows of the table of learned positions, 0 without one.
 
     Raises:

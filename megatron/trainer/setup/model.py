@@ -115,13 +115,13 @@ def build(settings: Settings, runtime: PlannedRuntime, fused: Fusions) -> Built:
 
 def _check_host_holds(model: ModelSettings, runtime: PlannedRuntime) -> None:
     """Refuse a model that this rank's host has no memory for, before any rank of it takes some."""
-    per_node = min(runtime.topology.ranks_per_node, runtime.topology.world_size)
+    per_node = runtime.topology.ranks_per_node
     first = torch.distributed.get_rank() // per_node * per_node
     has_table = model.position_embedding_type == "learned_absolute"
     check_state_fits(
         runtime.problem,
-        range(first, first + per_node),
-        free_bytes(runtime.device),
+        range(first, min(first + per_node, runtime.topology.world_size)),
+        free_bytes(runtime.device, swaps=True),
         model.max_position_embeddings if has_table else 0,
     )
 

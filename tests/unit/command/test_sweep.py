@@ -556,7 +556,7 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
         config = {**LLAMA_CONFIG, **CONFIGS[name]}
         name = str(tmp_path / "config.json")
         (tmp_path / "config.json").write_text(json.dumps(config))
-    model, architecture = load_as_trained(name, None, None), load_architecture(name)
+    model, architecture = load_as_trained(name, "h100", None, None), load_architecture(name)
     topology = Topology(num_lanes=8, tp_size=tp_size, sequence_parallel=tp_size > 1)
     setting = Setting(
         policy="dynamic", topology=topology, recompute="full", max_tokens_per_rank=8192, cp_comm_types=CP_COMM_TYPES
@@ -571,6 +571,8 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
     )
     assert trained_hardware(name, "a100-80gb") == "a100-80gb"
     assert settings.model.moe_grouped_gemm is (model.experts is not None and wants is None)
+    if model.experts is not None:  # where the hardware is that of local layers, their experts are priced and printed
+        assert not any(load_as_trained(name, one, None, None).experts.grouped for one in ("h100-local", "cpu"))
     rows = derive.padded_vocab_size(settings.data.vocab_size, trained_model.make_vocab_size_divisible_by, tp_size)
     assert model.vocab_size <= rows < model.vocab_size + tp_size
     shape = replace(derive.model_shape(trained_model, model.vocab_size), source=model.source)

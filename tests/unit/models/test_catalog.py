@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import fields, replace
 
@@ -519,6 +520,16 @@ def test_a_path_loads(tmp_path):
     path.write_text((DATA / "hardware" / "cpu.json").read_text().replace('"name": "cpu"', '"name": "mine"'))
     assert catalog.load_hardware(path).name == "mine"
     assert catalog.load_hardware(str(path)) == catalog.load_hardware(path)
+
+
+def test_a_pipe_gives_the_shape_and_the_architecture():
+    """As of `--model <(command)`, which can be read once only."""
+    readable, writable = os.pipe()
+    with open(readable, "rb"), open(writable, "w") as pipe:
+        pipe.write(json.dumps(LLAMA_CONFIG))
+        pipe.close()
+        model, architecture = (load(f"/dev/fd/{readable}") for load in (catalog.load_model, catalog.load_architecture))
+    assert (model.hidden_size, architecture.normalization) == (LLAMA_CONFIG["hidden_size"], "RMSNorm")
 
 
 def broken(kind, change):
