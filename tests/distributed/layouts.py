@@ -29,7 +29,6 @@ def recomputing(*modules: str) -> dict[str, Any]:
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE_RECOMPUTE = recomputing("core_attn")
 EVERY_SECOND = {"window_size": (40, 0), "window_attn_skip_freq": 2}
-NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four", 6: "six", 8: "eight"}
 WORDS: dict[str, dict[str, Any]] = {
     **{
         name: {"lanes": 1 + number}

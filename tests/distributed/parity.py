@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import activations, parallel_state
@@ -257,14 +258,6 @@ def planned_blocks(samples: tuple[Sample, ...], layout: Layout, max_tokens_per_r
     return plan_global_batch(
         samples, topology=layout.topology, model=layout.model, hardware=NO_HOST, options=options
     ).plan
-
-
-def plans_of_blocks(
-    samples: tuple[Sample, ...], placed: Mapping[str, Layout], planned: Mapping[str, tuple[Layout, int]]
-) -> dict[str, tuple[Layout, Plan]]:
-    """Return `placed_plan` of the layouts of `placed`, `planned_blocks` of those of `planned` with their limits."""
-    plans = {name: (layout, placed_plan(samples, layout)) for name, layout in placed.items()}
-    return plans | {name: (layout, planned_blocks(samples, layout, limit)) for name, (layout, limit) in planned.items()}
 
 
 def exchange_of(layout: Layout, cp_size: int, used: Counter[str]) -> tuple[CpCommType, int]:
@@ -725,3 +718,13 @@ def assert_all_equal_to_reference(cases: Mapping[str, Case], *, bytes_too: bool 
         except AssertionError as error:
             wrong.append(f"{name}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+def run_faulty(cases: Mapping[str, tuple[Case, Callable[[Any], None]]]) -> dict[str, Comparison]:
+    """Return what a step of each case shows on this rank with its fault planted, each in a job of its own."""
+    found = {}
+    for name, (case, plant) in in_jobs_of_their_own(cases):
+        with pytest.MonkeyPatch.context() as patched:
+            plant(patched)
+            found[name] = run_step(*case, None)
+    return found

@@ -24,11 +24,9 @@ from tests.distributed.parity import (
     BATCHES,
     TOLERANCE,
     Case,
-    Comparison,
     Layout,
-    in_jobs_of_their_own,
     mixed_plan,
-    run_step,
+    run_faulty,
 )
 
 
@@ -116,21 +114,12 @@ FAULTS: dict[str, tuple[Layout, Callable[[Any], None], str]] = {
 }
 
 
-def run_faulty(cases: dict[str, Case]) -> dict[str, Comparison]:
-    found = {}
-    for name, case in in_jobs_of_their_own(cases):
-        with pytest.MonkeyPatch.context() as patched:
-            FAULTS[name][1](patched)
-            found[name] = run_step(*case, None)
-    return found
-
-
 @pytest.mark.nightly
 def test_mistakes_in_combinations_show(reference_of: Any) -> None:
     samples = BATCHES["long_tail"]
     cases = {
-        name: Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
-        for name, (layout, _, _) in FAULTS.items()
+        name: (Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail")), plant)
+        for name, (layout, plant, _) in FAULTS.items()
     }
     ranks = run_ranks(2, run_faulty, cases, timeout_s=120)
     for name, (_, _, part) in FAULTS.items():

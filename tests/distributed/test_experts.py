@@ -32,7 +32,6 @@ from tests.distributed.parity import (
     BATCHES,
     TOLERANCE,
     Case,
-    Comparison,
     Layout,
     build_chunks,
     fixed_plan,
@@ -40,7 +39,7 @@ from tests.distributed.parity import (
     mixed_plan,
     placed_plan,
     reference_name,
-    run_step,
+    run_faulty,
     sections_of,
     tensor_parallel_part,
 )
@@ -121,21 +120,12 @@ FAULTS = {
 }
 
 
-def run_faulty(cases: dict[str, Case]) -> dict[str, Comparison]:
-    found = {}
-    for name, (_, plant) in in_jobs_of_their_own(FAULTS):
-        with pytest.MonkeyPatch.context() as patched:
-            plant(patched)
-            found[name] = run_step(*cases[name], None)
-    return found
-
-
 @pytest.mark.nightly
 def test_mistakes_with_experts_show(reference_of: Any) -> None:
     samples = BATCHES["long_tail"]
     cases = {
-        name: Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
-        for name, (layout, _) in FAULTS.items()
+        name: (Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail")), plant)
+        for name, (layout, plant) in FAULTS.items()
     }
     ranks = run_ranks(2, run_faulty, cases, timeout_s=120)
     errors = {name: max(rank[name].gradient_error for rank in ranks) for name in FAULTS}

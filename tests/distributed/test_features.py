@@ -21,11 +21,9 @@ from tests.distributed.parity import (
     BATCHES,
     TOLERANCE,
     Case,
-    Comparison,
     Layout,
-    in_jobs_of_their_own,
     mixed_plan,
-    run_step,
+    run_faulty,
 )
 from tests.layer_choices import chosen_layers
 
@@ -137,15 +135,6 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
 }
 
 
-def run_faulty(cases: dict[str, Case]) -> dict[str, Comparison]:
-    found = {}
-    for name, (variant, plant) in in_jobs_of_their_own(FAULTS):
-        with pytest.MonkeyPatch.context() as patched:
-            plant(patched)
-            found[name] = run_step(*cases[variant], None)
-    return found
-
-
 @pytest.mark.nightly
 def test_mistakes_in_features_show(reference_of: Any) -> None:
     samples = BATCHES["long_tail"]
@@ -153,7 +142,8 @@ def test_mistakes_in_features_show(reference_of: Any) -> None:
         name: Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
         for name, layout in ALONE.items()
     }
-    ranks = run_ranks(2, run_faulty, cases, timeout_s=120)
+    faulty = {name: (cases[variant], plant) for name, (variant, plant) in FAULTS.items()}
+    ranks = run_ranks(2, run_faulty, faulty, timeout_s=120)
     for name in FAULTS:
         assert max(rank[name].gradient_error for rank in ranks) > 20 * TOLERANCE, name
 

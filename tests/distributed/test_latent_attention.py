@@ -16,7 +16,7 @@ from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model import latent_attention
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
-from megatron.dynamic_cp.model.rotary import rotary_cos_sin, rotate
+from megatron.dynamic_cp.model.rotary import cos_sin_at, rotate
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks
 from tests.distributed.layouts import plan_of_exchanges
@@ -24,11 +24,9 @@ from tests.distributed.parity import (
     BATCHES,
     TOLERANCE,
     Case,
-    Comparison,
     Layout,
-    in_jobs_of_their_own,
     mixed_plan,
-    run_step,
+    run_faulty,
 )
 
 
@@ -58,7 +56,7 @@ def rotate_other_pairs(monkeypatch: Any) -> None:
 
 def forget_the_concentration(monkeypatch: Any) -> None:
     monkeypatch.setattr(
-        latent_attention, "rotary_cos_sin", lambda table, params, dtype, _: rotary_cos_sin(table, params, dtype)
+        latent_attention, "cos_sin_at", lambda table, positions, dtype, _: cos_sin_at(table, positions, dtype, 1.0)
     )
 
 
@@ -132,22 +130,13 @@ FAULTS_OF_LATENTS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def run_faulty(case: Case, faults: dict[str, Callable[[Any], None]]) -> dict[str, Comparison]:
-    found = {}
-    for name, plant in in_jobs_of_their_own(faults):
-        with pytest.MonkeyPatch.context() as patched:
-            plant(patched)
-            found[name] = run_step(*case, None)
-    return found
-
-
 @pytest.mark.nightly
 def test_mistakes_in_latent_attention_show(reference_of: Any) -> None:
     """On two tensor-parallel ranks; without sequence parallelism, which sums up by itself."""
     layout, samples = Layout(1, tp=2, variant="latent"), BATCHES["long_tail"]
     plan = mixed_plan(samples, layout)
     case = Case(layout, samples, plan, reference_of(layout, "long_tail"))
-    ranks = run_ranks(2, run_faulty, case, FAULTS, timeout_s=120)
+    ranks = run_ranks(2, run_faulty, {name: (case, plant) for name, plant in FAULTS.items()}, timeout_s=120)
     for name in FAULTS:
         assert max(rank[name].gradient_error for rank in ranks) > 20 * TOLERANCE, name
 
@@ -157,7 +146,8 @@ def test_mistakes_in_exchanging_latents_show(reference_of: Any) -> None:
     layout, samples = Layout(2, exchange="latent", variant="latent"), BATCHES["long_tail"]
     plan = plan_of_exchanges(samples, layout)
     case = Case(layout, samples, plan, reference_of(layout, "long_tail"))
-    ranks = run_ranks(2, run_faulty, case, {"nothing": lambda _: None, **FAULTS_OF_LATENTS}, timeout_s=120)
+    faults: dict[str, Callable[[Any], None]] = {"nothing": lambda _: None, **FAULTS_OF_LATENTS}
+    ranks = run_ranks(2, run_faulty, {name: (case, plant) for name, plant in faults.items()}, timeout_s=120)
     assert max(rank["nothing"].gradient_error for rank in ranks) <= TOLERANCE
     for name in FAULTS_OF_LATENTS:
         assert max(rank[name].gradient_error for rank in ranks) > 20 * TOLERANCE, name

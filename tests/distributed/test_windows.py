@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,13 +24,11 @@ from tests.distributed.parity import (
     BATCHES,
     TOLERANCE,
     Case,
-    Comparison,
     Layout,
-    in_jobs_of_their_own,
     mixed_plan,
     placed_plan,
     planned_bytes,
-    run_step,
+    run_faulty,
 )
 from tests.distributed.reference import LLAMA, transformer_config, window_mask
 from tests.layer_choices import chosen_layers
@@ -141,15 +139,6 @@ FAULTS_IN_BLOCKS = {
     "one key more": packed_for(with_window(1)),
     "no sink": packed_for(lambda mask: Lambda(0, mask.window) if isinstance(mask, Lambda) else mask),
 }
-
-
-def run_faulty(cases: Mapping[str, tuple[Case, Callable[[Any], None]]]) -> dict[str, Comparison]:
-    found = {}
-    for name, (case, plant) in in_jobs_of_their_own(cases):
-        with pytest.MonkeyPatch.context() as patched:
-            plant(patched)
-            found[name] = run_step(*case, None)
-    return found
 
 
 @pytest.mark.nightly
