@@ -363,14 +363,14 @@ def test_bytes_have_units():
 
 def test_imbalance_says_max_over_mean():
     said = texts(svg_text(partial(imbalance, [("uneven", [3.0, 1.0, 2.0]), ("even", [2.0] * 3)]), LIGHT))
-    assert "uneven: busiest 3\u00a0s, mean 2\u00a0s, max/mean 1.50" in said
+    assert "uneven: busiest 3.00\u00a0s, mean 2.00\u00a0s, max/mean 1.50" in said
     assert "even: busiest 2\u00a0s, mean 2\u00a0s, max/mean 1.00" in said
     assert "busy time of a lane (s)" in said
 
 
 def test_bars_of_parts_end_where_their_sum_is():
     draw = OTHERS["parts"]
-    assert {"dynamic CP", "pack", "passes", "time (s)", "1.3\u00a0s", "1.5\u00a0s"} <= texts(svg_text(draw, LIGHT))
+    assert {"dynamic CP", "pack", "passes", "time (s)", "1.30\u00a0s", "1.50\u00a0s"} <= texts(svg_text(draw, LIGHT))
     with look(LIGHT):
         bars = draw(LIGHT).axes[0].patches
     assert [(bar.get_x(), bar.get_width()) for bar in bars] == [(0, 0.2), (0.2, pytest.approx(1.1)), (0, 1.5)]
