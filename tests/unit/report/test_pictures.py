@@ -364,7 +364,7 @@ def test_bytes_have_units():
 def test_imbalance_says_max_over_mean():
     said = texts(svg_text(partial(imbalance, [("uneven", [3.0, 1.0, 2.0]), ("even", [2.0] * 3)]), LIGHT))
     assert "uneven: busiest 3.00\u00a0s, mean 2.00\u00a0s, max/mean 1.50" in said
-    assert "even: busiest 2\u00a0s, mean 2\u00a0s, max/mean 1.00" in said
+    assert "even: busiest 2.00\u00a0s, mean 2.00\u00a0s, max/mean 1.00" in said
     assert "busy time of a lane (s)" in said
 
 
