@@ -451,7 +451,7 @@ def run_sabotaged(case: Case, sabotage: Callable[[], None]) -> Comparison | str:
 
 
 def test_a_lost_tile_shows_in_losses_and_a_wrong_order_of_ticks_before_anything_is_sent(reference_of: Any) -> None:
-    case = sabotaged_case(LAYOUTS["pp2_one_lane"], reference_of)
+    case = sabotaged_case(EACH_NIGHT["pp2_one_lane"], reference_of)
     lost = run_ranks(2, run_sabotaged, case, lose_a_tile, timeout_s=60)
     assert max(one.loss_error for one in lost) > 1e-3
     for said in run_ranks(2, run_sabotaged, case, swap_ticks, timeout_s=60):
