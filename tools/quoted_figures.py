@@ -323,10 +323,7 @@ def planner_example() -> Quoted:
     """Return what the first example of the planner's page prints."""
     page = "docs/planner.md"
     (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(compile(code, page, "exec"), {"__name__": "docs"})
-    _, *shown = out.getvalue().splitlines()  # the first line says the sizes that the code has
+    _, *shown = _ran(sys.executable, "-c", code)  # the first line says the sizes that the code has
     return {page: ["```text", *shown, "```"]}
 
 
