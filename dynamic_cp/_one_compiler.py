@@ -6,6 +6,7 @@ compiles all, a minute and more of a core each.
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +29,7 @@ class OneCompiler:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / ".compiling"
+        self._path = folder / f".compiling-{sys.implementation.cache_tag}"  # no Python reads what another compiled
         self._file: IO[bytes] | None = None
         self._depth = 0
 
