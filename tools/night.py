@@ -41,7 +41,7 @@ PART_MIN = 12.0
 """Minutes that a part should take on two cores that do nothing else."""
 CASE_S, FAULT_S = 8.0, 40.0
 """Seconds that a test computes which tests/costs.json does not know, and that a planted fault takes with its test."""
-PYTEST = ("pytest", "-m", "nightly", "-q", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")
+PYTEST = ("pytest", "-m", "nightly", "-q", "--workers", "4")
 FIGURES = ("tools.quoted_figures", "--check")
 HEAD = ("what", "Python", "megatron-core", "commit", "date", "passed", "failed", "skipped", "minutes", "processor")
 _COUNTED = re.compile(r"(?:^|: |= )\d+ (?:passed|failed|skipped|error)")
@@ -77,13 +77,18 @@ def pieces(tests_s: Mapping[str, float]) -> list[Piece]:
     tool, pythons = ("-m", "tools.releases", "--only"), list(filter(releases.command_of, releases.PYTHONS))
     words = (*tool, "plans", "--python", *pythons)
     found.append(Piece("releases plans", "plans are bit-equal", words, 10.0, ", ".join(pythons), "all"))
+    nightly_of: set[str] = set()  # releases
     for python in pythons:
         words, what = (*tool, "checkpoints", "--python", python), "checkpoints from each to each"
         found.append(Piece(f"releases checkpoints {python}", what, words, 6.0, python, "all"))
         for release in (one.version for one in releases.releases_on(python)):
-            for folder in releases.TESTS:
-                words = (*tool, "tests", "--python", python, "--release", release, "--", folder)
-                found.append(Piece(f"releases {python} {release} {folder}", folder, words, 15.0, python, release))
+            name, words = f"releases {python} {release}", (*tool, "tests", "--python", python, "--release", release)
+            found.append(Piece(name, "tests of ranks, by day", words, 8.0, python, release))
+            if release not in nightly_of:
+                nightly_of.add(release)
+                for folder in releases.TESTS:
+                    by_night = (*words, "--", "-m", "nightly", folder)
+                    found.append(Piece(f"{name} {folder}", folder, by_night, 15.0, python, release))
     return found
 
 

@@ -1,11 +1,13 @@
 """Tests this on every release of megatron-core, on every Python at hand: hours, which `tools.night` runs in pieces.
 
     python -m tools.releases [--python 3.12 ...] [--release 0.19.2 ...] [--only plans|checkpoints|tests] [-- PYTEST'S]
+    python -m tools.releases --only tests -- -m nightly tests/faults      # what `make test` leaves out, too
 
 `make` makes .venv-3.12 and its kind, each with the newest release that runs there; older ones are installed beside it,
 below runs/releases, and put first on the path. Three things are tried: plans, which are bit-equal on each pair of
 Python and release, and the losses of a run on them; checkpoints, saved with one release and resumed with another:
-losses are those of the run that was not interrupted, on the same plans; and the tests of steps, runs and faults.
+losses are those of the run that was not interrupted, on the same plans; and the tests of steps, runs and faults, those
+of the day where pytest is told nothing else.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ def _installed_beside(command: str, python: str, release: Release) -> Path:
 
 def run_tests(installed: Installation, words: Sequence[str]) -> bool:
     """Run pytest, print its last line and what failed; return whether nothing did."""
-    done = installed.run(["pytest", "-q", "-m", "", "-n", "2", "--dist", "loadfile", *(words or TESTS)])
+    done = installed.run(["pytest", "-q", "--workers", "4", *(words or TESTS)])
     lines = done.stdout.strip().splitlines() or [done.stderr[-500:]]
     print(f"{installed}: {lines[-1]}", flush=True)
     print("".join(f"  {line}\n" for line in lines if line.startswith(("FAILED", "ERROR"))), end="", flush=True)
