@@ -11,7 +11,7 @@ MORE   ?= $(if $(findstring 3.12,$(VENV)),triton==3.7.1)
 # Tests on four forks, of which two usually wait, the costly files first (tests/conftest.py). Empty: one at a time.
 PARALLEL ?= -q --workers 4
 
-.PHONY: train test check quick nightly costs newest parity lint kernels imports bench bench-planner bench-blocks bench-disaggregated docs clean
+.PHONY: train test check quick nightly costs newest lint kernels bench bench-planner bench-blocks bench-disaggregated docs clean
 
 # Modules are compiled by who imports them: most of what is installed nobody does. That is kept whatever the environment
 # says, or each of hundreds of processes would do it anew: three times the work of a run of a few steps.
@@ -53,16 +53,13 @@ kernels: $(READY)
 		--policy pool > /dev/null
 	$(BIN)/python -m benchmarks.placement --compile
 
-# Has all that tests import compiled, once: processes of the tests begin together, and would each do it anew.
-imports: $(READY)
-	@found=$$($(BIN)/python -m pytest -qq -m "" --collect-only) || { echo "$$found"; exit 1; }
-
 # What a change is tried with, in a minute: lint beside the quick tests. CONTRIBUTING.md says which those are.
 check:
 	$(MAKE) --no-print-directory -j 2 lint quick
 
+QUICK := not slow
 quick: kernels
-	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(LEFT_OUT:%=--ignore=tests/unit/%)
+	$(BIN)/python -m pytest -m "$(QUICK)" $(PARALLEL) $(LEFT_OUT:%=--ignore=tests/unit/%)
 
 # Goes on with the night for 25 minutes: tests that `make test` leaves out, planted faults, other Pythons and releases.
 # PIECE=releases for those pieces alone whose names begin so, PIECE=--list for the names.
@@ -75,18 +72,12 @@ OF_ONE_VERSION := bounds calibration learning lengths mechanisms memory models p
 	$(filter-out test_bench_peers.py,$(patsubst tests/unit/%,%,$(wildcard tests/unit/test_bench_*.py))) \
 	test_plant_faults.py test_rooms.py test_size.py
 
-# The other quick tests, parity of all layouts, what releases do wrong and attention of the newest TransformerEngine, on
-# Python 3.12 and what megatron-core is newest there; in an environment of its own. Exchanges and shapes of batches, which
-# no release changes, are left to `python -m tools.releases`.
+# The other quick tests, and what is marked `of_releases`: parity of many layouts, what releases do wrong, attention of the
+# newest TransformerEngine. On Python 3.12 and what megatron-core is newest there; in an environment of its own.
 newest:
 	@python=$$(sh tools/find_python.sh 3.12); test -z "$$python" && echo "no Python 3.12: not tested with it" || \
-		$(MAKE) --no-print-directory -j 2 VENV=.venv-3.12 PYTHON="$$python" LEFT_OUT="$(OF_ONE_VERSION)" quick parity
-
-parity: kernels
-	$(BIN)/python -m pytest -q -m "" tests/distributed/test_parity.py tests/distributed/test_upstream_faults.py \
-		tests/distributed/test_triton.py tests/distributed/test_transformer_engine_attention.py \
-		tests/distributed/test_transformer_engine_sources.py \
-		-k "lists_of_layouts and plain or wrong_in_the_releases or equals_a_stock or programs or 4-2.20.2 or of_the_table"
+		$(MAKE) --no-print-directory VENV=.venv-3.12 PYTHON="$$python" LEFT_OUT="$(OF_ONE_VERSION)" \
+			QUICK="not slow or of_releases" quick
 
 # The whole suite, and what each test costs into tests/costs.json, failed ones too; whose names of before are not asked for.
 costs: kernels
