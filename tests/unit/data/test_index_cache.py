@@ -350,6 +350,7 @@ open_documents(sys.argv[1])
 """
 
 
+@pytest.mark.nightly  # by day a writer is, in test_length_index.py
 def test_an_indexer_that_is_killed_does_not_block_the_next(tmp_path, scans):
     folder = write_files(tmp_path / "data", {"a.jsonl": b'{"text": "%s"}\n' % (b"x" * 1000) * 4000})
     ended = subprocess.run([sys.executable, "-c", KILLED, str(folder)], timeout=60, check=False)

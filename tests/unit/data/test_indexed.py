@@ -267,6 +267,7 @@ def test_what_is_no_file_is_refused(tmp_path, suffix, make):
     assert str(path) in refusal(config(prefix))
 
 
+@pytest.mark.by_day("from the middle of the lengths on")
 @pytest.mark.parametrize("zeros", ["all but the header", "from the middle of the lengths on"])
 def test_a_copy_that_was_cut_short_and_filled_with_zeros_costs_no_memory(tmp_path, zeros):
     path, num_sequences = tmp_path / "sparse.idx", 20_000_000
