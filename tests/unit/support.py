@@ -33,6 +33,8 @@ __all__ = [
     "frozen_parameters",
     "frozen_topology",
     "plan_of",
+    "plan_of_buckets",
+    "problem_of",
     "samples_of",
     "tiny_cost_model",
 ]
@@ -122,11 +124,22 @@ def plan_of(grid: list[list[tuple[int, int]]], topology: Topology) -> Plan:
     )
 
 
+def plan_of_buckets(*rows: Iterable[Bucket], topology: Topology, max_tokens_per_rank: int = 64) -> Plan:
+    """Return a plan with one micro-batch for each row of buckets."""
+    micro_batches = tuple(MicroBatch(buckets=tuple(row)) for row in rows)
+    return Plan(topology=topology, max_tokens_per_rank=max_tokens_per_rank, micro_batches=micro_batches)
+
+
+def problem_of(
+    topology: Topology, model: ModelShape = TINY_MODEL, hardware: Hardware = CURVED_HARDWARE, **options: object
+) -> Problem:
+    """Return a problem with these options; without them ranks have 256 tokens and exchange by the ring."""
+    settings = {"max_tokens_per_rank": 256, "cp_comm_types": ("p2p",), **options}
+    return Problem(topology=topology, model=model, hardware=hardware, options=PlanOptions(**settings))
+
+
 def tiny_cost_model(topology: Topology, **options: object) -> CostModel:
-    settings = {"max_tokens_per_rank": 256, "bytes_per_element": 4, "cp_comm_types": ("p2p",), **options}
-    return CostModel(
-        Problem(topology=topology, model=TINY_MODEL, hardware=TINY_HARDWARE, options=PlanOptions(**settings))
-    )
+    return CostModel(problem_of(topology, hardware=TINY_HARDWARE, **{"bytes_per_element": 4, **options}))
 
 
 def causal(seqlens: Iterable[int]) -> Lengths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -12,9 +13,11 @@ import pytest
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
+from megatron.trainer.data import indexing
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.entries import index_entries, open_entry
+from megatron.trainer.data.length_index import LengthIndex
 from megatron.trainer.data.source import Source
 from megatron.trainer.data.stream import SampleStream
 from megatron.trainer.data.tokenizer import ByteTokenizer
@@ -48,6 +51,12 @@ def write_files(folder: Path, contents: dict[str, bytes]) -> Path:
     return folder
 
 
+def write_records(path: Path, *records: object) -> Path:
+    """Write records as JSON lines."""
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
 def write_unseen(path: Path, content: bytes) -> None:
     """Write as many bytes as before (spaces at the end) and put the time back: what sizes and times do not show."""
     before = path.stat()
@@ -68,6 +77,31 @@ def open_documents(path: object, **changes: object) -> Source:
     return open_entry(str(path), indexed, ByteTokenizer())
 
 
+def refusal(one: DataConfig) -> str:
+    """Return why data are refused."""
+    with pytest.raises(DataError) as caught:
+        build_splits(one)
+    return str(caught.value)
+
+
+def index_in_ranges(
+    one: DataConfig, num_processes: int, range_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> LengthIndex:
+    """Return the index of data that so many processes tokenize in several ranges."""
+    real, num_ranges = indexing.map_in_processes, []
+
+    def map_in_processes(function, tasks, _, **options):
+        num_ranges.append(len(tasks))
+        return real(function, tasks, num_processes, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(indexing, "TOKENIZED_RANGE_BYTES", range_bytes)
+        patch.setattr(indexing, "map_in_processes", map_in_processes)
+        (entry,) = index_entries(one)
+    assert max(num_ranges) > 2
+    return entry.index
+
+
 def epoch_tokens(stream: SampleStream) -> list[NDArray[np.int64]]:
     """Return the inputs and the last label of each sample of the first epoch."""
     tokens = []
@@ -83,8 +117,6 @@ def epoch_tokens(stream: SampleStream) -> list[NDArray[np.int64]]:
 
 def assert_line_refused(one: DataConfig, path: Path, number: int, says: str) -> None:
     """Check that data are refused by the name of a line."""
-    with pytest.raises(DataError) as caught:
-        build_splits(one)
-    said = str(caught.value)
+    said = refusal(one)
     assert re.search(rf"{re.escape(str(path))} line {number}\b", said), said
     assert says in said

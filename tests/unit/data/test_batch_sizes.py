@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import num_microbatches_calculator
 
@@ -16,6 +16,7 @@ RAMPS = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 6), st.in
 
 
 @pytest.mark.skipif(CALCULATOR is None, reason="this release of megatron-core has no ramp to compare with")
+@settings(max_examples=50)
 @given(RAMPS)
 def test_sizes_are_those_of_megatron_core(ramp: tuple[int, int, int, int]) -> None:
     start, increment, num_increments, ramp_samples = ramp

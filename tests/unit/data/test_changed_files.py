@@ -126,9 +126,8 @@ def test_another_version_on_a_host_is_refused_when_it_is_opened(tmp_path, kind):
     entries = index_entries(data)
     before = files[0].stat().st_size
     files[0].write_bytes(files[0].read_bytes() + b"\n")
-    with pytest.raises(
-        DataError, match=rf"{files[0].name} has {before + 1} bytes but had {before} when it was indexed"
-    ):
+    says = rf"{files[0].name} has {before + 1} bytes but had {before} when it was indexed"
+    with pytest.raises(DataError, match=says):
         build_splits(data, entries)
 
 

@@ -6,43 +6,38 @@ import json
 
 import pytest
 
-from dynamic_cp.errors import DataError
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.chat import parse_chats
 from megatron.trainer.data.json_text import LineError
-from tests.unit.data.helpers import assert_line_refused, config, open_documents
-from tests.unit.data.test_chat import flags, messages_of, reader_of
+from tests.unit.data.helpers import assert_line_refused, config, open_documents, refusal, write_records
+from tests.unit.data.test_chat import flags, messages_of, reader_of, reader_with
 
 QUESTION = [("system", "Be brief."), ("user", "What runs past the mill?"), ("assistant", "The river.")]
 AGAIN = [*QUESTION, ("user", "Is it far?"), ("assistant", "No.")]
 CALL = {"name": "add", "arguments": {"a": 2, "b": [3]}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
+
+def spoken(chat):
+    """Return a chat in the words of ShareGPT."""
+    names = {"user": "human", "assistant": "gpt"}
+    return [{"from": names.get(role, role), "value": text} for role, text in chat]
+
+
+def in_parts(text):
+    return [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}]
+
+
+SYSTEM = {"system": "Be brief."}
+ANOTHER_NAME = [spoken(AGAIN)[1], {"from": "chatgpt", "value": AGAIN[2][1]}]
+HISTORY = {"history": [[AGAIN[1][1], AGAIN[2][1]]], "instruction": AGAIN[3][1], "output": "No.", "input": None}
 FORMS = {
-    "sharegpt": (
-        {
-            "id": 7,
-            "conversations": [
-                {"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": text} for role, text in AGAIN
-            ],
-        },
-        AGAIN,
-    ),
-    "sharegpt_with_system": (
-        {
-            "conversations": [{"from": "human", "value": AGAIN[1][1]}, {"from": "chatgpt", "value": AGAIN[2][1]}],
-            "system": "Be brief.",
-            "messages": None,
-        },
-        QUESTION,
-    ),
+    "sharegpt": ({"id": 7, "conversations": spoken(AGAIN)}, AGAIN),
+    "sharegpt_with_system": ({"conversations": ANOTHER_NAME, "messages": None, **SYSTEM}, QUESTION),
     "conversations_in_openai's_words": ({"conversations": messages_of(AGAIN)}, AGAIN),
-    "messages_with_system": ({"system": "Be brief.", "messages": messages_of(AGAIN[1:])}, AGAIN),
+    "messages_with_system": ({"messages": messages_of(AGAIN[1:]), **SYSTEM}, AGAIN),
     "prompt_and_completion": ({"prompt": "Is it far?", "completion": "No."}, AGAIN[3:]),
-    "prompt_and_completion_with_system": (
-        {"system": "Be brief.", "prompt": AGAIN[1][1], "completion": AGAIN[2][1]},
-        QUESTION,
-    ),
+    "prompt_and_completion_with_system": ({"prompt": AGAIN[1][1], "completion": AGAIN[2][1], **SYSTEM}, QUESTION),
     "messages_and_completion": (
         {"prompt": messages_of(QUESTION[:2]), "completion": messages_of(QUESTION[2:]), "label": None},
         QUESTION,
@@ -52,30 +47,13 @@ FORMS = {
         {"instruction": "Answer.", "input": "Is it far?", "output": "No."},
         [("user", "Answer.\nIs it far?"), ("assistant", "No.")],
     ),
-    "alpaca_with_history": (
-        {
-            "system": "Be brief.",
-            "history": [[AGAIN[1][1], AGAIN[2][1]]],
-            "instruction": AGAIN[3][1],
-            "output": "No.",
-            "input": None,
-        },
-        AGAIN,
-    ),
-    "parts": (
-        {
-            "messages": [
-                {"role": role, "content": [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}]}
-                for role, text in AGAIN
-            ]
-        },
-        AGAIN,
-    ),
+    "alpaca_with_history": (HISTORY | SYSTEM, AGAIN),
+    "parts": ({"messages": [{"role": role, "content": in_parts(text)} for role, text in AGAIN]}, AGAIN),
 }
 
 
-def read(record, **changes):
-    (one,) = reader_of(flags(**changes)).read(json.dumps(record).encode())
+def read(record, reader=None):
+    (one,) = (reader or reader_of(flags())).read(json.dumps(record).encode())
     return one.tokens.tolist(), one.is_target.tolist()
 
 
@@ -94,8 +72,7 @@ def test_answers_within_a_prompt_are_not_learned():
 
 
 def test_forms_are_documents_of_a_run(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record, _ in FORMS.values()))
+    path = write_records(tmp_path / "a.jsonl", *(record for record, _ in FORMS.values()))
     train = build_splits(flags(path)).train
     assert train is not None
     assert train.num_samples == len(FORMS)
@@ -104,12 +81,12 @@ def test_forms_are_documents_of_a_run(tmp_path):
 
 
 def test_texts_of_prompts_and_completions_need_no_template(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "What runs?", "completion": "The river."}\n{"prompt": "ab", "responses": ["c"]}\n')
+    question = {"prompt": "What runs?", "completion": "The river."}
+    path = write_records(tmp_path / "a.jsonl", question, {"prompt": "ab", "responses": ["c"]})
     documents = open_documents(path)
     assert bytes(documents.read_targeted(0, 0, 20)[0][:20].tolist()) == b"What runs?The river."
     assert documents.read_targeted(0, 0, 99)[1].tolist() == [False] * 10 + [True] * 11
-    path.write_text('{"prompt": "What runs?", "completion": "The river."}\n')
+    write_records(path, question)
     assert open_documents(path, json_key="prompt").lengths.tolist() == [11], "a field that is named is read"
 
 
@@ -125,14 +102,10 @@ TEMPLATE = (
 
 
 def call_messages(arguments, content=None):
-    function = {"name": "add", "arguments": arguments}
+    calls = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}]
     return [
         {"role": "user", "content": "2 plus 3?"},
-        {
-            "role": "assistant",
-            "content": content,
-            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
-        },
+        {"role": "assistant", "content": content, "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c1", "content": "5"},
         {"role": "assistant", "content": "5."},
     ]
@@ -141,26 +114,22 @@ def call_messages(arguments, content=None):
 @pytest.mark.parametrize("kind", ["text", "object", "sharegpt"])
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
 def test_tool_calls_go_through_the_template(tmp_path, kind, tools):
-    path = tmp_path / "t.jinja"
-    path.write_text(TEMPLATE.replace("CALL", CALLS_AS_JSON))
     arguments = CALL["arguments"]
     record = {"messages": call_messages(json.dumps(arguments) if kind == "text" else arguments), "tools": tools}
     if kind == "sharegpt":
         speakers = [("human", "2 plus 3?"), ("function_call", json.dumps(CALL)), ("observation", "5"), ("gpt", "5.")]
         record = {"conversations": [{"from": role, "value": text} for role, text in speakers], "tools": tools}
-    tokens, is_target = read(record, chat_template=str(path))
+    tokens, is_target = read(record, reader_with(tmp_path, TEMPLATE.replace("CALL", CALLS_AS_JSON)))
     expected = 'add({"a": 2, "b": [3]})<end>'
-    assert bytes(tokens).decode() == json.dumps(TOOLS) + (
-        f"<user>2 plus 3?<end><assistant>{expected}<tool>5<end><assistant>5.<end>"
-    )
+    chat = f"<user>2 plus 3?<end><assistant>{expected}<tool>5<end><assistant>5.<end>"
+    assert bytes(tokens).decode() == json.dumps(TOOLS) + chat
     learned = bytes(token for token, is_learned in zip(tokens, is_target, strict=True) if is_learned)
     assert learned.decode() == f"{expected}5.<end>"
 
 
 def test_arguments_stay_text_where_a_template_wants_text(tmp_path):
-    path = tmp_path / "t.jinja"
-    path.write_text(TEMPLATE.replace("CALL", CALLS_AS_TEXT))
-    tokens, _ = read({"messages": call_messages('{"b":[3],  "a":2}')}, chat_template=str(path))
+    template = TEMPLATE.replace("CALL", CALLS_AS_TEXT)
+    tokens, _ = read({"messages": call_messages('{"b":[3],  "a":2}')}, reader_with(tmp_path, template))
     assert 'add({"b":[3],  "a":2})<end>' in bytes(tokens).decode()
 
 
@@ -173,29 +142,29 @@ THINKS = (
 @pytest.mark.parametrize("of_table", [False, True])
 @pytest.mark.parametrize("form", ["messages", "prompt"])
 def test_variables_of_a_record_go_to_its_template(tmp_path, of_table, form):
-    path = tmp_path / "t.jinja"
-    path.write_text(THINKS)
     variables = {"enable_thinking": False, "documents": ["D"]}
     record = {"chat_template_kwargs": json.dumps(variables) if of_table else variables}
     chat = {"prompt": "a", "completion": "b"} if form == "prompt" else {"messages": messages_of([*AGAIN[:2], AGAIN[2]])}
-    plain, given = (bytes(read(chat | more, chat_template=str(path))[0]) for more in ({}, record))
+    plain, given = (bytes(read(chat | more, reader_with(tmp_path, THINKS))[0]) for more in ({}, record))
     assert given == b"/noD" + plain
 
 
 def test_keys_that_nothing_reads_are_named_once(tmp_path):
-    path = tmp_path / "a.jsonl"
     records = [{**record, "id": 3, "score": 1, "none": None} for record, _ in FORMS.values()]
     records[0] |= {"prompt": "x"}
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path = write_records(tmp_path / "a.jsonl", *records)
     said = f"keys without effect (lines): 'prompt' (1), 'score' ({len(FORMS)})"
     described = build_splits(flags(path)).train.describe()
     assert sorted(described.partition("(lines): ")[2].split(", ")) == sorted(said.partition("(lines): ")[2].split(", "))
-    path.write_text('{"text": "ab", "score": 1, "url": "x"}\n{"prompt": "ab", "responses": ["c"], "tools": []}\n')
+    write_records(path, {"text": "ab", "score": 1, "url": "x"}, {"prompt": "ab", "responses": ["c"], "tools": []})
     assert "keys without effect (lines): 'score' (1), 'tools' (1)" in build_splits(config(path)).train.describe()
-    path.write_text("".join(json.dumps({"text": "ab", str(number): 1}) + "\n" for number in range(40)))
+    write_records(path, *({"text": "ab", str(number): 1} for number in range(40)))
     assert build_splits(config(path)).train.describe().count(" (1)") == 32
 
 
+PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+PAIR = {"chosen": "y", "rejected": "z"}
+COMPLETION = {"prompt": "x", "completion": "y"}
 BAD = {
     "variables": (
         {"messages": messages_of(QUESTION), "chat_template_kwargs": "[1]"},
@@ -227,12 +196,7 @@ BAD = {
         "message 1 (user): its content is null: write its text",
     ),
     "a picture": (
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-                {"role": "assistant", "content": "y"},
-            ]
-        },
+        {"messages": [PICTURE, {"role": "assistant", "content": "y"}]},
         "message 1 (user): its content has parts of type image_url: texts alone are learned",
     ),
     "tools": ({"messages": messages_of(QUESTION), "tools": "[{"}, "field 'tools' is not JSON"),
@@ -247,14 +211,8 @@ BAD = {
     ),
     "alpaca": ({"instruction": "x", "output": 3}, "field 'output' is a int, not a string"),
     "history": ({"instruction": "x", "output": "y", "history": [["a"]]}, "entry 1 of 'history' is ['a']: pairs of"),
-    "preference": (
-        {"prompt": "x", "chosen": "y", "rejected": "z"},
-        "is a preference pair ('chosen', 'rejected'), which",
-    ),
-    "unpaired preference": (
-        {"prompt": "x", "completion": "y", "label": False},
-        "is a preference ('completion', 'label')",
-    ),
+    "preference": ({**PAIR, "prompt": "x"}, "is a preference pair ('chosen', 'rejected'), which"),
+    "unpaired preference": ({**COMPLETION, "label": False}, "is a preference ('completion', 'label')"),
     "none of these": (
         {"question": "x", "answer": "y"},
         "has no field 'messages' (it has 'question', 'answer'): --sft reads chats (messages, conversations, prompt "
@@ -266,22 +224,18 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_no_chat_names_its_line(tmp_path, case):
     record, says = BAD[case]
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"messages": messages_of(QUESTION)}) + "\n" + json.dumps(record) + "\n")
+    path = write_records(tmp_path / "a.jsonl", {"messages": messages_of(QUESTION)}, record)
     assert_line_refused(flags(path), path, 2, says)
 
 
 def test_texts_say_what_to_do_with_chats_and_preferences(tmp_path):
-    path = tmp_path / "a.jsonl"
     for record, says in (
         ({"conversations": []}, "or read chats with --sft"),
         ({"prompt": messages_of(QUESTION[:2]), "completion": messages_of(QUESTION[2:])}, "or read chats with --sft"),
         ({"instruction": "x", "output": "y"}, "or read chats with --sft"),
         ({"chosen": "x", "rejected": "y"}, "is a preference pair"),
     ):
-        path.write_text(json.dumps(record) + "\n")
-        with pytest.raises(DataError, match=says):
-            build_splits(config(path))
+        assert says in refusal(config(write_records(tmp_path / "a.jsonl", record)))
 
 
 @pytest.mark.parametrize("sft", [True, False])
@@ -289,10 +243,7 @@ def test_keys_that_come_twice_and_half_characters_name_their_line(tmp_path, sft)
     good = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "text": "c"}\n'
     path = tmp_path / "a.jsonl"
     for line, says in (
-        (
-            good.replace('"text"', '"text": "x", "text"').replace("user", "user"),
-            "has the key 'text' 2 times in one object",
-        ),
+        (good.replace('"text"', '"text": "x", "text"'), "has the key 'text' 2 times in one object"),
         (good.replace('"b"', r'"b\ud800"').replace('"c"', r'"c\ud800"'), r"is \ud800, half of a surrogate pair"),
         (good.replace('"b"', r'"\ude00b"').replace('"c"', r'"\ude00c"'), r"is \ude00, half of a surrogate pair"),
     ):

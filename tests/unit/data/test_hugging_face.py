@@ -10,16 +10,15 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from megatron.trainer.data import hugging_face, indexing, tokenizer
+from megatron.trainer.data import hugging_face, tokenizer
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.entries import index_entries, open_entry
 from megatron.trainer.data.hugging_face import HuggingFaceTokenizer
-from tests.unit.data.helpers import config, epoch_tokens, write_files, write_unseen
-from tests.unit.data.made_tokenizers import SPECIAL, write_tokenizer
+from tests.unit.data.helpers import config, epoch_tokens, index_in_ranges, write_files, write_unseen
+from tests.unit.data.made_tokenizers import write_tokenizer
 
 TEXTS = ["The river runs past the mill.", "naïve ☃ 𝄞", "", "two\n lines <|im_end|> ", "x" * 300]
 
@@ -37,6 +36,16 @@ def open_source(folder, path, **changes):
     flags = with_tokenizer(folder, path, **changes)
     (entry,) = index_entries(flags)
     return open_entry(str(path), entry, tokenizer.build(flags)), entry
+
+
+def write_texts(tmp_path, kind):
+    """Write the texts as lines with blank ones between, or as files beside one that is binary."""
+    if kind == "text":
+        contents = {f"{i}.txt": text.encode() for i, text in enumerate(TEXTS)}
+        return write_files(tmp_path / "data", contents | {"z.txt": b"\0"})
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n\n" for text in TEXTS))
+    return path
 
 
 def encoded(folder, text):
@@ -68,12 +77,10 @@ def test_it_pickles_as_its_path_and_knows_its_contents_only(folder, tmp_path):
 
 def test_sizes(folder):
     assert HuggingFaceTokenizer.load(str(folder), vocab_size=1000, eod_id=999).vocab_size == 1000
-    for changes, said in (
-        ({"vocab_size": 100}, "--vocab-size is 100, the tokenizer of .* has 320 ids"),
-        ({"eod_id": 320}, "--eod-id 320 is not below the 320"),
-    ):
-        with pytest.raises(InvalidInputError, match=said):
-            HuggingFaceTokenizer.load(str(folder), **changes)
+    with pytest.raises(InvalidInputError, match=r"--vocab-size is 100, the tokenizer of .* has 320 ids"):
+        HuggingFaceTokenizer.load(str(folder), vocab_size=100)
+    with pytest.raises(InvalidInputError, match="--eod-id 320 is not below the 320"):
+        HuggingFaceTokenizer.load(str(folder), eod_id=320)
 
 
 def test_what_is_missing_is_named(folder, tmp_path, monkeypatch):
@@ -108,12 +115,7 @@ def test_what_is_missing_is_named(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_documents_are_the_tokens_and_eod(folder, tmp_path, kind):
-    if kind == "text":
-        data = write_files(tmp_path / "data", {f"{i}.txt": text.encode() for i, text in enumerate(TEXTS)})
-        write_files(data, {"z.txt": b"\0"})
-    else:
-        data = tmp_path / "a.jsonl"
-        data.write_text("".join(json.dumps({"text": text}) + "\n\n" for text in TEXTS))
+    data = write_texts(tmp_path, kind)
     source, entry = open_source(folder, data)
     expected = [encoded(folder, text) for text in TEXTS]
     assert source.lengths.tolist() == list(map(len, expected))
@@ -130,8 +132,7 @@ def test_documents_are_the_tokens_and_eod(folder, tmp_path, kind):
 
 
 def test_another_tokenizer_has_another_index_and_stream(folder, tmp_path):
-    data = tmp_path / "a.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    data = write_texts(tmp_path, "jsonl")
     other = write_tokenizer(tmp_path / "other", vocab_size=265)
     flags = [with_tokenizer(folder, data), with_tokenizer(other, data), config(data)]
     assert len({index_entries(one)[0].index.path for one in flags}) == 3
@@ -140,26 +141,17 @@ def test_another_tokenizer_has_another_index_and_stream(folder, tmp_path):
     assert len({build_splits(one).train.fingerprint() for one in flags}) == 3
 
 
+@pytest.mark.by_day("text")
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_processes_make_the_same_index(folder, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(indexing, "TOKENIZED_RANGE_BYTES", 20 if kind == "text" else 200)
     monkeypatch.setenv("PYTHONPATH", "")
-    if kind == "text":
-        data = write_files(tmp_path / "data", {f"{i}.txt": text.encode() for i, text in enumerate(TEXTS)})
-    else:
-        data = tmp_path / "a.jsonl"
-        data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    headers, asked = [], []
-    real = indexing.map_in_processes
-    for num_processes in (1, 2):
-        monkeypatch.setattr(
-            indexing,
-            "map_in_processes",
-            lambda f, t, n, *, k=num_processes, **o: asked.append(len(t)) or real(f, t, k, **o),
-        )
-        headers.append(index_entries(with_tokenizer(folder, data, cache_path=str(tmp_path / str(num_processes)))))
-    assert asked[0] > 2
-    assert headers[0][0].index.header == headers[1][0].index.header
+    data = write_texts(tmp_path, kind)
+    range_bytes = 20 if kind == "text" else 200
+    one, two = (
+        index_in_ranges(with_tokenizer(folder, data, cache_path=str(tmp_path / str(k))), k, range_bytes, monkeypatch)
+        for k in (1, 2)
+    )
+    assert one.header == two.header
 
 
 def test_text_that_is_not_utf8_is_counted_and_changes_are_noticed(folder, tmp_path):
@@ -189,8 +181,3 @@ def test_reading_imports_neither_torch_nor_transformers(folder):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=os.getcwd())
     assert done.stdout.split() == [str(len(encoded(folder, "The river")) - 1), "[]"]
-
-
-def test_the_special_tokens_are_tokens_of_their_own(folder):
-    ids = HuggingFaceTokenizer.load(str(folder)).encode("".join(SPECIAL).encode())
-    np.testing.assert_array_equal(ids, np.arange(3))

@@ -110,55 +110,35 @@ def test_documents_of_a_cached_index_are_the_same(data):
     np.testing.assert_array_equal(unpickled.read(1, 0, 3), fresh.read(1, 0, 3))
 
 
-def change_size(folder, name):
-    (folder / name).write_bytes((folder / name).read_bytes() * 2)
-
-
-def change_nothing_but_the_time(folder, name):
-    os.utime(folder / name)
-
-
-def change_same_size(folder, name):
-    content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content.replace(b"three", b"t\\n\\t").replace(b"one", b"two"))
-    assert len((folder / name).read_bytes()) == len(content)
-
-
-def add(folder, name):
-    shutil.copy2(folder / name, folder / f"new{Path(name).suffix}")
-
-
-def remove(folder, name):
-    (folder / name).unlink()
-
-
-def rename(folder, name):
-    (folder / name).rename(folder / f"z{Path(name).suffix}")
+def keep_the_size(path):
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"three", b"t\\n\\t").replace(b"one", b"two"))
+    assert len(path.read_bytes()) == len(content)
 
 
 CHANGES = {
-    change_size: "1 file changed, the first is a",
-    change_nothing_but_the_time: "it was written again",
-    change_same_size: "it was written again",
-    add: "1 file added, the first is new",
-    remove: "1 file removed, the first is a",
-    rename: "1 file added, the first is z",
+    "another size": (lambda path: path.write_bytes(path.read_bytes() * 2), "1 file changed, the first is a"),
+    "the same size": (keep_the_size, "it was written again"),
+    "added": (lambda path: shutil.copy2(path, path.with_stem("new")), "1 file added, the first is new"),
+    "removed": (Path.unlink, "1 file removed, the first is a"),
+    "renamed": (lambda path: path.rename(path.with_stem("z")), "1 file added, the first is z"),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_changed_data_are_indexed_anew(data, scans, messages, change):
+@pytest.mark.parametrize("how", CHANGES)
+def test_changed_data_are_indexed_anew(data, scans, messages, how):
     folder, _ = data
     before = lengths_of(folder)
-    suffix = ".jsonl" if (folder / "a.jsonl").exists() else ".txt"
-    change(folder, f"a{suffix}")
+    (path,) = folder.glob("a.*")
+    change, says = CHANGES[how]
+    change(path)
     after = lengths_of(folder)
     assert len(scans) == 2
     assert f"the data changed since {saved(folder)} was made" in messages.text
-    assert CHANGES[change] in messages.text
+    assert says in messages.text
     assert lengths_of(folder) == after
     assert len(scans) == 2, "the new index replaced the old one"
-    if change is not change_nothing_but_the_time and not (change is change_same_size and suffix == ".txt"):
+    if (how, path.suffix) != ("the same size", ".txt"):
         assert after != before
 
 
@@ -216,28 +196,20 @@ def test_an_index_made_for_another_request_is_not_used(tmp_path, scans, messages
     assert "'json_key': 'body'" in messages.text
 
 
-def damage(index: Path, how: str) -> None:
-    content = index.read_bytes()
-    if how == "truncated":
-        index.write_bytes(content[: len(content) // 2])
-    elif how == "empty":
-        index.write_bytes(b"")
-    elif how == "corrupt":
-        index.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
-    elif how == "version":
-        index.write_bytes(content[:7] + bytes([99]) + content[8:])
-    else:
-        index.write_bytes(b"MMIDIDX\x00\x00" + b"\x01" * 500)
+def the_warning(messages) -> str:
+    (warning,) = [record.getMessage() for record in messages.records if record.levelno == logging.WARNING]
+    return warning
 
 
-@pytest.mark.parametrize("how", ["truncated", "empty", "corrupt", "version", "foreign"])
-def test_a_damaged_index_is_replaced_with_a_warning(data, scans, messages, how):
+def test_a_damaged_index_is_replaced_with_a_warning(data, scans, messages):
+    """What damage is noticed: test_length_index.py."""
     folder, lengths = data
     lengths_of(folder)
-    damage(saved(folder), how)
+    content = saved(folder).read_bytes()
+    saved(folder).write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
     assert lengths_of(folder) == lengths
     assert len(scans) == 2
-    (warning,) = [record.getMessage() for record in messages.records if record.levelno == logging.WARNING]
+    warning = the_warning(messages)
     assert f"the index {saved(folder)} cannot be trusted" in warning
     assert f"{folder}: indexing" in messages.text
     assert lengths_of(folder) == lengths
@@ -253,7 +225,7 @@ def test_a_full_disk_leaves_the_index_in_memory_with_a_warning(data, scans, mess
         assert lengths_of(folder) == lengths
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    (warning,) = [record.getMessage() for record in messages.records if record.levelno == logging.WARNING]
+    warning = the_warning(messages)
     for part in ("could not be saved", "File too large", "used from memory", "--data-cache-path", HIDDEN_FOLDER):
         assert part in warning
     left = [path for path in folder.parent.rglob("*") if path.is_file() and path.suffix in (".tmp", ".lengths")]
@@ -305,8 +277,7 @@ def test_a_folder_that_may_not_be_written_at_all(data, scans, messages, tmp_path
     messages.clear()
     refuse_folder(monkeypatch, tmp_path / "asked")
     assert lengths_of(folder, cache_path=str(tmp_path / "asked")) == lengths
-    (warning,) = [record.getMessage() for record in messages.records if record.levelno == logging.WARNING]
-    assert str(tmp_path / "asked") in warning
+    assert str(tmp_path / "asked") in the_warning(messages)
     assert len(scans) == 2
 
 
@@ -346,6 +317,7 @@ def index_in_a_process(folder, barrier, results):
     results.put(lengths_of(folder))
 
 
+@pytest.mark.by_day("jsonl")
 def test_processes_that_index_at_the_same_time_all_end_well(data):
     folder, lengths = data
     context = multiprocessing.get_context("fork")
@@ -378,6 +350,7 @@ open_documents(sys.argv[1])
 """
 
 
+@pytest.mark.nightly  # by day a writer is, in test_length_index.py
 def test_an_indexer_that_is_killed_does_not_block_the_next(tmp_path, scans):
     folder = write_files(tmp_path / "data", {"a.jsonl": b'{"text": "%s"}\n' % (b"x" * 1000) * 4000})
     ended = subprocess.run([sys.executable, "-c", KILLED, str(folder)], timeout=60, check=False)
@@ -392,12 +365,6 @@ def test_many_files_are_looked_at_in_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(indexing, "FILES_PER_TASK", 7)
     folder = write_files(tmp_path, {f"{i:03}.txt": b"x" * i + b"\0" * (i % 3 == 0) for i in range(100)})
     assert lengths_of(folder) == [i + 1 for i in range(100) if i % 3]
-
-
-def test_only_special_files_make_no_documents(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="no documents found"):
-        build_splits(config(tmp_path))
 
 
 def test_a_pipe_of_json_lines_is_an_error(tmp_path):

@@ -23,7 +23,7 @@ from dynamic_cp.lengths.megatron_index import HEADER, MAGIC, read_megatron_index
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.indexed import IndexedDocuments
 from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer
-from tests.unit.data.helpers import EOD, config, epoch_tokens
+from tests.unit.data.helpers import EOD, config, epoch_tokens, refusal
 
 DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6], [7]], [[]], [[8, 9]], [[10] * 50, [11] * 50]]
 
@@ -51,7 +51,7 @@ def test_a_document_is_its_sequences_and_eod(tmp_path, dtype, multimodal):
     assert source.lengths.tolist() == [4, 5, 1, 3, 101]
     for document, sequences in enumerate(DOCUMENTS):
         whole = [*flat(sequences), EOD]
-        for start in range(len(whole)):
+        for start in range(0, len(whole), 1 + len(whole) // 20):
             for stop in range(start + 1, len(whole) + 1):
                 tokens = source.read(document, start, stop)
                 assert tokens.dtype == np.int64
@@ -115,10 +115,9 @@ def test_megatron_vocabularies(tmp_path):
 @pytest.mark.parametrize("wrong", [257, -1])
 def test_an_id_outside_the_vocabulary_is_an_error_on_read(tmp_path, wrong):
     stream = build_splits(config(write_indexed(tmp_path, [[[1, 2, wrong, 3]]]))).train
-    with pytest.raises(DataError) as caught:
+    says = f"document 0.*token id {wrong}.*the vocabulary has 257.*--tokenizer-type NullTokenizer"
+    with pytest.raises(DataError, match=says):
         stream.read(0)
-    for part in ("document 0", f"token id {wrong}", "the vocabulary has 257", "--tokenizer-type NullTokenizer"):
-        assert part in str(caught.value)
 
 
 def test_the_whole_vocabulary_is_legal(tmp_path):
@@ -131,9 +130,7 @@ def test_the_whole_vocabulary_is_legal(tmp_path):
 def test_a_missing_file_is_named(tmp_path, missing, given):
     prefix = write_indexed(tmp_path)
     prefix.with_name(prefix.name + missing).unlink()
-    with pytest.raises(DataError) as caught:
-        build_splits(config(f"{prefix}{given}"))
-    assert f"{prefix}{missing} is missing" in str(caught.value)
+    assert f"{prefix}{missing} is missing" in refusal(config(f"{prefix}{given}"))
 
 
 def rewrite(prefix, suffix, change):
@@ -148,9 +145,7 @@ def test_a_truncated_idx_names_both_sizes(tmp_path, kept_bytes):
     prefix = write_indexed(tmp_path)
     full = rewrite(prefix, ".idx", lambda content: content[:kept_bytes])
     kept = kept_bytes % full
-    with pytest.raises(DataError) as caught:
-        build_splits(config(prefix))
-    message = str(caught.value)
+    message = refusal(config(prefix))
     assert f"{prefix}.idx is truncated: {kept} bytes" in message
     assert str(HEADER.size if kept < HEADER.size else full) in message
     assert "preprocess_data.py" in message
@@ -161,9 +156,7 @@ def test_a_truncated_bin_names_both_sizes(tmp_path, kept_bytes):
     prefix = write_indexed(tmp_path)
     full = rewrite(prefix, ".bin", lambda content: content[:kept_bytes])
     assert full == 4 * 109
-    with pytest.raises(DataError) as caught:
-        build_splits(config(prefix))
-    assert f"{prefix}.bin is truncated: {kept_bytes % full} bytes, its index says {full}" in str(caught.value)
+    assert f"{prefix}.bin is truncated: {kept_bytes % full} bytes, its index says {full}" in refusal(config(prefix))
 
 
 def put(fmt, offset, *values):
@@ -198,10 +191,9 @@ SIZES, OFFSETS, BOUNDARIES = 34, 34 + 4 * NUM_SEQUENCES, 34 + 12 * NUM_SEQUENCES
 def test_a_damaged_idx_is_explained(tmp_path, change, part):
     prefix = write_indexed(tmp_path)
     rewrite(prefix, ".idx", change)
-    with pytest.raises(DataError) as caught:
-        build_splits(config(prefix))
-    assert part in str(caught.value)
-    assert f"{prefix}.idx" in str(caught.value)
+    said = refusal(config(prefix))
+    assert part in said
+    assert f"{prefix}.idx" in said
 
 
 def damaged(content, draw):
@@ -229,12 +221,7 @@ def damaged(content, draw):
 
 
 NUMBERS = [
-    0,
-    1,
-    2,
-    7,
-    8,
-    9,
+    *(0, 1, 2, 7, 8, 9),
     *(sign * 2**bits + more for bits in (31, 32, 40, 62, 63) for sign in (1, -1) for more in (0, -1)),
 ]
 
@@ -245,7 +232,7 @@ def test_a_damaged_idx_is_refused_or_says_what_can_be_read(tmp_path):
     idx, full_bytes = prefix.with_name(prefix.name + ".idx"), 4 * 109
     whole = idx.read_bytes()
     refusals, accepted = [], 0
-    for _ in range(3000):
+    for _ in range(1000):
         content = damaged(whole, draw)
         idx.write_bytes(content)
         try:
@@ -261,8 +248,8 @@ def test_a_damaged_idx_is_refused_or_says_what_can_be_read(tmp_path):
             assert index.bin_bytes <= full_bytes
             for document in np.flatnonzero(index.document_tokens):
                 assert len(source.read(document, 0, int(index.document_tokens[document]))) > 0
-    assert len(refusals) > 2500
-    assert accepted > 20
+    assert len(refusals) > 800
+    assert accepted > 6
     for said in refusals:
         assert said.startswith(str(idx))
         assert re.search("copy both files again or make them again|give another path", said)
@@ -277,11 +264,10 @@ def test_what_is_no_file_is_refused(tmp_path, suffix, make):
     path = prefix.with_name(prefix.name + suffix)
     path.unlink()
     make(path)
-    with pytest.raises(DataError) as raised:
-        build_splits(config(prefix))
-    assert str(path) in str(raised.value)
+    assert str(path) in refusal(config(prefix))
 
 
+@pytest.mark.by_day("from the middle of the lengths on")
 @pytest.mark.parametrize("zeros", ["all but the header", "from the middle of the lengths on"])
 def test_a_copy_that_was_cut_short_and_filled_with_zeros_costs_no_memory(tmp_path, zeros):
     path, num_sequences = tmp_path / "sparse.idx", 20_000_000
@@ -312,14 +298,11 @@ def test_an_index_for_which_memory_is_too_small_says_how_much(tmp_path, monkeypa
         read_megatron_index(path)
 
 
-def test_an_index_without_documents_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="no documents found"):
-        build_splits(config(write_indexed(tmp_path, [])))
-
-
-def test_only_empty_documents_are_an_error(tmp_path):
-    with pytest.raises(DataError, match="has 2 documents and 0 samples"):
-        build_splits(config(write_indexed(tmp_path, [[[]], [[]]])))
+@pytest.mark.parametrize(
+    ("documents", "says"), [([], "no documents found"), ([[[]], [[]]], "has 2 documents and 0 samples")]
+)
+def test_an_index_without_tokens_is_an_error(tmp_path, documents, says):
+    assert says in refusal(config(write_indexed(tmp_path, documents)))
 
 
 def test_a_bin_that_changed_before_it_is_opened_is_an_error(tmp_path):

@@ -11,21 +11,22 @@ from dynamic_cp.errors import DataError, DynamicCPError
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.mock import MockDocuments
 from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer
-from tests.unit.data.helpers import EOD, config
+from tests.unit.data.helpers import EOD, config, refusal
 
 LOGNORMAL = {
-    "mode": "distribution",
-    "type": "lognormal",
-    "min_seq_len": 128,
-    "max_seq_len": 8192,
-    "mean_seq_len": 1024,
-    "lognormal_sigma": 1.5,
+    **{"mode": "distribution", "type": "lognormal", "mean_seq_len": 1024, "lognormal_sigma": 1.5},
+    **{"min_seq_len": 128, "max_seq_len": 8192},
 }
 
 
 def mock(configuration=LOGNORMAL, seed=1, seq_length=8192, tokenizer=None):
     text = configuration if configuration is None or isinstance(configuration, str) else json.dumps(configuration)
     return MockDocuments(text, seq_length, seed, tokenizer or ByteTokenizer())
+
+
+def lengths_in(tmp_path, content):
+    (tmp_path / "lengths.csv").write_text(content, encoding="utf-8")
+    return {"mode": "file", "path": str(tmp_path / "lengths.csv")}
 
 
 def test_lognormal_has_the_mean_sigma_and_bounds_asked_for():
@@ -47,8 +48,7 @@ def test_default_has_a_heavy_tail_that_fits():
 
 def test_file_mode_reads_the_first_column(tmp_path):
     for content in ("5\n7\n1\n", "length\n5\n7\n1", "\ufefflength,other\n5,9\n7,9\n\n1,x\n", "5.0,a\n7,b\n1,c"):
-        (tmp_path / "lengths.csv").write_text(content, encoding="utf-8")
-        assert mock({"mode": "file", "path": str(tmp_path / "lengths.csv")}).lengths.tolist() == [5, 7, 1]
+        assert mock(lengths_in(tmp_path, content)).lengths.tolist() == [5, 7, 1]
 
 
 def test_json_may_be_in_a_file(tmp_path):
@@ -126,10 +126,8 @@ def test_a_json_file_with_a_list_is_explained(tmp_path):
 
 @pytest.mark.parametrize("cell", ["-3", "1.5", "nan", "inf", "five", "1_000", "\u0663"])
 def test_bad_lengths_name_the_line(tmp_path, cell):
-    (tmp_path / "lengths.csv").write_text(f"length\n12\n{cell}\n")
-    with pytest.raises(DataError) as caught:
-        mock({"mode": "file", "path": str(tmp_path / "lengths.csv")})
-    assert f"lengths.csv line 3: '{cell}'" in str(caught.value)
+    with pytest.raises(DataError, match=f"lengths.csv line 3: '{cell}'"):
+        mock(lengths_in(tmp_path, f"length\n12\n{cell}\n"))
 
 
 @pytest.mark.parametrize(
@@ -137,23 +135,17 @@ def test_bad_lengths_name_the_line(tmp_path, cell):
     [("length\n1,000\n", "line 2 has 2 cells"), ('"1,000"\n5\n', "line 1: '1,000'"), (",length\n0,5\n", "line 1: ''")],
 )
 def test_cells_that_are_no_lengths_are_not_left_out(tmp_path, content, says):
-    (tmp_path / "lengths.csv").write_text(content)
     with pytest.raises(DataError, match=says):
-        mock({"mode": "file", "path": str(tmp_path / "lengths.csv")})
+        mock(lengths_in(tmp_path, content))
 
 
 def test_an_empty_csv_is_no_data(tmp_path):
-    (tmp_path / "lengths.csv").write_text("length\n")
-    with pytest.raises(DataError, match="no documents found"):
-        build_splits(
-            config(mock=True, varlen_mock_config=json.dumps({"mode": "file", "path": str(tmp_path / "lengths.csv")}))
-        )
+    flags = config(mock=True, varlen_mock_config=json.dumps(lengths_in(tmp_path, "length\n")))
+    assert "no documents found" in refusal(flags)
 
 
 def test_eod_closes_documents_of_one_token(tmp_path):
-    (tmp_path / "lengths.csv").write_text("0\n1\n2\n")
-    stream = build_splits(
-        config(mock=True, varlen_mock_config=json.dumps({"mode": "file", "path": str(tmp_path / "lengths.csv")}))
-    ).train
+    flags = config(mock=True, varlen_mock_config=json.dumps(lengths_in(tmp_path, "0\n1\n2\n")))
+    stream = build_splits(flags).train
     assert "3 documents (2 empty" in stream.describe()
     assert stream.read(0).labels.tolist() == [EOD]

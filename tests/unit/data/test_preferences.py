@@ -11,6 +11,7 @@ from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.types import SharedQuestion
 from megatron.trainer.data.preferences import preference_pairs
 from megatron.trainer.data.tokenizer import ByteTokenizer
+from tests.unit.data.helpers import write_records
 from tests.unit.data.test_chat import flags, reader_of, tokens_of
 from tests.unit.data.test_chat_records import call_messages
 
@@ -19,72 +20,40 @@ NO, YES = ({"role": "assistant", "content": text} for text in ("No.", "Yes, it i
 EARLIER = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}, *PROMPT[1:]]
 
 
-def spoken(messages):
-    names = {"user": "human", "assistant": "gpt"}
-    return [{"from": names.get(one["role"], one["role"]), "value": one["content"]} for one in messages]
+TEXTS = {"chosen": "No.", "rejected": "Yes, it is."}
+ANSWERS = {"chosen": [NO], "rejected": [YES]}
 
 
+def whole(messages):
+    return {"chosen": [*messages, NO], "rejected": [*messages, YES]}
+
+
+BRIEF = {"system": "Be brief."}
+SPOKEN = {"human": ["Is it far?"], "gpt": ["No.", "Yes, it is."]}
+HUMAN, GPT = ([{"from": name, "value": text} for text in texts] for name, texts in SPOKEN.items())
+SHAREGPT = {"conversations": HUMAN, "chosen": GPT[0], "rejected": GPT[1]}
 FORMS = {
-    "messages": ({"prompt": PROMPT, "chosen": [NO], "rejected": [YES]}, PROMPT),
-    "texts of answers": ({"prompt": PROMPT, "chosen": "No.", "rejected": "Yes, it is."}, PROMPT),
-    "whole chats": ({"chosen": [*PROMPT, NO], "rejected": [*PROMPT, YES], "prompt": None}, PROMPT),
-    "whole chats and their question": (
-        {"prompt": "Is it far?", "chosen": [*PROMPT, NO], "rejected": [*PROMPT, YES], "messages": [*PROMPT, NO]},
-        PROMPT,
-    ),
-    "a question and messages": ({"prompt": "Is it far?", "chosen": [NO], "rejected": [YES]}, PROMPT[1:]),
-    "an answer before": ({"chosen": [*EARLIER, NO], "rejected": [*EARLIER, YES]}, EARLIER),
-    "sharegpt": (
-        {
-            "conversations": spoken(PROMPT[1:]),
-            "system": "Be brief.",
-            "chosen": spoken([NO])[0],
-            "rejected": spoken([YES])[0],
-        },
-        PROMPT,
-    ),
-    "alpaca": (
-        {"instruction": "Is it", "input": "far?", "chosen": "No.", "rejected": "Yes, it is."},
-        [{"role": "user", "content": "Is it\nfar?"}],
-    ),
-    "alpaca and whole chats": (
-        {"instruction": "Is it far?", "output": "", "chosen": [*PROMPT[1:], NO], "rejected": [*PROMPT[1:], YES]},
-        PROMPT[1:],
-    ),
-    "texts and a system": (
-        {"system": "Be brief.", "prompt": "Is it far?", "chosen": "No.", "rejected": "Yes, it is."},
-        PROMPT,
-    ),
-    "messages and a system": (
-        {"system": "Be brief.", "prompt": PROMPT[1:], "chosen": [NO], "rejected": [YES]},
-        PROMPT,
-    ),
-    "whole chats and a system": (
-        {"system": "Be brief.", "chosen": [*PROMPT[1:], NO], "rejected": [*PROMPT[1:], YES]},
-        PROMPT,
-    ),
-    "a prompt that chats repeat": (
-        {"prompt": PROMPT, "chosen": [*PROMPT, NO], "rejected": [*PROMPT, YES]},
-        PROMPT,
-    ),
-    "a question that chats repeat": (
-        {"prompt": PROMPT, "chosen": [*PROMPT[1:], NO], "rejected": [*PROMPT[1:], YES]},
-        PROMPT,
-    ),
-    "the last question of whole chats": (
-        {"prompt": EARLIER[2:], "chosen": [*EARLIER, NO], "rejected": [*EARLIER, YES]},
-        EARLIER,
-    ),
-    "a system that chats follow": (
-        {"prompt": PROMPT[:1], "chosen": [*PROMPT[1:], NO], "rejected": [*PROMPT[1:], YES]},
-        PROMPT,
-    ),
+    "messages": ({"prompt": PROMPT, **ANSWERS}, PROMPT),
+    "texts of answers": ({"prompt": PROMPT, **TEXTS}, PROMPT),
+    "whole chats": ({**whole(PROMPT), "prompt": None}, PROMPT),
+    "whole chats and their question": ({"prompt": "Is it far?", **whole(PROMPT), "messages": [*PROMPT, NO]}, PROMPT),
+    "a question and messages": ({"prompt": "Is it far?", **ANSWERS}, PROMPT[1:]),
+    "an answer before": (whole(EARLIER), EARLIER),
+    "sharegpt": (SHAREGPT | BRIEF, PROMPT),
+    "alpaca": ({"instruction": "Is it", "input": "far?", **TEXTS}, [{"role": "user", "content": "Is it\nfar?"}]),
+    "alpaca and whole chats": ({"instruction": "Is it far?", "output": "", **whole(PROMPT[1:])}, PROMPT[1:]),
+    "texts and a system": ({"prompt": "Is it far?", **TEXTS, **BRIEF}, PROMPT),
+    "messages and a system": ({"prompt": PROMPT[1:], **ANSWERS, **BRIEF}, PROMPT),
+    "whole chats and a system": (whole(PROMPT[1:]) | BRIEF, PROMPT),
+    "a prompt that chats repeat": ({"prompt": PROMPT, **whole(PROMPT)}, PROMPT),
+    "a question that chats repeat": ({"prompt": PROMPT, **whole(PROMPT[1:])}, PROMPT),
+    "the last question of whole chats": ({"prompt": EARLIER[2:], **whole(EARLIER)}, EARLIER),
+    "a system that chats follow": ({"prompt": PROMPT[:1], **whole(PROMPT[1:])}, PROMPT),
 }
 
 
 def pairs(path, *records, **words):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return [*preference_pairs(str(path), ByteTokenizer(), **words)]
+    return [*preference_pairs(str(write_records(path, *records)), ByteTokenizer(), **words)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -113,23 +82,28 @@ def test_answers_that_begin_alike_stay_behind_their_prompt(tmp_path, prompt):
     assert pair.chosen_is_target.tolist() == learned[: len(pair.chosen)].tolist()
 
 
-@pytest.mark.parametrize(
-    ("record", "prompt"),
-    [
-        ({"prompt": "Is it far?", "chosen": " No.", "rejected": " Yes."}, "Is it far?"),
-        ({"chosen": "Is it far? No.", "rejected": "Is it far? Yes."}, "Is it far?"),
-        ({"chosen": "Is it far? No.", "rejected": "Is it far? Not."}, "Is it far? No"),
-    ],
-)
-def test_texts_are_read_as_trl_reads_them(tmp_path, record, prompt):
-    data_utils = pytest.importorskip("trl.data_utils", reason="compares with TRL")
+TEXT_PAIRS = [  # a line, its prompt and its answers
+    ({"prompt": "Is it far?", "chosen": " No.", "rejected": " Yes."}, ("Is it far?", " No.", " Yes.")),
+    ({"chosen": "Is it far? No.", "rejected": "Is it far? Yes."}, ("Is it far?", " No.", " Yes.")),
+    ({"chosen": "Is it far? No.", "rejected": "Is it far? Not."}, ("Is it far? No", ".", "t.")),
+]
+
+
+@pytest.mark.parametrize(("record", "expected"), TEXT_PAIRS)
+def test_texts_are_a_prompt_and_two_answers(tmp_path, record, expected):
     (pair,) = pairs(tmp_path / "a.jsonl", record)
-    theirs = data_utils.maybe_extract_prompt(record)
-    assert theirs["prompt"] == prompt
-    for tokens, field in ((pair.chosen, "chosen"), (pair.rejected, "rejected")):
+    for tokens, answer in ((pair.chosen, expected[1]), (pair.rejected, expected[2])):
         assert tokens[-1] == ByteTokenizer().eod
-        assert bytes(tokens[: pair.prompt_length].tolist()).decode() == prompt
-        assert bytes(tokens[pair.prompt_length : -1].tolist()).decode() == theirs[field]
+        assert bytes(tokens[: pair.prompt_length].tolist()).decode() == expected[0]
+        assert bytes(tokens[pair.prompt_length : -1].tolist()).decode() == answer
+
+
+@pytest.mark.nightly  # it takes seconds to import
+def test_trl_reads_texts_so():
+    data_utils = pytest.importorskip("trl.data_utils", reason="compares with TRL")
+    for record, expected in TEXT_PAIRS:
+        found = data_utils.maybe_extract_prompt(record)
+        assert tuple(found[name] for name in ("prompt", "chosen", "rejected")) == expected
 
 
 def test_answers_of_several_messages_and_files_of_all_kinds(tmp_path):
@@ -142,11 +116,8 @@ def test_answers_of_several_messages_and_files_of_all_kinds(tmp_path):
     long, short = call_messages("{}"), [*call_messages("{}")[:1], NO]
     records = [{"chosen": long, "rejected": short}, {"chosen": short, "rejected": long}]
     first, second = pairs(tmp_path / "a.jsonl", *records, chat_template=str(template))
-    learned = bytes(first.chosen[first.chosen_is_target].tolist())
-    assert (bytes(first.chosen.tolist()), learned) == (
-        b"<user>2 plus 3?<assistant>add.<tool>5<assistant>5..",
-        b"add.5..",
-    )
+    assert bytes(first.chosen.tolist()) == b"<user>2 plus 3?<assistant>add.<tool>5<assistant>5.."
+    assert bytes(first.chosen[first.chosen_is_target].tolist()) == b"add.5.."
     tokens, mask = first.sample()
     lengths = [len(first.chosen) - first.prompt_length, len(first.rejected) - first.prompt_length]
     assert mask == SharedQuestion(first.prompt_length - 1, (lengths[0], lengths[1]))

@@ -12,7 +12,15 @@ from megatron.dynamic_cp.data.shared_question import shared_question
 from megatron.trainer.data import indexing
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.entries import index_entries
-from tests.unit.data.helpers import EOD, assert_line_refused, config, open_documents, write_unseen
+from tests.unit.data.helpers import (
+    EOD,
+    assert_line_refused,
+    config,
+    open_documents,
+    refusal,
+    write_records,
+    write_unseen,
+)
 from tests.unit.data.made_tokenizers import MARKED_TEMPLATE, PLAIN_TEMPLATE, write_tokenizer
 
 LINES = [
@@ -48,8 +56,7 @@ CHATS = [
 
 
 def write(path, lines):
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-    return path
+    return write_records(path, *lines)
 
 
 def chat_flags(path, **changes):
@@ -127,10 +134,8 @@ def as_chats(lines):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("tokenizers")
-    return {
-        name: write_tokenizer(root / name, text)
-        for name, text in (("plain", PLAIN_TEMPLATE), ("marked", MARKED_TEMPLATE))
-    }
+    templates = {"plain": PLAIN_TEMPLATE, "marked": MARKED_TEMPLATE}
+    return {name: write_tokenizer(root / name, text) for name, text in templates.items()}
 
 
 def with_tokenizer(kind, folders):
@@ -139,28 +144,22 @@ def with_tokenizer(kind, folders):
     return {"tokenizer": "HuggingFaceTokenizer", "tokenizer_model": str(folders[kind])}
 
 
+@pytest.mark.parametrize("lines", [LINES, TREES], ids=["responses", "trees"])
 @pytest.mark.parametrize("kind", ["bytes", "plain"])
-def test_every_token_of_a_response_follows_what_it_follows_in_its_pair(tmp_path, folders, kind):
+def test_every_token_follows_what_it_follows_in_its_branches(tmp_path, folders, kind, lines):
+    """And as often: what branches share counts once for each."""
     changes = with_tokenizer(kind, folders) | {"seq_length": 512}
-    together = all_learned(config(write(tmp_path / "a.jsonl", LINES), **changes))
-    assert together == all_learned(config(write(tmp_path / "b.jsonl", [*apart(LINES)]), **changes))
+    one = config(write(tmp_path / "a.jsonl", lines), **changes)
+    together = all_learned(one)
+    assert together == all_learned(config(write(tmp_path / "b.jsonl", [*apart(lines)]), **changes))
     assert len(together) > 30
     if kind == "bytes":
         assert (tuple(b"What runs past the mill?"), EOD) in together
         assert (tuple(b"What runs past the mill?The river"), ord(".")) in together
         assert not [seen for seen, _ in together if bytes(seen).startswith(b"What runs") and len(seen) < 24]
-
-
-@pytest.mark.parametrize("kind", ["bytes", "plain"])
-def test_every_token_of_a_tree_follows_what_it_follows_in_its_branches(tmp_path, folders, kind):
-    """And as often: what branches share counts once for each."""
-    changes = with_tokenizer(kind, folders) | {"seq_length": 512}
-    one = config(write(tmp_path / "a.jsonl", TREES), **changes)
-    together = all_learned(one)
-    assert together == all_learned(config(write(tmp_path / "b.jsonl", [*apart(TREES)]), **changes))
-    stream = build_splits(one).train
-    assert "4 prompts with 12 responses or turns of" in stream.describe()
-    if kind == "bytes":
+    if kind == "bytes" and lines is TREES:
+        stream = build_splits(one).train
+        assert "4 prompts with 12 responses or turns of" in stream.describe()
         assert together.count((tuple(b"Find the mill. "), ord("I"))) == 4
         assert together.count((tuple(b"Find the mill. I "), ord("a"))) == 3
         assert (tuple(b"Find the mill. I ask. "), EOD) in together
@@ -279,10 +278,9 @@ def test_a_line_that_is_too_long_is_refused_with_both_numbers(tmp_path, overlong
     lines = [{"text": "x" * 14}, {"prompt": "1234", "responses": ["abcde", "fghijk"]}]
     lines += [{"text": "x" * 40}] if overlong == "split" else []
     path = write(tmp_path / "a.jsonl", lines)
-    with pytest.raises(DataError) as caught:
-        build_splits(config(path, seq_length=15, overlong=overlong))
+    said = refusal(config(path, seq_length=15, overlong=overlong))
     why = ", and --overlong split would part its responses from their prompt" if overlong == "split" else ""
-    assert str(caught.value) == (
+    assert said == (
         f"{path} line 2 predicts 16 tokens, --seq-length is 15 (1 such documents){why}: raise --seq-length or choose "
         "--overlong truncate or drop"
     )

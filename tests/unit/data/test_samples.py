@@ -7,23 +7,20 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamic_cp.errors import DataError
 from megatron.trainer.data.samples import SampleIndex
 from tests.unit.data.helpers import ArrayDocuments
 
+SOME = settings(max_examples=50)
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 
 def build(lengths, seq_length, overlong="split", first=0, last=None):
     return SampleIndex.build(
-        ArrayDocuments(lengths),
-        first,
-        len(lengths) if last is None else last,
-        seq_length=seq_length,
-        overlong=overlong,
+        ArrayDocuments(lengths), first, len(lengths) if last is None else last, seq_length=seq_length, overlong=overlong
     )
 
 
@@ -43,29 +40,25 @@ def all_but_first(lengths, kept=lambda num_predicted: num_predicted):
     return Counter(1000 * d + i for d, n in enumerate(lengths) for i in range(1, 1 + kept(max(0, n - 1))))
 
 
-@given(LENGTHS, st.integers(1, 20))
-def test_split_predicts_every_token_but_the_first_of_a_document_once(lengths, seq_length):
-    index = build(lengths, seq_length)
+KEPT = {"split": lambda n, limit: n, "truncate": min, "drop": lambda n, limit: n if n <= limit else 0}
+"""How many tokens are predicted of a document that has so many."""
+
+
+@pytest.mark.parametrize("overlong", KEPT)
+@SOME
+@given(lengths=LENGTHS, seq_length=st.integers(1, 20))
+def test_every_token_that_is_kept_but_the_first_of_a_document_is_predicted_once(overlong, lengths, seq_length):
+    index = build(lengths, seq_length, overlong)
     labels = predicted(index)
-    assert labels == all_but_first(lengths)
-    assert index.num_tokens == labels.total()
-    assert index.num_empty == sum(n < 2 for n in lengths)
-    assert index.num_overlong == sum(n - 1 > seq_length for n in lengths)
+    assert labels == all_but_first(lengths, lambda n: KEPT[overlong](n, seq_length))
+    assert overlong != "truncate" or index.num_samples == sum(n >= 2 for n in lengths)
+    if overlong == "split":
+        assert index.num_tokens == labels.total()
+        assert index.num_empty == sum(n < 2 for n in lengths)
+        assert index.num_overlong == sum(n - 1 > seq_length for n in lengths)
 
 
-@given(LENGTHS, st.integers(1, 20))
-def test_truncate_keeps_the_beginning(lengths, seq_length):
-    index = build(lengths, seq_length, "truncate")
-    assert predicted(index) == all_but_first(lengths, lambda n: min(n, seq_length))
-    assert index.num_samples == sum(n >= 2 for n in lengths)
-
-
-@given(LENGTHS, st.integers(1, 20))
-def test_drop_keeps_what_fits(lengths, seq_length):
-    index = build(lengths, seq_length, "drop")
-    assert predicted(index) == all_but_first(lengths, lambda n: n if n <= seq_length else 0)
-
-
+@SOME
 @given(LENGTHS, st.integers(1, 20), st.data())
 def test_ranges_of_documents_share_the_samples_out(lengths, seq_length, data):
     cut = data.draw(st.integers(0, len(lengths)))

@@ -1,8 +1,10 @@
-"""Folders, globs and single text files."""
+"""Folders, globs and single files, of text and of JSON lines."""
 
 from __future__ import annotations
 
 import builtins
+import io
+import json
 import os
 
 import numpy as np
@@ -12,7 +14,7 @@ from dynamic_cp.errors import DataError
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.data_path import list_files
 from megatron.trainer.data.index_cache import HIDDEN_FOLDER
-from tests.unit.data.helpers import EOD, config, epoch_tokens, open_documents, write_files
+from tests.unit.data.helpers import EOD, config, epoch_tokens, open_documents, refusal, write_files, write_unseen
 
 
 def names(folder, pattern="**/*"):
@@ -21,23 +23,9 @@ def names(folder, pattern="**/*"):
 
 @pytest.fixture
 def tree(tmp_path):
-    return write_files(
-        tmp_path / "tree",
-        dict.fromkeys(
-            (
-                "b.txt",
-                "a.py",
-                "sub/deep/c.py",
-                "sub/d.txt",
-                ".hidden.txt",
-                ".git/config.txt",
-                "sub/__pycache__/e.py",
-                "site-packages/f.py",
-                "sub/dist-packages/g.py",
-            ),
-            b"text",
-        ),
-    )
+    left_out = (".hidden.txt", ".git/config.txt", *(f"{name}/e.py" for name in ("sub/__pycache__", "site-packages")))
+    files = ("b.txt", "a.py", "sub/deep/c.py", "sub/d.txt", *left_out, "sub/dist-packages/g.py")
+    return write_files(tmp_path / "tree", dict.fromkeys(files, b"text"))
 
 
 def test_folders_are_recursive_sorted_and_skip_what_is_not_text(tree):
@@ -81,29 +69,21 @@ def test_lengths_come_from_the_file_system(tmp_path):
 
 def test_indexing_reads_8_kib_of_a_file_and_planning_a_batch_none(tmp_path, monkeypatch):
     write_files(tmp_path, {f"{i}.txt": b"x" * 50_000 for i in range(5)})
-    opened = []
-    real_open = builtins.open
+    read_sizes, real_open = [], builtins.open
+
+    class Counted(io.BufferedReader):
+        def read(self, size=-1):
+            read_sizes.append(size)
+            return super().read(size)
 
     def counting_open(path, *args, **kwargs):
         file = real_open(path, *args, **kwargs)
-        if str(path).startswith(str(tmp_path)) and HIDDEN_FOLDER not in str(path):
-            opened.append(file)
-            real_read = file.read
-            sizes = []
-            file_type = type("Counting", (), {})
-            wrapper = file_type()
-            wrapper.read = lambda size=-1: sizes.append(size) or real_read(size)
-            wrapper.sizes = sizes
-            opened[-1] = wrapper
-            wrapper_type = type(wrapper)
-            wrapper_type.__enter__ = lambda self: self
-            wrapper_type.__exit__ = lambda self, *_: file.close()
-            return wrapper
-        return file
+        is_data = str(path).startswith(str(tmp_path)) and HIDDEN_FOLDER not in str(path)
+        return Counted(io.FileIO(path)) if is_data else file
 
     monkeypatch.setattr(builtins, "open", counting_open)
     stream = build_splits(config(tmp_path, seq_length=1000)).train
-    assert [wrapper.sizes for wrapper in opened] == [[8192]] * 5
+    assert read_sizes == [8192] * 5
 
     def no_open(path, *args, **kwargs):
         raise AssertionError(f"{path} was opened")
@@ -138,12 +118,8 @@ def test_a_file_that_changed_is_an_error_with_both_sizes(tmp_path, change):
     stream = build_splits(config(path)).train
     path.write_bytes(change)
     for sample_id in (0, 1):
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(DataError, match=rf"{path} has {len(change)} bytes but had 100"):
             stream.read(sample_id)
-        message = str(caught.value)
-        assert f"{len(change)} bytes" in message
-        assert "had 100" in message
-        assert str(path) in message
 
 
 def test_a_file_that_vanished_is_an_error(tmp_path):
@@ -156,30 +132,19 @@ def test_a_file_that_vanished_is_an_error(tmp_path):
 
 
 def test_no_permission_is_an_error(tmp_path, monkeypatch):
-    path = tmp_path / "sub" / "a.txt"
     write_files(tmp_path, {"sub/a.txt": b"text"})
-    real_open = builtins.open
+    for module, function, place in ((builtins, "open", "a.txt"), (os, "scandir", "sub")):
+        real = getattr(module, function)
 
-    def refusing_open(name, *args, **kwargs):
-        if str(name) == str(path):
-            raise PermissionError(13, "Permission denied", str(name))
-        return real_open(name, *args, **kwargs)
+        def refuse(name, *args, real=real, place=place, **kwargs):
+            if str(name).endswith(place):
+                raise PermissionError(13, "Permission denied", str(name))
+            return real(name, *args, **kwargs)
 
-    with monkeypatch.context() as patch:  # root may read everything, so ask for the refusal
-        patch.setattr(builtins, "open", refusing_open)
-        with pytest.raises(DataError, match=r"cannot read .*a\.txt: Permission denied; check"):
-            build_splits(config(tmp_path))
-
-    real_scandir = os.scandir
-
-    def refusing_scandir(name):
-        if str(name).endswith("sub"):
-            raise PermissionError(13, "Permission denied", str(name))
-        return real_scandir(name)
-
-    monkeypatch.setattr(os, "scandir", refusing_scandir)
-    with pytest.raises(DataError, match=r"cannot read .*sub: Permission denied"):
-        build_splits(config(tmp_path))
+        with monkeypatch.context() as patch:  # root may read everything, so ask for the refusal
+            patch.setattr(module, function, refuse)
+            with pytest.raises(DataError, match=rf"cannot read .*{place}: Permission denied; check"):
+                build_splits(config(tmp_path))
 
 
 def test_globs_single_files_and_unknown_suffixes_are_text(tmp_path):
@@ -194,3 +159,85 @@ def test_json_among_other_files_is_text_with_a_warning(tmp_path, caplog):
     write_files(tmp_path, {"a.txt": b"aaaa", "b.jsonl": b'{"text": "b"}'})
     assert len(epoch_tokens(build_splits(config(tmp_path)).train)) == 2
     assert "1 of 2 files are JSON and are read as plain text" in caplog.text
+
+
+AGAIN = "the data must not change during a run; restart to index it again"
+TEXTS = ["plain", "naïve ☃ 𝄞", "", "two\nlines", "x" * 500]
+
+
+def write_lines(path, lines, newline=b"\n"):
+    path.write_bytes(newline.join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
+    return path
+
+
+def utf8(text):
+    return text.encode()
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+def test_documents_are_the_text_fields(tmp_path, newline):
+    path = write_lines(tmp_path / "a.jsonl", [{"id": 1, "text": text} for text in TEXTS], newline)
+    source = open_documents(path)
+    assert source.lengths.tolist() == [len(utf8(text)) + 1 for text in TEXTS]
+    for document, text in enumerate(TEXTS):
+        whole = [*utf8(text), EOD]
+        assert source.read(document, 0, len(whole)).tolist() == whole
+        for start in range(0, len(whole), 3):
+            for stop in (start + 1, len(whole)):
+                assert source.read(document, start, stop).tolist() == whole[start:stop]
+
+
+def test_a_byte_order_mark_and_another_key(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b'\xef\xbb\xbf{"content": "first"}\n{"content": "second"}')
+    tokens = epoch_tokens(build_splits(config(path, json_key="content")).train)
+    assert sorted(bytes(t[:-1].astype(np.uint8)) for t in tokens) == [b"first", b"second"]
+
+
+def test_a_folder_or_glob_of_jsonl_files_is_one_source(tmp_path):
+    write_files(tmp_path, {"a.jsonl": b'{"text": "a"}\n{"text": "b"}\n', "sub/b.jsonl": b'{"text": "c"}\n'})
+    for entry, letters in ((tmp_path, "abc"), (tmp_path / "*.jsonl", "ab")):
+        tokens = epoch_tokens(build_splits(config(entry)).train)
+        assert sorted(chr(t[0]) for t in tokens) == list(letters)
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        (b'{"text": "cut', ["is not JSON", "repair or remove the line"]),
+        (b"plain words", ["is not JSON"]),
+        (b'{"text": "\xff"}', ["is not JSON"]),
+        (b'["text"]', ["holds a JSON list, not an object"]),
+        (b'{"body": "x", "id": 3}', ["no field 'text'", "it has 'body', 'id'", "--json-key"]),
+        (b"{}", ["no field 'text'", "it has none"]),
+        (b'{"text": 5}', ["field 'text' is a int, not a string", "--json-key"]),
+        (b'{"text": null}', ["field 'text' is a NoneType, not a string"]),
+    ],
+)
+def test_bad_lines_name_file_and_line_number(tmp_path, line, parts):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "fine"}, b"", line, {"text": "fine"}])
+    said = refusal(config(path))
+    for part in (f"{path} line 3", *parts):
+        assert part in said
+
+
+def test_a_line_that_changed_is_an_error_with_both_lengths(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "hello"}])
+    stream = build_splits(config(path)).train
+    write_unseen(path, b'{"text": "hi"}')
+    with pytest.raises(DataError, match=f"line 1 .*2 bytes of text.*had 5.*{AGAIN}"):
+        stream.read(0)
+
+
+@pytest.mark.parametrize("cut", [slice(None, -3), slice(3, None)])
+def test_lines_that_moved_are_no_bad_lines(tmp_path, cut):
+    """Neither in a file of another size, nor where only the line itself tells."""
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "hello"}])
+    stream, content = build_splits(config(path)).train, path.read_bytes()
+    write_unseen(path, content[cut])
+    with pytest.raises(DataError, match=f"{path} line 1 is no longer the line that was indexed: {AGAIN}"):
+        stream.read(0)
+    path.write_bytes(content[cut])
+    sizes = f"has {len(content) - 3} bytes but had {len(content)} when it was indexed"
+    with pytest.raises(DataError, match=f"{path} {sizes}: {AGAIN}"):
+        stream.read(0)

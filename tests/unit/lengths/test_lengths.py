@@ -22,6 +22,7 @@ from dynamic_cp.lengths.read import COLUMNS, MAX_LENGTH, read_length_array, read
 LENGTHS = [900, 12, 40, 7, 300, 64, 64, 1, 33, 250]
 ARRAY = io.BytesIO()
 np.save(ARRAY, np.array(LENGTHS))
+CUT = ARRAY.getvalue()[:-1]
 KINDS = (".npy", ".txt", ".csv", ".jsonl", ".idx")
 
 
@@ -86,23 +87,16 @@ def test_a_sample_of_an_index_is_a_document(tmp_path, caplog, modes):
     ("name", "content", "says"),
     [
         ("a.txt", b"", "holds 0 lengths"),
-        ("a.txt", b"3 x", "entry 2 is 'x'"),
         ("a.txt", b"3 2.5", "entry 2 is '2.5'"),
         ("a.txt", b"3 nan", "entry 2 is 'nan', an integer is needed"),
         ("a.txt", b"3 0", "entry 2 is 0, a length is at least 1"),
-        ("a.txt", b"3 -4", "entry 2 is -4, a length is at least 1"),
         ("a.txt", b"3 2147483648", "entry 2 is '2147483648', a length is at most 2147483647"),
         ("a.txt", b"7" * 5000, "entry 1 is '777.*an integer is needed"),
-        ("a.txt", b"\xff\xfe", "is not a .txt file"),
-        ("a.npy", b"nonsense", "is not a .npy file"),
-        ("a.npy", b"", "is not a .npy file"),
         ("a.npy", b"\x93NUMPY\x01\x00\x04\x00{{{\n", "is not a .npy file"),
         ("a.csv", b"a,b\n1,2\n", "none of its 2 columns"),
         ("a.csv", b"length,num_tokens\n1,2\n", "has the columns length and num_tokens: keep the one in tokens"),
         ("a.csv", b"name,seqlen\nx\n", "line 2 has 1 cells, line 1 has 2: fill or drop the row"),
         ("a.csv", b"length\n1,000\n2,000\n", "line 2 has 2 cells, line 1 has 1: .* write numbers without separators"),
-        ("a.csv", b"length,name\n1,000\n1,000,b\n", "line 3 has 3 cells, line 1 has 2"),
-        ("a.csv", b"length\n5,\n", "line 2 has 2 cells, line 1 has 1"),
         ("a.csv", b"7\n1,000\n", "line 2 has 2 cells, line 1 has 1"),
         ("a.csv", b"1,000\n", "none of its 2 columns"),
         ("a.csv", b'"1,000"\n500\n', "entry 1 is '1,000'"),  # no name of a column, which would leave it out
@@ -117,8 +111,6 @@ def test_a_sample_of_an_index_is_a_document(tmp_path, caplog, modes):
         ("a.jsonl", b'{"length": "1_000"}', "key 'length', is '1_000'"),
         ("a.jsonl", b'{"length": 1e3}', "key 'length', is 1000.0"),
         ("a.csv", b"seqlen\n", "holds 0 lengths"),
-        ("a.csv", b"seqlen\n3\nnan", "entry 2 is 'nan'"),
-        ("a.csv", b"2.5\n3", "entry 1 is '2.5'"),
         ("a.csv", b"name,seqlen\nx,3\ny,\n", "entry 2 is '', an integer is needed"),
         ("a.jsonl", b"", "holds 0 lengths"),
         ("a.jsonl", b"3\n{", "line 2 is not JSON"),
@@ -134,11 +126,7 @@ def test_a_sample_of_an_index_is_a_document(tmp_path, caplog, modes):
         ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
         ("a.jsonl", b"9" * 5000, "line 1 is not JSON"),
         ("a.jsonl", b"-" + b"9" * 4000, "line 1 is a huge int|line 1 is -999.*at least 1"),
-        ("a.idx", b"nonsense!", "a Megatron index with"),
-        ("a.idx", b"", "is truncated: 0 bytes, its header alone has 34"),
-        ("a.idx", index_bytes([[3], [4]])[:-1], "is truncated: 81 bytes, .* need 82"),
-        ("a.idx", index_bytes([[3], [4]]) + b"x", "has 83 bytes, its header says 82"),
-        ("a.idx", index_bytes([[3], [-4], [5]]), "do not lie one after the other"),
+        ("a.idx", b"nonsense!", "a Megatron index with"),  # more of them: tests/unit/data/test_indexed.py
         ("a.idx", index_bytes([[3], [4]], token_type=7), "has token type 7"),
         ("a.idx", index_bytes([[3], [4]], token_bytes=2), "do not lie one after the other"),
         ("a.idx", index_bytes([]), "holds 0 lengths"),
@@ -146,11 +134,7 @@ def test_a_sample_of_an_index_is_a_document(tmp_path, caplog, modes):
         ("a.idx", index_bytes([[5], [2**31 - 1, 1]]), "document 1 is 2147483648, a length is at most"),
         ("a.json", b"[1]", "give a .npy, .txt, .csv, .jsonl, .parquet, .idx file"),
         ("a", b"1", "a has no ending that says what it is: give a .npy"),
-        (
-            "a.csv",
-            "name,seqlen\nh\xe9,3\n".encode("latin-1"),
-            r"byte 0xe9 in line 2 is not UTF-8: save it as UTF-8 \(icon",
-        ),
+        ("a.csv", b"name,seqlen\nh\xe9,3\n", r"byte 0xe9 in line 2 is not UTF-8: save it as UTF-8 \(icon"),
         ("a.txt", b"3\n4\n\xff", "byte 0xff in line 3 is not UTF-8"),
         ("a.jsonl", b'{"seqlen": 3}\n{"\xe9": 1}\n', "byte 0xe9 in line 2 is not UTF-8"),
         ("a.csv", "seqlen\n3\n".encode("utf-16"), "it is UTF-16: save it as UTF-8"),
@@ -159,17 +143,12 @@ def test_a_sample_of_an_index_is_a_document(tmp_path, caplog, modes):
         ("a.npy", b"PK\x03\x04nonsense", r"it is an archive \(\.npz\): save one array with numpy.save"),
         ("a.npy", b"3 4 5\n", "it does not begin as an array of NumPy: save whole tokens with numpy.save"),
         ("a.npy", ARRAY.getvalue()[:9], "it is cut off after 9 bytes: copy or save it again"),
-        (
-            "a.npy",
-            ARRAY.getvalue()[:-1],
-            "it is cut off after 207 bytes, its header promises 208: copy or save it again",
-        ),
+        ("a.npy", CUT, "it is cut off after 207 bytes, its header promises 208: copy or save it again"),
         ("a.npy", ARRAY.getvalue()[:10] + b"x" * 198, "its header is damaged .*: copy or save it again"),
         ("a.parquet", b"PAR1", "is not a .parquet file of lengths"),
         ("a.jsonl", b'{"input_ids": 5}', r"line 1, key 'input_ids', is 5, a list of token ids is needed"),
         ("a.jsonl", b'{"input_ids": []}', r"line 1, key 'input_ids', is 0, a length is at least 1"),
         ("a.jsonl", b'{"input_ids": [5], "attention_mask": [1, 1]}', "1 token ids and 2 numbers of attention_mask"),
-        ("a.jsonl", b'{"text": "x"}', "text must be tokenized first, as `dynamic-cp lengths --tokenizer DIR` does"),
         ("a.jsonl", b'{"messages": []}', "text must be tokenized first, as `dynamic-cp lengths --tokenizer DIR` does"),
     ],
 )
@@ -191,7 +170,7 @@ def test_bad_length_files(tmp_path, name, content, says):
         (np.array([1, np.nan, 3]), "drop entry 2, which is nan"),
         (np.array([True]), "holds bool"),
         (np.array(["7"]), "holds text, integers are needed"),
-        (np.array([{}], dtype=object), r"is not a \.npy file"),
+        (np.array([3, None], dtype=object), r"Python objects, integers are needed: save whole tokens with \.astype"),
         (np.array([[1, 2]]), r"shape is \(1, 2\), one dimension"),
         (np.array(7), r"shape is \(\), one dimension"),
         (np.array([], dtype=np.int64), "holds 0 lengths"),
@@ -204,15 +183,6 @@ def test_arrays_that_are_no_lengths(tmp_path, array, says):
     np.save(tmp_path / "a.npy", array)
     with pytest.raises(DataError, match=says):
         read_lengths(tmp_path / "a.npy")
-
-
-def test_a_truncated_array(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(1, 100))
-    content = (tmp_path / "a.npy").read_bytes()
-    for kept_bytes in (7, 20, 127, 128, 129, len(content) - 1):
-        (tmp_path / "a.npy").write_bytes(content[:kept_bytes])
-        with pytest.raises(DataError, match=r"is not a \.npy file"):
-            read_lengths(tmp_path / "a.npy")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -256,48 +226,30 @@ JSON_LINES = st.lists(
 ).map(lambda lines: "\n".join(lines).encode())
 
 
-@pytest.mark.by_day(".npy", ".csv")
+@pytest.mark.by_day(".csv")
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(content=st.binary(max_size=200) | TEXTS | JSON_LINES)
 def test_garbage_is_a_data_error(kind, content):
     read_or_data_error(kind, content)
 
 
-def valid_contents():
-    """Return a sound file of each binary kind, to be damaged."""
-    with tempfile.TemporaryDirectory() as folder:
-        np.save(Path(folder) / "a.npy", np.array(LENGTHS, dtype=np.int32))
-        array = (Path(folder) / "a.npy").read_bytes()
-    return {".npy": array, ".idx": index_bytes([[3], [1, 2], [], [7]])}
+VALID = {".npy": ARRAY.getvalue(), ".idx": index_bytes([[3], [1, 2], [], [7]])}
 
 
-VALID = valid_contents()
-
-
-@pytest.mark.by_day(".idx")
+@pytest.mark.by_day(".npy")
 @pytest.mark.parametrize("kind", VALID)
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_damaged_files_are_a_data_error_or_lengths(kind, data):
+    """More kinds of damage to an index: tests/unit/data/test_indexed.py."""
     content = bytearray(VALID[kind])
     assert read_or_data_error(kind, bytes(content))
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    read_or_data_error(
-        kind, bytes(content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content)
-    )
-
-
-@settings(max_examples=300)
-@given(
-    counts=st.tuples(st.integers(0, 4) | st.integers(0, 2**64 - 1), st.integers(0, 4) | st.integers(0, 2**64 - 1)),
-    body=st.lists(st.sampled_from([0, 1, 2, 3, -1, 2**31 - 1, -(2**31)]), max_size=20),
-    token_type=st.integers(0, 9),
-)
-def test_an_index_with_any_counts_and_body(counts, body, token_type):
-    header = HEADER.pack(MAGIC, 1, token_type, *counts)
-    read_or_data_error(".idx", header + np.array(body, dtype="<i4").tobytes())
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, len(content))) :]
+    read_or_data_error(kind, bytes(content))
 
 
 def test_boundaries_whose_differences_overflow_are_damaged(tmp_path):

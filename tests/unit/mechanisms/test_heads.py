@@ -1,4 +1,4 @@
-"""Which heads a lane gets when heads are exchanged by all-to-all."""
+"""Heads that a lane gets by all-to-all, and bytes of every exchange, counted by moving tensors about on paper."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
+from dynamic_cp.types import Bucket
+from tests.sent_bytes import sent_by
 from tests.unit.support import TINY_MODEL
 
 
@@ -69,3 +71,70 @@ def test_every_tp_rank_has_the_kv_heads_of_its_query_heads():
                     serving = {head // group for head in range(rank * query_heads, (rank + 1) * query_heads)}
                     assert len(serving) == held, (kv_heads, group, tp_size)
     assert num_possible > 150
+
+
+WIDTH, ELEMENT, TOKENS = TINY_MODEL.kv_channels, 2, 10
+HEAD = TOKENS * WIDTH * ELEMENT
+"""Bytes of one head of a rank's tokens."""
+
+
+def sent(cp_size: int, exchange: str, inner: int = 1, query_heads: int = 8, kv_heads: int = 8):
+    model = replace(TINY_MODEL, num_attention_heads=query_heads, num_query_groups=kv_heads)
+    bucket = Bucket(first_lane=0, cp_size=cp_size, cp_comm_type=exchange, inner_cp_size=inner)
+    return sent_by(bucket, TOKENS, model, 1, ELEMENT)
+
+
+def counted_inner(inner: int, query_heads: int, kv_heads: int) -> int:
+    """Rank 0 sends each other lane its query heads (and gets as many outputs), and the KV heads that serve them."""
+    copies, per_lane = kv_heads_of(query_heads, kv_heads, inner)
+    others = 0
+    for lane in range(1, inner):
+        queries = range(lane * query_heads // inner, (lane + 1) * query_heads // inner)
+        keys = [head // copies for head in range(lane * per_lane, (lane + 1) * per_lane)]
+        assert {head * kv_heads // query_heads for head in queries} == set(keys)
+        outputs = query_heads // inner  # what rank 0 computed of the tokens of that lane
+        others += len(queries) + 2 * len(keys) + outputs
+    return others * HEAD
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "exchange", "inner", "query_heads", "kv_heads"),
+    [
+        (1, "p2p", 1, 8, 8),
+        (8, "p2p", 1, 8, 2),
+        (8, "all_gather", 1, 8, 8),
+        (8, "a2a", 8, 8, 8),
+        (8, "a2a", 8, 8, 2),
+        (8, "a2a+p2p", 4, 8, 8),
+        (8, "a2a+p2p", 2, 8, 1),
+        (32, "a2a+p2p", 8, 24, 6),
+    ],
+)
+def test_bytes_by_counting(cp_size, exchange, inner, query_heads, kv_heads):
+    found = sent(cp_size, exchange, inner, query_heads, kv_heads)
+    copies, per_lane = kv_heads_of(query_heads, kv_heads, inner)
+    # Of the tokens of its inner group a rank holds some heads; those go round the ring.
+    shard = inner * per_lane * 2 * HEAD
+    assert found.ring_step == shard == copies * kv_heads * 2 * HEAD
+    assert found.ring_steps == cp_size // inner - 1
+    assert found.inner == counted_inner(inner, query_heads, kv_heads)
+    assert found.inner_steps == (4 if inner > 1 else 0)
+    assert found.forward == found.ring_steps * shard + found.inner
+    assert found.backward == 2 * found.ring_steps * shard + found.inner
+
+
+def test_a_hierarchy_sends_3_shards_over_the_nic_where_the_ring_sends_31():
+    """What makes larger groups pay across nodes; the shards are equally large."""
+    flat, both = sent(32, "p2p"), sent(32, "a2a+p2p", 8)
+    assert (flat.ring_steps, both.ring_steps) == (31, 3)
+    assert flat.ring_step == both.ring_step
+
+
+def test_figures_of_the_drawing_of_the_four_exchanges():
+    """docs/drawings/exchanges: CP 8 on two nodes of 4 lanes, in keys and values of a lane's tokens."""
+    kv = 16 * HEAD
+    assert sent(8, "p2p")[:2] == sent(8, "all_gather")[:2] == (kv, 7)
+    assert (sent(8, "a2a").inner, sent(8, "a2a").ring_steps) == (1.75 * kv, 0)
+    two_levels = sent(8, "a2a+p2p", 4)
+    assert (two_levels.inner, two_levels.ring_step, two_levels.ring_steps) == (1.5 * kv, kv, 1)
+    assert sent(8, "a2a").inner * 4 / 7 == kv  # 4 of the 7 others are on the other node

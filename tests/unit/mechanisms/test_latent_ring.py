@@ -16,49 +16,24 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.sent import sent_by_plan
 from dynamic_cp.search.plan_arrays import plan_lengths
-from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import (
-    AUTO,
-    CP_COMM_TYPES,
-    MicroBatch,
-    ModelShape,
-    Plan,
-    PlanOptions,
-    Problem,
-    Topology,
-    exchanges_of,
-)
-from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of
+from dynamic_cp.search.search import plan_problem
+from dynamic_cp.types import AUTO, CP_COMM_TYPES, ModelShape, Plan, Topology, exchanges_of
+from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, plan_of_buckets, problem_of, samples_of
 
 LATENT = exchanges_of("latent")
 ANY = exchanges_of(AUTO, has_latents=True)
 
 DEEPSEEK_V3 = ModelShape(
-    num_layers=4,
-    hidden_size=7168,
-    ffn_hidden_size=18432,
-    num_attention_heads=128,
-    num_query_groups=128,
-    kv_channels=192,
-    vocab_size=129280,
-    gated_linear_unit=True,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_head_dim=128,
-    qk_pos_emb_head_dim=64,
-    v_head_dim=128,
-)
+    num_layers=4, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128, num_query_groups=128,
+    kv_channels=192, vocab_size=129280, gated_linear_unit=True, q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128,
+    qk_pos_emb_head_dim=64, v_head_dim=128,
+)  # fmt: skip
 """Four layers of its shape, dense."""
 
 
 def stage_of(topology: Topology, hardware=CURVED_HARDWARE, model: ModelShape = DEEPSEEK_V3) -> StageAttention:
-    problem = Problem(
-        topology=topology,
-        model=model,
-        hardware=hardware,
-        options=PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",)),
-    )
-    return StageAttention(model.stages(topology.pp_size)[0], problem, node_lanes=8)
+    stage = model.stages(topology.pp_size)[0]
+    return StageAttention(stage, problem_of(topology, model, hardware), node_lanes=8)
 
 
 def test_a_token_is_71_times_smaller():
@@ -123,26 +98,19 @@ def test_transfers_hide_behind_projections_too():
 def test_memory_is_that_of_two_lanes_in_a_group_of_any_size():
     kept = [MECHANISMS["latent"].kept_bytes(cp_size, 1, 1.0, 98304.0, 1, 1152.0) for cp_size in (2, 8, 64)]
     assert kept == [2 * 98304 + 4 * 1152] * 3
-    hardware = load_hardware("h100")
-    topology = Topology(num_lanes=64, tp_size=8, sequence_parallel=True)
-    job = {"topology": topology, "model": DEEPSEEK_V3, "hardware": hardware}
-    options = (PlanOptions(max_tokens_per_rank=64, cp_comm_types=names) for names in (LATENT, ("p2p",)))
-    memory = (MemoryModel(Problem(**job, options=one)) for one in options)
+    job = Topology(num_lanes=64, tp_size=8, sequence_parallel=True), DEEPSEEK_V3, load_hardware("h100")
+    memory = (MemoryModel(problem_of(*job, cp_comm_types=names)) for names in (LATENT, ("p2p",)))
     exchanged = [one.peak_at(4096, 16)[0].exchange_bytes for one in memory]
     assert exchanged == [4096 * (2 * 98304 / 8 + 4 * 1152), 4096 * 16 * 98304 / 8]
 
 
 def with_a_ring(plan: Plan) -> Plan:
     """Return `plan` with keys and values in the place of latents."""
-    rows = (
-        MicroBatch(
-            buckets=tuple(
-                replace(one, cp_comm_type="p2p") if one.cp_comm_type == "latent" else one for one in row.buckets
-            )
-        )
+    rows = [
+        [replace(one, cp_comm_type="p2p") if one.cp_comm_type == "latent" else one for one in row.buckets]
         for row in plan.micro_batches
-    )
-    return replace(plan, micro_batches=tuple(rows))
+    ]
+    return plan_of_buckets(*rows, topology=plan.topology, max_tokens_per_rank=plan.max_tokens_per_rank)
 
 
 @pytest.mark.parametrize("nodes_apart", [False, True])
@@ -152,11 +120,9 @@ def test_the_planner_takes_it_where_it_pays(nodes_apart):
     samples = samples_of([65536, 40000, 9000, 5000, 3000, 2000, 1000, 700, 300, 1])
     found = {}
     for names in (CP_COMM_TYPES, ANY, LATENT):
-        options = PlanOptions(max_tokens_per_rank=16384, cp_comm_types=names, recompute="full")
-        problem = Problem(topology=topology, model=DEEPSEEK_V3, hardware=load_hardware("h100"), options=options)
-        planned = plan_global_batch(
-            samples, topology=topology, model=DEEPSEEK_V3, hardware=problem.hardware, options=options
-        )
+        options = {"max_tokens_per_rank": 16384, "cp_comm_types": names, "recompute": "full"}
+        problem = problem_of(topology, DEEPSEEK_V3, load_hardware("h100"), **options)
+        planned = plan_problem(problem, samples)
         check_plan(planned.plan, samples)
         used = {bucket.cp_comm_type for bucket in planned.plan.buckets if bucket.cp_size > 1}
         found[names] = planned.predicted_s, used
@@ -177,15 +143,8 @@ def test_the_planner_takes_it_where_it_pays(nodes_apart):
 
 
 def test_a_model_without_latents_has_none_to_send():
-    options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=LATENT)
+    four = Topology(num_lanes=4)
     with pytest.raises(UnsupportedFeatureError, match="kv_lora_rank of this model is 0: use p2p or auto"):
-        CostModel(Problem(topology=Topology(num_lanes=4), model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options))
-    any_of = PlanOptions(max_tokens_per_rank=64, cp_comm_types=ANY)
-    plain = PlanOptions(max_tokens_per_rank=64, cp_comm_types=CP_COMM_TYPES)
-    tables = [
-        CostModel(
-            Problem(topology=Topology(num_lanes=4), model=TINY_MODEL, hardware=CURVED_HARDWARE, options=one)
-        ).table.terms
-        for one in (any_of, plain)
-    ]
-    assert (tables[0] == tables[1]).all()
+        CostModel(problem_of(four, cp_comm_types=LATENT))
+    any_of, plain = (CostModel(problem_of(four, cp_comm_types=names)).table.terms for names in (ANY, CP_COMM_TYPES))
+    assert (any_of == plain).all()

@@ -8,8 +8,8 @@ from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.types import CHOICES, CP_COMM_TYPES, Attention, Bucket, PlanOptions, Problem, Topology
-from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
+from dynamic_cp.types import CHOICES, CP_COMM_TYPES, Attention, Bucket, Topology
+from tests.unit.support import TINY_MODEL, problem_of
 
 HEADS = Sharing(heads=(8, 2), node_lanes=4)
 
@@ -66,26 +66,15 @@ def test_a_mechanism_that_cannot_serve_every_size_says_which(name, sharing):
     assert rule is None or f"{sharing.heads[0]} query heads" in rule
 
 
-def test_two_levels_need_inner_groups_inside_nodes():
-    bucket = Bucket(first_lane=0, cp_size=8, cp_comm_type="a2a+p2p", inner_cp_size=4)
+def test_two_levels_need_groups_of_their_own():
     two_levels = MECHANISMS["a2a+p2p"]
-    assert two_levels.why_illegal(bucket, Topology(num_lanes=8, ranks_per_node=8), 64) is None
-    assert "does not divide the 6 lanes of a node" in two_levels.why_illegal(
-        bucket, Topology(num_lanes=8, ranks_per_node=6), 64
-    )
-    # Stage 1 starts in the middle of a node.
-    shifted = Topology(num_lanes=10, pp_size=2, ranks_per_node=4)
-    assert "lies on more than one node of 4 lanes" in two_levels.why_illegal(bucket, shifted, 64)
     assert [two_levels.num_more_groups(cp_size, HEADS) for cp_size in (2, 4, 8, 16)] == [0, 1, 2, 2]
     assert all(MECHANISMS[name].num_more_groups(16, HEADS) == 0 for name in ("p2p", "all_gather", "a2a"))
 
 
 def test_one_shape_of_exchange_in_its_limits():
     """Two levels with an inner group of one lane are the ring, with one of all lanes the all-to-all."""
-    options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",))
-    topology = Topology(num_lanes=8)
-    problem = Problem(topology=topology, model=TINY_MODEL, hardware=CURVED_HARDWARE, options=options)
-    stage = StageAttention(TINY_MODEL.stages(1)[0], problem, node_lanes=8)
+    stage = StageAttention(TINY_MODEL.stages(1)[0], problem_of(Topology(num_lanes=8)), node_lanes=8)
     two_levels = MECHANISMS["a2a+p2p"]
     assert two_levels.price(stage, 8, 1, 1, 0) == MECHANISMS["p2p"].price(stage, 8, 1, 1, 0)
     assert two_levels.price(stage, 8, 8, 4, 0) == MECHANISMS["a2a"].price(stage, 8, 8, 4, 0)

@@ -19,9 +19,9 @@ from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lan
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
-from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.types import TRAITS, Bucket, MicroBatch, Plan, PlannedBatch, PlanOptions, Problem, Topology, Traits
-from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
+from dynamic_cp.search.search import plan_problem
+from dynamic_cp.types import TRAITS, Bucket, Plan, PlannedBatch, Problem, Topology, Traits
+from tests.unit.support import TINY_HARDWARE, plan_of_buckets, problem_of, samples_of
 
 NAME = "lopsided"
 FORWARD_S, BACKWARD_S = 0.25, 0.5
@@ -63,15 +63,12 @@ def lopsided(monkeypatch):
 TOPOLOGY = Topology(num_lanes=4, pp_size=2)
 
 
+def problem_with(*names: str) -> Problem:
+    return problem_of(TOPOLOGY, hardware=TINY_HARDWARE, max_tokens_per_rank=64, cp_comm_types=names)
+
+
 def cost_model(*names: str) -> CostModel:
-    return CostModel(
-        Problem(
-            topology=TOPOLOGY,
-            model=TINY_MODEL,
-            hardware=TINY_HARDWARE,
-            options=PlanOptions(max_tokens_per_rank=64, cp_comm_types=names),
-        )
-    )
+    return CostModel(problem_with(*names))
 
 
 def plan_with(max_tokens_per_rank: int = 64) -> Plan:
@@ -88,11 +85,7 @@ def plan_with(max_tokens_per_rank: int = 64) -> Plan:
             Bucket(first_lane=2, cp_size=2, cp_comm_type=NAME, samples=(fifth,)),
         ),
     )
-    return Plan(
-        topology=TOPOLOGY,
-        max_tokens_per_rank=max_tokens_per_rank,
-        micro_batches=tuple(MicroBatch(buckets=row) for row in rows),
-    )
+    return plan_of_buckets(*rows, topology=TOPOLOGY, max_tokens_per_rank=max_tokens_per_rank)
 
 
 def test_a_plan_is_written_read_and_compared():
@@ -149,9 +142,7 @@ def test_the_simulator_lets_lanes_of_a_group_end_apart():
 
 def test_memory_is_that_of_its_fullest_lane():
     def activations(one: Plan) -> int:
-        options = PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p", NAME))
-        memory = MemoryModel(Problem(topology=TOPOLOGY, model=TINY_MODEL, hardware=TINY_HARDWARE, options=options))
-        return max(stage.activations_bytes for stage in memory.peak(one))
+        return max(stage.activations_bytes for stage in MemoryModel(problem_with("p2p", NAME)).peak(one))
 
     even = loads(dumps(plan_with()).replace(NAME, "p2p"))
     assert activations(plan_with()) == pytest.approx(1.5 * activations(even), rel=0.1)
@@ -160,11 +151,8 @@ def test_memory_is_that_of_its_fullest_lane():
 def test_packers_leave_it_alone_and_bounds_stay_below_it():
     samples = samples_of([200, 120, 60, 60, 30, 9])
     for names in (("p2p",), ("p2p", NAME)):
-        planned = plan_global_batch(
-            samples, topology=TOPOLOGY, model=TINY_MODEL, hardware=TINY_HARDWARE,
-            options=PlanOptions(max_tokens_per_rank=64, cp_comm_types=names),
-        )  # fmt: skip
-        assert {bucket.cp_comm_type for bucket in planned.plan.buckets} == {"p2p"}
+        plan = plan_problem(problem_with(*names), samples).plan
+        assert {bucket.cp_comm_type for bucket in plan.buckets} == {"p2p"}
     ring, both = (lower_bound(samples, cost_model(*names)).seconds for names in (("p2p",), ("p2p", NAME)))
     # Its floor says that attention may be free: the bound must not count on the ring's.
     assert 0 < both < ring

@@ -18,41 +18,27 @@ from dynamic_cp.types import (
     SHARDED,
     Bucket,
     DataParallel,
-    MicroBatch,
     ModelShape,
-    Plan,
     PlanOptions,
-    Problem,
     RecomputedLayers,
+    Sample,
     StateDtypes,
     Topology,
 )
-from tests.unit.support import TINY_HARDWARE, samples_of
+from tests.unit.support import TINY_HARDWARE, plan_of_buckets, problem_of, samples_of
 
 # 4 layers of 192 + 256 weights and two norms of 8, two tables of 80, a last norm: 2024 in all.
 MODEL = ModelShape(
-    num_layers=4,
-    hidden_size=8,
-    ffn_hidden_size=16,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=2,
+    num_layers=4, hidden_size=8, ffn_hidden_size=16, num_attention_heads=4, num_query_groups=2, kv_channels=2,
     vocab_size=10,
-)
+)  # fmt: skip
 OPTIONS = PlanOptions(max_tokens_per_rank=100, cp_comm_types=("p2p",))
 HARDWARE = replace(TINY_HARDWARE, hbm_bytes=1e6, hbm_reserved_bytes=1e5, communicator_bytes_per_group=1000)
 
 
 def memory(topology, model=MODEL, hardware=HARDWARE, data_parallel=SHARDED, **options):
-    return MemoryModel(
-        Problem(
-            topology=topology,
-            model=model,
-            hardware=hardware,
-            options=replace(OPTIONS, **options),
-            data_parallel=data_parallel,
-        )
-    )
+    options = {"max_tokens_per_rank": 100, **options}
+    return MemoryModel(replace(problem_of(topology, model, hardware, **options), data_parallel=data_parallel))
 
 
 def test_weights_and_state_by_hand():
@@ -153,8 +139,7 @@ def test_stages_that_share_a_table_have_one_more_communicator():
 
 
 def test_a_static_policy_has_groups_of_its_size_only():
-    options = replace(OPTIONS, static_cp_size=4)
-    problem = Problem(topology=Topology(num_lanes=8), model=MODEL, hardware=HARDWARE, options=options, policy="static")
+    problem = problem_of(Topology(num_lanes=8), MODEL, HARDWARE, static_cp_size=4)
     of_policies = [MemoryModel(replace(problem, policy=one)).peak_at(0)[0] for one in ("static", "dynamic")]
     assert [one.communicators_bytes for one in of_policies] == [4000, 6000]
 
@@ -170,11 +155,13 @@ def test_a_gate_by_hand():
         assert kept - plain == 8 * 6 / tp_size
 
 
+LATENTS = {"q_lora_rank": 6, "kv_lora_rank": 4, "qk_head_dim": 3, "qk_pos_emb_head_dim": 1, "v_head_dim": 2}
+
+
 def test_latent_attention_by_hand():
     """Hidden states of 8; latents of 6 and 4, heads with 3 + 1 channels of keys and 2 of values."""
     heads = MODEL.num_attention_heads
-    widths = {"q_lora_rank": 6, "kv_lora_rank": 4, "qk_head_dim": 3, "qk_pos_emb_head_dim": 1, "v_head_dim": 2}
-    latent = replace(MODEL, num_query_groups=heads, kv_channels=4, **widths)
+    latent = replace(MODEL, num_query_groups=heads, kv_channels=4, **LATENTS)
     down = 8 * (6 + 4 + 1)
     matrices = down + 6 * heads * 4 + 4 * heads * (3 + 2) + heads * 2 * 8
     assert latent.linear_weights_per_layer == matrices + MODEL.mlp_weights_per_layer
@@ -206,10 +193,8 @@ def test_latent_attention_by_hand():
     ],
 )
 def test_latents_that_cannot_be_are_told(changed, says):
-    widths = {"q_lora_rank": 6, "kv_lora_rank": 4, "qk_head_dim": 3, "qk_pos_emb_head_dim": 1, "v_head_dim": 2}
-    heads = MODEL.num_attention_heads
     with pytest.raises(InvalidInputError, match=says):
-        replace(MODEL, **{"num_query_groups": heads, "kv_channels": 4, **widths, **changed})
+        replace(MODEL, **{"num_query_groups": 4, "kv_channels": 4, **LATENTS, **changed})
 
 
 def test_modules_of_multi_token_prediction_by_hand():
@@ -310,16 +295,9 @@ def test_what_is_too_large_may_be_logits():
 
 def test_logits_of_a_long_context_fit_in_2_gb():
     """32k tokens and 152k words: of 39.9 GB what a chunk has stays, beside the norm of all tokens."""
-    model, options = load_model("qwen2.5-7b"), PlanOptions(max_tokens_per_rank=32768, cp_comm_types=("p2p",))
-    hardware, topology = load_hardware("h100"), Topology(num_lanes=8)
+    topology, model, hardware = Topology(num_lanes=8), load_model("qwen2.5-7b"), load_hardware("h100")
     whole, chunked = (
-        MemoryModel(
-            Problem(
-                topology=topology, model=model, hardware=hardware, options=replace(options, loss_chunk_tokens=chunk)
-            )
-        )
-        .peak_at(32768)[0]
-        .logits_bytes
+        memory(topology, model, hardware, loss_chunk_tokens=chunk).peak_at(32768)[0].logits_bytes
         for chunk in (0, AUTO_CHUNK_TOKENS)
     )
     assert whole == pytest.approx(40.2e9, rel=0.02)
@@ -416,14 +394,8 @@ def test_recomputed_layers_that_cannot_be_are_refused():
 def test_a_classic_transformer_keeps_what_the_paper_counts(tp_size):
     """34 h / t with sequence parallelism and 10 h + 24 h / t without, less 2 h for dropout masks we do not have."""
     hidden = 4096
-    model = replace(
-        MODEL,
-        hidden_size=hidden,
-        ffn_hidden_size=4 * hidden,
-        num_attention_heads=32,
-        num_query_groups=32,
-        kv_channels=128,
-    )
+    sizes = {"hidden_size": hidden, "ffn_hidden_size": 4 * hidden, "kv_channels": 128}
+    model = replace(MODEL, num_attention_heads=32, num_query_groups=32, **sizes)
     selective = replace(OPTIONS, recompute="selective")
     plain = activation_bytes(model, Topology(num_lanes=1, tp_size=tp_size), selective)
     assert plain.per_layer == 8 * hidden + 24 * hidden / tp_size
@@ -449,16 +421,16 @@ def test_interleaving_keeps_what_the_paper_says(pp_size, vp_size):
 
 def plan_of_lengths(topology, *rows):
     """rows: [(cp_size, lengths), ...] per micro-batch, from lane 0 on."""
-    micro_batches, next_id = [], 0
+    ids = itertools.count()
+    plan = []
     for row in rows:
         buckets, lane = [], 0
         for cp_size, lengths in row:
-            samples = tuple(replace(s, sample_id=s.sample_id + next_id) for s in samples_of(lengths))
-            next_id += len(samples)
+            samples = tuple(Sample(sample_id=next(ids), seqlen=length) for length in lengths)
             buckets.append(Bucket(first_lane=lane, cp_size=cp_size, samples=samples))
             lane += cp_size
-        micro_batches.append(MicroBatch(buckets=tuple(buckets)))
-    return Plan(topology=topology, max_tokens_per_rank=10**6, micro_batches=tuple(micro_batches))
+        plan.append(buckets)
+    return plan_of_buckets(*plan, topology=topology, max_tokens_per_rank=10**6)
 
 
 def test_a_plan_counts_the_micro_batches_that_it_has():
@@ -489,7 +461,7 @@ def test_a_hierarchy_keeps_the_keys_and_values_of_its_ring():
     model = memory(Topology(num_lanes=8), cp_comm_types=("a2a+p2p",))
     assert [model.peak_at(10, cp)[0].exchange_bytes for cp in (2, 4, 8)] == [0, 10 * (32 + 2 * 16), 10 * (32 + 4 * 16)]
     bucket = Bucket(first_lane=0, cp_size=8, samples=samples_of([80]), cp_comm_type="a2a+p2p", inner_cp_size=4)
-    plan = Plan(topology=Topology(num_lanes=8), max_tokens_per_rank=100, micro_batches=(MicroBatch(buckets=(bucket,)),))
+    plan = plan_of_buckets([bucket], topology=Topology(num_lanes=8), max_tokens_per_rank=100)
     assert model.peak(plan)[0].exchange_bytes == 10 * (32 + 2 * 32)
     # Groups of 2, 4 and 8, three of all lanes, and outer rings: of 2 in 4 lanes; of 4 and of 2 in 8 lanes.
     assert model.peak_at(0)[0].communicators_bytes == 1000 * (3 + 3 + 3)
@@ -549,25 +521,13 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
 def test_a_13b_model_on_80_gb_is_plausible():
     """On 8 stages with full recomputation 16k tokens a rank fit with room; on one rank not even the state does."""
     model, hardware = load_model("llama-2-13b"), load_hardware("h100")
-    options = PlanOptions(max_tokens_per_rank=16384, recompute="full", cp_comm_types=("p2p",))
-    staged = MemoryModel(
-        Problem(topology=Topology(num_lanes=32, pp_size=8), model=model, hardware=hardware, options=options)
-    )
+    staged = memory(Topology(num_lanes=32, pp_size=8), model, hardware, recompute="full")
     staged.check_limit_fits(16384, 8)
     assert 20e9 < staged.peak_at(16384, 8)[0].total_bytes < 40e9
     assert 32768 < staged.max_tokens_per_rank(max_seqlen=131072) < 131072
     with pytest.raises(MemoryLimitError, match="most goes to gradients"):
-        MemoryModel(
-            Problem(topology=Topology(num_lanes=64), model=model, hardware=hardware, options=options)
-        ).check_limit_fits(2)
+        memory(Topology(num_lanes=64), model, hardware, recompute="full").check_limit_fits(2)
     # NVIDIA trains 13B with TP 8 on one node of A100-80GB with selective recomputation and 2048-token sequences.
     node = Topology(num_lanes=1, tp_size=8, sequence_parallel=True)
-    a100 = MemoryModel(
-        Problem(
-            topology=node,
-            model=model,
-            hardware=load_hardware("a100-80gb"),
-            options=replace(options, recompute="selective"),
-        )
-    )
+    a100 = memory(node, model, load_hardware("a100-80gb"), recompute="selective")
     assert 10_000 < a100.max_tokens_per_rank() < 60_000

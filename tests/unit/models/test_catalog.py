@@ -18,15 +18,8 @@ DATA = CASES.parents[1] / "dynamic_cp" / "data"
 
 
 def test_every_number_of_every_hardware_has_a_source():
-    assert set(catalog.hardware_names()) == {
-        "a100-40gb",
-        "a100-80gb",
-        "cpu",
-        "h100",
-        "h100-local",
-        "h200",
-        "h200-local",
-    }
+    known = {"a100-40gb", "a100-80gb", "cpu", "h100", "h100-local", "h200", "h200-local"}
+    assert set(catalog.hardware_names()) == known
     coefficients = {field.name for field in fields(Hardware)} - {"name", "source"}
     for name in catalog.hardware_names():
         hardware = catalog.load_hardware(name)
@@ -38,12 +31,7 @@ def test_every_number_of_every_hardware_has_a_source():
 
 
 def test_models():
-    llama = catalog.load_model("llama-3-8b")
-    # 32 layers, embedding and head make the 8.03e9 parameters of the model card, but for the norms.
-    assert llama.num_layers * llama.linear_weights_per_layer + 2 * llama.vocab_size * llama.hidden_size == 8_029_995_008
-    llama = catalog.load_model("llama-2-13b")
-    assert llama.linear_weights_per_layer == 317_194_240
-    assert llama.num_parameters == 13_015_864_320  # the model card's 13.0e9
+    assert catalog.load_model("llama-2-13b").linear_weights_per_layer == 317_194_240
     assert all(catalog.load_model(name).source for name in catalog.model_names())
 
 
@@ -78,18 +66,10 @@ def test_the_video_model_attends_without_a_mask():
 
 
 LLAMA_CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "rope_theta": 500000.0,
-}
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 500000.0,
+}  # fmt: skip
 
 
 def config_file(tmp_path, **changes):
@@ -127,17 +107,14 @@ def test_a_hugging_face_config(tmp_path):
         ({"model_type": "gemma3_text", "sliding_window": 1024}, range(5), 6),
         (
             {
-                "model_type": "qwen3",
-                "head_dim": 128,
-                "use_sliding_window": True,
-                "sliding_window": 1024,
+                "model_type": "qwen3", "head_dim": 128, "use_sliding_window": True, "sliding_window": 1024,
                 "layer_types": ["sliding_attention", "full_attention"] * 3,
             },
             (0, 2, 4),
             2,
         ),
     ],
-)
+)  # fmt: skip
 def test_layers_with_windows_are_those_of_transformers(tmp_path, changes, windowed, skip):
     model = catalog.load_model(config_file(tmp_path, num_hidden_layers=6, **changes))
     assert (model.window_tokens, model.window_attn_skip_freq) == (1024 if windowed else 0, skip)
@@ -160,9 +137,12 @@ def test_a_model_file_with_windows(tmp_path):
             catalog.load_model(path)
 
 
+EIGHT = Experts(num_experts=8, topk=2, ffn_hidden_size=48)
 WINDOWED = {"use_sliding_window": True, "sliding_window": 1024}
 YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
+QWEN3_MOE = {"model_type": "qwen3_moe", "head_dim": 128, **EXPERTS}
+OLD_DEEPSEEK = {"model_type": "deepseek", "n_routed_experts": 16, **EXPERTS}
 LATENTS = {
     "kv_lora_rank": 16, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "rms_norm_eps": 1e-6,
     "head_dim": "gone",
@@ -241,22 +221,18 @@ def test_a_config_that_is_written_says_what_was_read(name, tmp_path):
         ({"window_tokens": 8, "window_attn_skip_freq": 2}, {}, "windows in some layers"),
         ({"mtp_num_layers": 1}, {}, "here has modules that predict further tokens"),
         ({}, {"softmax_type": "learnable"}, "softmax_type learnable"),
-        ({"experts": Experts(num_experts=8, topk=2, ffn_hidden_size=48)}, {}, "here has .*, which mixtral has not"),
+        ({"experts": EIGHT}, {}, "here has .*, which mixtral has not"),
         (
-            {"experts": Experts(num_experts=8, topk=2, ffn_hidden_size=48, shared_ffn_hidden_size=9)},
+            {"experts": replace(EIGHT, shared_ffn_hidden_size=9)},
             {},
             "here has shared_gate False, which qwen2_moe has not",
         ),
         (
-            {"experts": Experts(num_experts=8, topk=2, ffn_hidden_size=48)},
+            {"experts": EIGHT},
             {"router_score_function": "sigmoid", "qk_layernorm": True},
             "here has router_score_function 'sigmoid', which qwen3_moe has not",
         ),
-        (
-            {"experts": Experts(num_experts=8, topk=2, ffn_hidden_size=48)},
-            {"add_bias_linear": True},
-            "biases and exper",
-        ),
+        ({"experts": EIGHT}, {"add_bias_linear": True}, "biases and exper"),
     ],
 )
 def test_what_no_family_has_is_not_written(of_shape, of_architecture, says, tmp_path):
@@ -314,20 +290,6 @@ def test_latent_attention_of_a_config(tmp_path):
     lite = config_file(tmp_path, **DEEPSEEK_V3 | {"model_type": "deepseek_v2", "q_lora_rank": None, "head_dim": 64})
     model = catalog.load_model(lite)
     assert (model.q_lora_rank, model.kv_channels) == (0, 192)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"first_k_dense_replace": 3}, "lacks moe_intermediate_size: it needs n_routed_experts, num_experts_per_tok"),
-        ({"kv_lora_rank": None}, "lacks kv_lora_rank: it needs kv_lora_rank, qk_nope_head_dim"),
-        ({"v_head_dim": "gone"}, "lacks v_head_dim"),
-        ({"q_lora_rank": "all"}, "q_lora_rank is 'all', it must be a whole number"),
-    ],
-)
-def test_latent_attention_that_does_not_fit_names_the_key(tmp_path, changes, says):
-    with pytest.raises(DynamicCPError, match=says):
-        catalog.load_model(config_file(tmp_path, **DEEPSEEK_V3 | changes))
 
 
 def diffusers_file(tmp_path, **changes):
@@ -388,18 +350,35 @@ def test_a_diffusers_config(tmp_path):
         ({"num_hidden_layers": 0}, "config.json: num_hidden_layers is 0, the smallest allowed value is 1"),
         ({"model_type": "qwen3", "head_dim": 0}, "config.json: head_dim is 0, .*: give 1 <= head_dim"),
         ({"vocab_size": 2**40}, "config.json: vocab_size is 1099511627776, the largest allowed value"),
-        (
-            {"num_local_experts": 8},
-            r"'llama' has experts \(num_local_experts 8\), which cannot be priced yet",
-        ),
+        ({"num_local_experts": 8}, r"'llama' has experts \(num_local_experts 8\), which cannot be priced yet"),
         ({"kv_lora_rank": 512}, r"latent attention \(kv_lora_rank 512\)"),
         ({"num_nextn_predict_layers": 1}, r"prediction of several tokens \(num_nextn_predict_layers 1\)"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+        (
+            DEEPSEEK_V3 | {"first_k_dense_replace": 3},
+            "lacks moe_intermediate_size: it needs n_routed_experts, num_experts_per_tok",
+        ),
+        (DEEPSEEK_V3 | {"kv_lora_rank": None}, "lacks kv_lora_rank: it needs kv_lora_rank, qk_nope_head_dim"),
+        (DEEPSEEK_V3 | {"v_head_dim": "gone"}, "lacks v_head_dim"),
+        (DEEPSEEK_V3 | {"q_lora_rank": "all"}, "q_lora_rank is 'all', it must be a whole number"),
+        (
+            QWEN3_MOE | {"moe_intermediate_size": "gone"},
+            "lacks moe_intermediate_size: it needs num_experts, num_experts_per",
+        ),
+        (QWEN3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, it must be at"),
+        (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers is 3, it must be a list of"),
+        (OLD_DEEPSEEK | {"moe_layer_freq": 0}, "moe_layer_freq is 0, it must be at"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0, it must be at least 1"),
+        (
+            {"model_type": "gemma2", "query_pre_attn_scalar": 0},
+            "query_pre_attn_scalar is 0: scores are divided by its root",
+        ),
     ],
 )
 def test_a_config_that_does_not_fit_names_the_key(tmp_path, changes, says):
+    path = config_file(tmp_path, **changes)
     with pytest.raises(DynamicCPError, match=says):
-        catalog.load_model(config_file(tmp_path, **changes))
+        catalog.load_model(path), catalog.load_architecture(path)
 
 
 @pytest.mark.parametrize("number", [10**30, 2**31 - 1])
@@ -424,51 +403,34 @@ def test_more_layers_than_can_be_listed_are_refused_at_once(tmp_path, changes, n
         replace(catalog.load_model("qwen3-next-80b-a3b"), num_layers=number)
 
 
-def moe_config(tmp_path, model_type, **changes):
-    keys = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "rope_scaling": None}
-    return config_file(tmp_path, model_type=model_type, **keys | changes)
+SIXTEEN = Experts(num_experts=16, topk=4, ffn_hidden_size=48)
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes", "experts"),
+    ("changes", "experts"),
     [
-        ("mixtral", {}, {"num_experts": 8, "topk": 2, "ffn_hidden_size": 14336}),
         (
-            "qwen3_moe",
-            {
-                "num_local_experts": "gone", "num_experts": 16, "moe_intermediate_size": 768, "decoder_sparse_step": 2,
-                "mlp_only_layers": [1], "norm_topk_prob": True, "head_dim": 128,
-            },
-            {"num_experts": 16, "topk": 2, "ffn_hidden_size": 768, "layer_freq": (0, 0, *[0, 1] * 15)},
+            {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+            Experts(num_experts=8, topk=2, ffn_hidden_size=14336),
         ),
         (
-            "qwen2_moe",
-            {
-                "num_local_experts": "gone", "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
-                "shared_expert_intermediate_size": 5632,
-            },
-            {
-                "num_experts": 60, "topk": 4, "ffn_hidden_size": 1408, "shared_ffn_hidden_size": 5632,
-                "shared_gate": True,
-            },
+            QWEN3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]},
+            replace(SIXTEEN, layer_freq=(0, 0, *[0, 1] * 15)),
         ),
         (
-            "deepseek",
-            {
-                "num_local_experts": "gone", "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2,
-                "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
-            },
-            {
-                "num_experts": 64, "topk": 6, "ffn_hidden_size": 1408, "shared_ffn_hidden_size": 2816,
-                "layer_freq": (0, *[1] * 31),
-            },
+            {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96, **EXPERTS},
+            replace(SIXTEEN, shared_ffn_hidden_size=96, shared_gate=True),
+        ),
+        (
+            OLD_DEEPSEEK | {"n_shared_experts": 2, "first_k_dense_replace": 1},
+            replace(SIXTEEN, shared_ffn_hidden_size=96, layer_freq=(0, *[1] * 31)),
         ),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
-def test_experts_of_a_config(tmp_path, model_type, changes, experts):
-    model = catalog.load_model(moe_config(tmp_path, model_type, **changes))
-    assert model.experts == Experts(**experts)
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_experts_of_a_config(tmp_path, changes, experts):
+    model = catalog.load_model(config_file(tmp_path, **changes))
+    assert model.experts == experts
     assert model.ffn_hidden_size == 14336
 
 
@@ -477,14 +439,14 @@ def test_gpt_oss_has_windows_and_experts(tmp_path):
         "num_hidden_layers": 4, "sliding_window": 128, "num_local_experts": 32, "num_experts_per_tok": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 64, "intermediate_size": 2880,
     }  # fmt: skip
-    path = moe_config(tmp_path, "gpt_oss", **changes)
+    path = config_file(tmp_path, model_type="gpt_oss", **changes)
     model = catalog.load_model(path)
     assert (model.window_tokens, model.window_attn_skip_freq) == (128, 2)
     assert model.experts == Experts(num_experts=32, topk=4, ffn_hidden_size=2880)
     architecture = catalog.load_architecture(path)
-    assert (architecture.softmax_type, architecture.quick_geglu, architecture.add_bias_linear) == (
-        "learnable", True, True,
-    )  # fmt: skip
+    assert architecture.softmax_type == "learnable"
+    assert architecture.quick_geglu
+    assert architecture.add_bias_linear
 
 
 def test_deepseek_v3_has_latents_and_experts(tmp_path):
@@ -500,26 +462,12 @@ def test_deepseek_v3_has_latents_and_experts(tmp_path):
     assert catalog.load_architecture(path).router_score_function == "sigmoid"
 
 
-def test_experts_without_their_width_name_the_key(tmp_path):
-    with pytest.raises(InvalidInputError, match="lacks moe_intermediate_size: it needs num_experts, num_experts_per"):
-        catalog.load_model(moe_config(tmp_path, "qwen3_moe", num_experts=16, head_dim=128))
-
-
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(
-        InvalidInputError,
-        match=r"'h1000' is none .*did you mean .*: use a100-40gb, a100-80gb, cpu, h100, h100-local, h200, h200-local",
-    ):
+    says = r"'h1000' is none .*did you mean .*: use a100-40gb, a100-80gb, cpu, h100, h100-local, h200, h200-local"
+    with pytest.raises(InvalidInputError, match=says):
         catalog.load_hardware("h1000")
     with pytest.raises(InvalidInputError, match="llama-2-13b, llama-2-70b, llama-2-7b, llama-3-70b, llama-3-8b"):
         catalog.load_model("gpt")
-
-
-def test_a_path_loads(tmp_path):
-    path = tmp_path / "mine.json"
-    path.write_text((DATA / "hardware" / "cpu.json").read_text().replace('"name": "cpu"', '"name": "mine"'))
-    assert catalog.load_hardware(path).name == "mine"
-    assert catalog.load_hardware(str(path)) == catalog.load_hardware(path)
 
 
 def test_a_pipe_gives_the_shape_and_the_architecture():
@@ -557,11 +505,7 @@ def broken(kind, change):
         ("models", "{", "is not JSON"),
         ("models", broken("models", lambda d: d.pop("num_layers")), "lacks num_layers"),
         ("models", broken("models", lambda d: d.update(num_layers=32.0)), "num_layers is 32.0"),
-        (
-            "models",
-            broken("models", lambda d: d.update(num_layers=True)),
-            "is true, a whole number is needed",
-        ),
+        ("models", broken("models", lambda d: d.update(num_layers=True)), "is true, a whole number is needed"),
         ("models", broken("models", lambda d: d.update(num_layers=0)), "num_layers is 0"),
         ("models", broken("models", lambda d: d.update(colour=8)), "unknown entries colour"),
         ("models", broken("models", lambda d: d.update(experts=8)), "experts is 8, an object is needed"),
@@ -605,22 +549,6 @@ def test_an_unreadable_file(tmp_path):
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidInputError, match="is not JSON"):
         catalog.load_model(tmp_path / "binary.json")
-
-
-@pytest.mark.parametrize(
-    ("model_type", "changes", "says"),
-    [
-        ("qwen3_moe", EXPERTS | {"head_dim": 128, "decoder_sparse_step": 0}, "decoder_sparse_step is 0, it must be at"),
-        ("qwen3_moe", EXPERTS | {"head_dim": 128, "mlp_only_layers": 3}, "mlp_only_layers is 3, it must be a list of"),
-        ("deepseek", EXPERTS | {"n_routed_experts": 16, "moe_layer_freq": 0}, "moe_layer_freq is 0, it must be at"),
-        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0, it must be at least 1"),
-        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0: scores are divided by its root"),
-    ],
-)
-def test_an_entry_that_layers_cannot_have_is_named(tmp_path, model_type, changes, says):
-    path = config_file(tmp_path, model_type=model_type, **changes)
-    with pytest.raises(InvalidInputError, match=says):
-        catalog.load_model(path), catalog.load_architecture(path)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from dynamic_cp.models.hardware_numbers import KIND_OF, parse_number, short_name
 from dynamic_cp.types import Hardware
 
 NUMBERS = [field.name for field in fields(Hardware) if field.name not in ("name", "source")]
+NIC = "bandwidth_across_nodes_bytes_per_s"
 H100 = catalog.load_hardware("h100")
 
 
@@ -68,16 +69,8 @@ def test_units(name: str, text: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        (
-            "bandwidth_across_nodes_bytes_per_s",
-            "12.5",
-            r"is 12.5 bytes/s, plausible are 1 MB/s to 1 PB/s: if 12.5 GB/s is meant",
-        ),
-        (
-            "bandwidth_across_nodes_bytes_per_s",
-            "12.5 GB",
-            "is '12.5 GB', it must be a number with a unit of bytes/s, such as 12.5GB/s",
-        ),
+        (NIC, "12.5", r"is 12.5 bytes/s, plausible are 1 MB/s to 1 PB/s: if 12.5 GB/s is meant"),
+        (NIC, "12.5 GB", "is '12.5 GB', it must be a number with a unit of bytes/s, such as 12.5GB/s"),
         ("bandwidth_across_nodes_bytes_per_s", "12.5 gb/s", "is in 'gb/s': write Gb/s for bits or GB/s for bytes"),
         ("bandwidth_across_nodes_bytes_per_s", "fast", "is 'fast', it must be a number"),
         ("bandwidth_across_nodes_bytes_per_s", "", "is '', it must be a number"),
@@ -124,12 +117,9 @@ def test_a_file_with_a_base_states_what_differs(tmp_path: Path) -> None:
     assert first.bandwidth_across_nodes_bytes_per_s == 12.5e9
     assert first.source == H100.source | {"bandwidth_across_nodes_bytes_per_s": "one 100 Gb/s NIC per GPU"}
     # A base may be a file beside this one, wherever the reader stands.
-    second = file(
-        tmp_path, {"name": "more", "base": "mine.json", "hbm_bytes": {"value": 96e9, "source": "x"}}, "b.json"
-    )
-    assert catalog.load_hardware(second) == replace(
-        first, name="more", hbm_bytes=96e9, source=first.source | {"hbm_bytes": "x"}
-    )
+    data = {"name": "more", "base": "mine.json", "hbm_bytes": {"value": 96e9, "source": "x"}}
+    expected = replace(first, name="more", hbm_bytes=96e9, source=first.source | {"hbm_bytes": "x"})
+    assert catalog.load_hardware(file(tmp_path, data, "b.json")) == expected
 
 
 @pytest.mark.parametrize(
@@ -162,13 +152,13 @@ def test_settings_change_numbers_and_say_so() -> None:
     assert catalog.load_hardware("h100") == catalog.load_hardware("h100", ())
 
 
+SHORT = "bandwidth_across_nodes"
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        (
-            "bandwidth_across_nodes",
-            "--set bandwidth_across_nodes: give NAME=VALUE, such as bandwidth_across_nodes=12.5",
-        ),
+        (SHORT, f"--set {SHORT}: give NAME=VALUE, such as {SHORT}=12.5"),
         ("bandwith_across_nodes=1GB/s", "--set bandwith_across_nodes=1GB/s: .*did you mean 'bandwidth_across_nodes'"),
         ("bandwidth_across_nodes=12.5", "--set bandwidth_across_nodes=12.5: .*a number with a unit of bytes/s"),
         ("bandwidth_across_nodes_bytes_per_s=12.5", "is 12.5 bytes/s, plausible are"),

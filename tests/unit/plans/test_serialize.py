@@ -13,32 +13,19 @@ from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan, plan_from_dict, plan_to_dict
 from dynamic_cp.types import Bucket, MicroBatch, Placement, Plan, PlannedBatch, Sample, Topology
+from tests.unit.support import plan_of_buckets
 
+TWO = (Sample(sample_id=7, seqlen=100), Sample(sample_id=3, seqlen=9))
+HIERARCHY = Bucket(first_lane=0, cp_size=4, samples=TWO, cp_comm_type="a2a+p2p", inner_cp_size=2)
+HEADS = Bucket(first_lane=4, cp_size=2, samples=(Sample(sample_id=4, seqlen=8),), cp_comm_type="a2a")
+GATHERED = Bucket(first_lane=1, cp_comm_type="all_gather")
 PLAN = Plan(
     topology=Topology(num_lanes=7, tp_size=2, pp_size=2, vp_size=2, sequence_parallel=True),
     max_tokens_per_rank=64,
     policy="static",
     micro_batches=(
-        MicroBatch(
-            buckets=(
-                Bucket(
-                    first_lane=0,
-                    cp_size=4,
-                    samples=(Sample(sample_id=7, seqlen=100), Sample(sample_id=3, seqlen=9)),
-                    cp_comm_type="a2a+p2p",
-                    inner_cp_size=2,
-                ),
-                Bucket(first_lane=4, cp_size=2, samples=(Sample(sample_id=4, seqlen=8),), cp_comm_type="a2a"),
-                Bucket(first_lane=6, samples=(Sample(sample_id=5, seqlen=60),)),
-            )
-        ),
-        MicroBatch(
-            buckets=(
-                Bucket(first_lane=0),
-                Bucket(first_lane=1, cp_comm_type="all_gather"),
-                *(Bucket(first_lane=lane) for lane in range(2, 7)),
-            )
-        ),
+        MicroBatch(buckets=(HIERARCHY, HEADS, Bucket(first_lane=6, samples=(Sample(sample_id=5, seqlen=60),)))),
+        MicroBatch(buckets=(Bucket(first_lane=0), GATHERED, *(Bucket(first_lane=lane) for lane in range(2, 7)))),
     ),
 )
 
@@ -75,7 +62,7 @@ def test_a_placement_is_written_whole_or_for_people():
         first_lane=0, cp_size=3, cp_comm_type="blocks", samples=(Sample(sample_id=8, seqlen=100),),
         placement=Placement(homes.astype(np.int32), tiles.astype(np.int32)),
     )  # fmt: skip
-    plan = Plan(topology=Topology(num_lanes=3), max_tokens_per_rank=64, micro_batches=(MicroBatch(buckets=(bucket,)),))
+    plan = plan_of_buckets([bucket], topology=Topology(num_lanes=3))
     text = format_plan(plan)
     assert text.splitlines()[1] == "0 | lanes 0-2 blocks 0.0.40.0,0.40.100.2/0.0.0.0,1.0.2.1,1.1.2.0: 8:100 |"
     assert parse_plan(text) == loads(dumps(plan)) == plan
@@ -174,20 +161,16 @@ def test_malformed_json(text):
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "plan v1",
-        "hello",
+        *("", "plan v1", "hello"),
         format_plan(PLAN).replace("0 |", "1 |", 1),
-        format_plan(PLAN).replace("lanes 0-3", "lanes 0-2"),
-        format_plan(PLAN).replace("a2a+p2p/2", "a2a+p2p"),
-        format_plan(PLAN).replace("a2a+p2p/2", "a2a+p2p/4"),
-        format_plan(PLAN).replace("a2a+p2p/2", "p2p/2"),
-        format_plan(PLAN).replace("7:100", "7:x"),
-        format_plan(PLAN).replace("7:100", "7:0"),
-        format_plan(PLAN).replace("5:60", "5"),
-        format_plan(PLAN).replace("a2a+p2p", "carrier pigeon"),
-        format_plan(PLAN).replace("num_lanes=7", "num_lanes=three"),
-        format_plan(PLAN).replace("num_lanes=7 ", ""),
+        *(
+            format_plan(PLAN).replace(right, wrong)
+            for right, wrong in (
+                *(("a2a+p2p/2", wrong) for wrong in ("a2a+p2p", "a2a+p2p/4", "p2p/2", "carrier pigeon/2")),
+                *(("7:100", "7:x"), ("7:100", "7:0"), ("5:60", "5"), ("lanes 0-3", "lanes 0-2")),
+                *(("num_lanes=7", "num_lanes=three"), ("num_lanes=7 ", "")),
+            )
+        ),
     ],
 )
 def test_malformed_text(text):

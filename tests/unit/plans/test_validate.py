@@ -9,25 +9,19 @@ import pytest
 from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
+from tests.unit.support import plan_of_buckets
 
 
 def bucket(first_lane: int, cp_size: int, *samples: tuple[int, int]) -> Bucket:
-    return Bucket(
-        first_lane=first_lane,
-        cp_size=cp_size,
-        samples=tuple(Sample(sample_id=sample_id, seqlen=seqlen) for sample_id, seqlen in samples),
-    )
+    held = tuple(Sample(sample_id=sample_id, seqlen=seqlen) for sample_id, seqlen in samples)
+    return Bucket(first_lane=first_lane, cp_size=cp_size, samples=held)
 
 
 ROWS = (
     (bucket(0, 2, (0, 100), (1, 20)), bucket(2, 1, (2, 60))),
     (bucket(0, 1, (3, 64)), bucket(1, 1), bucket(2, 1, (4, 1), (5, 2))),
 )
-LEGAL = Plan(
-    topology=Topology(num_lanes=3),
-    max_tokens_per_rank=64,
-    micro_batches=tuple(MicroBatch(buckets=row) for row in ROWS),
-)
+LEGAL = plan_of_buckets(*ROWS, topology=Topology(num_lanes=3))
 SAMPLES = tuple(LEGAL.samples)
 
 
@@ -122,17 +116,11 @@ def test_a_long_row_is_shortened():
 
 def hierarchical(topology: Topology, cp_size: int, inner: int) -> Plan:
     buckets = [
-        Bucket(
-            first_lane=first,
-            cp_size=cp_size,
-            samples=(Sample(sample_id=first, seqlen=40),),
-            cp_comm_type="a2a+p2p",
-            inner_cp_size=inner,
-        )
+        replace(bucket(first, cp_size, (first, 40)), cp_comm_type="a2a+p2p", inner_cp_size=inner)
         for first in range(0, topology.num_lanes - cp_size + 1, cp_size)
     ]
     rest = [Bucket(first_lane=lane) for lane in range(len(buckets) * cp_size, topology.num_lanes)]
-    return Plan(topology=topology, max_tokens_per_rank=64, micro_batches=(MicroBatch(buckets=(*buckets, *rest)),))
+    return plan_of_buckets([*buckets, *rest], topology=topology)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.experts import expert_prices
 from dynamic_cp.pricing.flops import batch_flops
-from dynamic_cp.types import Bucket, Experts, MicroBatch, Plan, PlanOptions, Problem, Sample, Topology, parse_placement
+from dynamic_cp.types import Bucket, Experts, Plan, Sample, Topology, parse_placement
 from megatron.dynamic_cp.flags.experts import experts_of
-from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
+from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, plan_of_buckets, problem_of
 
 EXPERTS = Experts(num_experts=8, topk=2, ffn_hidden_size=128, shared_ffn_hidden_size=64, shared_gate=True)
 MODEL = replace(TINY_MODEL, experts=EXPERTS)
 HIDDEN = TINY_MODEL.hidden_size
-OPTIONS = PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",))
+LARGE = replace(CURVED_HARDWARE, hbm_bytes=1e12)
 
 
 def test_weights_by_hand():
@@ -102,14 +102,7 @@ def test_lanes_of_a_block():
 def test_a_model_that_ep_does_not_fit():
     for model, ep_size, message in ((MODEL, 16, "EP 16 does not divide 8 experts"), (TINY_MODEL, 2, "EP 2 without ex")):
         with pytest.raises(InvalidInputError, match=message):
-            CostModel(
-                Problem(
-                    topology=Topology(num_lanes=16, ep_size=ep_size),
-                    model=model,
-                    hardware=CURVED_HARDWARE,
-                    options=OPTIONS,
-                )
-            )
+            CostModel(problem_of(Topology(num_lanes=16, ep_size=ep_size), model))
 
 
 @pytest.mark.parametrize("ep_size", [1, 4])
@@ -117,10 +110,7 @@ def test_one_expert_after_the_other_is_launched_and_multiplied_alone(ep_size):
     """By hand: products at the rate of any, and a quarter of a layer's constants for each expert of a rank."""
     hardware = replace(CURVED_HARDWARE, expert_flops_per_s=2e10, expert_extra_tokens=3)
     priced = {
-        grouped: expert_prices(
-            model.stages(1)[0],
-            Problem(topology=Topology(num_lanes=8, ep_size=ep_size), model=model, hardware=hardware, options=OPTIONS),
-        )
+        grouped: expert_prices(model.stages(1)[0], problem_of(Topology(num_lanes=8, ep_size=ep_size), model, hardware))
         for grouped in (True, False)
         for model in [replace(MODEL, experts=replace(EXPERTS, grouped=grouped))]
     }
@@ -138,7 +128,7 @@ def test_one_expert_after_the_other_is_launched_and_multiplied_alone(ep_size):
 
 def plan_of(topology: Topology) -> Plan:
     buckets = (Bucket(first_lane=0, cp_size=2, samples=(Sample(sample_id=0, seqlen=9),)), *map(_empty, (2, 3)))
-    return Plan(topology=topology, max_tokens_per_rank=64, micro_batches=(MicroBatch(buckets=buckets),))
+    return plan_of_buckets(buckets, topology=topology)
 
 
 def _empty(lane: int) -> Bucket:
@@ -160,22 +150,15 @@ def test_a_bucket_does_not_cut_blocks():
     placement = parse_placement("0.0.4.0,0.4.9.1/0.0.0.0,1.0.3.1,1.1.3.0")
     samples = (Sample(sample_id=0, seqlen=9),)
     cut = Bucket(first_lane=1, cp_size=2, samples=samples, cp_comm_type="blocks", placement=placement)
-    buckets = (_empty(0), cut, _empty(3))
-    plan = Plan(
-        topology=Topology(num_lanes=4, ep_size=2), max_tokens_per_rank=64, micro_batches=(MicroBatch(buckets=buckets),)
-    )
+    plan = plan_of_buckets((_empty(0), cut, _empty(3)), topology=Topology(num_lanes=4, ep_size=2))
     with pytest.raises(IllegalPlanError, match="lanes 1-2: 2 lanes cut blocks of 2 lanes that share experts"):
         check_plan(plan)
 
 
 def test_memory_by_hand():
     """EP divides what a rank holds of experts; the optimizer's share of them is over the ranks that have the same."""
-    hardware = replace(CURVED_HARDWARE, hbm_bytes=1e12)
     whole, shared = (
-        MemoryModel(
-            Problem(topology=Topology(num_lanes=8, ep_size=ep_size), model=MODEL, hardware=hardware, options=OPTIONS)
-        )
-        for ep_size in (1, 4)
+        MemoryModel(problem_of(Topology(num_lanes=8, ep_size=ep_size), MODEL, LARGE)) for ep_size in (1, 4)
     )
     all_experts = TINY_MODEL.num_layers * MODEL.layer.held_expert_weights
     assert (whole.num_expert_weights(0), shared.num_expert_weights(0)) == (all_experts, all_experts / 4)
@@ -187,14 +170,8 @@ def test_memory_by_hand():
     (one,), (other,) = whole.peak_at(100), shared.peak_at(100)
     copies = 2 * 100 * TINY_MODEL.num_layers * MODEL.layer.routed_kept_channels / 2 * 2
     assert other.activations_bytes - one.activations_bytes == pytest.approx(0.25 * copies)
-    again = MemoryModel(
-        Problem(
-            topology=Topology(num_lanes=8),
-            model=MODEL,
-            hardware=hardware,
-            options=replace(OPTIONS, recompute="selective", recompute_modules=("moe",)),
-        )
-    )
+    recomputed = {"recompute": "selective", "recompute_modules": ("moe",)}
+    again = MemoryModel(problem_of(Topology(num_lanes=8), MODEL, LARGE, **recomputed))
     (less,) = again.peak_at(100)
     of_shared = 2 * 100 * TINY_MODEL.num_layers * MODEL.layer.mlp_kept_channels
     assert one.activations_bytes - less.activations_bytes == pytest.approx(copies + of_shared)
@@ -202,20 +179,12 @@ def test_memory_by_hand():
 
 def test_memory_counts_the_mean_of_a_block():
     """A lane alone with tokens computes half of its copies where two share the experts."""
-    hardware = replace(CURVED_HARDWARE, hbm_bytes=1e12)
-    sample = Sample(sample_id=0, seqlen=100)
-    row = MicroBatch(buckets=(Bucket(first_lane=0, samples=(sample,)), _empty(1)))
     topology = Topology(num_lanes=2, ep_size=2)
-    plan = Plan(topology=topology, max_tokens_per_rank=256, micro_batches=(row,))
+    alone = Bucket(first_lane=0, samples=(Sample(sample_id=0, seqlen=100),))
+    plan = plan_of_buckets((alone, _empty(1)), topology=topology, max_tokens_per_rank=256)
     even = replace(EXPERTS, imbalance=1.0)
-    (peak,) = MemoryModel(
-        Problem(topology=topology, model=replace(MODEL, experts=even), hardware=hardware, options=OPTIONS)
-    ).peak(plan)
-    (dense,) = MemoryModel(
-        Problem(
-            topology=topology, model=replace(MODEL, experts=replace(even, topk=1)), hardware=hardware, options=OPTIONS
-        )
-    ).peak(plan)
+    models = [replace(MODEL, experts=one) for one in (even, replace(even, topk=1))]
+    (peak,), (dense,) = (MemoryModel(problem_of(topology, model, LARGE)).peak(plan) for model in models)
     per_copy = 2 * TINY_MODEL.num_layers * MODEL.layer.routed_kept_channels / 2
     assert peak.activations_bytes - dense.activations_bytes == pytest.approx(per_copy * (100 + 1) / 2)
 

@@ -11,22 +11,15 @@ from dynamic_cp.errors import IllegalPlanError, InvalidInputError
 from dynamic_cp.plans.lane_plan import _decode_bucket, _encode_bucket
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.types import CAUSAL, Bucket, Experts, LinearAttention, MicroBatch, ModelShape, Plan, Sample, Topology
+from dynamic_cp.types import CAUSAL, Bucket, Experts, LinearAttention, ModelShape, Plan, Sample, Topology
+from tests.unit.support import plan_of_buckets
 
 GATED_DELTA = LinearAttention(kind="gated_delta_net", num_heads=32, num_groups=16, key_size=128, value_size=128)
 MAMBA = LinearAttention(kind="mamba2", num_heads=64, num_groups=8, key_size=128, value_size=64)
 SHAPE = ModelShape(
-    num_layers=8,
-    hidden_size=2048,
-    ffn_hidden_size=5120,
-    num_attention_heads=16,
-    num_query_groups=2,
-    kv_channels=256,
-    vocab_size=1000,
-    gated_linear_unit=True,
-    linear_attention=GATED_DELTA,
-    linear_attention_freq=4,
-)
+    num_layers=8, hidden_size=2048, ffn_hidden_size=5120, num_attention_heads=16, num_query_groups=2, kv_channels=256,
+    vocab_size=1000, gated_linear_unit=True, linear_attention=GATED_DELTA, linear_attention_freq=4,
+)  # fmt: skip
 EXPERTS = Experts(num_experts=4, topk=2, ffn_hidden_size=64)
 
 
@@ -152,20 +145,15 @@ def test_heads_that_groups_do_not_divide_are_refused():
 
 
 def _plan(bucket: Bucket) -> Plan:
-    topology = Topology(num_lanes=bucket.cp_size)
-    return Plan(topology=topology, max_tokens_per_rank=64, micro_batches=(MicroBatch(buckets=(bucket,)),))
+    return plan_of_buckets([bucket], topology=Topology(num_lanes=bucket.cp_size))
 
 
 @pytest.mark.parametrize("exchange", ["p2p", "a2a", "a2a+p2p"])
 def test_a_plan_says_where_states_are_passed_on(exchange):
     inner = 2 if exchange == "a2a+p2p" else 1
+    sample = Sample(sample_id=7, seqlen=100)
     bucket = Bucket(
-        first_lane=0,
-        cp_size=4,
-        samples=(Sample(sample_id=7, seqlen=100),),
-        cp_comm_type=exchange,
-        inner_cp_size=inner,
-        state_exchange="states",
+        first_lane=0, cp_size=4, samples=(sample,), cp_comm_type=exchange, inner_cp_size=inner, state_exchange="states"
     )
     plan = _plan(bucket)
     assert " states: 7:100 |" in format_plan(plan)

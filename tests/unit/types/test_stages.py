@@ -1,8 +1,10 @@
-"""Stages of unlike layers: prices, memory and FLOPs are sums over the layers that a stage says it has."""
+"""Stages of unlike layers: what they cost is a sum over their layers, and the heaviest is as light as can be."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,10 +13,11 @@ from dynamic_cp.learning.observations import Observation, PricedObservations
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops
-from dynamic_cp.types import FULL, Layer, ModelShape, PlanOptions, Problem, Stage, Topology
-from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
+from dynamic_cp.types import FULL, Layer, ModelShape, Stage, Topology
+from dynamic_cp.types.stage_layers import _splits, best_split, flags_of, in_words, is_level
+from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, pipeline_layers
+from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, problem_of
 
-OPTIONS = PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",))
 EXPERTS = TINY_MODEL.layer._replace(linear_weights=300_000, held_weights=2_000_000, mlp_kept_channels=1500)
 """A layer that holds more weights than a token meets."""
 NOT_CAUSAL = TINY_MODEL.layer._replace(mask=FULL)
@@ -44,10 +47,8 @@ def only(layer: Layer, number: int) -> Mixed:
 
 
 def cost(model: ModelShape, cp_size: int = 4, pp_size: int = 1):
-    topology = Topology(num_lanes=4, pp_size=pp_size)
-    return CostModel(Problem(topology=topology, model=model, hardware=CURVED_HARDWARE, options=OPTIONS)).cost(
-        cp_size, 0, 512, 512 * 200, "p2p"
-    )
+    prices = CostModel(problem_of(Topology(num_lanes=4, pp_size=pp_size), model))
+    return prices.cost(cp_size, 0, 512, 512 * 200, "p2p")
 
 
 @pytest.mark.parametrize("cp_size", [1, 4])
@@ -77,9 +78,7 @@ def test_memory_is_counted_stage_by_stage():
     topology = Topology(num_lanes=2, pp_size=2)
 
     def parts(model: ModelShape):
-        return MemoryModel(Problem(topology=topology, model=model, hardware=CURVED_HARDWARE, options=OPTIONS)).peak_at(
-            128
-        )
+        return MemoryModel(problem_of(topology, model)).peak_at(128)
 
     even, uneven = parts(mixed(*(TINY_MODEL.layer,) * 4)), parts(mixed(*(TINY_MODEL.layer,) * 4, first=1))
     assert uneven[0].activations_bytes == pytest.approx(even[0].activations_bytes / 2)
@@ -145,20 +144,11 @@ def test_stages_have_the_layers_that_they_are_said_to_have():
 def test_memory_takes_all_chunks_of_a_stage_for_its_largest():
     topology = Topology(num_lanes=2, pp_size=2, vp_size=2)
 
-    def activations(chunks: tuple[tuple[int, ...], ...]) -> list[float]:
-        model = replace(TINY_MODEL, num_layers=sum(map(sum, chunks)), pipeline_layers=chunks)
-        stages = MemoryModel(
-            Problem(topology=topology, model=model, hardware=CURVED_HARDWARE, options=OPTIONS)
-        ).peak_at(128)
-        return [stage.activations_bytes for stage in stages]
+    def activations(chunks: tuple[tuple[int, ...], ...], num_layers: int = 0) -> list[float]:
+        model = replace(TINY_MODEL, num_layers=num_layers or sum(map(sum, chunks)), pipeline_layers=chunks)
+        return [stage.activations_bytes for stage in MemoryModel(problem_of(topology, model)).peak_at(128)]
 
-    even = replace(TINY_MODEL, num_layers=8)
-    two = [
-        one.activations_bytes
-        for one in MemoryModel(
-            Problem(topology=topology, model=even, hardware=CURVED_HARDWARE, options=OPTIONS)
-        ).peak_at(128)
-    ]
+    two = activations((), 8)
     assert activations(((2, 2), (2, 2))) == pytest.approx(two)
     assert activations(((1, 2), (2, 2))) == pytest.approx(two)
     assert activations(((1, 1), (2, 2))) == pytest.approx([two[0] / 2, two[1]])
@@ -169,23 +159,94 @@ def test_what_was_measured_of_a_chunk_is_compared_with_its_own_layers():
     """Prices are those of the stage with most layers."""
     topology = Topology(num_lanes=4, pp_size=2, vp_size=2)
     model = replace(UNEVEN, num_layers=7, pipeline_layers=((0, 1), (2, 4)))
-    priced = CostModel(
-        Problem(
-            topology=topology,
-            model=model,
-            hardware=replace(CURVED_HARDWARE, overhead_s_per_bucket_stage=0),
-            options=OPTIONS,
-        )
-    )
-    every = [
-        Observation(
-            cp_size=1, first_lane=0, tokens=64, tokens_squared=4096, forward_s=1, backward_s=1, stage=stage, chunk=chunk
-        )
-        for stage, chunk in ((0, 0), (0, 1), (1, 0), (1, 1))
-    ]
-    found = PricedObservations(every, priced)
+    priced = CostModel(problem_of(topology, model, replace(CURVED_HARDWARE, overhead_s_per_bucket_stage=0)))
+    one = Observation(cp_size=1, first_lane=0, tokens=64, tokens_squared=4096, forward_s=1, backward_s=1)
+    found = PricedObservations([replace(one, stage=stage, chunk=chunk) for stage in (0, 1) for chunk in (0, 1)], priced)
     assert found.num_ignored == 1, "a chunk without layers"
     one, two, four = found.predicted_s(priced)[:, 0]
     edges = priced.cost(1, 0, 64, 4096)
     assert two == pytest.approx(2 * one)
     assert four - edges.head_forward_s == pytest.approx(4 * one)
+
+
+def run_with(num_layers, pp_size, vp_size, flags):
+    """Return the layers that a run has with `flags`, None where it is refused."""
+    given = SimpleNamespace(
+        num_layers=num_layers, pipeline_model_parallel_size=pp_size, virtual_pipeline_model_parallel_size=vp_size
+    )
+    for flag in flags:
+        name, _, value = flag.removeprefix("--").replace("-", "_").partition(" ")
+        setattr(given, name, int(value) if value else True)
+    try:
+        return pipeline_layers(given)
+    except InvalidInputError:
+        return None
+
+
+def every_run(num_layers, pp_size, vp_size):
+    """Yield the layers of all runs with flags for unlike stages."""
+    first, last, embedding, loss = FLAGS
+    numbers = range(1, num_layers + 1)
+    own = [[f"{first} {number}"] for number in numbers] + [[f"{last} {number}"] for number in numbers]
+    own += [[f"{first} {one}", f"{last} {two}"] for one, two in product(numbers, numbers)]
+    for flags in [*own, [embedding], [loss], [embedding, loss]]:
+        layers = run_with(num_layers, pp_size, vp_size, flags)
+        if layers:
+            yield layers
+
+
+@pytest.mark.parametrize("num_modules", [0, 1])
+def test_no_flags_make_the_heaviest_stage_lighter(num_modules):
+    looked_at = 0
+    for num_layers, pp_size, vp_size in product(range(1, 15), (1, 2, 3, 4, 5), (1, 2, 3)):
+        heaviest = [max(sum(one[-1]) + num_modules, *map(sum, one)) for one in every_run(num_layers, pp_size, vp_size)]
+        if num_layers % (pp_size * vp_size) == 0:
+            heaviest.append(num_layers // pp_size + num_modules)
+        split = best_split(num_layers, pp_size, vp_size, num_modules)
+        assert (split is None) == (not heaviest)
+        if split is None:
+            continue
+        layers = split.layers or ((num_layers // (pp_size * vp_size),) * vp_size,) * pp_size
+        assert max(sum(layers[-1]) + num_modules, *map(sum, layers)) == min(heaviest)
+        assert run_with(num_layers, pp_size, vp_size, split.flags) == split.layers
+        assert not (num_layers % (pp_size * vp_size) == num_modules == 0 and split.flags), "even where it can be"
+        looked_at += bool(split.layers)
+    assert looked_at > 50
+
+
+def test_flags_say_the_layers_that_they_are_asked_for():
+    looked_at = 0
+    for num_layers, pp_size, vp_size in product((7, 12), (2, 3, 4), (1, 2)):
+        for split in _splits(num_layers, pp_size, vp_size):
+            assert run_with(num_layers, pp_size, vp_size, flags_of(split.layers)) in (split.layers, ())
+            looked_at += 1
+    assert looked_at > 100
+    assert flags_of(((1,), (3,), (2,), (1,))) is None
+
+
+def test_deepseek_v3_has_unlike_stages():
+    """61 layers and a module of multi-token prediction on the last stage."""
+    found = {pp_size: best_split(61, pp_size, 1, 1) for pp_size in (2, 4, 8, 16)}
+    assert {size: in_words(one.layers) for size, one in found.items()} == {
+        2: "31+30 layers", 4: "3x16+13 layers", 8: "7x8+5 layers", 16: "15x4+1 layers"
+    }  # fmt: skip
+    assert found[16].flags == ("--decoder-last-pipeline-num-layers 1",)
+    assert [size for size in (1, 2, 4, 8, 16, 32, 64) if is_level(61, size, 1)] == [1, 2, 4, 8, 16]
+
+
+def test_a_model_says_why_its_layers_cannot_be_shared_out():
+    model = replace(TINY_MODEL, num_layers=6)
+
+    def why(pp_size, vp_size=1, layers=()):
+        of_stages = replace(model, pipeline_layers=layers)
+        return of_stages.why_no_split(tp_size=1, pp_size=pp_size, vp_size=vp_size, ranks_per_node=8)
+
+    assert why(4) is why(8) is why(4, 2) is None
+    assert why(9) == why(4, 3) == "PP x VPP cannot share out the layers"
+    assert why(1, 2) == "VPP without a pipeline"
+    assert why(2, 1, ((2,), (4,))) is None
+    assert why(1, 1, ((2,), (4,))) is None
+    given = "PP x VPP is not what the model's pipeline_layers are for"
+    assert why(4, 1, ((2,), (4,))) == why(2, 2, ((2,), (4,))) == given
+    assert model.in_stages(4, 1).pipeline_layers == ((1,), (2,), (2,), (1,))
+    assert model.in_stages(3, 1) is model.in_stages(1, 1) is model
