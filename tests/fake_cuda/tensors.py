@@ -168,8 +168,7 @@ class FakeGPU(TorchDispatchMode):
         if len(fakes) < len(tensors):
             args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         try:
-            with self._fake:
-                made = func(*args, **kwargs)
+            made = self._fake.__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             self.wait(f"{func} needs values of the device")
             raise HostWaits(f"no answer can stand for what {func} needs") from error
