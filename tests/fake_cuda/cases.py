@@ -1,5 +1,5 @@
 # ruff: noqa: E402 (torch comes after the library)
-"""What runs on fake CUDA tensors, in a process of its own: `python -m tests.fake_cuda.cases LIBRARY RESULTS`.
+"""What runs on fake CUDA tensors, in a process of its own: `python -m tests.fake_cuda.cases LIBRARY RESULTS CASE ...`.
 
 Each case is a function that asserts; its notes go to the file RESULTS with the error of those that failed.
 """
@@ -43,10 +43,11 @@ from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.types import CAUSAL, FULL, Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology
 from dynamic_cp.types.placement import ROW
 from megatron.dynamic_cp.agreement import verify
-from megatron.dynamic_cp.attention import packs, placed_packs
+from megatron.dynamic_cp.attention import packs, placed_packs, torch_thd
 from megatron.dynamic_cp.attention.kernels import choice as kernels
 from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
 from megatron.dynamic_cp.attention.kernels.choice import FLASH
+from megatron.dynamic_cp.attention.linear import check as linear_check
 from megatron.dynamic_cp.attention.mechanisms import all_gather
 from megatron.dynamic_cp.attention.mechanisms import transfers as exchange
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
@@ -135,17 +136,17 @@ def bucket(
     )
 
 
-def placed_bucket(rank: int, inner: int = 1, seed: int = 2, lanes_of_node: int = 2) -> PackedBucket:
-    """Return a placed bucket of 8 lanes, on nodes of two by default, which holds causal samples and full ones."""
-    num_groups, group = 8 // inner, rank // inner
-    samples = tuple(Sample(sample_id=i, seqlen=n, mask=FULL if i % 2 else None) for i, n in enumerate((70, 1, 33, 90)))
-    placement = random_placement(np.random.default_rng(seed), samples, num_groups, 4)
+def placed_bucket(rank: int, inner: int = 1, seed: int = 6, lanes_of_node: int = 2, num_lanes: int = 8) -> PackedBucket:
+    """Return a placed bucket of `num_lanes`, on nodes of two by default, which holds causal samples and full ones."""
+    num_groups, group = num_lanes // inner, rank // inner
+    samples = tuple(Sample(sample_id=i, seqlen=n, mask=FULL if i % 2 else None) for i, n in enumerate((70, 1, 33)))
+    placement = random_placement(np.random.default_rng(seed), samples, num_groups, 2)
     programme = programmes_of(placement, samples, Lanes(num_groups, 0, lanes_of_node // inner))[group]
     num_tokens = programme.num_tokens // inner + 1
     held = tuple(samples[number] for number in placement.samples_of(group))
     return PackedBucket(
         first_lane=0,
-        cp_size=8,
+        cp_size=num_lanes,
         cp_comm_type="blocks",
         inner_cp_size=inner,
         padded_seqlens=(num_tokens,),
@@ -155,20 +156,22 @@ def placed_bucket(rank: int, inner: int = 1, seed: int = 2, lanes_of_node: int =
     )
 
 
-def all_buckets(rank: int) -> list[PackedBucket]:
-    """Return one bucket of each kind."""
+def buckets_of_lanes(rank: int, num_lanes: int) -> list[PackedBucket]:
+    """Return one bucket of each kind that is not placed."""
     return [
         bucket("p2p", rank, 1),
         bucket("p2p", rank, 2, seqlens=(1,)),
-        bucket("p2p", rank, 8),
-        bucket("all_gather", rank, 8),
-        bucket("a2a", rank, 4, 4),
-        bucket("a2a", rank, 8, 8),  # more lanes than KV heads
-        bucket("a2a+p2p", rank, 8, 2),
-        bucket("a2a+p2p", rank, 8, 4),
-        placed_bucket(rank),
-        placed_bucket(rank, inner=2),
+        bucket("p2p", rank, num_lanes),
+        bucket("all_gather", rank, num_lanes),
+        bucket("a2a", rank, 2, 2),
+        bucket("a2a", rank, num_lanes, num_lanes),  # more lanes than KV heads
+        *(bucket("a2a+p2p", rank, num_lanes, inner) for inner in (2, 4) if inner < num_lanes),
     ]
+
+
+def placed_buckets(rank: int, num_lanes: int) -> list[PackedBucket]:
+    """Return a placed bucket whose lanes send messages, and one whose lanes exchange heads in pairs, too."""
+    return [placed_bucket(rank, inner, num_lanes=num_lanes) for inner in (1, 2)]
 
 
 def qkv(num_tokens: int, dtype: torch.dtype = BF16) -> list[torch.Tensor]:
@@ -191,11 +194,15 @@ def attention(kernel: Any, rank: int) -> Notes:
             "megatron.dynamic_cp.layout.packed_seq_params:build",
         }
         with FakeGPU() as gpu:
-            step = packed_step(rank, all_buckets(rank)).pin_memory()
+            steps = [(CAUSAL, buckets_of_lanes(rank, 8) + placed_buckets(rank, 8))]
+            if rank > 0:
+                steps.append((FULL, buckets_of_lanes(rank, 8)))  # placed samples bring their masks
             batches = [
                 batch
-                for mask in (CAUSAL, FULL)[: rank + 1]
-                for batch in micro_batches(step, groups, device, "", ExchangeStats(), mask)
+                for mask, buckets in steps
+                for batch in micro_batches(
+                    packed_step(rank, buckets).pin_memory(), groups, device, "", ExchangeStats(), mask
+                )
             ]
             for batch in batches:
                 params = batch["packed_seq_params"]
@@ -217,22 +224,23 @@ def attention(kernel: Any, rank: int) -> Notes:
     return notes
 
 
-def attention_of_all(num_placements: int) -> Notes:
-    """Every exchange and random placements on all of 8 lanes, backward passes behind those of other micro-batches."""
+def attention_of_all(num_lanes: int, num_placements: int) -> Notes:
+    """Every exchange and random placements on all lanes, backward passes behind those of other micro-batches."""
     calls: dict[int, list[Call | HostWait]] = {}
     store = dist.HashStore()
-    for rank in range(8):
+    for rank in range(num_lanes):
         recorder, device = Recorder(), torch.device("cuda", rank)
-        with job(rank, 8, dist.PrefixStore(str(rank), store)):
+        with job(rank, num_lanes, dist.PrefixStore(str(rank), store)):
             with FakeGPU(AT_START):
-                groups = build_groups(8)
+                groups = build_groups(num_lanes)
             placed = [
-                placed_bucket(rank, inner, seed, lanes_of_node)
+                placed_bucket(rank, inner, seed, lanes_of_node, num_lanes)
                 for seed in range(num_placements)
                 for inner, lanes_of_node in ((1, 8), (1, 2), (1, 4), (2, 4))
             ]
             with FakeGPU():
-                step = packed_step(rank, [*all_buckets(rank), *placed]).pin_memory()
+                buckets = [*buckets_of_lanes(rank, num_lanes), *placed_buckets(rank, num_lanes), *placed]
+                step = packed_step(rank, buckets).pin_memory()
                 waiting = []
                 for batch in micro_batches(step, groups, device, "", ExchangeStats(), CAUSAL):
                     params = batch["packed_seq_params"]
@@ -278,7 +286,7 @@ MODEL = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 --group-query-attention "
     "--num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--make-vocab-size-divisible-by 8 --untie-embeddings-and-output-weights --bf16 --seq-length 512 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 128 --global-batch-size 8 --train-iters 2 --lr 1e-3 --dynamic-cp "
+    "--tokenizer-type NullTokenizer --vocab-size 128 --global-batch-size 4 --train-iters 2 --lr 1e-3 --dynamic-cp "
     "--distributed-backend nccl --transformer-impl local --max-seqlen-per-dp-cp-rank 256 --use-distributed-optimizer"
 )
 
@@ -551,6 +559,7 @@ def _with_kernel(patched: Any) -> Iterator[None]:
 _torch_gather = dist.all_gather_into_tensor
 
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+VPP = f"--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {OVERLAP}"
 HYBRID = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4 "
     "--linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 16"
@@ -561,33 +570,28 @@ POOL = "--max-seqlen-per-dp-cp-rank 512 --pipeline-model-parallel-size 2 --dynam
 
 CASES: dict[str, Callable[[], Notes]] = {
     "attention with flash": lambda: attention(FLASH, 5),
-    "attention on all lanes": lambda: attention_of_all(0),
+    "attention on all lanes": lambda: attention_of_all(4, 0),
     "train alone": lambda: train(
         f"--max-seqlen-per-dp-cp-rank 512 --num-workers 1 --eval-iters 1 --dynamic-cp-refine 1 {RECOMPUTE}",
         1,
         NOW_AND_THEN,
     ),
-    "train with PP and VPP": lambda: train(
-        f"--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {OVERLAP}", 4
-    ),
-    "train a hybrid by heads": lambda: train(
-        f"{HYBRID} {K_OF_L} --dynamic-cp-state-exchange heads --loss-chunk-tokens 64", 2
-    ),
+    "train with PP and VPP": lambda: train(f"{VPP} --seq-length 256 --global-batch-size 8", 2),
     "train adapters of a hybrid by states": lambda: train(
-        f"{HYBRID} --dynamic-cp-state-exchange states --lora-rank 4", 2
+        f"{HYBRID} --dynamic-cp-state-exchange states --lora-rank 4 --loss-chunk-tokens 128", 2
     ),
     "post-training": lambda: post_training_step("ppo", "dpo"),
     "faults are noticed": faults,
     "calibration": calibration,
-}
-EACH_NIGHT: dict[str, Callable[[], Notes]] = {
     "attention on the first lane": lambda: attention(FLASH, 0),
-    "many placements": lambda: attention_of_all(3),
+    "many placements": lambda: attention_of_all(8, 3),
     "train on 4 lanes": lambda: train(f"--cp-comm-type auto {OVERLAP}", 4),
     "train on 8 lanes": lambda: train(f"--cp-comm-type auto {OVERLAP}", 8),
     "train with TP and PP": lambda: train(
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 8
     ),
+    "train 2 lanes with PP and VPP": lambda: train(VPP, 4),
+    "train a hybrid by heads": lambda: train(f"{HYBRID} {K_OF_L} --dynamic-cp-state-exchange heads", 2),
     "train a hybrid with blocks": lambda: train(f"{HYBRID} --cp-comm-type blocks", 4),
     "train Mamba-2": lambda: train(MAMBA, 4),
     "train with blocks": lambda: train("--cp-comm-type blocks", 8),
@@ -596,18 +600,32 @@ EACH_NIGHT: dict[str, Callable[[], Notes]] = {
 }
 
 
-def main(library_path: str, results: str, *of_the_night: str) -> None:
-    """Run the cases of the day, and those named."""
+def once_for_each_kernel(check: Callable[..., float]) -> Callable[..., float]:
+    """Return a check of a kernel that the first run with it makes for all: it is a third of the operators of a run."""
+    errors: dict[str, float] = {}
+
+    def replaced(kernel: Any, *args: Any, **kwargs: Any) -> float:
+        if kernel.name not in errors:
+            errors[kernel.name] = check(kernel, *args, **kwargs)
+        return errors[kernel.name]
+
+    return replaced
+
+
+def main(library_path: str, results: str, *names: str) -> None:
+    """Run the cases that are named."""
     runtime.install(Path(library_path))
+    for module, name in ((torch_thd, "check_kernel"), (linear_check, "check_linear_kernel")):
+        setattr(module, name, once_for_each_kernel(getattr(module, name)))
     faulthandler.enable()  # says where it hangs: whoever waits too long aborts it
     os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", TORCHDYNAMO_DISABLE="1")
     Planner.discard = lambda *_: None  # ranks of one job run one after the other here
     planned_runtime.Planner = lambda *args, **how: Planner(*args, **{**how, "ahead": False})  # no process for each job
     found: dict[str, Notes] = {}
-    for name, case in [*CASES.items(), *((name, EACH_NIGHT[name]) for name in of_the_night)]:
+    for name in names:
         started_s = time.process_time()
         try:
-            found[name] = case()
+            found[name] = CASES[name]()
         except BaseException:
             found[name] = {"error": traceback.format_exc()}
         found[name]["cpu_s"] = round(time.process_time() - started_s, 2)

@@ -37,6 +37,7 @@ def build(folder: Path) -> Path:
     library = folder / f"fake_cuda_{digest}.so"
     if library.exists():
         return library
+    folder.mkdir(exist_ok=True)
     libraries = torch_folder / "lib"
     unfinished = library.with_suffix(f".{os.getpid()}")
     command = [

@@ -165,10 +165,10 @@ class FakeGPU(TorchDispatchMode):
             return to_host
         if func in FLASH:
             _check_for_flash(args)
-        args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
+        if len(fakes) < len(tensors):
+            args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         try:
-            with self._fake:
-                made = func(*args, **kwargs)
+            made = self._fake.__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             self.wait(f"{func} needs values of the device")
             raise HostWaits(f"no answer can stand for what {func} needs") from error
@@ -178,6 +178,8 @@ class FakeGPU(TorchDispatchMode):
         for tensor in new:
             width = tensor.shape[-1] if tensor.dim() > 1 else 0
             self.most_rows[width] = max(self.most_rows[width], tensor.numel() // max(width, 1))
+        if isinstance(made, FakeTensor):
+            return _real_if_on_cpu(made)
         return tree_map_only(FakeTensor, _real_if_on_cpu, made)
 
     def _as_fake(self, tensor: Tensor) -> Tensor:

@@ -20,10 +20,9 @@ from tests.trainer.commandline import NO_COMPILE
 
 ROOT = Path(__file__).parents[2]
 BY_DAY_S, BY_NIGHT_S = 280, 1200
-COMMUNICATORS = {
-    "attention on all lanes": 6,
-    "train with PP and VPP": 7,
-    "train a hybrid by heads": 4,
+BY_DAY = {
+    "attention on all lanes": 3,
+    "train with PP and VPP": 5,
     "train adapters of a hybrid by states": 4,
 }
 EACH_NIGHT = {
@@ -31,6 +30,8 @@ EACH_NIGHT = {
     "train on 4 lanes": 6,
     "train on 8 lanes": 9,
     "train with TP and PP": 6,
+    "train 2 lanes with PP and VPP": 7,
+    "train a hybrid by heads": 4,
     "train a hybrid with blocks": 5,
     "train Mamba-2": 6,
     "train with blocks": 6,
@@ -39,6 +40,13 @@ EACH_NIGHT = {
 }
 """Case -> how many communicators of several ranks a rank makes at most."""
 FIRST_LANE = "attention on the first lane"
+
+
+def cases(beginning: str = "") -> list[Any]:
+    """Return the cases whose names begin so, as parameters: those of the night are marked."""
+    found = [*BY_DAY, *(pytest.param(case, marks=pytest.mark.nightly) for case in EACH_NIGHT)]
+    return [case for case, name in zip(found, BY_DAY | EACH_NIGHT, strict=True) if name.startswith(beginning)]
+
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,14 +57,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Case -> its notes, of the cases of the day and of those of the night that are asked for."""
-    built = library.build(Path(request.config.cache.mkdir("fake_cuda")))
+    """Case -> its notes, of the cases that tests of this run have as parameters."""
+    built = library.build(Path(__file__).parent / "__pycache__")
     found = tmp_path_factory.mktemp("fake_cuda") / "results.json"
-    names = [item.name for item in request.session.items]
-    of_the_night = [case for case in (FIRST_LANE, *EACH_NIGHT) if any(f"[{case}]" in name for name in names)]
-    timeout_s = BY_NIGHT_S if of_the_night else BY_DAY_S
+    tests = [item for item in request.session.items if item.path == request.path]
+    asked = dict.fromkeys(case for item in tests for case in item.callspec.params.values())  # type: ignore[attr-defined]
+    timeout_s = BY_DAY_S if asked.keys().isdisjoint((FIRST_LANE, *EACH_NIGHT)) else BY_NIGHT_S
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.fake_cuda.cases", str(built), str(found), *of_the_night],
+        [sys.executable, "-m", "tests.fake_cuda.cases", str(built), str(found), *asked],
         cwd=ROOT,
         env={**os.environ, **NO_COMPILE, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -87,14 +95,7 @@ def test_attention_stays_on_its_device_and_never_waits(results: dict[str, Any], 
     assert notes["messages"] > 40
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "train alone",
-        *(case for case in COMMUNICATORS if "train" in case),
-        *(pytest.param(case, marks=pytest.mark.nightly) for case in EACH_NIGHT if "train" in case),
-    ],
-)
+@pytest.mark.parametrize("case", ["train alone", *cases("train")])
 def test_a_run_waits_only_where_it_is_known_to(results: dict[str, Any], case: str) -> None:
     of_ranks = [notes for name, notes in notes_of(results, case).items() if name.startswith("rank")]
     assert of_ranks
@@ -103,23 +104,15 @@ def test_a_run_waits_only_where_it_is_known_to(results: dict[str, Any], case: st
         assert notes["transfers of the last step"]
 
 
-@pytest.mark.parametrize(
-    "case", [*COMMUNICATORS, *(pytest.param(case, marks=pytest.mark.nightly) for case in EACH_NIGHT)]
-)
+@pytest.mark.parametrize("case", cases())
 def test_nccl_gets_through_and_notices_two_collectives_that_are_swapped(results: dict[str, Any], case: str) -> None:
     notes = notes_of(results, case)["nccl"]
     assert notes["calls"] > 300
     assert notes["swaps"] >= 6
-    assert notes["communicators"] == (COMMUNICATORS | EACH_NIGHT)[case]
+    assert notes["communicators"] == (BY_DAY | EACH_NIGHT)[case]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(case for case in COMMUNICATORS if "train" in case),
-        *(pytest.param(case, marks=pytest.mark.nightly) for case in EACH_NIGHT if "train" in case),
-    ],
-)
+@pytest.mark.parametrize("case", cases("train"))
 def test_a_rank_makes_the_communicators_that_the_memory_model_counts(results: dict[str, Any], case: str) -> None:
     """Interleaved stages send to each neighbour apart, and each of these pairs is a small communicator more."""
     notes = notes_of(results, case)
@@ -128,23 +121,31 @@ def test_a_rank_makes_the_communicators_that_the_memory_model_counts(results: di
     assert wanted in notes["said"]
 
 
-def test_a_hybrid_exchanges_in_its_steps_trains_adapters_and_chunks_its_loss(results: dict[str, Any]) -> None:
+@pytest.mark.parametrize("dense", ["train alone"])
+@pytest.mark.parametrize("case", cases("train a hybrid by") + cases("train adapters"))
+def test_a_hybrid_exchanges_in_its_steps_trains_adapters_and_chunks_its_loss(
+    results: dict[str, Any], case: str, dense: str
+) -> None:
     """Keys and values go round a ring, so all-to-alls are those of heads, or of states."""
-    heads = notes_of(results, "train a hybrid by heads")["rank 0"]
-    states = notes_of(results, "train adapters of a hybrid by states")["rank 0"]
-    assert min(notes["transfers of the last step"]["alltoall_base_ over 2"] for notes in (heads, states)) > 10
-    assert 0 < 10 * states["gradients of the last step"] < heads["gradients of the last step"]
-    assert heads["logits at once"] == 64 < states["logits at once"]
+    notes, whole = (notes_of(results, name)["rank 0"] for name in (case, dense))
+    assert notes["transfers of the last step"]["alltoall_base_ over 2"] > 4
+    num_gradients, of_all = (one["gradients of the last step"] for one in (notes, whole))
+    assert num_gradients > 0
+    assert (10 * num_gradients < of_all) == ("adapters" in case)
+    assert notes["logits at once"] == (128 if "adapters" in case else 256) < whole["logits at once"]
 
 
-def test_a_pass_of_post_training_waits_for_counts_only(results: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", ["post-training"])
+def test_a_pass_of_post_training_waits_for_counts_only(results: dict[str, Any], case: str) -> None:
     """Pairs are summed forward and backward: those of a micro-batch over 4 lanes, of another over 2 of them."""
-    assert notes_of(results, "post-training")["sums of responses"] == 2 * (4 + 2)
+    assert notes_of(results, case)["sums of responses"] == 2 * (4 + 2)
 
 
-def test_faults_are_noticed(results: dict[str, Any]) -> None:
-    assert len(notes_of(results, "faults are noticed")["noticed"]) == 14
+@pytest.mark.parametrize("case", ["faults are noticed"])
+def test_faults_are_noticed(results: dict[str, Any], case: str) -> None:
+    assert len(notes_of(results, case)["noticed"]) == 14
 
 
-def test_calibration_times_by_events(results: dict[str, Any]) -> None:
-    assert notes_of(results, "calibration")["rows"] >= 2
+@pytest.mark.parametrize("case", ["calibration"])
+def test_calibration_times_by_events(results: dict[str, Any], case: str) -> None:
+    assert notes_of(results, case)["rows"] >= 2

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.attention_kernels import Bench
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, SharedQuestion
@@ -53,6 +54,18 @@ def skip_unless_usable(kernel: str, dtype: torch.dtype, head_dim: int) -> Kernel
     return KERNELS[kernel]
 
 
+def check(
+    used: Kernel, inputs: list[Tensor], pack: Pack, expected: list[Tensor], expected_lse: Tensor, at_least: float = 0.0
+) -> None:
+    """Assert what the kernel makes of a pack: output, log-sum-exp and gradients; `at_least`: of `assert_close`."""
+    q, k, v, grad = inputs
+    scale = q.shape[-1] ** -0.5
+    out, lse = used.forward(q, k, v, pack, scale)
+    assert (lse.dtype, lse.shape) == (torch.float32, expected_lse.shape)
+    assert (lse.double() - expected_lse).abs().max() <= LSE_TOLERANCE
+    assert_close([out, *used.backward(grad, q, k, v, out, lse, pack, scale)], expected, q.dtype, at_least=at_least)
+
+
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("seqlens", SEQLENS)
 @pytest.mark.parametrize("step", ["causal", "half_the_keys", "half_the_queries"])
@@ -65,14 +78,8 @@ def test_pack_equals_float64(kernel: str, step: str, seqlens: str, heads: str) -
     rows, columns = {"causal": (whole, whole), "half_the_keys": (whole, half), "half_the_queries": (half, whole)}[step]
     pack = Pack.build(rows, columns, mask=CAUSAL if step == "causal" else FULL, device=DEVICE)
     inputs = random_inputs(sum(rows), sum(columns), num_heads, kv_heads, head_dim)
-    expected, expected_lse = exact(inputs, rows, columns, causal=pack.causal)
-    q, k, v, grad = inputs
-    out, lse = used.forward(q, k, v, pack, head_dim**-0.5)
-    assert lse.dtype == torch.float32
-    assert lse.shape == expected_lse.shape
-    assert (lse.double() - expected_lse).abs().max() <= LSE_TOLERANCE
-    grads = used.backward(grad, q, k, v, out, lse, pack, head_dim**-0.5)
-    assert_close([out, *grads], expected, BF16, at_least=0.3 if max(whole) <= FEW_TOKENS else 0.0)
+    expected = exact(inputs, rows, columns, causal=pack.causal)
+    check(used, inputs, pack, *expected, at_least=0.3 if max(whole) <= FEW_TOKENS else 0.0)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -86,13 +93,10 @@ def test_ranges_of_keys_equal_float64(kernel: str, mask: Mask, heads: str) -> No
     seqlens = (651,) if isinstance(mask, SharedQuestion) else (651, 1, 129, 256)
     ranges = np.concatenate([mask.key_ranges(seqlen) for seqlen in seqlens])
     pack = Pack.build(seqlens, device=DEVICE, key_ranges=ranges)
-    q, k, v, grad = inputs = random_inputs(sum(seqlens), sum(seqlens), num_heads, kv_heads, head_dim)
+    inputs = random_inputs(sum(seqlens), sum(seqlens), num_heads, kv_heads, head_dim)
     seen = judge_of_ranges.sees_of(pack, sum(seqlens), sum(seqlens))
-    expected, expected_lse, *grads = (one.value for one in naive_attention.exact(inputs, seen))
-    out, lse = used.forward(q, k, v, pack, head_dim**-0.5)
-    assert (lse.double() - expected_lse).abs().max() <= LSE_TOLERANCE
-    found = [out, *used.backward(grad, q, k, v, out, lse, pack, head_dim**-0.5)]
-    assert_close(found, [expected, *grads], BF16, at_least=0.3 if mask == Lambda(0, 1) else 0.0)
+    out, lse, *grads = (one.value for one in naive_attention.exact(inputs, seen))
+    check(used, inputs, pack, [out, *grads], lse, at_least=0.3 if mask == Lambda(0, 1) else 0.0)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -149,25 +153,16 @@ def test_sequences_of_one_token() -> None:
     ones = (1,) * 5
     pack = Pack.build(ones, mask=CAUSAL, device=DEVICE)
     inputs = random_inputs(5, 5, 8, 2, 64)
-    expected, expected_lse = exact(inputs, ones, ones, causal=True)
-    q, k, v, grad = inputs
-    out, lse = used.forward(q, k, v, pack, 0.125)
-    assert (lse.double() - expected_lse).abs().max() <= LSE_TOLERANCE
-    grads = used.backward(grad, q, k, v, out, lse, pack, 0.125)
     # One key: the weight is 1 whatever the scores, so queries and keys have no gradient.
-    assert_close([out, *grads], expected, BF16, at_least=0.3)
+    check(used, inputs, pack, *exact(inputs, ones, ones, causal=True), at_least=0.3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_portable_equals_float64(dtype: torch.dtype) -> None:
     seqlens = (2, 130, 1100)
     inputs = random_inputs(sum(seqlens), sum(seqlens), 4, 2, 48, dtype)
-    expected, expected_lse = exact(inputs, seqlens, seqlens, causal=True)
     pack = Pack.build(seqlens, mask=CAUSAL, device=DEVICE)
-    q, k, v, grad = inputs
-    out, lse = PORTABLE.forward(q, k, v, pack, 48**-0.5)
-    assert (lse.double() - expected_lse).abs().max() <= LSE_TOLERANCE
-    assert_close([out, *PORTABLE.backward(grad, q, k, v, out, lse, pack, 48**-0.5)], expected, dtype)
+    check(PORTABLE, inputs, pack, *exact(inputs, seqlens, seqlens, causal=True))
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn", "triton"])

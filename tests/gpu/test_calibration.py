@@ -18,6 +18,7 @@ from dynamic_cp.calibration.measurements import SECTIONS
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
+PROFILE = "megatron.dynamic_cp.calibration --device cuda --model llama-3-8b --tp 4 --hardware h100"
 LIMIT_S = 300.0
 GOAL_MEDIAN = 0.05
 
@@ -25,21 +26,7 @@ GOAL_MEDIAN = 0.05
 @pytest.mark.timeout(900)
 def test_profile_of_a_gpu(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
-    words = [
-        sys.executable,
-        "-m",
-        "megatron.dynamic_cp.calibration",
-        "--device",
-        "cuda",
-        "--model",
-        "llama-3-8b",
-        "--tp",
-        "4",
-        "--hardware",
-        "h100",
-        "--output",
-        str(output),
-    ]
+    words = [sys.executable, "-m", *PROFILE.split(), "--output", str(output)]
     started = time.monotonic()
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
     elapsed_s = time.monotonic() - started

@@ -5,7 +5,6 @@ docs/GPU.md says what has run.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from megatron.core.models.common.language_module import language_module
 from torch.utils._triton import has_triton
 
 from megatron.trainer.setup.fusions import why_no_kernel
-from tests.gpu.test_training import MODEL, losses, trains
+from tests.gpu.test_training import trained
 
 pytestmark = pytest.mark.gpu
 
@@ -42,31 +41,22 @@ FUSED = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory):
-    """Flags -> (losses, output) of 12 steps; the data are indexed once."""
-    cache = tmp_path_factory.mktemp("cache")
-
-    def train(flags: str) -> tuple[list[float], str]:
-        words = [sys.executable, "pretrain_gpt.py", *MODEL.split(), *NONE.split(), *flags.split()]
-        job = trains([*words, "--data-cache-path", str(Path(cache))], {"TORCH_LOGS": "recompiles"}, 200)
-        assert job.returncode == 0, job.stdout
-        assert len(losses(job.stdout)) == 12, job.stdout
-        return losses(job.stdout), job.stdout
-
-    return train
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the data are indexed once."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
-def plain(trained) -> list[float]:
+def plain(cache: Path) -> list[float]:
     """Losses without any fusion."""
-    found, output = trained("")
+    found, output = trained(NONE, cache, 200)
     assert "fusions: none; off:" in output, output
     return found
 
 
 @pytest.mark.parametrize(("flags", "named"), FUSED.values(), ids=list(FUSED))
-def test_losses_are_those_without(trained, plain: list[float], flags: str, named: str) -> None:
-    fused, output = trained(flags)
+def test_losses_are_those_without(cache: Path, plain: list[float], flags: str, named: str) -> None:
+    fused, output = trained(f"{NONE} {flags}", cache, 200, TORCH_LOGS="recompiles")
     assert f"fusions: {named}; off:" in output, output
     # The first loss comes from the same weights; later ones drift apart with the rounding of gradients.
     assert fused[0] == pytest.approx(plain[0], rel=1e-3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from megatron.dynamic_cp.attention.linear.kernels import fla
 from megatron.dynamic_cp.attention.te.support import installed_version, why_not_installed
 from megatron.dynamic_cp.flags.fp8 import why_no_device
 from tests.gpu.judge import DEVICE
-from tests.gpu.test_training import MODEL, SPLIT, losses, trains, trains_on_ranks
+from tests.gpu.test_training import SPLIT, losses_on_ranks, trained
 
 pytestmark = pytest.mark.gpu
 
@@ -41,12 +39,11 @@ def test_kernels_equal_products_of_matrices(sizes: LinearAttention, dtype: torch
 
 
 def losses_on_one_rank(cache: Path, *flags: str, layers: str) -> list[float]:
-    words = " ".join((MODEL, SPLIT, HYBRID, "--max-seqlen-per-dp-cp-rank 4096 --data-cache-path", str(cache), *flags))
-    job = trains([sys.executable, "pretrain_gpt.py", *words.split()], {}, 200)
-    assert job.returncode == 0, job.stdout
-    assert f"layers: {layers}" in job.stdout, job.stdout
-    assert "linear attention kernel fla" in job.stdout, job.stdout
-    return losses(job.stdout)
+    words = " ".join((SPLIT, HYBRID, "--max-seqlen-per-dp-cp-rank 4096", *flags))
+    found, output = trained(words, cache, 200, 3)
+    assert f"layers: {layers}" in output, output
+    assert "linear attention kernel fla" in output, output
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +74,5 @@ def test_hybrids_with_layers_of_transformer_engine(
     ids=["heads", "states", "placed"],
 )
 def test_hybrids_on_ranks_that_share_one_gpu(flags: str, losses_of_one_rank: list[float], tmp_path: Path) -> None:
-    job = trains_on_ranks(4, f"{HYBRID} {flags}", tmp_path)
-    assert job.returncode == 0, job.stdout
-    found = losses(job.stdout)
-    assert len(found) == 3, job.stdout
+    found = losses_on_ranks(4, f"{HYBRID} {flags}", tmp_path)
     assert found == pytest.approx(losses_of_one_rank, rel=5e-3), (found, losses_of_one_rank)
-    assert re.search(r"cp[24]×", job.stdout), f"no sample was split: {job.stdout}"

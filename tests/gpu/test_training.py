@@ -56,12 +56,20 @@ def trains(words: list[str], environment: dict[str, str], timeout_s: float) -> s
     return subprocess.CompletedProcess(words, job.returncode, output)
 
 
-def test_loss_falls_on_one_gpu(tmp_path: Path) -> None:
-    job = trains([sys.executable, "pretrain_gpt.py", *MODEL.split(), "--data-cache-path", str(tmp_path)], {}, 200)
+def trained(
+    flags: str, cache: Path, timeout_s: float, num_iterations: int = 12, model: str = MODEL, **environment: str
+) -> tuple[list[float], str]:
+    """Return the losses and the output of a run on one GPU, which must succeed."""
+    words = [sys.executable, "pretrain_gpt.py", *model.split(), *flags.split(), "--data-cache-path", str(cache)]
+    job = trains(words, environment, timeout_s)
     assert job.returncode == 0, job.stdout
-    assert "attention kernel flash" in job.stdout, job.stdout
-    found = losses(job.stdout)
-    assert len(found) == 12, job.stdout
+    assert len(losses(job.stdout)) == num_iterations, job.stdout
+    return losses(job.stdout), job.stdout
+
+
+def test_loss_falls_on_one_gpu(tmp_path: Path) -> None:
+    found, output = trained("", tmp_path, 200)
+    assert "attention kernel flash" in output, output
     assert found[-1] < found[0] - 1, found
 
 
@@ -81,15 +89,11 @@ SPLIT = "--train-iters 3 --max-seqlen-per-dp-cp-rank 2048 --no-bias-swiglu-fusio
 
 @pytest.fixture(scope="module")
 def losses_of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    words = [*MODEL.split(), *SPLIT.split(), "--max-seqlen-per-dp-cp-rank", "4096"]
-    cache = str(tmp_path_factory.mktemp("cache"))
-    job = trains([sys.executable, "pretrain_gpt.py", *words, "--data-cache-path", cache], {}, 100)
-    assert job.returncode == 0, job.stdout
-    return losses(job.stdout)
+    return trained(f"{SPLIT} --max-seqlen-per-dp-cp-rank 4096", tmp_path_factory.mktemp("cache"), 100, 3)[0]
 
 
-def trains_on_ranks(num_ranks: int, flags: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Train on ranks that share one GPU.
+def losses_on_ranks(num_ranks: int, flags: str, tmp_path: Path) -> list[float]:
+    """Return the losses of a run on ranks that share one GPU, and split a sample.
 
     NCCL refuses ranks that share a device of one host, so each says that it is on another host: real rings and
     reductions over the loopback socket.
@@ -99,31 +103,24 @@ def trains_on_ranks(num_ranks: int, flags: str, tmp_path: Path) -> subprocess.Co
         f'export NCCL_HOSTID="host$LOCAL_RANK" LOCAL_RANK=0\nexec {sys.executable} pretrain_gpt.py "$@"\n',
         encoding="utf-8",
     )
-    alone = {
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_MNNVL_ENABLE": "0",
-        "NCCL_MAX_NCHANNELS": "1",
-    }
+    alone = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0", "NCCL_MNNVL_ENABLE": "0", "NCCL_MAX_NCHANNELS": "1"}
+    alone |= {f"NCCL_{way}_DISABLE": "1" for way in ("IB", "P2P", "SHM")}
     launcher = (
         f"-m torch.distributed.run --standalone --local-addr localhost --nproc-per-node {num_ranks} --no-python bash"
     )
     words = [sys.executable, *launcher.split(), str(script), *MODEL.split(), *SPLIT.split(), *flags.split()]
-    return trains([*words, "--data-cache-path", str(tmp_path)], alone, 140)
+    job = trains([*words, "--data-cache-path", str(tmp_path)], alone, 140)
+    assert job.returncode == 0, job.stdout
+    assert len(losses(job.stdout)) == 3, job.stdout
+    assert re.search(r"cp[24]×", job.stdout), f"no sample was split: {job.stdout}"
+    return losses(job.stdout)
 
 
 @pytest.mark.parametrize("which", RANKS)
 def test_ranks_that_share_one_gpu(which: str, losses_of_one_rank: list[float], tmp_path: Path) -> None:
     """The losses are those of one rank."""
     num_ranks, flags = RANKS[which]
-    job = trains_on_ranks(num_ranks, flags, tmp_path)
-    assert job.returncode == 0, job.stdout
-    found = losses(job.stdout)
-    assert len(found) == 3, job.stdout
+    found = losses_on_ranks(num_ranks, flags, tmp_path)
     # Stages and tensor ranks draw weights of their own.
     bound = 5e-2 if "parallel" in flags else 5e-3
     assert found == pytest.approx(losses_of_one_rank, rel=bound), (found, losses_of_one_rank)
-    assert re.search(r"cp[24]×", job.stdout), f"no sample was split: {job.stdout}"

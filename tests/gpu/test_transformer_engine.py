@@ -5,7 +5,6 @@ Written against TransformerEngine 2.11. docs/GPU.md says what has run.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -33,7 +32,7 @@ from tests.gpu.judge import (
     exact,
     random_inputs,
 )
-from tests.gpu.test_training import MODEL, losses, trains
+from tests.gpu.test_training import MODEL, trained
 
 VERSION, WHY_MISSING = installed_version()
 pytestmark = [
@@ -198,22 +197,21 @@ def test_each_lane_of_a_ring_equals_the_whole_sequence(cp_size: int, groups: Dyn
         assert errors[1] <= GRAD_TOLERANCE, (cp_size, rank, errors)
 
 
+def with_its_layers(cache: Path, flags: str = "") -> tuple[list[float], str]:
+    """Return the losses and the output of a run that chooses layers by itself, and takes these."""
+    found, output = trained(flags, cache, 300, model=MODEL.replace("--transformer-impl local ", ""))
+    assert "layers: transformer_engine" in output, output
+    return found, output
+
+
 @pytest.mark.timeout(660)
 def test_loss_falls_with_transformer_engine(tmp_path: Path) -> None:
     """A short run of the trainer, with layers chosen by themselves; its losses are those of local layers."""
-    words = [sys.executable, "pretrain_gpt.py", *MODEL.split(), "--data-cache-path", str(tmp_path)]
-    own = words.index("--transformer-impl")
-    engine = trains([*words[:own], *words[own + 2 :]], {}, 300)
-    assert engine.returncode == 0, engine.stdout
-    assert "layers: transformer_engine" in engine.stdout, engine.stdout
-    assert "warm-up: " in engine.stdout, engine.stdout
-    found = losses(engine.stdout)
-    assert len(found) == 12, engine.stdout
+    found, output = with_its_layers(tmp_path)
+    assert "warm-up: " in output, output
     assert found[-1] < found[0] - 1, found
-    local = trains(words, {}, 300)
-    assert local.returncode == 0, local.stdout
+    expected, _ = trained("", tmp_path, 300)
     # bfloat16: before any step losses agree to its rounding, later ones drift apart with the weights.
-    expected = losses(local.stdout)
     assert found[0] == pytest.approx(expected[0], rel=1e-2)
     assert found[:3] == pytest.approx(expected[:3], rel=5e-2)
 
@@ -224,15 +222,9 @@ def test_the_trainer_computes_in_fp8(recipe: str, tmp_path: Path) -> None:
     reason = why_no_device(recipe, torch.cuda.get_device_capability())
     if reason is not None:
         pytest.skip(reason)
-    words = [sys.executable, "pretrain_gpt.py", *MODEL.split(), "--data-cache-path", str(tmp_path)]
-    own = words.index("--transformer-impl")
-    words = [*words[:own], *words[own + 2 :]]
-    in_fp8 = ["--fp8-format", "hybrid", "--fp8-recipe", recipe]
-    plain, quantized = (trains([*words, *more], {}, 300) for more in ([], in_fp8))
-    assert quantized.returncode == plain.returncode == 0, quantized.stdout
-    assert "layers: transformer_engine" in quantized.stdout, quantized.stdout
-    expected, found = losses(plain.stdout), losses(quantized.stdout)
-    assert len(found) == 12, quantized.stdout
+    (expected, _), (found, _) = (
+        with_its_layers(tmp_path, more) for more in ("", f"--fp8-format hybrid --fp8-recipe {recipe}")
+    )
     # E4M3 has 4 bits of mantissa: products are off by percents, losses by less.
     assert found[0] == pytest.approx(expected[0], rel=2e-2)
     assert found[0] != expected[0], "nothing was in FP8"

@@ -92,9 +92,15 @@ def own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-def test_flags_are_added_to_those_of_the_script(monkeypatch: pytest.MonkeyPatch, by_name: bool) -> None:
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.trainer.setup.initialize.choose_backend", lambda *_, **__: "nccl")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+@pytest.mark.usefixtures("on_gpus")
+@pytest.mark.parametrize("by_name", [True, False])
+def test_flags_are_added_to_those_of_the_script(by_name: bool) -> None:
     made = adaptor(_asked=None)
     given: Any = ((), {"extra_args_provider": own}) if by_name else ((own,), {})
     parsed = made._parse_args(parse_args, *given[0], **given[1])
@@ -107,15 +113,14 @@ def test_a_first_look_at_some_flags_stays_as_it_is() -> None:
     assert vars(adaptor()._parse_args(parse_args, ignore_unknown_args=True)) == {"distributed_backend": "nccl"}
 
 
+@pytest.mark.usefixtures("on_gpus")
 @pytest.mark.parametrize("flags_first", [True, False])
 def test_the_script_is_prepared_once_its_flags_and_functions_are_known(
     monkeypatch: pytest.MonkeyPatch, flags_first: bool
 ) -> None:
     """Until 0.17 pretrain() reads the flags, from 0.18 on the script does so before it."""
-    monkeypatch.setattr("megatron.trainer.setup.initialize.choose_backend", lambda *_, **__: "nccl")
     monkeypatch.setattr(flags, "translate", lambda args: args)
     monkeypatch.setattr(flags, "overridden", lambda *_: [])
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     seen: list[str] = []
     made = adaptor(_asked=None, _session=None, _forward_step=None, _process_non_loss_data=None)
     made._replace_in_script = lambda: seen.append("prepared")
@@ -390,13 +395,12 @@ def test_chats_are_tokens_with_either_transformers(tmp_path: Path) -> None:
     assert made._tokenizer.decode(whole).startswith("<|im_start|>user")
 
 
+@pytest.mark.usefixtures("on_gpus")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_says_what_is_overridden(monkeypatch: pytest.MonkeyPatch, caplog: Any, rank: int) -> None:
     parsed = argparse.Namespace(distributed_backend="nccl", dynamic_cp=True, rank=rank, tensor_model_parallel_size=1)
-    monkeypatch.setattr("megatron.trainer.setup.initialize.choose_backend", lambda *_, **__: "nccl")
     monkeypatch.setattr(flags, "refuse_without_effect", lambda _: None)
     monkeypatch.setattr(flags, "translate", lambda args: args)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(flags, "overridden", lambda *_: [(logging.WARNING, "--one becomes 2"), (logging.INFO, "three")])
     made = adaptor()
     with caplog.at_level(logging.INFO):

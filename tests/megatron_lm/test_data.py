@@ -93,15 +93,6 @@ def test_loader_yields_single_items() -> None:
     assert only_item([data[0]])["tokens"].tolist() == [0, 1, 2]
 
 
-def test_reading_draws_no_random_numbers_of_the_run() -> None:
-    """A resumed run begins to read after its random states were loaded, and TP ranks beside the first never do."""
-    sampler = LaneSampler(num_samples=2, consumed_samples=0, global_batch_size=2, lane=0, num_lanes=1)
-    data = [{"tokens": torch.arange(3)}, {"tokens": torch.arange(4)}]
-    before = torch.get_rng_state()
-    assert len(list(build_loader(data, sampler, num_workers=0))) == 2  # type: ignore[arg-type]
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_workers_that_ignore_a_signal_end_when_they_are_told() -> None:
     """The interpreter ends child processes by SIGTERM when it leaves, and waits for them without limit."""
     sampler = LaneSampler(num_samples=4, consumed_samples=0, global_batch_size=2, lane=0, num_lanes=1)

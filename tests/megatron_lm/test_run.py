@@ -46,6 +46,7 @@ ON_CPU = (
 VERSION = "0" if CHECKOUT is None else open_checkout(Path(CHECKOUT) / "pretrain_gpt.py").version
 if NULL_TOKENIZER_COUNTS_EOD.is_in(VERSION):
     ON_CPU = f"--vocab-size 128 {ON_CPU}"  # the ids that SHARED means, as ours and older checkouts count them
+ALONE = f"{SHARED} {ON_CPU} --dynamic-cp --use-varlen-dataset --max-seqlen-per-dp-cp-rank 256 --eval-iters 0"
 LENGTHS = (
     '{"mode": "distribution", "type": "lognormal", "min_seq_len": 8, "max_seq_len": 257, '
     '"mean_seq_len": 100, "lognormal_sigma": 1.2}'
@@ -106,17 +107,16 @@ def megatron_lm(flags: str, *, ranks: int = 4, more: tuple[str, ...] = ()) -> st
     return run(script, f"{SHARED} {ON_CPU} {flags}", ranks=ranks, more=more)
 
 
-def losses_of_megatron_lm(log: str) -> list[float]:
-    """Return the loss of each step; Megatron-LM prints the mean of the first two steps as the second's."""
-    printed = [float(value) for value in re.findall(rf"lm loss: {NUMBER}", log)]
-    assert len(printed) == 4, log[-3000:]
-    return [printed[0], 2 * printed[1] - printed[0], *printed[2:]]
-
-
-def losses_of_ours(log: str) -> list[float]:
+def losses_of_ours(log: str, num_steps: int = 4) -> list[float]:
     losses = [float(value) for value in re.findall(rf"lm loss: {NUMBER}", log)]
-    assert len(losses) == 4, log[-3000:]
+    assert len(losses) == num_steps, log[-3000:]
     return losses
+
+
+def losses_of_megatron_lm(log: str, num_steps: int = 4) -> list[float]:
+    """Return the loss of each step; Megatron-LM prints the mean of the first two steps as the second's."""
+    first, mean, *others = losses_of_ours(log, num_steps)
+    return [first, 2 * mean - first, *others]
 
 
 def cp_sizes(log: str) -> list[set[int]]:
@@ -228,12 +228,10 @@ def test_both_go_on_with_linear_attention(model: str, tmp_path: Path) -> None:
     )
     ours = f"{SHARED} --normalization LayerNorm {flags}"
     logs = [run(["pretrain_gpt.py"], f"{ours} {load}", ranks=2, more=more) for load in ("", f"--load {tmp_path}")]
-    whole, resumed = ([float(value) for value in re.findall(rf"lm loss: {NUMBER}", log)] for log in logs)
+    whole, resumed = losses_of_ours(logs[0]), losses_of_ours(logs[1], 2)
     assert resumed == pytest.approx(whole[2:], rel=3e-6)
-    assert len(resumed) == 2
     log = megatron_lm(f"{flags} --use-varlen-dataset --load {tmp_path}", ranks=2, more=more)
-    first, mean = (float(value) for value in re.findall(rf"lm loss: {NUMBER}", log))
-    assert [first, 2 * mean - first] == pytest.approx(resumed, rel=3e-6)
+    assert losses_of_megatron_lm(log, 2) == pytest.approx(resumed, rel=3e-6)
 
 
 def test_global_batch_of_any_size_and_a_script_that_imports_the_adaptor(tmp_path: Path) -> None:
@@ -264,11 +262,8 @@ def test_run_that_leaves_early_goes_on_where_it_was(tmp_path: Path) -> None:
     assert consumed == [["12", "24"], ["36", "48"]]
     assert "lm loss value" not in "".join(logs)
     whole = megatron_lm("--dynamic-cp --use-varlen-dataset --max-seqlen-per-dp-cp-rank 160 --eval-iters 0", ranks=2)
-    # Megatron-LM prints the mean of the first two steps as the second's.
-    losses = [[float(value) for value in re.findall(rf"lm loss: {NUMBER}", log)] for log in (*logs, whole)]
-    assert [losses[0][0], losses[1][0], 2 * losses[1][1] - losses[1][0]] == pytest.approx(
-        [losses[2][0], *losses[2][2:]], abs=3e-6
-    )
+    parts = [loss for log in logs for loss in losses_of_megatron_lm(log, 2)]
+    assert parts == pytest.approx(losses_of_megatron_lm(whole), abs=3e-6)
 
 
 def test_documents_of_a_real_tokenizer_train_as_in_our_trainer(
@@ -313,25 +308,23 @@ def test_chats_train_alike_with_any_cp_size(version: str, tmp_path: Path) -> Non
 
 
 def test_errors_say_where_the_run_was(tmp_path: Path) -> None:
-    flags = f"{SHARED} {ON_CPU} --dynamic-cp --use-varlen-dataset --max-seqlen-per-dp-cp-rank 256 --eval-iters 0"
     (tmp_path / "file").write_text("")
-    saving = ended(SCRIPT, f"{flags} --save {tmp_path}/file/folder --save-interval 2", ranks=1)
+    saving = ended(SCRIPT, f"{ALONE} --save {tmp_path}/file/folder --save-interval 2", ranks=1)
     assert saving.returncode != 0
     assert "rank 0 failed (iteration 2, saving):" in saving.stderr, saving.stderr[-3000:]
     (tmp_path / "saved" / "iter_0000002").mkdir(parents=True)
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
     (tmp_path / "saved" / "iter_0000002" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    loading = ended(SCRIPT, f"{flags} --load {tmp_path}/saved", ranks=1)
+    loading = ended(SCRIPT, f"{ALONE} --load {tmp_path}/saved", ranks=1)
     assert loading.returncode != 0
     assert "rank 0 failed (loading the checkpoint):" in loading.stderr, loading.stderr[-3000:]
 
 
 def test_save_that_cannot_write_leaves_no_process(tmp_path: Path) -> None:
     """A process that is left holds the output open; the launcher has ended by then."""
-    flags = f"{SHARED} {ON_CPU} --dynamic-cp --use-varlen-dataset --max-seqlen-per-dp-cp-rank 256 --eval-iters 0"
     for name in ("__0_0.distcp", "__0_1.distcp"):
         (tmp_path / "saved" / "iter_0000002" / name).mkdir(parents=True)
-    done = ended(SCRIPT, f"{flags} --save {tmp_path}/saved --save-interval 2 --ckpt-format torch_dist", ranks=1)
+    done = ended(SCRIPT, f"{ALONE} --save {tmp_path}/saved --save-interval 2 --ckpt-format torch_dist", ranks=1)
     assert done.returncode != 0
     assert "rank 0 failed (iteration 2, saving):" in done.stderr, done.stderr[-3000:]
     assert re.search("IsADirectoryError|Is a directory", done.stderr), done.stderr[-4500:]

@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,8 @@ PADDING_OF_THE_VOCABULARY = {
     "rank": 1,
 }
 NUM_DOCUMENTS = {"a": 30, "b": 20, "c": 8}
+Prefixes = dict[str, str]
+Documents = Callable[..., list[Any]]
 
 
 def documents(name: str) -> list[list[int]]:
@@ -60,7 +63,7 @@ def write(prefix: Path, made: list[list[int]], end: list[int]) -> str:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Prefixes:
     """Prefixes: a, b, c, whose documents end in EOD, and "a without"."""
     folder = tmp_path_factory.mktemp("corpus")
     prefixes = {name: write(folder / name, documents(name), [EOD]) for name in NUM_DOCUMENTS}
@@ -152,6 +155,22 @@ def gpt_config(tokenizer: Any, folder: Path, **changes: Any) -> GPTDatasetConfig
     return GPTDatasetConfig(**{**values, **changes})
 
 
+@pytest.fixture
+def tokenizer(tokenizers: dict[str, Any]) -> Any:
+    return tokenizers["none"]
+
+
+@pytest.fixture
+def theirs(corpus: Prefixes, tokenizer: Any, tmp_path: Path) -> Documents:
+    """What a GPTDataset makes of the documents of a prefix, of all by default."""
+    config = gpt_config(tokenizer, tmp_path)
+
+    def documents_of(name: str, indices: Sequence[int] | None = None) -> list[Any]:
+        return gpt_documents(corpus[name], range(NUM_DOCUMENTS[name]) if indices is None else indices, config)
+
+    return documents_of
+
+
 def epoch(data: varlen.VarlenData, args: argparse.Namespace, split: int = 0, epochs: int = 1) -> list[Any]:
     """Return the different samples of a split."""
     stream = data.streams[split]
@@ -168,7 +187,7 @@ def epoch(data: varlen.VarlenData, args: argparse.Namespace, split: int = 0, epo
 @pytest.mark.parametrize("padding", ["none", "own", "eod", "eod, allowed"])
 @pytest.mark.filterwarnings("ignore:The pad token id in the tokenizer collides")
 def test_tokens_labels_and_masks_are_those_of_gpt_dataset(
-    corpus: dict[str, str], tokenizers: dict[str, Any], tmp_path: Path, padding: str, eod_mask_loss: bool
+    corpus: Prefixes, tokenizers: dict[str, Any], tmp_path: Path, padding: str, eod_mask_loss: bool
 ) -> None:
     tokenizer, allowed = tokenizers[padding.split(",")[0]], "allowed" in padding
     args = arguments(
@@ -184,23 +203,17 @@ def test_tokens_labels_and_masks_are_those_of_gpt_dataset(
     assert bool(masked) == (eod_mask_loss or padding in ("own", "eod, allowed")), "the options had nothing to mask"
 
 
-def test_an_end_that_the_data_lack_is_appended(
-    corpus: dict[str, str], tokenizers: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_end_that_the_data_lack_is_appended(corpus: Prefixes, tokenizer: Any, theirs: Documents) -> None:
     """Of the same texts: as if they had it."""
-    args = arguments(data_path=[corpus["a without"]], split="1,0,0")
-    data = varlen.build(args, tokenizers["none"])
-    assert epoch(data, args) == gpt_documents(
-        corpus["a"], range(NUM_DOCUMENTS["a"]), gpt_config(tokenizers["none"], tmp_path)
-    )
-    assert data.streams[0] is not None
-    assert "EOD appended (id 0)" in data.streams[0].describe()
-    within = varlen.build(arguments(data_path=[corpus["a"]], split="1,0,0"), tokenizers["none"]).streams[0]
-    assert within is not None
-    assert "EOD in the data (id 0)" in within.describe()
+    for name, said in (("a without", "EOD appended (id 0)"), ("a", "EOD in the data (id 0)")):
+        args = arguments(data_path=[corpus[name]], split="1,0,0")
+        data = varlen.build(args, tokenizer)
+        assert epoch(data, args) == theirs("a")
+        assert data.streams[0] is not None
+        assert said in data.streams[0].describe()
 
 
-def test_items_pass_the_loader(corpus: dict[str, str], tokenizers: dict[str, Any]) -> None:
+def test_items_pass_the_loader(corpus: Prefixes, tokenizers: dict[str, Any]) -> None:
     args = arguments(data_path=[corpus["a"]], split="1,0,0", eod_mask_loss=True)
     dataset = varlen.build(args, tokenizers["own"]).data_sets(args, (5, 0, None))[0]
     assert dataset is not None
@@ -210,36 +223,30 @@ def test_items_pass_the_loader(corpus: dict[str, str], tokenizers: dict[str, Any
 
 
 def test_shares_of_split_are_those_of_megatron_lm(
-    corpus: dict[str, str], tokenizers: dict[str, Any], tmp_path: Path
+    corpus: Prefixes, tokenizer: Any, theirs: Documents, tmp_path: Path
 ) -> None:
     """Rounding, too; and a share that is not given is 0 there."""
     for split in ("900,70,30", "0.55, 0.3, 0.15", "7,3", "1"):
-        config = gpt_config(tokenizers["none"], tmp_path, blend=([corpus["a"]], None), split=split)
-        theirs = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, config).build()
+        config = gpt_config(tokenizer, tmp_path, blend=([corpus["a"]], None), split=split)
+        splits = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, config).build()
         args = arguments(data_path=[corpus["a"]], split=split)
-        data = varlen.build(args, tokenizers["none"])
-        for number, dataset in enumerate(theirs):
+        data = varlen.build(args, tokenizer)
+        for number, dataset in enumerate(splits):
             if dataset is None:
                 assert data.streams[number] is None
-                continue
-            expected = gpt_documents(corpus["a"], dataset.indices, gpt_config(tokenizers["none"], tmp_path))
-            assert epoch(data, args, number) == expected, (split, number)
+            else:
+                assert epoch(data, args, number) == theirs("a", dataset.indices), (split, number)
 
 
 @pytest.mark.parametrize("flag", ["data_path", "data_args_path"])
 def test_blend_draws_each_prefix_by_its_weight(
-    corpus: dict[str, str], tokenizers: dict[str, Any], tmp_path: Path, flag: str
+    corpus: Prefixes, tokenizer: Any, theirs: Documents, tmp_path: Path, flag: str
 ) -> None:
     words = ["0.3", corpus["a"], "0.1", corpus["b"], "0.6", corpus["c"]]
     (tmp_path / "arguments.txt").write_text("\n".join(words))
     args = arguments(**{flag: words if flag == "data_path" else str(tmp_path / "arguments.txt"), "split": "1,0,0"})
-    data = varlen.build(args, tokenizers["none"])
-    config = gpt_config(tokenizers["none"], tmp_path)
-    owner = {
-        document: name
-        for name, number in NUM_DOCUMENTS.items()
-        for document in gpt_documents(corpus[name], range(number), config)
-    }
+    data = varlen.build(args, tokenizer)
+    owner = {document: name for name in NUM_DOCUMENTS for document in theirs(name)}
     dataset = data.data_sets(args, (1000, 0, 0))[0]
     assert dataset is not None
     for num_samples in (10, 100, 1000):
@@ -250,38 +257,30 @@ def test_blend_draws_each_prefix_by_its_weight(
 
 
 def test_prefixes_without_weights_have_their_part_by_their_documents(
-    corpus: dict[str, str], tokenizers: dict[str, Any], tmp_path: Path
+    corpus: Prefixes, tokenizer: Any, theirs: Documents
 ) -> None:
     args = arguments(data_path=[corpus["a"], corpus["b"]], split="1,0,0")
-    config = gpt_config(tokenizers["none"], tmp_path)
-    expected = [d for name in "ab" for d in gpt_documents(corpus[name], range(NUM_DOCUMENTS[name]), config)]
-    assert epoch(varlen.build(args, tokenizers["none"]), args) == sorted(expected)
+    assert epoch(varlen.build(args, tokenizer), args) == sorted(theirs("a") + theirs("b"))
 
 
-def test_each_split_may_have_paths_of_its_own(
-    corpus: dict[str, str], tokenizers: dict[str, Any], tmp_path: Path
-) -> None:
+def test_each_split_may_have_paths_of_its_own(corpus: Prefixes, tokenizer: Any, theirs: Documents) -> None:
     args = arguments(train_data_path=["0.5", corpus["a"], "0.5", corpus["c"]], valid_data_path=[corpus["b"]])
-    data = varlen.build(args, tokenizers["none"])
-    config = gpt_config(tokenizers["none"], tmp_path)
-    theirs = {name: gpt_documents(corpus[name], range(number), config) for name, number in NUM_DOCUMENTS.items()}
-    assert epoch(data, args, 0, epochs=2) == sorted(theirs["a"] + theirs["c"])
-    assert epoch(data, args, 1) == theirs["b"]
+    data = varlen.build(args, tokenizer)
+    assert epoch(data, args, 0, epochs=2) == sorted(theirs("a") + theirs("c"))
+    assert epoch(data, args, 1) == theirs("b")
     assert data.streams[2] is None
     assert data.data_sets(args, (5, 5, 5))[2] is None
     other = arguments(train_data_path=args.train_data_path, valid_data_path=[corpus["c"]])
-    assert varlen.build(other, tokenizers["none"]).fingerprint() != data.fingerprint(), "the same training data"
+    assert varlen.build(other, tokenizer).fingerprint() != data.fingerprint(), "the same training data"
 
 
-def test_a_folder_of_the_same_name_is_not_the_data(
-    corpus: dict[str, str], tokenizers: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_folder_of_the_same_name_is_not_the_data(tokenizer: Any, tmp_path: Path) -> None:
     """Megatron-LM keeps the indexes of PREFIX in the folder PREFIX, unless it is told another place."""
     prefix = write(tmp_path / "data", documents("a"), [EOD])
     (tmp_path / "data" / "cache").mkdir(parents=True)
     (tmp_path / "data" / "cache" / "index.txt").write_text("no documents")
     args = arguments(data_path=[prefix], split="1,0,0")
-    assert len(epoch(varlen.build(args, tokenizers["none"]), args)) == NUM_DOCUMENTS["a"]
+    assert len(epoch(varlen.build(args, tokenizer), args)) == NUM_DOCUMENTS["a"]
 
 
 @pytest.mark.parametrize(
@@ -302,18 +301,16 @@ def test_a_folder_of_the_same_name_is_not_the_data(
         ({"data_path": "A", "split": "999,1,0", "eval_iters": 2}, "--eval-iters is 2, and no validation data are left"),
     ],
 )
-def test_data_flags_that_cannot_be(
-    corpus: dict[str, str], tokenizers: dict[str, Any], changes: dict[str, Any], message: str
-) -> None:
+def test_data_flags_that_cannot_be(corpus: Prefixes, tokenizer: Any, changes: dict[str, Any], message: str) -> None:
     changes = {name: [corpus["a"]] if value == "A" else value for name, value in changes.items()}
     with pytest.raises((InvalidInputError, DataError)) as caught:
-        varlen.build(arguments(**changes), tokenizers["none"])
+        varlen.build(arguments(**changes), tokenizer)
     assert message in str(caught.value)
 
 
-def test_evaluation_alone_needs_no_training_data(corpus: dict[str, str], tokenizers: dict[str, Any]) -> None:
+def test_evaluation_alone_needs_no_training_data(corpus: Prefixes, tokenizer: Any) -> None:
     args = arguments(valid_data_path=[corpus["a"]], skip_train=True, eval_iters=1)
-    assert [stream is None for stream in varlen.build(args, tokenizers["none"]).streams] == [True, False, True]
+    assert [stream is None for stream in varlen.build(args, tokenizer).streams] == [True, False, True]
 
 
 class Tokenizer:
@@ -382,23 +379,23 @@ def test_a_tokenizer_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> No
         varlen.data_tokenizer(arguments(tokenizer_type="GPT2BPE"))
 
 
-def test_a_token_that_the_vocabulary_lacks_is_an_error(tokenizers: dict[str, Any], tmp_path: Path) -> None:
+def test_a_token_that_the_vocabulary_lacks_is_an_error(tokenizer: Any, tmp_path: Path) -> None:
     prefix = write(tmp_path / "data", [[3, NUM_IDS, 4]], [EOD])
     args = arguments(data_path=[prefix], split="1,0,0")
-    dataset = varlen.build(args, tokenizers["none"]).data_sets(args, (1, 0, 0))[0]
+    dataset = varlen.build(args, tokenizer).data_sets(args, (1, 0, 0))[0]
     assert dataset is not None
     with pytest.raises(DataError, match=f"holds token id {NUM_IDS}, the vocabulary has {NUM_IDS}"):
         dataset[0]
 
 
 def test_the_log_says_what_ends_documents(
-    corpus: dict[str, str], tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: Any
+    corpus: Prefixes, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     from megatron.dynamic_cp.agreement import verify
 
     monkeypatch.setattr(verify, "run_on_all_ranks", lambda compute, _: compute())
     monkeypatch.setattr(verify, "check_same_digest", lambda *_: None)
-    monkeypatch.setattr(varlen, "data_tokenizer", lambda _: tokenizers["none"])
+    monkeypatch.setattr(varlen, "data_tokenizer", lambda _: tokenizer)
     args = arguments(data_path=[corpus["a"]], split="8,1,1")
     with caplog.at_level(logging.INFO):
         varlen.build_on_all_ranks(args, torch.device("cpu"))

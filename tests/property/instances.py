@@ -218,11 +218,16 @@ def draw_case(rng: np.random.Generator, most_lanes: int = 24, most_samples: int 
     )
     if longest_seqlen(topology, options) == 0:
         options = replace(options, max_tokens_per_rank=2 * fewest_tokens)
-    case = Case(topology, options, (1,), model=str(rng.choice(list(MODELS))), hardware=str(rng.choice(list(HARDWARE))))
+    model, hardware = str(rng.choice(list(MODELS))), str(rng.choice(list(HARDWARE)))
+    return _with_seqlens(Case(topology, options, (1,), model=model, hardware=hardware), rng, most_samples)
+
+
+def _with_seqlens(case: Case, rng: np.random.Generator, most_samples: int) -> Case:
+    """Return a case with samples that some CP size holds, by rings where its exchanges need more heads or lanes."""
     try:
         longest = int(case.cost_model.table.capacities.max())
-    except UnsupportedFeatureError:  # a2a or a2a+p2p alone, which needs more heads or lanes than there are
-        case = replace(case, options=replace(options, cp_comm_types=("p2p",)))
+    except UnsupportedFeatureError:
+        case = replace(case, options=replace(case.options, cp_comm_types=("p2p",)))
         longest = int(case.cost_model.table.capacities.max())
     return replace(case, seqlens=_draw_seqlens(rng, longest, most_samples))
 
@@ -264,13 +269,7 @@ def draw_expert_case(rng: np.random.Generator, most_lanes: int = 24, most_sample
         max_cp_size=None,
         static_cp_size=None,
     )
-    case = replace(case, topology=topology, options=options, model=kind, seqlens=(1,))
-    try:
-        longest = int(case.cost_model.table.capacities.max())
-    except UnsupportedFeatureError:  # exchanges that need more heads or lanes than there are
-        case = replace(case, options=replace(options, cp_comm_types=("p2p",)))
-        longest = int(case.cost_model.table.capacities.max())
-    return replace(case, seqlens=_draw_seqlens(rng, longest, most_samples))
+    return _with_seqlens(replace(case, topology=topology, options=options, model=kind, seqlens=(1,)), rng, most_samples)
 
 
 def draw_hybrid_case(rng: np.random.Generator, most_lanes: int = 24, most_samples: int = 60) -> Case:
@@ -312,19 +311,11 @@ def check_hybrid_case(case: Case, seed: int) -> Counter[str]:
         assert "raise max_tokens_per_rank" in str(own) or "raise --max-seqlen-per-dp-cp-rank" in str(own), str(own)
         return Counter({f"refused: {type(own).__name__}": 1})
     assert isinstance(own, PlannedBatch), str(own)
-    planned[use] = own
-    plan = planned[use].plan
-    check_plan(plan, samples)
-    assert loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
-    facts = PlanFacts.of(planned[use])
-    for lane, message in enumerate(encode_lanes(plan, facts)):
-        assert decode_lane(message) == lane_plan(plan, lane, facts)
-    assert digest(case.plan(samples=shuffled).plan) == digest(plan), "another order, another plan"
-    timeline = simulate(plan, cost_model)
-    assert (timeline.iteration_s, timeline.lane_busy_s) == (planned[use].predicted_s, planned[use].predicted_busy_s)
+    _check_alone(own, case.plan(samples=shuffled), case)
+    plan = own.plan
     passing = [bucket for bucket in plan.buckets if bucket.exchanges_states]
     if use == "auto" and "heads" in planned:
-        assert planned[use].predicted_s <= planned["heads"].predicted_s, "slower than with exchanged heads"
+        assert own.predicted_s <= planned["heads"].predicted_s, "slower than with exchanged heads"
     of_run = tokens_of_states(cost_model.model, case.topology, case.options) / 2
     multiple = case.topology.rank_token_multiple
 
@@ -340,9 +331,6 @@ def check_hybrid_case(case: Case, seed: int) -> Counter[str]:
     assert all(bucket.exchanges_states for bucket in plan.buckets if bucket.is_placed)
     assert passing == [bucket for bucket in fitting if bucket in passing], "its states do not fit"
     assert use == "auto" or passing == ([] if use == "heads" else fitting)
-    if case.hardware != "free":
-        bound = lower_bound(samples, cost_model, "quick")
-        assert bound.proven_s <= timeline.makespan_s * (1 + 1e-9) + 1e-8, f"below what is proven, {bound.proven_s}"
     shared = sum(bucket.cp_size > 1 for bucket in plan.buckets)
     facts_of = {
         "passes on states": passing,
@@ -355,7 +343,7 @@ def check_hybrid_case(case: Case, seed: int) -> Counter[str]:
         "branches pass on states": case.masks and passing,
         "placed states": any(bucket.is_placed for bucket in passing),
     }
-    return _covered(case, planned[use]) + Counter(name for name, holds in facts_of.items() if holds)
+    return _covered(case, own) + Counter(name for name, holds in facts_of.items() if holds)
 
 
 def _draw_seqlens(rng: np.random.Generator, longest: int, most_samples: int) -> tuple[int, ...]:
@@ -410,6 +398,7 @@ def check_case(case: Case, seed: int, *, is_light: bool = False) -> Counter[str]
     if comparable(case):
         for policy in ("static", "balanced"):
             assert dynamic.predicted_s <= planned[policy].predicted_s, f"slower than {policy}"
+    assert loads(dumps(dynamic.plan)) == dynamic.plan == parse_plan(format_plan(dynamic.plan))
     num_sizes = _check_static_sizes(dynamic, case)
     _check_padding_micro_batches(dynamic.plan, cost_model)
     if len(case.options.cp_comm_types) > 1 and "p2p" in case.options.cp_comm_types:
@@ -447,7 +436,7 @@ def check_case(case: Case, seed: int, *, is_light: bool = False) -> Counter[str]
 
 def check_masked_case(case: Case, seed: int) -> Counter[str]:
     """Assert what a plan with masks and placed attention promises; return what was covered."""
-    samples, cost_model = case.samples, case.cost_model
+    samples = case.samples
     shuffled = tuple(samples[index] for index in np.random.default_rng(seed).permutation(len(samples)))
     closed_forms = tuple(name for name in case.options.cp_comm_types if not is_placed(name))
     without = replace(case, options=replace(case.options, cp_comm_types=closed_forms or ("p2p",)))
@@ -460,19 +449,9 @@ def check_masked_case(case: Case, seed: int) -> Counter[str]:
             assert isinstance(_outcome_of(without.plan), DynamicCPError), "without placed attention there is a plan"
         return Counter({f"refused: {type(planned).__name__}": 1})
     assert isinstance(again, PlannedBatch), "another order, another outcome"
+    _check_alone(planned, again, case)
     plan = planned.plan
-    check_plan(plan, samples)
-    assert loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
-    timeline = simulate(plan, cost_model)
-    assert (timeline.iteration_s, timeline.lane_busy_s) == (planned.predicted_s, planned.predicted_busy_s)
     assert all(bucket.cp_size == 1 or bucket.cp_comm_type in case.options.cp_comm_types for bucket in plan.buckets)
-    assert digest(again.plan) == digest(plan), "another order, another plan"
-    facts = PlanFacts.of(planned)
-    for lane, message in enumerate(encode_lanes(plan, facts)):
-        assert decode_lane(message) == lane_plan(plan, lane, facts)
-    if case.hardware != "free":
-        proven_s = lower_bound(samples, cost_model, "quick").proven_s
-        assert proven_s <= timeline.makespan_s * (1 + 1e-9) + 1e-8, f"below what is proven, {proven_s}"
     others = _outcome_of(without.plan) if closed_forms else None
     if isinstance(others, PlannedBatch):
         assert others.predicted_s >= planned.predicted_s, "slower than without placed attention"
@@ -496,6 +475,22 @@ def check_masked_case(case: Case, seed: int) -> Counter[str]:
         }.items()
         if holds
     )
+
+
+def _check_alone(planned: PlannedBatch, again: PlannedBatch, case: Case) -> None:
+    """Assert what a plan promises without another to compare with; `again` is that of another order of the samples."""
+    plan, cost_model = planned.plan, case.cost_model
+    check_plan(plan, case.samples)
+    assert loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
+    facts = PlanFacts.of(planned)
+    for lane, message in enumerate(encode_lanes(plan, facts)):
+        assert decode_lane(message) == lane_plan(plan, lane, facts)
+    assert digest(again.plan) == digest(plan), "another order, another plan"
+    timeline = simulate(plan, cost_model)
+    assert (timeline.iteration_s, timeline.lane_busy_s) == (planned.predicted_s, planned.predicted_busy_s)
+    if case.hardware != "free":
+        proven_s = lower_bound(case.samples, cost_model, "quick").proven_s
+        assert proven_s <= timeline.makespan_s * (1 + 1e-9) + 1e-8, f"below what is proven, {proven_s}"
 
 
 def _outcome_of(plan: Callable[[], PlannedBatch]) -> PlannedBatch | DynamicCPError:
@@ -533,9 +528,12 @@ def _check_padding_micro_batches(plan: Plan, cost_model: CostModel) -> None:
 
 def _check_prediction(planned: PlannedBatch, cost_model: CostModel) -> None:
     """The array path that chose the plan agrees with the simulator that prices its buckets one by one."""
-    timeline = simulate(planned.plan, cost_model)
+    plan = planned.plan
+    timeline = simulate(plan, cost_model)
     assert timeline.iteration_s == planned.predicted_s, (timeline.iteration_s, planned.predicted_s)
     assert timeline.lane_busy_s == planned.predicted_busy_s
+    chunks = plan.topology.pp_size * plan.topology.vp_size
+    assert len(timeline.spans) == 2 * chunks * sum(1 for _ in plan.buckets), "a bucket misses a stage or a chunk"
     assert max(planned.predicted_busy_s) <= timeline.makespan_s * (1 + 1e-9)
     said = re.match(r".*?: ([0-9.]+) s, fastest of", planned.reason)
     assert said is not None, planned.reason

@@ -23,9 +23,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dynamic_cp.errors import InfeasibleSampleError
-from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.padding import rank_tokens
-from dynamic_cp.plans.serialize import dumps, format_plan, loads, parse_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.search.search import POLICIES, check_feasible
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Sample, Topology
@@ -89,16 +87,16 @@ def drawn(seed: int, most_lanes: int = 24, most_samples: int = 60) -> Case:
     return draw_case(np.random.default_rng(seed), most_lanes, most_samples)
 
 
-SOME = settings(max_examples=80, derandomize=True, suppress_health_check=list(HealthCheck))
+SOME = settings(max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def covered_by(
-    check: Callable[[Case, int], Counter[str]], seeds: Iterable[int], draw: Callable[[int], Case]
+    check: Callable[[Case, int], Counter[str]], draw: Callable[..., Case], seeds: Iterable[int], **most: int
 ) -> Counter[str]:
     """Return what the cases of some seeds covered; a promise that is broken names its seed and case."""
     covered: Counter[str] = Counter()
     for seed in seeds:
-        case = draw(seed)
+        case = draw(np.random.default_rng(seed), **most)
         try:
             covered += check(case, seed)
         except Exception as error:
@@ -106,47 +104,38 @@ def covered_by(
     return covered
 
 
-EVERY_KIND = (*range(300, 335), 344, 350)
-"""The last two have what is rare, so that each kind is looked at twice."""
+MASKED = (3, 4, 5, 10, 12, 14, 15, 21, 22, 26, 30, 32)
+OF_EXPERTS = (1, 2, 4, 6, 8, 9, 10, 11, 14, 19, 22)
+OF_HYBRIDS = (2, 4, 9, 10, 11, 16, 28, 41, 45, 50, 86, 121, 148, 149)
+EVERY_KIND = (304, 305, 308, 310, 316, 317, 319, 321, 323, 324, 327, 330, 333, 344, 350)
+"""Seeds of cheap cases among which are all kinds that a test counts, as often as it asks; the night has many more."""
 
 
 @pytest.mark.parametrize("seeds", [EVERY_KIND, pytest.param(range(300, 460), marks=pytest.mark.nightly)])
 def test_every_promise_of_a_plan_on_every_kind_of_case(seeds):
-    covered = covered_by(check_case, seeds, drawn)
+    covered = covered_by(check_case, draw_case, seeds)
     scarce = {name: count for name, count in covered.items() if count < 2}
     assert not scarce, f"hardly looked at: {scarce}"
     assert len(covered) >= 18, sorted(covered)
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 160), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seeds", [MASKED, pytest.param(range(160), marks=pytest.mark.nightly)])
 def test_every_promise_of_a_plan_with_masks_and_placed_attention(seeds):
-    covered = covered_by(
-        check_masked_case,
-        seeds,
-        lambda seed: draw_masked_case(np.random.default_rng(seed), most_lanes=8, most_samples=12),
-    )
+    covered = covered_by(check_masked_case, draw_masked_case, seeds, most_lanes=8, most_samples=12)
     assert len(covered) >= 12, sorted(covered)
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 80), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seeds", [OF_EXPERTS, pytest.param(range(80), marks=pytest.mark.nightly)])
 def test_every_promise_of_a_plan_with_experts(seeds):
-    covered = covered_by(check_case, seeds, lambda seed: draw_expert_case(np.random.default_rng(seed), most_samples=30))
+    covered = covered_by(check_case, draw_expert_case, seeds, most_samples=30)
     of_experts = {name: count for name, count in covered.items() if "experts" in name}
     assert len(of_experts) == 5, of_experts
     assert min(of_experts.values()) >= 3, of_experts
 
 
-OF_HYBRIDS = (*range(30), 50, 86, 121, 148, 149)
-"""The last five have what is rare, so that each kind of states is looked at twice."""
-
-
-@pytest.mark.parametrize("seeds", [OF_HYBRIDS, pytest.param(range(30, 2000), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seeds", [OF_HYBRIDS, pytest.param(range(2000), marks=pytest.mark.nightly)])
 def test_every_promise_of_a_plan_with_linear_attention(seeds):
-    covered = covered_by(
-        check_hybrid_case,
-        seeds,
-        lambda seed: draw_hybrid_case(np.random.default_rng(seed), most_lanes=12, most_samples=20),
-    )
+    covered = covered_by(check_hybrid_case, draw_hybrid_case, seeds, most_lanes=12, most_samples=20)
     of_states = {name: count for name, count in covered.items() if "states" in name or "heads" in name}
     assert len(of_states) == 9, of_states
     assert min(of_states.values()) >= 2, of_states
@@ -161,15 +150,7 @@ def test_every_promise_of_a_small_plan(case, seed):
     check_case(case, seed)
 
 
-@given(cases())
-@SOME
-def test_dynamic_is_never_slower_than_static_though_the_given_static_size_may_not_hold_the_batch(case):
-    given_one = replace(case, options=replace(case.options, static_cp_size=1))
-    dynamic_s = given_one.plan("dynamic").predicted_s
-    for policy in ("static", "balanced"):
-        assert dynamic_s <= case.plan(policy).predicted_s
-
-
+@pytest.mark.by_day(*map(str, range(1000, 1030)))
 @pytest.mark.parametrize("seed", range(1000, 1150))
 def test_limits_hold_by_an_independent_count(seed):
     """Recounts what check_plan judges, from the definition of padding in DESIGN's words."""
@@ -203,31 +184,13 @@ def test_the_same_plan_again_after_other_plans():
     assert [seed for seed, case in cases.items() if case.plan() != before[seed]] == []
 
 
-@pytest.mark.by_day("3000", "3001", "3002")
+@pytest.mark.by_day("3000", "3001")
 @pytest.mark.parametrize("seed", range(3000, 3012))
 def test_thorough_plans_keep_every_promise_and_are_not_much_slower(seed):
     case = drawn(seed, 12, 25)
     thorough = replace(case, options=replace(case.options, search="thorough"))
     check_case(thorough, seed)
     assert thorough.plan().predicted_s <= 1.03 * case.plan().predicted_s
-
-
-@pytest.mark.nightly
-@given(cases())
-@SOME
-def test_plans_survive_json_and_text(case):
-    plan = case.plan().plan
-    assert loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
-
-
-@pytest.mark.nightly
-@given(cases())
-@SOME
-def test_every_bucket_runs_on_every_stage_and_chunk(case):
-    planned = case.plan()
-    timeline = simulate(planned.plan, case.cost_model)
-    pp, vp = case.topology.pp_size, case.topology.vp_size
-    assert len(timeline.spans) == 2 * pp * vp * sum(1 for _ in planned.plan.buckets)
 
 
 @given(cases())
@@ -254,12 +217,15 @@ def test_check_feasible_agrees_with_planning(case):
 
 PROGRAM = """
 import sys
+import numpy as np
+from dynamic_cp.errors import InfeasibleSampleError
 from dynamic_cp.plans.serialize import digest
-from tests.property.test_plans import POLICIES, InfeasibleSampleError, drawn
+from tests.property.instances import POLICIES, draw_case
 for seed in map(int, sys.argv[1:]):
+    case = draw_case(np.random.default_rng(seed), 8, 12)
     for policy in POLICIES:
         try:
-            print(digest(drawn(seed, 8, 12).plan(policy).plan))
+            print(digest(case.plan(policy).plan))
         except InfeasibleSampleError:  # of a given static size
             print("refused")
 """
@@ -277,7 +243,7 @@ def in_a_process(seeds: list[int], **environment: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.parametrize("seeds", [[*range(10)], pytest.param([*range(30)], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seeds", [[*range(4)], pytest.param([*range(30)], marks=pytest.mark.nightly)])
 def test_every_process_makes_the_same_plans(seeds):
     first = in_a_process(seeds, PYTHONHASHSEED="1")
     backwards = in_a_process(seeds[::-1], PYTHONHASHSEED="2")
