@@ -46,7 +46,7 @@ def mixed(seed: int, rule: str, num_tokens: int = 24000) -> list[Sample]:
     return samples_of(seqlens, rule)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.integers(0, 10**9))
 def test_every_way_to_place_any_masks_on_any_lanes_is_legal(seed: int) -> None:
     rng = random.Random(seed)
@@ -219,7 +219,7 @@ print(digest_of_candidates())
 def digest_of_candidates() -> str:
     digest = hashlib.sha256()
     for rule in RULES:
-        for placed in made(mixed(2, rule, 6000), EIGHT_LANES):
+        for placed in made(mixed(2, rule, 3000), EIGHT_LANES):
             digest.update(placed.homes.tobytes() + placed.tiles.tobytes())
     return digest.hexdigest()
 
@@ -254,7 +254,7 @@ def test_a_wrong_problem_is_named(wrong: dict[str, float], message: str) -> None
 
 def test_masks_of_samples_may_differ() -> None:
     masks: list[Mask | None] = [None, CAUSAL, FULL, Lambda(64, 200), CausalBlockwise(128, 2)]
-    samples = [Sample(sample_id=number, seqlen=1500, mask=mask) for number, mask in enumerate(masks)]
+    samples = [Sample(sample_id=number, seqlen=700, mask=mask) for number, mask in enumerate(masks)]
     problem = PlacementProblem(num_lanes=5, node_lanes=2, row_bytes=4, column_bytes=2)
     for placed in made(samples, problem):
         assert_legal(placed, samples, problem)
