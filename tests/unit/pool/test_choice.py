@@ -55,6 +55,7 @@ def test_a_job_with_model_chunks_has_a_pool_of_chunks() -> None:
     assert planned.predicted_s < whole.predicted_s
 
 
+@pytest.mark.by_day("2-2")
 @pytest.mark.parametrize(("pp_size", "vp_size"), [(1, 1), (2, 2)])
 def test_where_the_pool_is_slower_the_plan_is_the_dynamic_one(pp_size: int, vp_size: int) -> None:
     problem = problem_of(pp_size, vp_size)
@@ -86,7 +87,7 @@ def test_policies_of_tasks_are_compared_with_all_others() -> None:
 def test_a_run_has_the_pool_where_it_may_and_where_that_is_faster_as_it_runs() -> None:
     """In two nano-batches, or, where that is asked for, with the exchange of every layer in the open."""
     problem = problem_of(4)
-    assert plan_batch(problem, ONE_GIANT).plan == plan_problem(problem, ONE_GIANT).plan
+    assert plan_batch(problem, ONE_GIANT).plan.extension is None
     auto, always = (replace(problem, options=replace(OPTIONS, pool=pool)) for pool in ("auto", "always"))
     chosen = plan_batch(auto, ONE_GIANT)
     assert chosen.plan.extension is not None

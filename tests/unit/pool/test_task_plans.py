@@ -577,6 +577,7 @@ def test_a_margin_stretches_layers_only_and_all_figures_agree(pooled: PlannedTas
     assert sorted(kinds) == [0] * 7 + [1] * 7
 
 
+@pytest.mark.nightly
 def test_the_pool_is_faster_than_its_homes_alone() -> None:
     cost_model, samples = cost_model_of(4), batch_of()
     ours = plan_tasks(samples, cost_model)

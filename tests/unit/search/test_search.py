@@ -14,7 +14,7 @@ from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.candidates import Search, batch_of
-from dynamic_cp.search.search import POLICIES, check_feasible, plan_global_batch
+from dynamic_cp.search.search import check_feasible, plan_global_batch
 from dynamic_cp.types import PlanOptions, Problem, Sample, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
@@ -36,18 +36,6 @@ def heavy_tailed(count: int, longest: int, seed: int = 0):
     return samples_of([longest, *lengths[1:]])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_prediction_describes_the_plan(policy):
-    samples = heavy_tailed(60, 1000)
-    planned = plan(samples, Topology(num_lanes=4), policy)
-    check_plan(planned.plan, samples)
-    assert planned.plan.policy == policy
-    assert len(planned.predicted_busy_s) == 4
-    assert 0 < max(planned.predicted_busy_s) <= planned.predicted_s
-    assert f"{planned.predicted_s:.6f} s" in planned.reason
-    assert "\n" not in planned.reason
-
-
 def test_dynamic_beats_static_clearly_on_a_heavy_tail():
     samples = heavy_tailed(60, 1000)
     dynamic, balanced, static = (
@@ -62,18 +50,6 @@ def test_the_reason_names_the_runner_up():
     assert re.fullmatch(
         r"nested m=\d+: 0\.\d{6} s, fastest of \d+ candidates; next .+: 0\.\d{6} s \(\+\d+\.\d%\)", reason
     )
-
-
-def test_min_and_max_cp_size_bind():
-    samples = samples_of([500, *[30] * 40])
-    topology = Topology(num_lanes=8)
-    free = plan(samples, topology).plan.cp_histogram
-    assert (min(free), max(free)) == (1, 4)
-    assert min(plan(samples, topology, min_cp_size=2).plan.cp_histogram) == 2
-    assert max(plan(samples, topology, max_cp_size=2).plan.cp_histogram) == 2
-    assert set(plan(samples, topology, min_cp_size=4, max_cp_size=4).plan.cp_histogram) == {4}
-    # A static size outside the allowed ones is no candidate of the dynamic policy.
-    assert set(plan(samples, topology, min_cp_size=4, static_cp_size=2).plan.cp_histogram) <= {4, 8}
 
 
 def test_a_sample_that_fits_no_group():

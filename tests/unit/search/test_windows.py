@@ -152,6 +152,7 @@ def test_a_layer_without_a_window_costs_what_it_did(cp_size, exchange):
     assert costs[0].forward_s > costs[1].forward_s > costs[2].forward_s
 
 
+@pytest.mark.by_day("40")
 @pytest.mark.parametrize("sink", [0, 40])
 def test_placed_layers_cost_what_those_of_each_mask_cost(sink):
     """Attention of a placed bucket is that of its layers without a window and of its layers with one, added up."""
