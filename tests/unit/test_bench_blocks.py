@@ -74,6 +74,7 @@ def step() -> Row:
     return steps.measure_case(command.QUICK_LAYOUT, "github_bal", "shared_question:4x0.2")
 
 
+@pytest.mark.nightly
 def test_shapes(cells: list[Row]) -> None:
     """Figures of small cells are in the order that they must have, and placed attention gains where keys are unread."""
     rows = cells

@@ -44,7 +44,7 @@ def test_0161_is_not_defined(topology, note):
     assert note in result.note
 
 
-@pytest.mark.by_day("topology1", "topology3")
+@pytest.mark.by_day("topology3")
 @pytest.mark.parametrize(
     "topology",
     [
@@ -82,6 +82,7 @@ def test_wlb_takes_more_micro_batches_where_documents_fit_nowhere():
     assert result.plan.num_microbatches >= 3
 
 
+@pytest.mark.nightly
 def test_flexsp_finds_the_best_micro_batch():
     """Up to 16 lengths are their own classes, so the MILP is exact: compare with all assignments of a micro-batch."""
     pytest.importorskip("pulp", reason="the FlexSP peer needs it")

@@ -229,10 +229,15 @@ def is_costly(words: list[str]) -> bool:
     return "sweep" in words or "--gpus" in words
 
 
+def is_left_to_night(words: list[str]) -> bool:
+    """Return whether an example takes seconds; tests/unit/command shows by day that its command runs."""
+    return is_costly(words) or words[1] in ("simulate", "trace", "report")
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(words, id=" ".join(words), marks=[pytest.mark.nightly] if is_costly(words) else [])
+        pytest.param(words, id=" ".join(words), marks=[pytest.mark.nightly] if is_left_to_night(words) else [])
         for words in examples_of_help()
         if not any(word in words for word in NEEDS_MORE)
     ],
