@@ -26,12 +26,8 @@ __all__ = [
     "TINY_HARDWARE",
     "TINY_MODEL",
     "GivenCosts",
-    "UnpaddedCostModel",
     "causal",
-    "frozen_hardware",
-    "frozen_model",
-    "frozen_parameters",
-    "frozen_topology",
+    "frozen_cost_model",
     "plan_of",
     "plan_of_buckets",
     "problem_of",
@@ -140,6 +136,15 @@ def problem_of(
 
 def tiny_cost_model(topology: Topology, **options: object) -> CostModel:
     return CostModel(problem_of(topology, hardware=TINY_HARDWARE, **{"bytes_per_element": 4, **options}))
+
+
+def frozen_cost_model(max_tokens_per_rank: int, **sizes: int) -> UnpaddedCostModel:
+    """Return the prices of the frozen bench, on a topology of these sizes."""
+    parameters = frozen_parameters()
+    options = PlanOptions(max_tokens_per_rank=max_tokens_per_rank, recompute="full", cp_comm_types=("p2p",))
+    model, hardware = frozen_model(parameters), frozen_hardware(parameters)
+    problem = Problem(topology=frozen_topology(**sizes), model=model, hardware=hardware, options=options)
+    return UnpaddedCostModel(problem)
 
 
 def causal(seqlens: Iterable[int]) -> Lengths:

@@ -122,6 +122,7 @@ OF_80_GB = (
 """H100 of 80 GB in layouts of their own."""
 
 
+@pytest.mark.nightly
 def test_published_runs_fit_as_they_were_run() -> None:
     refused = [name for name in OF_80_GB if modelled(run_of(name)).is_refused]
     assert len(OF_80_GB) == 15

@@ -74,6 +74,7 @@ def step() -> Row:
     return steps.measure_case(command.QUICK_LAYOUT, "github_bal", "shared_question:4x0.2")
 
 
+@pytest.mark.nightly
 def test_shapes(cells: list[Row]) -> None:
     """Figures of small cells are in the order that they must have, and placed attention gains where keys are unread."""
     rows = cells
@@ -108,6 +109,7 @@ def test_fewer_candidates_take_less_planning_and_find_no_better() -> None:
     assert greedy["cpu_s"] < everything["cpu_s"]
 
 
+@pytest.mark.nightly
 def test_whole_steps(step: Row) -> None:
     assert step["with_s"] <= min(step["without_s"], step["separate_s"])
     assert steps.problem_of(command.QUICK_LAYOUT).topology.num_lanes == 32
@@ -116,6 +118,7 @@ def test_whole_steps(step: Row) -> None:
     assert [piece.seqlen for piece in pieces] == [400] * 4
 
 
+@pytest.mark.nightly
 def test_the_page_has_a_place_for_every_table(cells: list[Row], step: Row, tmp_path: Path) -> None:
     tables = command.compared_tables(cells, cells)
     tables |= command.ablation_tables(ablations.measure(command.QUICK, 1, compared.MASKS[:1]))

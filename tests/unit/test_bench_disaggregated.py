@@ -30,6 +30,7 @@ def test_batches_have_the_tokens_and_the_longest_documents_that_they_are_to_have
     assert 33e9 < model_of("34B").num_parameters < 35e9
 
 
+@pytest.mark.nightly
 def test_every_way_has_a_time_and_baselines_are_at_their_best(row: Row) -> None:
     assert all(row[name] > 0 for name in steps.NAMES)
     assert row["wlb"] <= row["wlb-exposed"]
@@ -57,7 +58,7 @@ def test_queues_hold_long_documents_until_there_is_one_for_each_micro_batch() ->
     assert [sorted(one.seqlen for one in batch) for batch in trained] == [[1], [2, 3, 4, 9, 10], [2], [1, 6, 6, 7, 8]]
 
 
-def test_the_scheduler_sends_less_than_the_paper_and_is_as_even(row: Row) -> None:
+def test_the_scheduler_sends_less_than_the_paper_and_is_as_even() -> None:
     found = scheduler.measure(*command.QUICK_CELLS[1])
     assert found["order"]["load"] <= 1.1 + found["tile"]
     assert found["order_equal"]["gb"] < found["paper"]["gb"]

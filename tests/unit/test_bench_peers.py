@@ -12,17 +12,8 @@ from benchmarks.peers import flexsp, hybrid, wlb
 from benchmarks.peers.peer import PeerBucket, plan_of_rows
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.types import PlanOptions, Problem, Topology
-from tests.unit.support import (
-    CASES,
-    UnpaddedCostModel,
-    frozen_hardware,
-    frozen_model,
-    frozen_parameters,
-    frozen_topology,
-    samples_of,
-    tiny_cost_model,
-)
+from dynamic_cp.types import Topology
+from tests.unit.support import CASES, frozen_cost_model, samples_of, tiny_cost_model
 
 # PuLP 3 announces another way to make variables and solvers in PuLP 4.
 pytestmark = pytest.mark.filterwarnings("ignore:.*PuLP 4.0:DeprecationWarning")
@@ -35,15 +26,7 @@ def lognormal(seed: int, count: int, longest: int):
 
 def test_0161_as_in_the_frozen_bench():
     pytest.importorskip("megatron.core.pipeline_parallel.hybrid_cp_schedule", reason="needs megatron-core 0.16")
-    parameters = frozen_parameters()
-    model = UnpaddedCostModel(
-        Problem(
-            topology=frozen_topology(num_lanes=64),
-            model=frozen_model(parameters),
-            hardware=frozen_hardware(parameters),
-            options=PlanOptions(max_tokens_per_rank=16384, recompute="full", cp_comm_types=("p2p",)),
-        )
-    )
+    model = frozen_cost_model(16384, num_lanes=64)
     samples = samples_of(np.load(CASES / "lengths" / "github_pp1_n64_128k.seed0.npy"))
     result = hybrid.peer(samples, model)
     assert result.seconds == pytest.approx(59.651723856514, rel=1e-9)  # megatron_0161_s of the frozen bench
@@ -61,6 +44,7 @@ def test_0161_is_not_defined(topology, note):
     assert note in result.note
 
 
+@pytest.mark.by_day("topology3")
 @pytest.mark.parametrize(
     "topology",
     [
@@ -98,6 +82,7 @@ def test_wlb_takes_more_micro_batches_where_documents_fit_nowhere():
     assert result.plan.num_microbatches >= 3
 
 
+@pytest.mark.nightly
 def test_flexsp_finds_the_best_micro_batch():
     """Up to 16 lengths are their own classes, so the MILP is exact: compare with all assignments of a micro-batch."""
     pytest.importorskip("pulp", reason="the FlexSP peer needs it")

@@ -148,7 +148,10 @@ def test_all_that_kernels_read_is_in_the_name_of_their_folder() -> None:
     digested = set(_jit.sources_of_kernels(package))
     read: set[Path] = set()
     for path in package.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if "compiled" not in text and "inlined" not in text:
+            continue
+        tree = ast.parse(text)
         names = names_read_by_kernels(tree)
         assert not names or path in digested
         for one in ast.walk(tree):

@@ -123,7 +123,7 @@ def test_python_blocks(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "lanes" in out.getvalue()
 
 
-@pytest.mark.by_day("README.md", "decide.md", "operate.md")
+@pytest.mark.by_day("README.md", "operate.md")
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(one.language == "sh" for one in blocks_of(page))], ids=lambda page: page.name
 )
@@ -229,10 +229,15 @@ def is_costly(words: list[str]) -> bool:
     return "sweep" in words or "--gpus" in words
 
 
+def is_left_to_night(words: list[str]) -> bool:
+    """Return whether an example takes seconds; tests/unit/command shows by day that its command runs."""
+    return is_costly(words) or words[1] in ("simulate", "trace", "report")
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(words, id=" ".join(words), marks=[pytest.mark.nightly] if is_costly(words) else [])
+        pytest.param(words, id=" ".join(words), marks=[pytest.mark.nightly] if is_left_to_night(words) else [])
         for words in examples_of_help()
         if not any(word in words for word in NEEDS_MORE)
     ],
@@ -285,7 +290,7 @@ def examples_ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return folder
 
 
-@pytest.mark.by_day("does_it_pay", "own_iterator")
+@pytest.mark.by_day("does_it_pay")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_run(example: Path, examples_ran: Path) -> None:
     status, out, err = (
@@ -550,16 +555,9 @@ def test_messages_of_the_faq_are_the_programs() -> None:
     assert not missing, missing
 
 
-BY_DAY = ("planner-example", "which-cp-size")
-"""The cheapest parts; the others are made anew at night."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in BY_DAY else [pytest.mark.nightly]) for name in quoted_figures.PARTS],
-)
+@pytest.mark.by_day("which-cp-size")
+@pytest.mark.parametrize("name", quoted_figures.PARTS)
 def test_quoted_figures_are_those_of_today(name: str) -> None:
-    assert set(BY_DAY) < set(quoted_figures.PARTS)
     assert not quoted_figures.changes(name), f"run `python -m tools.quoted_figures {name}` and read the difference"
 
 

@@ -10,6 +10,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
 import os, sys, pytest
@@ -94,6 +96,7 @@ def test_each_test_runs_once_and_a_death_fails_one_test(tmp_path: Path) -> None:
     assert len(ended) == len(set(ended)) == out.count("told done") == 2
 
 
+@pytest.mark.nightly
 def test_the_first_failure_ends_a_run_that_is_to_end_then(tmp_path: Path) -> None:
     """Other workers' tests and fixtures are ended in their way."""
     begun, over = tmp_path / "begun", tmp_path / "over"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -96,12 +97,14 @@ def listed(tree: ast.AST) -> Iterator[str]:
 
 
 def test_names_of_mechanisms_are_compared_and_listed_where_that_is_decided() -> None:
-    files = {
-        str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
+    texts = {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
         for folder in ("dynamic_cp", "megatron")
         for path in sorted((ROOT / folder).rglob("*.py"))
     }
-    assert len(files) > 300, "nothing was looked at"
+    assert len(texts) > 300, "nothing was looked at"
+    names_one = re.compile("|".join(map(re.escape, {*TRAITS, *CLASSES, *CONSTANTS})))
+    files = {file: ast.parse(text) for file, text in texts.items() if names_one.search(text)}
     for kind, allowed in ((compared, COMPARE), (listed, LIST)):
         names = {file: list(kind(tree)) for file, tree in files.items() if file not in HOMONYMS}
         assert not {file: found for file, found in names.items() if found and file not in allowed}

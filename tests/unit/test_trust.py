@@ -188,6 +188,7 @@ RUNS_CODE = {
     ".recv": "",
 }
 """Call -> the argument that makes it harmless. Those with a dot first are methods of anything."""
+LAST_NAMES = {name.rpartition(".")[2] for name in RUNS_CODE}
 
 LISTED = {
     # Pipes to processes that this one has started.
@@ -215,10 +216,10 @@ def _calls(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         names = []
         if isinstance(node, ast.Call):
-            given = {f"{one.arg}={ast.unparse(one.value)}" for one in node.keywords}
-            names = [ast.unparse(node.func)]
-            harmless = RUNS_CODE.get(names[0])
-            if harmless and harmless in given:
+            if getattr(node.func, "attr", getattr(node.func, "id", None)) in {None, *LAST_NAMES}:
+                names = [ast.unparse(node.func)]
+            harmless = RUNS_CODE.get(names[0]) if names else None
+            if harmless and harmless in {f"{one.arg}={ast.unparse(one.value)}" for one in node.keywords}:
                 continue
             if any(one.arg == "shell" or one.arg == "trust_remote_code" for one in node.keywords):
                 found.append("shell or trust_remote_code")

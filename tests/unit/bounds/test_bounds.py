@@ -25,12 +25,8 @@ from tests.unit.support import (
     HOST_HARDWARE,
     TINY_HARDWARE,
     TINY_MODEL,
-    UnpaddedCostModel,
     causal,
-    frozen_hardware,
-    frozen_model,
-    frozen_parameters,
-    frozen_topology,
+    frozen_cost_model,
     samples_of,
     tiny_cost_model,
 )
@@ -104,14 +100,7 @@ FROZEN = [
 )
 def test_bound_of_frozen_case(case, effort):
     name, pp_size, vp_size, num_lanes, limit, known_s, frozen_s = case
-    parameters = frozen_parameters()
-    topology = frozen_topology(num_lanes=num_lanes, pp_size=pp_size, vp_size=vp_size)
-    options = PlanOptions(max_tokens_per_rank=limit, recompute="full", cp_comm_types=("p2p",))
-    model = UnpaddedCostModel(
-        Problem(
-            topology=topology, model=frozen_model(parameters), hardware=frozen_hardware(parameters), options=options
-        )
-    )
+    model = frozen_cost_model(limit, num_lanes=num_lanes, pp_size=pp_size, vp_size=vp_size)
     samples = samples_of(np.load(CASES / "lengths" / f"{name}.seed0.npy"))
     bound = lower_bound(samples, model, effort)
     assert bound.proven_s <= bound.seconds <= known_s
@@ -121,18 +110,12 @@ def test_bound_of_frozen_case(case, effort):
 
 
 def test_frozen_plans_are_not_below_their_bounds():
-    parameters = frozen_parameters()
     above = []
     for path in sorted((CASES / "plans").glob("*.json")):
         case = json.loads(path.read_text())
         lengths = case["lengths"] if "lengths" in case else np.load(CASES / case["lengths_file"]).tolist()
-        topology = frozen_topology(num_lanes=case["lanes"], tp_size=case["tp"], pp_size=case["pp"], vp_size=case["vpp"])
-        options = PlanOptions(max_tokens_per_rank=case["max_tokens_per_rank"], recompute="full", cp_comm_types=("p2p",))
-        model = UnpaddedCostModel(
-            Problem(
-                topology=topology, model=frozen_model(parameters), hardware=frozen_hardware(parameters), options=options
-            )
-        )
+        sizes = {"num_lanes": case["lanes"], "tp_size": case["tp"], "pp_size": case["pp"], "vp_size": case["vpp"]}
+        model = frozen_cost_model(case["max_tokens_per_rank"], **sizes)
         bound = lower_bound(samples_of(lengths), model, "quick")
         assert bound.seconds <= case["makespan_s"], path.stem
         above.append(bound.seconds / case["makespan_s"])

@@ -21,12 +21,8 @@ from tests.unit.bounds.brute_force import best_plan, tiny_case
 from tests.unit.support import (
     TINY_HARDWARE,
     TINY_MODEL,
-    UnpaddedCostModel,
     causal,
-    frozen_hardware,
-    frozen_model,
-    frozen_parameters,
-    frozen_topology,
+    frozen_cost_model,
     samples_of,
     tiny_cost_model,
 )
@@ -59,13 +55,15 @@ def check_against_brute_force(seeds: range, most_assignments: int) -> Counter[st
     return seen
 
 
-def test_exact_is_what_brute_force_finds():
-    seen = check_against_brute_force(range(30, 65), 250)
-    assert seen["cases"] >= 30
-    assert min(seen[name] for name in ("choices", "pipelined", "with CP", "empty places", "mixed exchanges")) >= 3, seen
+@pytest.mark.by_day("30-48")
+@pytest.mark.parametrize(("first", "stop"), [(30, 48), (48, 65)])
+def test_exact_is_what_brute_force_finds(first, stop):
+    seen = check_against_brute_force(range(first, stop), 250)
+    assert seen["cases"] >= 14
+    assert min(seen[name] for name in ("choices", "pipelined", "with CP", "empty places", "mixed exchanges")) >= 1, seen
 
 
-@pytest.mark.by_day("4-2-1", "4-4-2")
+@pytest.mark.by_day("4-2-1")
 @pytest.mark.parametrize(
     ("num_lanes", "ep_size", "pp_size", "lengths"),
     [
@@ -182,14 +180,7 @@ FROZEN = [
     ids=lambda value: f"{len(value)} samples" if isinstance(value, list) else None,
 )
 def test_exact_reproduces_the_frozen_optimum(pp_size, num_lanes, limit, lengths, optimum_s):
-    parameters = frozen_parameters()
-    topology = frozen_topology(num_lanes=num_lanes, pp_size=pp_size)
-    options = PlanOptions(max_tokens_per_rank=limit, recompute="full", cp_comm_types=("p2p",))
-    model = UnpaddedCostModel(
-        Problem(
-            topology=topology, model=frozen_model(parameters), hardware=frozen_hardware(parameters), options=options
-        )
-    )
+    model = frozen_cost_model(limit, num_lanes=num_lanes, pp_size=pp_size)
     exact = exact_plan(samples_of(lengths), model, allow_empty=False, padded=False)
     assert exact.status == "optimal"
     assert exact.makespan_s == pytest.approx(optimum_s, rel=2e-4)

@@ -296,7 +296,7 @@ REMEDIES = [
 FEW_JOBS = ["--batches", "1", "--recompute", "none", "--vpp", "1"]
 
 
-@pytest.mark.by_day("plan-wrong0", "sweep-wrong4", "simulate")
+@pytest.mark.by_day("plan-wrong0")
 @pytest.mark.parametrize(("command", "wrong", "says", "right"), REMEDIES)
 def test_remedies_help(command, wrong, says, right, folder, capsys):
     words = [*COMMANDS[command], *(FEW_JOBS if command == "sweep" else [])]
@@ -382,7 +382,7 @@ def test_nothing_partial_is_left_when_writing_fails(folder, capsys, monkeypatch)
 
 
 def test_json_is_strict(folder, capsys):
-    assert cli.main([*COMMANDS["simulate"], "--json", "-"]) == 0
+    assert cli.main([*COMMANDS["simulate"], "--batches", "1", "--json", "-"]) == 0
 
     def refuse(name):
         raise AssertionError(f"{name} is no JSON")

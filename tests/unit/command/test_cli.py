@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -247,63 +245,6 @@ def test_an_exchange_is_what_groups_use(capsys):
         plan = plan_from_dict(report_of(capsys, *words, exchange, "--max-seqlen", "32768")["plan"])
         used = {bucket.cp_comm_type for bucket in plan.buckets if bucket.cp_size > 1}
         assert used == {exchange}
-
-
-def test_help_names_policies_workloads_and_models(capsys):
-    assert cli.main(["plan", "--help"]) == 0
-    text = capsys.readouterr().out
-    for name in (
-        *POLICIES,
-        "thorough",
-        "dynamic-cp lengths",
-        "lognormal:",
-        "qwen3-8b",
-        "a100-40gb",
-        "config.json",
-        "auto",
-    ):
-        assert name in text
-
-
-def test_a_hugging_face_config_is_a_model(lengths, tmp_path, capsys):
-    sizes = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 100,
-    }
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"model_type": "llama", **sizes}))
-    small = report_of(capsys, *plan_arguments(lengths, "--model", str(config))[1:])
-    large = report_of(capsys, *plan_arguments(lengths, "--model", "llama-2-7b")[1:])
-    assert 0 < small["model_flops"] < large["model_flops"] / 1000
-
-
-def test_only_planning_loads_the_compiler(lengths):
-    program = (
-        "import sys; from dynamic_cp import cli; cli.main(['plan', '--help']); cli.main(['check', '/nowhere.json']); "
-        "sys.exit('numba' in sys.modules or 'dynamic_cp.search.search' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
-
-
-def test_check_of_a_file_that_is_no_plan(lengths, capsys):
-    assert cli.main(["check", "/nowhere.json"]) == 2
-    assert cli.main(["check", lengths]) == 2
-    assert capsys.readouterr().err.count("\n") == 2
-
-
-def test_the_installed_command_and_usage_errors(lengths):
-    command = [sys.executable, "-m", "dynamic_cp.cli"]
-    result = subprocess.run([*command, "plan"], capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-    result = subprocess.run(
-        [*command, *plan_arguments(lengths, "--json", "-")], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert json.loads(result.stdout)["predicted_s"] > 0
 
 
 def test_the_remedy_names_what_is_not_done_yet(capsys):

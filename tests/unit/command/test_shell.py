@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import time
+from functools import cache
 
 import pytest
 
@@ -30,11 +31,11 @@ def run(words, **environment):
     )
 
 
-@pytest.fixture(scope="module")
-def is_compiled():
-    """Have the planner on disk, so that no command says that it compiles it."""
+@cache
+def compile_for(name):
+    """Have what a command needs of the planner on disk, so that it does not say that it compiles it."""
     with contextlib.redirect_stdout(io.StringIO()):
-        assert [cli.main(COMMANDS[name]) for name in ("plan", "simulate")] == [0, 0]
+        assert name not in ("plan", "simulate") or cli.main(COMMANDS[name]) == 0
 
 
 def test_help_starts_at_once():
@@ -64,6 +65,7 @@ def test_help_imports_nothing_heavy():
     assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "heavy:")
 
 
+@pytest.mark.nightly
 def test_the_library_imports_no_command_line():
     program = (
         "import sys, dynamic_cp; dynamic_cp.plan_global_batch; dynamic_cp.load_model; import dynamic_cp.comparison\n"
@@ -74,9 +76,9 @@ def test_the_library_imports_no_command_line():
 
 
 @pytest.mark.by_day("lengths")
-@pytest.mark.usefixtures("is_compiled")
 @pytest.mark.parametrize("command", ["lengths", "plan", "simulate", "doctor"])
 def test_a_pipe_gets_no_control_characters(command):
+    compile_for(command)
     done = run(COMMANDS[command])
     assert done.returncode == 0, done.stderr
     assert done.stderr == b""
@@ -127,11 +129,11 @@ def test_a_terminal_gets_colours_unless_it_wants_none():
     assert "█" not in plain
 
 
-@pytest.mark.by_day("lengths")
-@pytest.mark.usefixtures("is_compiled")
+@pytest.mark.by_day("lengths", "help")
 @pytest.mark.parametrize("name", ["lengths", "plan", "simulate", "help"])
 def test_a_reader_that_leaves_early_is_no_error(name):
-    words = {"lengths": ["lengths"], "help": ["sweep", "--help"]}.get(name) or COMMANDS[name]
+    compile_for(name)
+    words = {"lengths": ["lengths"], "help": ["--help"]}.get(name) or COMMANDS[name]
     read, write = os.pipe()
     os.close(read)  # nobody will read what it prints
     done = subprocess.run([*COMMAND, *words], stdout=write, stderr=subprocess.PIPE, timeout=120, check=False)
@@ -150,14 +152,6 @@ def test_lengths_are_described(capsys):
         assert sum(inside) / sum(lengths) == pytest.approx(one["tokens"])
     for share in ("samples", "tokens", "tokens_squared"):
         assert sum(one[share] for one in described["classes"]) == pytest.approx(1)
-
-
-def test_a_plan_is_checked(tmp_path, capsys):
-    plan = str(tmp_path / "plan.json")
-    assert cli.main([*COMMANDS["plan"], "--output", plan]) == 0
-    capsys.readouterr()
-    assert cli.main(["check", plan, "--lengths", str(INPUTS / "lengths.txt")]) == 0
-    assert "40 samples" in capsys.readouterr().out
 
 
 def test_a_trace_has_every_policy(tmp_path, capsys):
@@ -238,15 +232,22 @@ def test_completion_scripts(shell, capsys):
     assert "_DYNAMIC_CP_COMPLETE" in capsys.readouterr().out
 
 
-def test_completion_knows_names():
-    def completed(line):
-        done = run([], COMP_WORDS=line, COMP_CWORD=str(len(line.split(" ")) - 1), _DYNAMIC_CP_COMPLETE="bash_complete")
-        return [row.partition(",")[2] for row in done.stdout.decode().splitlines()]
-
-    assert completed("dynamic-cp sim") == ["simulate"]
-    assert completed("dynamic-cp plan --model llama-3") == ["llama-3-70b", "llama-3-8b", "llama-3"]
-    assert "github_bal" in completed("dynamic-cp plan --lengths git")
-    assert "--lanes" in completed("dynamic-cp plan --la")
+@pytest.mark.by_day("plan --model llama-3")
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("sim", {"simulate"}),
+        ("plan --model llama-3", {"llama-3-70b", "llama-3-8b", "llama-3"}),
+        ("plan --lengths git", {"github", "github_bal", "git"}),
+        ("plan --la", {"--lanes"}),
+    ],
+)
+def test_completion_knows_names(line, names):
+    line = f"dynamic-cp {line}"
+    done = run([], COMP_WORDS=line, COMP_CWORD=str(len(line.split(" ")) - 1), _DYNAMIC_CP_COMPLETE="bash_complete")
+    found = [row.partition(",")[2] for row in done.stdout.decode().splitlines()]
+    assert set(found) == names
+    assert len(found) == len(names)
 
 
 def test_other_packages_add_commands(monkeypatch, capsys):
@@ -289,6 +290,7 @@ EVERY_COMMAND = {
 }
 
 
+@pytest.mark.by_day("--help", "lengths", "plan --output", "simulate")
 @pytest.mark.parametrize("words", EVERY_COMMAND.values(), ids=EVERY_COMMAND)
 def test_output_that_cannot_be_written_is_one_line(words, monkeypatch, capsys):
     said = "dynamic-cp: error: cannot write to stdout: No space left on device: choose another place\n"
@@ -327,14 +329,6 @@ def test_closed_streams_are_no_traceback(tmp_path):
     assert with_closed("<&- >&- 2>&-", *COMMANDS["plan"]).returncode == 1
 
 
-def test_the_reader_of_help_may_leave_early():
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run([*COMMAND, "--help"], stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
 def test_a_pipe_as_output_needs_a_reader(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     assert cli.main(["hardware", "h100", "--output", str(tmp_path / "pipe")]) == 2
@@ -347,8 +341,8 @@ def test_a_pipe_as_output_needs_a_reader(tmp_path, capsys):
     assert json.loads(reader.communicate(timeout=20)[0])["name"] == "h100"
 
 
-@pytest.mark.usefixtures("is_compiled")
 def test_a_plan_goes_from_pipe_to_pipe():
+    compile_for("plan")
     words = " ".join(f"'{word}'" for word in COMMANDS["plan"])
     command = " ".join(COMMAND)
     line = f"{command} {words} --output - | {command} check - --lengths {INPUTS / 'lengths.txt'}"

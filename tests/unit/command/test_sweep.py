@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, fields, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -41,7 +42,7 @@ ROOT = str(Path(__file__).parents[3])
 MODEL = load_model("llama-3-8b")
 HARDWARE = load_hardware("h100")
 OVERLAPPED = DataParallel(overlap_grad_reduce=True, overlap_param_gather=True)
-SPACE = Space(num_gpus=8, tp_sizes=(2, 4), pp_sizes=(1, 2), vp_sizes=(1, 2), recompute=("none", "full"))
+SPACE = Space(num_gpus=8, tp_sizes=(4,), pp_sizes=(1, 2), vp_sizes=(1,), recompute=("none", "full"))
 LENGTHS = [9000, 3000, 700, 700, 90, 40]
 JOB = SweepJob(
     batches=(samples_of(LENGTHS * 3), samples_of([*LENGTHS * 2, 5000, 5000])),
@@ -52,44 +53,49 @@ JOB = SweepJob(
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
 
 
+SPACES = {"few": SPACE, "many": replace(SPACE, tp_sizes=(2, 4), vp_sizes=(1, 2))}
+
+
+@cache
+def raced(which):
+    return sweep(SPACES[which], JOB, policies=POLICIES if which == "many" else ("dynamic", "balanced"))
+
+
 @pytest.fixture(scope="module")
 def found():
-    return sweep(SPACE, JOB, policies=POLICIES)
+    return raced("few")
 
 
-@pytest.fixture(scope="module")
-def everything():
-    """Policy -> all its settings, each planned with all batches: what the race must not miss."""
-    points = {}
-    for policy in POLICIES:
-        points[policy] = []
-        for layout in layouts_of(SPACE, MODEL):
-            if isinstance(layout, Refused):
-                continue
-            settings = settings_of(*layout, policy, SPACE, JOB)
-            points[policy] += [] if isinstance(settings, Refused) else [evaluate(one, JOB) for one in settings]
-        points[policy] = [one for one in points[policy] if isinstance(one, Point)]
-        assert len(points[policy]) >= 10
+@cache
+def everything(which, policy):
+    """All settings of a policy, each planned with all batches: what the race must not miss."""
+    layouts = [one for one in layouts_of(SPACES[which], MODEL) if not isinstance(one, Refused)]
+    settings = [settings_of(*layout, policy, SPACES[which], JOB) for layout in layouts]
+    planned = [evaluate(one, JOB) for some in settings if not isinstance(some, Refused) for one in some]
+    points = [one for one in planned if isinstance(one, Point)]
+    assert len(points) >= 10
     return points
 
 
-@pytest.mark.by_day("dynamic")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_race_misses_nothing(policy, found, everything):
+@pytest.mark.by_day("few-dynamic")
+@pytest.mark.parametrize(("which", "policy"), [("few", "dynamic"), *(("many", policy) for policy in POLICIES)])
+def test_the_race_misses_nothing(which, policy):
+    found = raced(which)
     best = found.best[policy]
     assert best.setting.policy == policy
-    assert best.iteration_s <= min(point.iteration_s for point in everything[policy])
+    assert best.iteration_s <= min(point.iteration_s for point in everything(which, policy))
     assert found.policies[policy].next_best.setting.layout != best.setting.layout
     assert found.policies[policy].next_best.iteration_s >= best.iteration_s
 
 
-def test_it_plans_less_than_all(found, everything):
-    assert found.num_planned < sum(map(len, everything.values()))
+@pytest.mark.nightly
+def test_it_plans_less_than_all():
+    assert raced("many").num_planned < sum(len(everything("many", policy)) for policy in POLICIES)
 
 
-def test_nothing_close_beats_the_front(found, everything):
+def test_nothing_close_beats_the_front(found):
     assert found.front[0] == found.best[found.recommended]
-    for point, best in product(everything[found.recommended], found.front):
+    for point, best in product(everything("few", found.recommended), found.front):
         beaten = point.iteration_s < best.iteration_s and point.peak_bytes < 0.99 * best.peak_bytes
         assert not beaten
     for faster, slower in zip(found.front, found.front[1:], strict=False):
@@ -101,10 +107,7 @@ def test_of_equally_fast_settings_one_is_chosen_for_all_that_is_printed(monkeypa
     """Verdict, list and launch line named two settings of equal seconds."""
 
     def evaluated(setting, job):
-        return Point(
-            setting=setting, batches_s=(1.0,), peak_bytes=float(setting.max_tokens_per_rank), tokens_per_s_per_gpu=1.0,
-            num_microbatches=1.0, largest_cp_size=1,
-        )  # fmt: skip
+        return point_of(setting, (1.0,), float(setting.max_tokens_per_rank))
 
     monkeypatch.setattr("dynamic_cp.sweep.search.evaluate_first", evaluated)
     few = replace(SPACE, tp_sizes=(4,), pp_sizes=(1,), vp_sizes=(1,))
@@ -311,19 +314,15 @@ def test_static_policies_have_exchanges_where_only_placed_attention_is_allowed()
             assert {one.cp_comm_types for one in found} == {wanted}
             if policy == "static":
                 assert {one.static_cp_size for one in found} >= {2, 4, 8}
-    few = replace(space, tp_sizes=(2,), recompute=("full",))
-    best = sweep(few, replace(JOB, batches=JOB.batches[:1]), policies=("dynamic", "balanced", "megatron-dev")).best
-    assert {name: point.setting.cp_comm_types for name, point in best.items()} == {
-        "dynamic": ("blocks",), "balanced": ("p2p", "a2a"), "megatron-dev": ("p2p", "a2a")
-    }  # fmt: skip
+    few = replace(space, tp_sizes=(2,), recompute=("full",), limits=(4096,))
+    best = sweep(few, replace(JOB, batches=(samples_of(LENGTHS),)), policies=("dynamic", "balanced")).best
+    found = {name: point.setting.cp_comm_types for name, point in best.items()}
+    assert found == {"dynamic": ("blocks",), "balanced": ("p2p", "a2a")}
 
 
 def test_less_large_groups_leave_memory_for_tokens():
     """Communicators cost memory: `variants` has the sizes at which that pays, none larger than the setting's own."""
-    full = Setting(
-        policy="dynamic", topology=Topology(num_lanes=8), recompute="full", max_tokens_per_rank=2048,
-        cp_comm_types=CP_COMM_TYPES,
-    )  # fmt: skip
+    full = setting_of(Topology(num_lanes=8), cp_comm_types=CP_COMM_TYPES)
     tight = replace(JOB, hardware=replace(HARDWARE, hbm_bytes=1.25 * HARDWARE.hbm_bytes))
     sizes = {one.max_cp_size: one.max_tokens_per_rank for one in variants(full, SPACE, tight)}
     assert len(sizes) > 1
@@ -332,29 +331,27 @@ def test_less_large_groups_leave_memory_for_tokens():
     assert variants(full, replace(SPACE, limits=(2048,)), tight) == (replace(full, cp_comm_types=("p2p",)),)
 
 
+def setting_of(topology, limit=2048, **more):
+    given = {"policy": "dynamic", "recompute": "full", "cp_comm_types": ("p2p",), **more}
+    return Setting(topology=topology, max_tokens_per_rank=limit, **given)
+
+
+def point_of(setting, batches_s, peak_bytes):
+    return Point(
+        setting=setting, batches_s=batches_s, peak_bytes=peak_bytes, tokens_per_s_per_gpu=1.0, num_microbatches=1.0,
+        largest_cp_size=1,
+    )  # fmt: skip
+
+
 def test_the_front_keeps_what_saves_memory():
     def point(iteration_s, peak_bytes):
-        setting = Setting(
-            policy="dynamic",
-            topology=Topology(num_lanes=1),
-            recompute="none",
-            max_tokens_per_rank=1,
-            cp_comm_types=("p2p",),
-        )
-        return Point(
-            setting=setting,
-            batches_s=(iteration_s - 0.5, iteration_s + 0.5),
-            peak_bytes=peak_bytes,
-            tokens_per_s_per_gpu=1,
-            num_microbatches=1,
-            largest_cp_size=1,
-        )
+        return point_of(setting_of(Topology(num_lanes=1)), (iteration_s - 0.5, iteration_s + 0.5), peak_bytes)
 
     points = [point(3, 50), point(1, 100), point(2, 99.5), point(2, 80), point(2, 90), point(4, 50), point(1, 120)]
     assert [(one.iteration_s, one.peak_bytes) for one in pareto_front(points)] == [(1, 100), (2, 80), (3, 50)]
 
 
-SWEEP = "sweep --lengths github --max-seqlen 16384 --global-batch-size 16 --batches 3 --gpus 8 --tp 2,4 --pp 1 --jobs 1"
+SWEEP = "sweep --lengths github --max-seqlen 16384 --global-batch-size 8 --batches 2 --gpus 8 --tp 2,4 --pp 1 --jobs 1"
 
 
 def ran(words, capsys):
@@ -374,6 +371,7 @@ def swept(tmp_path_factory):
     return json.loads(path.read_text()), " ".join(out.getvalue().split())
 
 
+@pytest.mark.nightly
 def test_it_ends_with_the_best_static_setting_the_dynamic_one_and_the_gain(swept):
     data, text = swept
     best = {policy: one["best"] for policy, one in data["policies"].items()}
@@ -430,7 +428,7 @@ def test_the_commands_that_take_gpus_have_what_the_sweep_found(swept, capsys, tm
     setting = simulated["policies"]["balanced"]["setting"]
     assert f"TP 2, PP 1, 4 lanes, limit {setting['max_tokens_per_rank']}" in text or setting["recompute"] != "none"
     assert "Best static" in text
-    one_batch = one_tp.replace("--batches 3", "")
+    one_batch = one_tp.replace("--batches 2", "")
     text = " ".join(ran(f"plan {one_batch}", capsys).split())
     assert re.search(r"layout TP 2, PP 1, 4 lanes, .*: fastest of \d+ settings planned", text)
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
@@ -491,9 +489,7 @@ def parsed(setting, model, architecture, monkeypatch, **more):
     ids=str,
 )
 def test_the_trainer_takes_the_flags(recompute, topology, monkeypatch):
-    setting = Setting(
-        policy="dynamic", topology=topology, recompute=recompute, max_tokens_per_rank=8192, cp_comm_types=CP_COMM_TYPES
-    )
+    setting = setting_of(topology, 8192, recompute=recompute, cp_comm_types=CP_COMM_TYPES)
     settings = parsed(setting, MODEL, load_architecture("llama-3-8b"), monkeypatch)
     planning = settings.planning
     assert planning.topology == topology
@@ -558,9 +554,7 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
         (tmp_path / "config.json").write_text(json.dumps(config))
     model, architecture = load_as_trained(name, "h100", None, None), load_architecture(name)
     topology = Topology(num_lanes=8, tp_size=tp_size, sequence_parallel=tp_size > 1)
-    setting = Setting(
-        policy="dynamic", topology=topology, recompute="full", max_tokens_per_rank=8192, cp_comm_types=CP_COMM_TYPES
-    )
+    setting = setting_of(topology, 8192, cp_comm_types=CP_COMM_TYPES)
     settings = parsed(setting, model, architecture, monkeypatch, max_seqlen=3000)
     trained_model = settings.model
     # The command prices the layers that the trainer chooses; experts are one product where these have it.
@@ -616,13 +610,7 @@ def test_windows_are_swept_and_trained_with_sinks_and_blocks(monkeypatch):
     hybrid = replace(load_model("qwen3-next-80b-a3b"), window_tokens=512)
     for use, allowed in (("heads", ("a2a", "all_gather")), ("states", ("a2a", "all_gather", "blocks"))):
         assert exchanges_tried("auto", hybrid, use) == (allowed,)
-    setting = Setting(
-        policy="dynamic",
-        topology=Topology(num_lanes=8),
-        recompute="full",
-        max_tokens_per_rank=8192,
-        cp_comm_types=(*CP_COMM_TYPES, "blocks"),
-    )
+    setting = setting_of(Topology(num_lanes=8), 8192, cp_comm_types=(*CP_COMM_TYPES, "blocks"))
     settings = parsed(setting, model, load_architecture("llama-3-8b"), monkeypatch, max_seqlen=3000)
     assert replace(derive.model_shape(settings.model, model.vocab_size), source=model.source) == model
     assert set(settings.planning.options().cp_comm_types) == {"a2a", "all_gather", "blocks"}
@@ -692,12 +680,8 @@ def test_a_model_that_the_trainer_does_not_have_gets_no_line_and_the_reason(chan
     )
     with pytest.raises(UnsupportedFeatureError, match=r"pretrain_gpt\.py does not train this model"):
         launch_flags(
-            Setting(
-                policy="static", topology=Topology(num_lanes=8), recompute="none", max_tokens_per_rank=100,
-                cp_comm_types=("p2p",),
-            ),
-            model=load_model(path), architecture=load_architecture(path), hardware_name="h100", max_seqlen=9,
-            global_batch_size=1,
+            setting_of(Topology(num_lanes=8), policy="static"), model=load_model(path),
+            architecture=load_architecture(path), hardware_name="h100", max_seqlen=9, global_batch_size=1,
         )  # fmt: skip
     if changes not in ({"hidden_act": "gelu"}, {"attention_bias": True}):
         assert says in load_architecture(path).not_trained[0]
@@ -738,13 +722,7 @@ def test_how_a_hybrid_shares_its_layers_is_planned_with_and_reaches_the_trainer(
         assert (found["inputs"]["mtp_num_layers"], found["inputs"]["expert_imbalance"]) == (1, None)
     exact = ran(f"plan {words} --lanes 4 --state-exchange heads --search exact", capsys)
     assert "proven the fastest" in " ".join(exact.split())
-    setting = Setting(
-        policy="dynamic",
-        topology=Topology(num_lanes=4),
-        recompute="full",
-        max_tokens_per_rank=6000,
-        cp_comm_types=("p2p",),
-    )
+    setting = setting_of(Topology(num_lanes=4), 6000)
     options = replace(setting.options("thorough"), state_exchange="heads")
     settings = parsed(setting, load_model(path), load_architecture(path), monkeypatch, options=options)
     assert settings.planning.options().state_exchange == "heads"
@@ -754,8 +732,7 @@ def test_a_hybrid_with_its_published_module_gets_a_line(monkeypatch):
     """The module has attention, as the last layer: its price and weights are those of the other layers with it."""
     name = "qwen3-next-80b-a3b"
     model = replace(load_model(name), mtp_num_layers=1)
-    setting = Setting(policy="dynamic", topology=Topology(num_lanes=16, ep_size=16), recompute="full",
-                      max_tokens_per_rank=4096, cp_comm_types=("p2p",))  # fmt: skip
+    setting = setting_of(Topology(num_lanes=16, ep_size=16), 4096)
     settings = parsed(setting, model, load_architecture(name), monkeypatch)
     assert settings.model.mtp_num_layers == 1
     (stage,) = model.stages(1)
@@ -829,13 +806,7 @@ def test_a_sweep_with_unlike_stages_names_their_flags(tmp_path, capsys):
 
 
 def test_flags_of_policies(monkeypatch):
-    setting = Setting(
-        policy="dynamic",
-        topology=Topology(num_lanes=8),
-        recompute="none",
-        max_tokens_per_rank=2048,
-        cp_comm_types=("p2p",),
-    )
+    setting = setting_of(Topology(num_lanes=8), recompute="none")
 
     def flags(policy, **changes):
         own = replace(setting, policy=policy, **changes)
@@ -870,10 +841,13 @@ def test_the_flags_hold_the_longest_sample_of_the_data_not_of_the_draw(capsys, t
     assert seq_length == "1021"  # the longest of the list: docs/how-to/decide.md says so, too
     assert data["recommended"]["recompute"] == "none"
     assert (data["inputs"]["seed"], data["inputs"]["max_seqlen"], data["inputs"]["overlong"]) == (0, 131072, "truncate")
-    assert recommended("--lengths sft_short --max-seqlen 500")[1] == "500"
-    assert recommended(f"--lengths {lengths}")[1] == "1022"
-    assert recommended(f"--lengths {lengths} --max-seqlen 400")[1] == "400"
-    assert recommended(f"--lengths {lengths} --max-seqlen 1000 --overlong drop")[1] == "697"
+    for words, longest in (
+        ("--lengths sft_short --max-seqlen 500", "500"),
+        (f"--lengths {lengths}", "1022"),
+        (f"--lengths {lengths} --max-seqlen 400", "400"),
+        (f"--lengths {lengths} --max-seqlen 1000 --overlong drop", "697"),
+    ):
+        assert recommended(f"{words} --recompute none --max-tokens-per-rank 2048")[1] == longest
 
 
 @pytest.mark.nightly

@@ -15,17 +15,8 @@ from dynamic_cp.plans.padding import round_up
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.table import PriceTable
-from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Problem, Sample, Topology
-from tests.unit.support import (
-    CASES,
-    UnpaddedCostModel,
-    frozen_hardware,
-    frozen_model,
-    frozen_parameters,
-    frozen_topology,
-    samples_of,
-    tiny_cost_model,
-)
+from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
+from tests.unit.support import CASES, frozen_cost_model, samples_of, tiny_cost_model
 
 # case -> (pp_size, vp_size, lanes, tokens per rank, seconds of the original as shipped, the best of three token limits
 # and three orders), copied from the frozen bench's cases.json
@@ -89,16 +80,7 @@ def seconds_in_order(plan: Plan, model: CostModel, order: slice | list[int]) -> 
 @pytest.mark.parametrize("case", ORIGINAL_S)
 def test_step_times_of_the_original(case):
     pp_size, vp_size, num_lanes, limit, shipped_s, tuned_s = ORIGINAL_S[case]
-    parameters = frozen_parameters()
-    topology = frozen_topology(num_lanes=num_lanes, pp_size=pp_size, vp_size=vp_size)
-    model = UnpaddedCostModel(
-        Problem(
-            topology=topology,
-            model=frozen_model(parameters),
-            hardware=frozen_hardware(parameters),
-            options=PlanOptions(max_tokens_per_rank=limit, recompute="full", cp_comm_types=("p2p",)),
-        )
-    )
+    model = frozen_cost_model(limit, num_lanes=num_lanes, pp_size=pp_size, vp_size=vp_size)
     samples = samples_of(np.load(CASES / "lengths" / f"{case}.seed0.npy"))
 
     padded = plan_of_packing(pack(samples, model), samples, model)
@@ -194,35 +176,6 @@ def test_free_lanes_go_to_the_smallest_group_that_padding_lets_grow():
     assert packing.log2_cp_sizes.tolist() == [1, 0]
     assert packing.first_lanes.tolist() == [0, 2]
     check_plan(plan_of_packing(packing, samples, model), samples)
-
-
-def test_legal_for_any_topology():
-    generator = random.Random(0)
-    num_empty_lanes = num_split = 0
-    for _ in range(150):
-        topology = Topology(
-            num_lanes=generator.randint(1, 24),
-            tp_size=generator.choice([1, 2, 3]),
-            pp_size=generator.choice([2, 4]),
-            vp_size=generator.choice([1, 2]),
-            sequence_parallel=True,
-        )
-        limit = 6 * generator.randint(1, 20)
-        min_cp_size = generator.choice([1, 1, topology.max_cp_size])
-        model = tiny_cost_model(topology, max_tokens_per_rank=limit, min_cp_size=min_cp_size)
-        longest = int(model.table.capacities.max())
-        count = generator.choice([1, 2, 5, 40])
-        samples = samples_of(
-            max(1, min(longest, int(generator.lognormvariate(3, generator.choice([0.2, 2.0]))))) for _ in range(count)
-        )
-        packing = pack(samples, model, max(1, limit // generator.choice([1, 2, 4, 1000])))
-        plan = plan_of_packing(packing, samples, model)
-        check_plan(plan, samples)
-        assert sorted(set(packing.rows.tolist())) == list(range(packing.num_rows)), "no row is empty"
-        num_empty_lanes += sum(not bucket.samples for bucket in plan.buckets)
-        num_split += topology.vp_size > 1 and packing.num_rows % topology.pp_size == 0
-    assert num_empty_lanes > 100
-    assert num_split > 10
 
 
 def test_lower_limit_makes_more_rows_and_is_raised_to_the_longest_sample():

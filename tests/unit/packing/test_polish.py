@@ -26,6 +26,7 @@ def one_a_row(lengths, num_lanes, **sizes):
     return seqlens, packing, model, durations
 
 
+@pytest.mark.by_day("1", "5", "8")
 @pytest.mark.parametrize("num_lanes", [1, 2, 3, 5, 6, 8])
 def test_what_is_legal_stays_on_the_lanes_in_the_rows_and_in_the_slots(num_lanes):
     """Kernels do not check bounds, so the judge of a move runs as Python here, which does."""

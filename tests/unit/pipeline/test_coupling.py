@@ -73,10 +73,12 @@ def experts_s(tokens: list[float], topology: Topology, recompute: str, imbalance
     return forward, backward + (forward if recompute == "full" else 0)
 
 
-def test_the_price_and_an_independent_event_driven_simulation():
-    rng = random.Random(3)
+@pytest.mark.by_day("3")
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_the_price_and_an_independent_event_driven_simulation(seed):
+    rng = random.Random(seed)
     seen: Counter[str] = Counter()
-    for _ in range(150):
+    for _ in range(50):
         ep_size, tp_size = rng.choice([2, 4, 8]), rng.choice([1, 1, 2])
         pp_size = rng.choice([1, 1, 2, 3])
         topology = Topology(
@@ -129,7 +131,7 @@ def test_the_price_and_an_independent_event_driven_simulation():
         seen["TP ranks share experts"] += tp_size > 1
         seen["across nodes"] += ranks_of_block_in_node(topology) < topology.ep_size
     assert len(seen) == 6
-    assert min(seen.values()) > 10, seen
+    assert min(seen.values()) > 3, seen
 
 
 def grid_ns(plan: Plan, model: CostModel, direction: int, row: int, lane: int) -> int:

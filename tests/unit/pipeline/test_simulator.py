@@ -82,10 +82,12 @@ def work_ns(plan, costs):
     return total
 
 
-def test_equals_an_independent_event_driven_simulation():
-    rng = random.Random(0)
+@pytest.mark.by_day("0")
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_an_independent_event_driven_simulation(seed):
+    rng = random.Random(seed)
     seen = Counter()
-    for _ in range(600):
+    for _ in range(150):
         plan, costs = random_case(rng)
         model = GivenCosts(costs)
         timeline, lists = simulate(plan, model), megatron_lists(plan)
@@ -105,7 +107,7 @@ def test_equals_an_independent_event_driven_simulation():
         seen["odd lanes"] += plan.topology.num_lanes % 2
         seen["edges"] += any(cost.head_forward_s > 0 for cost in costs.values())
         seen["hops"] += plan.topology.pp_size > 1 and any(cost.p2p_s > 0 for cost in costs.values())
-    assert min(seen.values()) > 100, seen
+    assert min(seen.values()) > 25, seen
     assert len(seen) == 10
 
 
@@ -184,44 +186,6 @@ def test_edges_and_hops_have_the_closed_form_where_the_head_is_the_bottleneck(pp
     assert timeline.makespan_ns == last_stage + through + edge * (m if pp == 1 else 1)
 
 
-def test_interleaving_pays_the_edges_once_and_every_hop():
-    """One wave of 2 micro-batches through 2 stages x 2 chunks; edges are not divided by the number of chunks."""
-    plan = plan_of([[(0, 1)]] * 2, Topology(num_lanes=1, pp_size=2, vp_size=2))
-    plain = simulate(plan, GivenCosts(dict.fromkeys(range(2), BucketCost(2e-3, 4e-3, 1e-3))))
-    edges = simulate(plan, GivenCosts(dict.fromkeys(range(2), BucketCost(2e-3, 4e-3, 1e-3, 3e-3, 5e-3, 7e-3, 9e-3))))
-    # A chunk takes 1 forward and 2 backward, a hop 1: 0F0 runs 0-1 on stage 0 and 2-3 on stage 1, 1F0 4-5 and 6-7.
-    ends = {(s.stage, str(s.operation)): s.end_ns // MS for s in plain.spans}
-    assert [ends[0, "0F0"], ends[1, "0F0"], ends[0, "1F0"], ends[1, "1F0"]] == [1, 3, 5, 7]
-    assert [ends[1, "1B0"], ends[0, "1B0"], ends[1, "0B0"], ends[0, "0B0"]] == [9, 12, 15, 18]
-    # Only the edges lengthen an operation, and each exactly its own.
-    assert len(edges.spans) == 16
-    lengths = {(s.stage, str(s.operation)): (s.end_ns - s.start_ns) // MS for s in edges.spans}
-    for (stage, name), length in lengths.items():
-        extra = {"00F": 3, "00B": 5, "11F": 7, "11B": 9}.get(f"{stage}{name[:2]}", 0)
-        assert length == (1 if "F" in name else 2) + extra
-
-
-def test_without_pipelining_and_groups_a_lane_takes_the_sum_of_its_buckets():
-    rng = random.Random(5)
-    plan = plan_of([[(lane, 1) for lane in range(5)]] * 7, Topology(num_lanes=5))
-    costs = {i: BucketCost(rng.randint(1, 9) * 1e-3, rng.randint(1, 9) * 1e-3, 0.0) for i in range(35)}
-    of_lane = [sum(round((c.forward_s + c.backward_s) * 1e9) for c in list(costs.values())[k::5]) for k in range(5)]
-    timeline = simulate(plan, GivenCosts(costs, gradient_reduction_s=0.25))
-    assert timeline.makespan_ns == max(of_lane)
-    assert timeline.split.dp_wait_ns.tolist() == [[max(of_lane) - ns for ns in of_lane]]
-    assert timeline.iteration_s == pytest.approx(max(of_lane) / 1e9 + 0.25)
-
-
-def test_the_split_of_a_small_pipeline():
-    """Stage 0: F 0-1, B 5-7. Stage 1: F 1.5-2.5, B 2.5-4.5, then stage 0 drains until 7."""
-    plan = plan_of([[(0, 1)]], Topology(num_lanes=1, pp_size=2))
-    split = simulate(plan, GivenCosts({0: BucketCost(1e-3, 2e-3, 0.5e-3)})).split
-    assert (split.busy_ns / MS).tolist() == [[3], [3]]
-    assert (split.pipeline_bubble_ns / MS).tolist() == [[4], [4]]
-    assert not split.cp_wait_ns.any()
-    assert not split.dp_wait_ns.any()
-
-
 def test_the_split_of_coupled_lanes():
     """Lane 1 is done with its first micro-batch at 2 and waits until lane 0 is at 10; lane 2 is alone and done at 6."""
     plan = plan_of([[(0, 1), (1, 1), (2, 1)], [(0, 2), (2, 1)]], Topology(num_lanes=3))
@@ -255,18 +219,6 @@ def test_spans_and_events_are_the_whole_schedule_without_overlap():
     assert (first.name, first.stage, first.start_us) == ("0F0", 0, 0.0)
     bucket = plan.micro_batches[0].bucket_of_lane(first.lane)
     assert first.args == {"micro_batch": 0, "chunk": 0, "cp_size": bucket.cp_size, "samples": 1, "tokens": 1}
-
-
-def test_groups_couple_their_lanes():
-    """Lane 0 waits for lane 1 because the second micro-batch joins them; lane 2 does not."""
-    plan = plan_of([[(0, 1), (1, 1), (2, 1)], [(0, 2), (2, 1)]], Topology(num_lanes=3))
-    costs = dict(enumerate([BucketCost(t * 1e-3, 0.0, 0.0) for t in (1, 5, 1, 2, 2)]))
-    ends = {
-        (s.operation.micro_batch, s.bucket.first_lane, s.operation.kind): s.end_s
-        for s in simulate(plan, GivenCosts(costs)).spans
-    }
-    assert ends[1, 0, "F"] == pytest.approx(7e-3)
-    assert ends[1, 2, "F"] == pytest.approx(3e-3)
 
 
 def test_in_flight_tokens_are_padded_and_of_one_rank():
@@ -345,10 +297,12 @@ def test_a_plan_that_does_not_tile_its_lanes_is_refused_before_the_kernel():
             makespan_ns(plan, model)
 
 
-def test_random_swaps_agree_with_the_event_driven_simulation():
-    rng = random.Random(1)
+@pytest.mark.by_day("1")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_swaps_agree_with_the_event_driven_simulation(seed):
+    rng = random.Random(seed)
     deadlocks = finished = 0
-    for _ in range(150):
+    for _ in range(50):
         plan, costs = random_case(rng)
         lists = megatron_lists(plan)
         place = rng.choice(sorted(lists))
@@ -367,5 +321,4 @@ def test_random_swaps_agree_with_the_event_driven_simulation():
         assert timeline.makespan_ns == expected.makespan_ns
         for name in ("busy_ns", "pipeline_bubble_ns", "cp_wait_ns", "dp_wait_ns"):
             assert by_place(getattr(timeline.split, name)) == +getattr(expected, name), name
-    assert deadlocks > 30
-    assert finished > 20
+    assert min(deadlocks, finished) > 6

@@ -164,6 +164,7 @@ def parents_of(placement: Placement, whole: Placement) -> list[int]:
     return [home for (home,) in found]
 
 
+@pytest.mark.by_day("causal", "lambda", "ranges")
 @pytest.mark.parametrize("kind", MASKS)
 def test_trimmed_homes_keep_tokens_and_pairs_where_they_are(kind: str) -> None:
     num_cut = num_pairs = 0
@@ -190,6 +191,7 @@ def test_trimmed_homes_keep_tokens_and_pairs_where_they_are(kind: str) -> None:
     assert num_cut == 0 if kind in ("causal", "full") else num_cut > 3
 
 
+@pytest.mark.by_day("full", "shared_question", "ranges")
 @pytest.mark.parametrize("kind", MASKS)
 def test_nothing_is_fetched_that_is_unused_but_for_rounding(kind: str) -> None:
     """Every 32nd of a home that a lane fetches has something that the lane needs, and homes are cut for no more.
@@ -244,56 +246,3 @@ def test_homes_do_not_become_many_more() -> None:
     assert why_misplaced(cut.placement, (sample,), 16, CAUSAL) is None
     before, after = (fetched_tokens(one) for one in (placement_of(homes, tiles), cut.placement))
     assert after <= before
-
-
-def test_nothing_is_cut_where_everything_is_used() -> None:
-    """Whole homes under causal masks, keys or queries of each on another lane; and answers cut where they begin."""
-    samples = (Sample(sample_id=0, seqlen=4000),)
-    homes = [(0, 1000 * lane, 1000 * lane + 1000, lane) for lane in range(4)]
-    pairs = [(row, column) for row in range(4) for column in range(row + 1)]
-    for side in range(2):
-        whole = Cut(placement_of(homes, [(*pair, pair[side], 0) for pair in pairs]), np.zeros(len(pairs), np.int64))
-        assert trimmed(whole, samples, CAUSAL) is whole
-    question = parse_mask_rule("shared_question:3x0.25")(4000)
-    samples = (Sample(sample_id=0, seqlen=4000, mask=question),)
-    pairs = [(0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 2), (3, 3)]
-    whole = Cut(placement_of(homes, [(*pair, pair[1], 0) for pair in pairs]), np.zeros(len(pairs), np.int64))
-    assert why_misplaced(whole.placement, samples, 4) is None
-    assert trimmed(whole, samples, CAUSAL) is whole
-
-
-def test_homes_are_cut_for_lanes_that_fetch_them_alone() -> None:
-    """Of a window of 100 keys the last 99 of the home before are fetched, in 32nds of 1000 tokens: 31 each.
-
-    The lane that holds them needs more of them, for itself; what another one fetches of the first is cut elsewhere.
-    """
-    samples, window = (Sample(sample_id=0, seqlen=3000),), Lambda(0, 100)
-    homes = [(0, 0, 1000, 0), (0, 1000, 2000, 1), (0, 2000, 3000, 2)]
-    tiles = [(0, 0, 0, 0), (1, 0, 1, 1), (1, 1, 1, 2), (2, 1, 2, 0), (2, 2, 2, 3)]
-    cut = trimmed(Cut(placement_of(homes, tiles), np.zeros(5, np.int64)), samples, window).placement
-    assert cut.homes[:, 1:].tolist() == [[0, 899, 0], [899, 1000, 0], [1000, 1899, 1], [1899, 2000, 1], [2000, 3000, 2]]
-    assert fetched_tokens(cut) == {(1, 1): 101, (2, 1): 101}
-    # Where the keys are, the first 99 queries of the home behind are fetched: four 32nds.
-    moved = [(row, column, column, division) for row, column, _, division in tiles]
-    cut = trimmed(Cut(placement_of(homes, moved), np.zeros(5, np.int64)), samples, window).placement
-    assert cut.homes[:, 1:].tolist() == [
-        [0, 1000, 0],
-        [1000, 1124, 1],
-        [1124, 2000, 1],
-        [2000, 2124, 2],
-        [2124, 3000, 2],
-    ]
-    assert fetched_tokens(cut) == {(0, 0): 124, (1, 0): 124}
-    # On one lane nothing is fetched, and nothing cut.
-    whole = Cut(
-        placement_of([(*home[:3], 0) for home in homes], [(*tile[:2], 0, 0) for tile in tiles]), np.zeros(5, int)
-    )
-    assert trimmed(whole, samples, window) is whole
-
-
-def test_short_homes_are_cut_between_any_tokens() -> None:
-    """Of 40 tokens a 32nd is one: the last 9 of them are fetched for a window of 10."""
-    samples, window = (Sample(sample_id=0, seqlen=80),), Lambda(0, 10)
-    homes, tiles = [(0, 0, 40, 0), (0, 40, 80, 1)], [(0, 0, 0, 0), (1, 0, 1, 0), (1, 1, 1, 0)]
-    cut = trimmed(Cut(placement_of(homes, tiles), np.zeros(3, np.int64)), samples, window).placement
-    assert cut.homes[:, 1:].tolist() == [[0, 31, 0], [31, 40, 0], [40, 80, 1]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from itertools import permutations, product
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -75,26 +75,6 @@ def test_tiles_stay_where_they_are_and_those_that_need_nothing_come_first() -> N
         seen["all divisions"] += len(set(division.tolist())) == len(one.schedule.shares) > 1
     for what in ("left to what needs nothing", "needs nothing", "later", "all divisions"):
         assert seen[what] > 20, what
-
-
-def test_a_tile_comes_no_earlier_than_one_that_needs_part_of_the_same() -> None:
-    """And those of a lane that need the same come together."""
-    seen: Counter[str] = Counter()
-    for seed in SEEDS:
-        one = drawn(seed)
-        tiles, needs = one.divided().tiles.tolist(), needs_of(one.placement)
-        of_lane = defaultdict(list)
-        for tile, need in zip(tiles, needs, strict=True):
-            of_lane[tile[2]].append((tile[3], need))
-        for mine in of_lane.values():
-            for (division, need), (other, more) in permutations(mine, 2):
-                if need and need <= more:
-                    assert division <= other
-                    seen["needs more"] += need < more
-                    seen["needs the same"] += need == more
-                    seen["comes later"] += division < other
-    for what in ("needs more", "needs the same", "comes later"):
-        assert seen[what] > 40, what
 
 
 def test_divisions_of_before_and_the_order_of_tiles_count_for_nothing() -> None:
@@ -229,67 +209,15 @@ def test_many_equal_tiles_are_shared_out_exactly(schedule: Schedule, expected: l
     assert np.bincount(division[1:], minlength=len(expected)).tolist() == expected
 
 
-def turns_of(placement: Placement, work: np.ndarray, lanes: Lanes, rates: LinkRates, *rotates: bool) -> list[int]:
-    """Return [tile] what is computed before it comes, of all that waits, and 1: tiles that come together have the same.
-
-    There are as many divisions as there is work.
-    """
-    schedule = Schedule((0.0, 0.5, *(1.0,) * int(work.sum())), *rotates)
-    return divided(placement, work, lanes, rates, schedule).tiles[:, 3].tolist()
-
-
 def test_what_most_work_waits_for_comes_first() -> None:
     """Lane 1 fetches four homes of lane 0, of which one is short, and one is needed for two tiles."""
     homes = [(10, 0), (10, 0), (4, 0), (10, 0), (1, 1), (1, 1)]
     tiles = [(4, 0, 1), (4, 1, 1), (4, 2, 1), (4, 3, 1), (5, 3, 1)]
-    for work, turns in (
-        ([5, 60, 4, 20, 20], [105, 1, 101, 61, 61]),
-        ([50, 30, 24, 35, 35], [95, 145, 71, 1, 1]),
-    ):
-        assert turns_of(*fetching(homes, tiles, work), Lanes(2, 0, 1), CONTENT) == turns
-
-
-def test_bytes_of_queries_and_of_keys_count_as_they_are() -> None:
-    """Of equal work, what has fewer bytes comes first."""
-    placement, work = fetching([(10, 0), (10, 0), (5, 1)], [(0, 2, 1), (2, 1, 1)])
-    for rates, turns in ((CONTENT._replace(row_bytes=3.0), [2, 1]), (CONTENT._replace(column_bytes=3.0), [1, 2])):
-        assert turns_of(placement, work, Lanes(2, 0, 1), rates) == turns
-
-
-def test_links_have_their_own_speeds_and_latencies() -> None:
-    """Lane 1 fetches 12 tokens of its node at 4 a second, and a token of another node at 1: 3 s and 1 s, and latencies.
-
-    What crosses is handed on in another two rounds: there are three latencies to one.
-    """
-    placement, work = fetching([(12, 0), (1, 2), (5, 1)], [(2, 0, 1), (2, 1, 1)])
-    for latency_s, turns in ((0.0, [2, 1]), (0.5, [2, 1]), (1.0, [1, 1]), (2.0, [1, 2])):
-        assert turns_of(placement, work, Lanes(3, 0, 2), COMMON._replace(latency_s=latency_s)) == turns
-
-
-def test_the_links_of_a_node_fetch_together_what_crosses() -> None:
-    """Lanes 2 and 3 of a node need four homes: their two NICs fetch two at a time, as far as other lanes send two."""
-    users = [(1, 2), (1, 3)]
-    tiles = [(row, column, row - 2) for row in (4, 5) for column in range(4)]
-    of_two = fetching([(6, 0), (6, 1), (6, 0), (6, 1), *users], tiles)
-    assert turns_of(*of_two, Lanes(4, 0, 2), CONTENT) == 2 * [1, 1, 5, 5]
-    of_one = fetching([(6, 0)] * 4 + users, tiles)
-    assert turns_of(*of_one, Lanes(4, 0, 2), CONTENT) == 2 * [1, 3, 5, 7]
-
-
-def test_links_of_a_node_are_not_those_to_other_nodes() -> None:
-    """Lane 1 fetches from lane 0 of its node and from lane 2: both at once, unless that is of its node, too."""
-    one = fetching([(6, 0), (6, 2), (1, 1)], [(2, 0, 1), (2, 1, 1)])
-    assert turns_of(*one, Lanes(4, 0, 2), CONTENT) == [1, 1]
-    assert turns_of(*one, Lanes(4, 0, 4), CONTENT) == [1, 2]
-
-
-def test_rings_take_queries_first_and_then_what_is_near() -> None:
-    """Lane 2 fetches keys of lanes 0 and 1 before it and of lane 3 behind it, and queries of lane 0."""
-    homes = [(10, 0), (10, 0), (10, 1), (10, 2), (10, 3)]
-    one = fetching(homes, [(3, 1, 2), (3, 2, 2), (3, 4, 2), (0, 3, 2)], [9, 2, 40, 1])
-    for lanes in (Lanes(4, 0, 1), Lanes(4, 5, 1), Lanes(4, 0, 4), Lanes(4, 4, 4)):
-        assert turns_of(*one, lanes, CONTENT, True) == [4, 2, 13, 1], "work counts for nothing"
-        assert turns_of(*one, lanes, CONTENT) == [41, 50, 1, 52]
+    for work, turns in (([5, 60, 4, 20, 20], [105, 1, 101, 61, 61]), ([50, 30, 24, 35, 35], [95, 145, 71, 1, 1])):
+        # There are as many divisions as there is work: [tile] is what is computed before it comes, and 1.
+        schedule = Schedule((0.0, 0.5, *(1.0,) * sum(work)))
+        found = divided(*fetching(homes, tiles, work), Lanes(2, 0, 1), CONTENT, schedule)
+        assert found.tiles[:, 3].tolist() == turns
 
 
 @pytest.mark.parametrize(("num_nodes", "node_lanes", "first_node"), [(5, 1, 0), (1, 6, 0), (4, 2, 0), (3, 4, 2)])

@@ -17,7 +17,7 @@ from dynamic_cp.placement.narrow import narrowed, placement_under
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of, programmes_of
 from dynamic_cp.placement.transport import fetches_of
 from dynamic_cp.types import CAUSAL, FULL, Bucket, Lambda, Mask, Placement, Sample, Topology, parse_placement
-from dynamic_cp.types.placement import COLUMN, ROW
+from dynamic_cp.types.placement import COLUMN
 from tests.placements import random_placement
 from tests.unit.placement.instances import dense
 
@@ -137,30 +137,6 @@ def test_cut_homes_keep_tokens_lanes_and_work(seed: int) -> None:
             counted = fetches.home[(fetches.crosses == 1) | (of_node == num_lanes)]
             fetched.append((one.homes[:, 2] - one.homes[:, 1])[counted].sum())
         assert fetched[1] <= fetched[0]
-
-
-def test_cutting_homes_saves_where_a_window_is_short() -> None:
-    homes = [(0, 1000 * lane, 1000 * lane + 1000, lane) for lane in range(4)]
-    tiles = [(row, column, row, 0) for row in range(4) for column in (row - 1, row) if column >= 0]
-    window = Lambda(0, 100)
-    placement = Placement(np.array(homes, np.int32), np.array(tiles, np.int32), (window,))
-    samples = (Sample(sample_id=0, seqlen=4000),)
-    cut = cut_to(window, placement, samples)
-    assert cut.homes.tolist() == [
-        [0, 0, 899, 0], [0, 899, 1000, 0], [0, 1000, 1899, 1], [0, 1899, 2000, 1],
-        [0, 2000, 2899, 2], [0, 2899, 3000, 2], [0, 3000, 4000, 3],
-    ]  # fmt: skip
-    # Queries that travel are cut, too: only the first 99 of a home see keys of the one before.
-    moved = Placement(placement.homes, placement.tiles.copy(), (window,))
-    moved.tiles[:, 2] = moved.homes[moved.tiles[:, 1], 3]
-    cut_rows = cut_to(window, moved, samples)
-    fetches = fetches_of(cut_rows, Lanes(4, 0, 4))
-    assert fetches.kind.tolist() == [ROW] * 3
-    assert np.diff(cut_rows.homes[fetches.home, 1:3]).ravel().tolist() == [124, 124, 124]
-    more = Placement(placement.homes, np.array([*tiles, (2, 0, 2, 0), (3, 0, 3, 0)], np.int32))
-    sink = cut_to(Lambda(7, 100), more, samples)
-    assert sink.homes[:2, 1:3].tolist() == [[0, 31], [31, 899]]
-    assert why_misplaced(sink, samples, 4, Lambda(7, 100)) is None
 
 
 @pytest.mark.parametrize("seed", SEEDS)

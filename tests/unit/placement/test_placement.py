@@ -6,7 +6,6 @@ import hashlib
 import random
 import subprocess
 import sys
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -24,8 +23,7 @@ from dynamic_cp.placement import (
     search_placement,
     traffic_of,
 )
-from dynamic_cp.placement.legal import why_misplaced
-from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Placement, Sample, parse_mask_rule
+from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Sample, parse_mask_rule
 from tests.unit.placement.instances import assert_legal, random_problem, random_samples
 
 RULES = ("causal", "full", "lambda:64,1024", "causal_blockwise:256,2", "shared_question:4x0.2")
@@ -46,7 +44,7 @@ def mixed(seed: int, rule: str, num_tokens: int = 24000) -> list[Sample]:
     return samples_of(seqlens, rule)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.integers(0, 10**9))
 def test_every_way_to_place_any_masks_on_any_lanes_is_legal(seed: int) -> None:
     rng = random.Random(seed)
@@ -70,32 +68,6 @@ def test_every_way_to_place_any_masks_on_any_lanes_is_legal(seed: int) -> None:
             -(-num_tokens // problem.num_lanes), (1 + problem.token_tolerance) * num_tokens / problem.num_lanes
         )
     assert traffic_of(placed, problem) == traffic_by_loops(placed, problem)
-
-
-@pytest.mark.nightly
-def test_two_thousand_random_ones_are_legal_and_the_same_for_any_order_of_samples() -> None:
-    """More than there is time for pair by pair: `why_misplaced` proves them."""
-    seen: Counter[str] = Counter()
-    for seed in range(2000):
-        rng = random.Random(seed)
-        rules = [rng.choice((*RULES, "lambda:0,100")) for _ in range(rng.randint(1, 6))]
-        seqlens = [rng.choice((rng.randint(1, 300), rng.randint(300, 3000))) for _ in rules]
-        samples = [
-            Sample(sample_id=number, seqlen=seqlen, mask=parse_mask_rule(rule)(seqlen))
-            for number, (seqlen, rule) in enumerate(zip(seqlens, rules, strict=True))
-        ]
-        problem, block_size = random_problem(rng), rng.choice((128, 256, 512))
-        placed = search_placement(samples, problem, block_size)
-        placement = Placement(placed.homes, np.insert(placed.tiles, 3, 0, axis=1))
-        assert why_misplaced(placement, samples, problem.num_lanes) is None, seed
-        order = rng.sample(range(len(samples)), len(samples))
-        again = search_placement([samples[index] for index in order], problem, block_size)
-        assert traffic_of(again, problem) == traffic_of(placed, problem), seed
-        seen["several lanes"] += len(set(placed.homes[:, 3].tolist())) > 1
-        seen["computed elsewhere"] += bool((placed.homes[placed.tiles[:, 0], 3] != placed.tiles[:, 2]).any())
-        seen["another order"] += order != sorted(order)
-    assert min(seen["several lanes"], seen["another order"]) > 1000
-    assert seen["computed elsewhere"] > 300
 
 
 def made(samples: list[Sample], problem: PlacementProblem) -> list[Placed]:
@@ -219,11 +191,12 @@ print(digest_of_candidates())
 def digest_of_candidates() -> str:
     digest = hashlib.sha256()
     for rule in RULES:
-        for placed in made(mixed(2, rule, 6000), EIGHT_LANES):
+        for placed in made(mixed(2, rule, 3000), EIGHT_LANES):
             digest.update(placed.homes.tobytes() + placed.tiles.tobytes())
     return digest.hexdigest()
 
 
+@pytest.mark.nightly
 def test_another_process_finds_the_same() -> None:
     done = subprocess.run(
         [sys.executable, "-c", DIGEST],
@@ -254,7 +227,7 @@ def test_a_wrong_problem_is_named(wrong: dict[str, float], message: str) -> None
 
 def test_masks_of_samples_may_differ() -> None:
     masks: list[Mask | None] = [None, CAUSAL, FULL, Lambda(64, 200), CausalBlockwise(128, 2)]
-    samples = [Sample(sample_id=number, seqlen=1500, mask=mask) for number, mask in enumerate(masks)]
+    samples = [Sample(sample_id=number, seqlen=700, mask=mask) for number, mask in enumerate(masks)]
     problem = PlacementProblem(num_lanes=5, node_lanes=2, row_bytes=4, column_bytes=2)
     for placed in made(samples, problem):
         assert_legal(placed, samples, problem)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.placement.divisions import LinkRates, Schedule, divided
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import why_misplaced
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of, programmes_of
@@ -236,23 +235,6 @@ def test_sent_bytes_are_those_of_what_the_programmes_send(seed: int) -> None:
     of_nodes = found.between(nodes)
     assert of_nodes.sum() == wanted.sum()
     assert of_nodes.sum() - np.trace(of_nodes) == wanted[:, 1].sum()
-
-
-def test_divisions_share_out_what_is_fetched() -> None:
-    """8 lanes all of which need all keys: in each division each lane sends and receives one block, as in a ring."""
-    num_lanes = 8
-    homes = np.array([(0, 16 * lane, 16 * lane + 16, lane) for lane in range(num_lanes)], np.int64)
-    tiles = np.array([(row, column, row) for row in range(num_lanes) for column in range(num_lanes)], np.int64)
-    placement = Placement(homes.astype(np.int32), np.column_stack([tiles, np.full(len(tiles), 9)]).astype(np.int32))
-    rates, work = LinkRates(4.0, 1.0, 100.0, 10.0, 0.5), np.ones(len(tiles), np.int64)
-    one_each = Schedule((0.0, *(1.0,) * (num_lanes - 1)), rotates=True)
-    division = divided(placement, work, Lanes(num_lanes, 0, 1), rates, one_each).tiles[:, 3]
-    assert (division[tiles[:, 0] == tiles[:, 1]] == 0).all()
-    away = tiles[:, 0] != tiles[:, 1]
-    for one in range(1, num_lanes):
-        in_it = away & (division == one)
-        assert sorted(tiles[in_it, 0]) == sorted(tiles[in_it, 1]) == list(range(num_lanes))
-    assert (divided(placement, work, Lanes(num_lanes, 0, 1), rates, Schedule((1.0,))).tiles[:, 3] == 0).all()
 
 
 def test_time_of_two_lanes_is_as_added_up_by_hand() -> None:

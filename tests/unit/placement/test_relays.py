@@ -151,7 +151,7 @@ def test_relays_in_turn_are_those_of_the_rule() -> None:
     assert num_shared > 100
 
 
-def uneven(sizes: list[int], users: list[list[int]], divisions: list[int] | None = None) -> Placement:
+def uneven(sizes: list[int], users: list[list[int]]) -> Placement:
     """Return a placement where lane 0 holds homes of these sizes, and users of each compute with its keys.
 
     Users hold a token each, behind these homes; tiles that nobody has to fetch anything for are left out.
@@ -161,7 +161,7 @@ def uneven(sizes: list[int], users: list[list[int]], divisions: list[int] | None
     holders = sorted({*chain(*users)})
     homes += [(0, ends[-1] + place, ends[-1] + place + 1, lane) for place, lane in enumerate(holders)]
     tiles = [
-        (len(sizes) + holders.index(lane), column, lane, divisions[column] if divisions else 0)
+        (len(sizes) + holders.index(lane), column, lane, 0)
         for column, of_column in enumerate(users)
         for lane in of_column
     ]
@@ -209,54 +209,6 @@ def test_a_lane_that_only_hands_on_has_room_for_it_and_computes_nothing() -> Non
     (inside,) = (one for one in relay.exchanges if one.round == INSIDE)
     assert [lane for lane, _ in inside.sends] == [2]
     assert not inside.receives
-
-
-def test_the_largest_is_given_out_first() -> None:
-    """Lane 2 fetches 6 tokens, its neighbour 3 and 3 for it; the other way round it would be 9 and 3."""
-    lanes = Lanes(4, 0, 2)
-    assert across(uneven([3, 3, 6], [[2], [2], [2]]), lanes) == [0, 0, 6, 6]
-
-
-def test_who_uses_it_is_preferred_up_to_three_tenths() -> None:
-    """Lane 3 has fetched nothing, yet lane 2 fetches a home that it uses itself, unless it has 3 of 10 tokens more."""
-    lanes = Lanes(4, 0, 2)
-    for more, expected in ((0, [0, 0, 20, 10]), (2, [0, 0, 22, 10]), (3, [0, 0, 13, 20]), (4, [0, 0, 14, 20])):
-        # First 10 + more and 10 tokens, a lane each; then 10 that lane 2 uses, and lane 3 would hand on.
-        placement = uneven([10 + more, 10, 10], [[2], [3], [2]])
-        assert across(placement, lanes) == expected
-
-
-def test_of_equals_the_one_that_fetched_least_in_all_divisions() -> None:
-    """Both lanes use a home in each division: one of 5 tokens, then of 3, then of 4."""
-    lanes = Lanes(4, 0, 2)
-    relays = relays_of(uneven([5, 3, 4], [[2, 3]] * 3, [0, 1, 2]), lanes)
-    assert relays == {(1, COLUMN, 0): 2, (1, COLUMN, 1): 3, (1, COLUMN, 2): 3}
-
-
-def test_of_equals_the_one_that_fetches_least_of_the_other_kind() -> None:
-    """Both lanes use queries of a home, and keys of another: each fetches one of them."""
-    lanes = Lanes(4, 0, 2)
-    homes = [(0, 0, 10, 0), (0, 10, 20, 0), (0, 20, 21, 2), (0, 21, 22, 3)]
-    tiles = [(0, 2, 2, 0), (0, 3, 3, 0), (2, 1, 2, 0), (3, 1, 3, 0)]
-    placement = Placement(np.array(homes, np.int32), np.array(tiles, np.int32))
-    assert relays_of(placement, lanes) == {(1, ROW, 0): 2, (1, COLUMN, 1): 3}
-
-
-def test_each_division_begins_anew() -> None:
-    """Lane 3 alone uses two homes: in two divisions it fetches both, in one a neighbour fetches one for it."""
-    lanes = Lanes(4, 0, 2)
-    assert across(uneven([10, 10], [[3], [3]], [0, 1]), lanes) == [0, 0, 0, 20]
-    assert across(uneven([10, 10], [[3], [3]], [1, 1]), lanes) == [0, 0, 10, 10]
-
-
-def test_queries_and_keys_are_shared_out_apart() -> None:
-    """Lane 2 uses queries and keys of the same four homes: of each kind it fetches two, and its neighbour two."""
-    lanes = Lanes(4, 0, 2)
-    homes = [(0, 10 * number, 10 * number + 10, 0) for number in range(4)]
-    tiles = [(number, number, 2, 0) for number in range(4)]
-    placement = Placement(np.array(homes, np.int32), np.array(tiles, np.int32))
-    counts = Counter((lane, kind) for (_, kind, _), lane in relays_of(placement, lanes).items())
-    assert counts == {(lane, kind): 2 for lane in (2, 3) for kind in (ROW, COLUMN)}
 
 
 def test_fetches_depend_on_no_order_of_tiles() -> None:

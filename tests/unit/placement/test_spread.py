@@ -177,13 +177,6 @@ def test_a_last_block_that_all_lanes_fetch_is_held_by_several() -> None:
     assert bytes_sent(cut.placement, lanes) == [192 + 384 + 16, 64 + 384 + 16, 64 + 384 + 16, 384]
 
 
-def test_lanes_without_room_get_no_part() -> None:
-    """All hold 64 tokens besides the last block, whose parts have 16."""
-    for most_tokens, holders in ((96, [3, 1, 2, 0]), (80, [3, 1, 2, 0]), (79, [3, 3, 3, 3])):
-        cut = spread(blockwise(), (BLOCKWISE,), CAUSAL, Lanes(4, 0, 4), RATES, most_tokens)
-        assert cut.placement.homes[4:, 3].tolist() == holders
-
-
 def test_a_lane_whose_own_home_is_cut_keeps_the_limit() -> None:
     """It holds its own home until parts of that went elsewhere: lane 2, which sends its 52 tokens to both others."""
     samples = (Sample(sample_id=0, seqlen=153, mask=SharedQuestion(45, (36, 36, 36))),)
@@ -222,18 +215,3 @@ def test_a_lane_shares_out_no_more_than_it_has_to() -> None:
     cut = spread(whole, samples, CAUSAL, Lanes(4, 0, 4), RATES, 1000)
     assert cut.placement.homes[:3, 1:].tolist() == [[0, 90, 0], [90, 138, 0], [138, 186, 1]]
     assert cut.placement.homes[3:].tolist() == whole.placement.homes[2:].tolist()
-
-
-def test_nothing_is_shared_out_where_all_send_alike() -> None:
-    """All lanes need all keys, or none needs any."""
-    samples = (Sample(sample_id=0, seqlen=400, mask=FULL),)
-    homes = [(0, 100 * lane, 100 * lane + 100, lane) for lane in range(4)]
-    whole = Cut(
-        placement_of(homes, [(row, column, row, 0) for row in range(4) for column in range(4)]), np.zeros(16, int)
-    )
-    for node_lanes in (1, 2, 4):
-        assert spread(whole, samples, CAUSAL, Lanes(4, 0, node_lanes), RATES, 1000) is whole
-    alone = tuple(Sample(sample_id=number, seqlen=100) for number in range(4))
-    homes = [(number, 0, 100, number) for number in range(4)]
-    whole = Cut(placement_of(homes, [(number, number, number, 0) for number in range(4)]), np.zeros(4, int))
-    assert spread(whole, alone, CAUSAL, Lanes(4, 0, 4), RATES, 1000) is whole

@@ -101,23 +101,3 @@ def test_steps_take_as_long_as_an_event_simulation_says(seed: int) -> None:
     found = seconds_of_steps(step_table(num_layers, is_backward, repeats), num_layers, *times)
     assert found == pytest.approx(event_by_event(steps, *times))
     assert found >= attention[int(is_backward)].sum(axis=0).max() * num_layers
-
-
-def test_transfers_hide_behind_the_other_nano_batch_and_idle_servers_have_time_for_more() -> None:
-    """Two servers, the second without a micro-batch: layers take 1 + 1 of linear work and 1 + 1 of attention."""
-    layers, nothing = 8, np.zeros((2, 2))
-    behind = np.array([[1.0, 0.0], [0.0, 0.0]])
-    table = step_table(layers, False, "nothing")
-
-    def seconds(idle: float, transfer_s: float) -> float:
-        attention = np.zeros((2, 2, 2))
-        attention[0] = [[1.0, idle], [1.0, idle]]
-        travels = np.full((2, 2), transfer_s)
-        return seconds_of_steps(table, layers, nothing, behind, attention, travels, travels)
-
-    # All but the first fetch is hidden.
-    assert seconds(1.0, 0.0) == 4.0 * layers
-    assert seconds(1.0, 0.9) == pytest.approx(4.0 * layers + 0.9)
-    # Twice the attention of a server with layers, but in the first layer, in which it comes alone.
-    assert seconds(2.0, 0.0) == pytest.approx(4.0 * layers, abs=2.0)
-    assert seconds(2.5, 0.0) > 4.5 * layers

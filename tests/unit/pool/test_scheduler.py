@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.disaggregated.paper import annuli_in_order, homes_in_order, ranges_of, schedule_as_paper
+from benchmarks.disaggregated.paper import homes_in_order
 from benchmarks.disaggregated.sent import bytes_of_tasks
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError
@@ -23,7 +23,6 @@ from dynamic_cp.pool.homes import homes_in_nano_batches, quota_homes
 from dynamic_cp.pool.scheduler import schedule, work_of
 from dynamic_cp.pool.shifts import shifted_tasks
 from dynamic_cp.pool.tasks import NANO_BATCH, SERVER, TASKS_PER_DOCUMENT, Tasks, parse_tasks, runs_of
-from dynamic_cp.pool.tiling import tasks_of
 from dynamic_cp.pool.traffic import Servers, fetches_of_tasks, relay_order
 from dynamic_cp.types import Sample, Topology
 from dynamic_cp.types.placement import HOLDER, ROW, SAMPLE, START, STOP
@@ -186,24 +185,6 @@ def test_nano_batches_share_tokens_and_never_look_ahead() -> None:
 def test_homes_in_order_fill_lanes_as_documents_come() -> None:
     homes = homes_in_order(np.array([5, 3, 9, 1], np.int64), 3, 6)
     assert homes.tolist() == [[0, 0, 5, 0], [1, 0, 1, 0], [1, 1, 3, 1], [2, 0, 4, 1], [2, 4, 9, 2], [3, 0, 1, 2]]
-
-
-def test_the_papers_rule_computes_all_and_sends_more() -> None:
-    seqlens = random_seqlens(random.Random(2), 200000)
-    annuli = annuli_in_order(seqlens, 8, -(-int(seqlens.sum()) // 8))
-    homes = ranges_of(annuli, seqlens)
-    found = tasks_of(homes, [ranges_of(schedule_as_paper(annuli, seqlens, 8, 0.1, 16384.0, 4096.0), seqlens)])
-    samples = [Sample(sample_id=number, seqlen=int(size)) for number, size in enumerate(seqlens)]
-    assert why_misplaced(found.placement(), samples, 8) is None
-    loads = work_by_server(found, 8)
-    before = work_by_server(tasks_of(homes, [homes]), 8)
-    assert loads.max() / loads.mean() < 1.25 < before.max() / before.mean()
-    ours = scheduled(homes_in_order(seqlens, 8, -(-int(seqlens.sum()) // 8)), 8, loads.max() / loads.mean() - 1)
-    of_token = TokenBytes(query=8192.0, kv=4096.0, lse=0.0)
-    paper_bytes, our_bytes = (
-        bytes_of_tasks(one, (0,), Servers(8, 1, 1), of_token)[0, :, 0].sum() for one in (found, ours)
-    )
-    assert our_bytes < paper_bytes
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,7 @@ def test_with_chunks_ticks_are_shorter_and_tasks_of_the_same_micro_batches_are_m
     assert in_chunks.makespan_s < pooled.makespan_s
 
 
+@pytest.mark.by_day("2-1-4", "4-2-6")
 @pytest.mark.parametrize(("pp_size", "vp_size", "rows"), [(2, 1, 4), (2, 2, 4), (4, 2, 8), (4, 4, 4), (4, 2, 6)])
 def test_equal_micro_batches_take_as_many_ticks_as_there_are(pp_size: int, vp_size: int, rows: int) -> None:
     """Every tick with all stages takes 1 / vp_size of a stage; embedding and head are paid once a micro-batch."""
@@ -377,6 +378,7 @@ def test_what_servers_fetch_is_limited() -> None:
     assert "fetches 1100 tokens' keys, the limit is 8 times 120" in reason
 
 
+@pytest.mark.by_day("in_chunks")
 @pytest.mark.parametrize("which", ["pooled", "in_chunks"])
 def test_every_server_gets_what_its_tasks_are_and_no_more(which: str, request: pytest.FixtureRequest) -> None:
     """Programmes as they arrive: tasks are computed where the plan says, by programmes that know their tokens."""
@@ -575,6 +577,7 @@ def test_a_margin_stretches_layers_only_and_all_figures_agree(pooled: PlannedTas
     assert sorted(kinds) == [0] * 7 + [1] * 7
 
 
+@pytest.mark.nightly
 def test_the_pool_is_faster_than_its_homes_alone() -> None:
     cost_model, samples = cost_model_of(4), batch_of()
     ours = plan_tasks(samples, cost_model)

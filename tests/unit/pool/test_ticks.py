@@ -15,20 +15,6 @@ from dynamic_cp.pool import ticks as ticks_module
 from dynamic_cp.pool.ticks import Unit, num_ticks, stage_ticks, tick_order
 from tests.unit.pool.judge_of_ticks import check_ticks
 
-SHAPES = [(pp_size, rows) for pp_size in (1, 2, 3, 4, 8) for rows in (1, 2, pp_size, 3 * pp_size + 1)]
-
-
-@pytest.mark.parametrize(("pp_size", "rows"), SHAPES)
-def test_ticks_run_all_operations_and_keep_what_they_say(pp_size: int, rows: int) -> None:
-    order = tick_order(pp_size, 1, rows)
-    assert len(order) == len(set(order)) == 2 * (rows + pp_size - 1)
-    ticks = stage_ticks(pp_size, 1, rows)
-    check_ticks(ticks, 1, rows)
-    for stage, own in enumerate(ticks):
-        operations = [one for one in own if one is not None]
-        alive = most_alive_tokens(operations, np.ones((rows, 1), np.int64))[0]
-        assert alive == min(rows, 2 * pp_size - 1 - 2 * stage)
-
 
 def words_of(pp_size: int, vp_size: int, rows: int) -> list[str]:
     """Return the ticks and what each stage runs, as the docstring has them."""
@@ -72,8 +58,8 @@ def test_chunks_run_once_each_after_their_inputs_and_no_tick_is_empty(pp_size: i
             alive = most_alive_tokens([one for one in own if one is not None], np.ones((rows, 1), np.int64))[0]
             most = (vp_size + 1) * pp_size - 1 - 2 * stage
             assert alive <= min(most, vp_size * rows)
-            if rows >= 2 * pp_size:
-                assert alive == most
+            if rows >= 2 * pp_size or vp_size == 1:
+                assert alive == min(most, rows * vp_size)
         for kinds in zip(*ticks, strict=True):
             assert len({one.kind for one in kinds if one is not None}) == 1, "a tick in which nobody computes"
 
@@ -89,20 +75,15 @@ def test_a_chunk_of_the_last_stage_ends_one_tick_before_the_first_stage_needs_it
     assert all(then == Unit(one.micro_batch, one.chunk + 1) for one, then in seen)
 
 
-@pytest.mark.parametrize(("pp_size", "vp_size", "rows"), [(2, 2, 4), (4, 3, 8)])
-def test_stock_interleaving_deadlocks_with_a_pool_too(pp_size: int, vp_size: int, rows: int) -> None:
+@pytest.mark.parametrize(("pp_size", "vp_size", "rows"), [(2, 1, 2), (4, 1, 8), (2, 2, 4), (4, 3, 8)])
+def test_the_stock_schedule_deadlocks_with_a_pool_and_is_refused(pp_size: int, vp_size: int, rows: int) -> None:
     stock = [stage_operations(stage, pp_size, rows, vp_size) for stage in range(pp_size)]
-    with pytest.raises(IllegalPlanError, match="tick 0 deadlocks: stage 1 is at 0F0 before 0F0 of stage 0"):
-        check_ticks(stock, vp_size, rows)
-
-
-@pytest.mark.parametrize(("pp_size", "rows"), [(2, 2), (4, 8)])
-def test_the_stock_schedule_deadlocks_with_a_pool_and_is_refused(pp_size: int, rows: int) -> None:
-    stock = [stage_operations(stage, pp_size, rows) for stage in range(pp_size)]
     with pytest.raises(IllegalPlanError, match="tick 0 deadlocks: stage 1 is at 0F0 before 0F0 of stage 0") as caught:
-        check_ticks(stock, 1, rows)
+        check_ticks(stock, vp_size, rows)
     assert "run `tick_order` on all of them" in str(caught.value)
     assert caught.value.tick == 0
+    if vp_size > 1:
+        return
     # Also where every stage waits for its input: then phases differ.
     late = [[*[None] * stage, *own, *[None] * (pp_size - 1 - stage)] for stage, own in enumerate(stock)]
     with pytest.raises(IllegalPlanError, match=r"stage \d is at 0[FB]\d, stage \d at 0[FB]\d|before 0"):

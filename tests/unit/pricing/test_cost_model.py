@@ -113,26 +113,10 @@ def test_padding_is_priced():
 
 def test_structure_follows_the_model():
     """Twice the layers cost twice, but for the fixed overhead of a bucket."""
-    options = PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",))
-    shapes = [
-        ModelShape(
-            num_layers=layers,
-            hidden_size=128,
-            ffn_hidden_size=512,
-            num_attention_heads=4,
-            num_query_groups=2,
-            kv_channels=32,
-            vocab_size=257,
-        )
-        for layers in (4, 8)
+    models = [
+        unit_prices(replace(TINY_MODEL, num_layers=layers), TINY_HARDWARE, Topology(num_lanes=2)) for layers in (4, 8)
     ]
-    prices = [
-        CostModel(Problem(topology=Topology(num_lanes=2), model=shape, hardware=TINY_HARDWARE, options=options))
-        .cost(2, 0, 100, 5000)
-        .forward_s
-        - 1e-5
-        for shape in shapes
-    ]
+    prices = [model.cost(2, 0, 100, 5000).forward_s - 1e-5 for model in models]
     assert prices[1] == pytest.approx(2 * prices[0])
 
 
@@ -170,16 +154,13 @@ UNIT_HARDWARE = Hardware(
 FOUR_LANES = Topology(num_lanes=4)
 
 
-def unit_cost(model=UNIT_MODEL, hardware=UNIT_HARDWARE, topology=FOUR_LANES, tokens=16, **options):
-    priced = CostModel(
-        Problem(
-            topology=topology,
-            model=model,
-            hardware=hardware,
-            options=PlanOptions(**{"cp_comm_types": ("p2p",), "max_tokens_per_rank": 256, **options}),
-        )
-    )
-    return priced.cost(4, 0, tokens, tokens**2)
+def unit_prices(model=UNIT_MODEL, hardware=UNIT_HARDWARE, topology=FOUR_LANES, **given):
+    options = PlanOptions(**{"cp_comm_types": ("p2p",), "max_tokens_per_rank": 256, **given})
+    return CostModel(Problem(topology=topology, model=model, hardware=hardware, options=options))
+
+
+def unit_cost(tokens=16, **given):
+    return unit_prices(**given).cost(4, 0, tokens, tokens**2)
 
 
 def test_the_ring_step_by_step():
@@ -296,28 +277,14 @@ def test_attention_without_a_mask_has_twice_the_flops_and_only_full_tiles():
     """Every step takes 2 * 8 = 16 s and hides as much of 32.5 s."""
     cost = unit_cost(model=replace(UNIT_MODEL, causal_attention=False))
     assert cost.forward_s == pytest.approx(4 + 4 * 16 + 3 * 16.5)
-    alone = CostModel(
-        Problem(
-            topology=FOUR_LANES,
-            model=replace(UNIT_MODEL, causal_attention=False),
-            hardware=UNIT_HARDWARE,
-            options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",)),
-        )
-    )
+    alone = unit_prices(model=replace(UNIT_MODEL, causal_attention=False))
     assert alone.cost(1, 0, 16, 256).forward_s == pytest.approx(16 + 2 * 256 / 2)
 
 
 def test_equal_curves_are_the_frozen_form():
     """(cp - 1) * max(0, transfer - attention / cp): one kink, not two."""
     hardware = replace(UNIT_HARDWARE, attention_full_flops_per_s=0)
-    model = CostModel(
-        Problem(
-            topology=FOUR_LANES,
-            model=UNIT_MODEL,
-            hardware=hardware,
-            options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",)),
-        )
-    )
+    model = unit_prices(hardware=hardware)
     row = model.table.terms[model.table.first_option[2, 0], 0]
     assert [weight for weight, _ in convex_of(row).kinks] == [3]
     cost = model.cost(4, 0, 16, 256)
@@ -330,14 +297,7 @@ def test_the_fastest_exchange_is_taken_for_every_bucket():
     short, long = unit_cost(cp_comm_types=both), unit_cost(cp_comm_types=both, tokens=64)
     assert short == unit_cost(cp_comm_types=("a2a",)) != unit_cost()
     assert long == unit_cost(tokens=64) != unit_cost(cp_comm_types=("a2a",), tokens=64)
-    model = CostModel(
-        Problem(
-            topology=FOUR_LANES,
-            model=UNIT_MODEL,
-            hardware=UNIT_HARDWARE,
-            options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=both),
-        )
-    )
+    model = unit_prices(cp_comm_types=both)
     assert model.best_exchange(4, 0, 16, 256) == ("a2a", 4)
     assert model.best_exchange(4, 0, 64, 4096) == ("p2p", 1)
     assert model.best_exchange(1, 0, 64, 4096) == ("p2p", 1)
@@ -381,25 +341,12 @@ def test_the_hierarchical_exchange_by_hand():
 
 def test_the_ring_step_of_a_hierarchy_has_the_overhead_of_a_ring_step():
     slow = replace(UNIT_HARDWARE, ring_step_overhead_s_per_layer=10)
-    topology = Topology(num_lanes=8)
-    model = CostModel(
-        Problem(
-            topology=topology,
-            model=UNIT_MODEL,
-            hardware=slow,
-            options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=("a2a+p2p",)),
-        )
-    )
-    plain = CostModel(
-        Problem(
-            topology=topology,
-            model=UNIT_MODEL,
-            hardware=UNIT_HARDWARE,
-            options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=("a2a+p2p",)),
-        )
-    )
+    both = [
+        unit_prices(hardware=one, topology=Topology(num_lanes=8), cp_comm_types=("a2a+p2p",))
+        for one in (slow, UNIT_HARDWARE)
+    ]
     for inner, steps in ((2, 3), (4, 1)):
-        one, other = (each.cost(8, 0, 16, 256, "a2a+p2p", inner) for each in (model, plain))
+        one, other = (each.cost(8, 0, 16, 256, "a2a+p2p", inner) for each in both)
         assert one.forward_s - other.forward_s == pytest.approx(10 * steps)
         assert one.backward_s - other.backward_s == pytest.approx(20 * steps)
 
@@ -441,14 +388,7 @@ def test_embedding_and_head_by_hand(pp_size):
     added_s = 4 / 64 * 2 * (2 + 4) * 10 / 2  # by each of the chunks: a gradient of 10 weights
     repeated = cost._replace(head_backward_s=cost.head_backward_s + cost.head_forward_s + added_s)
     assert over_chunks == pytest.approx(repeated), "once more forward"
-    table = CostModel(
-        Problem(
-            topology=topology,
-            model=UNIT_MODEL,
-            hardware=hardware,
-            options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",)),
-        )
-    ).table
+    table = unit_prices(hardware=hardware, topology=topology).table
     assert table.slowest_s_per_token == pytest.approx(114 + 78 + (7 if pp_size == 1 else 0))
 
 
@@ -465,17 +405,7 @@ def test_tensor_parallel_collectives_by_hand():
     across = replace(hardware, collective_bandwidth_in_node_bytes_per_s=4)
     over_nodes = Topology(num_lanes=4, tp_size=2, ranks_per_node=1)  # 2 bytes per s of the NIC
     fast, slow = (
-        CostModel(
-            Problem(
-                topology=topology,
-                model=UNIT_MODEL,
-                hardware=across,
-                options=PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",)),
-            )
-        )
-        .cost(1, 0, 4, 0)
-        .forward_s
-        for topology in (topology, over_nodes)
+        unit_prices(hardware=across, topology=one).cost(1, 0, 4, 0).forward_s for one in (topology, over_nodes)
     )
     assert slow - fast == pytest.approx(4 * 4 / 2 - 4 * 4 / 4)
 
@@ -505,14 +435,8 @@ def test_gradient_reduction_by_hand():
 @pytest.mark.parametrize("exchange", ["p2p", "all_gather", "a2a", "a2a+p2p"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_prices_increase_and_are_convex(recompute, exchange):
-    model = CostModel(
-        Problem(
-            topology=Topology(num_lanes=8, ranks_per_node=4),
-            model=replace(TINY_MODEL, num_attention_heads=8),
-            hardware=CURVED_HARDWARE,
-            options=PlanOptions(max_tokens_per_rank=256, recompute=recompute, cp_comm_types=("p2p",)),
-        )
-    )
+    topology, shape = Topology(num_lanes=8, ranks_per_node=4), replace(TINY_MODEL, num_attention_heads=8)
+    model = unit_prices(shape, CURVED_HARDWARE, topology, recompute=recompute)
     for cp_size, inner in ((1, 1), (2, 1), (4, 1), (8, 1)) if exchange != "a2a+p2p" else ((4, 2), (8, 2), (8, 4)):
         inner = cp_size if exchange == "a2a" else inner
         for length in (16, 160, 1600, 16000):
@@ -531,14 +455,9 @@ def test_prices_increase_and_are_convex(recompute, exchange):
 @pytest.mark.parametrize("name", ["bandwidth_in_node_bytes_per_s", "bandwidth_across_nodes_bytes_per_s"])
 def test_no_exchange_becomes_dearer_on_a_faster_link(name):
     """And each of them becomes cheaper on some link: none ignores both."""
-    topology = Topology(num_lanes=8, ranks_per_node=4)
-    options = PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p",))
+    topology, shape = Topology(num_lanes=8, ranks_per_node=4), replace(TINY_MODEL, num_attention_heads=8)
     slow, fast = (
-        CostModel(
-            Problem(
-                topology=topology, model=replace(TINY_MODEL, num_attention_heads=8), hardware=hardware, options=options
-            )
-        )
+        unit_prices(shape, hardware, topology)
         for hardware in (TINY_HARDWARE, replace(TINY_HARDWARE, **{name: 10 * getattr(TINY_HARDWARE, name)}))
     )
     cheaper = set()

@@ -68,32 +68,34 @@ class Page(HTMLParser):
                 self.headings.append((int(self.open[-1][1]), data.strip()))
 
 
-@cache
-def pages():
-    """Return the pages that all tests read."""
+def of_comparison(one):
+    return render_report(one, command="c", inputs={})
+
+
+def of_hostile_names():
     hostile = replace(comparison(), model_name='<b>bold</b> & "quoted"')
-    return {
-        "comparison": render_report(hostile, command=COMMAND, inputs={"lengths": "<script>x</script>", "seed": 0}),
-        "one policy": render_report(comparison(1, "m", ("static",)), command="c", inputs={}),
-        "placed": render_report(comparison(1, "m", ("dynamic", "balanced"), "blocks"), command="c", inputs={}),
-        "run": render_run_report(RECORDS, command=COMMAND, inputs={"run": "<i>runs</i>"}),
-        "one iteration": render_run_report(RECORDS[:1]),
-    }
+    return render_report(hostile, command=COMMAND, inputs={"lengths": "<script>x</script>", "seed": 0})
+
+
+PAGES = {
+    "comparison": of_hostile_names,
+    "one policy": lambda: of_comparison(comparison(1, "m", ("static",))),
+    "placed": lambda: of_comparison(comparison(1, "m", ("dynamic", "balanced"), "blocks")),
+    "run": lambda: render_run_report(RECORDS, command=COMMAND, inputs={"run": "<i>runs</i>"}),
+    "one iteration": lambda: render_run_report(RECORDS[:1]),
+}
 
 
 @cache
-def plain_page():
-    """Return the page of the usual comparison."""
-    return render_report(comparison(), command="c", inputs={})
+def page_of(name):
+    """Return a page that several tests read."""
+    return PAGES[name]()
 
 
-NAMES = ("comparison", "one policy", "placed", "run", "one iteration")
-
-
-@pytest.mark.by_day("placed")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.by_day("comparison", "run")
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_well_formed_and_small(name):
-    text = pages()[name]
+    text = page_of(name)
     page = Page(text)
     assert page.errors == []
     assert text.startswith("<!DOCTYPE html>")
@@ -104,40 +106,39 @@ def test_a_page_is_well_formed_and_small(name):
 
 
 @pytest.mark.by_day("run")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_loads_and_runs_nothing(name):
-    page = Page(pages()[name])
+    text = page_of(name)
+    page = Page(text)
     assert not {"script", "link", "iframe", "img", "object", "base", "form"} & set(page.counts)
     targets = [value for _, name, value in page.attributes if name in ("href", "src", "xlink:href", "action")]
     assert all(value.startswith("#") for value in targets)
     assert not any(name.startswith("on") for _, name, _ in page.attributes)
-    assert "http://" not in pages()[name]
-    assert "https://" not in pages()[name]
-    assert "@import" not in pages()[name]
-    assert not re.search(r"url\((?!#)", pages()[name])
+    assert not re.search(r"https?://|@import|url\((?!#)", text)
     policy = next(value for tag, name, value in page.attributes if value.startswith("default-src"))
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def test_what_the_user_named_is_escaped():
-    text = pages()["comparison"]
+    text = page_of("comparison")
     assert "<b>" not in text
     assert "<script" not in text
     assert "&lt;b&gt;bold&lt;/b&gt; &amp; &#34;quoted&#34;" in text
     shown = "".join(Page(text).texts)
     assert "<script>x</script>" in shown
-    assert "<i>" not in pages()["run"]
+    assert "<i>" not in page_of("run")
 
 
 @pytest.mark.parametrize("name", ["comparison", "run"])
 def test_the_command_can_be_copied(name):
-    code = re.search(r"<code>(.*)</code>", pages()[name])[1]
+    code = re.search(r"<code>(.*)</code>", page_of(name))[1]
     assert unescape(re.sub(r"</?span>", "", code)) == COMMAND
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.by_day("comparison", "run")
+@pytest.mark.parametrize("name", PAGES)
 def test_colours_follow_the_reader_and_paper_is_light(name):
-    text = pages()[name]
+    text = page_of(name)
     starts = (":root { color-scheme: light dark", "(prefers-color-scheme: dark)", "@media print { :root")
     light, dark, paper = (text.index(start) for start in starts)
     assert light < dark < paper
@@ -152,9 +153,10 @@ def test_colours_follow_the_reader_and_paper_is_light(name):
     assert set(re.findall(r"var\((--[a-z0-9-]+)\)", text)) - {"--at"} <= set(LIGHT.named_colors)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.by_day("comparison", "run")
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_can_be_read_aloud(name):
-    page = Page(pages()[name])
+    page = Page(page_of(name))
     levels = [level for level, _ in page.headings]
     assert levels[0] == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
@@ -170,7 +172,7 @@ def test_a_page_can_be_read_aloud(name):
 def test_the_verdict_stands_first_and_the_figures_are_the_comparisons():
     one = comparison()
     verdict = verdict_of(one)
-    page = Page(plain_page())
+    page = Page(page_of("comparison"))
     shown = " ".join(page.texts)
     headline, reason = _typeset(verdict.headline), _typeset(verdict.reason)
     assert headline[1:] in shown
@@ -192,11 +194,12 @@ def test_the_verdict_stands_first_and_the_figures_are_the_comparisons():
         assert f"{speedup.low:.2f}–{speedup.high:.2f}" in shown
 
 
+@pytest.mark.nightly
 def test_placed_attention_has_a_section_of_its_own():
     (outcome,) = comparison(1, "m", ("dynamic", "balanced"), "blocks").policies[0].batches
-    page = Page(pages()["placed"])
+    page = Page(page_of("placed"))
     assert (2, "Placed attention") in page.headings
-    assert not any("Placed attention" in text for text in Page(plain_page()).texts)
+    assert not any("Placed attention" in text for text in Page(page_of("comparison")).texts)
     rows = {
         (f"{len(bucket.placement.homes)} homes", f"{len(bucket.placement.tiles)} tiles")
         for bucket in outcome.planned.plan.buckets
@@ -209,7 +212,7 @@ def test_placed_attention_has_a_section_of_its_own():
 
 
 def test_stacked_bars_add_up():
-    text = plain_page()
+    text = page_of("comparison")
     bars = re.findall(r'<div class="bar" role="img" aria-label="(\w+)[^"]*" style="width: ([\d.]+)%">(.*?)</div>', text)
     stacked = [
         (name, float(width), re.findall(r"flex: ([\d.]+) 0 0", parts)) for name, width, parts in bars if " 0 0" in parts
@@ -221,39 +224,31 @@ def test_stacked_bars_add_up():
         assert width == pytest.approx(100 * policy.iteration_s / slowest, abs=0.01)
 
 
-@pytest.mark.nightly
-def test_a_policy_that_needs_too_much_memory_is_marked():
-    one = comparison()
-    policies = tuple(
+def needing_too_much(one, name):
+    """Return a comparison in which this policy needs 3 of 2 GB, and the others 1."""
+    policies = [
         replace(
             policy,
             available_bytes=2e9,
-            batches=tuple(
-                replace(batch, peak_bytes=3e9 if policy.policy == "static" else 1e9) for batch in policy.batches
-            ),
+            batches=tuple(replace(batch, peak_bytes=3e9 if policy.policy == name else 1e9) for batch in policy.batches),
         )
         for policy in one.policies
-    )
-    text = render_report(replace(one, policies=policies), command="c", inputs={})
+    ]
+    return replace(one, policies=tuple(policies))
+
+
+@pytest.mark.nightly
+def test_a_policy_that_needs_too_much_memory_is_marked():
+    text = of_comparison(needing_too_much(comparison(), "static"))
     assert text.count("too much") == 1
     assert "3.0 GB" in text
     assert "--at: 66.67%" in text
     assert "does not say how much memory" not in text
 
 
+@pytest.mark.nightly
 def test_a_dynamic_plan_that_does_not_fit_is_no_success():
-    one = comparison()
-    policies = tuple(
-        replace(
-            policy,
-            available_bytes=2e9,
-            batches=tuple(
-                replace(batch, peak_bytes=3e9 if policy.policy == "dynamic" else 1e9) for batch in policy.batches
-            ),
-        )
-        for policy in one.policies
-    )
-    page = Page(render_report(replace(one, policies=policies), command="c", inputs={}))
+    page = Page(of_comparison(needing_too_much(comparison(1, "m", ("dynamic", "static")), "dynamic")))
     assert "The dynamic plan does not fit: 3.0 of 2.0 GB at limit 256" in " ".join(page.texts)
     assert ("section", "class", "verdict no") in page.attributes
 
@@ -272,18 +267,17 @@ def test_a_policy_without_a_timeline_has_a_row_and_no_picture():
             for batch in one.policy("static").batches
         ),
     )  # fmt: skip
-    text = render_report(replace(one, policies=(*one.policies, peer)), command="c", inputs={})
-    page = Page(text)
+    page = Page(of_comparison(replace(one, policies=(*one.policies, peer))))
     assert page.errors == []
     assert "pool: no <plan>" in page.texts
-    only = render_report(replace(one, policies=(peer,)), command="c", inputs={})
-    assert Page(only).errors == []
-    assert Page(only).counts["svg"] == 0
+    only = Page(of_comparison(replace(one, policies=(peer,))))
+    assert only.errors == []
+    assert only.counts["svg"] == 0
 
 
 @pytest.mark.nightly
 def test_the_same_comparison_gives_the_same_page():
-    assert render_report(comparison(), command="c", inputs={}) == plain_page()
+    assert of_hostile_names() == page_of("comparison")
 
 
 @pytest.mark.nightly
@@ -320,6 +314,7 @@ def test_a_run_without_records_is_refused():
         render_run_report([])
 
 
+@pytest.mark.nightly
 def test_a_missing_jinja2_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UnsupportedFeatureError, match=r"HTML pages need jinja2.*\[report\]"):

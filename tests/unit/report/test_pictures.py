@@ -110,9 +110,7 @@ def drawn_texts(figure, monkeypatch):
     return found
 
 
-@pytest.mark.by_day(
-    *(f"{name}-True" for name in ("usual gantt", "pp8-vp2 cp-map", "tiles-many", "parts", "lengths", "agreement"))
-)
+@pytest.mark.by_day(*(f"{name}-True" for name in ("usual gantt", "tiles-many", "parts", "agreement")))
 @pytest.mark.parametrize("is_narrow", [True, False])
 @pytest.mark.parametrize(("case", "kind"), [one for _, one in ALL], ids=[name for name, _ in ALL])
 def test_no_text_collides_or_leaves_the_picture(case, kind, is_narrow, monkeypatch):
@@ -145,7 +143,7 @@ def test_colliding_texts_are_found(monkeypatch):
     assert box.overlaps(second)
 
 
-@pytest.mark.by_day("usual gantt", "4096", "tiles-many", "lengths")
+@pytest.mark.by_day("usual gantt", "lengths")
 @pytest.mark.parametrize(("case", "kind"), [one for _, one in ALL], ids=[name for name, _ in ALL])
 def test_a_picture_is_small_well_formed_and_repeats(case, kind):
     def draw(theme):
@@ -170,7 +168,7 @@ def test_a_picture_is_small_well_formed_and_repeats(case, kind):
 
 
 def test_png_is_the_same_every_time_and_has_the_width_asked_for():
-    draw = of_timelines("usual")["gantt"]
+    draw = OTHERS["times"]
     png = png_bytes(draw, LIGHT)
     assert png == png_bytes(draw, LIGHT)
     assert png != png_bytes(draw, DARK)
@@ -190,6 +188,7 @@ def test_gantt_says_what_it_shows():
     assert re.search(r"\((s|ms|µs)\)", axis)
 
 
+@pytest.mark.nightly
 def test_gantt_of_many_lanes_shows_the_block_that_ends_last_and_says_so():
     both = timelines("4096-lanes")
     said = texts(svg_text(partial(gantt, both), LIGHT))
@@ -229,6 +228,7 @@ def test_gantt_colours_groups_by_their_size_and_padding_grey():
     assert LIGHT.empty not in svg_text(partial(gantt, timelines("one")), LIGHT)
 
 
+@pytest.mark.nightly
 def test_cp_map_reduces_large_plans_and_says_so():
     said = texts(svg_text(of_timelines("4096-lanes")["cp-map"], LIGHT))
     assert "lane (rows of 64)" in said
@@ -257,11 +257,9 @@ def test_cp_map_leaves_out_micro_batches_of_padding_and_says_so():
 
 
 def test_a_picture_can_show_the_page_behind_it():
-    draw = of_timelines("usual")["cp-map"]
-    for theme in (LIGHT, DARK):
-        filled = f"fill: {theme.background}"
-        assert filled in svg_text(draw, theme)
-        assert filled not in svg_text(draw, theme, transparent=True)
+    draw, filled = OTHERS["parts"], f"fill: {DARK.background}"
+    assert filled in svg_text(draw, DARK)
+    assert filled not in svg_text(draw, DARK, transparent=True)
     assert png_bytes(draw, DARK, transparent=True) != png_bytes(draw, DARK)
 
 
@@ -320,10 +318,10 @@ def test_tiles_are_drawn_where_they_are_in_the_color_of_their_lane():
 
 def test_many_tiles_and_lanes_are_grouped_and_the_picture_says_so():
     assert [lanes_of_color(number, 8) for number in (2, 8, 9, 16, 17, 64, 80)] == [1, 1, 2, 2, 4, 8, 16]
-    said = texts(svg_text(OTHERS["tiles-many"], LIGHT))
-    assert {"0–15", "64–79", "sample 0 · 40k tokens"} <= said
+    svg = svg_text(OTHERS["tiles-many"], LIGHT)
+    assert {"0–15", "64–79", "sample 0 · 40k tokens"} <= texts(svg)
     assert len(LARGE.bucket.placement.tiles) > 4000
-    assert len(svg_text(OTHERS["tiles-many"], LIGHT)) < 120_000
+    assert len(svg) < 120_000
     said = texts(svg_text(OTHERS["links-many"], LIGHT))
     assert {"to lane (cells of 3)", "to node (cells of 2)"} <= said
     assert "lane (bars of 2, the largest)" in texts(svg_text(OTHERS["shares-many"], LIGHT))

@@ -9,20 +9,10 @@ import numpy as np
 import pytest
 
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
-from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.types import Bucket, MicroBatch, Plan, PlanOptions, Problem, Sample
-from tests.unit.support import (
-    CASES,
-    UnpaddedCostModel,
-    frozen_hardware,
-    frozen_model,
-    frozen_parameters,
-    frozen_topology,
-)
+from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
+from tests.unit.support import CASES, frozen_cost_model
 
 PLANS = sorted((CASES / "plans").glob("*.json"))
-PARAMETERS = frozen_parameters()
-MODEL, HARDWARE = frozen_model(PARAMETERS), frozen_hardware(PARAMETERS)
 
 
 def test_bucket_prices():
@@ -31,16 +21,9 @@ def test_bucket_prices():
     kinds = set()
     for row in rows:
         cp, pp, vp, tp = (int(row[name]) for name in ("cp", "pp", "vpp", "tp"))
-        topology = frozen_topology(num_lanes=cp, tp_size=tp, pp_size=pp, vp_size=vp if pp > 1 else 1)
+        model = frozen_cost_model(10**6, num_lanes=cp, tp_size=tp, pp_size=pp, vp_size=vp if pp > 1 else 1)
+        topology = model.topology
         assert topology.lanes_per_node == int(row["lanes_per_node"])
-        model = CostModel(
-            Problem(
-                topology=topology,
-                model=MODEL,
-                hardware=HARDWARE,
-                options=PlanOptions(max_tokens_per_rank=10**6, recompute="full", cp_comm_types=("p2p",)),
-            )
-        )
         cost = model.cost(cp, 0, int(row["T"]), int(row["Q"]))
         assert cost.forward_s == pytest.approx(float(row["forward_s"]), rel=1e-9)
         assert cost.backward_s == pytest.approx(float(row["backward_s"]), rel=1e-9)
@@ -54,9 +37,10 @@ def test_bucket_prices():
 def test_makespan_of_frozen_plan(path):
     case = json.loads(path.read_text())
     lengths = case["lengths"] if "lengths" in case else np.load(CASES / case["lengths_file"]).tolist()
-    topology = frozen_topology(num_lanes=case["lanes"], tp_size=case["tp"], pp_size=case["pp"], vp_size=case["vpp"])
+    sizes = {"num_lanes": case["lanes"], "tp_size": case["tp"], "pp_size": case["pp"], "vp_size": case["vpp"]}
+    model = frozen_cost_model(case["max_tokens_per_rank"], **sizes)
     plan = Plan(
-        topology=topology,
+        topology=model.topology,
         max_tokens_per_rank=case["max_tokens_per_rank"],
         micro_batches=tuple(
             MicroBatch(
@@ -72,8 +56,6 @@ def test_makespan_of_frozen_plan(path):
             for row in case["microbatches"]
         ),
     )
-    options = PlanOptions(max_tokens_per_rank=case["max_tokens_per_rank"], recompute="full", cp_comm_types=("p2p",))
-    model = UnpaddedCostModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=options))
     timeline = simulate(plan, model)
     assert timeline.makespan_s == pytest.approx(case["makespan_s"], rel=1e-6)
     assert timeline.lane_busy_s == pytest.approx(case["lane_busy_s"], rel=1e-6)

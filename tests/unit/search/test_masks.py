@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
 
-from dynamic_cp.bounds import lower_bound
 from dynamic_cp.comparison import compare_policies
 from dynamic_cp.errors import IllegalPlanError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.plans.global_batch import GlobalBatch
-from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes
-from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import length_sums, plan_flops
 from dynamic_cp.search.plan_arrays import plan_lengths
 from dynamic_cp.search.planner_process import Request, answer
-from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import (
     CAUSAL,
     CP_COMM_TYPES,
     FULL,
     Bucket,
-    CausalBlockwise,
     KeyRanges,
     Lambda,
-    Mask,
     MicroBatch,
     Plan,
     PlanOptions,
@@ -36,78 +26,8 @@ from dynamic_cp.types import (
     Sample,
     SharedQuestion,
     Topology,
-    parse_mask_rule,
 )
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
-
-LAYOUTS = ((4, 1, 1, 1), (6, 1, 1, 1), (8, 2, 1, 2), (4, 4, 1, 1), (5, 2, 2, 1))
-"""Lanes, PP, VPP, TP."""
-
-
-def drawn_mask(rng: random.Random, seqlen: int) -> Mask | None:
-    """Return a mask of some kind that fits, or none."""
-    kind = rng.randrange(8)
-    if kind == 0:
-        return None
-    if kind == 1:
-        return FULL
-    if kind == 2:
-        return Lambda(rng.randrange(20), rng.randint(1, 60))
-    if kind == 3:
-        return CausalBlockwise(rng.randint(1, 30), rng.randint(1, 3), rng.randrange(3))
-    if kind == 4:
-        return parse_mask_rule(f"shared_question:{rng.randint(1, 4)}x{rng.uniform(0.1, 0.9)}")(seqlen)
-    if kind == 5:
-        return KeyRanges.of(Lambda(3, 9).key_ranges(seqlen))
-    if kind == 6:
-        return parse_mask_rule(f"tree:{rng.randint(1, 3)}x{rng.randint(1, 4)}x{rng.uniform(0.1, 0.9)}")(seqlen)
-    return CAUSAL
-
-
-def drawn_samples(rng: random.Random) -> list[Sample]:
-    """Return some samples, of which the long ones need several lanes."""
-    number = rng.randint(1, 30)
-    lengths = [rng.choice((rng.randint(1, 60), rng.randint(60, 250), rng.randint(250, 1000))) for _ in range(number)]
-    return [Sample(sample_id=i, seqlen=n, mask=drawn_mask(rng, n)) for i, n in enumerate(lengths)]
-
-
-@pytest.mark.by_day("layout1", "layout4")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_plans_are_legal_exact_and_above_their_bound(layout: tuple[int, int, int, int]) -> None:
-    num_lanes, pp_size, vp_size, tp_size = layout
-    rng = random.Random(f"masks {layout}")
-    model = replace(TINY_MODEL, num_layers=8)
-    for _ in range(12):
-        samples = drawn_samples(rng)
-        job = {
-            "topology": Topology(
-                num_lanes=num_lanes, pp_size=pp_size, vp_size=vp_size, tp_size=tp_size, sequence_parallel=tp_size > 1
-            ),
-            "model": model,
-            "hardware": CURVED_HARDWARE,
-            "options": PlanOptions(
-                max_tokens_per_rank=rng.choice((300, 512, 1100) if tp_size == 1 else (512, 1100)),
-                cp_comm_types=rng.choice((CP_COMM_TYPES, ("a2a",))),
-                recompute=rng.choice(("none", "selective", "full")),
-            ),
-        }
-        planned = plan_global_batch(samples, **job)
-        plan = planned.plan
-        check_plan(plan, samples)
-        prices = CostModel(Problem(**job))
-        timeline = simulate(plan, prices)
-        assert timeline.iteration_s == pytest.approx(planned.predicted_s, abs=2e-9 * plan.num_microbatches)
-        assert lower_bound(samples, prices).proven_s <= timeline.makespan_s * (1 + 1e-9)
-        for bucket in plan.buckets:
-            if any(sample.mask is not None for sample in bucket.samples):
-                assert bucket.cp_size == 1 or bucket.cp_comm_type == "a2a"
-        assert digest(plan_global_batch(rng.sample(samples, len(samples)), **job).plan) == digest(plan)
-        assert loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
-        messages = encode_lanes(plan, PlanFacts.of(planned))
-        for lane, message in enumerate(messages):
-            assert decode_lane(message).buckets == tuple(one.bucket_of_lane(lane) for one in plan.micro_batches)
-        request = Request.of("a", samples)
-        assert list(request.samples) == samples == list(GlobalBatch.of(samples)[:])
 
 
 def test_masks_of_less_work_make_faster_plans_and_less_flops() -> None:

@@ -76,6 +76,7 @@ def test_it_goes_on_until_something_fits() -> None:
     check_row(place_row(samples, prices, most_candidates=0), samples, prices)
 
 
+@pytest.mark.by_day(*map(str, range(0, 30, 4)))
 @pytest.mark.parametrize("seed", range(30))
 def test_how_many_are_tried_never_decides_whether_one_is_found(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -46,7 +46,7 @@ class Elsewhere:
         raise self._error("it is on cuda:0")
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     seqlens=st.lists(st.integers(1, 500), min_size=1, max_size=30),
     num_lanes=st.integers(1, 9),

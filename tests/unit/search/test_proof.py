@@ -60,6 +60,7 @@ def test_bound_exact_thorough(num_lanes, pp_size, lengths):
     assert again.reason == "as found; proven the fastest"
 
 
+@pytest.mark.nightly
 def test_a_faster_plan_is_found_where_there_is_one():
     slow = plan_problem(
         Problem(**{**fields_of(problem_of(2, 2, "fast", static_cp_size=2)), "policy": "static"}),
@@ -73,6 +74,7 @@ def test_a_faster_plan_is_found_where_there_is_one():
     assert re.fullmatch(r"exact m=\d+: [\d.]+ s, proven the fastest; before static", found.reason)
 
 
+@pytest.mark.by_day("states")
 @pytest.mark.parametrize("use", ["auto", "heads", "states"])
 def test_plans_that_pass_on_states_are_proven(use):
     linear = LinearAttention(kind="mamba2", num_heads=8, num_groups=4, key_size=16, value_size=32)

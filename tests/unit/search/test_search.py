@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -14,11 +11,10 @@ import pytest
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.lengths.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.plans.serialize import digest
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.candidates import Search, batch_of
-from dynamic_cp.search.search import POLICIES, check_feasible, plan_global_batch
+from dynamic_cp.search.search import check_feasible, plan_global_batch
 from dynamic_cp.types import PlanOptions, Problem, Sample, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of
 
@@ -40,18 +36,6 @@ def heavy_tailed(count: int, longest: int, seed: int = 0):
     return samples_of([longest, *lengths[1:]])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_prediction_describes_the_plan(policy):
-    samples = heavy_tailed(60, 1000)
-    planned = plan(samples, Topology(num_lanes=4), policy)
-    check_plan(planned.plan, samples)
-    assert planned.plan.policy == policy
-    assert len(planned.predicted_busy_s) == 4
-    assert 0 < max(planned.predicted_busy_s) <= planned.predicted_s
-    assert f"{planned.predicted_s:.6f} s" in planned.reason
-    assert "\n" not in planned.reason
-
-
 def test_dynamic_beats_static_clearly_on_a_heavy_tail():
     samples = heavy_tailed(60, 1000)
     dynamic, balanced, static = (
@@ -66,18 +50,6 @@ def test_the_reason_names_the_runner_up():
     assert re.fullmatch(
         r"nested m=\d+: 0\.\d{6} s, fastest of \d+ candidates; next .+: 0\.\d{6} s \(\+\d+\.\d%\)", reason
     )
-
-
-def test_min_and_max_cp_size_bind():
-    samples = samples_of([500, *[30] * 40])
-    topology = Topology(num_lanes=8)
-    free = plan(samples, topology).plan.cp_histogram
-    assert (min(free), max(free)) == (1, 4)
-    assert min(plan(samples, topology, min_cp_size=2).plan.cp_histogram) == 2
-    assert max(plan(samples, topology, max_cp_size=2).plan.cp_histogram) == 2
-    assert set(plan(samples, topology, min_cp_size=4, max_cp_size=4).plan.cp_histogram) == {4}
-    # A static size outside the allowed ones is no candidate of the dynamic policy.
-    assert set(plan(samples, topology, min_cp_size=4, static_cp_size=2).plan.cp_histogram) <= {4, 8}
 
 
 def test_a_sample_that_fits_no_group():
@@ -222,22 +194,6 @@ def test_with_many_lanes_and_a_pipeline_it_stays_well_ahead_of_greedy():
         assert greedy / dynamic > gain
 
 
-@pytest.mark.parametrize("vp_size", [1, 2])
-def test_no_micro_batch_is_padding_on_every_lane(vp_size):
-    """Few samples, many rows: targets leave rows empty that cost time all the same."""
-    topology = Topology(num_lanes=8, pp_size=4, vp_size=vp_size)
-    job = {"topology": topology, "model": load_model("llama-3-8b"), "hardware": load_hardware("h100")}
-    options, dropped = PlanOptions(max_tokens_per_rank=8192, recompute="full", cp_comm_types=("p2p",)), 0
-    for seed in range(3):
-        samples = samples_of(draw_lengths("lognormal-github", 64, seed, 32768).tolist())
-        planned = plan_global_batch(samples, options=options, **job)
-        rows = [any(bucket.samples for bucket in one.buckets) for one in planned.plan.micro_batches]
-        assert rows.count(False) < topology.num_microbatches_multiple
-        assert len(rows) % topology.num_microbatches_multiple == 0
-        dropped += "empty" in planned.reason
-    assert dropped or vp_size > 1
-
-
 def test_a_given_static_size_changes_only_what_is_compared_with():
     samples, topology = heavy_tailed(60, 500), Topology(num_lanes=8)
     free = plan(samples, topology).predicted_s
@@ -245,63 +201,3 @@ def test_a_given_static_size_changes_only_what_is_compared_with():
         given = plan(samples, topology, static_cp_size=size).predicted_s
         assert given <= plan(samples, topology, "static", static_cp_size=size).predicted_s
         assert given == pytest.approx(free, rel=0.05)
-
-
-def test_thorough_is_rarely_worse_than_fast():
-    worse = []
-    for seed in range(8):
-        samples = heavy_tailed(50, 900, seed)
-        topology = Topology(num_lanes=8, pp_size=2 + seed % 3)
-        fast, thorough = (plan(samples, topology, search=search).predicted_s for search in ("fast", "thorough"))
-        worse.append(thorough / fast)
-    # What fast packs is among what thorough packs, but small batches are annealed from other starts.
-    assert max(worse) <= 1.02
-    assert np.mean(worse) < 1.0
-
-
-PROGRAM = """
-from tests.unit.search.test_search import *
-plan(heavy_tailed(30, 500, 1), Topology(num_lanes=5, pp_size=3))  # leaves its numbers in memory
-print(*(digest(plan(heavy_tailed(40, 900), Topology(num_lanes=6, pp_size=2), policy).plan) for policy in POLICIES))
-"""
-
-
-@pytest.mark.nightly
-def test_every_process_makes_the_same_plan():
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        ).stdout.split()
-        for seed in ("0", "1")
-    ]
-    here = [digest(plan(heavy_tailed(40, 900), Topology(num_lanes=6, pp_size=2), policy).plan) for policy in POLICIES]
-    assert outputs == [here, here]
-    assert len(set(here)) == len(POLICIES)
-
-
-@pytest.mark.parametrize("pp_size", [1, 4])
-def test_no_static_cp_size_is_faster_however_it_was_chosen(pp_size):
-    """Long samples that all lanes could share evenly: the best static CP size is not the smallest that holds them."""
-    model, hardware = load_model("llama-3-8b"), load_hardware("h100")
-    topology = Topology(num_lanes=16, pp_size=pp_size)
-    options = PlanOptions(max_tokens_per_rank=65536, recompute="full", cp_comm_types=("p2p",))
-    num_larger = 0
-    for seed in range(3):
-        drawn = draw_lengths("sft_longalign", 64, seed, 65536, min_seqlen=64, overlong="truncate")
-        job = {"topology": topology, "model": model, "hardware": hardware}
-        samples = samples_of(drawn.tolist())
-        dynamic = plan_global_batch(samples, options=options, **job)
-        times = {
-            cp_size: plan_global_batch(
-                samples, options=replace(options, static_cp_size=cp_size), policy="balanced", **job
-            ).predicted_s
-            for cp_size in (1, 2, 4, 8, 16)
-        }
-        assert dynamic.predicted_s <= min(times.values())
-        num_larger += min(times, key=times.__getitem__) > 1
-    assert num_larger, "the smallest CP size that holds the batch would have done"
