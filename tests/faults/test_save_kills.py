@@ -8,34 +8,25 @@ from tools.save_kills import Trial, run
 
 pytestmark = pytest.mark.timeout(300)
 
-TRIALS = [
-    Trial(
-        victim="rank", rank=1, signal="SIGKILL", save="after a signal", moment="writes", delay_s=0.0, beside=True,
-        launched=True,
-    ),
-]  # fmt: skip
+
+def trial(victim: str, rank: int, signal: str, save: str, moment: str, **how: object) -> Trial:
+    return Trial(
+        victim=victim, rank=rank, signal=signal, save=save, moment=moment,
+        **{"delay_s": 0.0, "beside": False, "launched": False, **how},
+    )  # fmt: skip
+
+
+TRIALS = [trial("rank", 1, "SIGKILL", "after a signal", "writes", beside=True, launched=True)]
 MORE_TRIALS = [
-    Trial(
-        victim="planner", rank=0, signal="SIGSTOP", save="middle", moment="names", delay_s=0.0, beside=True,
-        launched=False,
-    ),
-    Trial(
-        victim="rank", rank=0, signal="SIGSTOP", save="middle", moment="renames", delay_s=0.0, beside=False,
-        launched=True,
-    ),
-    Trial(
-        victim="writer", rank=1, signal="SIGSTOP", save="last", moment="writes", delay_s=0.0, beside=True,
-        launched=False,
-    ),
-    Trial(
-        victim="worker", rank=0, signal="SIGSTOP", save="middle", moment="plans", delay_s=0.01, beside=False,
-        launched=False,
-    ),
-]  # fmt: skip
+    trial("planner", 0, "SIGSTOP", "middle", "names", beside=True),
+    trial("rank", 0, "SIGSTOP", "middle", "renames", launched=True),
+    trial("writer", 1, "SIGSTOP", "last", "writes", beside=True),
+    trial("worker", 0, "SIGSTOP", "middle", "plans", delay_s=0.01),
+]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("trials", [TRIALS, pytest.param(MORE_TRIALS, marks=pytest.mark.nightly)], ids=["one", "more"])
+@pytest.mark.parametrize("trials", [TRIALS, MORE_TRIALS], ids=["one", "more"])
 def test_whoever_is_killed_or_stopped_while_saving_the_job_ends_or_goes_on_and_resumes_equal(
     trials, tmp_path, capfd, no_compile
 ):
