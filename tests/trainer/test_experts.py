@@ -89,8 +89,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(uninterrupted: Any, saved_b
     "layout",
     [
         f"{EP} 4 --use-distributed-optimizer",
-        pytest.param(f"{TP} 2 --sequence-parallel {EP} 1", marks=pytest.mark.nightly),
-        pytest.param(f"--pipeline-model-parallel-size 2 {EP} 2 --use-distributed-optimizer", marks=pytest.mark.nightly),
+        f"{TP} 2 --sequence-parallel {EP} 1",
+        f"--pipeline-model-parallel-size 2 {EP} 2 --use-distributed-optimizer",
     ],
 )
 def test_a_run_goes_on_with_experts_shared_otherwise(layout: str, uninterrupted: Any, saved_by: Any) -> None:

@@ -92,20 +92,11 @@ def test_configurations_are_checked_too() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        (
-            {"version": None, "why_missing": "no such module"},
-            "--fp8-format is for TransformerEngine's layers, and",
-        ),
+        ({"version": None, "why_missing": "no such module"}, "--fp8-format is for TransformerEngine's layers, and"),
         ({"capability": None}, "and TransformerEngine needs CUDA devices, this run trains on the CPU"),
         ({"multi_latent_attention": True}, "and latent attention .* is checked with local layers only"),
-        (
-            {"fp8_recipe": "mxfp8"},
-            r"mxfp8 needs compute capability 10\.0, this device has 9\.0: use --fp8-rec",
-        ),
-        (
-            {"capability": (8, 0), "flash_attn": 2},
-            r"tensorwise needs .* 8\.9, this device has 8\.0: leave --fp8",
-        ),
+        ({"fp8_recipe": "mxfp8"}, r"mxfp8 needs compute capability 10\.0, this device has 9\.0: use --fp8-rec"),
+        ({"capability": (8, 0), "flash_attn": 2}, r"tensorwise needs .* 8\.9, this device has 8\.0: leave --fp8"),
     ],
 )
 def test_fp8_never_falls_back_to_local_layers(changed: dict[str, Any], says: str) -> None:

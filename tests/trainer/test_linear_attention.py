@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.flags.linear_attention import Parts, choices, parts_of_layers
@@ -78,12 +77,6 @@ def test_flags_of_a_megatron_lm_checkpoint_say_the_same() -> None:
 def test_layers_of_transformer_engine_where_they_can_be_used(words: str) -> None:
     settings = parse_args(command_line(words, "--bf16"), 4)
     assert layer_needs(settings.model, settings.planning).why_local is None
-
-
-def test_a_gated_delta_net_has_silu() -> None:
-    words = [word for word in command_line(f"{DELTA} --linear-attention-freq 2 {SIZES}") if word != "--swiglu"]
-    with pytest.raises(DynamicCPError, match="another activation than that of --swiglu"):
-        parse_args(words, 4)
 
 
 WIDTHS = "--linear-key-head-dim 16 --linear-value-head-dim 16"

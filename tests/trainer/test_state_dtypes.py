@@ -106,9 +106,7 @@ def planned_bytes(words: list[str], world_size: int) -> StageMemory:
 
 @pytest.mark.by_day("sharded, in bf16")
 @pytest.mark.parametrize(
-    "flags",
-    ["", IN_BF16, SHARDED, f"{SHARDED} {IN_BF16}"],
-    ids=["plain", "in bf16", "sharded", "sharded, in bf16"],
+    "flags", ["", IN_BF16, SHARDED, f"{SHARDED} {IN_BF16}"], ids=["plain", "in bf16", "sharded", "sharded, in bf16"]
 )
 def test_what_is_kept_is_what_is_planned_to_the_byte(flags: str) -> None:
     words = command_line(f"{WORDS} {flags} --untie-embeddings-and-output-weights")

@@ -54,10 +54,7 @@ def test_a_ring_is_allowed_where_no_group_has_two_lanes():
 
 def assert_replayed_only_with_its_windows(folder: Path, text: str) -> None:
     record = next(json.loads(line) for line in text.splitlines() if "/lambda" in line)
-    request = Request(
-        key=record["key"],
-        **{name: np.array(record[name]) for name in ("sample_ids", "seqlens")},
-    )
+    request = Request(key=record["key"], **{name: np.array(record[name]) for name in ("sample_ids", "seqlens")})
     options = PlanOptions(max_tokens_per_rank=96, cp_comm_types=("p2p",))
     for masks, said in (
         ((CAUSAL, Lambda(2, 16)), None),
