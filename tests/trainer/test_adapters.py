@@ -94,12 +94,12 @@ CASES |= {
 }
 
 
-@pytest.mark.by_day("TP2 PP2")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.by_day("TP2 SP on two ranks")
+@pytest.mark.parametrize("case", [*CASES, "TP2 SP on two ranks"])
 def test_every_layout_goes_on_as_one_rank(case, of_models):
-    name, layout = CASES[case]
+    num_ranks, (name, layout) = (4, CASES[case]) if case in CASES else (2, CASES["TP2 SP"])
     words, expected, saved = of_models(name)
-    found = train(4, words, LAYOUTS[layout], f"--load {saved}", without=other_activations(words))
+    found = train(num_ranks, words, LAYOUTS[layout], f"--load {saved}", without=other_activations(words))
     assert sorted(found) == [3, 4]
     if layout.startswith("4 lanes"):
         assert {size for record in found.values() for size in record.cp_histogram} == {1, 2, 4}

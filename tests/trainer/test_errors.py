@@ -18,9 +18,9 @@ SECONDS = 15.0
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with the checkpoint of iteration 2 of MOCK."""
+    """A folder with the checkpoint of iteration 1 of MOCK."""
     folder = tmp_path_factory.mktemp("saved")
-    train(2, MOCK, "--train-iters 2 --save", str(folder))
+    train(2, MOCK, "--train-iters 1 --save", str(folder))
     return folder
 
 
@@ -103,7 +103,7 @@ def _flip(whole: bytes) -> bytes:
     ],
 )
 def test_a_damaged_checkpoint(saved, monkeypatch, damaged, damage):
-    path = saved / "iter_0000002" / damaged
+    path = saved / "iter_0000001" / damaged
     if not path.exists():
         assert damaged == "common.pt"
         assert releases.COMMON_AS_OBJECT.here

@@ -35,7 +35,7 @@ CASES = {layout: ("", layout) for layout in LAYOUTS} | {f"delta, {layout}": (DEL
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_goes_on_as_one_rank(case, uninterrupted, saved_by):
     more, layout = CASES[case]
-    words = f"{ON_ONE} {more}"
+    words = f"{ON_ONE} {more}".strip()
     expected = uninterrupted(words, 1)
     found = train(4, TO_LAST, words, LAYOUTS[layout], f"--load {saved_by(words, 1)}")
     assert losses(found) == pytest.approx(expected[SAVED:], abs=5e-6)

@@ -36,7 +36,7 @@ def words_of(head: str) -> tuple[list[str], int, str | None]:
     return [*kept, *flags.split()], int(world_size or 4), on_a_node or None
 
 
-@pytest.mark.parametrize(("head", "kind", "pattern"), cases())
+@pytest.mark.parametrize(("head", "kind", "pattern"), list(cases()))
 def test_flags_that_cannot_be_are_told_at_once(
     head: str, kind: str, pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,7 @@ def test_what_is_kept_is_what_is_planned_to_the_byte(flags: str) -> None:
     assert planned.gradients_bytes == planned.weights_bytes * (1 if IN_BF16 in flags else 2)
 
 
-@pytest.mark.by_day("--main-params")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("dtypes", "gradient", "state"),
     [
