@@ -99,9 +99,9 @@ def test_a_run_goes_on_with_experts_shared_otherwise(layout: str, uninterrupted:
 
 
 def test_experts_learn_nothing_from_evaluations() -> None:
-    """Their biases would: they move by the tokens that are counted."""
-    words = f"{RUN} --train-iters 2 --lr-decay-iters 8 --global-batch-size 6"
-    evaluated = train(2, words, "--eval-interval 1 --eval-iters 1")
+    """Their biases would: they move by the tokens that are counted, and what moved them shows an iteration later."""
+    words = f"{RUN} --train-iters 3 --lr-decay-iters 8 --global-batch-size 6"
+    evaluated = train(2, words, "--eval-interval 1 --eval-iters 2")
     assert losses(evaluated) == losses(train(2, words))
 
 
