@@ -43,6 +43,7 @@ LAYOUTS = {
     "--overlap-param-gather",
     "TP2 SP": "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
     "--max-seqlen-per-dp-cp-rank 32",
+    "TP2 SP on two ranks": "--tensor-model-parallel-size 2 --sequence-parallel --max-seqlen-per-dp-cp-rank 64",
     "EP2": "--max-seqlen-per-dp-cp-rank 16 --expert-model-parallel-size 2 --use-distributed-optimizer",
     "TP2 PP2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity full "
     "--loss-chunk-tokens 16",
@@ -95,10 +96,11 @@ CASES |= {
 
 
 @pytest.mark.by_day("TP2 SP on two ranks")
-@pytest.mark.parametrize("case", [*CASES, "TP2 SP on two ranks"])
+@pytest.mark.parametrize("case", CASES)
 def test_every_layout_goes_on_as_one_rank(case, of_models):
-    num_ranks, (name, layout) = (4, CASES[case]) if case in CASES else (2, CASES["TP2 SP"])
+    name, layout = CASES[case]
     words, expected, saved = of_models(name)
+    num_ranks = 2 if layout.endswith("two ranks") else 4
     found = train(num_ranks, words, LAYOUTS[layout], f"--load {saved}", without=other_activations(words))
     assert sorted(found) == [3, 4]
     if layout.startswith("4 lanes"):
