@@ -99,20 +99,17 @@ def test_the_first_day_is_one_command_on_one_node(cluster: Cluster) -> None:
     assert "--nodes=1" in step["words"]
 
 
-def test_data_are_words_of_their_own(cluster: Cluster) -> None:
-    code, output = cluster.run("examples/slurm/single_node.sbatch", DATA="0.3 /data/long 0.7 /data/short")
+@pytest.mark.by_day("one line")
+@pytest.mark.parametrize(
+    "data", ["0.3 /data/long 0.7 /data/short", "0.3 /data/long\n0.7 /data/short\n"], ids=["one line", "several lines"]
+)
+def test_data_are_words_of_their_own(cluster: Cluster, data: str) -> None:
+    code, output = cluster.run("examples/slurm/single_node.sbatch", DATA=data)
     assert code == 0, output
     (call,) = cluster.launches()
-    data = parse_args(flags_of(call["words"]), 8).data
-    assert data.data_path == ("0.3", "/data/long", "0.7", "/data/short")
-    assert not data.mock_data
-
-
-def test_data_may_be_on_several_lines(cluster: Cluster) -> None:
-    code, output = cluster.run("examples/slurm/single_node.sbatch", DATA="0.3 /data/long\n0.7 /data/short\n")
-    assert code == 0, output
-    (call,) = cluster.launches()
-    assert parse_args(flags_of(call["words"]), 8).data.data_path == ("0.3", "/data/long", "0.7", "/data/short")
+    found = parse_args(flags_of(call["words"]), 8).data
+    assert found.data_path == ("0.3", "/data/long", "0.7", "/data/short")
+    assert not found.mock_data
 
 
 @pytest.mark.by_day("docker")
@@ -138,50 +135,49 @@ def test_a_failure_is_the_jobs_and_is_not_requeued(cluster: Cluster, job: str) -
     assert not cluster.calls("scontrol")[1:]
 
 
-def ends_after_a_signal(cluster: Cluster, job: str, number: int, **environment: str) -> tuple[int, str]:
-    """Signal the batch script while its rank is still starting, as long as nobody listens to USR1."""
-    running = cluster.start(
-        "--nodes=1",
-        f"examples/slurm/{job}.sbatch",
-        STUB_RANK="1",
-        RESEND_S="0.3",
-        **environment,
-    )
-    assert running.stdout is not None
+def start_a_rank(cluster: Cluster, job: str, **environment: str) -> subprocess.Popen[str]:
+    """Return the batch script while its rank is still starting, as long as nobody listens to USR1."""
+    words = ("--nodes=1", f"examples/slurm/{job}.sbatch")
+    running = cluster.start(*words, STUB_RANK="1", RESEND_S="0.3", **environment)
     while not cluster.launches():
         assert running.poll() is None
+    return running
+
+
+ENDS = {
+    "USR1": ("requeue", signal.SIGUSR1, {}, 0, "SIGUSR1: asking the ranks to save and leave", ["requeue", "4242"]),
+    "USR1, docker": ("docker", signal.SIGUSR1, {}, 0, "SIGUSR1: asking the ranks to save and leave", []),
+    # The next job would resume from an older checkpoint and fail again, up to MAX_RESTARTS times.
+    "a save that fails": ("requeue", signal.SIGUSR1, {"STUB_RANK_CODE": "5"}, 5, "left with 5: not requeueing", []),
+    "the last restart": (
+        "requeue",
+        signal.SIGUSR1,
+        {"SLURM_RESTART_COUNT": "3", "MAX_RESTARTS": "3"},
+        0,
+        "3 restarts reach MAX_RESTARTS",
+        [],
+    ),
+    "TERM": ("requeue", signal.SIGTERM, {}, 0, "rank saved", []),  # SLURM requeues by itself
+}
+
+
+@pytest.mark.by_day("USR1", "a save that fails")
+@pytest.mark.parametrize("name", ENDS)
+def test_a_signal_that_comes_too_early_is_repeated_until_the_ranks_listen(cluster: Cluster, name: str) -> None:
+    """The ranks save once, whoever asks them; the job goes back into the queue where that helps."""
+    job, number, environment, wanted, said, requeued = ENDS[name]
+    running = start_a_rank(cluster, job, **environment)
     running.send_signal(number)
     output, _ = running.communicate(timeout=25)
-    return running.returncode, output
-
-
-@pytest.mark.by_day("requeue")
-@pytest.mark.parametrize("job", ["requeue", "docker"])
-def test_a_signal_that_comes_too_early_is_repeated_until_the_ranks_listen(cluster: Cluster, job: str) -> None:
-    code, output = ends_after_a_signal(cluster, job, signal.SIGUSR1)
-    assert code == 0, output
-    assert "SIGUSR1: asking the ranks to save and leave" in output
+    assert running.returncode == wanted, output
+    assert said in output
     assert output.count("rank saved") == 1
-    requeued = [call["words"] for call in cluster.calls("scontrol")[1:]]
-    assert requeued == ([["requeue", "4242"]] if job == "requeue" else [])
-
-
-def test_a_save_that_fails_is_not_requeued(cluster: Cluster) -> None:
-    """The next job would resume from an older checkpoint and fail again, up to MAX_RESTARTS times."""
-    code, output = ends_after_a_signal(cluster, "requeue", signal.SIGUSR1, STUB_RANK_CODE="5")
-    assert code == 5, output
-    assert output.count("rank saved") == 1
-    assert "left with 5: not requeueing" in output
-    assert not cluster.calls("scontrol")[1:]
+    assert [word for call in cluster.calls("scontrol")[1:] for word in call["words"]] == requeued
 
 
 def test_scancel_while_the_ranks_save_is_not_requeued(cluster: Cluster) -> None:
-    running = cluster.start(
-        "--nodes=1", "examples/slurm/requeue.sbatch", STUB_RANK="1", RESEND_S="0.3", STUB_SAVE_S="3"
-    )
+    running = start_a_rank(cluster, "requeue", STUB_SAVE_S="3")
     assert running.stdout is not None
-    while not cluster.launches():
-        assert running.poll() is None
     running.send_signal(signal.SIGUSR1)
     for line in running.stdout:
         if "rank saved" in line:
@@ -192,20 +188,6 @@ def test_scancel_while_the_ranks_save_is_not_requeued(cluster: Cluster) -> None:
     output, _ = running.communicate(timeout=25)
     assert running.returncode == 0, output
     assert not cluster.calls("scontrol")[1:], output
-
-
-def test_restarts_come_to_an_end(cluster: Cluster) -> None:
-    code, output = ends_after_a_signal(cluster, "requeue", signal.SIGUSR1, SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
-    assert code == 0, output
-    assert "3 restarts reach MAX_RESTARTS" in output
-    assert not cluster.calls("scontrol")[1:]
-
-
-def test_sigterm_saves_and_leaves_requeueing_to_slurm(cluster: Cluster) -> None:
-    code, output = ends_after_a_signal(cluster, "requeue", signal.SIGTERM)
-    assert code == 0, output
-    assert output.count("rank saved") == 1
-    assert not cluster.calls("scontrol")[1:]
 
 
 def test_requeue_has_time_to_save() -> None:

@@ -228,11 +228,7 @@ def forked_children(rank: psutil.Process) -> list[psutil.Process]:
 
 
 def _rank_main(
-    parent: int,
-    words: list[str],
-    log: Path,
-    environment: Mapping[str, str],
-    sabotage: Callable[[int], None] | None,
+    parent: int, words: list[str], log: Path, environment: Mapping[str, str], sabotage: Callable[[int], None] | None
 ) -> None:
     die_with_parent(parent)
     os.setsid()

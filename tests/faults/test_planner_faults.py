@@ -123,8 +123,9 @@ def test_a_planner_process_that_is_stopped_is_replaced_after_the_timeout(tmp_pat
     assert sorted(figures(ended[0])) == list(range(1, 21)), "it went on, and was planned again by a new process"
 
 
+@pytest.mark.nightly
 def test_a_planner_process_that_is_killed_is_replaced_at_once_and_plans_the_same(tmp_path, undisturbed):
-    words = command_line(WORDS, "--train-iters 400 --exit-interval 16")
+    words = command_line(WORDS, "--train-iters 400 --exit-interval 8")
     with Job(tmp_path, words) as job:
         job.wait_for(0, r"iteration +3/")
         job.planner().kill()
@@ -133,7 +134,7 @@ def test_a_planner_process_that_is_killed_is_replaced_at_once_and_plans_the_same
     assert "the planner process was killed by signal 9; a new one takes its place" in ended[0].output
     assert "static plan" not in ended[0].output
     got = figures(ended[0])
-    assert len(got) == 16
+    assert len(got) == 8
     assert {iteration: got[iteration] for iteration in undisturbed} == undisturbed
 
 
@@ -149,7 +150,7 @@ def test_a_request_that_kills_the_planner_twice_gets_the_static_plan(tmp_path, u
         check_static(ended, undisturbed, {3}, "the planner process was killed by signal 9, twice")
 
 
-@pytest.mark.by_day("die")
+@pytest.mark.by_day("raise")
 @pytest.mark.parametrize(
     ("fault", "words", "why"),
     [
@@ -169,6 +170,7 @@ def test_in_a_strict_run_all_ranks_end_with_the_same_error(tmp_path, fault, word
     assert sorted(figures(ended[0])) == [1, 2]
 
 
+@pytest.mark.nightly
 def test_a_planner_whose_static_plan_fails_too_ends_all_ranks_with_the_same_error(tmp_path):
     sabotage = partial(faulty, fault="raise", iterations=(3,), folder=str(tmp_path), also_static=True)
     ended = run_job(tmp_path, sabotage=sabotage, code=2)

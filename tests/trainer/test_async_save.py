@@ -27,9 +27,9 @@ from tests.distributed.harness import RankError, run_ranks
 from tests.trainer.checkpoints import verified
 from tests.trainer.commandline import SMALL, command_line
 from tests.trainer.test_training import ON_TWO, OVERLAPPED
-from tests.trainer.training_ranks import Ended, _command_on_one_rank, losses, train
+from tests.trainer.training_ranks import Ended, _command_on_one_rank, train
 
-WORDS = f"{SMALL} {ON_TWO} --lr-decay-iters 8"
+WORDS = f"{SMALL} {ON_TWO} --num-layers 1 --global-batch-size 4 --lr-decay-iters 8"
 
 
 def _have_writers(patched: pytest.MonkeyPatch, wait: Callable[[], None]) -> None:
@@ -110,7 +110,7 @@ def _contents(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("optimizer", [pytest.param("", marks=pytest.mark.nightly), OVERLAPPED])
 def test_files_are_those_of_a_save_that_waits_and_training_goes_on(tmp_path, capfd, optimizer):
-    expected = losses(train(2, WORDS, optimizer, f"--train-iters 6 --save-interval 2 --save {tmp_path}/waited"))
+    train(2, WORDS, optimizer, f"--train-iters 4 --save-interval 2 --save {tmp_path}/waited")
     words = command_line(WORDS, optimizer, f"--train-iters 5 --save-interval 2 --async-save --save {tmp_path}/async")
     capfd.readouterr()
     seen = run_ranks(2, _train_with_slow_writers, words, tmp_path / "async")[0]
@@ -127,8 +127,6 @@ def test_files_are_those_of_a_save_that_waits_and_training_goes_on(tmp_path, cap
         written = _contents(tmp_path / "async" / name)
         assert len(written) >= 5
         assert written == _contents(tmp_path / "waited" / name)
-    resumed = train(2, WORDS, optimizer, "--train-iters 6 --load", str(tmp_path / "async"))
-    assert losses(resumed) == expected[5:]
 
 
 def _train_and_die(words: list[str], folder: Path) -> None:

@@ -20,7 +20,7 @@ from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop import training
 from tests import patience
 from tests.distributed.harness import run_ranks
-from tests.trainer.commandline import command_line
+from tests.trainer.commandline import SMALL, command_line
 from tests.trainer.training_ranks import Ended, _command_on_one_rank
 
 OUT_OF_MEMORY = torch.OutOfMemoryError(
@@ -53,7 +53,7 @@ def _with_failing_kernel(error: Exception, failing_rank: int, words: list[str]) 
 
 
 def end_of(error: Exception, failing_rank: int) -> list[Ended]:
-    words = command_line("--mock-data --dynamic-cp --max-seqlen-per-dp-cp-rank 64")
+    words = command_line(SMALL, "--mock-data --dynamic-cp --max-seqlen-per-dp-cp-rank 64")
     return run_ranks(2, _with_failing_kernel, error, failing_rank, words, timeout_s=60)
 
 
@@ -78,6 +78,7 @@ def test_out_of_memory_names_the_micro_batch_and_the_limit(failing_rank: int) ->
     assert max(one.seconds for one in ended) < 40
 
 
+@pytest.mark.nightly
 def test_a_failed_collective_names_place_and_rank() -> None:
     ended = end_of(LOST, 1)
     said = ended[1].stderr.strip()

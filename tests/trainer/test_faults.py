@@ -127,7 +127,7 @@ def test_wrong_input_ends_the_job_with_one_message(words, part):
     ],
 )
 def test_a_killed_rank_ends_the_job_which_resumes_from_its_checkpoint(model, tmp_path, capfd, monkeypatch):
-    """Rank 0, without which nobody hears the others; of rank 1: tests/faults/test_save_kills.py."""
+    """Rank 0, without which nobody hears the others; of rank 1: tests/faults/test_kills.py."""
     monkeypatch.setattr(mock, "NUM_DOCUMENTS", ALL_DOCUMENTS)  # as the job under torchrun, which is no fork
     words = f"{DYNAMIC} {model} --save {tmp_path} --load {tmp_path} --save-interval 2"
     job = _start(words, "--train-iters 500")

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from dynamic_cp.errors import CheckpointError, DynamicCPError, UnsupportedFeatureError
+from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
 from megatron.dynamic_cp.flags.positions import CHOICES, check_positions, choices
 from megatron.trainer.checkpoints import interchange, loading
 from megatron.trainer.flags import derive
-from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import model
-from tests.trainer.commandline import command_line, parsed
+from tests.trainer.commandline import parsed
 from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.training_ranks import losses, train
 
@@ -24,47 +23,6 @@ FEATURES = (
     "--attention-output-gate --qk-l2-norm --no-rope-freq 2 --use-rope-scaling --rope-scaling-factor 32 "
     "--rotary-seq-len-interpolation-factor 2 --softmax-type learnable"
 )
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--no-rope-freq 3", "--no-rope-freq 3 leaves every 3th layer without RoPE, and does not divide the 4 layers"),
-        ("--no-rope-freq [0,1]", "--no-rope-freq 0,1 has 2 entries, the model has 4 layers: give a number, or 1"),
-        ("--no-rope-freq [0,2]*2", "0,2,0,2 has 4 entries"),
-        ("--no-rope-freq layers", "'layers' cannot be read: give a number, or 1 .no rotation. and 0"),
-        (
-            "--no-rope-freq 2 --position-embedding-type none",
-            "--no-rope-freq is for --position-embedding-type rope or yarn, this model has none: leave one of them out",
-        ),
-        (f"{YARN} --use-rope-scaling", "--use-rope-scaling is for --position-embedding-type rope, this model has yarn"),
-        (f"{YARN} --rotary-seq-len-interpolation-factor 2", "factor is for --position-embedding-type rope, this"),
-        ("--rotary-seq-len-interpolation-factor 0", "is 0, it must be at least 1: positions are divided by it"),
-        ("--use-rope-scaling --rope-scaling-factor 0", "--rope-scaling-factor is 0.0, it must be greater than 0"),
-        ("--rope-scaling-factor 4", "--rope-scaling-factor 4.0 has no effect alone: add --use-rope-scaling"),
-        ("--mscale 0.7", "--mscale is for --position-embedding-type yarn, this model has rope: leave one of them out"),
-        ("--position-embedding-type yarn", "by --rotary-scaling-factor, which is 1.0: give one above 1, or rope"),
-        (f"{YARN} --rotary-scaling-factor 1", "which is 1.0: give one above 1, or rope"),
-        (f"{YARN} --rotary-interleaved", "--rotary-interleaved: YaRN rotates halves"),
-        (f"{YARN} --rotary-percent 0.5", "--rotary-percent is 0.5, YaRN rotates whole heads"),
-        (f"{YARN} --yarn-beta-fast 0", "--yarn-beta-fast is 0.0, it must be greater than 0"),
-        ("--fp32-residual-connection", "--fp32-residual-connection says what stays in float32: add --bf16, or leave"),
-        ("--recompute-modules mlp", "--recompute-modules mlp says what to recompute selectively: add"),
-        ("--recompute-modules mlp --recompute-granularity full", "add --recompute-granularity selective, or leave it"),
-        ("--recompute-activations --recompute-modules mlp moe", "--recompute-modules moe is not supported: a dense mo"),
-        (
-            "--num-layers 2 --recompute-activations --recompute-modules mlp --biases",
-            "--recompute-modules mlp is not supported with biases: megatron-core recomputes the MLP's bias as well",
-        ),
-        ("--qk-l2-norm --qk-layernorm", "--qk-l2-norm and --qk-layernorm both normalize queries and keys: give one"),
-    ],
-)
-def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
-    words = command_line(f"--dynamic-cp {flags}")
-    if "--biases" in words:
-        words = [word for word in words if word not in ("--biases", "--disable-bias-linear")]
-    with pytest.raises(DynamicCPError, match=says):
-        parse_args(words, 4)
 
 
 def test_flags_reach_megatron_core() -> None:

@@ -11,7 +11,7 @@ import torch
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
+from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.flags import fp8
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
@@ -22,38 +22,6 @@ from tests.trainer.commandline import SMALL, parsed
 HYBRID = f"--bf16 {SMALL} --fp8-format hybrid"
 TP = "--tensor-model-parallel-size 2"
 H100 = {"capability": (9, 0), "flash_attn": None, "attention_backend": "auto", "bf16": True, "kv_channels": 128}
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (
-            "--fp8-recipe mxfp8",
-            "--fp8-recipe mxfp8 says how products in FP8 are scaled: add --fp8-format",
-        ),
-        ("--fp8-format e4m3", "--fp8-format e4m3 keeps everything but matrix products in bfloat16: add --bf16"),
-        (f"{HYBRID} --transformer-impl local", "--transformer-impl local is not supported: only TransformerEngine's"),
-        (f"{HYBRID} --num-experts 4", "--fp8-format with --num-experts is not supported: what an expert gets"),
-        (f"{HYBRID} --mtp-num-layers 1", "--fp8-format with --mtp-num-layers is not supported"),
-        (
-            f"{HYBRID} --recompute-granularity selective --recompute-modules core_attn mlp --disable-bias-linear",
-            "--fp8-format with --recompute-modules mlp is not supported",
-        ),
-        (f"{HYBRID} --fp8-param-gather", "--fp8-param-gather .* is not supported: weights are kept in bfloat16"),
-        ("--fp4-format e2m1", "--fp4-format .* is not supported: matrix products are in bfloat16, or by --fp8-format"),
-        (
-            f"{HYBRID} --dynamic-cp-pool auto --pipeline-model-parallel-size 2",
-            "--dynamic-cp-pool auto does not run with --fp8-format, off is possible",
-        ),
-        (
-            f"{HYBRID} --fp8-recipe mxfp8 --max-seqlen-per-dp-cp-rank 24",
-            r"of 4 lanes holds 0 \(24 per rank\): raise max_tokens_per_rank",
-        ),
-    ],
-)
-def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
-    with pytest.raises(DynamicCPError, match=says):
-        parsed(flags)
 
 
 @pytest.mark.parametrize(
@@ -124,20 +92,11 @@ def test_configurations_are_checked_too() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        (
-            {"version": None, "why_missing": "no such module"},
-            "--fp8-format is for TransformerEngine's layers, and",
-        ),
+        ({"version": None, "why_missing": "no such module"}, "--fp8-format is for TransformerEngine's layers, and"),
         ({"capability": None}, "and TransformerEngine needs CUDA devices, this run trains on the CPU"),
         ({"multi_latent_attention": True}, "and latent attention .* is checked with local layers only"),
-        (
-            {"fp8_recipe": "mxfp8"},
-            r"mxfp8 needs compute capability 10\.0, this device has 9\.0: use --fp8-rec",
-        ),
-        (
-            {"capability": (8, 0), "flash_attn": 2},
-            r"tensorwise needs .* 8\.9, this device has 8\.0: leave --fp8",
-        ),
+        ({"fp8_recipe": "mxfp8"}, r"mxfp8 needs compute capability 10\.0, this device has 9\.0: use --fp8-rec"),
+        ({"capability": (8, 0), "flash_attn": 2}, r"tensorwise needs .* 8\.9, this device has 8\.0: leave --fp8"),
     ],
 )
 def test_fp8_never_falls_back_to_local_layers(changed: dict[str, Any], says: str) -> None:

@@ -43,6 +43,7 @@ from tests.trainer.training_ranks import losses, run_command, train
 
 CPU = torch.device("cpu")
 NUM_LAYERS, CP_SIZE = 2, 2
+BATCH = "--global-batch-size 6"
 NUM_RANKS = {"": 2, SHARDED: 4}
 """Of the stock run: the batch is shared in groups of CP_SIZE, among one of them or two."""
 VOCAB_ROWS = 264  # bytes and the end of a document, in multiples of 8
@@ -215,11 +216,11 @@ def _stock_run(words: list[str], until: int, *, load: str | None = None, save: d
 
 def _words(*more: str) -> list[str]:
     return command_line(
-        f"--num-layers {NUM_LAYERS} --mock-data --context-parallel-size 2 --max-seqlen-per-dp-cp-rank 64", *more
+        f"--num-layers {NUM_LAYERS} --mock-data --context-parallel-size 2 --max-seqlen-per-dp-cp-rank 64", BATCH, *more
     )
 
 
-@pytest.fixture(scope="module", params=["", SHARDED])
+@pytest.fixture(scope="module", params=["", SHARDED], ids=["plain", "sharded"])
 def stock(request, tmp_path_factory):
     """(words, losses of 6 iterations, folder of a checkpoint at 2) of the uninterrupted stock run."""
     folder = str(tmp_path_factory.mktemp("stock"))
@@ -238,12 +239,13 @@ def _stock_run_resumed(words: list[str], folder: str) -> list[float]:
     return _stock_run(words, 6, load=folder)
 
 
-@pytest.mark.by_day("--use-distributed-optimizer")
+@pytest.mark.by_day("plain")
 def test_there_and_back(stock, tmp_path, capfd):
     words, expected, folder = stock
     ours = train(
         NUM_RANKS[words],
         ON[NUM_RANKS[words]],
+        BATCH,
         words,
         f"--train-iters 4 --lr-decay-iters 8 --load {folder} --save {tmp_path}",
     )
@@ -252,7 +254,7 @@ def test_there_and_back(stock, tmp_path, capfd):
     assert ours[3].learning_rate > 0
     said = capfd.readouterr().out
     assert said.count("is Megatron-LM's") == 1
-    assert "training goes on with sample 24 of this run's own order" in said
+    assert "training goes on with sample 12 of this run's own order" in said
     back = run_ranks(NUM_RANKS[words], _stock_run_resumed, _words(words), str(tmp_path))[0]
     assert back == pytest.approx(expected[4:], rel=TOLERANCE)
 
@@ -261,7 +263,7 @@ def test_there_and_back(stock, tmp_path, capfd):
 @pytest.mark.parametrize("stock", [""], indirect=True)
 def test_weights_alone_and_what_is_refused(stock):
     _, expected, folder = stock
-    tuned = train(2, ON_TWO, f"--train-iters 1 --lr-decay-iters 8 --finetune --load {folder}")
+    tuned = train(2, ON_TWO, f"{BATCH} --train-iters 1 --lr-decay-iters 8 --finetune --load {folder}")
     assert list(tuned) == [1]
     assert losses(tuned)[0] != expected[0]
     refused = f"{DYNAMIC.replace('48', '128')} --load {folder}"

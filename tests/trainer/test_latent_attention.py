@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dynamic_cp.errors import CheckpointError, DynamicCPError
+from dynamic_cp.errors import CheckpointError
 from megatron.trainer.checkpoints import loading
 from megatron.trainer.flags import derive
 from megatron.trainer.setup import model
@@ -19,38 +19,6 @@ WIDTHS = "--kv-lora-rank 24 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-di
 LATENT = f"--multi-latent-attention {WIDTHS} --num-query-groups 4"
 YARN = "--q-lora-rank 32 --qk-layernorm --rotary-scaling-factor 4 --mscale-all-dim 0.5"
 DYNAMIC = f"--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 {SMALL} {LATENT} {YARN}"
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--kv-lora-rank 8", "--kv-lora-rank 8 is for multi-latent attention: add --multi-latent-attention, or leave"),
-        ("--rope-type yarn", "--rope-type yarn is for multi-latent attention: add --multi-latent-attention"),
-        ("--multi-latent-attention", "--num-query-groups 2 is not supported: each of its 4 heads has keys of its own"),
-        (f"{LATENT} --rope-type yarn", "by --rotary-scaling-factor, which is 1.0: give one above 1, or rope"),
-        (
-            f"{LATENT} --kv-channels 16",
-            "--kv-channels is 16, --qk-head-dim 12 and --qk-pos-emb-head-dim 8 are together",
-        ),
-        (f"{LATENT} --v-head-dim 24", "--v-head-dim is 24 and --kv-channels 20, queries and keys have 20 channels"),
-        (f"{LATENT} --v-head-dim 0", "--v-head-dim is 0, it must be greater than 0"),
-        (
-            f"{LATENT} --position-embedding-type none",
-            "with --position-embedding-type none is not supported: it rotates",
-        ),
-        (f"{LATENT} --rotary-percent 0.5", "with --rotary-percent is not supported: --qk-pos-emb-head-dim says what"),
-        (f"{LATENT} --mscale 0.7", "--mscale is for --position-embedding-type yarn, this model has rope"),
-        (
-            f"{LATENT} --kv-lora-rank 25 --tensor-model-parallel-size 2",
-            "--kv-lora-rank . --qk-pos-emb-head-dim 33 is not a multiple of --tensor-model-parallel-size 2: lower TP",
-        ),
-        ("--cp-comm-type latent", r"serve none of the CP sizes 2 to 4 \(only multi-latent attention has latents"),
-        (f"{LATENT} --recompute-activations --recompute-modules mla_up_proj", "--recompute-modules mla_up_proj is not"),
-    ],
-)
-def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
-    with pytest.raises(DynamicCPError, match=says):
-        parsed(flags)
 
 
 def test_flags_reach_megatron_core_and_the_planner() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamic_cp.errors import CheckpointError, DynamicCPError
+from dynamic_cp.errors import CheckpointError
 from megatron.dynamic_cp.flags.multi_token import FUTURE_LOSS
 from megatron.trainer.checkpoints import loading
 from megatron.trainer.flags import derive
@@ -16,24 +16,6 @@ from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.training_ranks import losses, train
 
 LATER = f"--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 64 {SMALL} --mtp-num-layers 2"
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--mtp-num-layers -1", "--mtp-num-layers is -1, it must be at least 0"),
-        ("--mtp-loss-scaling-factor 0.3", "--mtp-loss-scaling-factor 0.3 has no effect alone: add --mtp-num-layers"),
-        ("--mtp-num-layers 1 --mtp-loss-scaling-factor 0", "--mtp-loss-scaling-factor is 0.0, it must be greater"),
-        (
-            "--mtp-num-layers 1 --position-embedding-type learned_absolute --pipeline-model-parallel-size 2",
-            "learned_absolute --pipeline-model-parallel-size 2 is not supported: the last stage would learn positions",
-        ),
-        ("--mtp-num-layers 1 --window-size 7,0", "--mtp-num-layers 1 with --window-size is not supported: which mo"),
-    ],
-)
-def test_flags_that_cannot_be_are_told_at_once(flags: str, says: str) -> None:
-    with pytest.raises(DynamicCPError, match=says):
-        parsed(flags)
 
 
 def test_checkpoints_know_the_modules() -> None:

@@ -6,11 +6,8 @@ import json
 
 import pytest
 
-from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.plans.serialize import digest, plan_from_dict
 from dynamic_cp.plans.validate import check_plan
-from megatron.trainer.flags.arguments import parse_args
-from tests.trainer.commandline import command_line
 from tests.trainer.conftest import LAST, SAVED, TO_LAST
 from tests.trainer.test_training import LAYOUT_TOLERANCE
 from tests.trainer.training_ranks import losses, run_command, train
@@ -102,34 +99,3 @@ def test_other_layouts_learn_what_they_do_without_a_pool(num_ranks, words):
         assert losses(pooled)[-1] < losses(pooled)[0]
     else:
         assert losses(pooled) == pytest.approx(losses(without), rel=LAYOUT_TOLERANCE)
-
-
-PP2 = "--dynamic-cp --dynamic-cp-pool always --pipeline-model-parallel-size 2"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--dynamic-cp --dynamic-cp-pool auto", "--pipeline-model-parallel-size 1, at least 2 is possible"),
-        ("--dynamic-cp-pool auto --pipeline-model-parallel-size 2", "--dynamic-cp off, on is possible"),
-        (f"{PP2} --decoder-first-pipeline-num-layers 1", "--decoder-first-pipeline-num-layers, off is possible"),
-        (f"{PP2} --num-experts 4", "--num-experts 4, 0 is possible: stages without a micro-batch"),
-        (f"{PP2} --mtp-num-layers 1", "--mtp-num-layers, 0 is possible"),
-        (f"{PP2} --window-size 15,0", "--window-size, off is possible"),
-        (f"{PP2} --bf16 --fp8-format hybrid", "--fp8-format, off is possible"),
-        (f"{PP2} --transformer-impl transformer_engine", "--transformer-impl transformer_engine, local is possible"),
-        (
-            f"{PP2} --recompute-granularity full --recompute-method block --recompute-num-layers 1",
-            "--recompute-method block --recompute-num-layers 1, uniform and 1 is possible",
-        ),
-        (f"{PP2} --dynamic-cp-refine 4", "--dynamic-cp-refine 4, 0 is possible"),
-        (f"{PP2} --dynamic-cp-noise-margin -0.1", "--dynamic-cp-noise-margin is -0.1, it must be at least 0"),
-    ],
-)
-def test_what_a_pool_does_not_run_with_is_refused_before_anything_starts(words, said):
-    with pytest.raises(ValueError, match=r"possible|at least 0") as caught:
-        parse_args(command_line("--mock-data", words), 4)
-    assert said in str(caught.value)
-    if "noise" not in words:
-        assert isinstance(caught.value, UnsupportedFeatureError)
-        assert str(caught.value).startswith("--dynamic-cp-pool")

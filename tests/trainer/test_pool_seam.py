@@ -51,10 +51,7 @@ def imported_by_a_run(folder: Path, num_ranks: int, words: str) -> set[str]:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("num_ranks", "words", "wanted"),
-    [
-        (1, "", ()),
-        (2, "--pipeline-model-parallel-size 2 --dynamic-cp-pool always", ("pool.search", "pool.block")),
-    ],
+    [(1, "", ()), (2, "--pipeline-model-parallel-size 2 --dynamic-cp-pool always", ("pool.search", "pool.block"))],
     ids=["without", "with"],
 )
 def test_a_run_imports_the_pool_where_it_is_asked_for(

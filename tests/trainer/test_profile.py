@@ -102,22 +102,6 @@ def test_nvtx_ranges_on_a_cpu_are_refused():
     assert "add --use-pytorch-profiler" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--use-pytorch-profiler", "add --profile"),
-        ("--profile --use-pytorch-profiler", "give --profile-dir"),
-        ("--profile --profile-step-start 12", "--profile-step-end 12 is not above --profile-step-start 12"),
-        ("--profile --use-pytorch-profiler --profile-dir x --train-iters 10", "the run ends with iteration 10"),
-        ("--profile --profile-step-start -1", "it must be at least 0"),
-        ("--profile --profile-ranks 0 4", "--profile-ranks has 4, the job has ranks 0 to 3"),
-    ],
-)
-def test_flags_that_profile_nothing_are_refused(words, said):
-    with pytest.raises(InvalidInputError, match=said):
-        parse_args(command_line(DYNAMIC, words), 4)
-
-
 def test_a_span_that_is_off_formats_nothing():
     class Unprintable:
         def __str__(self) -> str:

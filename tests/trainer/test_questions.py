@@ -123,7 +123,7 @@ def gradients_of(runs, look=lambda name, run: None):
 WINDOWS = ("", "--window-size 11,0 --window-attn-skip-freq 2")
 
 
-@pytest.mark.by_day("questions--", "trees--")
+@pytest.mark.by_day("questions---window-size 11,0 --window-attn-skip-freq 2")
 @pytest.mark.parametrize(
     ("files", "windows"),
     [*(("questions", one) for one in WINDOWS), ("trees", ""), ("trees", "--window-size 11,0 --window-sink-tokens 2")],
@@ -168,7 +168,7 @@ def routers_of(runs):
     return {name: (*found[name], *counted[name]) for name in runs}
 
 
-@pytest.mark.by_day("questions---moe", "trees")
+@pytest.mark.by_day("trees")
 @pytest.mark.parametrize(
     ("files", "flags"),
     [

@@ -242,7 +242,7 @@ def test_another_format_is_refused_before_its_files_are_read(tmp_path: Path) -> 
 BASE = "--dynamic-cp --max-seqlen-per-dp-cp-rank 64 --mock-data --lr-decay-iters 8 --train-iters 2"
 
 
-@pytest.mark.by_day("random states")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "flags"), [(".metadata", "--finetune"), ("random states", ""), ("common.pt", "--finetune")]
 )

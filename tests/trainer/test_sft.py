@@ -27,7 +27,7 @@ from tests.distributed.harness import run_ranks
 from tests.trainer.training_ranks import train
 
 ROOT = Path(__file__).parents[2]
-NUM_SAMPLES = 16
+NUM_SAMPLES = 8
 FLAGS = (
     "--distributed-backend gloo --sft --split 1,0,0 --seq-length 2048 --num-layers 2 --hidden-size 32 "
     "--ffn-hidden-size 32 --num-attention-heads 4 --position-embedding-type rope --lr 1e-3 --train-iters 1 "
@@ -69,17 +69,17 @@ MUTANTS = {"as it is": lambda values: values, "shifted": shifted, "dropped": dro
 
 
 def sums_of_ranks(words, masks):
-    """Return how the masked losses of the first global batch sum up, by mutant; on one rank also what they must be."""
+    """Return how the masked losses of the first global batch sum up; on one rank by mutant, and what they must be."""
     os.environ["RANK"] = str(dist.get_rank())
     run = set_up(parse_args(words, dist.get_world_size()))
     stream = run.splits.train
     real = stream.read
     samples = stream.global_batch(0, NUM_SAMPLES)
-    found, cp_sizes = {}, set()
+    found, cp_sizes, mutants = {}, set(), {"as it is": MUTANTS["as it is"]}
     with contextlib.closing(run), _evaluating(run.model):
         if dist.get_world_size() == 1:
-            found["reference"] = reference(run, stream, samples, masks)
-        for name, mutate in MUTANTS.items():
+            found["reference"], mutants = reference(run, stream, samples, masks), MUTANTS
+        for name, mutate in mutants.items():
             stream.read = lambda sample_id, mutate=mutate: mutate(real(sample_id))
             with contextlib.closing(run.iterator_wrapper(stream, name)) as wrapper:
                 data = wrapper.wrap(0, samples)
@@ -128,10 +128,9 @@ def test_four_ranks_mask_exactly_the_tokens_of_the_assistant(chats):
     for found in (alone, *(found for found, _ in by_rank)):
         assert found["as it is"][1] == expected_num
         assert found["as it is"][0] == pytest.approx(expected_sum, rel=TOLERANCE)
-        # What a wrong mask gives is far from it, or these figures would show nothing.
-        assert abs(found["shifted"][0] / expected_sum - 1) > 100 * TOLERANCE
-        assert found["dropped"][1] > 2 * expected_num
-        assert found["dropped"] == pytest.approx(alone["dropped"], rel=TOLERANCE)
+    # What a wrong mask gives is far from it, or these figures would show nothing.
+    assert abs(alone["shifted"][0] / expected_sum - 1) > 100 * TOLERANCE
+    assert alone["dropped"][1] > 2 * expected_num
 
 
 def flags_of_example(tmp_path, name="sft_chat.sh", **variables):

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.memory.memory_model import MemoryModel, StageMemory
 from dynamic_cp.models import catalog
 from dynamic_cp.pricing.reduction import ddp_bucket_size
@@ -20,7 +19,7 @@ from megatron.trainer.setup import model
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
 from tests.distributed.real_transformer_engine.engine import run_ranks_with
 from tests.distributed.real_transformer_engine.wheels import PINNED
-from tests.trainer.commandline import command_line, parsed
+from tests.trainer.commandline import command_line
 from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.test_fused_adam import take_fused_adam
 from tests.trainer.training_ranks import losses, train
@@ -31,27 +30,6 @@ SHARDED = "--use-distributed-optimizer"
 AWARE = f"{SHARDED} --use-precision-aware-optimizer"
 VOCAB_SIZE = 264
 STATES = ("exp_avg", "exp_avg_sq", "master_param")
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (IN_BF16, "--grad-reduce-in-bf16 is for weights in bfloat16: add --bf16, or leave it out"),
-        (AWARE, "--use-precision-aware-optimizer is for weights in bfloat16: add --bf16, or leave it out"),
-        (
-            "--bf16 --use-precision-aware-optimizer",
-            "needs an optimizer whose state the lanes share: use the distributed",
-        ),
-        (
-            "--bf16 --exp-avg-dtype bf16",
-            "is bf16, without the precision-aware optimizer it is fp32: add --use-precision",
-        ),
-        (f"--bf16 {SHARDED} --main-grads-dtype bf16", "add --use-precision-aware-optimizer, or leave it out"),
-    ],
-)
-def test_flags_that_disagree_are_told_at_once(flags: str, says: str) -> None:
-    with pytest.raises(DynamicCPError, match=says):
-        parsed(flags)
 
 
 def test_flags_are_those_of_the_plans() -> None:
@@ -126,8 +104,10 @@ def planned_bytes(words: list[str], world_size: int) -> StageMemory:
     return MemoryModel(problem).peak_at(0)[0]
 
 
-@pytest.mark.by_day("", "--grad")
-@pytest.mark.parametrize("flags", ["", IN_BF16, SHARDED, f"{SHARDED} {IN_BF16}"])
+@pytest.mark.by_day("sharded, in bf16")
+@pytest.mark.parametrize(
+    "flags", ["", IN_BF16, SHARDED, f"{SHARDED} {IN_BF16}"], ids=["plain", "in bf16", "sharded", "sharded, in bf16"]
+)
 def test_what_is_kept_is_what_is_planned_to_the_byte(flags: str) -> None:
     words = command_line(f"{WORDS} {flags} --untie-embeddings-and-output-weights")
     kept, planned = run_ranks(2, kept_bytes, words, 2)[0], planned_bytes(words, 2)
@@ -136,7 +116,7 @@ def test_what_is_kept_is_what_is_planned_to_the_byte(flags: str) -> None:
     assert planned.gradients_bytes == planned.weights_bytes * (1 if IN_BF16 in flags else 2)
 
 
-@pytest.mark.by_day("--main-params")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("dtypes", "gradient", "state"),
     [

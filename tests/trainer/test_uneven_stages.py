@@ -9,7 +9,6 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.flags.pipeline_layers import pipeline_layers
 from megatron.trainer.flags import derive
 from megatron.trainer.setup import model
@@ -52,38 +51,6 @@ def test_layers_are_where_megatron_core_builds_them(flags: str, layers: Any, mon
     assert built == (layers or ((2,), (2,)))
     shape = derive.model_shape(settings.model, 264, settings.planning.pipeline_layers)
     assert [stage.num_layers for stage in shape.stages(topology.pp_size)] == [sum(chunks) for chunks in built]
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (f"{FIRST} 1", f"{FIRST} shares layers over pipeline stages, {PP} is 1: drop the flag or raise PP"),
-        (f"{EMBEDDING}", "shares layers over pipeline stages, --pipeline-model-parallel-size is 1"),
-        (f"{PP} 2 {FIRST} 0", f"{FIRST} is 0, it must be greater than 0"),
-        (f"{PP} 2 {FIRST} 4", f"{FIRST} 4 leave 0 of --num-layers 4 for 1 more stages of {PP} 2"),
-        (f"{PP} 2 {FIRST} 5", "leave -1 of --num-layers 4 for 1 more stages"),
-        (f"{PP} 2 {FIRST} 1 {LAST} 1", f"{FIRST} 1 and {LAST} 1 leave 2 of --num-layers 4 for 0 more stages"),
-        (f"{PP} 4 {FIRST} 2", "leave 2 of --num-layers 4 for 3 more stages .* which share them evenly: change one"),
-        (f"{PP} 2 {FIRST} 1 {LOSS}", f"{FIRST} and {LOSS} both say how many layers a stage has: give one of them"),
-        (f"{PP} 2 {LOSS}", f"{LOSS} make --num-layers 4 5, which 2 stages of 1 chunks cannot share evenly"),
-        (f"{PP} 2 {FIRST} 1 {CHUNKS} 2", "give a stage 1 layers, which its 2 virtual stages cannot share evenly"),
-        (
-            f"{PP} 2 {FIRST} 1 --num-layers-per-virtual-pipeline-stage 1",
-            f"--num-layers-per-virtual-pipeline-stage 1 is the same for all stages, .* give {CHUNKS} instead",
-        ),
-        (
-            f"{PP} 2 {FIRST} 1 --recompute-granularity full --recompute-num-layers 3",
-            "the layers of a model chunk, 1 is not a multiple of --recompute-num-layers 3",
-        ),
-        (
-            f"{PP} 2 {FIRST} 1 --recompute-granularity full --recompute-method block --recompute-num-layers 4",
-            "--recompute-num-layers 4 is more than the 3 layers of a model chunk",
-        ),
-    ],
-)
-def test_stages_that_cannot_be_are_told_at_once(flags: str, says: str) -> None:
-    with pytest.raises(InvalidInputError, match=says):
-        parsed(flags, 8)
 
 
 def test_a_checkout_without_a_pipeline_may_count_its_embedding() -> None:
