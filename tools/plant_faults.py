@@ -37,11 +37,11 @@ class Fault(NamedTuple):
     tests: str
 
 
-PARITY = "tests/distributed/test_parity.py -k test_layouts and dense"
+PARITY = "tests/distributed/test_parity.py -k mixed_exchanges and long_tail"
 FULL = "tests/distributed/test_full_attention.py"
 HEADS = PARITY
-DELTA = "tests/distributed/test_parity.py -k test_layouts and delta"
-ROUTED = "tests/distributed/test_parity.py -k test_layouts and experts"
+DELTA = "tests/distributed/test_parity.py -k of_the_day and delta"
+ROUTED = "tests/distributed/test_parity.py -k of_the_day and further"
 PROMISES = "tests/property/test_plans.py -k test_every_promise_of_a_plan"
 RESUMED = "tests/trainer/test_training.py -k test_a_resumed_run"
 PLACED = "tests/distributed/test_placed_attention.py -k dense_softmax"

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import activations, parallel_state
@@ -56,6 +55,7 @@ from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 from megatron.dynamic_cp.plans.plan_source import FixedPlan
 from megatron.dynamic_cp.step import loss
 from tests.distributed import reference, token_by_token
+from tests.distributed.faults import Plant
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.placements import random_placement
 from tests.sent_bytes import placed_bytes, sent_by
@@ -437,6 +437,17 @@ class Case(NamedTuple):
     expected: dict[str, Any]
 
 
+def case_of(
+    reference_of: Callable[[Layout, str], dict[str, Any]],
+    layout: Layout,
+    plan_of: Callable[[tuple[Sample, ...], Layout], Plan] = mixed_plan,
+    batch: str = "long_tail",
+) -> Case:
+    """Return the step of a batch whose plan is what `plan_of` makes of its samples."""
+    samples = BATCHES[batch]
+    return Case(layout, samples, plan_of(samples, layout), reference_of(layout, batch))
+
+
 def compare_with_reference(cases: Mapping[str, Case]) -> dict[str, list[Comparison]]:
     """Return what each rank found in each case; cases of equal world size share the start of their ranks."""
     found: dict[str, list[Comparison]] = {}
@@ -720,11 +731,16 @@ def assert_all_equal_to_reference(cases: Mapping[str, Case], *, bytes_too: bool 
     assert not wrong, "\n".join(wrong)
 
 
-def run_faulty(cases: Mapping[str, tuple[Case, Callable[[Any], None]]]) -> dict[str, Comparison]:
+def run_faulty(cases: Mapping[str, tuple[Case, Plant]]) -> dict[str, Comparison]:
     """Return what a step of each case shows on this rank with its fault planted, each in a job of its own."""
     found = {}
     for name, (case, plant) in in_jobs_of_their_own(cases):
-        with pytest.MonkeyPatch.context() as patched:
-            plant(patched)
+        with plant():
             found[name] = run_step(*case, None)
     return found
+
+
+def errors_of_faults(cases: Mapping[str, tuple[Case, Plant]]) -> dict[str, float]:
+    """Return the largest error of a gradient that each fault makes; all cases are of two ranks."""
+    ranks = run_ranks(2, run_faulty, cases, timeout_s=60 + 10 * len(cases))
+    return {name: max(rank[name].gradient_error for rank in ranks) for name in cases}
