@@ -17,6 +17,7 @@ from megatron.core import activations, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions import fused_bias_geglu
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 from torch.distributed import distributed_c10d
 
 from dynamic_cp.models import catalog
@@ -339,6 +340,7 @@ def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: A
     """Return (config, model chunks of this rank); `overrides` are the config's."""
     given = {"num_layers": layout.num_layers, **layout.config, **overrides}
     sink_tokens, chunk_tokens = given.pop("window_sink_tokens", 0), given.pop("loss_chunk_tokens", 0)
+    sends_bf16 = given.get("bf16", False) and not given.get("fp32_residual_connection", False)
     own = {fused_bias_geglu.quick_gelu: quick_gelu, activations.squared_relu: squared_relu}
     if variant.config.get("activation_func") in own:
         given["activation_func"] = own[variant.config["activation_func"]]
@@ -350,7 +352,7 @@ def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: A
         sequence_parallel=layout.sp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=torch.bfloat16 if sends_bf16 else torch.float32,
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type="alltoall",
         overlap_p2p_comm=layout.vpp > 1,
@@ -415,9 +417,9 @@ def sections_of(name: str, full: torch.Tensor, config: Any) -> list[int] | None:
     return [len(full) // 2] * 2 if is_gated else token_by_token.sections_of(name, config)
 
 
-def run_stock_schedule(model: list[Any], step: StepData, forward_step_func: Callable[..., Any]) -> None:
-    """Run a step by the schedule of megatron-core."""
-    get_forward_backward_func()(
+def run_stock_schedule(model: list[Any], step: StepData, forward_step_func: Callable[..., Any]) -> list[Any]:
+    """Run a step by the schedule of megatron-core, and return what the loss function logged."""
+    return get_forward_backward_func()(  # type: ignore[no-any-return]
         forward_step_func=forward_step_func,
         data_iterator=step.data_iterators if len(model) > 1 else step.data_iterators[0],
         model=model if len(model) > 1 else model[0],
@@ -517,11 +519,13 @@ def build_runtime(
     expected: dict[str, Any],
     read_sample: Callable[[Sample], Any] = reference.read_sample,
     prepare: Callable[[list[Any]], None] | None = None,
+    in_fp32: bool = True,
 ) -> Runtime:
     """Return the runtime of `plan`, whose model has the weights of `expected["initial"]`.
 
     Args:
         prepare: called on the bare chunks.
+        in_fp32: gradients are added up and reduced in it.
     """
     variant = reference.VARIANTS[layout.variant]
     initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None, layout.ep)
@@ -551,12 +555,13 @@ def build_runtime(
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=layout.distributed_optimizer,
         overlap_grad_reduce=layout.overlap_grad_reduce,
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=in_fp32,
         bucket_size=50_000 if layout.overlap_grad_reduce else None,
     )
+    rounded = [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
     model = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
+        for index, chunk in enumerate(rounded)
     ]
     config.finalize_model_grads_func = finalize_model_grads
     if layout.overlap_grad_reduce:
@@ -579,7 +584,7 @@ def run_step(
     plan: Plan,
     expected: dict[str, Any],
     sabotage: Callable[[], None] | None,
-    schedule: Callable[[list[Any], StepData, Callable[..., Any]], None] = run_stock_schedule,
+    schedule: Callable[[list[Any], StepData, Callable[..., Any]], Any] = run_stock_schedule,
 ) -> Comparison:
     """Run one step of `plan` on this rank and compare with `expected`; `sabotage` plants a fault first."""
     if sabotage is not None:

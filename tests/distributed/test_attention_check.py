@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import CP_COMM_TYPES, CpCommType, Topology
@@ -97,14 +98,6 @@ def test_a_kernel_that_is_known_to_be_wrong_is_not_called() -> None:
         assert said.startswith("UnsupportedFeatureError: --cp-comm-type all_gather with packed sequences needs cuDNN")
 
 
-def test_one_rank_that_is_wrong_ends_all() -> None:
-    """Rank 0's gradients of keys and values are sums with rank 1's; no other exchange would do."""
-    said = run_ranks_with(NEWEST, 2, check_on_this_rank, ("p2p",), None, 1, timeout_s=60)
-    assert len(set(said)) == 1
-    assert "with p2p over 2 lanes the gradient of the keys is off by" in said[0]
-    assert "Use --transformer-impl local or another version" in said[0]
-
-
 @pytest.mark.nightly
 def test_attention_that_is_wrong_alone_is_told_so() -> None:
     (said,) = run_ranks_with(NEWEST, 1, check_on_this_rank, CP_COMM_TYPES, None, 0, timeout_s=60)
@@ -112,7 +105,10 @@ def test_attention_that_is_wrong_alone_is_told_so() -> None:
     assert "Use --transformer-impl local or another version" in said
 
 
-def fail_with_two_cudnns_on_this_rank() -> str:
+def fail_in_two_ways() -> tuple[str, str]:
+    """Return what is said where rank 1 is wrong, and where cuDNN fails."""
+    wrong = check_on_this_rank(("p2p",), None, 1)
+    parallel_state.destroy_model_parallel()
     with (
         mock.patch.object(engine_import, "two_cudnns", return_value="/a and /b"),
         mock.patch(
@@ -120,16 +116,24 @@ def fail_with_two_cudnns_on_this_rank() -> str:
             side_effect=RuntimeError("cuDNN Error: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"),
         ),
     ):
-        return check_on_this_rank(("p2p",))
+        return wrong, check_on_this_rank(("p2p",))
 
 
-def test_two_cudnns_are_named_where_attention_fails(tmp_path: Path) -> None:
+def test_one_rank_that_is_wrong_ends_all_and_two_cudnns_are_named_where_attention_fails() -> None:
+    """Rank 0's gradients of keys and values are sums with rank 1's; no other exchange would do."""
+    wrong, failed = zip(*run_ranks_with(NEWEST, 2, fail_in_two_ways, timeout_s=60), strict=True)
+    assert len(set(wrong)) == 1
+    assert "with p2p over 2 lanes the gradient of the keys is off by" in wrong[0]
+    assert "Use --transformer-impl local or another version" in wrong[0]
+    for said in failed:
+        assert said.startswith("UnsupportedFeatureError"), said
+        assert "two versions of cuDNN are loaded, from /a and /b" in said
+
+
+def test_two_cudnns_are_found_in_the_maps_of_a_process(tmp_path: Path) -> None:
     maps = tmp_path / "maps"
     maps.write_text("7f r-xp 0 8:1 1 /site/nvidia/cudnn/lib/libcudnn.so.9\n7f r-xp 0 8:1 2 /lib/libcudnn_ops.so.9\n")
     assert engine_import.two_cudnns(maps) == ""
     maps.write_text(maps.read_text() + "7f r-xp 0 8:1 3 /lib/libcudnn.so.9.14.0\n")
     assert engine_import.two_cudnns(maps) == "/lib and /site/nvidia/cudnn/lib"
     assert engine_import.two_cudnns(tmp_path / "none") == ""
-    for said in run_ranks_with(PINNED, 2, fail_with_two_cudnns_on_this_rank):
-        assert said.startswith("UnsupportedFeatureError"), said
-        assert "two versions of cuDNN are loaded, from /a and /b" in said
