@@ -23,9 +23,10 @@ BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 LAYOUTS = {
     "dp4": Layout(4, config=BF16),
     "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2, config=BF16),
-    "pp2": Layout(2, pp=2, config=BF16),
+    "pp2": Layout(2, pp=2, config={**BF16, "num_layers": 2}),
     "latent_attention_and_later_tokens": Layout(2, variant="latent_8_heads", config=BF16),
 }
+PLAIN = Layout(2, pp=2, config=BF16)
 FP32_RESIDUAL = Layout(2, pp=2, config={**BF16, "fp32_residual_connection": True})
 
 
@@ -146,5 +147,5 @@ def test_a_residual_in_float32_is_nowhere_rounded_and_closer_to_float32(referenc
         assert residual == {torch.float32}
         assert of_norms == step.parameter_dtypes == step.kv_dtypes == {torch.bfloat16}
         assert torch.float32 in messages
-    plain = run_ranks(4, run_bf16_step, case._replace(layout=LAYOUTS["pp2"]))
+    plain = run_ranks(4, run_bf16_step, case._replace(layout=PLAIN))
     assert median_error([step for step, _ in results]) < 0.95 * median_error(plain)

@@ -143,10 +143,10 @@ def is_in_chain() -> bool:
 def watched(wait_s: float, attend_s: float) -> Iterator[dict[str, list[tuple[float, float]]]]:
     """Yield when chains waited, when tiles were computed, and when what was handed on was begun and was needed."""
     times: dict[str, list[tuple[float, float]]] = {"waits": [], "attends": [], "handed on": []}
-    wait, begin, finish = LaneMessages.wait, Rounds.begin, LayerPass._finish
     handed_on: dict[tuple[int, int], float] = {}
 
-    def slow_wait(self: LaneMessages) -> Any:
+    @around(LaneMessages, "wait")
+    def slow_wait(wait: Any, self: LaneMessages) -> Any:
         if not is_in_chain():
             return wait(self)
         began = time.monotonic()
@@ -156,34 +156,28 @@ def watched(wait_s: float, attend_s: float) -> Iterator[dict[str, list[tuple[flo
         finally:
             times["waits"].append((began, time.monotonic()))
 
-    def slow(attend: Any) -> Any:
-        def slower(self: Any, pack: Any) -> None:
-            assert not is_in_chain()
-            began = time.monotonic()
-            attend(self, pack)
-            time.sleep(attend_s)
-            times["attends"].append((began, time.monotonic()))
+    def slow_attend(attend: Any, self: Any, pack: Any) -> None:
+        assert not is_in_chain()
+        began = time.monotonic()
+        attend(self, pack)
+        time.sleep(attend_s)
+        times["attends"].append((began, time.monotonic()))
 
-        return slower
-
-    def noting_begin(self: Rounds, which: int, division: int) -> None:
+    @around(Rounds, "begin")
+    def noting_begin(begin: Any, self: Rounds, which: int, division: int) -> None:
         begin(self, which, division)
         if which == INSIDE and is_in_chain():
             handed_on[id(self), division] = time.monotonic()
 
-    def noting_finish(self: LayerPass, first: int, slot: int) -> None:
+    @around(LayerPass, "_finish")
+    def noting_finish(finish: Any, self: LayerPass, first: int, slot: int) -> None:
         needed = time.monotonic()
         finish(self, first, slot)
         if first == ACROSS and (id(self._rounds), slot) in handed_on:
             times["handed on"].append((handed_on.pop((id(self._rounds), slot)), needed))
 
-    with (
-        mock.patch.object(LaneMessages, "wait", slow_wait),
-        mock.patch.object(ForwardPass, "attend", slow(ForwardPass.attend)),
-        mock.patch.object(BackwardPass, "attend", slow(BackwardPass.attend)),
-        mock.patch.object(Rounds, "begin", noting_begin),
-        mock.patch.object(LayerPass, "_finish", noting_finish),
-    ):
+    forward, backward = (around(kind, "attend")(slow_attend) for kind in (ForwardPass, BackwardPass))
+    with slow_wait(), forward(), backward(), noting_begin(), noting_finish():
         yield times
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -21,11 +21,13 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn.functional import silu, softplus
 
+from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
 from megatron.dynamic_cp.model.mamba import DynamicCPMamba
 from tests.distributed import reference, token_by_token
 from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.linear_reference import mamba2
 
 SEQLENS = 5, 130, 1, 40
 VARIANTS = {"delta": reference.DELTA, "mamba": reference.MAMBA}
@@ -64,19 +66,21 @@ def _l2norm(x: torch.Tensor) -> torch.Tensor:
 
 def _scan(zxbcdt: Any, weight: Any, bias: Any, dt_bias: Any, rates: Any, D: Any, chunk_size: int, **given: Any) -> Any:
     """Return what mamba_ssm's kernel computes of one sample, a token after the other."""
-    heads, width = len(dt_bias), given["headdim"]
+    heads, width, groups = len(dt_bias), given["headdim"], given["ngroups"]
     values = heads * width
     keys = (len(weight) - values) // 2
-    z, xbc, dt = zxbcdt[0].split([values, values + 2 * keys, heads], -1)
-    convolution = SimpleNamespace(weight=weight[:, None], bias=bias)
-    x, b, c = token_by_token.convolved(xbc, convolution).split([values, keys, keys], -1)
-    b, c = (one.unflatten(1, (given["ngroups"], -1)).repeat_interleave(heads // given["ngroups"], 1) for one in (b, c))
-    step = softplus(dt.double() + dt_bias)
-    state, found = x.new_zeros(heads, b.shape[-1], width), []
-    for x_t, b_t, c_t, step_t in zip(x.unflatten(1, (heads, width)), b, c, step, strict=True):
-        state = (step_t * rates).exp()[:, None, None] * state + b_t[:, :, None] * (step_t[:, None] * x_t)[:, None]
-        found.append(torch.einsum("hkv,hk->hv", state, c_t) + D[:, None] * x_t)
-    return (torch.stack(found).flatten(1) * silu(z.double())).float()[None]
+    sizes = LinearAttention(
+        kind="mamba2",
+        num_heads=heads,
+        num_groups=groups,
+        key_size=keys // groups,
+        value_size=width,
+        kernel_size=weight.shape[1],
+    )
+    z, xbc, dt = zxbcdt[0].double().split([values, values + 2 * keys, heads], -1)
+    step = softplus(dt + dt_bias)
+    found = mamba2(xbc, step, (-rates.double()).log(), D.double(), weight[:, None].double(), bias.double(), sizes)
+    return (found.flatten(1) * silu(z)).float()[None]
 
 
 def import_without_triton(name: str) -> Any:
