@@ -231,11 +231,11 @@ BY_DAY = {
         all_with_yarn four a2a again=core_attn+mlp+layernorm distributed overlap sink
         one tp2 sp pp2 vpp2 llama_tied distributed
     """),
-    "experts": lines("moe_uncounted three placed all_gather full distributed sink"),
+    "experts": lines("gpt_oss two pp2 vpp2 a2a again=moe+core_attn+layernorm ep2"),
     "latent attention": lines("latent two pp2 layers=2 latents"),
     "further tokens": lines("deepseek four a2a+p2p full chunked ep2"),
-    "delta": lines("delta two tp2 sp a2a"),
-    "mamba": lines("mamba two tp2 p2p again=core_attn distributed"),
+    "delta": lines("delta two tp2 placed distributed overlap"),
+    "mamba": lines("mamba three p2p"),
 }
 """Rows of `covering_rows`, and tensor parallelism in a pipeline."""
 PLAIN = lines("""

@@ -9,6 +9,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynamic_cp.types import LinearAttention
+from dynamic_cp.types.linear_attention import LinearKind
+
+
+def sizes_of(kind: LinearKind, *numbers: int) -> LinearAttention:
+    """Return a layer of so many heads, groups, channels of a key and of a value, and tokens of a convolution."""
+    names = "num_heads", "num_groups", "key_size", "value_size", "kernel_size"
+    return LinearAttention(kind=kind, **dict(zip(names, numbers, strict=True)))
 
 
 def convolved(x_TC: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -57,19 +57,22 @@ def check_on_this_rank(
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.by_day(f"{NEWEST}-cuDNN")
+@pytest.mark.by_day("2")
 @pytest.mark.parametrize(
-    ("version", "kernel", "exchanges", "compared"),
+    ("num_lanes", "version", "kernel", "exchanges", "compared"),
     [
         # Alone; in 2 lanes p2p, a2a, all_gather; in 4 lanes these and a2a+p2p.
-        (NEWEST, "cuDNN", CP_COMM_TYPES, 8),
-        (PINNED, "flash-attn 2", WITHOUT_ALL_GATHER, 6),
-        (NEWEST, "flash-attn 2", WITHOUT_ALL_GATHER, 6),
-        (OLDEST, "cuDNN", ("p2p",), 3),
+        (2, NEWEST, "cuDNN", ("p2p", "all_gather", "a2a"), 4),
+        (4, NEWEST, "cuDNN", CP_COMM_TYPES, 8),
+        (4, PINNED, "flash-attn 2", WITHOUT_ALL_GATHER, 6),
+        (4, NEWEST, "flash-attn 2", WITHOUT_ALL_GATHER, 6),
+        (4, OLDEST, "cuDNN", ("p2p",), 3),
     ],
 )
-def test_what_is_right_is_told(version: str, kernel: str, exchanges: tuple[CpCommType, ...], compared: int) -> None:
-    for said in run_ranks_with(version, 4, check_on_this_rank, exchanges, kernel=kernel, timeout_s=60):
+def test_what_is_right_is_told(
+    num_lanes: int, version: str, kernel: str, exchanges: tuple[CpCommType, ...], compared: int
+) -> None:
+    for said in run_ranks_with(version, num_lanes, check_on_this_rank, exchanges, kernel=kernel, timeout_s=60):
         assert said.startswith(f"attention of TransformerEngine {version} with {kernel} checked: {compared} exchanges")
         assert float(re.search(r"at most (\S+) of the norm", said)[1]) < TOLERANCE / 100
 

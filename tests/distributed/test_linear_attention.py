@@ -39,17 +39,13 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams,
 from tests.distributed.emulated_lanes import Board, EmulatedGroup, on_lanes
 from tests.distributed.faults import Plant, around
 from tests.distributed.harness import run_ranks
-from tests.distributed.linear_reference import REFERENCES, random_inputs
+from tests.distributed.linear_reference import REFERENCES, random_inputs, sizes_of
 from tests.placements import random_tree
 
 LAYERS = {
-    "gated_delta_net": LinearAttention(
-        kind="gated_delta_net", num_heads=6, num_groups=3, key_size=3, value_size=5, kernel_size=4
-    ),
-    "mamba2": LinearAttention(kind="mamba2", num_heads=4, num_groups=2, key_size=5, value_size=3, kernel_size=4),
-    "mamba2_of_one_group": LinearAttention(
-        kind="mamba2", num_heads=3, num_groups=1, key_size=2, value_size=4, kernel_size=4
-    ),
+    "gated_delta_net": sizes_of("gated_delta_net", 6, 3, 3, 5, 4),
+    "mamba2": sizes_of("mamba2", 4, 2, 5, 3, 4),
+    "mamba2_of_one_group": sizes_of("mamba2", 3, 1, 2, 4, 4),
 }
 THD = {"gated_delta_net": gated_delta_net_thd, "mamba2": mamba2_thd}
 PACKS = [(1,), (2,), (3,), (7, 1), (16,), (5, 33, 1, 8), (77, 2)]
@@ -191,14 +187,9 @@ def test_random_layers_and_packs_equal_samples_token_after_token() -> None:
     chosen = random.Random(7)
     for _ in range(200):
         num_groups = chosen.choice([1, 2, 3])
-        sizes = LinearAttention(
-            kind=chosen.choice(LINEAR_KINDS),
-            num_heads=num_groups * chosen.choice([1, 2, 3]),
-            num_groups=num_groups,
-            key_size=chosen.choice([1, 2, 5]),
-            value_size=chosen.choice([1, 3]),
-            kernel_size=chosen.choice([1, 2, 4, 6]),
-        )
+        kind, num_heads = chosen.choice(LINEAR_KINDS), num_groups * chosen.choice([1, 2, 3])
+        others = (chosen.choice(of) for of in ([1, 2, 5], [1, 3], [1, 2, 4, 6]))
+        sizes = sizes_of(kind, num_heads, num_groups, *others)
         whole = Whole(sizes, [chosen.choice([1, 2, 3, 5, 9, 17, 40, 70]) for _ in range(chosen.randint(1, 4))])
         cp_size, way = chosen.choice([1, 2, 3, 4, 8]), chosen.choice(WAYS)
         found, _ = whole.on_lanes(cp_size, way, repeated=chosen.choice(["", "", "reentrant", "by hooks"]))

@@ -546,7 +546,7 @@ def test_faults_are_noticed(fault: str) -> None:
 
 
 NUM_RANKS = 4
-NODE_LANES = 1, 2, 4
+NODE_LANES = 1, 2
 STEP = (((0, 4),), ((0, 2), (2, 2)), ((0, 1), (1, 3)), ((0, 3), (3, 1)))
 """Buckets of each micro-batch: first lane and lanes. Two of three lanes lie in a group of four, at both its ends."""
 SHARED_HEADS = (((0, 4),),)
@@ -616,7 +616,7 @@ def on_ranks() -> list[dict[int, list[OnRank | None]]]:
 
 
 def attend_on_rank() -> dict[int, list[OnRank | None]]:
-    """Return for nodes of 1, 2 and 4 lanes what this rank finds of each micro-batch; None where it is not placed."""
+    """Return for nodes of 1 and of 2 lanes what this rank finds of each micro-batch; None where it is not placed."""
     initialize_model_parallel()
     device = torch.device("cpu")
     groups = DynamicCPGroups.build(
@@ -678,7 +678,7 @@ def test_ranks_equal_a_dense_softmax_and_send_what_is_priced() -> None:
         sent = placed_bytes(bucket, MODEL, Topology(num_lanes=NUM_RANKS, ranks_per_node=node_lanes), 4)
         assert [one.sent_bytes for one in found] == sent.sum(axis=0).tolist()
         seen[bucket.cp_size, bucket.inner_cp_size] += 1
-    assert seen == {(2, 1): 6, (3, 1): 6, (4, 1): 3, (4, 2): 2}
+    assert seen == {(2, 1): 4, (3, 1): 4, (4, 1): 2, (4, 2): 1}
 
 
 def assert_columns_of(bucket: Bucket, lanes: Sequence[PlacedLane], columns: Sequence[dict[str, Tensor]]) -> None:
@@ -701,7 +701,7 @@ def test_lanes_get_the_tokens_of_their_homes() -> None:
     for bucket, lanes, found in placed_buckets():
         assert_columns_of(bucket, lanes, [one.columns for one in found])
         num_restarting += sum(isinstance(sample.mask, SharedQuestion) for sample in bucket.samples)
-    assert num_restarting == 17
+    assert num_restarting == 11
 
 
 def test_positions_that_do_not_restart_are_noticed() -> None:

@@ -21,13 +21,12 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn.functional import silu, softplus
 
-from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
 from megatron.dynamic_cp.model.mamba import DynamicCPMamba
 from tests.distributed import reference, token_by_token
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.linear_reference import mamba2
+from tests.distributed.linear_reference import mamba2, sizes_of
 
 SEQLENS = 5, 130, 1, 40
 VARIANTS = {"delta": reference.DELTA, "mamba": reference.MAMBA}
@@ -69,14 +68,7 @@ def _scan(zxbcdt: Any, weight: Any, bias: Any, dt_bias: Any, rates: Any, D: Any,
     heads, width, groups = len(dt_bias), given["headdim"], given["ngroups"]
     values = heads * width
     keys = (len(weight) - values) // 2
-    sizes = LinearAttention(
-        kind="mamba2",
-        num_heads=heads,
-        num_groups=groups,
-        key_size=keys // groups,
-        value_size=width,
-        kernel_size=weight.shape[1],
-    )
+    sizes = sizes_of("mamba2", heads, groups, keys // groups, width, weight.shape[1])
     z, xbc, dt = zxbcdt[0].double().split([values, values + 2 * keys, heads], -1)
     step = softplus(dt + dt_bias)
     found = mamba2(xbc, step, (-rates.double()).log(), D.double(), weight[:, None].double(), bias.double(), sizes)

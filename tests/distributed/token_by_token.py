@@ -15,8 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from dynamic_cp.types import LinearAttention
-from tests.distributed.linear_reference import gated_delta_net, mamba2
+from tests.distributed.linear_reference import gated_delta_net, mamba2, sizes_of
 
 KERNEL = 4
 
@@ -85,13 +84,10 @@ class TokenByTokenDelta(_Layer):
 
     def attend(self, parts: dict[str, Tensor]) -> Tensor:
         config = self.config
-        sizes = LinearAttention(
-            kind="gated_delta_net",
-            num_heads=config.linear_num_value_heads,
-            num_groups=config.linear_num_key_heads,
-            key_size=config.linear_key_head_dim,
-            value_size=config.linear_value_head_dim,
-            kernel_size=KERNEL,
+        sizes = sizes_of(
+            "gated_delta_net",
+            *(config.linear_num_value_heads, config.linear_num_key_heads),
+            *(config.linear_key_head_dim, config.linear_value_head_dim, KERNEL),
         )
         qkv, beta = torch.cat([parts[one] for one in "qkv"], -1).double(), parts["beta"].double().sigmoid()
         decay = -self.A_log.double().exp() * softplus(parts["alpha"].double() + self.dt_bias)
@@ -112,13 +108,10 @@ class TokenByTokenMamba(_Layer):
 
     def attend(self, parts: dict[str, Tensor]) -> Tensor:
         config = self.config
-        sizes = LinearAttention(
-            kind="mamba2",
-            num_heads=config.mamba_num_heads,
-            num_groups=config.mamba_num_groups,
-            key_size=config.mamba_state_dim,
-            value_size=config.mamba_head_dim,
-            kernel_size=KERNEL,
+        sizes = sizes_of(
+            "mamba2",
+            *(config.mamba_num_heads, config.mamba_num_groups),
+            *(config.mamba_state_dim, config.mamba_head_dim, KERNEL),
         )
         xbc = torch.cat([parts[one] for one in "xBC"], -1).double()
         step = softplus(parts["dt"].double() + self.dt_bias)
