@@ -229,11 +229,10 @@ BY_DAY = {
     "dense": lines("""
         gpt2 two pp2 vpp2 placed block distributed chunked
         all_with_yarn four a2a again=core_attn+mlp+layernorm distributed overlap sink
-        one tp2 sp pp2 vpp2 llama_tied distributed
+        one tp2 sp pp2 vpp2 llama_tied distributed full
     """),
     "experts": lines("gpt_oss two pp2 vpp2 a2a again=moe+core_attn+layernorm ep2"),
-    "latent attention": lines("latent two pp2 layers=2 latents"),
-    "further tokens": lines("deepseek four a2a+p2p full chunked ep2"),
+    "further tokens": lines("deepseek three latents distributed overlap chunked"),  # of latent attention, too
     "delta": lines("delta two tp2 placed distributed overlap"),
     "mamba": lines("mamba three p2p"),
 }

@@ -397,6 +397,9 @@ def whole_of_four(kind: str) -> Whole:
     return Whole(LAYERS[kind], (5, 33, 1, 8))
 
 
+@pytest.mark.by_day(
+    "join_samples", "leave_the_decay_out_of_transitions", "convolve_chunks_alone", "forget_to_transpose"
+)
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda fault: fault.__name__)
 def test_fault_is_noticed(plant: Plant) -> None:
     for kind in ("gated_delta_net", "mamba2"):

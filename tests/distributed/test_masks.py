@@ -327,6 +327,7 @@ def plant_and_train(fault: Plant) -> Step:
         return train_together("a2a", partial(collated, "trees"))[0]
 
 
+@pytest.mark.by_day("count_prefixes_once", "let_branches_see_a_sibling")
 @pytest.mark.parametrize("fault", [count_prefixes_once, let_positions_go_on, let_branches_see_a_sibling])
 def test_faults_of_trees_are_noticed(fault: Plant) -> None:
     _, expected = train_apart("trees")
