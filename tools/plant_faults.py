@@ -37,11 +37,12 @@ class Fault(NamedTuple):
     tests: str
 
 
-PARITY = "tests/distributed/test_parity.py -k test_layouts and dense"
+PARITY = "tests/distributed/test_parity.py -k mixed_exchanges and long_tail"
 FULL = "tests/distributed/test_full_attention.py"
-HEADS = PARITY
-DELTA = "tests/distributed/test_parity.py -k test_layouts and delta"
-ROUTED = "tests/distributed/test_parity.py -k test_layouts and experts"
+HEADS = "tests/distributed/test_parity.py -k of_the_day and dense"
+DELTA = "tests/distributed/test_parity.py -k of_the_day and delta"
+ROUTED = "tests/distributed/test_parity.py -k of_the_day and experts"
+BIASED = "tests/distributed/test_parity.py -k of_the_day and further"
 PROMISES = "tests/property/test_plans.py -k every_kind_of_case and seeds0"
 RESUMED = "tests/trainer/test_training.py -k test_a_resumed_run"
 PLACED = "tests/distributed/test_placed_attention.py -k dense_softmax"
@@ -172,7 +173,7 @@ FAULTS = {
         ".sum(dim=2, dtype=dtype).to(grad_THD.dtype)", ".select(2, 0).to(grad_THD.dtype)", HEADS
     ),
     "an inner group orders its rows as the whole group does": Fault(
-        "outer_size = params.cp_group.size() // group.size()", "outer_size = 1", HEADS
+        "outer_size = params.cp_group.size() // group.size()", "outer_size = 1", PARITY
     ),
     "keys of padding are seen in the ring": Fault(
         "shown = [count_held(seqlen, padded, params.ring_size, kv_rank) for seqlen, padded in of_sequences]",
@@ -480,7 +481,7 @@ FAULTS = {
         ROUTED,
     ),
     "experts of all ranks start alike": Fault(
-        "torch.manual_seed(seed + number)", "torch.manual_seed(seed)", f"{EXPERTS} -k start_with"
+        "torch.manual_seed(seed + number)", "torch.manual_seed(seed)", f"{EXPERTS} -k start_alike"
     ),
     "routers learn from evaluations": Fault(
         "if not (self.training and torch.is_grad_enabled()):  # evaluation, or",
@@ -500,7 +501,7 @@ FAULTS = {
     "biases of experts move by the first layer only": Fault(
         "            if self.enable_expert_bias:\n                self.local",
         "            if self.enable_expert_bias and self.layer_number == 1:\n                self.local",
-        ROUTED,
+        BIASED,
     ),
     "the number of an expert is that of its rank": Fault(
         "first = self.ep_group.rank() * self.num_local_experts",

@@ -7,7 +7,9 @@ on, and torch's CPU kernel computes each sequence. Memory that the real kernels 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,131 +26,67 @@ def install() -> None:
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
-        for name, function in (
-            ("_flash_attention_forward", flash_forward),
-            ("_flash_attention_backward", flash_backward),
-            ("_cudnn_attention_forward", cudnn_forward),
-            ("_cudnn_attention_backward", cudnn_backward),
+        for function in (
+            *(flash_attention_forward, flash_attention_backward),
+            *(cudnn_attention_forward, cudnn_attention_backward),
         ):
-            _library.impl(name, function, "CPU")
+            _library.impl(f"_{function.__name__}", _by_schema(function), "CPU")
     calls.clear()
 
 
-def flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, ...]:
-    calls["flash forward"] += 1
-    assert not any(others.values()), f"not used here: {others}"
-    assert dropout_p == 0.0
-    assert not return_debug_mask
-    assert max_q > 1 or query.shape[1] == key.shape[1], "another path, whose log-sum-exp lies in another order"
-    out, lse = _attend(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale)
+def _by_schema(function: Callable[[Any], tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Return what calls `function` with all arguments of the operator of its name, under the schema's names."""
+    arguments = getattr(torch.ops.aten, f"_{function.__name__}").default._schema.arguments
+    kernel, _, pass_ = function.__name__.replace("_attention", "").partition("_")
+
+    def call(*given: Any, **named: Any) -> tuple[Any, ...]:
+        calls[f"{kernel} {pass_}"] += 1
+        others = {name: value for name, value in named.items() if name != "scale" and value}
+        assert not others, f"not used here: {others}"
+        defaults = {one.name: one.default_value for one in arguments if one.has_default_value()}
+        of_places = {one.name: value for one, value in zip(arguments, given, strict=False)}
+        asked = SimpleNamespace(**defaults | of_places | named)
+        assert asked.dropout_p == 0.0
+        return function(asked)
+
+    return call
+
+
+def flash_attention_forward(asked: Any) -> tuple[Tensor, ...]:
+    assert not asked.return_debug_mask
+    is_swapped = asked.max_q == 1 and asked.query.shape[1] != asked.key.shape[1]
+    assert not is_swapped, "another path, whose log-sum-exp lies in another order"
+    out, lse = _attend(asked)
     unwritten = torch.full((2,), 7, dtype=torch.uint64)
     return out, lse, unwritten, torch.empty((), dtype=torch.uint64), torch.empty(0)
 
 
-def flash_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor,
-    cum_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    calls["flash backward"] += 1
-    assert not any(others.values()), f"not used here: {others}"
-    assert dropout_p == 0.0
-    assert rng_state.dtype == torch.uint64
-    assert rng_state.shape == (2,)
-    assert logsumexp.is_contiguous(), "its strides are not read"
-    return _gradients(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale)
+def flash_attention_backward(asked: Any) -> tuple[Tensor, ...]:
+    assert asked.rng_state.dtype == torch.uint64
+    assert asked.rng_state.shape == (2,)
+    assert asked.logsumexp.is_contiguous(), "its strides are not read"
+    return _gradients(asked)
 
 
-def cudnn_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    calls["cudnn forward"] += 1
-    calls[f"cudnn plan {max_q} {max_k} {is_causal}"] += 1
-    assert attn_bias is None
-    assert compute_log_sumexp
-    assert all(x.is_contiguous() for x in (query, key, value))
-    out, lse = _attend(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale)
+def cudnn_attention_forward(asked: Any) -> tuple[Any, ...]:
+    calls[f"cudnn plan {asked.max_q} {asked.max_k} {asked.is_causal}"] += 1
+    assert asked.attn_bias is None
+    assert asked.compute_log_sumexp
+    assert all(x.is_contiguous() for x in (asked.query, asked.key, asked.value))
+    out, lse = _attend(asked)
     seed = torch.zeros((), dtype=torch.int64)
-    return out, lse, cum_seq_q, cum_seq_k, max_q, max_k, seed, seed.clone(), torch.empty(0)
+    return out, lse, asked.cum_seq_q, asked.cum_seq_k, asked.max_q, asked.max_k, seed, seed.clone(), torch.empty(0)
 
 
-def cudnn_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    attn_bias: Tensor | None,
-    cum_seq_q: Tensor,
-    cum_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    calls["cudnn backward"] += 1
-    assert attn_bias is None
-    assert dropout_p == 0.0
-    assert all(x.is_contiguous() for x in (grad_out, query, key, value, out, logsumexp))
-    return _gradients(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale)
+def cudnn_attention_backward(asked: Any) -> tuple[Tensor, ...]:
+    assert asked.attn_bias is None
+    tensors = asked.grad_out, asked.query, asked.key, asked.value, asked.out, asked.logsumexp
+    assert all(x.is_contiguous() for x in tensors)
+    return _gradients(asked)
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool,
-) -> None:
+def _check(asked: Any) -> None:
+    query, key, value = asked.query, asked.key, asked.value
     assert query.dtype in (torch.bfloat16, torch.float16)
     assert {query.dtype} == {key.dtype, value.dtype}
     assert query.dim() == key.dim() == 3
@@ -158,7 +96,7 @@ def _check(
     assert query.shape[2] % 8 == 0
     assert query.shape[2] <= 256
     assert all(x.stride(-1) == 1 for x in (query, key, value))
-    for boundaries, tensor, longest in ((cum_seq_q, query, max_q), (cum_seq_k, key, max_k)):
+    for boundaries, tensor, longest in ((asked.cum_seq_q, query, asked.max_q), (asked.cum_seq_k, key, asked.max_k)):
         assert boundaries is not None
         assert boundaries.dtype == torch.int32
         assert boundaries.dim() == 1
@@ -170,68 +108,41 @@ def _check(
         assert lengths.min() >= 1
         assert lengths.max() <= longest, "the kernel would not compute the last blocks"
         assert isinstance(longest, int)
-    assert len(cum_seq_q) == len(cum_seq_k)
-    assert not is_causal or torch.equal(cum_seq_q, cum_seq_k), "unequal lengths are aligned at their ends"
+    assert len(asked.cum_seq_q) == len(asked.cum_seq_k)
+    are_equal = torch.equal(asked.cum_seq_q, asked.cum_seq_k)
+    assert are_equal or not asked.is_causal, "unequal lengths are aligned at their ends"
+    assert asked.scale is not None
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    _check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal)
-    assert scale is not None
+def _attend(asked: Any) -> tuple[Tensor, Tensor]:
+    _check(asked)
+    query, key, value = asked.query, asked.key, asked.value
     out = torch.full_like(query, torch.nan)
     lse = torch.full((query.shape[1], len(query)), torch.nan)
-    for rows, columns in _slices(cum_seq_q, cum_seq_k):
-        out[rows], lse[:, rows] = kernels_cpu.forward(
-            query[rows], key[columns], value[columns], causal=is_causal, scale=scale
-        )
+    how = {"causal": asked.is_causal, "scale": asked.scale}
+    for rows, columns in _slices(asked):
+        out[rows], lse[:, rows] = kernels_cpu.forward(query[rows], key[columns], value[columns], **how)
     return out, lse
 
 
-def _gradients(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor,
-    cum_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal)
-    assert scale is not None
+def _gradients(asked: Any) -> tuple[Tensor, ...]:
+    _check(asked)
+    query, key, value = asked.query, asked.key, asked.value
+    grad_out, out, lse = asked.grad_out, asked.out, asked.logsumexp
     assert grad_out.shape == out.shape == query.shape
     assert grad_out.dtype == out.dtype == query.dtype
     assert grad_out.stride(-1) == out.stride(-1) == 1
-    assert logsumexp.shape == (query.shape[1], len(query))
-    assert logsumexp.dtype == torch.float32
+    assert lse.shape == (query.shape[1], len(query))
+    assert lse.dtype == torch.float32
     grads = [torch.full_like(x, torch.nan) for x in (query, key, value)]
-    for rows, columns in _slices(cum_seq_q, cum_seq_k):
+    how = {"causal": asked.is_causal, "scale": asked.scale}
+    for rows, columns in _slices(asked):
         grads[0][rows], grads[1][columns], grads[2][columns] = kernels_cpu.backward(
-            grad_out[rows],
-            query[rows],
-            key[columns],
-            value[columns],
-            out[rows],
-            logsumexp[:, rows],
-            causal=is_causal,
-            scale=scale,
+            grad_out[rows], query[rows], key[columns], value[columns], out[rows], lse[:, rows], **how
         )
-    return grads[0], grads[1], grads[2]
+    return tuple(grads)
 
 
-def _slices(cum_seq_q: Tensor, cum_seq_k: Tensor) -> list[tuple[slice, slice]]:
-    ends = [x.tolist() for x in (cum_seq_q, cum_seq_k)]
+def _slices(asked: Any) -> list[tuple[slice, slice]]:
+    ends = [x.tolist() for x in (asked.cum_seq_q, asked.cum_seq_k)]
     return [(slice(*rows), slice(*columns)) for rows, columns in zip(*(pairwise(x) for x in ends), strict=True)]

@@ -3,9 +3,9 @@
 A layout is a line of words, such as "two tp2 sp a2a full moe_sigmoid": two lanes of two tensor-parallel ranks with
 sequence parallelism, heads exchanged, all layers recomputed, and a variant of `reference.VARIANTS`.
 
-By day the rows of `covering_rows` run: lanes, exchange, recomputation, optimizer, window, loss and lanes that share
-experts, each with each other and with each family of models; and `STAGES_OF_SHARES`, tensor parallelism in a
-pipeline. The lists of `BY_NIGHT` run each night.
+By day those of `BY_DAY` run, which have every lanes, exchange, recomputation, optimizer, window, loss and family of
+models, and lanes that share experts. Each night the rows of `covering_rows` run, which have each of these with each
+other, and the lists of `BY_NIGHT`.
 """
 
 from __future__ import annotations
@@ -225,7 +225,18 @@ def plan_of_exchanges(samples: tuple[Sample, ...], layout: Layout) -> Plan:
     return plan
 
 
-STAGES_OF_SHARES = "one tp2 sp pp2 vpp2 llama_tied distributed"
+BY_DAY = {
+    "dense": lines("""
+        gpt2 two pp2 vpp2 placed block distributed chunked
+        all_with_yarn four a2a again=core_attn+mlp+layernorm distributed overlap sink
+        one tp2 sp pp2 vpp2 llama_tied distributed full
+    """),
+    "experts": lines("gpt_oss two pp2 vpp2 a2a again=moe+core_attn+layernorm ep2"),
+    "further tokens": lines("deepseek three latents distributed overlap chunked"),  # of latent attention, too
+    "delta": lines("delta two tp2 placed distributed overlap"),
+    "mamba": lines("mamba three p2p"),
+}
+"""Rows of `covering_rows`, and tensor parallelism in a pipeline."""
 PLAIN = lines("""
     one; two; four; four all_gather; four distributed; four distributed overlap; four llama_tied; four gpt2
     four no_positions; four partial_rope; four full; four again=core_attn; eight; eight all_gather distributed

@@ -9,17 +9,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynamic_cp.types import LinearAttention
+from dynamic_cp.types.linear_attention import LinearKind
+
+
+def sizes_of(kind: LinearKind, *numbers: int) -> LinearAttention:
+    """Return a layer of so many heads, groups, channels of a key and of a value, and tokens of a convolution."""
+    names = "num_heads", "num_groups", "key_size", "value_size", "kernel_size"
+    return LinearAttention(kind=kind, **dict(zip(names, numbers, strict=True)))
 
 
 def convolved(x_TC: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return each channel convolved with the tokens before it, and SiLU; `weight`: [C, 1, kernel size]."""
-    found = []
-    for token in range(len(x_TC)):
-        total = torch.zeros_like(x_TC[0]) if bias is None else bias
-        for back in range(min(weight.shape[2], token + 1)):
-            total = total + weight[:, 0, weight.shape[2] - 1 - back] * x_TC[token - back]
-        found.append(functional.silu(total))
-    return torch.stack(found)
+    before = functional.pad(x_TC.T, (weight.shape[2] - 1, 0))  # [C, kernel size - 1 + T]
+    found = sum(weight[:, 0, tap, None] * before[:, tap : tap + len(x_TC)] for tap in range(weight.shape[2]))
+    return functional.silu(found if bias is None else found + bias[:, None]).T
 
 
 def gated_delta_net(qkv: Tensor, beta: Tensor, decay: Tensor, weight: Tensor, sizes: LinearAttention) -> Tensor:
@@ -27,16 +30,15 @@ def gated_delta_net(qkv: Tensor, beta: Tensor, decay: Tensor, weight: Tensor, si
     keys = sizes.num_groups * sizes.key_size
     q, k, v = convolved(qkv, weight, None).split((keys, keys, sizes.num_heads * sizes.value_size), dim=1)
     q, k = (_of_heads(x, sizes) for x in (q, k))
-    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    v = v.unflatten(1, (-1, sizes.value_size))
+    q, k = ((x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt())[..., None, :] for x in (q, k))
+    v, beta, kept = v.unflatten(1, (-1, 1, sizes.value_size)), beta[..., None, None], decay.exp()[..., None, None]
     state = qkv.new_zeros(sizes.num_heads, sizes.key_size, sizes.value_size)
     found = []
-    for token in range(len(q)):
-        state = decay[token].exp()[:, None, None] * state
-        error = v[token] - torch.einsum("hk,hkv->hv", k[token], state)
-        state = state + torch.einsum("hk,hv->hkv", k[token], beta[token][:, None] * error)
-        found.append(torch.einsum("hk,hkv->hv", q[token], state) / sizes.key_size**0.5)
-    return torch.stack(found)
+    for q_t, k_t, v_t, beta_t, kept_t in zip(q, k, v, beta, kept, strict=True):
+        state = kept_t * state
+        state = state + k_t.mT * (beta_t * (v_t - k_t @ state))
+        found.append(q_t @ state)
+    return torch.stack(found)[:, :, 0] / sizes.key_size**0.5
 
 
 def mamba2(
@@ -47,14 +49,14 @@ def mamba2(
     x, key, query = convolved(xbc, weight, bias).split((sizes.num_heads * sizes.value_size, keys, keys), dim=1)
     x = x.unflatten(1, (-1, sizes.value_size))
     key, query = (_of_heads(one, sizes) for one in (key, query))
+    kept = (-decay_rate.exp() * dt).exp()[..., None, None]
+    own = key[..., None] * (dt[..., None] * x)[:, :, None]
     state = xbc.new_zeros(sizes.num_heads, sizes.key_size, sizes.value_size)
     found = []
-    for token in range(len(x)):
-        decay = (-decay_rate.exp() * dt[token]).exp()
-        own = torch.einsum("hk,hv->hkv", key[token], dt[token][:, None] * x[token])
-        state = decay[:, None, None] * state + own
-        found.append(torch.einsum("hk,hkv->hv", query[token], state) + skip[:, None] * x[token])
-    return torch.stack(found)
+    for query_t, own_t, kept_t in zip(query[..., None, :], own, kept, strict=True):
+        state = kept_t * state + own_t
+        found.append(query_t @ state)
+    return torch.stack(found)[:, :, 0] + skip[:, None] * x
 
 
 REFERENCES = {"gated_delta_net": gated_delta_net, "mamba2": mamba2}

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import activations, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions import fused_bias_geglu
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 from torch.distributed import distributed_c10d
 
 from dynamic_cp.models import catalog
@@ -56,6 +56,7 @@ from megatron.dynamic_cp.model.rotary import use_one_rotary_table
 from megatron.dynamic_cp.plans.plan_source import FixedPlan
 from megatron.dynamic_cp.step import loss
 from tests.distributed import reference, token_by_token
+from tests.distributed.faults import Plant
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.placements import random_placement
 from tests.sent_bytes import placed_bytes, sent_by
@@ -339,6 +340,7 @@ def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: A
     """Return (config, model chunks of this rank); `overrides` are the config's."""
     given = {"num_layers": layout.num_layers, **layout.config, **overrides}
     sink_tokens, chunk_tokens = given.pop("window_sink_tokens", 0), given.pop("loss_chunk_tokens", 0)
+    sends_bf16 = given.get("bf16", False) and not given.get("fp32_residual_connection", False)
     own = {fused_bias_geglu.quick_gelu: quick_gelu, activations.squared_relu: squared_relu}
     if variant.config.get("activation_func") in own:
         given["activation_func"] = own[variant.config["activation_func"]]
@@ -350,7 +352,7 @@ def build_chunks(layout: Layout, variant: reference.ModelVariant, **overrides: A
         sequence_parallel=layout.sp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=torch.bfloat16 if sends_bf16 else torch.float32,
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type="alltoall",
         overlap_p2p_comm=layout.vpp > 1,
@@ -415,9 +417,9 @@ def sections_of(name: str, full: torch.Tensor, config: Any) -> list[int] | None:
     return [len(full) // 2] * 2 if is_gated else token_by_token.sections_of(name, config)
 
 
-def run_stock_schedule(model: list[Any], step: StepData, forward_step_func: Callable[..., Any]) -> None:
-    """Run a step by the schedule of megatron-core."""
-    get_forward_backward_func()(
+def run_stock_schedule(model: list[Any], step: StepData, forward_step_func: Callable[..., Any]) -> list[Any]:
+    """Run a step by the schedule of megatron-core, and return what the loss function logged."""
+    return get_forward_backward_func()(  # type: ignore[no-any-return]
         forward_step_func=forward_step_func,
         data_iterator=step.data_iterators if len(model) > 1 else step.data_iterators[0],
         model=model if len(model) > 1 else model[0],
@@ -435,6 +437,17 @@ class Case(NamedTuple):
     samples: tuple[Sample, ...]
     plan: Plan
     expected: dict[str, Any]
+
+
+def case_of(
+    reference_of: Callable[[Layout, str], dict[str, Any]],
+    layout: Layout,
+    plan_of: Callable[[tuple[Sample, ...], Layout], Plan] = mixed_plan,
+    batch: str = "long_tail",
+) -> Case:
+    """Return the step of a batch whose plan is what `plan_of` makes of its samples."""
+    samples = BATCHES[batch]
+    return Case(layout, samples, plan_of(samples, layout), reference_of(layout, batch))
 
 
 def compare_with_reference(cases: Mapping[str, Case]) -> dict[str, list[Comparison]]:
@@ -506,11 +519,13 @@ def build_runtime(
     expected: dict[str, Any],
     read_sample: Callable[[Sample], Any] = reference.read_sample,
     prepare: Callable[[list[Any]], None] | None = None,
+    in_fp32: bool = True,
 ) -> Runtime:
     """Return the runtime of `plan`, whose model has the weights of `expected["initial"]`.
 
     Args:
         prepare: called on the bare chunks.
+        in_fp32: gradients are added up and reduced in it.
     """
     variant = reference.VARIANTS[layout.variant]
     initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None, layout.ep)
@@ -540,12 +555,13 @@ def build_runtime(
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=layout.distributed_optimizer,
         overlap_grad_reduce=layout.overlap_grad_reduce,
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=in_fp32,
         bucket_size=50_000 if layout.overlap_grad_reduce else None,
     )
+    rounded = [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
     model = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
+        for index, chunk in enumerate(rounded)
     ]
     config.finalize_model_grads_func = finalize_model_grads
     if layout.overlap_grad_reduce:
@@ -568,7 +584,7 @@ def run_step(
     plan: Plan,
     expected: dict[str, Any],
     sabotage: Callable[[], None] | None,
-    schedule: Callable[[list[Any], StepData, Callable[..., Any]], None] = run_stock_schedule,
+    schedule: Callable[[list[Any], StepData, Callable[..., Any]], Any] = run_stock_schedule,
 ) -> Comparison:
     """Run one step of `plan` on this rank and compare with `expected`; `sabotage` plants a fault first."""
     if sabotage is not None:
@@ -720,11 +736,16 @@ def assert_all_equal_to_reference(cases: Mapping[str, Case], *, bytes_too: bool 
     assert not wrong, "\n".join(wrong)
 
 
-def run_faulty(cases: Mapping[str, tuple[Case, Callable[[Any], None]]]) -> dict[str, Comparison]:
+def run_faulty(cases: Mapping[str, tuple[Case, Plant]]) -> dict[str, Comparison]:
     """Return what a step of each case shows on this rank with its fault planted, each in a job of its own."""
     found = {}
     for name, (case, plant) in in_jobs_of_their_own(cases):
-        with pytest.MonkeyPatch.context() as patched:
-            plant(patched)
+        with plant():
             found[name] = run_step(*case, None)
     return found
+
+
+def errors_of_faults(cases: Mapping[str, tuple[Case, Plant]]) -> dict[str, float]:
+    """Return the largest error of a gradient that each fault makes; all cases are of two ranks."""
+    ranks = run_ranks(2, run_faulty, cases, timeout_s=60 + 10 * len(cases))
+    return {name: max(rank[name].gradient_error for rank in ranks) for name in cases}

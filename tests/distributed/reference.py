@@ -6,11 +6,12 @@ lets it run on a CPU.
 
 from __future__ import annotations
 
+import ast
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -42,291 +43,197 @@ FIRST_MASKED_ID = 900
 """From this sample on only the first eighth of the tokens has a loss."""
 
 
-@dataclass(frozen=True)
-class ModelVariant:
+class ModelVariant(NamedTuple):
     """What a parity model looks like."""
 
     name: str
+    config: Mapping[str, Any] = MappingProxyType({})
     tied: bool = False
     position_embedding: str = "rope"
-    config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    model: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # arguments of GPTModel
-    yarn: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # flags
+    model: Mapping[str, Any] = MappingProxyType({})  # arguments of GPTModel
+    yarn: Mapping[str, Any] = MappingProxyType({})  # flags
     dense_layers: int = 0  # before those with experts
     pattern: str = ""  # of halves of layers
 
 
+def settings(*texts: str) -> dict[str, Any]:
+    """Return what "name=value name=value" says, the last one of a name; a value is Python's, or a word."""
+    return {name: _value(value) for text in texts for name, value in (word.split("=") for word in text.split())}
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except ValueError:
+        return text
+
+
+def variant(name: str, *config: str, **others: Any) -> ModelVariant:
+    return ModelVariant(name, settings(*config), **others)
+
+
 # Llama-like: RoPE, RMS norm, SwiGLU, grouped-query attention.
-LLAMA = ModelVariant(
-    "llama", config={"normalization": "RMSNorm", "num_query_groups": 2, "gated_linear_unit": True, "qk_layernorm": True}
-)
-LLAMA_TIED = ModelVariant("llama_tied", tied=True, config=LLAMA.config)
+_NO_NORMS = "normalization=RMSNorm num_query_groups=2 gated_linear_unit=True"
+_LLAMA = f"{_NO_NORMS} qk_layernorm=True"
+LLAMA = variant("llama", _LLAMA)
+LLAMA_TIED = variant("llama_tied", _LLAMA, tied=True)
 # As many heads as lanes, and a KV head for four of them.
-LLAMA_8_HEADS = ModelVariant("llama_8_heads", config={**LLAMA.config, "num_attention_heads": 8})
+LLAMA_8_HEADS = variant("llama_8_heads", _LLAMA, "num_attention_heads=8")
 # GPT-2-like: learned positions, layer norm, biases, multi-head attention.
-GPT2 = ModelVariant("gpt2", position_embedding="learned_absolute", config={"normalization": "LayerNorm"})
-NO_POSITIONS = ModelVariant("no_positions", position_embedding="none", config={"normalization": "RMSNorm"})
+_LEARNED = "learned_absolute"
+GPT2 = variant("gpt2", "normalization=LayerNorm", position_embedding=_LEARNED)
+NO_POSITIONS = variant("no_positions", "normalization=RMSNorm", position_embedding="none")
 # RoPE on half of the channels, interleaved pairs, as GPT-J.
-PARTIAL_ROPE = ModelVariant("partial_rope", config={"normalization": "RMSNorm", "rotary_interleaved": True})
-# In float32, where only the way of adding differs.
-FP32_RESIDUAL = ModelVariant("fp32_residual", config={**LLAMA.config, "fp32_residual_connection": True})
-FP32_RESIDUAL_GPT2 = ModelVariant(
-    "fp32_residual_gpt2",
-    position_embedding="learned_absolute",
-    config={**GPT2.config, "fp32_residual_connection": True},
-)
-_NO_NORMS = {**LLAMA.config, "qk_layernorm": False}
-_SCALED = {"rope_scaling": True, "rope_scaling_factor": 16.0}
+PARTIAL_ROPE = variant("partial_rope", "normalization=RMSNorm rotary_interleaved=True")
+
 # Every feature of attention and positions alone, and together those that can be.
+_FP32_RESIDUAL, _OFFSET, _GATED = (
+    "fp32_residual_connection=True",
+    "softmax_type=learnable",
+    "attention_output_gate=True",
+)
+_L2_NORMS, _UNROTATED = f"{_NO_NORMS} qk_l2_norm=True", f"{_LLAMA} no_rope_freq=2"
+_SCALED = {"rope_scaling": True, "rope_scaling_factor": 16.0}
+_INTERPOLATED = {"seq_len_interpolation_factor": 4}
+_YARN = settings("rotary_scaling_factor=8.0 yarn_original_max_position_embeddings=128")
+# In float32, where only the way of adding differs.
+FP32_RESIDUAL = variant("fp32_residual", _LLAMA, _FP32_RESIDUAL)
+FP32_RESIDUAL_GPT2 = variant(
+    "fp32_residual_gpt2", "normalization=LayerNorm", _FP32_RESIDUAL, position_embedding=_LEARNED
+)
 # A score that all tokens see besides, learned or 0.
-LEARNED_OFFSET = ModelVariant("learned_offset", config={**LLAMA.config, "softmax_type": "learnable"})
-OFF_BY_ONE = ModelVariant("off_by_one", config={**LLAMA.config, "softmax_type": "off-by-one"})
-GATED = ModelVariant("gated", config={**LLAMA.config, "attention_output_gate": True})
-L2_NORMS = ModelVariant("l2_norms", config={**_NO_NORMS, "qk_l2_norm": True})
-SCALED = ModelVariant("scaled", config=LLAMA.config, model=_SCALED)
-INTERPOLATED = ModelVariant("interpolated", config=LLAMA.config, model={"seq_len_interpolation_factor": 4})
-UNROTATED = ModelVariant("unrotated", config={**LLAMA.config, "no_rope_freq": 2})
-YARN = ModelVariant(
-    "yarn",
-    position_embedding="yarn",
-    config=LLAMA.config,
-    yarn={"rotary_scaling_factor": 8.0, "yarn_original_max_position_embeddings": 128},
-)
-ALL_BUT_YARN = ModelVariant(
-    "all_but_yarn",
-    config={
-        **L2_NORMS.config,
-        **UNROTATED.config,
-        **LEARNED_OFFSET.config,
-        "attention_output_gate": True,
-        "qk_layernorm": False,
-    },
-    model={**_SCALED, **INTERPOLATED.model},
-)
+LEARNED_OFFSET = variant("learned_offset", _LLAMA, _OFFSET)
+OFF_BY_ONE = variant("off_by_one", _LLAMA, "softmax_type=off-by-one")
+GATED = variant("gated", _LLAMA, _GATED)
+L2_NORMS = variant("l2_norms", _L2_NORMS)
+SCALED = variant("scaled", _LLAMA, model=_SCALED)
+INTERPOLATED = variant("interpolated", _LLAMA, model=_INTERPOLATED)
+UNROTATED = variant("unrotated", _UNROTATED)
+YARN = variant("yarn", _LLAMA, position_embedding="yarn", yarn=_YARN)
+_ALL = f"{_L2_NORMS} no_rope_freq=2 qk_layernorm=False {_GATED}"
+ALL_BUT_YARN = variant("all_but_yarn", _ALL, _OFFSET, model={**_SCALED, **_INTERPOLATED})
 # What TransformerEngine's layers have of that.
-ALL_OF_ENGINE = ModelVariant(
-    "all_of_engine", config={**ALL_BUT_YARN.config, "softmax_type": "vanilla"}, model=ALL_BUT_YARN.model
-)
-ALL_WITH_YARN = ModelVariant(
+ALL_OF_ENGINE = variant("all_of_engine", _ALL, "softmax_type=vanilla", model={**_SCALED, **_INTERPOLATED})
+ALL_WITH_YARN = variant(
     "all_with_yarn",
+    f"{_UNROTATED} {_OFFSET} {_GATED}",
     position_embedding="yarn",
     tied=True,
-    config={**UNROTATED.config, **LEARNED_OFFSET.config, "attention_output_gate": True},
-    yarn={**YARN.yarn, "mscale": 0.8, "mscale_all_dim": 0.3, "yarn_correction_range_round_to_int": False},
+    yarn=_YARN | settings("mscale=0.8 mscale_all_dim=0.3 yarn_correction_range_round_to_int=False"),
 )
+
 # Experts: as Qwen3-MoE; as DeepSeek-V3, in every other layer; one for each token beside a shared one.
-_EXPERTS = {
-    "num_moe_experts": 8,
-    "moe_ffn_hidden_size": 64,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_aux_loss_coeff": 0.3,
-    "moe_z_loss_coeff": 0.05,
-}
-MOE = ModelVariant("moe", config={**LLAMA.config, **_EXPERTS})
-MOE_SIGMOID = ModelVariant(
-    "moe_sigmoid",
-    config={
-        **LLAMA.config,
-        **_EXPERTS,
-        "moe_layer_freq": 2,
-        "moe_router_topk": 4,
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_topk_scaling_factor": 2.5,
-        "moe_router_enable_expert_bias": True,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_shared_expert_intermediate_size": 96,
-        "moe_z_loss_coeff": None,
-    },
-)
-MOE_TOP_1 = ModelVariant(
-    "moe_top_1",
-    config={
-        **LLAMA.config,
-        **_EXPERTS,
-        "moe_router_topk": 1,
-        "moe_router_pre_softmax": True,
-        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
-        "moe_aux_loss_coeff": [0.1, 0.2],
-        "moe_shared_expert_intermediate_size": 96,
-        "moe_shared_expert_gate": True,
-        "moe_router_dtype": "fp64",
-    },
-)
-EXPERTS = (MOE, MOE_SIGMOID, MOE_TOP_1)
-# Two further tokens; unlike features above it has layers and losses of its own, so that it is trained apart from them.
-MTP = ModelVariant("mtp", config={**LLAMA.config, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3})
-MTP_TIED = ModelVariant("mtp_tied", tied=True, config=MTP.config)
-# Later tokens have later positions, which their embeddings show.
-MTP_GPT2 = ModelVariant("mtp_gpt2", position_embedding="learned_absolute", config={**GPT2.config, "mtp_num_layers": 3})
-FEATURES = (
-    FP32_RESIDUAL,
-    FP32_RESIDUAL_GPT2,
-    LEARNED_OFFSET,
-    OFF_BY_ONE,
-    GATED,
-    L2_NORMS,
-    SCALED,
-    INTERPOLATED,
-    UNROTATED,
-    YARN,
-    ALL_BUT_YARN,
-    ALL_WITH_YARN,
-)
-MULTI_TOKEN = (MTP, MTP_TIED, MTP_GPT2)
-# As DeepSeek-V2: values narrower than keys; with norms and YaRN, and without either and without narrow queries.
-_LATENT = {
-    "multi_latent_attention": True,
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "kv_lora_rank": 48,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 16,
-    "kv_channels": 24,
-}
-LATENT = ModelVariant(
-    "latent",
-    config={
-        **_LATENT,
-        "q_lora_rank": 64,
-        "qk_layernorm": True,
-        "rope_type": "yarn",
-        "rotary_scaling_factor": 8.0,
-        "original_max_position_embeddings": 128,
-        "mscale": 0.8,
-        "mscale_all_dim": 0.5,
-    },
-)
-LATENT_PLAIN = ModelVariant(
-    "latent_plain",
-    tied=True,
-    config={
-        **_LATENT,
-        "gated_linear_unit": False,
-        "q_lora_rank": None,
-        "rope_type": "rope",
-        "v_head_dim": 20,
-        "rotary_base": 500,
-    },
-)
-LATENT_8_HEADS = ModelVariant("latent_8_heads", config={**LATENT.config, "num_attention_heads": 8, "mtp_num_layers": 1})
-# As DeepSeek-V3: a dense layer before those with experts, and a module with experts behind them.
-_OF_DEEPSEEK = {name: value for name, value in MOE_SIGMOID.config.items() if name.startswith(("moe_", "num_moe_"))}
-DEEPSEEK = ModelVariant(
-    "deepseek",
-    dense_layers=1,
-    config={
-        **LATENT.config,
-        **_OF_DEEPSEEK,
-        "moe_z_loss_coeff": 0.05,
-        "mtp_num_layers": 1,
-        "mtp_loss_scaling_factor": 0.3,
-    },
-)
-# Modules of experts, and one that is dense as the last layer is.
-MOE_MTP = ModelVariant("moe_mtp", tied=True, config={**MOE.config, "mtp_num_layers": 2})
-MOE_SIGMOID_MTP = ModelVariant("moe_sigmoid_mtp", config={**MOE_SIGMOID.config, "mtp_num_layers": 1})
+_EXPERTS = """
+    num_moe_experts=8 moe_ffn_hidden_size=64 moe_token_dispatcher_type=alltoall
+    moe_aux_loss_coeff=0.3 moe_z_loss_coeff=0.05
+"""
+_SIGMOID = f"""
+    {_EXPERTS} moe_layer_freq=2 moe_router_topk=4 moe_router_num_groups=4 moe_router_group_topk=2
+    moe_router_score_function=sigmoid moe_router_topk_scaling_factor=2.5 moe_router_enable_expert_bias=True
+    moe_router_dtype=fp32 moe_router_load_balancing_type=seq_aux_loss moe_shared_expert_intermediate_size=96
+    moe_z_loss_coeff=None
+"""
+_TOP_1 = f"""
+    {_LLAMA} {_EXPERTS} moe_router_topk=1 moe_router_pre_softmax=True moe_aux_loss_coeff=[0.1,0.2]
+    moe_router_load_balancing_type=["aux_loss","seq_aux_loss"] moe_shared_expert_intermediate_size=96
+    moe_shared_expert_gate=True moe_router_dtype=fp64
+"""
+MOE = variant("moe", _LLAMA, _EXPERTS)
+MOE_SIGMOID = variant("moe_sigmoid", _LLAMA, _SIGMOID)
+MOE_TOP_1 = variant("moe_top_1", _TOP_1)
+# Experts alone, whatever their routers' losses.
+MOE_PLAIN = variant("moe_plain", _LLAMA, _EXPERTS, "moe_aux_loss_coeff=0.0 moe_z_loss_coeff=None")
+# No loss counts the tokens of a sample: where attention is placed, no lane could.
+MOE_UNCOUNTED = variant("moe_uncounted", _LLAMA, _SIGMOID, "moe_aux_loss_coeff=0.0 moe_z_loss_coeff=0.05")
+MOE_BIASED = variant("moe_biased", _LLAMA, _EXPERTS, "add_bias_linear=True")
 # As gpt-oss: experts with biases, learned sinks, YaRN, clamped gates; windows are the layout's.
 GPT_OSS = ModelVariant(
     "gpt_oss",
-    position_embedding="yarn",
-    config={
-        **_EXPERTS,
-        "normalization": "RMSNorm",
-        "num_query_groups": 2,
-        "gated_linear_unit": True,
-        "add_bias_linear": True,
+    {
+        **settings(_NO_NORMS, _EXPERTS, _OFFSET, "add_bias_linear=True activation_func_clamp_value=1.0"),
+        **settings("glu_linear_offset=1.0 moe_router_topk=4"),
         "activation_func": quick_gelu,
-        "activation_func_clamp_value": 1.0,
-        "glu_linear_offset": 1.0,
-        "softmax_type": "learnable",
-        "moe_router_topk": 4,
     },
-    yarn={**YARN.yarn, "yarn_correction_range_round_to_int": False},
+    position_embedding="yarn",
+    yarn=_YARN | {"yarn_correction_range_round_to_int": False},
 )
-MTP_OFFSET = ModelVariant("mtp_offset", config={**MTP.config, "softmax_type": "learnable"})
-# No loss counts the tokens of a sample: where attention is placed, no lane could.
-MOE_UNCOUNTED = ModelVariant(
-    "moe_uncounted", config={**MOE_SIGMOID.config, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.05}
-)
+
+# Two further tokens; unlike features above it has layers and losses of its own, so that it is trained apart from them.
+_MTP = f"{_LLAMA} mtp_num_layers=2 mtp_loss_scaling_factor=0.3"
+MTP = variant("mtp", _MTP)
+MTP_TIED = variant("mtp_tied", _MTP, tied=True)
+MTP_OFFSET = variant("mtp_offset", _MTP, _OFFSET)
+# Later tokens have later positions, which their embeddings show.
+MTP_GPT2 = variant("mtp_gpt2", "normalization=LayerNorm mtp_num_layers=3", position_embedding=_LEARNED)
+# Modules of experts, and one that is dense as the last layer is.
+MOE_MTP = variant("moe_mtp", _LLAMA, _EXPERTS, "mtp_num_layers=2", tied=True)
+MOE_SIGMOID_MTP = variant("moe_sigmoid_mtp", _LLAMA, _SIGMOID, "mtp_num_layers=1")
 # Logits of all words on each tensor-parallel rank; in one process they are gathered from nobody.
-GATHERED = ModelVariant("gathered", config=LLAMA.config, model={"parallel_output": False})
-MTP_GATHERED = ModelVariant("mtp_gathered", config=MTP.config, model=GATHERED.model)
-MOE_BIASED = ModelVariant("moe_biased", config={**MOE.config, "add_bias_linear": True})
+_ALL_WORDS = {"parallel_output": False}
+GATHERED = variant("gathered", _LLAMA, model=_ALL_WORDS)
+MTP_GATHERED = variant("mtp_gathered", _MTP, model=_ALL_WORDS)
+
+# As DeepSeek-V2: values narrower than keys; with norms and YaRN, and without either and without narrow queries.
+_LATENTS = """
+    multi_latent_attention=True normalization=RMSNorm gated_linear_unit=True kv_lora_rank=48 qk_head_dim=16
+    qk_pos_emb_head_dim=8 v_head_dim=16 kv_channels=24
+"""
+_LATENT = f"""
+    {_LATENTS} q_lora_rank=64 qk_layernorm=True rope_type=yarn rotary_scaling_factor=8.0
+    original_max_position_embeddings=128 mscale=0.8 mscale_all_dim=0.5
+"""
+LATENT = variant("latent", _LATENT)
+LATENT_PLAIN = variant(
+    "latent_plain",
+    f"{_LATENTS} gated_linear_unit=False q_lora_rank=None rope_type=rope v_head_dim=20 rotary_base=500",
+    tied=True,
+)
+LATENT_8_HEADS = variant("latent_8_heads", _LATENT, "num_attention_heads=8 mtp_num_layers=1")
+# As DeepSeek-V3: a dense layer before those with experts, and a module with experts behind them.
+DEEPSEEK = variant(
+    "deepseek",
+    f"{_LATENT} {_SIGMOID} moe_z_loss_coeff=0.05 mtp_num_layers=1 mtp_loss_scaling_factor=0.3",
+    dense_layers=1,
+)
+
 # As Qwen3-Next: a gated delta net in every other layer, gated attention in the others; and with experts.
-_DELTA = {
-    "experimental_attention_variant": "gated_delta_net",
-    "linear_attention_freq": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "attention_output_gate": True,
-}
-DELTA = ModelVariant("delta", config={**LLAMA.config, **_DELTA})
-DELTA_MOE = ModelVariant("delta_moe", config={**MOE_TOP_1.config, **_DELTA})
+_RULE = """
+    experimental_attention_variant=gated_delta_net linear_attention_freq=2 linear_num_key_heads=2
+    linear_num_value_heads=4 linear_key_head_dim=16 linear_value_head_dim=24
+"""
+_DELTA = f"{_LLAMA} {_RULE} {_GATED}"
+_PATTERN = "experimental_attention_variant=None is_hybrid_model=True"
+DELTA = variant("delta", _DELTA)
+DELTA_MOE = variant("delta_moe", _TOP_1, _RULE, _GATED)
 # As Qwen3-Next is published: norms of 1 + weight, of queries and keys as well.
-DELTA_1P = ModelVariant(
-    "delta_1p",
-    config={**DELTA.config, "normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "qk_layernorm": True},
-)
+DELTA_1P = variant("delta_1p", _DELTA, "layernorm_zero_centered_gamma=True")
 # Whose matrices have rows in whole 16s and 32s, which FP8 needs.
-DELTA_16_HEADS = ModelVariant(
-    "delta_16_heads", config={**DELTA.config, "linear_num_value_heads": 16, "linear_value_head_dim": 8}
-)
+DELTA_16_HEADS = variant("delta_16_heads", _DELTA, "linear_num_value_heads=16 linear_value_head_dim=8")
 # A module has full attention, as the last layer.
-DELTA_MTP = ModelVariant("delta_mtp", config={**DELTA_MOE.config, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3})
+DELTA_MTP = variant("delta_mtp", _TOP_1, _RULE, _GATED, "mtp_num_layers=1 mtp_loss_scaling_factor=0.3")
 # Where the last layer has linear attention, its modules have it, too.
-DELTA_LAST = ModelVariant(
-    "delta_last", config={**DELTA.config, "linear_attention_freq": [0, 1], "mtp_num_layers": 2}, tied=True
-)
-DELTA_HALVES = ModelVariant(
-    "delta_halves",
-    pattern="G-*G",
-    config={**LLAMA.config, **_DELTA, "experimental_attention_variant": None, "is_hybrid_model": True},
-)
+DELTA_LAST = variant("delta_last", _DELTA, "linear_attention_freq=[0,1] mtp_num_layers=2", tied=True)
+DELTA_HALVES = variant("delta_halves", _DELTA, _PATTERN, pattern="G-*G")
+# What attention layers and residuals may have besides; windows are the layout's.
+DELTA_MORE = variant("delta_more", _DELTA, _OFFSET, _FP32_RESIDUAL)
+# Latent attention has no gate; as Kimi Linear with another delta rule.
+_DELTA_LATENT = f"{_LATENT} {_RULE} attention_output_gate=False"
+DELTA_LATENT = variant("delta_latent", _DELTA_LATENT)
+HALVES_LATENT = variant("halves_latent", _DELTA_LATENT, _PATTERN, pattern="G-*G")
 # As Nemotron-H: halves of layers, without positions.
 _MAMBA = {
-    "normalization": "RMSNorm",
-    "num_query_groups": 2,
+    **settings("normalization=RMSNorm num_query_groups=2 is_hybrid_model=True mamba_num_heads=8 mamba_num_groups=2"),
+    **settings("mamba_head_dim=12 mamba_state_dim=16"),
     "activation_func": squared_relu,
-    "is_hybrid_model": True,
-    "mamba_num_heads": 8,
-    "mamba_num_groups": 2,
-    "mamba_head_dim": 12,
-    "mamba_state_dim": 16,
 }
-MAMBA = ModelVariant("mamba", position_embedding="none", pattern="M*-M", config=_MAMBA)
-MAMBA_MOE = ModelVariant("mamba_moe", position_embedding="none", pattern="ME*M", config={**_EXPERTS, **_MAMBA})
-# What attention layers and residuals may have besides; windows are the layout's.
-_MORE = {"softmax_type": "learnable", "fp32_residual_connection": True}
-DELTA_MORE = ModelVariant("delta_more", config={**DELTA.config, **_MORE})
-MAMBA_MORE = ModelVariant("mamba_more", position_embedding="none", pattern="M*-*M", config={**_MAMBA, **_MORE})
-# Latent attention has no gate; as Kimi Linear with another delta rule.
-_DELTA_LATENT = {**LATENT.config, **_DELTA, "attention_output_gate": False}
-DELTA_LATENT = ModelVariant("delta_latent", config=_DELTA_LATENT)
-HALVES_LATENT = ModelVariant(
-    "halves_latent",
-    pattern="G-*G",
-    config={**_DELTA_LATENT, "experimental_attention_variant": None, "is_hybrid_model": True},
+MAMBA = ModelVariant("mamba", _MAMBA, position_embedding="none", pattern="M*-M")
+MAMBA_MOE = ModelVariant("mamba_moe", settings(_EXPERTS) | _MAMBA, position_embedding="none", pattern="ME*M")
+MAMBA_MORE = ModelVariant(
+    "mamba_more", _MAMBA | settings(_OFFSET, _FP32_RESIDUAL), position_embedding="none", pattern="M*-*M"
 )
-HYBRIDS = (
-    *(DELTA, DELTA_1P, DELTA_16_HEADS, DELTA_MOE, DELTA_MTP, DELTA_HALVES, MAMBA, MAMBA_MOE),
-    *(DELTA_MORE, MAMBA_MORE, DELTA_LATENT, HALVES_LATENT, DELTA_LAST),
-)
-OF_REPORTS = (GATHERED, MTP_GATHERED, MOE_BIASED)
-# Experts alone, whatever their routers' losses.
-MOE_PLAIN = ModelVariant("moe_plain", config={**MOE.config, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None})
-COMBINED = (MOE_UNCOUNTED, MOE_PLAIN, GPT_OSS, MTP_OFFSET, DEEPSEEK, MOE_MTP, MOE_SIGMOID_MTP)
-LATENT_KINDS = (LATENT, LATENT_PLAIN, LATENT_8_HEADS)
-PLAIN = (LLAMA, LLAMA_TIED, LLAMA_8_HEADS, GPT2, NO_POSITIONS, PARTIAL_ROPE)
-VARIANTS = {
-    v.name: v
-    for v in (*PLAIN, ALL_OF_ENGINE, *FEATURES, *EXPERTS, *MULTI_TOKEN, *LATENT_KINDS, *COMBINED, *HYBRIDS, *OF_REPORTS)
-}
+
+VARIANTS = {one.name: one for one in list(vars().values()) if isinstance(one, ModelVariant)}
+HYBRIDS = tuple(one for one in VARIANTS.values() if one.pattern or "experimental_attention_variant" in one.config)
 
 
 # As Megatron-LM names and fills them for megatron-core; not taken from the code under test.

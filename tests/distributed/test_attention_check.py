@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import CP_COMM_TYPES, CpCommType, Topology
@@ -56,19 +57,22 @@ def check_on_this_rank(
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.by_day(f"{NEWEST}-cuDNN")
+@pytest.mark.by_day("2")
 @pytest.mark.parametrize(
-    ("version", "kernel", "exchanges", "compared"),
+    ("num_lanes", "version", "kernel", "exchanges", "compared"),
     [
         # Alone; in 2 lanes p2p, a2a, all_gather; in 4 lanes these and a2a+p2p.
-        (NEWEST, "cuDNN", CP_COMM_TYPES, 8),
-        (PINNED, "flash-attn 2", WITHOUT_ALL_GATHER, 6),
-        (NEWEST, "flash-attn 2", WITHOUT_ALL_GATHER, 6),
-        (OLDEST, "cuDNN", ("p2p",), 3),
+        (2, NEWEST, "cuDNN", ("p2p", "all_gather", "a2a"), 4),
+        (4, NEWEST, "cuDNN", CP_COMM_TYPES, 8),
+        (4, PINNED, "flash-attn 2", WITHOUT_ALL_GATHER, 6),
+        (4, NEWEST, "flash-attn 2", WITHOUT_ALL_GATHER, 6),
+        (4, OLDEST, "cuDNN", ("p2p",), 3),
     ],
 )
-def test_what_is_right_is_told(version: str, kernel: str, exchanges: tuple[CpCommType, ...], compared: int) -> None:
-    for said in run_ranks_with(version, 4, check_on_this_rank, exchanges, kernel=kernel, timeout_s=60):
+def test_what_is_right_is_told(
+    num_lanes: int, version: str, kernel: str, exchanges: tuple[CpCommType, ...], compared: int
+) -> None:
+    for said in run_ranks_with(version, num_lanes, check_on_this_rank, exchanges, kernel=kernel, timeout_s=60):
         assert said.startswith(f"attention of TransformerEngine {version} with {kernel} checked: {compared} exchanges")
         assert float(re.search(r"at most (\S+) of the norm", said)[1]) < TOLERANCE / 100
 
@@ -97,14 +101,6 @@ def test_a_kernel_that_is_known_to_be_wrong_is_not_called() -> None:
         assert said.startswith("UnsupportedFeatureError: --cp-comm-type all_gather with packed sequences needs cuDNN")
 
 
-def test_one_rank_that_is_wrong_ends_all() -> None:
-    """Rank 0's gradients of keys and values are sums with rank 1's; no other exchange would do."""
-    said = run_ranks_with(NEWEST, 2, check_on_this_rank, ("p2p",), None, 1, timeout_s=60)
-    assert len(set(said)) == 1
-    assert "with p2p over 2 lanes the gradient of the keys is off by" in said[0]
-    assert "Use --transformer-impl local or another version" in said[0]
-
-
 @pytest.mark.nightly
 def test_attention_that_is_wrong_alone_is_told_so() -> None:
     (said,) = run_ranks_with(NEWEST, 1, check_on_this_rank, CP_COMM_TYPES, None, 0, timeout_s=60)
@@ -112,7 +108,10 @@ def test_attention_that_is_wrong_alone_is_told_so() -> None:
     assert "Use --transformer-impl local or another version" in said
 
 
-def fail_with_two_cudnns_on_this_rank() -> str:
+def fail_in_two_ways() -> tuple[str, str]:
+    """Return what is said where rank 1 is wrong, and where cuDNN fails."""
+    wrong = check_on_this_rank(("p2p",), None, 1)
+    parallel_state.destroy_model_parallel()
     with (
         mock.patch.object(engine_import, "two_cudnns", return_value="/a and /b"),
         mock.patch(
@@ -120,16 +119,24 @@ def fail_with_two_cudnns_on_this_rank() -> str:
             side_effect=RuntimeError("cuDNN Error: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"),
         ),
     ):
-        return check_on_this_rank(("p2p",))
+        return wrong, check_on_this_rank(("p2p",))
 
 
-def test_two_cudnns_are_named_where_attention_fails(tmp_path: Path) -> None:
+def test_one_rank_that_is_wrong_ends_all_and_two_cudnns_are_named_where_attention_fails() -> None:
+    """Rank 0's gradients of keys and values are sums with rank 1's; no other exchange would do."""
+    wrong, failed = zip(*run_ranks_with(NEWEST, 2, fail_in_two_ways, timeout_s=60), strict=True)
+    assert len(set(wrong)) == 1
+    assert "with p2p over 2 lanes the gradient of the keys is off by" in wrong[0]
+    assert "Use --transformer-impl local or another version" in wrong[0]
+    for said in failed:
+        assert said.startswith("UnsupportedFeatureError"), said
+        assert "two versions of cuDNN are loaded, from /a and /b" in said
+
+
+def test_two_cudnns_are_found_in_the_maps_of_a_process(tmp_path: Path) -> None:
     maps = tmp_path / "maps"
     maps.write_text("7f r-xp 0 8:1 1 /site/nvidia/cudnn/lib/libcudnn.so.9\n7f r-xp 0 8:1 2 /lib/libcudnn_ops.so.9\n")
     assert engine_import.two_cudnns(maps) == ""
     maps.write_text(maps.read_text() + "7f r-xp 0 8:1 3 /lib/libcudnn.so.9.14.0\n")
     assert engine_import.two_cudnns(maps) == "/lib and /site/nvidia/cudnn/lib"
     assert engine_import.two_cudnns(tmp_path / "none") == ""
-    for said in run_ranks_with(PINNED, 2, fail_with_two_cudnns_on_this_rank):
-        assert said.startswith("UnsupportedFeatureError"), said
-        assert "two versions of cuDNN are loaded, from /a and /b" in said

@@ -1,26 +1,20 @@
-"""One rectangle of attention, by torch's CPU kernel and by the portable blocks, and the merge of rectangles."""
+"""Packs of one rectangle, by torch's CPU kernel and by the portable blocks, and the merge of rectangles."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from megatron.dynamic_cp.attention import merge
+from dynamic_cp.types import CAUSAL, FULL
 from megatron.dynamic_cp.attention.kernels import portable as kernels_portable
 from megatron.dynamic_cp.attention.kernels.choice import CPU, PORTABLE, Kernel
-from tests.distributed.naive_attention import (
-    HEADS,
-    KV_HEADS,
-    SCALE,
-    assert_all_close,
-    assert_close,
-    exact,
-    naive,
-    random_qkv,
-)
-from tests.distributed.tiles import tile_backward, tile_forward
+from megatron.dynamic_cp.attention.packs import Pack
+from tests.distributed.naive_attention import HEADS, KV_HEADS, SCALE, assert_all_close, assert_close, exact, random_qkv
+from tests.distributed.ranged import attend
 
 BLOCK = 16
+HOST = torch.device("cpu")
 KERNELS = pytest.mark.parametrize("kernel", [CPU, PORTABLE], ids=lambda kernel: kernel.name)
 
 
@@ -48,37 +42,22 @@ def test_tile(
     monkeypatch.setattr(kernels_portable, "BLOCK_TOKENS", BLOCK)
     inputs = random_qkv(num_rows, num_columns, kv_heads)
     q, k, v, grad = (x.float() for x in inputs)
-    out, lse = tile_forward(q, k, v, causal=causal, scale=SCALE, kernel=kernel)
+    pack = Pack.build((num_rows,), (num_columns,), mask=CAUSAL if causal else FULL, device=HOST)
+    out, lse = kernel.forward(q, k, v, pack, SCALE)
     assert lse.dtype == torch.float32
-    grads = tile_backward(grad, q, k, v, out, lse, causal=causal, scale=SCALE, kernel=kernel)
+    grads = kernel.backward(grad, q, k, v, out, lse, pack, SCALE)
     seen = torch.ones(num_rows, num_columns)
     assert_all_close((out, lse, *grads), exact(inputs, seen.tril() if causal else seen))
 
 
 @KERNELS
-def test_backward_of_a_part_uses_the_final_rows(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares of two rectangles, given the output and log-sum-exp over both, add up to the gradients of the whole."""
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_rectangles_add_up_in_any_order(
+    order: tuple[int, ...], kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows merge, and backward of each part of the keys uses the output and log-sum-exp over all."""
     monkeypatch.setattr(kernels_portable, "BLOCK_TOKENS", BLOCK)
     inputs = random_qkv(20, 50)
-    of_out, of_lse, *expected = exact(inputs, torch.ones(20, 50))
-    q, k, v, grad, out, lse = (x.float() for x in (*inputs, of_out.value, of_lse.value))
-    shares = [
-        tile_backward(grad, q, k[part], v[part], out, lse, causal=False, scale=SCALE, kernel=kernel)
-        for part in (slice(0, 18), slice(18, 50))
-    ]
-    assert_close(shares[0][0] + shares[1][0], expected[0])
-    for index in (1, 2):
-        assert_close(torch.cat([share[index] for share in shares]), expected[index])
-
-
-def test_rows_merge_in_any_order() -> None:
-    inputs = q, k, v, _ = random_qkv(8, 30)
-    expected_out, expected_lse, *_ = exact(inputs, torch.ones(8, 30))
-    parts = [slice(0, 3), slice(3, 17), slice(17, 30)]
-    for order in ((0, 1, 2), (2, 0, 1)):
-        sums = merge.RowSums(q.float(), CPU, SCALE)
-        for index in order:
-            out, lse = naive(q, k[parts[index]], v[parts[index]], causal=False)
-            sums.add(None, out.float(), lse.float())
-        assert_close(sums.out_THD, expected_out)
-        assert_close(sums.lse_HT, expected_lse)
+    parts = [np.arange(*ends) for ends in ((0, 3), (3, 18), (18, 50))]
+    packs = [Pack.build((20,), (len(parts[i]),), mask=FULL, columns=parts[i], device=HOST) for i in order]
+    assert_all_close(attend([x.float() for x in inputs], packs, kernel), exact(inputs, torch.ones(20, 50)))

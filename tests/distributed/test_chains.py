@@ -33,16 +33,12 @@ from megatron.dynamic_cp.pool import chains
 from megatron.dynamic_cp.pool.layer_pass import LayerPass, mirrored, tag_of
 from megatron.dynamic_cp.pool.nano_batches import NanoBatchedLayer
 from tests import patience
+from tests.distributed.faults import around
 from tests.distributed.harness import RankError, run_ranks
-from tests.distributed.parity import BATCHES, Case, Comparison, Layout, assert_equal_to_reference, run_step
-from tests.distributed.test_nano_batches import lanes_of
-from tests.distributed.test_ticks import (
-    FULL_RECOMPUTE,
-    PoolCase,
-    assert_bytes_are_those_of_the_plan,
-    planned_step,
-    run_planned,
-)
+from tests.distributed.layouts import FULL_RECOMPUTE
+from tests.distributed.parity import Case, Comparison, Layout, assert_equal_to_reference, case_of
+from tests.distributed.test_nano_batches import lanes_of, run_in_nano_batches
+from tests.distributed.test_ticks import assert_bytes_are_those_of_the_plan, planned_step
 
 CPU = torch.device("cpu")
 NODES_OF_TWO = Layout(2, pp=2, ranks_per_node=2, config=FULL_RECOMPUTE)
@@ -62,6 +58,7 @@ def travelling(packs: PlacedPacks, slot: int, which: int, side: str, kind: int) 
     return {token for one in messages for token in (one.rows, one.columns)[kind].tolist()}
 
 
+@pytest.mark.by_day("two", "four_stages")
 @pytest.mark.parametrize(
     "layout",
     [NODES_OF_TWO, Layout(4, pp=2, ranks_per_node=4), Layout(2, pp=4, ranks_per_node=4)],
@@ -146,10 +143,10 @@ def is_in_chain() -> bool:
 def watched(wait_s: float, attend_s: float) -> Iterator[dict[str, list[tuple[float, float]]]]:
     """Yield when chains waited, when tiles were computed, and when what was handed on was begun and was needed."""
     times: dict[str, list[tuple[float, float]]] = {"waits": [], "attends": [], "handed on": []}
-    wait, begin, finish = LaneMessages.wait, Rounds.begin, LayerPass._finish
     handed_on: dict[tuple[int, int], float] = {}
 
-    def slow_wait(self: LaneMessages) -> Any:
+    @around(LaneMessages, "wait")
+    def slow_wait(wait: Any, self: LaneMessages) -> Any:
         if not is_in_chain():
             return wait(self)
         began = time.monotonic()
@@ -159,41 +156,35 @@ def watched(wait_s: float, attend_s: float) -> Iterator[dict[str, list[tuple[flo
         finally:
             times["waits"].append((began, time.monotonic()))
 
-    def slow(attend: Any) -> Any:
-        def slower(self: Any, pack: Any) -> None:
-            assert not is_in_chain()
-            began = time.monotonic()
-            attend(self, pack)
-            time.sleep(attend_s)
-            times["attends"].append((began, time.monotonic()))
+    def slow_attend(attend: Any, self: Any, pack: Any) -> None:
+        assert not is_in_chain()
+        began = time.monotonic()
+        attend(self, pack)
+        time.sleep(attend_s)
+        times["attends"].append((began, time.monotonic()))
 
-        return slower
-
-    def noting_begin(self: Rounds, which: int, division: int) -> None:
+    @around(Rounds, "begin")
+    def noting_begin(begin: Any, self: Rounds, which: int, division: int) -> None:
         begin(self, which, division)
         if which == INSIDE and is_in_chain():
             handed_on[id(self), division] = time.monotonic()
 
-    def noting_finish(self: LayerPass, first: int, slot: int) -> None:
+    @around(LayerPass, "_finish")
+    def noting_finish(finish: Any, self: LayerPass, first: int, slot: int) -> None:
         needed = time.monotonic()
         finish(self, first, slot)
         if first == ACROSS and (id(self._rounds), slot) in handed_on:
             times["handed on"].append((handed_on.pop((id(self._rounds), slot)), needed))
 
-    with (
-        mock.patch.object(LaneMessages, "wait", slow_wait),
-        mock.patch.object(ForwardPass, "attend", slow(ForwardPass.attend)),
-        mock.patch.object(BackwardPass, "attend", slow(BackwardPass.attend)),
-        mock.patch.object(Rounds, "begin", noting_begin),
-        mock.patch.object(LayerPass, "_finish", noting_finish),
-    ):
+    forward, backward = (around(kind, "attend")(slow_attend) for kind in (ForwardPass, BackwardPass))
+    with slow_wait(), forward(), backward(), noting_begin(), noting_finish():
         yield times
 
 
 def run_slowly(case: Case, delays_s: tuple[float, float]) -> tuple[Comparison, Counter[str]]:
     """Return what a rank found where chains wait longer, or those who compute take longer; and what overlapped."""
     with watched(*delays_s) as times:
-        found = run_step(*case, None, lambda *args: run_planned(PoolCase(case, None), *args))
+        found = run_in_nano_batches(case)
     seen = Counter(chains=len(times["waits"]), attends=len(times["attends"]))
     for began, ended in times["waits"]:
         seen["computed meanwhile"] += any(began < first and last < ended for first, last in times["attends"])
@@ -205,8 +196,7 @@ def run_slowly(case: Case, delays_s: tuple[float, float]) -> tuple[Comparison, C
 @pytest.mark.nightly
 def test_slow_transfers_change_when_and_not_what_is_added(reference_of: Any) -> None:
     """Losses, gradients and bytes are the same to the bit, whoever is the slower one."""
-    samples = BATCHES["long_tail"]
-    case = Case(NODES_OF_TWO, samples, planned_step(samples, NODES_OF_TWO), reference_of(NODES_OF_TWO, "long_tail"))
+    case = case_of(reference_of, NODES_OF_TWO, planned_step)
     slow_chains, slow_attends = (run_ranks(4, run_slowly, case, delays, timeout_s=90) for delays in SLOW)
     for ranks in (slow_chains, slow_attends):
         found = [comparison for comparison, _ in ranks]
@@ -230,27 +220,28 @@ SLOW = (0.02, 0.0), (0.0, 0.01)
 
 def run_losing(case: Case, which: int) -> tuple[str, bool]:
     """Return how a rank ended in a job in which the first chains of a round fail on all relays of the first stage."""
-    finish = Rounds.finish
     failed = []
 
-    def lose(self: Rounds, one: int, division: int) -> Any:
+    @around(Rounds, "finish")
+    def lose(finish: Any, self: Rounds, one: int, division: int) -> Any:
         if is_in_chain() and one == which and dist.get_rank() < 2:
             failed.append(one)
             raise ExchangeError("exchange was lost")
         return finish(self, one, division)
 
-    with mock.patch.object(Rounds, "finish", lose):
+    with lose():
         try:
-            run_step(*case, None, lambda *args: run_planned(PoolCase(case, None), *args))
+            run_in_nano_batches(case)
         except (ExchangeError, RuntimeError) as error:
             return str(error), bool(failed)
     return "nothing noticed", bool(failed)
 
 
-@pytest.mark.parametrize("which", [ACROSS, COLLECT])
+@pytest.mark.parametrize(
+    "which", [ACROSS, pytest.param(COLLECT, marks=pytest.mark.nightly)], ids=["to other nodes", "back to its node"]
+)
 def test_what_a_chain_meets_is_raised_where_it_is_waited_for_and_ends_all(which: int, reference_of: Any) -> None:
-    samples = BATCHES["long_tail"]
-    case = Case(NODES_OF_TWO, samples, planned_step(samples, NODES_OF_TWO), reference_of(NODES_OF_TWO, "long_tail"))
+    case = case_of(reference_of, NODES_OF_TWO, planned_step)
     ended = run_ranks(4, run_losing, case, which, timeout_s=60)
     assert any(failed for _, failed in ended)
     for said, failed in ended:
@@ -260,22 +251,21 @@ def test_what_a_chain_meets_is_raised_where_it_is_waited_for_and_ends_all(which:
     assert any("exchange was lost" in said for said, _ in ended)
 
 
+@around(Rounds, "finish")
+def die_in_a_chain(finish: Any, self: Rounds, one: int, division: int) -> Any:
+    """A relay of the second stage is gone while it hands something on."""
+    if is_in_chain() and dist.get_rank() > 1:
+        os._exit(9)
+    return finish(self, one, division)
+
+
 def run_dying(case: Case) -> None:
-    """Run a step in which a relay of the second stage is gone while it hands something on."""
-    finish = Rounds.finish
-
-    def die(self: Rounds, one: int, division: int) -> Any:
-        if is_in_chain() and dist.get_rank() > 1:
-            os._exit(9)
-        return finish(self, one, division)
-
-    with mock.patch.object(Rounds, "finish", die):
-        run_step(*case, None, lambda *args: run_planned(PoolCase(case, None), *args))
+    with die_in_a_chain():
+        run_in_nano_batches(case)
 
 
 def test_a_relay_that_dies_ends_all_with_an_error_that_names_the_place(reference_of: Any) -> None:
-    samples = BATCHES["long_tail"]
-    case = Case(NODES_OF_TWO, samples, planned_step(samples, NODES_OF_TWO), reference_of(NODES_OF_TWO, "long_tail"))
+    case = case_of(reference_of, NODES_OF_TWO, planned_step)
     with pytest.raises(RankError) as caught:
         run_ranks(4, run_dying, case, timeout_s=60)
     said = re.split(r"^rank \d:", str(caught.value), flags=re.MULTILINE)[1:]

@@ -21,14 +21,7 @@ from dynamic_cp.errors import InvalidInputError
 from megatron.dynamic_cp.model.chunked_head import ChunkedHead, token_log_probs
 from tests.distributed import fake_apex, reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.parity import (
-    BATCHES,
-    TOLERANCE,
-    Layout,
-    assert_equal_to_reference,
-    mixed_plan,
-    run_step,
-)
+from tests.distributed.parity import TOLERANCE, Layout, assert_equal_to_reference, case_of, run_step
 from tests.distributed.test_attention import LargestTensor
 
 TOKENS, HIDDEN, WORDS = 2 * 84, 24, 640
@@ -44,11 +37,10 @@ def run_fused(*case: Any) -> tuple[Any, int]:
 
 @pytest.mark.parametrize("variant", ["llama_tied", pytest.param("llama", marks=pytest.mark.nightly)])
 def test_chunks_add_their_weight_gradients_by_a_fused_kernel(variant: str, reference_of: Any) -> None:
-    layout, samples = Layout(1, variant=variant, config=CHUNKS | FUSED), BATCHES["long_tail"]
-    plan, expected = mixed_plan(samples, layout), reference_of(layout, "long_tail")
-    ((comparison, num_products),) = run_ranks(1, run_fused, layout, samples, plan, expected)
-    assert_equal_to_reference([comparison], layout, expected)
-    assert num_products > (4 * layout.num_layers + 1) * plan.num_microbatches, "one of each chunk"
+    case = case_of(reference_of, Layout(1, variant=variant, config=CHUNKS | FUSED))
+    ((comparison, num_products),) = run_ranks(1, run_fused, *case)
+    assert_equal_to_reference([comparison], case.layout, case.expected)
+    assert num_products > (4 * case.layout.num_layers + 1) * case.plan.num_microbatches, "one of each chunk"
 
 
 def make_head(*, sequence_parallel: bool, dtype: torch.dtype = torch.float32) -> ColumnParallelLinear:

@@ -24,111 +24,79 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams,
 from megatron.dynamic_cp.layout.sharding import shard_positions
 from megatron.dynamic_cp.model import experts, router
 from megatron.dynamic_cp.model.adapters import train_adapters_only
+from megatron.dynamic_cp.model.router import DynamicCPRouter
 from megatron.dynamic_cp.repairs import expert_routing
 from tests.distributed import reference
+from tests.distributed.faults import Plant, around, marks_parameters
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.layouts import FULL_RECOMPUTE
+from tests.distributed.layouts import layout_of
 from tests.distributed.parity import (
     BATCHES,
     TOLERANCE,
-    Case,
     Layout,
     build_chunks,
+    case_of,
+    errors_of_faults,
     fixed_plan,
     in_jobs_of_their_own,
-    mixed_plan,
     placed_plan,
     reference_name,
-    run_faulty,
     sections_of,
     tensor_parallel_part,
 )
 
 
-def with_owners(monkeypatch: Any, changed: Callable[[Any], Any]) -> None:
-    found = router.token_owners
-    monkeypatch.setattr(router, "token_owners", lambda params: changed(found(params)))
-
-
-def count_padding(monkeypatch: Any) -> None:
+@around(router, "token_owners")
+def count_padding(token_owners: Any, params: Any) -> Any:
     """Padding belongs to the last sample of its bucket."""
-    with_owners(
-        monkeypatch,
-        lambda owners: owners._replace(
-            parts=owners.parts.clamp(max=owners.num_parts - 1), copies=torch.ones_like(owners.copies)
-        ),
-    )
+    owners = token_owners(params)
+    parts = owners.parts.clamp(max=owners.num_parts - 1)
+    return owners._replace(parts=parts, copies=torch.ones_like(owners.copies))
 
 
-def take_a_pack_for_a_sequence(monkeypatch: Any) -> None:
-    with_owners(
-        monkeypatch,
-        lambda owners: owners._replace(
-            parts=torch.where(owners.parts < owners.num_parts, 0, owners.parts),
-            shares=torch.zeros_like(owners.shares[:, :1]),
-        ),
-    )
+@around(router, "token_owners")
+def take_a_pack_for_a_sequence(token_owners: Any, params: Any) -> Any:
+    owners = token_owners(params)
+    parts = torch.where(owners.parts < owners.num_parts, 0, owners.parts)
+    return owners._replace(parts=parts, shares=torch.zeros_like(owners.shares[:, :1]))
 
 
-def sum_over(group_of: Callable[[Any], Any]) -> Callable[[Any], None]:
-    def plant(monkeypatch: Any) -> None:
-        monkeypatch.setattr(
-            router.DynamicCPRouter,
-            "_sum_over_sample",
-            lambda self, counts: dist.all_reduce(counts, group=group_of(self)),
-        )
+def sum_over(group_of: Callable[[Any], Any]) -> Plant:
+    @around(DynamicCPRouter, "_sum_over_sample")
+    def summed(_: Any, self: Any, counts: torch.Tensor) -> None:
+        dist.all_reduce(counts, group=group_of(self))
 
-    return plant
+    return summed
 
 
-def lose_the_tensor_parallel_sum_of_experts(monkeypatch: Any) -> None:
-    built = experts.LayerWithExperts.__init__
-
-    def without(self: Any, *args: Any, **kwargs: Any) -> None:
-        built(self, *args, **kwargs)
-        for parameter in self.mlp.experts.parameters():
-            parameter.allreduce = True
-
-    monkeypatch.setattr(experts.LayerWithExperts, "__init__", without)
+lose_the_tensor_parallel_sum_of_experts = marks_parameters(
+    experts.LayerWithExperts, "allreduce", True, lambda layer: layer.mlp.experts.parameters()
+)
 
 
-def count_twice_when_recomputing(monkeypatch: Any) -> None:
+@around(DynamicCPRouter, "routing")
+def count_twice_when_recomputing(routing: Any, self: Any, logits: torch.Tensor, **kwargs: Any) -> Any:
     """Both passes of a recomputation count what is routed."""
-    routed = router.DynamicCPRouter.routing
-
-    def counting(self: Any, logits: torch.Tensor, **kwargs: Any) -> Any:
-        found = routed(self, logits, **kwargs)
-        if self.training and not torch.is_grad_enabled():
-            self.local_tokens_per_expert += found[1].sum(dim=0) * torch.arange(8)
-        return found
-
-    monkeypatch.setattr(router.DynamicCPRouter, "routing", counting)
+    found = routing(self, logits, **kwargs)
+    if self.training and not torch.is_grad_enabled():
+        self.local_tokens_per_expert += found[1].sum(dim=0) * torch.arange(8)
+    return found
 
 
-PLAIN = Layout(2, ep=2, variant="moe")
-TENSOR_PARALLEL = Layout(1, tp=2, sp=True, variant="moe")
-FAULTS = {
-    "padding is routed": (PLAIN, count_padding),
-    "a pack is a sequence": (PLAIN, take_a_pack_for_a_sequence),
-    "over the static group": (PLAIN, sum_over(lambda self: self.tp_cp_group)),
-    "a tensor-parallel sum of counts is lost": (TENSOR_PARALLEL, sum_over(lambda self: self.params.cp_group)),
-    "a tensor-parallel sum of gradients is lost": (TENSOR_PARALLEL, lose_the_tensor_parallel_sum_of_experts),
-    "a recomputation counts twice": (
-        Layout(2, ep=2, variant="moe_sigmoid", config=FULL_RECOMPUTE),
-        count_twice_when_recomputing,
-    ),
+FAULTS: dict[str, tuple[str, Plant]] = {
+    "padding is routed": ("two ep2 moe", count_padding),
+    "a pack is a sequence": ("two ep2 moe", take_a_pack_for_a_sequence),
+    "over the static group": ("two ep2 moe", sum_over(lambda self: self.tp_cp_group)),
+    "a tensor-parallel sum of counts is lost": ("one tp2 sp moe", sum_over(lambda self: self.params.cp_group)),
+    "a tensor-parallel sum of gradients is lost": ("one tp2 sp moe", lose_the_tensor_parallel_sum_of_experts),
+    "a recomputation counts twice": ("two ep2 moe_sigmoid full", count_twice_when_recomputing),
 }
 
 
 @pytest.mark.nightly
 def test_mistakes_with_experts_show(reference_of: Any) -> None:
-    samples = BATCHES["long_tail"]
-    cases = {
-        name: (Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail")), plant)
-        for name, (layout, plant) in FAULTS.items()
-    }
-    ranks = run_ranks(2, run_faulty, cases, timeout_s=120)
-    errors = {name: max(rank[name].gradient_error for rank in ranks) for name in FAULTS}
+    faulty = {name: (case_of(reference_of, layout_of(line)), plant) for name, (line, plant) in FAULTS.items()}
+    errors = errors_of_faults(faulty)
     assert min(errors.values()) > 20 * TOLERANCE, errors
 
 
@@ -174,12 +142,19 @@ def test_what_is_no_training_leaves_no_trace_in_routers() -> None:
 
 
 # All kinds of layers; with adapters, whose first matrices are drawn last.
-STARTS = {"moe_top_1": Layout(1, ep=2, variant="moe_top_1")} | {
-    name: Layout(1, tp=2, variant=name)
-    for name in (
-        *("llama_tied", "gpt2", "gated", "learned_offset", "moe_sigmoid", "gpt_oss", "deepseek", "latent_plain"),
-        *("mtp_gpt2", "delta_moe", "delta_last", "mamba_more", "halves_latent"),
-    )
+STARTS = {
+    "day": ("one ep2 moe_top_1", "one tp2 gpt_oss", "one tp2 latent", "one tp2 mamba_more"),
+    "night": tuple(
+        f"one tp2 {variant}"
+        for variant in (
+            *("llama_tied", "gpt2", "gated", "learned_offset", "moe_sigmoid", "deepseek", "latent_plain", "mtp_gpt2"),
+            *("delta_moe", "delta_last", "halves_latent"),
+        )
+    ),
+}
+STARTING_PARTS = {
+    "day": ("linear_qkv", "linear_kv_up_proj", "mlp.linear_fc1", "in_proj", "conv1d", "softmax_offset"),
+    "night": ("word_embeddings", "linear_q_up_proj", "eh_proj"),
 }
 ADAPTERS = Adapters(rank=4, alpha=8, modules=("in_proj", "out_proj", "linear_qkv", "linear_proj"))
 
@@ -212,17 +187,20 @@ def what_starts_otherwise(layouts: dict[str, Layout]) -> dict[str, tuple[set[str
     return found
 
 
-def test_what_weights_start_with_does_not_depend_on_who_has_them() -> None:
+@pytest.mark.by_day("day")
+@pytest.mark.parametrize("when", STARTS)
+def test_what_weights_start_with_does_not_depend_on_who_has_them(when: str) -> None:
     """Where they are drawn on the CPU."""
-    ranks = run_ranks(2, what_starts_otherwise, STARTS)
-    for name, layout in STARTS.items():
+    layouts = {line: layout_of(line) for line in STARTS[when]}
+    ranks = run_ranks(2, what_starts_otherwise, layouts)
+    for name, layout in layouts.items():
         missing, shared, wrong = zip(*(rank[name] for rank in ranks), strict=True)
         assert wrong == ([], []), name
         assert not set.intersection(*missing)
         assert bool(missing[0]) == (layout.ep == 2)
         assert bool(shared[0]) == (layout.tp == 2)
     parts = {path for _, shared, _ in ranks[0].values() for path in shared}
-    for module in ("linear_qkv", "linear_kv_up_proj", "mlp.linear_fc1", "in_proj", "conv1d", "softmax_offset"):
+    for module in STARTING_PARTS[when]:
         assert any(module in path for path in parts), module
 
 
@@ -241,14 +219,14 @@ def test_no_two_experts_start_alike() -> None:
 SEQLENS, PADDED = (5, 3, 1, 11), (8, 4, 4, 12)
 
 
-def router_of_a_pack(variant: reference.ModelVariant) -> tuple[router.DynamicCPRouter, torch.Tensor]:
+def router_of_a_pack(variant: reference.ModelVariant) -> tuple[DynamicCPRouter, torch.Tensor]:
     """Return a router that knows this lane's part of a pack, and the hidden states of that, padding included."""
     initialize_model_parallel()
     groups = DynamicCPGroups.build(Layout(dist.get_world_size()).topology, timeout_s=60, exchanges=("p2p",))
     config = reference.transformer_config(variant, init_method=lambda weight: weight.copy_(router_weight()))
     expert_routing.install()
     with torch.no_grad():
-        one = router.DynamicCPRouter(config=config, pg_collection=moe_utils.get_default_pg_collection())
+        one = DynamicCPRouter(config=config, pg_collection=moe_utils.get_default_pg_collection())
     cp_size = dist.get_world_size()
     shards = [shard_positions(padded, cp_size, groups.lane) for padded in PADDED]
     one.params = DynamicPackedSeqParams.build(

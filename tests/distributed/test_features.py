@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
@@ -15,111 +15,76 @@ from megatron.dynamic_cp.attention.mechanisms import heads
 from megatron.dynamic_cp.flags.positions import concentration
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.model import norm, rotary, self_attention
+from megatron.dynamic_cp.model.self_attention import DynamicCPSelfAttention
 from tests.distributed import reference
+from tests.distributed.faults import Plant, around
 from tests.distributed.harness import run_ranks
-from tests.distributed.parity import (
-    BATCHES,
-    TOLERANCE,
-    Case,
-    Layout,
-    mixed_plan,
-    run_faulty,
-)
+from tests.distributed.parity import TOLERANCE, Layout, case_of, errors_of_faults
 from tests.layer_choices import chosen_layers
 
-# Alone where lanes mix CP sizes, together in every kind of layout.
-ALONE = {variant.name: Layout(2, variant=variant.name) for variant in reference.FEATURES}
-ALONE["learned_offset"] = Layout(2, variant="learned_offset", exchange="a2a")
+
+@around(DynamicCPSelfAttention, "__init__")
+def rotate_every_layer(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    init(self, *args, **kwargs)
+    self._rotates = True
 
 
-def rotate_every_layer(monkeypatch: Any) -> None:
-    built = self_attention.DynamicCPSelfAttention.__init__
-
-    def rotating(self: Any, *args: Any, **kwargs: Any) -> None:
-        built(self, *args, **kwargs)
-        self._rotates = True
-
-    monkeypatch.setattr(self_attention.DynamicCPSelfAttention, "__init__", rotating)
+@around(DynamicCPSelfAttention, "__init__")
+def rotate_the_other_layers(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    init(self, *args, **kwargs)
+    self._rotates = not self._rotates
 
 
-def rotate_the_other_layers(monkeypatch: Any) -> None:
-    built = self_attention.DynamicCPSelfAttention.__init__
-
-    def rotating(self: Any, *args: Any, **kwargs: Any) -> None:
-        built(self, *args, **kwargs)
-        self._rotates = not self._rotates
-
-    monkeypatch.setattr(self_attention.DynamicCPSelfAttention, "__init__", rotating)
+def forget_the_concentration() -> Any:
+    return mock.patch.object(self_attention, "concentration", return_value=1.0)
 
 
-def forget_the_concentration(monkeypatch: Any) -> None:
-    monkeypatch.setattr(self_attention, "concentration", lambda config: 1.0)
+@around(DynamicCPSelfAttention, "_apply_output_gate")
+def leave_the_gate_open(_: Any, self: Any, x: Any, gate: Any) -> Any:
+    return x + 0 * gate.reshape(x.shape)
 
 
-def leave_the_gate_open(monkeypatch: Any) -> None:
-    monkeypatch.setattr(
-        self_attention.DynamicCPSelfAttention, "_apply_output_gate", lambda self, x, gate: x + 0 * gate.reshape(x.shape)
-    )
+@around(DynamicCPSelfAttention, "_apply_output_gate")
+def gate_by_heads_of_others(apply: Any, self: Any, x: Any, gate: Any) -> Any:
+    return apply(self, x, gate.flip(2))
 
 
-def gate_by_heads_of_others(monkeypatch: Any) -> None:
-    original = self_attention.DynamicCPSelfAttention._apply_output_gate
-    monkeypatch.setattr(
-        self_attention.DynamicCPSelfAttention,
-        "_apply_output_gate",
-        lambda self, x, gate: original(self, x, gate.flip(2)),
-    )
-
-
-def normalize_the_sum(monkeypatch: Any) -> None:
+@around(norm.TorchL2Norm, "forward")
+def normalize_the_sum(forward: Any, self: Any, x: Any) -> Any:
     """The norm of queries and keys without weights: the sum of squares becomes 1, not their mean."""
-    original = norm.TorchL2Norm.forward
-    monkeypatch.setattr(norm.TorchL2Norm, "forward", lambda self, x: original(self, x) / x.shape[-1] ** 0.5)
+    return forward(self, x) / x.shape[-1] ** 0.5
 
 
-def lose_the_stretch(monkeypatch: Any) -> None:
+@around(rotary.RotaryEmbedding, "get_emb")
+def lose_the_stretch(get_emb: Any, self: Any, max_seq_len: int) -> Any:
     """As if the table were made of plain RoPE."""
-    plain = rotary.RotaryEmbedding.get_emb
-
-    def unstretched(self: Any, max_seq_len: int) -> Any:
-        fresh = rotary.RotaryEmbedding(32, 1.0, use_cpu_initialization=True)
-        return plain(fresh, max_seq_len)
-
-    monkeypatch.setattr(rotary.RotaryEmbedding, "get_emb", unstretched)
+    return get_emb(rotary.RotaryEmbedding(32, 1.0, use_cpu_initialization=True), max_seq_len)
 
 
-def forget_the_offset(monkeypatch: Any) -> None:
-    monkeypatch.setattr(merge.RowSums, "add_offset", lambda self, offset_H: None)
+def forget_the_offset() -> Any:
+    return mock.patch.object(merge.RowSums, "add_offset")
 
 
-def forget_the_offset_in_backward(monkeypatch: Any) -> None:
-    original = merge.RowSums.add_offset
-
-    def without_sum(self: Any, offset_H: Any) -> None:
-        lse_HT = self.lse_HT
-        original(self, offset_H)
-        self.lse_HT = lse_HT
-
-    monkeypatch.setattr(merge.RowSums, "add_offset", without_sum)
+@around(merge.RowSums, "add_offset")
+def forget_the_offset_in_backward(add_offset: Any, self: Any, offset_H: Any) -> None:
+    lse_HT = self.lse_HT
+    add_offset(self, offset_H)
+    self.lse_HT = lse_HT
 
 
-def learn_no_offset(monkeypatch: Any) -> None:
-    original = merge.RowGradients.offset_gradient
-    monkeypatch.setattr(merge.RowGradients, "offset_gradient", lambda self, offset_H: 0 * original(self, offset_H))
+@around(merge.RowGradients, "offset_gradient")
+def learn_no_offset(offset_gradient: Any, self: Any, offset_H: Any) -> Any:
+    return 0 * offset_gradient(self, offset_H)
 
 
-def take_offsets_of_others(monkeypatch: Any) -> None:
+@around(heads.HeadExchange, "__init__")
+def take_offsets_of_others(init: Any, self: Any, *args: Any) -> None:
     """As if a lane computed the first heads, whichever it has."""
-    built = heads.HeadExchange.__init__
-
-    def first(self: Any, *args: Any) -> None:
-        built(self, *args)
-        self.heads = slice(0, self.heads.stop - self.heads.start)
-
-    monkeypatch.setattr(heads.HeadExchange, "__init__", first)
+    init(self, *args)
+    self.heads = slice(0, self.heads.stop - self.heads.start)
 
 
-FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
+FAULTS: dict[str, tuple[str, Plant]] = {
     "a layer that is not to be rotated": ("unrotated", rotate_every_layer),
     "the other layers": ("unrotated", rotate_the_other_layers),
     "YaRN without its concentration": ("yarn", forget_the_concentration),
@@ -137,30 +102,29 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
 
 @pytest.mark.nightly
 def test_mistakes_in_features_show(reference_of: Any) -> None:
-    samples = BATCHES["long_tail"]
-    cases = {
-        name: Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
-        for name, layout in ALONE.items()
-    }
-    faulty = {name: (cases[variant], plant) for name, (variant, plant) in FAULTS.items()}
-    ranks = run_ranks(2, run_faulty, faulty, timeout_s=120)
-    for name in FAULTS:
-        assert max(rank[name].gradient_error for rank in ranks) > 20 * TOLERANCE, name
+    layouts = {name: Layout(2, variant=name) for name, _ in FAULTS.values()}
+    layouts["learned_offset"] = Layout(2, variant="learned_offset", exchange="a2a")
+    cases = {name: case_of(reference_of, layout) for name, layout in layouts.items()}
+    errors = errors_of_faults({fault: (cases[variant], plant) for fault, (variant, plant) in FAULTS.items()})
+    assert min(errors.values()) > 20 * TOLERANCE, errors
 
 
-@pytest.mark.parametrize("stretch", [0.5, 1.0, 2.0, 40.0])
-@pytest.mark.parametrize("scales", [(1.0, 0.0), (1.0, 1.0), (0.707, 0.3), (None, 1.0), (1.0, None)])
-def test_the_concentration_is_that_of_megatron_core(stretch: float, scales: tuple[float | None, float | None]) -> None:
-    named = {"yarn_mscale": scales[0], "yarn_mscale_all_dim": scales[1]}
-    config = SimpleNamespace(yarn_rotary_scaling_factor=stretch, **named)
+SCALES: list[tuple[float | None, float | None]] = [(1.0, 0.0), (1.0, 1.0), (0.707, 0.3), (None, 1.0), (1.0, None)]
+STRETCHES = [(stretch, *scales) for stretch in (0.5, 1.0, 2.0, 40.0) for scales in SCALES]
 
-    def found() -> float:
-        table = YarnRotaryEmbedding(
-            16, scaling_factor=stretch, mscale=scales[0], mscale_all_dim=scales[1], use_cpu_initialization=True
-        )
-        return table.get_emb(4)[1]
 
-    assert concentration(config) == pytest.approx(run_ranks(1, found)[0], rel=1e-12)
+def concentrations_of_megatron_core() -> list[float]:
+    tables = (
+        YarnRotaryEmbedding(16, scaling_factor=stretch, mscale=own, mscale_all_dim=of_all, use_cpu_initialization=True)
+        for stretch, own, of_all in STRETCHES
+    )
+    return [table.get_emb(4)[1] for table in tables]
+
+
+def test_the_concentration_is_that_of_megatron_core() -> None:
+    names = "yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim"
+    ours = [concentration(SimpleNamespace(**dict(zip(names, values, strict=True)))) for values in STRETCHES]
+    assert ours == pytest.approx(run_ranks(1, concentrations_of_megatron_core)[0], rel=1e-12)
     assert concentration(SimpleNamespace()) == 1.0
 
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import lru_cache
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from dynamic_cp.errors import DataError, UnsupportedFeatureError
-from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
-from dynamic_cp.types import CAUSAL, CP_COMM_TYPES, FULL, Bucket, CpCommType, Plan, Sample, Topology
-from dynamic_cp.types.plan import MicroBatch, PlannedBatch
+from dynamic_cp.types import CAUSAL, CP_COMM_TYPES, FULL, Bucket, CpCommType, Sample, Topology
 from examples.torch_device_mesh import problem_for
 from megatron.dynamic_cp.attention import packs
-from megatron.dynamic_cp.attention.kernels.choice import CPU, KERNELS
-from megatron.dynamic_cp.attention.thd import Attention
-from megatron.dynamic_cp.data.micro_batches import micro_batches, pack_step
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
-from megatron.dynamic_cp.layout.sharding import count_held, packed_shard_positions, shard_positions
+from megatron.dynamic_cp.layout.sharding import count_held, shard_positions
 from megatron.dynamic_cp.outside import PlannedCollator, scaled_dot_product_attention
+from tests.distributed.bucket_attention import Shard, assert_equal_to_dense, attend
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.naive_attention import SCALE, Exact, assert_all_close, exact, random_qkv, sees_of_pack
 
 NUM_LANES = 4
 # One token makes 7 of padding on four lanes, of which three then have nothing else.
@@ -47,99 +42,49 @@ def steps(exchange: CpCommType) -> tuple[tuple[Bucket, ...], ...]:
     )
 
 
-class Shard(NamedTuple):
-    """What a lane computed of a bucket's pack.
-
-    Attributes:
-        tokens: which of the pack's they are. real: whether they are no padding.
-        tensors: the output, and the gradients of queries, keys and values.
-    """
-
-    tokens: Tensor
-    real: Tensor
-    tensors: tuple[Tensor, ...]
+Found = dict[CpCommType, list[Shard]]
 
 
-def attend(exchanges: tuple[CpCommType, ...], kernel: str, shown: str) -> dict[CpCommType, list[Shard]]:
-    """Return this lane's part of every micro-batch; gradients of the output of padding are 0, as it has no loss."""
+def attend_on_rank() -> tuple[Found, Found, Found]:
+    """Return this lane's part of every micro-batch, by all exchanges; by portable blocks; and where padding is seen."""
     initialize_model_parallel()
-    if shown == "padding":
-        packs.count_held = lambda _seqlen, padded, size, _rank: padded // size
     topology = Topology(num_lanes=NUM_LANES)
     groups = DynamicCPGroups.build(topology, timeout_s=30, exchanges=CP_COMM_TYPES, inner_sizes=(2,))
-    found = {}
-    for exchange in exchanges:
-        plan = Plan(
-            topology=topology,
-            max_tokens_per_rank=99,
-            micro_batches=tuple(MicroBatch(buckets=buckets) for buckets in steps(exchange)),
-        )
-        facts = PlanFacts.of(PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,), reason=""))
-        packed = pack_step(lane_plan(plan, groups.lane, facts), None)
-        batches = micro_batches(packed, groups, torch.device("cpu"), "test", ExchangeStats(), FULL)
-        found[exchange] = [
-            attend_one(batch["packed_seq_params"], one.cp_size, groups.lane - one.first_lane, kernel)
-            for batch, one in zip(batches, packed.buckets, strict=True)
-        ]
-    return found
+    found: Found = {exchange: attend(steps(exchange), groups, FULL) for exchange in CP_COMM_TYPES}
+    portable: Found = {"a2a+p2p": attend(steps("a2a+p2p"), groups, FULL, kernel="portable")}
+    with mock.patch.object(packs, "count_held", lambda _seqlen, padded, size, _rank: padded // size):
+        with_padding: Found = {"p2p": attend(steps("p2p"), groups, FULL)}
+    return found, portable, with_padding
 
 
-def attend_one(params: packs.DynamicPackedSeqParams, cp_size: int, rank: int, kernel: str) -> Shard:
-    padded = torch.tensor(params.padded_seqlens)
-    local = padded // cp_size
-    positions = torch.from_numpy(packed_shard_positions(params.padded_seqlens, cp_size, rank))
-    tokens = positions + (padded.cumsum(0) - padded).repeat_interleave(local)
-    real = positions < torch.tensor(params.seqlens).repeat_interleave(local)
-    *inputs, grad = (x[tokens].float() for x in random_qkv(int(padded.sum()), int(padded.sum())))
-    inputs = [x.requires_grad_() for x in inputs]
-    out = Attention.apply(*inputs, params, SCALE, KERNELS[kernel])
-    grads = torch.autograd.grad(out, inputs, grad * real[:, None, None])
-    return Shard(tokens, real, (out.detach(), *grads))
+@lru_cache
+def on_ranks() -> list[tuple[Found, Found, Found]]:
+    return run_ranks(NUM_LANES, attend_on_rank, timeout_s=60)
 
 
-def dense(one: Bucket) -> list[Exact]:
-    """Return the output and the gradients of all tokens; padding has 0."""
-    multiple = 2 * one.cp_size if one.cp_size > 1 else 1
-    padded = [-(-sample.seqlen // multiple) * multiple for sample in one.samples]
-    out, _, *grads = exact(random_qkv(sum(padded), sum(padded)), sees_of_pack(one.samples, padded, FULL))
-    return [out, *grads]
-
-
-def compare(exchange: CpCommType, ranks: list[dict[CpCommType, list[Shard]]]) -> int:
-    """Return how many buckets were compared."""
-    compared = 0
+def assert_all_equal_to_dense(exchange: CpCommType, ranks: Sequence[Found]) -> None:
     for index, buckets in enumerate(steps(exchange)):
         for one in buckets:
-            if not one.samples:
-                continue
-            shards = [ranks[lane][exchange][index] for lane in one.lanes]
-            order = torch.cat([shard.tokens for shard in shards]).argsort()
-            real = torch.cat([shard.real for shard in shards])[order]
-            out, *grads = (torch.cat(parts)[order] for parts in zip(*(s.tensors for s in shards), strict=True))
-            expected_out, *expected = dense(one)
-            assert_all_close((out[real], *grads), [expected_out.of(real), *expected])
-            assert not any(grad[~real].any() for grad in grads), "padding was seen"
-            compared += 1
-    return compared
+            if one.samples:
+                assert_equal_to_dense(one, [ranks[lane][exchange][index] for lane in one.lanes], FULL)
 
 
-def test_every_exchange_equals_a_dense_softmax() -> None:
-    ranks = run_ranks(NUM_LANES, attend, CP_COMM_TYPES, CPU.name, "", timeout_s=60)
-    assert [compare(exchange, ranks) for exchange in CP_COMM_TYPES] == [7] * 4
-    empty = ranks[2]["p2p"][1]
+@pytest.mark.parametrize("exchange", CP_COMM_TYPES)
+def test_every_exchange_equals_a_dense_softmax(exchange: CpCommType) -> None:
+    ranks = [found for found, _, _ in on_ranks()]
+    assert_all_equal_to_dense(exchange, ranks)
+    empty = ranks[2][exchange][1]
     assert all(torch.isfinite(x).all() for x in empty.tensors)
 
 
 def test_portable_blocks_compute_it_too() -> None:
     """What a CUDA device computes in float32."""
-    ranks = run_ranks(NUM_LANES, attend, ("a2a+p2p",), "portable", "", timeout_s=60)
-    assert compare("a2a+p2p", ranks) == 7
+    assert_all_equal_to_dense("a2a+p2p", [portable for _, portable, _ in on_ranks()])
 
 
 def test_seen_padding_is_noticed() -> None:
-    ranks = run_ranks(NUM_LANES, attend, ("p2p",), CPU.name, "padding", timeout_s=60)
     with pytest.raises(AssertionError, match="error"):
-        compare("p2p", ranks)
+        assert_all_equal_to_dense("p2p", [with_padding for _, _, with_padding in on_ranks()])
 
 
 def test_a_call_that_asks_for_another_mask_than_was_planned_is_refused() -> None:

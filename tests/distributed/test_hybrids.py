@@ -2,110 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-from megatron.dynamic_cp.model import gated_delta, mamba
+from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
+from megatron.dynamic_cp.model.mamba import DynamicCPMamba
 from tests.distributed import parity
+from tests.distributed.faults import Plant, around, marks_parameters
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.layouts import layout_of
-from tests.distributed.parity import (
-    BATCHES,
-    TOLERANCE,
-    Layout,
-    assert_equal_to_reference,
-    build_chunks,
-    mixed_plan,
-    run_step,
-)
+from tests.distributed.parity import TOLERANCE, Layout, assert_equal_to_reference, build_chunks, case_of, run_faulty
 from tests.distributed.reference import VARIANTS
 
 
+@around(parity, "build_chunks")
+def in_float64(build: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+    config, chunks = build(*args, **kwargs)
+    return config, [chunk.double() for chunk in chunks]
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("line", ["four delta_moe distributed again=core_attn", "one tp2 mamba"])
 def test_hybrids_in_float64_differ_by_the_rounding_of_buffers(line: str, reference_of) -> None:
     """Those of gradients, which are in float32: what more they differ by in float32 is rounded outside these layers."""
-    layout, samples = layout_of(line), BATCHES["long_tail"]
-    case = layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail")
-    for comparison in run_ranks(layout.topology.world_size, run_step, *case, in_float64):
-        errors = {"loss": comparison.loss_error, **comparison.gradient_errors}
+    case = case_of(reference_of, layout_of(line))
+    for rank in run_ranks(case.layout.topology.world_size, run_faulty, {line: (case, in_float64)}):
+        errors = {"loss": rank[line].loss_error, **rank[line].gradient_errors}
         assert max(errors.values()) <= TOLERANCE / 10, errors
 
 
-def in_float64() -> None:
-    build = parity.build_chunks
-
-    def doubled(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-        config, chunks = build(*args, **kwargs)
-        return config, [chunk.double() for chunk in chunks]
-
-    parity.build_chunks = doubled
+# As megatron-core does without sequence parallelism.
+sum_no_norm_over_tp = marks_parameters(
+    DynamicCPGatedDelta, "average_gradients_across_tp_domain", False, lambda layer: layer.out_norm.parameters()
+)
 
 
-def sum_no_norm_over_tp() -> None:
-    """As megatron-core does without sequence parallelism."""
-    init = gated_delta.DynamicCPGatedDelta.__init__
-
-    def unmarked(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        for parameter in self.out_norm.parameters():
-            parameter.average_gradients_across_tp_domain = False
-
-    gated_delta.DynamicCPGatedDelta.__init__ = unmarked
-
-
-def take_gates_of_other_rows(kind: type, gate: str, other: str) -> Callable[[], None]:
+def take_gates_of_other_rows(kind: type, gate: str, other: str) -> Plant:
     """The first projection has sections of equal size in another order: those that gate."""
 
-    def sabotage() -> None:
-        sections = kind._sections
+    @around(kind, "_sections")
+    def swapped(sections: Any, self: Any) -> dict[str, int]:
+        names = {gate: other, other: gate}
+        return {names.get(name, name): rows for name, rows in sections(self).items()}
 
-        def swapped(self: Any) -> dict[str, int]:
-            names = {gate: other, other: gate}
-            return {names.get(name, name): rows for name, rows in sections(self).items()}
-
-        kind._sections = swapped
-
-    return sabotage
+    return swapped
 
 
-def share_out_steps_by_the_first_rank() -> None:
+@around(DynamicCPMamba, "_attended")
+def share_out_steps_by_the_first_rank(attended: Any, self: Any, sections: Any, *others: Any) -> torch.Tensor:
     """Every TP rank has the decays of the first one's heads."""
-    attended = mamba.DynamicCPMamba._attended
-
-    def of_first(self: Any, sections: Any, *others: Any) -> torch.Tensor:
-        whole = sections["dt"].clone()
-        torch.distributed.broadcast(whole, torch.distributed.get_global_rank(self.tp_group, 0), group=self.tp_group)
-        return attended(self, sections | {"dt": whole}, *others)
-
-    mamba.DynamicCPMamba._attended = of_first
+    whole = sections["dt"].clone()
+    dist.broadcast(whole, dist.get_global_rank(self.tp_group, 0), group=self.tp_group)
+    return attended(self, sections | {"dt": whole}, *others)
 
 
-DELTA = Layout(1, tp=2, variant="delta")
-FAULTS = {
-    "a norm's gradient of own heads alone": (DELTA, sum_no_norm_over_tp, "out_norm"),
-    "beta for alpha": (DELTA, take_gates_of_other_rows(gated_delta.DynamicCPGatedDelta, "beta", "alpha"), "A_log"),
-    "z for values": (
-        Layout(1, tp=2, variant="mamba"),
-        take_gates_of_other_rows(mamba.DynamicCPMamba, "z", "x"),
-        "in_proj",
-    ),
-    "gates of another rank": (Layout(1, tp=2, variant="mamba"), share_out_steps_by_the_first_rank, "dt_bias"),
+FAULTS: dict[str, tuple[str, Plant, str]] = {
+    "a norm's gradient of own heads alone": ("one tp2 delta", sum_no_norm_over_tp, "out_norm"),
+    "beta for alpha": ("one tp2 delta", take_gates_of_other_rows(DynamicCPGatedDelta, "beta", "alpha"), "A_log"),
+    "z for values": ("one tp2 mamba", take_gates_of_other_rows(DynamicCPMamba, "z", "x"), "in_proj"),
+    "gates of another rank": ("one tp2 mamba", share_out_steps_by_the_first_rank, "dt_bias"),
 }
 
 
 @pytest.mark.by_day("gates of another rank")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_over_tensor_parallel_ranks_are_noticed(fault: str, reference_of) -> None:
-    layout, sabotage, where = FAULTS[fault]
-    samples = BATCHES["long_tail"]
-    expected = reference_of(layout, "long_tail")
-    found = run_ranks(2, run_step, layout, samples, mixed_plan(samples, layout), expected, sabotage)
+    line, plant, where = FAULTS[fault]
+    case = case_of(reference_of, layout_of(line))
+    ranks = run_ranks(2, run_faulty, {fault: (case, plant)})
     with pytest.raises(AssertionError, match=where):
-        assert_equal_to_reference(found, layout, expected)
+        assert_equal_to_reference([rank[fault] for rank in ranks], case.layout, case.expected)
 
 
 def test_a_pattern_needs_no_module_of_another_half() -> None:

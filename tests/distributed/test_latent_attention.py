@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,61 +16,47 @@ from megatron.dynamic_cp.attention.thd import attention_from_latents
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model import latent_attention
+from megatron.dynamic_cp.model.latent_attention import DynamicCPLatentAttention
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
-from megatron.dynamic_cp.model.rotary import cos_sin_at, rotate
+from megatron.dynamic_cp.model.rotary import rotate
 from tests.distributed import reference
-from tests.distributed.harness import run_ranks
+from tests.distributed.faults import Plant, around, marks_parameters
 from tests.distributed.layouts import plan_of_exchanges
-from tests.distributed.parity import (
-    BATCHES,
-    TOLERANCE,
-    Case,
-    Layout,
-    mixed_plan,
-    run_faulty,
+from tests.distributed.parity import TOLERANCE, Layout, case_of, errors_of_faults
+
+
+def lose_the_sum_of_rotated_keys() -> Any:
+    """As megatron-core does."""
+    return mock.patch.object(latent_attention, "copy_to_tensor_model_parallel_region", lambda x: x)
+
+
+# As megatron-core does: the norm of the latent of queries counts once for each TP rank.
+sum_whole_gradients = marks_parameters(
+    DynamicCPLatentAttention,
+    "average_gradients_across_tp_domain",
+    False,
+    lambda attention: attention.q_layernorm.parameters(),
 )
 
 
-def lose_the_sum_of_rotated_keys(monkeypatch: Any) -> None:
-    """As megatron-core does."""
-    monkeypatch.setattr(latent_attention, "copy_to_tensor_model_parallel_region", lambda x: x)
+@around(DynamicCPLatentAttention, "_rotate")
+def rotate_other_pairs(_: Any, self: Any, x: Any, cos_sin: Any) -> Any:
+    return rotate(x, *cos_sin, interleaved=False)
 
 
-def sum_whole_gradients(monkeypatch: Any) -> None:
-    """As megatron-core does: the norm of the latent of queries counts once for each TP rank."""
-    built = latent_attention.DynamicCPLatentAttention.__init__
-
-    def summed(self: Any, *args: Any, **kwargs: Any) -> None:
-        built(self, *args, **kwargs)
-        for parameter in self.q_layernorm.parameters():
-            parameter.average_gradients_across_tp_domain = False
-
-    monkeypatch.setattr(latent_attention.DynamicCPLatentAttention, "__init__", summed)
+@around(latent_attention, "cos_sin_at")
+def forget_the_concentration(cos_sin_at: Any, table: Any, positions: Any, dtype: Any, _: float) -> Any:
+    return cos_sin_at(table, positions, dtype, 1.0)
 
 
-def rotate_other_pairs(monkeypatch: Any) -> None:
-    def halves(self: Any, x: Any, cos_sin: Any) -> Any:
-        return rotate(x, *cos_sin, interleaved=False)
-
-    monkeypatch.setattr(latent_attention.DynamicCPLatentAttention, "_rotate", halves)
-
-
-def forget_the_concentration(monkeypatch: Any) -> None:
-    monkeypatch.setattr(
-        latent_attention, "cos_sin_at", lambda table, positions, dtype, _: cos_sin_at(table, positions, dtype, 1.0)
-    )
+@around(torch_thd, "attention_thd")
+def divide_scores_by_the_width_of_values(
+    attend: Any, q: Any, k: Any, v: Any, params: Any, scale: float, *others: Any, **more: Any
+) -> Any:
+    return attend(q, k, v, params, scale * (24 / 16) ** 0.5, *others, **more)
 
 
-def divide_scores_by_the_width_of_values(monkeypatch: Any) -> None:
-    attend = torch_thd.attention_thd
-
-    def by_values(q: Any, k: Any, v: Any, params: Any, scale: float, *others: Any, **more: Any) -> Any:
-        return attend(q, k, v, params, scale * (24 / 16) ** 0.5, *others, **more)
-
-    monkeypatch.setattr(torch_thd, "attention_thd", by_values)
-
-
-FAULTS: dict[str, Callable[[Any], None]] = {
+FAULTS: dict[str, Plant] = {
     "a lost sum of rotated keys": lose_the_sum_of_rotated_keys,
     "a norm that counts once for each rank": sum_whole_gradients,
     "other pairs of channels": rotate_other_pairs,
@@ -78,51 +65,35 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def count_what_is_projected_up_twice(monkeypatch: Any) -> None:
-    gradient = UpProjection.gradient
-
-    def doubled(self: Any, *args: Any) -> Any:
-        gradient(self, *args)
-        return gradient(self, *args)
-
-    monkeypatch.setattr(UpProjection, "gradient", doubled)
+@around(UpProjection, "gradient")
+def count_what_is_projected_up_twice(gradient: Any, self: Any, *args: Any) -> Any:
+    gradient(self, *args)
+    return gradient(self, *args)
 
 
-def forget_what_other_lanes_project_up(monkeypatch: Any) -> None:
+@around(UpProjection, "gradient")
+def forget_what_other_lanes_project_up(gradient: Any, self: Any, *args: Any) -> Any:
     """As if the gradient of the weights was that of this lane's own tokens, of the first step of the ring."""
-    gradient = UpProjection.gradient
-
-    def only_first(self: Any, *args: Any) -> Any:
-        before = None if self.grad_weight is None else self.grad_weight.clone()
-        found = gradient(self, *args)
-        self.grad_weight = self.grad_weight if before is None else before
-        return found
-
-    monkeypatch.setattr(UpProjection, "gradient", only_first)
+    before = None if self.grad_weight is None else self.grad_weight.clone()
+    found = gradient(self, *args)
+    self.grad_weight = self.grad_weight if before is None else before
+    return found
 
 
-def forget_the_rotated_key(monkeypatch: Any) -> None:
+@around(UpProjection, "gradient")
+def forget_the_rotated_key(gradient: Any, self: Any, grad_2THD: Any, latents_TC: Any) -> Any:
     """In backward: what other lanes' queries say of the key that all heads share."""
-    gradient = UpProjection.gradient
-
-    def without(self: Any, grad_2THD: Any, latents_TC: Any) -> Any:
-        grad_2THD[0, ..., self._widths.content :] = 0
-        return gradient(self, grad_2THD, latents_TC)
-
-    monkeypatch.setattr(UpProjection, "gradient", without)
+    grad_2THD[0, ..., self._widths.content :] = 0
+    return gradient(self, grad_2THD, latents_TC)
 
 
-def normalize_on_both_sides(monkeypatch: Any) -> None:
+@around(DynamicCPLatentAttention, "_over_latents")
+def normalize_on_both_sides(over: Any, self: Any, query: Any, latent: Any, *args: Any, **more: Any) -> Any:
     """The latent is normalized where it is sent from, and where it is projected up."""
-    over = latent_attention.DynamicCPLatentAttention._over_latents
-
-    def again(self: Any, query: Any, latent: Any, *args: Any, **more: Any) -> Any:
-        return over(self, query, self.kv_layernorm(latent), *args, **more)
-
-    monkeypatch.setattr(latent_attention.DynamicCPLatentAttention, "_over_latents", again)
+    return over(self, query, self.kv_layernorm(latent), *args, **more)
 
 
-FAULTS_OF_LATENTS: dict[str, Callable[[Any], None]] = {
+FAULTS_OF_LATENTS: dict[str, Plant] = {
     "what is projected up counts twice": count_what_is_projected_up_twice,
     "what other lanes project up is forgotten": forget_what_other_lanes_project_up,
     "the rotated key is forgotten": forget_the_rotated_key,
@@ -133,24 +104,18 @@ FAULTS_OF_LATENTS: dict[str, Callable[[Any], None]] = {
 @pytest.mark.nightly
 def test_mistakes_in_latent_attention_show(reference_of: Any) -> None:
     """On two tensor-parallel ranks; without sequence parallelism, which sums up by itself."""
-    layout, samples = Layout(1, tp=2, variant="latent"), BATCHES["long_tail"]
-    plan = mixed_plan(samples, layout)
-    case = Case(layout, samples, plan, reference_of(layout, "long_tail"))
-    ranks = run_ranks(2, run_faulty, {name: (case, plant) for name, plant in FAULTS.items()}, timeout_s=120)
-    for name in FAULTS:
-        assert max(rank[name].gradient_error for rank in ranks) > 20 * TOLERANCE, name
+    case = case_of(reference_of, Layout(1, tp=2, variant="latent"))
+    errors = errors_of_faults({name: (case, plant) for name, plant in FAULTS.items()})
+    assert min(errors.values()) > 20 * TOLERANCE, errors
 
 
 @pytest.mark.nightly
 def test_mistakes_in_exchanging_latents_show(reference_of: Any) -> None:
-    layout, samples = Layout(2, exchange="latent", variant="latent"), BATCHES["long_tail"]
-    plan = plan_of_exchanges(samples, layout)
-    case = Case(layout, samples, plan, reference_of(layout, "long_tail"))
-    faults: dict[str, Callable[[Any], None]] = {"nothing": lambda _: None, **FAULTS_OF_LATENTS}
-    ranks = run_ranks(2, run_faulty, {name: (case, plant) for name, plant in faults.items()}, timeout_s=120)
-    assert max(rank["nothing"].gradient_error for rank in ranks) <= TOLERANCE
-    for name in FAULTS_OF_LATENTS:
-        assert max(rank[name].gradient_error for rank in ranks) > 20 * TOLERANCE, name
+    case = case_of(reference_of, Layout(2, exchange="latent", variant="latent"), plan_of_exchanges)
+    faults: dict[str, Plant] = {"nothing": contextlib.nullcontext, **FAULTS_OF_LATENTS}
+    errors = errors_of_faults({name: (case, plant) for name, plant in faults.items()})
+    assert errors.pop("nothing") <= TOLERANCE
+    assert min(errors.values()) > 20 * TOLERANCE, errors
 
 
 def test_a_lane_by_itself_projects_up_as_autograd_does() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from itertools import product
 from typing import Any, cast
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -37,21 +37,18 @@ from megatron.dynamic_cp.attention.mechanisms.row_order import gathered_order
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.emulated_lanes import Board, EmulatedGroup, on_lanes
+from tests.distributed.faults import Plant, around
 from tests.distributed.harness import run_ranks
-from tests.distributed.linear_reference import REFERENCES, random_inputs
+from tests.distributed.linear_reference import REFERENCES, random_inputs, sizes_of
 from tests.placements import random_tree
 
 LAYERS = {
-    "gated_delta_net": LinearAttention(
-        kind="gated_delta_net", num_heads=6, num_groups=3, key_size=3, value_size=5, kernel_size=4
-    ),
-    "mamba2": LinearAttention(kind="mamba2", num_heads=4, num_groups=2, key_size=5, value_size=3, kernel_size=4),
-    "mamba2_of_one_group": LinearAttention(
-        kind="mamba2", num_heads=3, num_groups=1, key_size=2, value_size=4, kernel_size=4
-    ),
+    "gated_delta_net": sizes_of("gated_delta_net", 6, 3, 3, 5, 4),
+    "mamba2": sizes_of("mamba2", 4, 2, 5, 3, 4),
+    "mamba2_of_one_group": sizes_of("mamba2", 3, 1, 2, 4, 4),
 }
 THD = {"gated_delta_net": gated_delta_net_thd, "mamba2": mamba2_thd}
-PACKS = [(1,), (2,), (3,), (7, 1), (16,), (5, 33, 1, 8), (147, 2)]
+PACKS = [(1,), (2,), (3,), (7, 1), (16,), (5, 33, 1, 8), (77, 2)]
 """One token, fewer than lanes and than the convolution sees, odd ones, more than a block of kernels."""
 
 
@@ -171,14 +168,17 @@ def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("way", WAYS)
+def assert_exact_by_both_ways(whole: Whole) -> None:
+    for way, cp_size in (("heads", 1), *product(WAYS, (2, 4))):
+        found, _ = whole.on_lanes(cp_size, way)
+        assert error(found, whole.expected) < 1e-10, (whole.seqlens, way, cp_size)
+
+
+@pytest.mark.by_day("gated_delta_net", "mamba2")
 @pytest.mark.parametrize("kind", LAYERS)
-def test_packs_over_lanes_equal_samples_token_after_token(kind: str, way: StateExchange) -> None:
+def test_packs_over_lanes_equal_samples_token_after_token(kind: str) -> None:
     for seqlens in PACKS:
-        whole = Whole(LAYERS[kind], seqlens)
-        for cp_size in (1, 2, 4):
-            found, _ = whole.on_lanes(cp_size, way)
-            assert error(found, whole.expected) < 1e-10, (seqlens, cp_size)
+        assert_exact_by_both_ways(Whole(LAYERS[kind], seqlens))
 
 
 @pytest.mark.nightly
@@ -187,14 +187,9 @@ def test_random_layers_and_packs_equal_samples_token_after_token() -> None:
     chosen = random.Random(7)
     for _ in range(200):
         num_groups = chosen.choice([1, 2, 3])
-        sizes = LinearAttention(
-            kind=chosen.choice(LINEAR_KINDS),
-            num_heads=num_groups * chosen.choice([1, 2, 3]),
-            num_groups=num_groups,
-            key_size=chosen.choice([1, 2, 5]),
-            value_size=chosen.choice([1, 3]),
-            kernel_size=chosen.choice([1, 2, 4, 6]),
-        )
+        kind, num_heads = chosen.choice(LINEAR_KINDS), num_groups * chosen.choice([1, 2, 3])
+        others = (chosen.choice(of) for of in ([1, 2, 5], [1, 3], [1, 2, 4, 6]))
+        sizes = sizes_of(kind, num_heads, num_groups, *others)
         whole = Whole(sizes, [chosen.choice([1, 2, 3, 5, 9, 17, 40, 70]) for _ in range(chosen.randint(1, 4))])
         cp_size, way = chosen.choice([1, 2, 3, 4, 8]), chosen.choice(WAYS)
         found, _ = whole.on_lanes(cp_size, way, repeated=chosen.choice(["", "", "reentrant", "by hooks"]))
@@ -255,6 +250,7 @@ MIXED: list[dict[tuple[tuple[int, ...], StateExchange], tuple[int, ...]]] = [
 """[micro-batch] (ranks, way) -> the pack that they compute."""
 
 
+@pytest.mark.by_day("mamba2_of_one_group")
 @pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2_of_one_group"])
 def test_ranks_of_changing_groups_compute_the_same(kind: str) -> None:
     wholes = {seqlens: Whole(LAYERS[kind], seqlens) for one in MIXED for seqlens in one.values()}
@@ -275,14 +271,10 @@ BRANCHES = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2"])
-def test_branches_go_on_from_the_prefix_that_they_share(kind: str, way: StateExchange) -> None:
+def test_branches_go_on_from_the_prefix_that_they_share(kind: str) -> None:
     for seqlens, texts in BRANCHES:
-        whole = Whole(LAYERS[kind], seqlens, [text and parse_mask(text) for text in texts])
-        for cp_size in (1, 2, 4):
-            found, _ = whole.on_lanes(cp_size, way)
-            assert error(found, whole.expected) < 1e-10, (seqlens, cp_size)
+        assert_exact_by_both_ways(Whole(LAYERS[kind], seqlens, [text and parse_mask(text) for text in texts]))
 
 
 @pytest.mark.nightly
@@ -334,65 +326,60 @@ def test_what_states_cannot_follow_is_refused() -> None:
             whole.lane(params)
 
 
-def join_samples() -> Any:
+@around(StateRuns, "on_one_lane")
+def join_samples(_: Any, table: StateRuns) -> StateRuns:
     """What a sample leaves behind is the state of the next one."""
-
-    def joined(table: StateRuns) -> StateRuns:
-        return StateRuns(*(np.array([value]) for value in (0, 0, table.length.sum(), -1)))
-
-    return mock.patch.object(StateRuns, "on_one_lane", joined)
+    return StateRuns(*(np.array([value]) for value in (0, 0, table.length.sum(), -1)))
 
 
-def take_chunks_in_the_order_of_lanes() -> Any:
-    original = LaneRows._links
-
-    def unordered(self: LaneRows) -> Any:
-        links = original(self)
-        order = torch.arange(len(links.in_order))
-        return links._replace(in_order=order, by_lane=order)
-
-    return mock.patch.object(LaneRows, "_links", unordered)
+@around(LaneRows, "_links")
+def take_chunks_in_the_order_of_lanes(links_of: Any, self: LaneRows) -> Any:
+    links = links_of(self)
+    order = torch.arange(len(links.in_order))
+    return links._replace(in_order=order, by_lane=order)
 
 
-def leave_the_decay_out_of_transitions() -> Any:
-    def without(kernel: LinearKernel, steps: Steps, runs: Runs) -> tuple[Tensor, Tensor]:
-        undecayed = steps._replace(decay_TH=torch.zeros_like(steps.decay_TH))
-        return SUMMARIES(kernel, undecayed, runs)[0], SUMMARIES(kernel, steps, runs)[1]
-
-    return mock.patch.object(states, "summaries", without)
-
-
-def convolve_chunks_alone() -> Any:
-    return mock.patch.object(states, "_convolved", lambda layer, x_TC, rows, params: layer.convolved(x_TC, rows.runs))
+@around(states, "summaries")
+def leave_the_decay_out_of_transitions(
+    summaries: Any, kernel: LinearKernel, steps: Steps, runs: Runs
+) -> tuple[Tensor, Tensor]:
+    undecayed = steps._replace(decay_TH=torch.zeros_like(steps.decay_TH))
+    return summaries(kernel, undecayed, runs)[0], summaries(kernel, steps, runs)[1]
 
 
-def see_the_chunk_before_only() -> Any:
+@around(states, "_convolved")
+def convolve_chunks_alone(_: Any, layer: Any, x_TC: Tensor, rows: LaneRows, params: Any) -> Tensor:
+    return layer.convolved(x_TC, rows.runs)
+
+
+@around(LaneRows, "halo")
+def see_the_chunk_before_only(halo: Any, self: LaneRows, num_before: int) -> Any:
     """The convolution of short chunks lacks what several lanes have."""
-    original = LaneRows.halo
-    return mock.patch.object(LaneRows, "halo", lambda self, num_before: original(self, 1))
+    return halo(self, 1)
 
 
-def round_states_to_bfloat16() -> Any:
-    rounded = lambda *of: tuple(x.bfloat16().to(x.dtype) for x in SUMMARIES(*of))  # noqa: E731
-    return mock.patch.object(states, "summaries", rounded)
+@around(states, "summaries")
+def round_states_to_bfloat16(summaries: Any, *of: Any) -> tuple[Tensor, ...]:
+    return tuple(x.bfloat16().to(x.dtype) for x in summaries(*of))
 
 
-def forget_gradients_of_states() -> Any:
-    return mock.patch.object(states.StateChain, "gradients", lambda self, grad, of_all: torch.zeros_like(grad))
+@around(states.StateChain, "gradients")
+def forget_gradients_of_states(_: Any, self: Any, grad: Tensor, of_all: Any) -> Tensor:
+    return torch.zeros_like(grad)
 
 
-def forget_to_transpose() -> Any:
-    return mock.patch.object(states, "transposed", lambda transition: transition)
+@around(states, "transposed")
+def forget_to_transpose(_: Any, transition: Tensor) -> Tensor:
+    return transition
 
 
-def take_groups_in_rounds() -> Any:
+@around(LinearLayer, "_grouped")
+def take_groups_in_rounds(_: Any, self: LinearLayer, x: Tensor) -> Tensor:
     """Heads 0, 1, 2 have the groups 0, 1, 0 instead of 0, 0, 1."""
-    in_rounds = lambda self, x: x[:, [head % x.shape[1] for head in range(len(self.share.heads))]]  # noqa: E731
-    return mock.patch.object(LinearLayer, "_grouped", in_rounds)
+    return x[:, [head % x.shape[1] for head in range(len(self.share.heads))]]
 
 
-SUMMARIES = states.summaries
-FAULTS: dict[Callable[[], Any], StateExchange] = {
+FAULTS: dict[Plant, StateExchange] = {
     join_samples: "heads",
     take_groups_in_rounds: "states",
     take_chunks_in_the_order_of_lanes: "states",
@@ -405,12 +392,19 @@ FAULTS: dict[Callable[[], Any], StateExchange] = {
 }
 
 
+@lru_cache
+def whole_of_four(kind: str) -> Whole:
+    return Whole(LAYERS[kind], (5, 33, 1, 8))
+
+
+@pytest.mark.by_day(
+    "join_samples", "leave_the_decay_out_of_transitions", "convolve_chunks_alone", "forget_to_transpose"
+)
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda fault: fault.__name__)
-def test_fault_is_noticed(plant: Callable[[], Any]) -> None:
+def test_fault_is_noticed(plant: Plant) -> None:
     for kind in ("gated_delta_net", "mamba2"):
         if kind == "mamba2" and plant is forget_to_transpose:
             continue  # its transition is a number
-        whole = Whole(LAYERS[kind], (5, 33, 1, 8))
         with plant():
-            found, _ = whole.on_lanes(4, FAULTS[plant])
-        assert error(found, whole.expected) > 1e-5, kind
+            found, _ = whole_of_four(kind).on_lanes(4, FAULTS[plant])
+        assert error(found, whole_of_four(kind).expected) > 1e-5, kind

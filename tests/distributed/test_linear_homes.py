@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.micro_batches import packed_buckets
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.emulated_lanes import Board, EmulatedGroup, run_lanes
+from tests.distributed.faults import Plant, around
 from tests.distributed.test_linear_attention import LAYERS, Whole, error
 from tests.placements import random_placement, random_tree
 
@@ -95,7 +95,7 @@ def whole_of(kind: str, bucket: Bucket) -> Whole:
     return Whole(LAYERS[kind], [sample.seqlen for sample in samples], [sample.mask for sample in samples])
 
 
-@pytest.mark.by_day("3")
+@pytest.mark.by_day("3-1-gated_delta_net", "3-2-mamba2_of_one_group")
 @pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2_of_one_group"])
 @pytest.mark.parametrize(("num_lanes", "inner"), [(2, 1), (3, 1), (5, 1), (3, 2)])
 def test_homes_anywhere_equal_samples_token_after_token(kind: str, num_lanes: int, inner: int) -> None:
@@ -168,29 +168,21 @@ def test_samples_on_one_lane_send_nothing() -> None:
     assert sent == [(0, 0), (0, 0)]
 
 
-def go_on_from_the_run_before() -> Any:
+@around(StateRuns, "of_placement")
+def go_on_from_the_run_before(of_placement: Any, *of_bucket: Any) -> StateRuns:
     """Also where that is of another sample, or branch."""
-    original = StateRuns.of_placement
-
-    def chained(*of_bucket: Any) -> StateRuns:
-        runs = original(*of_bucket)
-        return runs._replace(previous=np.arange(len(runs.lane)) - 1)
-
-    return mock.patch.object(StateRuns, "of_placement", chained)
+    runs = of_placement(*of_bucket)
+    return runs._replace(previous=np.arange(len(runs.lane)) - 1)
 
 
-def forget_what_branches_say() -> Any:
+@around(Tensor, "index_add_")
+def forget_what_branches_say(index_add_: Any, self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     """Of several runs that go on from one, the gradient of the last one alone reaches it."""
-    index_add_ = Tensor.index_add_
-
-    def last_one(self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-        return self.index_copy_(dim, index, source) if source.ndim == 4 else index_add_(self, dim, index, source)
-
-    return mock.patch.object(Tensor, "index_add_", last_one)
+    return self.index_copy_(dim, index, source) if source.ndim == 4 else index_add_(self, dim, index, source)
 
 
 @pytest.mark.parametrize("plant", [go_on_from_the_run_before, forget_what_branches_say], ids=lambda one: one.__name__)
-def test_fault_is_noticed(plant: Callable[[], Any]) -> None:
+def test_fault_is_noticed(plant: Plant) -> None:
     random = np.random.default_rng(2)
     samples = tuple(Sample(sample_id=i, seqlen=n, mask=random_tree(random, n)) for i, n in enumerate((41, 60)))
     bucket = replace(random_bucket(random, 3, 1), samples=samples, placement=random_placement(random, samples, 3, 1))

@@ -24,7 +24,7 @@ from tests.distributed.emulated_lanes import on_lanes
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.released_linear_kernels import RELEASED
 
-TOKENS, HIDDEN = 2048, 64
+TOKENS, HIDDEN = 512, 64
 KINDS: dict[str, tuple[type, Any, dict[str, int]]] = {
     "gated_delta_net": (
         DynamicCPGatedDelta,

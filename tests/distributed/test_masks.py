@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.types import (
     CAUSAL,
     FULL,
@@ -24,38 +24,24 @@ from dynamic_cp.types import (
     KeyRanges,
     Lambda,
     Mask,
-    Plan,
     Sample,
     SharedQuestion,
     Topology,
     Tree,
     parse_mask,
 )
-from dynamic_cp.types.plan import MicroBatch, PlannedBatch
 from examples import torch_device_mesh
 from examples.torch_device_mesh import VOCAB_SIZE, Document, TinyTransformer, loss_sum, problem_for
 from megatron.dynamic_cp.attention import packs
-from megatron.dynamic_cp.attention.kernels.choice import CPU, KERNELS
-from megatron.dynamic_cp.attention.thd import Attention
-from megatron.dynamic_cp.data.micro_batches import micro_batches, pack_step
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.shared_question import shared_question
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
-from megatron.dynamic_cp.layout.sharding import packed_shard_positions
 from megatron.dynamic_cp.outside import Lanes, PlannedCollator, train_step
 from megatron.dynamic_cp.repairs import cpu_backend
+from tests.distributed.bucket_attention import Shard, assert_equal_to_dense, attend
+from tests.distributed.faults import Plant, around
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.naive_attention import (
-    SCALE,
-    Exact,
-    assert_all_close,
-    assert_close,
-    exact,
-    random_qkv,
-    sees_of,
-    sees_of_pack,
-)
+from tests.distributed.naive_attention import sees_of
 
 TOLERANCE = 5e-6
 
@@ -109,113 +95,77 @@ def layers_of(pack: str) -> Mask:
     return LAYERS.get(pack.partition(" through ")[2], CAUSAL)
 
 
+def bucket_of(pack: str, cp_size: int) -> Bucket:
+    return Bucket(first_lane=0, cp_size=cp_size, samples=samples_of(pack), cp_comm_type="a2a" if cp_size > 1 else "p2p")
+
+
 @lru_cache
-def attended(cp_size: int) -> list[dict[str, tuple[Tensor, ...]]]:
-    """Return for each rank pack -> `attend`, in one job."""
+def attended(cp_size: int) -> list[dict[str, Shard]]:
+    """Return for each rank pack -> its shard, in one job."""
     return run_ranks(cp_size, attend_all, cp_size, (*PACKS, *IN_WINDOWS))
 
 
-def attend_all(cp_size: int, names: tuple[str, ...]) -> dict[str, tuple[Tensor, ...]]:
+def attend_all(cp_size: int, names: tuple[str, ...]) -> dict[str, Shard]:
     initialize_model_parallel()
     groups = DynamicCPGroups.build(Topology(num_lanes=cp_size), timeout_s=30, exchanges=("a2a",))
-    return {name: attend(name, cp_size, groups) for name in names}
-
-
-def attend(pack: str, cp_size: int, groups: DynamicCPGroups) -> tuple[Tensor, ...]:
-    """Return for this rank's tokens: which they are in the pack, output and gradients; padding left out."""
-    bucket = Bucket(
-        first_lane=0, cp_size=cp_size, samples=samples_of(pack), cp_comm_type="a2a" if cp_size > 1 else "p2p"
-    )
-    plan = Plan(
-        topology=Topology(num_lanes=cp_size), max_tokens_per_rank=99, micro_batches=(MicroBatch(buckets=(bucket,)),)
-    )
-    facts = PlanFacts.of(PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,), reason=""))
-    packed = pack_step(lane_plan(plan, groups.lane, facts), None)
-    (batch,) = micro_batches(packed, groups, torch.device("cpu"), "test", ExchangeStats())
-    params = batch["packed_seq_params"].with_mask(layers_of(pack))
-    padded = params.padded_seqlens
-    local = packed_shard_positions(padded, cp_size, groups.lane)
-    starts = np.repeat(np.cumsum((0, *padded[:-1])), np.array(padded) // cp_size)
-    tokens = torch.from_numpy(local + starts)
-    *inputs, grad = (x[tokens].float() for x in random_qkv(sum(padded), sum(padded)))
-    real = torch.from_numpy(local) < torch.tensor([s.seqlen for s in bucket.samples]).repeat_interleave(
-        torch.tensor(padded) // cp_size
-    )
-    grad = grad * real[:, None, None]
-    inputs = [x.requires_grad_() for x in inputs]
-    out = Attention.apply(*inputs, params, SCALE, KERNELS[CPU.name])
-    grads = torch.autograd.grad(out, inputs, grad)
-    return tuple(x.detach()[real] for x in (tokens, out, *grads))
-
-
-def dense(pack: str, cp_size: int) -> tuple[Tensor, list[Exact]]:
-    """Return the same of all real tokens, by a softmax over each whole sample."""
-    multiple = 2 * cp_size if cp_size > 1 else 1
-    padded = [-(-sample.seqlen // multiple) * multiple for sample in samples_of(pack)]
-    seen = sees_of_pack(samples_of(pack), padded, layers_of(pack))
-    out, _, *grads = exact(random_qkv(sum(padded), sum(padded)), seen)
-    (chosen,) = seen.any(1).nonzero(as_tuple=True)
-    return chosen, [one.of(chosen) for one in (out, *grads)]
+    return {name: attend([(bucket_of(name, cp_size),)], groups, layers=layers_of(name))[0] for name in names}
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("pack", [*PACKS, *IN_WINDOWS])
 def test_attention_equals_a_dense_softmax(pack: str, cp_size: int) -> None:
-    ranks = [of_rank[pack] for of_rank in attended(cp_size)]
-    chosen, expected = dense(pack, cp_size)
-    tokens, *found = (torch.cat(parts) for parts in zip(*ranks, strict=True))
-    order = tokens.argsort()
-    assert torch.equal(tokens[order], chosen)
-    assert_all_close([part[order] for part in found], expected)
+    shards = [of_rank[pack] for of_rank in attended(cp_size)]
+    assert_equal_to_dense(bucket_of(pack, cp_size), shards, layers_of(pack))
 
 
-def drop_a_rectangle() -> None:
-    original = SharedQuestion.rectangles
-    SharedQuestion.rectangles = lambda self, seqlen: original(self, seqlen)[:2] + original(self, seqlen)[3:]
+@around(SharedQuestion, "rectangles")
+def drop_a_rectangle(rectangles: Any, self: SharedQuestion, seqlen: int) -> Any:
+    return rectangles(self, seqlen)[:2] + rectangles(self, seqlen)[3:]
 
 
-def let_branches_see_a_sibling() -> None:
-    original = Tree.rectangles
-    Tree.rectangles = lambda self, seqlen: tuple(
-        one._replace(num_columns=one.num_columns + 1) if not one.causal else one for one in original(self, seqlen)
+@around(Tree, "rectangles")
+def let_branches_see_a_sibling(rectangles: Any, self: Tree, seqlen: int) -> Any:
+    return tuple(
+        one._replace(num_columns=one.num_columns + 1) if not one.causal else one for one in rectangles(self, seqlen)
     )
 
 
-def widen_windows_by_one() -> None:
-    original = Lambda.key_ranges
-    Lambda.key_ranges = lambda self, seqlen: original(Lambda(self.sink, self.window + 1), seqlen)
+@around(Lambda, "key_ranges")
+def widen_windows_by_one(key_ranges: Any, self: Lambda, seqlen: int) -> Any:
+    return key_ranges(Lambda(self.sink, self.window + 1), seqlen)
 
 
-def give_rows_the_ranges_of_the_row_before() -> None:
-    original = packs._with_padding
-    packs._with_padding = lambda ranges, padded: np.concatenate((ranges[:1], original(ranges, padded)[:-1]))
+@around(packs, "_with_padding")
+def give_rows_the_ranges_of_the_row_before(with_padding: Any, ranges: Any, padded: Any) -> Any:
+    return np.concatenate((ranges[:1], with_padding(ranges, padded)[:-1]))
 
 
-def plant_and_attend(fault: str) -> dict[str, tuple[Tensor, ...]]:
-    FAULTS[fault][0]()
-    return attend_all(1, tuple(PACKS))
-
-
-FAULTS = {
-    plant.__name__: (plant, noticed)
-    for plant, noticed in (
-        (drop_a_rectangle, ("answers", "rectangles", "all kinds")),
-        (let_branches_see_a_sibling, ("trees", "all kinds")),
-        (widen_windows_by_one, ("windows", "blocks", "all kinds")),
-        (give_rows_the_ranges_of_the_row_before, ("windows", "blocks", "ranges", "all kinds")),
-    )
+FAULTS: dict[Plant, tuple[str, ...]] = {
+    drop_a_rectangle: ("answers", "rectangles", "all kinds"),
+    let_branches_see_a_sibling: ("trees", "all kinds"),
+    widen_windows_by_one: ("windows", "blocks", "all kinds"),
+    give_rows_the_ranges_of_the_row_before: ("windows", "blocks", "ranges", "all kinds"),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_noticed_where_they_matter_and_nowhere_else(fault: str) -> None:
-    (found,) = run_ranks(1, plant_and_attend, fault)
-    for pack, (_, out, *_) in found.items():
-        if pack in FAULTS[fault][1]:
-            with pytest.raises(AssertionError, match="error"):
-                assert_close(out, dense(pack, 1)[1][0])
-        else:
-            assert_close(out, dense(pack, 1)[1][0])
+def plant_and_attend() -> list[dict[str, Shard]]:
+    """Return pack -> shard of a lane alone, for each fault."""
+    initialize_model_parallel()
+    groups = DynamicCPGroups.build(Topology(num_lanes=1), timeout_s=30, exchanges=("a2a",))
+    found = []
+    for plant in FAULTS:
+        with plant():
+            found.append({name: attend([(bucket_of(name, 1),)], groups)[0] for name in PACKS})
+    return found
+
+
+def test_faults_are_noticed_where_they_matter_and_nowhere_else() -> None:
+    (of_faults,) = run_ranks(1, plant_and_attend)
+    for noticed, found in zip(FAULTS.values(), of_faults, strict=True):
+        for pack, shard in found.items():
+            wrong = pytest.raises(AssertionError, match="error") if pack in noticed else contextlib.nullcontext()
+            with wrong:
+                assert_equal_to_dense(bucket_of(pack, 1), [shard], CAUSAL)
 
 
 Words = Callable[[int], list[int]]
@@ -279,139 +229,128 @@ def new_model() -> TinyTransformer:
     return TinyTransformer()
 
 
-@lru_cache
-def train_apart(kind: str) -> tuple[float, dict[str, Tensor]]:
+Step = tuple[float, dict[str, Tensor]]
+"""The loss, and the gradients of all parameters."""
+
+
+def train_alone(samples: Sequence[Any], sees: Sequence[Tensor | None]) -> Step:
+    """Train each sample by itself with torch's attention, and its mask pair by pair, if it has one."""
     model, total = new_model(), 0.0
-    num_tokens = sum(one.loss_mask.sum() for one in apart(kind))
-    for one in apart(kind):
+    torch_attention = torch_device_mesh.F.scaled_dot_product_attention
+    num_tokens = sum(one.loss_mask.sum() for one in samples)
+    for one, mask in zip(samples, sees, strict=True):
+
+        def attention(*qkv: Tensor, mask: Tensor | None = mask, is_causal: bool, enable_gqa: bool) -> Tensor:
+            return torch_attention(*qkv, attn_mask=mask, is_causal=mask is None, enable_gqa=enable_gqa)
+
         columns = (torch.from_numpy(x)[None] for x in (one.tokens, one.labels))
-        losses = model(*columns, torch.arange(len(one.tokens))[None])
+        with mock.patch.object(torch_device_mesh.F, "scaled_dot_product_attention", attention):
+            losses = model(*columns, torch.arange(len(one.tokens))[None])
         loss = (losses * torch.from_numpy(one.loss_mask)).sum() / num_tokens
         loss.backward()
         total += loss.item()
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def train_together(kind: str, exchange: str, collated: bool) -> tuple[float, dict[str, Tensor], Any]:
+@lru_cache
+def train_apart(kind: str) -> Step:
+    return train_alone(apart(kind), [None] * len(apart(kind)))
+
+
+def train_together(exchange: str, step_of: Callable[[Lanes], Any]) -> tuple[Step, Any]:
+    """Return a step on lanes, and the CP sizes of its plan."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     lanes = Lanes.build(mesh, problem_for(mesh.size(), "p2p", exchange), timeout_s=60)
     wrapped = DistributedDataParallel(new_model(), process_group=lanes.mesh.get_group())
-    if collated:
-        collator = PlannedCollator(lanes.problem, lanes.lane)
-        (step,) = lanes.agreed([collator(rows_of(kind))])
-    else:
-        made = [shared_question(*row.values()) for row in rows_of(kind)]
-        samples = [Sample(sample_id=i, seqlen=len(one.tokens), mask=mask) for i, (one, mask) in enumerate(made)]
-        step = lanes.step(samples, lambda index: made[index][0])
+    step = step_of(lanes)
     result = train_step(lanes, wrapped, step, loss_sum, label="step")
     gradients = {name: parameter.grad for name, parameter in wrapped.module.named_parameters()}
-    return result.loss, gradients, step.plan.facts.cp_histogram
+    return (result.loss, gradients), step.plan.facts.cp_histogram
 
 
-def assert_trains_as_apart(kind: str, num_lanes: int, exchange: str, collated: bool = True) -> None:
-    shims = tuple(shim.name for shim in cpu_backend.SHIMS)
-    loss, expected = train_apart(kind)
-    for found, gradients, sizes in run_ranks(
-        num_lanes, train_together, kind, exchange, collated, shims_without=shims, timeout_s=120
-    ):
+def collated(kind: str, lanes: Lanes) -> Any:
+    (step,) = lanes.agreed([PlannedCollator(lanes.problem, lanes.lane)(rows_of(kind))])
+    return step
+
+
+def read_one_by_one(lanes: Lanes) -> Any:
+    made = [shared_question(*row.values()) for row in rows_of("questions")]
+    samples = [Sample(sample_id=i, seqlen=len(one.tokens), mask=mask) for i, (one, mask) in enumerate(made)]
+    return lanes.step(samples, lambda index: made[index][0])
+
+
+SHIMS = tuple(shim.name for shim in cpu_backend.SHIMS)
+
+
+def assert_trains_as(expected: Step, num_lanes: int, exchange: str, step_of: Callable[[Lanes], Any]) -> None:
+    ranks = run_ranks(num_lanes, train_together, exchange, step_of, shims_without=SHIMS, timeout_s=120)
+    for (loss, gradients), sizes in ranks:
         assert max(sizes) == num_lanes
-        assert abs(found - loss) <= TOLERANCE * loss
+        assert abs(loss - expected[0]) <= TOLERANCE * expected[0]
         for name, gradient in gradients.items():
-            error = (gradient - expected[name]).abs().max() / expected[name].abs().max()
+            error = (gradient - expected[1][name]).abs().max() / expected[1][name].abs().max()
             assert error <= TOLERANCE, f"{name}: {error:.1e}"
 
 
+@pytest.mark.by_day("1-a2a-read_one_by_one")
 @pytest.mark.parametrize(
-    ("num_lanes", "exchange", "collated"), [(1, "a2a", False), (2, "a2a", True), (2, "blocks", True)]
+    ("num_lanes", "exchange", "step_of"),
+    [(1, "a2a", read_one_by_one), *((2, exchange, partial(collated, "questions")) for exchange in ("a2a", "blocks"))],
+    ids=lambda value: str(getattr(value, "__name__", "collated" if callable(value) else value)),
 )
-def test_a_shared_question_trains_as_its_samples_apart(num_lanes: int, exchange: str, collated: bool) -> None:
-    assert_trains_as_apart("questions", num_lanes, exchange, collated)
+def test_a_shared_question_trains_as_its_samples_apart(
+    num_lanes: int, exchange: str, step_of: Callable[[Lanes], Any]
+) -> None:
+    assert_trains_as(train_apart("questions"), num_lanes, exchange, step_of)
 
 
+@pytest.mark.by_day("2-blocks")
 @pytest.mark.parametrize(("num_lanes", "exchange"), [(2, "a2a"), (2, "blocks"), (4, "a2a")])
 def test_a_tree_of_turns_trains_as_its_branches_apart(num_lanes: int, exchange: str) -> None:
-    assert_trains_as_apart("trees", num_lanes, exchange)
+    assert_trains_as(train_apart("trees"), num_lanes, exchange, partial(collated, "trees"))
 
 
-def count_prefixes_once() -> None:
+@around(Tree, "segments")
+def count_prefixes_once(segments: Any, self: Tree) -> Any:
     """The loss of a turn that branches share counts once, not once for each of them."""
-    original = Tree.segments
-    Tree.segments = lambda self: [one._replace(num_branches=1) for one in original(self)]
+    return [one._replace(num_branches=1) for one in segments(self)]
 
 
-def let_positions_go_on() -> None:
+@around(Tree, "positions")
+def let_positions_go_on(_: Any, self: Tree, seqlen: int) -> Any:
     """A branch goes on from the end of its sibling, not of its parent."""
-    Tree.positions = lambda self, seqlen: np.arange(seqlen)
+    return np.arange(seqlen)
 
 
-def plant_and_train(fault: Callable[[], None]) -> tuple[float, dict[str, Tensor], Any]:
-    fault()
-    return train_together("trees", "a2a", True)
+def plant_and_train(fault: Plant) -> Step:
+    with fault():
+        return train_together("a2a", partial(collated, "trees"))[0]
 
 
+@pytest.mark.by_day("count_prefixes_once", "let_branches_see_a_sibling")
 @pytest.mark.parametrize("fault", [count_prefixes_once, let_positions_go_on, let_branches_see_a_sibling])
-def test_faults_of_trees_are_noticed(fault: Callable[[], None]) -> None:
-    shims = tuple(shim.name for shim in cpu_backend.SHIMS)
+def test_faults_of_trees_are_noticed(fault: Plant) -> None:
     _, expected = train_apart("trees")
-    ((_, found, _),) = run_ranks(1, plant_and_train, fault, shims_without=shims, timeout_s=120)
+    ((_, found),) = run_ranks(1, plant_and_train, fault, shims_without=SHIMS, timeout_s=120)
     assert max((found[name] - one).abs().max() / one.abs().max() for name, one in expected.items()) > 100 * TOLERANCE
 
 
-MASKED = tuple(
-    Sample(sample_id=i, seqlen=n, mask=mask)
-    for i, (n, mask) in enumerate(
-        (
-            *((600, Lambda(8, 40)), (180, CausalBlockwise(32, 2)), (90, any_ranges(90)), (25, None), (1, Lambda(0, 1))),
-            *((64, FULL), (33, Lambda(0, 4))),
-        )
-    )
+MASKS = (
+    *((600, Lambda(8, 40)), (180, CausalBlockwise(32, 2)), (90, any_ranges(90)), (25, None), (1, Lambda(0, 1))),
+    *((64, FULL), (33, Lambda(0, 4))),
 )
+MASKED = tuple(Sample(sample_id=i, seqlen=n, mask=mask) for i, (n, mask) in enumerate(MASKS))
 
 
-def train_masked_alone() -> tuple[float, dict[str, Tensor]]:
-    """Train each sample by itself with torch's attention and its mask pair by pair."""
-    model, total = new_model(), 0.0
-    torch_attention = torch_device_mesh.F.scaled_dot_product_attention
-    num_tokens = sum(Document(sample).loss_mask.sum() for sample in MASKED)
-    for sample in MASKED:
-        document, sees = Document(sample), sees_of(sample)
-
-        def attention(
-            q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool, sees: Tensor = sees
-        ) -> Tensor:
-            return torch_attention(q, k, v, attn_mask=sees, enable_gqa=enable_gqa)
-
-        with mock.patch.object(torch_device_mesh.F, "scaled_dot_product_attention", attention):
-            columns = (torch.from_numpy(x)[None] for x in (document.tokens, document.labels))
-            losses = model(*columns, torch.arange(sample.seqlen)[None])
-        loss = (losses * torch.from_numpy(document.loss_mask)).sum() / num_tokens
-        loss.backward()
-        total += loss.item()
-    return total, {name: parameter.grad for name, parameter in model.named_parameters()}
+def read_masked(lanes: Lanes) -> Any:
+    return lanes.step(MASKED, lambda index: Document(MASKED[index]))
 
 
-def train_masked_on_lanes(exchange: str) -> tuple[float, dict[str, Tensor], Any]:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    lanes = Lanes.build(mesh, problem_for(mesh.size(), "p2p", exchange), timeout_s=60)
-    wrapped = DistributedDataParallel(new_model(), process_group=lanes.mesh.get_group())
-    step = lanes.step(MASKED, lambda index: Document(MASKED[index]))
-    result = train_step(lanes, wrapped, step, loss_sum, label="step")
-    gradients = {name: parameter.grad for name, parameter in wrapped.module.named_parameters()}
-    return result.loss, gradients, step.plan.facts.cp_histogram
-
-
+@pytest.mark.by_day("3")
 @pytest.mark.parametrize(("num_lanes", "exchange"), [(1, "a2a"), (2, "a2a"), (3, "blocks")])
 def test_samples_with_masks_train_as_with_dense_masks(num_lanes: int, exchange: str) -> None:
-    shims = tuple(shim.name for shim in cpu_backend.SHIMS)
-    loss, expected = train_masked_alone()
-    for found, gradients, sizes in run_ranks(
-        num_lanes, train_masked_on_lanes, exchange, shims_without=shims, timeout_s=120
-    ):
-        assert max(sizes) == num_lanes
-        assert abs(found - loss) <= TOLERANCE * loss
-        for name, gradient in gradients.items():
-            error = (gradient - expected[name]).abs().max() / expected[name].abs().max()
-            assert error <= TOLERANCE, f"{name}: {error:.1e}"
+    expected = train_alone([Document(sample) for sample in MASKED], [sees_of(sample) for sample in MASKED])
+    assert_trains_as(expected, num_lanes, exchange, read_masked)
 
 
 def refused() -> list[str]:
@@ -431,7 +370,6 @@ def refused() -> list[str]:
 
 
 def test_masks_that_no_exchange_serves_and_prompts_that_are_too_short_are_refused_on_all_ranks() -> None:
-    shims = tuple(shim.name for shim in cpu_backend.SHIMS)
-    ranks = run_ranks(2, refused, shims_without=shims, timeout_s=120)
+    ranks = run_ranks(2, refused, shims_without=SHIMS, timeout_s=120)
     assert ranks[0] == ranks[1]
     assert ranks[0][1].startswith("a prompt of 1 tokens has 1 responses, the shortest of 1: at least 2 tokens")

@@ -17,30 +17,21 @@ from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.layout.future_columns import FutureColumns
 from megatron.dynamic_cp.layout.sharding import shard_positions
 from tests.distributed import reference
-from tests.distributed.harness import run_ranks
-from tests.distributed.parity import (
-    BATCHES,
-    TOLERANCE,
-    Case,
-    Comparison,
-    Layout,
-    in_jobs_of_their_own,
-    mixed_plan,
-    run_step,
-)
+from tests.distributed.faults import Plant, around
+from tests.distributed.parity import TOLERANCE, Layout, case_of, errors_of_faults
 
 
-def change_columns(change: Callable[..., None]) -> None:
+def changed_columns(change: Callable[..., None]) -> Plant:
     """Have `change(columns, depth)` alter what was read of a bucket."""
-    original = micro_batches.read_shard
 
-    def changed(*of_bucket: Any) -> dict[str, Any]:
-        columns, num_depths = original(*of_bucket), of_bucket[-1]
+    @around(micro_batches, "read_shard")
+    def changed(read_shard: Any, *of_bucket: Any) -> dict[str, Any]:
+        columns, num_depths = read_shard(*of_bucket), of_bucket[-1]
         for depth in range(1, num_depths + 1):
             change(columns, depth)
         return columns
 
-    micro_batches.read_shard = changed
+    return changed
 
 
 def shift_after_sharding(columns: dict[str, Any], depth: int) -> None:
@@ -71,26 +62,11 @@ FAULTS: dict[str, tuple[str, Callable[..., None]]] = {
 }
 
 
-def run_faulty(cases: dict[str, Case]) -> dict[str, Comparison]:
-    found, read_shard = {}, micro_batches.read_shard
-    for name, (variant, change) in in_jobs_of_their_own(FAULTS):
-        change_columns(change)
-        found[name] = run_step(*cases[variant], None)
-        micro_batches.read_shard = read_shard
-    return found
-
-
 @pytest.mark.nightly
 def test_mistakes_in_later_tokens_show(reference_of: Any) -> None:
-    samples = BATCHES["long_tail"]
-    layouts = {variant: Layout(2, variant=variant) for variant in ("mtp", "mtp_gpt2")}
-    cases = {
-        name: Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
-        for name, layout in layouts.items()
-    }
-    ranks = run_ranks(2, run_faulty, cases, timeout_s=120)
-    for name in FAULTS:
-        assert max(rank[name].gradient_error for rank in ranks) > 20 * TOLERANCE, name
+    cases = {name: case_of(reference_of, Layout(2, variant=name)) for name in ("mtp", "mtp_gpt2")}
+    errors = errors_of_faults({name: (cases[of], changed_columns(change)) for name, (of, change) in FAULTS.items()})
+    assert min(errors.values()) > 20 * TOLERANCE, errors
 
 
 def test_later_columns_are_those_of_the_whole_sample_shifted() -> None:

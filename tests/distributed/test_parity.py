@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.types import CAUSAL
-from tests.distributed.harness import run_ranks
+from dynamic_cp.types import CAUSAL, CP_COMM_TYPES
 from tests.distributed.layouts import (
+    BY_DAY,
     BY_NIGHT,
     FACTORS,
     FAMILIES,
     FULL_RECOMPUTE,
-    STAGES_OF_SHARES,
     covering_rows,
     layout_of,
     lines_of,
@@ -29,11 +29,10 @@ from tests.distributed.parity import (
     assert_all_equal_to_reference,
     assert_bytes_as_planned,
     assert_equal_to_reference,
+    case_of,
     compare_with_reference,
     mixed_plan,
     planned_blocks,
-    run_step,
-    static_plan,
 )
 
 
@@ -49,24 +48,42 @@ def cases_of(lines: Iterable[str], reference_of: Any, batch: str = "long_tail") 
     return cases
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layouts_equal_single_process(family: str, reference_of: Any) -> None:
+def counts_bytes(line: str, layout: Layout) -> bool:
+    """Return whether ranks of a layout send what is planned.
+
+    Placed attention is planned for the layers of the first stage, which has no modules of further tokens.
+    """
+    is_uneven = "placed" in line.split() and layout.pp > 1 and layout.model.mtp_num_layers > 0
+    return layout.lanes > 1 and not is_uneven
+
+
+def assert_layouts_equal_single_process(lines: Iterable[str], reference_of: Any) -> None:
     """Moved biases of experts included; and bytes of exchanges are those of the plan."""
-    cases = cases_of(lines_of(family), reference_of)
-    # Placed attention is planned for the layers of the first stage, which has no modules of further tokens.
-    staged = [line for line, (layout, *_) in cases.items() if layout.pp > 1 and layout.model.mtp_num_layers]
-    uncounted = {line: cases.pop(line) for line in staged if "placed" in line}
+    cases = cases_of(lines, reference_of)
+    uncounted = {line: cases.pop(line) for line in [*cases] if not counts_bytes(line, cases[line].layout)}
     assert_all_equal_to_reference(cases, bytes_too=True)
     assert_all_equal_to_reference(uncounted)
 
 
-def test_stages_of_tensor_parallel_ranks_equal_single_process(reference_of: Any) -> None:
-    assert_all_equal_to_reference(cases_of([STAGES_OF_SHARES], reference_of))
+@pytest.mark.parametrize("family", BY_DAY)
+def test_layouts_of_the_day_equal_single_process(family: str, reference_of: Any) -> None:
+    assert_layouts_equal_single_process(BY_DAY[family], reference_of)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_covering_layouts_equal_single_process(family: str, reference_of: Any) -> None:
+    assert_layouts_equal_single_process(lines_of(family), reference_of)
 
 
 def test_every_pair_is_in_a_layout() -> None:
-    """Of all the words that a layout may have; those that no run may have together are few."""
+    """Of all the words that a layout may have; those that no run may have together are few. Each word is by day."""
     lines = [line for family in FAMILIES for line in lines_of(family)]
+    by_day = {line for of_family in BY_DAY.values() for line in of_family}
+    assert by_day - set(lines) == {"one tp2 sp pp2 vpp2 llama_tied distributed full"}
+    words = {word for name, values in FACTORS.items() if name != "family" for value in values for word in value.split()}
+    # All exchanges are by day in test_mixed_exchanges_on_four_lanes_equal_single_process.
+    assert words - {"again", "layers=2", *CP_COMM_TYPES} <= set(" ".join(by_day).split())
     assert len(set(lines)) == len(covering_rows()) <= 45
     found = {pair for row in covering_rows() for pair in pairs_of(row)}
     all_of_them = sum(len(one) * len(other) for one in FACTORS.values() for other in FACTORS.values())
@@ -78,10 +95,10 @@ def test_every_pair_is_in_a_layout() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", BY_NIGHT)
 def test_lists_of_layouts_equal_single_process(name: str, reference_of: Any) -> None:
-    cases = cases_of(BY_NIGHT[name], reference_of)
-    alone = {line: cases.pop(line) for line in BY_NIGHT[name] if cases[line].layout.lanes == 1}
-    assert_all_equal_to_reference(cases, bytes_too=name != "uneven stages")
-    assert_all_equal_to_reference(alone)
+    if name == "uneven stages":  # whose bytes are planned as if they were even
+        assert_all_equal_to_reference(cases_of(BY_NIGHT[name], reference_of))
+    else:
+        assert_layouts_equal_single_process(BY_NIGHT[name], reference_of)
 
 
 FOUR = (
@@ -91,12 +108,11 @@ FOUR = (
 )
 
 
-@pytest.mark.by_day("few-four all_gather", "few-two tp2 sp")
+@pytest.mark.nightly
 @pytest.mark.parametrize("line", FOUR)
 @pytest.mark.parametrize("batch", ["few", "tiny"])
 def test_batch_shapes_equal_single_process(batch: str, line: str, reference_of: Any) -> None:
-    layout, samples = layout_of(line), BATCHES[batch]
-    case = Case(layout, samples, mixed_plan(samples, layout, seed=1), reference_of(layout, batch))
+    case = case_of(reference_of, layout_of(line), functools.partial(mixed_plan, seed=1), batch)
     assert_all_equal_to_reference({line: case})
 
 
@@ -110,19 +126,19 @@ PLANNED_BLOCKS = {
 }
 
 
-@pytest.mark.by_day("four nodes_of_2", "two tp2 sp layers=4 window full")
+@pytest.mark.by_day("two tp2 sp")
 @pytest.mark.parametrize("line", PLANNED_BLOCKS)
 def test_attention_that_is_placed_by_plan_equals_single_process(line: str, reference_of: Any) -> None:
-    layout, samples = layout_of(line), BATCHES["long_tail"]
-    plan = planned_blocks(samples, layout, PLANNED_BLOCKS[line])
-    check_plan(plan, samples)
+    layout = layout_of(line)
+    case = case_of(reference_of, layout, functools.partial(planned_blocks, max_tokens_per_rank=PLANNED_BLOCKS[line]))
+    plan = case.plan
+    check_plan(plan, case.samples)
     placements = [bucket.placement for bucket in plan.buckets if bucket.placement is not None]
     assert max(len(placement.tiles) for placement in placements) > 10
     masks = layout.model.layer_masks
     assert {placement.layer_masks for placement in placements} == {() if masks == (CAUSAL,) else masks}
     if layout.variant == "delta":
         assert any(bucket.is_placed and bucket.exchanges_states for bucket in plan.buckets)
-    case = Case(layout, samples, plan, reference_of(layout, "long_tail"))
     assert_all_equal_to_reference({line: case}, bytes_too=True)
 
 
@@ -130,22 +146,7 @@ def test_attention_that_is_placed_by_plan_equals_single_process(line: str, refer
 @pytest.mark.parametrize("batch", [pytest.param("long_tail", marks=pytest.mark.in_check), "tiny"])
 def test_mixed_exchanges_on_four_lanes_equal_single_process(batch: str, reference_of: Any) -> None:
     """The step with every exchange that `make check` runs."""
-    layout, samples = layout_of("four mixed"), BATCHES[batch]
-    expected = reference_of(layout, batch)
-    plan = plan_in("four mixed", samples)
-    comparisons = run_ranks(4, run_step, layout, samples, plan, expected, None)
-    assert_equal_to_reference(comparisons, layout, expected)
-    assert_bytes_as_planned(comparisons, layout, plan)
-
-
-@pytest.mark.in_check
-def test_four_lanes_equal_single_process(reference_of: Any) -> None:
-    """The one layout that `make check` runs."""
-    layout, samples = Layout(4), BATCHES["long_tail"]
-    expected = reference_of(layout, "long_tail")
-    plan = static_plan(samples, layout, cp_size=4)
-    comparisons = run_ranks(4, run_step, layout, samples, plan, expected, None)
-    assert_equal_to_reference(comparisons, layout, expected)
+    assert_all_equal_to_reference(cases_of(["four mixed"], reference_of, batch), bytes_too=True)
 
 
 @pytest.mark.nightly
@@ -156,10 +157,10 @@ def test_which_layers_are_recomputed_changes_no_bit(reference_of: Any) -> None:
         "units": FULL_RECOMPUTE | {"recompute_num_layers": 2},
     }
     ways = {"none": {}, "full": FULL_RECOMPUTE, **few}
-    samples, cases = BATCHES["long_tail"], {}
-    for name, config in ways.items():
-        layout = Layout(2, pp=2, vpp=2, config={"num_layers": 8, **config})
-        cases[name] = Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
+    cases = {
+        name: case_of(reference_of, Layout(2, pp=2, vpp=2, config={"num_layers": 8, **config}))
+        for name, config in ways.items()
+    }
     found = compare_with_reference(cases)
     without = [(rank.loss_error, rank.gradient_errors) for rank in found["none"]]
     for name, ranks in found.items():

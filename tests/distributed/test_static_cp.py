@@ -27,7 +27,7 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams,
 from megatron.dynamic_cp.step.loss import sum_of_losses
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks
-from tests.distributed.parity import Layout, assert_equal_to_reference, run_step, samples_of
+from tests.distributed.parity import TOLERANCE, Case, Layout, assert_all_equal_to_reference, samples_of
 
 CP_SIZE = 4
 
@@ -111,7 +111,7 @@ def megatron_static_cp_step(samples: tuple[Sample, ...], initial: dict[str, torc
 
 
 def test_static_policy_equals_static_context_parallelism() -> None:
-    samples = samples_of(1201, 1100, 1000)
+    samples = samples_of(801, 700, 600)
     layout = Layout(CP_SIZE)
     single = run_ranks(1, reference.reference_step, "llama", samples, layout.num_layers)[0]
     ranks = run_ranks(CP_SIZE, megatron_static_cp_step, samples, single["initial"])
@@ -124,13 +124,13 @@ def test_static_policy_equals_static_context_parallelism() -> None:
         topology=layout.topology,
         model=load_model("llama-3-8b"),
         hardware=load_hardware("cpu"),
-        options=PlanOptions(max_tokens_per_rank=304, static_cp_size=CP_SIZE, cp_comm_types=("p2p",)),
+        options=PlanOptions(max_tokens_per_rank=208, static_cp_size=CP_SIZE, cp_comm_types=("p2p",)),
         policy="static",
     ).plan
     # Two samples never fit together: one per micro-batch, as megatron-core's side runs them.
     assert [(bucket.cp_size, len(bucket.samples)) for bucket in plan.buckets] == [(CP_SIZE, 1)] * 3
-    comparisons = run_ranks(CP_SIZE, run_step, layout, samples, plan, static, None)
-    assert_equal_to_reference(comparisons, layout, static)
+    assert_all_equal_to_reference({"static": Case(layout, samples, plan, static)})
     # ... and both are right, not merely alike.
-    comparisons = run_ranks(CP_SIZE, run_step, layout, samples, plan, single, None)
-    assert_equal_to_reference(comparisons, layout, single)
+    for name in ("gradients", "losses"):
+        for key, wanted in single[name].items():
+            assert (static[name][key] - wanted).abs().max() <= TOLERANCE * wanted.abs().max(), key

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,7 @@ from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
 from megatron.dynamic_cp.model.mamba import DynamicCPMamba
 from tests.distributed import reference, token_by_token
 from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.linear_reference import mamba2, sizes_of
 
 SEQLENS = 5, 130, 1, 40
 VARIANTS = {"delta": reference.DELTA, "mamba": reference.MAMBA}
@@ -64,19 +65,14 @@ def _l2norm(x: torch.Tensor) -> torch.Tensor:
 
 def _scan(zxbcdt: Any, weight: Any, bias: Any, dt_bias: Any, rates: Any, D: Any, chunk_size: int, **given: Any) -> Any:
     """Return what mamba_ssm's kernel computes of one sample, a token after the other."""
-    heads, width = len(dt_bias), given["headdim"]
+    heads, width, groups = len(dt_bias), given["headdim"], given["ngroups"]
     values = heads * width
     keys = (len(weight) - values) // 2
-    z, xbc, dt = zxbcdt[0].split([values, values + 2 * keys, heads], -1)
-    convolution = SimpleNamespace(weight=weight[:, None], bias=bias)
-    x, b, c = token_by_token.convolved(xbc, convolution).split([values, keys, keys], -1)
-    b, c = (one.unflatten(1, (given["ngroups"], -1)).repeat_interleave(heads // given["ngroups"], 1) for one in (b, c))
-    step = softplus(dt.double() + dt_bias)
-    state, found = x.new_zeros(heads, b.shape[-1], width), []
-    for x_t, b_t, c_t, step_t in zip(x.unflatten(1, (heads, width)), b, c, step, strict=True):
-        state = (step_t * rates).exp()[:, None, None] * state + b_t[:, :, None] * (step_t[:, None] * x_t)[:, None]
-        found.append(torch.einsum("hkv,hk->hv", state, c_t) + D[:, None] * x_t)
-    return (torch.stack(found).flatten(1) * silu(z.double())).float()[None]
+    sizes = sizes_of("mamba2", heads, groups, keys // groups, width, weight.shape[1])
+    z, xbc, dt = zxbcdt[0].double().split([values, values + 2 * keys, heads], -1)
+    step = softplus(dt + dt_bias)
+    found = mamba2(xbc, step, (-rates.double()).log(), D.double(), weight[:, None].double(), bias.double(), sizes)
+    return (found.flatten(1) * silu(z)).float()[None]
 
 
 def import_without_triton(name: str) -> Any:
@@ -182,15 +178,19 @@ def save(kind: str, folder: str, tp_size: int, is_stock: bool) -> dict[str, torc
     return {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
 
 
-def load(kind: str, folder: str, tp_size: int, is_stock: bool) -> dict[str, torch.Tensor]:
+def load(kind: str, folder: str, tp_size: int, is_stock: bool, target: str = "") -> dict[str, torch.Tensor]:
+    """Return what a layer loads, which it saves in `target`, too."""
     initialize_model_parallel(tp_size)
     config = config_of(kind, tensor_model_parallel_size=tp_size)
     layer = stock_layer(kind, config) if is_stock else our_layer(kind, config)
     loaded = dist_checkpointing.load(layer.sharded_state_dict(prefix="layer."), folder)
     layer.load_state_dict({name.removeprefix("layer."): value for name, value in loaded.items()})
+    if target:
+        dist_checkpointing.save(layer.sharded_state_dict(prefix="layer."), target)
     return {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
 
 
+@pytest.mark.by_day("mamba")
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_checkpoints_go_to_and_from_megatron_cores_layers(kind: str, tmp_path: Any) -> None:
     """Ours on two tensor-parallel ranks -> theirs on one -> ours on two: what each rank had."""
@@ -199,7 +199,7 @@ def test_checkpoints_go_to_and_from_megatron_cores_layers(kind: str, tmp_path: A
         folder.mkdir()
     saved = run_ranks(2, save, kind, str(first), 2, False)
     config = config_of(kind)
-    (theirs,) = run_ranks(1, load, kind, str(first), 1, True)
+    (theirs,) = run_ranks(1, load, kind, str(first), 1, True, str(second))
     for name, whole in theirs.items():
         ours = name.replace("conv1d_", "conv1d.")
         parts = [rank[ours] for rank in saved]
@@ -212,15 +212,5 @@ def test_checkpoints_go_to_and_from_megatron_cores_layers(kind: str, tmp_path: A
             halves = [part.split([rows // 2 for rows in sections]) for part in parts]
             wanted = torch.cat([torch.cat(both) for both in zip(*halves, strict=True)])
         assert torch.equal(whole, wanted), name
-    run_ranks(1, resave, kind, str(first), str(second))
     again = run_ranks(2, load, kind, str(second), 2, False)
     assert all(torch.equal(one[name], other[name]) for one, other in zip(saved, again, strict=True) for name in one)
-
-
-def resave(kind: str, source: str, target: str) -> None:
-    """Have megatron-core's module load and save."""
-    initialize_model_parallel()
-    layer = stock_layer(kind, config_of(kind))
-    loaded = dist_checkpointing.load(layer.sharded_state_dict(prefix="layer."), source)
-    layer.load_state_dict({name.removeprefix("layer."): value for name, value in loaded.items()})
-    dist_checkpointing.save(layer.sharded_state_dict(prefix="layer."), target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,23 +20,12 @@ from megatron.dynamic_cp.attention.thd import executor_of
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.flags.windows import Windows, set_sinks, windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
+from tests.distributed.faults import Plant, around
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.parity import (
-    BATCHES,
-    TOLERANCE,
-    Case,
-    Layout,
-    mixed_plan,
-    placed_plan,
-    planned_bytes,
-    run_faulty,
-)
+from tests.distributed.layouts import layout_of
+from tests.distributed.parity import TOLERANCE, case_of, placed_plan, planned_bytes, run_faulty
 from tests.distributed.reference import LLAMA, transformer_config, window_mask
 from tests.layer_choices import chosen_layers
-
-ALL = {"num_layers": 4, "window_size": (40, 0)}
-EVERY_SECOND = {**ALL, "window_attn_skip_freq": 2}
-WITH_SINK = {**EVERY_SECOND, "window_sink_tokens": 3}
 
 
 def config_of(**values: Any) -> SimpleNamespace:
@@ -89,20 +79,21 @@ def test_a_window_that_cannot_be_is_told_at_once(values: dict[str, Any], says: s
         check_supported(config)
 
 
-def with_windows(change: Callable[[Windows], Windows]) -> Callable[[Any], None]:
-    def plant(monkeypatch: Any) -> None:
-        monkeypatch.setattr(torch_thd, "windows_of", lambda config: change(windows_of(config)))
+def with_windows(change: Callable[[Windows], Windows]) -> Plant:
+    @around(torch_thd, "windows_of")
+    def changed(windows: Any, config: Any) -> Windows:
+        return change(windows(config))
 
-    return plant
+    return changed
 
 
-def lose_the_shard(monkeypatch: Any) -> None:
+@around(packs, "packed_shard_positions")
+def lose_the_shard(positions: Any, seqlens: Any, size: int, _: int) -> Any:
     """Rows of a shard get the ranges of the first tokens of their sequence."""
-    original = packs.packed_shard_positions
-    monkeypatch.setattr(packs, "packed_shard_positions", lambda seqlens, size, _: original(seqlens, size, 0))
+    return positions(seqlens, size, 0)
 
 
-FAULTS = {
+FAULTS: dict[str, Plant] = {
     "one key less": with_windows(lambda of: Windows(of.tokens - 1, of.skip_freq)),
     "one key more": with_windows(lambda of: Windows(of.tokens + 1, of.skip_freq)),
     "another layer": with_windows(lambda of: Windows(of.tokens, (0, 1, 0, 1))),
@@ -111,43 +102,36 @@ FAULTS = {
 }
 
 
-def packed_for(change: Callable[[Mask], Mask]) -> Callable[[Any], None]:
-    """Layers with a window compute their programme with another mask, or that of layers with another one."""
+def packed_for(sink: Callable[[int], int], tokens: int) -> Plant:
+    """Layers with a window compute their programme with another mask."""
 
-    def plant(monkeypatch: Any) -> None:
-        original = placed_packs.build_placed_packs
+    @around(placed_packs, "build_placed_packs")
+    def changed(build: Any, programme: Programme, masks: Sequence[Mask], *args: Any) -> Any:
+        windows = [
+            Lambda(sink(mask.sink), mask.window + tokens) if isinstance(mask, Lambda) else mask for mask in masks
+        ]
+        return build(programme, windows, *args)
 
-        def changed(programme: Programme, masks: Sequence[Mask], *args: Any) -> Any:
-            return original(programme, [change(mask) for mask in masks], *args)
-
-        monkeypatch.setattr(placed_packs, "build_placed_packs", changed)
-
-    return plant
+    return changed
 
 
-def lose_the_narrower(monkeypatch: Any) -> None:
+def lose_the_narrower() -> Any:
     """Layers with a window run the tiles of those without."""
-    monkeypatch.setattr(Programme, "of_layers", lambda self, _: self)
+    return mock.patch.object(Programme, "of_layers", lambda self, _: self)
 
 
-def with_window(tokens: int) -> Callable[[Mask], Mask]:
-    return lambda mask: Lambda(mask.sink, mask.window + tokens) if isinstance(mask, Lambda) else mask
-
-
-FAULTS_IN_BLOCKS = {
-    "one key less": packed_for(with_window(-1)),
-    "one key more": packed_for(with_window(1)),
-    "no sink": packed_for(lambda mask: Lambda(0, mask.window) if isinstance(mask, Lambda) else mask),
+FAULTS_IN_BLOCKS: dict[str, Plant] = {
+    "one key less": packed_for(lambda sink: sink, -1),
+    "one key more": packed_for(lambda sink: sink, 1),
+    "no sink": packed_for(lambda sink: 0, 0),
 }
 
 
 @pytest.mark.nightly
 def test_mistakes_in_windows_show(reference_of: Any) -> None:
-    samples, layout = BATCHES["long_tail"], Layout(2, exchange="all_gather", config=EVERY_SECOND)
-    case = Case(layout, samples, mixed_plan(samples, layout), reference_of(layout, "long_tail"))
+    case = case_of(reference_of, layout_of("two layers=4 every_second all_gather"))
     cases = {name: (case, plant) for name, plant in FAULTS.items()}
-    placed = Layout(2, exchange="all_gather", config=WITH_SINK)
-    case = Case(placed, samples, placed_plan(samples, placed), reference_of(placed, "long_tail"))
+    case = case_of(reference_of, layout_of("two layers=4 sink all_gather"), placed_plan)
     cases |= {f"blocks, {name}": (case, plant) for name, plant in FAULTS_IN_BLOCKS.items()}
     # The tiles of full layers are right, only more: the same gradients, and other bytes than planned.
     cases["tiles of full layers"] = case, lose_the_narrower
@@ -156,7 +140,7 @@ def test_mistakes_in_windows_show(reference_of: Any) -> None:
     for name in faults:
         assert max(rank[name].gradient_error for rank in ranks) > 100 * TOLERANCE, name
     assert max(rank[same].gradient_error for rank in ranks) <= TOLERANCE
-    planned = [planned_bytes(case.plan, placed, rank) for rank in range(2)]
+    planned = [planned_bytes(case.plan, case.layout, rank) for rank in range(2)]
     assert all(rank[same].bytes_sent > sent for rank, sent in zip(ranks, planned, strict=True))
 
 

@@ -13,7 +13,9 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.functional import pad, silu, softplus
+from torch.nn.functional import silu, softplus
+
+from tests.distributed.linear_reference import gated_delta_net, mamba2, sizes_of
 
 KERNEL = 4
 
@@ -41,14 +43,6 @@ def sections_of(name: str, config: Any) -> list[int] | None:
     return [rows[one] for one in convolved] if ".conv1d." in name else None
 
 
-def convolved(x: Tensor, convolution: nn.Conv1d) -> Tensor:
-    """Return x [S, channels], each channel of a token with those of the three tokens before it."""
-    before = pad(x.T, (KERNEL - 1, 0)).double()  # [channels, 3 + S]
-    weight = convolution.weight[:, 0].double()
-    found = sum(weight[:, tap, None] * before[:, tap : tap + len(x)] for tap in range(KERNEL))
-    return silu(found + (0 if convolution.bias is None else convolution.bias.double()[:, None])).T
-
-
 class _Layer(nn.Module):
     def __init__(self, config: TransformerConfig, rows: dict[str, int], num_convolved: int, width: int) -> None:
         super().__init__()
@@ -70,6 +64,9 @@ class _Layer(nn.Module):
     def attend(self, parts: dict[str, Tensor]) -> Tensor:
         raise NotImplementedError
 
+    def convolution(self) -> list[Tensor]:
+        return [parameter.double() for parameter in self.conv1d.parameters()]
+
 
 class _NormOf1More(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
@@ -86,26 +83,17 @@ class TokenByTokenDelta(_Layer):
         self.out_norm = norm(config.linear_value_head_dim, eps=config.layernorm_epsilon)
 
     def attend(self, parts: dict[str, Tensor]) -> Tensor:
-        heads, groups = self.config.linear_num_value_heads, self.config.linear_num_key_heads
-        mixed = convolved(torch.cat([parts[one] for one in "qkv"], -1), self.conv1d)
-        q, k, v = mixed.split([self.rows[one] for one in "qkv"], -1)
-        q, k = (
-            self._normalized(one.unflatten(-1, (groups, -1))).repeat_interleave(heads // groups, 1) for one in (q, k)
+        config = self.config
+        sizes = sizes_of(
+            "gated_delta_net",
+            *(config.linear_num_value_heads, config.linear_num_key_heads),
+            *(config.linear_key_head_dim, config.linear_value_head_dim, KERNEL),
         )
-        v, beta = v.unflatten(-1, (heads, -1)), parts["beta"].double().sigmoid()
-        decay = (-self.A_log.double().exp() * softplus(parts["alpha"].double() + self.dt_bias)).exp()
-        state, found = v.new_zeros(heads, k.shape[-1], v.shape[-1]), []
-        for q_t, k_t, v_t, beta_t, decay_t in zip(q, k, v, beta, decay, strict=True):
-            state = decay_t[:, None, None] * state
-            missing = beta_t[:, None] * (v_t - torch.einsum("hkv,hk->hv", state, k_t))
-            state = state + k_t[:, :, None] * missing[:, None]
-            found.append(torch.einsum("hkv,hk->hv", state, q_t) / k.shape[-1] ** 0.5)
-        z = parts["z"].unflatten(-1, (heads, -1)).double()
-        return (self.out_norm(torch.stack(found).to(self.out_norm.weight.dtype)).double() * silu(z)).flatten(1)
-
-    @staticmethod
-    def _normalized(x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+        qkv, beta = torch.cat([parts[one] for one in "qkv"], -1).double(), parts["beta"].double().sigmoid()
+        decay = -self.A_log.double().exp() * softplus(parts["alpha"].double() + self.dt_bias)
+        found = gated_delta_net(qkv, beta, decay, *self.convolution(), sizes)
+        z = parts["z"].unflatten(-1, (sizes.num_heads, -1)).double()
+        return (self.out_norm(found.to(self.out_norm.weight.dtype)).double() * silu(z)).flatten(1)
 
 
 class TokenByTokenMamba(_Layer):
@@ -119,19 +107,17 @@ class TokenByTokenMamba(_Layer):
         self.norm.weight = nn.Parameter(torch.ones(rows["x"]))
 
     def attend(self, parts: dict[str, Tensor]) -> Tensor:
-        heads, groups = self.config.mamba_num_heads, self.config.mamba_num_groups
-        mixed = convolved(torch.cat([parts[one] for one in "xBC"], -1), self.conv1d)
-        x, b, c = mixed.split([self.rows[one] for one in "xBC"], -1)
-        x = x.unflatten(-1, (heads, -1))
-        b, c = (one.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 1) for one in (b, c))
+        config = self.config
+        sizes = sizes_of(
+            "mamba2",
+            *(config.mamba_num_heads, config.mamba_num_groups),
+            *(config.mamba_state_dim, config.mamba_head_dim, KERNEL),
+        )
+        xbc = torch.cat([parts[one] for one in "xBC"], -1).double()
         step = softplus(parts["dt"].double() + self.dt_bias)
-        decay = (-step * self.A_log.double().exp()).exp()
-        state, found = x.new_zeros(heads, b.shape[-1], x.shape[-1]), []
-        for x_t, b_t, c_t, step_t, decay_t in zip(x, b, c, step, decay, strict=True):
-            state = decay_t[:, None, None] * state + b_t[:, :, None] * (step_t[:, None] * x_t)[:, None]
-            found.append(torch.einsum("hkv,hk->hv", state, c_t) + self.D[:, None] * x_t)
-        gated = torch.stack(found).flatten(1) * silu(parts["z"].double())
-        by_group = gated.unflatten(-1, (groups, -1))
+        found = mamba2(xbc, step, self.A_log.double(), self.D.double(), *self.convolution(), sizes)
+        gated = found.flatten(1) * silu(parts["z"].double())
+        by_group = gated.unflatten(-1, (sizes.num_groups, -1))
         by_group = by_group * torch.rsqrt(by_group.square().mean(-1, keepdim=True) + 1e-5)
         return by_group.flatten(1) * self.norm.weight
 

@@ -1,0 +1,37 @@
+"""Faults that tests plant: something else takes the place of a function, for a while or for the life of a rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+Plant = Callable[[], AbstractContextManager[Any]]
+
+
+def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
+    """Have the function beneath take the place of `owner.name`, which it gets as its first argument."""
+
+    def plant_of(change: Callable[..., Any]) -> Plant:
+        @functools.wraps(change)
+        def plant() -> AbstractContextManager[Any]:
+            original = getattr(owner, name)
+            return mock.patch.object(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
+
+        return plant
+
+    return plant_of
+
+
+def marks_parameters(owner: type, attribute: str, value: bool, of: Callable[[Any], Any]) -> Plant:
+    """Have modules say something else of some of their parameters."""
+
+    @around(owner, "__init__")
+    def marked(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        for parameter in of(self):
+            setattr(parameter, attribute, value)
+
+    return marked
