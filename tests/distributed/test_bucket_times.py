@@ -131,7 +131,7 @@ def expected_facts(plan: Plan, stage: int, chunk: int, lane: int | None = None) 
     return expected
 
 
-@pytest.mark.by_day("two_lanes_pp2")
+@pytest.mark.by_day("two_lanes")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_micro_batch_is_timed_once_on_every_chunk(name: str) -> None:
     layout = LAYOUTS[name]

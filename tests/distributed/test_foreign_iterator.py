@@ -37,7 +37,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, TOLERANCE, Layout, build_chunks, reference_name
 from tests.distributed.test_planning import PROBLEM as THREE_LANES
 
-NUM_BATCHES = 50
+NUM_BATCHES = 15
 
 
 def all_data(layout: Layout, num_items: int, **kinds) -> list[LaneData]:
@@ -88,13 +88,13 @@ def check_ranks(
 @pytest.mark.by_day("pp2_vpp2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_token_comes_out_once(name: str) -> None:
-    """50 global batches, uneven shares; samples with and without labels, masks and position ids."""
+    """15 global batches, uneven shares; samples with and without labels, masks and position ids."""
     layout, global_batch_size = LAYOUTS[name], 7 if name != "dp3" else 6
     share = -(-global_batch_size // layout.lanes)
     data = all_data(layout, NUM_BATCHES * share, flavours=(0, 1, 4, 3, 2))
     settings = {"lookahead": 1, "verify": "full"}
     ranks = run_ranks(layout.topology.world_size, run_foreign, layout, data, global_batch_size, settings)
-    assert check_ranks(layout, ranks, data, global_batch_size, NUM_BATCHES) > 10_000
+    assert check_ranks(layout, ranks, data, global_batch_size, NUM_BATCHES) > 3_000
     if layout.lanes > 2:
         cp_sizes = {pack[0] for rank in ranks for step in rank.steps for pack in step.packs}
         assert cp_sizes >= {1, 2}, "the plans do not mix CP sizes"

@@ -51,6 +51,7 @@ def train_plain() -> tuple[list, torch.Tensor]:
     return steps, torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
+@pytest.mark.by_day("4")
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_plain_loop_trains_what_one_process_trains(num_ranks: int) -> None:
     model, losses = new_model(), []

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} 
 TOLERANCE = 5e-6
 TOLERANCES = {"A_log": 2e-4, "dt_bias": 2e-4, "in_proj_a.weight": 2e-5, "in_proj_ba.weight": 2e-5}
 """Of gradients by decays: terms cancel, and transformers sums them in float32."""
-NUM_STEPS, GLOBAL_BATCH_SIZE, VOCAB_SIZE = 3, 12, 128
+NUM_STEPS, GLOBAL_BATCH_SIZE, VOCAB_SIZE = 2, 12, 128
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,

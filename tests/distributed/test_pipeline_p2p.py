@@ -100,13 +100,8 @@ def expected_messages(layout: Layout, num_microbatches: int, forward_only: bool)
     return borders * num_microbatches * (1 if forward_only else 2)
 
 
-EACH_NIGHT = {"pp2", "pp4", "pp2_bf16"}
-
-
-@pytest.mark.by_day("tp2_sp_pp2")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in EACH_NIGHT else []) for name in LAYOUTS]
-)
+@pytest.mark.by_day("pp2_vpp2")
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_planned_shapes_change_nothing_but_messages(name: str) -> None:
     layout, samples = LAYOUTS[name], BATCHES["long_tail"]
     plans = [mixed_plan(samples, layout)]

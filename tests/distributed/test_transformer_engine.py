@@ -176,11 +176,7 @@ CASES = {
 }
 
 
-@pytest.mark.by_day(
-    "a2a_wrapped",  # lanes with one row
-    "pp2_vpp2_distributed_optimizer",
-    "gated_delta_nets_selective_recompute",
-)
+@pytest.mark.by_day("gated_delta_nets_selective_recompute")
 @pytest.mark.parametrize("name", CASES)
 def test_step_equals_single_process(name: str, reference_of) -> None:
     version, layout, exchanges, asked = CASES[name]
@@ -232,6 +228,7 @@ def saved_tensors(kind: str) -> tuple[Saved, Saved]:
     return found[0], found[1]
 
 
+@pytest.mark.by_day("delta")
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
 def test_linear_layers_are_saved_as_by_megatron_cores_spec(kind: str) -> None:
     """Names, shapes and shares of two tensor-parallel ranks."""
@@ -323,7 +320,7 @@ def test_products_in_fp8_get_whole_multiples(version: str, name: str, reference_
         assert {ranks for _, _, ranks in entered} == {tuple(range(first, first + of_stage))}
 
 
-@pytest.mark.by_day("tp2_sp_blockwise")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "alignment", "says"),
     [

@@ -349,7 +349,7 @@ def warm_on_this_rank() -> tuple[int, int]:
     groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=30, exchanges=exchanges, inner_sizes=(2,))
     config = reference.transformer_config(reference.LLAMA)
     packs = warm_up_packs(
-        groups.groups, groups.outer_groups, exchanges, max_tokens_per_rank=64, query_heads=config.num_attention_heads
+        groups.groups, groups.outer_groups, exchanges, max_tokens_per_rank=16, query_heads=config.num_attention_heads
     )
     sent = warm_up_attention(
         [TransformerEngineAttention(config, 1, AttnMaskType.causal, "self")],

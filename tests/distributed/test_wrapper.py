@@ -97,6 +97,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.by_day("three_lanes", "two_lanes_tp2_sp")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_token_comes_out_once(name: str) -> None:
     layout = LAYOUTS[name]
