@@ -65,12 +65,15 @@ SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules"
 EIGHT_LAYERS = {"num_layers": 8}
 NORMS_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
 LAYOUTS = {
+    "pp2_vpp2_full_recompute_in_one_stream": Layout(
+        2, pp=2, vpp=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True
+    ),
+    "pp2_relays_and_sinks": Layout(2, pp=2, ranks_per_node=1, variant="learned_offset", config=FULL_RECOMPUTE),
+}
+EACH_NIGHT = {
     "pp2_vpp2_full_recompute": Layout(
         2, pp=2, vpp=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True
     ),
-    "pp2_relays_in_one_stream": Layout(2, pp=2, ranks_per_node=1, variant="learned_offset", config=SELECTIVE_RECOMPUTE),
-}
-EACH_NIGHT = {
     "pp2_cut": Layout(1, pp=2),
     "pp2_selective_recompute": Layout(2, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE, distributed_optimizer=True),
     "pp2_relays": Layout(2, pp=2, ranks_per_node=1, config=FULL_RECOMPUTE),
@@ -106,10 +109,11 @@ IN_NANO_BATCHES = {
 }
 """Ways through a layer that nano-batches have to take, too."""
 RANDOM_ROWS: dict[str, tuple[int, ...]] = {
-    "pp2_relays_in_one_stream": (),
+    "pp2_relays_and_sinks": (),
     "pp2_full_recompute": (),
     "pp2_vpp2": (1,),
-    "pp2_vpp2_full_recompute": (5,),
+    "pp2_vpp2_full_recompute": (),
+    "pp2_vpp2_full_recompute_in_one_stream": (5,),
     "pp4_vpp2": (4, 6, 3),
     "pp4_vpp2_tied": (5,),
     "pp2_vpp4": (3,),
@@ -119,11 +123,11 @@ or for the last group of them."""
 ROWS = (4,)
 BATCHES_OF_THEIR_OWN = {"pp2_cut": "cut", "pp2_cut_selective_recompute": "cut"}
 PING_PONG = {
-    "pp2_relays_in_one_stream": (False,),
+    "pp2_vpp2_full_recompute_in_one_stream": (False,),
     **dict.fromkeys(("pp2_one_lane", "pp2_relays", "pp2_learned_offset"), (True, False)),
 }
 """Whether a layout is planned with ping-pong, where not (True,)."""
-RELAYS = {"pp2_relays": 2, "pp2_relays_in_one_stream": 2, "pp2_vpp2_relays": 4}
+RELAYS = {"pp2_relays": 2, "pp2_relays_and_sinks": 2, "pp2_vpp2_relays": 4}
 """Servers to which what several use travels once, where none share a node."""
 
 
