@@ -20,9 +20,9 @@ from megatron.dynamic_cp.post_training.heads import TokenOutputs, add_value_head
 from megatron.dynamic_cp.post_training.megatron_passes import MegatronPasses
 from megatron.dynamic_cp.post_training.pass_outputs import PassOutputs
 from megatron.dynamic_cp.post_training.torch_passes import TorchPasses, head_log_probs, label_log_probs
-from megatron.dynamic_cp.repairs import cpu_backend
 from tests.distributed import post_training, reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.outside import run_without_shims
 from tests.distributed.parity import (
     TOLERANCE,
     Layout,
@@ -289,7 +289,3 @@ def test_log_probs_over_chunks_hold_logits_of_a_chunk() -> None:
         assert relative(in_chunks.detach(), whole.detach()) < TOLERANCE
     expected = torch.log_softmax(head(hidden) / 0.7, -1)[0, torch.arange(50), labels[0]]
     assert relative(found[1][0][0, 0].detach(), expected.detach()) < TOLERANCE
-
-
-def run_without_shims(world_size: int, function: Any, *args: Any) -> list[Any]:
-    return run_ranks(world_size, function, *args, shims_without=tuple(shim.name for shim in cpu_backend.SHIMS))

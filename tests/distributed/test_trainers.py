@@ -14,7 +14,8 @@ import torch
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import PlanOptions
 from megatron.dynamic_cp.outside.lanes import Lanes
-from tests.distributed.test_outside_hugging_face import TOLERANCE, VOCAB_SIZE, new_model, run
+from tests.distributed.outside import TOLERANCE
+from tests.distributed.test_outside_hugging_face import VOCAB_SIZE, new_model, run
 
 MISSING = [name for name in ("transformers", "accelerate", "trl", "datasets") if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: pip install -e '.[hf]'")

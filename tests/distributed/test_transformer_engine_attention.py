@@ -272,79 +272,32 @@ def ring(cp_size: int, shape: dict[str, Any]) -> Case:
     return Case(exchange="p2p", cp_size=cp_size, **shape)
 
 
+def with_boundaries(first: int) -> Callable[..., None]:
+    return tell_otherwise(lambda params: valid_boundaries(params, first % len(params.seqlens)))
+
+
+TWO_LEVELS = Case(exchange="a2a+p2p", cp_size=4, **ONE)
+copied_boundaries = tell_otherwise(lambda params: {"cu_seqlens_q_padded": params.cu_seqlens_q.clone()})
+longest_valid = tell_otherwise(lambda params: dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(params.seqlens)))
+reversed_ranks = set_otherwise(lambda group, ranks, stream: (group, ranks[::-1], stream))
+swapped_levels = set_otherwise(lambda group, ranks, stream: (group[::-1], ranks, stream))
+group_of_the_job = set_otherwise(lambda group, ranks, stream: (dist.group.WORLD, [0, 1, 2, 3], stream))
+no_stream = set_otherwise(lambda group, ranks, stream: (group, ranks, None))
+TOLD = "cuDNN is told max_seqlen_q 17, a sequence has 18"
+LACKED = "thd format is not supported with hierarchical CP"
 FAULTS: dict[str, tuple[str, Case, Callable[..., None], str]] = {
-    "valid boundaries, 2.11": (
-        PINNED,
-        ring(4, PACK),
-        tell_otherwise(lambda params: valid_boundaries(params, 0)),
-        "equal dot_product_attention.py:forward",
-    ),
-    "valid last boundary, 2.11": (
-        PINNED,
-        ring(4, ONE),
-        tell_otherwise(lambda params: valid_boundaries(params, len(params.seqlens) - 1)),
-        "off by nan",
-    ),
-    "valid boundaries, 2.20": (
-        NEWEST,
-        ring(4, PACK),
-        tell_otherwise(lambda params: valid_boundaries(params, 0)),
-        "slow path",
-    ),
-    "copied boundaries": (
-        NEWEST,
-        ring(4, WHOLE),
-        tell_otherwise(lambda params: {"cu_seqlens_q_padded": params.cu_seqlens_q.clone()}),
-        "slow path",
-    ),
-    "longest valid length": (
-        NEWEST,
-        ring(4, ONE),
-        tell_otherwise(lambda params: dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(params.seqlens))),
-        "cuDNN is told max_seqlen_q 17, a sequence has 18",
-    ),
-    "reversed ranks": (
-        NEWEST,
-        ring(4, ONE),
-        set_otherwise(lambda group, ranks, stream: (group, ranks[::-1], stream)),
-        "Pair is not connected|Connection|off by",
-    ),
-    "swapped levels": (
-        NEWEST,
-        Case(exchange="a2a+p2p", cp_size=4, **ONE),
-        set_otherwise(lambda group, ranks, stream: (group[::-1], ranks, stream)),
-        "is not part of group",
-    ),
-    "the job's group": (
-        PINNED,
-        ring(2, ONE),
-        set_otherwise(lambda group, ranks, stream: (dist.group.WORLD, [0, 1, 2, 3], stream)),
-        "halves of an odd length",
-    ),
-    "another group's backward": (
-        NEWEST,
-        ring(2, ONE),
-        go_back_over_another_group,
-        "list index out of range",
-    ),
-    "a group left set": (
-        PINNED,
-        ring(4, ONE),
-        leave_the_group_set,
-        "a group was left set",
-    ),
-    "an exchange that a version lacks": (
-        PINNED,
-        Case(exchange="a2a+p2p", cp_size=4, **ONE),
-        have_everything_done_natively,
-        "thd format is not supported with hierarchical CP",
-    ),
-    "no stream": (
-        PINNED,
-        ring(4, ONE),
-        set_otherwise(lambda group, ranks, stream: (group, ranks, None)),
-        "TransformerEngine was given no stream",
-    ),
+    "valid boundaries, 2.11": (PINNED, ring(4, PACK), with_boundaries(0), "equal dot_product_attention.py:forward"),
+    "valid last boundary, 2.11": (PINNED, ring(4, ONE), with_boundaries(-1), "off by nan"),
+    "valid boundaries, 2.20": (NEWEST, ring(4, PACK), with_boundaries(0), "slow path"),
+    "copied boundaries": (NEWEST, ring(4, WHOLE), copied_boundaries, "slow path"),
+    "longest valid length": (NEWEST, ring(4, ONE), longest_valid, TOLD),
+    "reversed ranks": (NEWEST, ring(4, ONE), reversed_ranks, "Pair is not connected|Connection|off by"),
+    "swapped levels": (NEWEST, TWO_LEVELS, swapped_levels, "is not part of group"),
+    "the job's group": (PINNED, ring(2, ONE), group_of_the_job, "halves of an odd length"),
+    "another group's backward": (NEWEST, ring(2, ONE), go_back_over_another_group, "list index out of range"),
+    "a group left set": (PINNED, ring(4, ONE), leave_the_group_set, "a group was left set"),
+    "an exchange that a version lacks": (PINNED, TWO_LEVELS, have_everything_done_natively, LACKED),
+    "no stream": (PINNED, ring(4, ONE), no_stream, "TransformerEngine was given no stream"),
 }
 
 
