@@ -100,7 +100,7 @@ def test_every_token_comes_out_once(name: str) -> None:
         assert cp_sizes >= {1, 2}, "the plans do not mix CP sizes"
 
 
-@pytest.mark.by_day("pp2_vpp2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["dp4", "pp2_vpp2"])
 def test_packs_are_split_into_their_samples(name: str) -> None:
     layout = LAYOUTS[name]
@@ -215,10 +215,10 @@ def continue_foreign(layout: Layout, data: list[LaneData], global_batch_size: in
 
 def test_what_is_in_flight_is_not_consumed() -> None:
     """A run that goes on where another stopped sees the batches that it would have seen."""
-    layout = LAYOUTS["tp2"]
+    layout = Layout(2)
     data = all_data(layout, 12, flavours=(1,))
-    undisturbed = run_ranks(4, run_foreign, layout, data, 4, {})
-    resumed = run_ranks(4, continue_foreign, layout, data, 4, 2)
+    undisturbed = run_ranks(2, run_foreign, layout, data, 4, {})
+    resumed = run_ranks(2, continue_foreign, layout, data, 4, 2)
     for before, after in zip(undisturbed, resumed, strict=True):
         assert len(after.steps) == 4
         assert before.steps[2:] == after.steps

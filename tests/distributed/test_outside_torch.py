@@ -8,18 +8,13 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.experimental._attention import set_rotate_method
-from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamic_cp.errors import DataError, DisagreementError, InfeasibleSampleError, InvalidInputError
@@ -171,7 +166,7 @@ def refuse_misuse():
     refuses(Unsupported, attend_with(is_causal=False), "is_causal=False", "None, 0 and True")
     says = "inside torch's context_parallel", "cannot mask documents", "Leave context_parallel out"
     refuses(Unsupported, inside_context_parallel, *says)
-    # torch has no rule for the kernel that its attention uses on CPU; below, the test brings one.
+    # torch has no rule for the kernel that its attention uses on CPU.
     says = "_scaled_dot_product_flash_attention_for_cpu", "sharding strategy"
     refuses(NotImplementedError, torch_attention_inside_context_parallel, *says)
     refuses(InfeasibleSampleError, lambda: lanes.plan([Sample(sample_id=0, seqlen=1025)]), "1025", "1024")
@@ -187,98 +182,6 @@ def refuse_misuse():
 
 def test_misuse_is_one_clear_error_on_every_rank():
     run_without_shims(2, refuse_misuse)
-
-
-def let_context_parallel_run_on_cpu():
-    """Give torch's context parallelism what it lacks on CPU: the name of the CPU kernel. The rest is torch's own."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-    def sharded(mesh, tensors):
-        return tuple(DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in tensors)
-
-    def scale_of(keywords):
-        return {name: value for name, value in keywords.items() if name == "scale"}
-
-    def forward(_, args, keywords):
-        mesh, local = args[0].device_mesh, [x.to_local() for x in args[:3]]
-        options = {"is_causal": args[4], "dropout_p": 0.0, **scale_of(keywords)}
-        return sharded(mesh, torch_cp._templated_ring_attention(mesh.get_group(), 2, kernel, *local, **options)[:2])
-
-    def backward(_, args, keywords):
-        mesh, (grad, *local) = args[1].device_mesh, [x.to_local() for x in args[:6]]
-        options = {"is_causal": args[7], "dropout_p": 0.0, **scale_of(keywords)}
-        group = mesh.get_group()
-        ring = torch_cp._templated_ring_attention_backward
-        return sharded(mesh, ring(group, 2, backward_kernel, grad, "grad_out", *local, **options)[:3])
-
-    torch_cp.custom_ops[kernel.default] = forward
-    torch_cp.custom_ops[backward_kernel.default] = backward
-
-
-EQUAL_LENGTH = [Sample(sample_id=index, seqlen=256) for index in range(8)]
-
-
-def equal_rows(documents):
-    """Tokens, labels, positions and loss mask of documents of equal length, each [documents, S]."""
-    columns = [(one.tokens, one.labels, np.arange(len(one.tokens)), one.loss_mask) for one in documents]
-    return [torch.from_numpy(np.stack(column)) for column in zip(*columns, strict=True)]
-
-
-def train_equal_length(rotation):
-    """Losses of steps on 8 equal documents: alone, with torch's context_parallel on 2 x 2 ranks, and planned."""
-    let_context_parallel_run_on_cpu()
-    set_rotate_method(rotation)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    lanes = Lanes.build(mesh, problem_for(4), timeout_s=60)
-    models = [new_model()[0] for _ in range(3)]
-    alone, fixed, planned = (models[0], *(DistributedDataParallel(model) for model in models[1:]))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
-    documents = [Document(sample) for sample in EQUAL_LENGTH]
-    num_tokens = sum(document.loss_mask.sum() for document in documents)
-    steps = []
-    for _ in range(NUM_STEPS):
-        tokens, labels, positions, mask = equal_rows(documents)
-        loss = sum_of_losses(alone(tokens, labels, positions), mask) / num_tokens
-        loss.backward()
-
-        own = documents[mesh["dp"].get_local_rank() :: 2]
-        rows = equal_rows(own)
-        with context_parallel(mesh["cp"], buffers=rows, buffer_seq_dims=[1] * 4):
-            assert rows[0].shape == (4, 128)
-            tokens, labels, positions, mask = rows
-            share = sum_of_losses(fixed(tokens, labels, positions), mask) * 4 / num_tokens
-            share.backward()
-        total = share.detach() / 4
-        dist.all_reduce(total)
-
-        step = lanes.step(EQUAL_LENGTH, documents.__getitem__)
-        result = train_step(lanes, planned, step, loss_sum)
-        errors = [
-            max(
-                ((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max()).item()
-                for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True)
-            )
-            for model in models[1:]
-        ]
-        steps.append((loss.item(), total.item(), result.loss, errors))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return steps
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
-def test_equal_documents_train_alike_with_torchs_context_parallel_and_planned(rotation):
-    ranks = run_without_shims(4, train_equal_length, rotation)
-    assert ranks == [ranks[0]] * 4
-    losses = [step[0] for step in ranks[0]]
-    assert len(set(losses)) == NUM_STEPS
-    for alone, fixed, planned, errors in ranks[0]:
-        assert abs(fixed - alone) <= TOLERANCE * alone
-        assert abs(planned - alone) <= TOLERANCE * alone
-        assert max(errors) <= TOLERANCE
 
 
 def train_without_boundaries():

@@ -71,9 +71,7 @@ LAYOUTS = {
     "pp2_relays_and_sinks": Layout(2, pp=2, ranks_per_node=1, variant="learned_offset", config=FULL_RECOMPUTE),
 }
 EACH_NIGHT = {
-    "pp2_vpp2_full_recompute": Layout(
-        2, pp=2, vpp=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True
-    ),
+    "pp2_vpp2_full_recompute": LAYOUTS["pp2_vpp2_full_recompute_in_one_stream"],
     "pp2_cut": Layout(1, pp=2),
     "pp2_selective_recompute": Layout(2, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE, distributed_optimizer=True),
     "pp2_relays": Layout(2, pp=2, ranks_per_node=1, config=FULL_RECOMPUTE),
