@@ -26,11 +26,11 @@ PLAN = {"plan_options": PlanOptions(max_tokens_per_rank=256, cp_comm_types=("p2p
 
 
 def rows() -> list[dict[str, list[int]]]:
-    """Return some rows of up to 60 tokens and a few of 300, most with labels that leave out a prompt."""
+    """Return some rows of up to 140 tokens and a few of 450, most with labels that leave out a prompt."""
     random = np.random.default_rng(2)
     found = []
     for index in range(NUM_ROWS):
-        length = 300 if index % 9 == 0 else int(random.integers(2, 60))
+        length = 450 if index % 9 == 0 else int(random.integers(2, 140))
         tokens = random.integers(3, VOCAB_SIZE, length).tolist()
         prompt = int(random.integers(0, length - 1)) * (index % 4 > 0)
         found.append({"input_ids": tokens, "labels": [-100] * prompt + tokens[prompt:]})
@@ -87,7 +87,7 @@ def trainer_of(name: str, *, planned: bool, **changes: Any) -> Any:
     }
     more: dict[str, Any] = PLAN if planned else {}
     data = Dataset.from_list(rows())
-    evaluated = data.select(range(8))
+    evaluated = data.select(range(16))
     if "max_steps" in settings:
         data, evaluated = data.to_iterable_dataset(), evaluated.to_iterable_dataset()
     if name == "SFTTrainer":

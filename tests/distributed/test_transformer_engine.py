@@ -231,7 +231,6 @@ IN_FP8 = {
     "four_lanes_mxfp8": (engine(4, "mixed", config=in_fp8("mxfp8")), ALL, MX),
     "tp2_sp_tensorwise_full_recompute": (engine(2, "p2p", **TP2_SP, config=TENSORWISE), {"p2p"}, CURRENT),
     "gated_delta_nets_tp2_sp_tensorwise": (engine(2, "p2p", **TP2_SP, **DELTA_TENSORWISE), {"p2p"}, CURRENT),
-    "one_lane_tp2_sp_blockwise": (engine(1, "p2p", **TP2_SP, config=in_fp8("blockwise")), set(), BLOCKS),
     "tp2_sp_blockwise": (engine(2, "p2p", **TP2_SP, config=in_fp8("blockwise")), {"p2p"}, BLOCKS),
     "gated_delta_nets_mxfp8": (engine(2, "p2p", variant="delta_16_heads", config=in_fp8("mxfp8")), {"p2p"}, MX),
     "pp2_vpp2_distributed_optimizer_blockwise": (
@@ -253,7 +252,7 @@ def run_in_fp8(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected
     return comparison, quantization.entered, quantization.products
 
 
-@pytest.mark.by_day(f"{NEWEST}-one_lane_tp2_sp_blockwise")
+@pytest.mark.by_day(f"{NEWEST}-tp2_sp_blockwise")
 @pytest.mark.parametrize("name", IN_FP8)
 @pytest.mark.parametrize("version", [PINNED, NEWEST])
 def test_products_in_fp8_get_whole_multiples(version: str, name: str, reference_of) -> None:
