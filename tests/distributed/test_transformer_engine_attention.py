@@ -322,7 +322,7 @@ def what_is_noticed(fault: str, is_planted: bool) -> str:
     return " ".join([*counts.waits, *(["slow path"] if counts.slow_paths else [])])
 
 
-@pytest.mark.by_day("valid boundaries, 2.20")
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_noticed(fault: str) -> None:
     version, _, _, noticed = FAULTS[fault]
