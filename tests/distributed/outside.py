@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from dynamic_cp import plan_lengths
 from megatron.dynamic_cp.outside import train_step
 from megatron.dynamic_cp.repairs import cpu_backend
 from tests.distributed.harness import run_ranks
@@ -24,8 +26,16 @@ class Step(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
 
+@functools.cache
+def load_planner() -> None:
+    """Load what the planner compiled, by planning something: once, not in each of the ranks that are forked then."""
+    options = {"model": "qwen2.5-7b", "hardware": "cpu", "cp_comm_types": "p2p"}
+    assert plan_lengths([1000, 50, 3], num_lanes=4, max_tokens_per_rank=512, **options).num_microbatches
+
+
 def run_without_shims(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """As `run_ranks`, without the shims that Megatron needs on CPU."""
+    load_planner()
     shims = tuple(shim.name for shim in cpu_backend.SHIMS)
     return run_ranks(world_size, function, *args, shims_without=shims, timeout_s=120)
 

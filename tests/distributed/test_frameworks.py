@@ -22,6 +22,7 @@ from megatron.dynamic_cp.scheduler.groups import check_groups
 from megatron.dynamic_cp.scheduler.job import MODEL, PP
 from tests.distributed import verl_seam
 from tests.distributed.harness import run_forked, run_ranks
+from tests.distributed.outside import load_planner
 from tests.wheels import newest_or_skip, wheel_or_skip
 
 LIMIT = 128
@@ -30,6 +31,7 @@ LENGTHS = (300, 17, 64, 120, 5, 90, 33, 200, 1, 77, 128, 41, 12, 60, 8, 99)
 
 def steps_on_ranks(world_size: int, site: Path, *batches: tuple[int, ...]) -> list[list[dict[str, Any]]]:
     """Return what each rank of a job finds in steps on batches; verl is imported once, in a process of its own."""
+    load_planner()
     return run_forked(_import_and_run, world_size, site, batches)
 
 
