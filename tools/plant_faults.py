@@ -49,7 +49,7 @@ PLACED = "tests/distributed/test_placed_attention.py -k dense_softmax"
 LOGITS = "tests/trainer/test_weights.py -k logits_are_those"
 QUESTIONS = "tests/trainer/test_questions.py -k pairs_apart"
 NANO_BATCHES = "tests/distributed/test_nano_batches.py -k every_token or positions"
-TICKS = "tests/distributed/test_ticks.py -k equal_single_process and four"
+TICKS = "tests/distributed/test_ticks.py -k equal_single_process and day"
 EXPERTS = "tests/distributed/test_experts.py"
 REPORTS = "tests/distributed/test_upstream_faults.py"
 NORMS = REPORTS + " -k norm_that_gradients"
@@ -135,6 +135,12 @@ FAULTS = {
     "advantages are over the batch, not its groups": Fault(
         "advantages = values - means[numbers]", "advantages = values - values.mean()", POST_TRAINING
     ),
+    "gradients of a response's sum stay on their lane": Fault(
+        "return _summed(gradients[0], ctx.group), None", "return gradients[0], None", POST_TRAINING
+    ),
+    "a response counts on every lane": Fault(
+        "rows.sums(shares[None], len(self.counts))[0, rows.present]).sum()", "1).sum()", POST_TRAINING
+    ),
     "a value head is trained on one part of the sequence": Fault(
         "config.sequence_parallel  # type: ignore[attr-defined]  # sum over TP ranks", "False", POST_TRAINING
     ),
@@ -165,6 +171,54 @@ FAULTS = {
     "gradients of a ring are not collected": Fault("                        grad_kv += spare_grad\n", "", PARITY),
     "padding counts in the loss": Fault(
         "num_tokens = mask.sum().to(torch.int)", "num_tokens = torch.ones_like(mask).sum().to(torch.int)", PARITY
+    ),
+    "keys of other lanes are not seen in the ring": Fault(
+        "                    sums.attend(pack, seen_2THD)\n",
+        "                    sums.attend(pack, seen_2THD) if pack.columns is None else None\n",
+        PARITY,
+    ),
+    "positions of a shard count from 0, as of megatron-core's static group": Fault(
+        "lambda: cos_sin_at(frequencies, params.positions, dtype, concentration)",
+        "lambda: cos_sin_at(frequencies, torch.arange(len(params.positions)), dtype, concentration)",
+        PARITY,
+    ),
+    "labels are shifted after sharding": Fault(
+        "    return {name: np.concatenate(column) for name, column in columns.items()}\n\n\ndef _positions(",
+        "    found = {name: np.concatenate(column) for name, column in columns.items()}\n"
+        '    return found | {"labels": np.roll(found["tokens"], -1)}\n\n\ndef _positions(',
+        PARITY,
+    ),
+    "the tokens of a lane are not counted": Fault(
+        "num_tokens = mask.sum().to(torch.int)",
+        "num_tokens = mask.sum().to(torch.int) * min(1, torch.distributed.get_rank())",
+        PARITY,
+    ),
+    "an empty place has losses": Fault(
+        "    return {name: np.concatenate(column) for name, column in columns.items()}\n\n\ndef _positions(",
+        "    found = {name: np.concatenate(column) for name, column in columns.items()}\n"
+        '    return found if bucket.samples else found | {"loss_mask": found["loss_mask"] + 1}\n\n\ndef _positions(',
+        PARITY,
+    ),
+    "a chunk sees no gathered keys but its own": Fault(
+        "            sums.attend(pack, gathered_2SHD)\n",
+        "            sums.attend(pack, gathered_2SHD) if pack.causal else None\n",
+        PARITY,
+    ),
+    "gathered rows lie in the order of lanes": Fault(
+        "order[rows_to_tokens] = np.arange(len(order))", "order[:] = np.arange(len(order))", PARITY
+    ),
+    "heads come back from other lanes": Fault(
+        "return all_to_all_heads(sent_RHD.unflatten(0, (self._num_lanes, -1)), self._group, self._params)",
+        "return all_to_all_heads(sent_RHD.unflatten(0, (self._num_lanes, -1)), self._group, self._params).flip(0)",
+        HEADS,
+    ),
+    "copies of KV heads go out one round after the other": Fault(
+        "x_THD.repeat_interleave(self._copies, dim=1)", "x_THD.repeat(1, self._copies, 1)", HEADS
+    ),
+    "gradients of norms are not summed over tensor-parallel ranks": Fault(
+        "for parameter in norm.parameters():\n            parameter.sequence_parallel = config.sequence_parallel",
+        "for parameter in norm.parameters():\n            parameter.sequence_parallel = False",
+        PARITY,
     ),
     "the second chunk of a shard is the neighbour's": Fault(
         "mirrored = 2 * cp_size - 1 - cp_rank", "mirrored = cp_size + cp_rank", PARITY

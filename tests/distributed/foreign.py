@@ -107,7 +107,8 @@ def item_dict(item: Item, as_torch: bool) -> dict[str, Any]:
 class RandomPlans:
     """Plan source of a test: random legal plans by way of the job's store."""
 
-    def __init__(self, layout: Layout, lane: int, lookahead: int) -> None:
+    def __init__(self, layout: Layout, lane: int, lookahead: int, name: str) -> None:
+        self._name = name
         self.topology = layout.topology
         self.lookahead = lookahead
         self.requested: list[int] = []
@@ -120,18 +121,18 @@ class RandomPlans:
             plan = mixed_plan(tuple(samples), self._layout, seed=step)
             busy = (1.0,) * self.topology.num_lanes
             facts = PlanFacts.of(PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=busy, reason="test"))
-            job_store().set(f"test/{step}/whole", serialize.dumps(plan))
+            job_store().set(f"{self._name}/{step}/whole", serialize.dumps(plan))
             for lane, message in enumerate(encode_lanes(plan, facts)):
-                job_store().set(f"test/{step}/{lane}", message)
+                job_store().set(f"{self._name}/{step}/{lane}", message)
         else:
             assert not samples, "only rank 0 needs the lengths"
 
     def take(self, step: int) -> LanePlan:
-        self.latest = decode_lane(job_store().get(f"test/{step}/{self._lane}"))
+        self.latest = decode_lane(job_store().get(f"{self._name}/{step}/{self._lane}"))
         return self.latest
 
     def whole(self, step: int) -> Plan:
-        return serialize.loads(job_store().get(f"test/{step}/whole").decode())
+        return serialize.loads(job_store().get(f"{self._name}/{step}/whole").decode())
 
     def close(self) -> None:
         """Nothing to end."""
@@ -183,14 +184,31 @@ def needs_of_rank(layout: Layout) -> list[ChunkNeeds]:
     ]
 
 
-def make_wrapper(
-    layout: Layout, data: Sequence[LaneData], global_batch_size: int, *, lookahead: int = 0, **settings: Any
-) -> tuple[ForeignIteratorWrapper, RandomPlans, DynamicCPGroups]:
-    """Return a wrapper on this rank, with an iterator where Megatron-LM would have one."""
+def groups_of(layout: Layout) -> DynamicCPGroups:
+    """Build megatron-core's groups and ours."""
     initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None)
-    groups = DynamicCPGroups.build(layout.topology, timeout_s=30, exchanges=sorted({"p2p", layout.exchange}))
+    return DynamicCPGroups.build(layout.topology, timeout_s=30, exchanges=sorted({"p2p", layout.exchange}))
+
+
+def make_wrapper(
+    layout: Layout,
+    data: Sequence[LaneData],
+    global_batch_size: int,
+    *,
+    lookahead: int = 0,
+    groups: DynamicCPGroups | None = None,
+    name: str = "test",
+    **settings: Any,
+) -> tuple[ForeignIteratorWrapper, RandomPlans, DynamicCPGroups]:
+    """Return a wrapper on this rank, with an iterator where Megatron-LM would have one.
+
+    Args:
+        groups: of this layout, if they are built already.
+        name: of its plans in the job's store, another one for each wrapper of a job.
+    """
+    groups = groups or groups_of(layout)
     chunks = needs_of_rank(layout)
-    plans = RandomPlans(layout, groups.lane, lookahead)
+    plans = RandomPlans(layout, groups.lane, lookahead, name)
     has_data = parallel_state.get_tensor_model_parallel_rank() == 0 and any(n.tokens or n.labels for n in chunks)
 
     def items() -> Iterator[Any]:

@@ -14,6 +14,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -173,6 +174,14 @@ def _send(sender: Any, outcome: tuple[bool, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(outcome, buffer)
     sender.send_bytes(buffer.getvalue())
+
+
+def refuses(error: type[BaseException], call: Callable[[], Any], *says: str) -> None:
+    """Assert that a call raises this error, with all of these words in its message."""
+    with pytest.raises(error) as caught:
+        call()
+    missing = [part for part in says if part not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
 
 
 def initialize_model_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, seed: int = 7) -> None:

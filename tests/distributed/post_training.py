@@ -269,7 +269,7 @@ def judged(
         logits, *values = forward(one.tokens)
         every = torch.log_softmax(logits, -1)
         found = {
-            "log_probs": torch.stack([row[label] for row, label in zip(every, one.labels, strict=True)]),
+            "log_probs": every[torch.arange(len(every)), one.labels],
             "entropies": -(every.exp() * every).sum(-1),
         } | dict(zip(["values"], values, strict=False))
         terms = {"mask": one.loss_mask} | found

@@ -30,7 +30,11 @@ def outcome_of(function: Callable[[], Any]) -> tuple[type, str, dict[str, Any]] 
         return type(error), str(error), error.details
 
 
-def publish(error: DynamicCPError | None) -> tuple[Any, list[int]]:
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def publish(key: str, error: DynamicCPError | None) -> tuple[Any, list[int]]:
     """Return the outcome on this rank, and who computed."""
     computed = []
 
@@ -40,34 +44,7 @@ def publish(error: DynamicCPError | None) -> tuple[Any, list[int]]:
             raise error
         return {"rank": dist.get_rank(), "numbers": (1, 2)}
 
-    return outcome_of(lambda: publish_outcome("test/key", compute)), computed
-
-
-def test_rank_zero_computes_and_all_ranks_get_its_value() -> None:
-    results = run_ranks(3, publish, None, timeout_s=60)
-    assert [value for value, _ in results] == [{"rank": 0, "numbers": [1, 2]}] * 3
-    assert [computed for _, computed in results] == [[0], [], []]
-
-
-def test_error_of_rank_zero_is_raised_on_all_ranks() -> None:
-    results = run_ranks(3, publish, CheckpointError("no checkpoint 7", iteration=7), timeout_s=60)
-    assert [value for value, _ in results] == [(CheckpointError, "no checkpoint 7", {"iteration": 7})] * 3
-
-
-def fail_unexpectedly() -> tuple[str, float]:
-    """A bug on rank 0: return what this rank raises and when."""
-    started = patience.now_s()
-    with pytest.raises((KeyError, DynamicCPError)) as caught:
-        run_on_rank_zero(lambda: {}["missing"])
-    return f"{caught.type.__name__}: {caught.value}", patience.now_s() - started
-
-
-def test_bug_on_rank_zero_does_not_leave_the_others_waiting() -> None:
-    results = run_ranks(3, fail_unexpectedly, timeout_s=20)
-    assert results[0][0] == "KeyError: 'missing'", "rank 0 keeps its own error and traceback"
-    for message, seconds in results[1:]:
-        assert "rank 0 failed: KeyError: 'missing'" in message
-        assert seconds < 10
+    return outcome_of(lambda: publish_outcome(f"test/{key}", compute)), computed
 
 
 def run_twice_on_rank_zero() -> list[Any]:
@@ -76,67 +53,69 @@ def run_twice_on_rank_zero() -> list[Any]:
     return [*values, failed, run_on_rank_zero(lambda: "after an error")]
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def test_calls_on_rank_zero_do_not_mix() -> None:
-    expected = [["first", 0], ["second", 0], (DataError, "torn", {"path": "x"}), "after an error"]
-    assert run_ranks(3, run_twice_on_rank_zero, timeout_s=60) == [expected] * 3
-
-
 def raise_some(errors: dict[int, DynamicCPError]) -> Any:
     rank = dist.get_rank()
     return outcome_of(lambda: run_on_all_ranks(lambda: _raise(errors[rank]) if rank in errors else rank))
 
 
-def test_lowest_rank_with_an_error_speaks_for_all() -> None:
-    errors = {2: DataError("two", number=2), 1: IllegalPlanError("one", number=1)}
-    assert run_ranks(3, raise_some, errors, timeout_s=60) == [(IllegalPlanError, "one (rank 1)", {"number": 1})] * 3
+def agree() -> dict[str, Any]:
+    """Return all outcomes on this rank, one after the other."""
+    return {
+        "value": publish("value", None),
+        "error of rank 0": publish("error", CheckpointError("no checkpoint 7", iteration=7)),
+        "calls": run_twice_on_rank_zero(),
+        "errors": raise_some({2: DataError("two", number=2), 1: IllegalPlanError("one", number=1)}),
+        "no error": raise_some({}),
+        "digests": [outcome_of(lambda one=one: check_same_digest(one[dist.get_rank()], "the plan")) for one in DIGESTS],
+    }
 
 
-def test_nothing_is_raised_without_an_error() -> None:
-    assert run_ranks(3, raise_some, {}, timeout_s=60) == [0, 1, 2]
+SAME, OTHER = "f" * 64, "0" + "f" * 63
+DIGESTS = [[SAME] * 3, *([OTHER if rank == odd else SAME for rank in range(3)] for odd in range(3))]
 
 
-def compare_digests(digests: list[str]) -> Any:
-    return outcome_of(lambda: check_same_digest(digests[dist.get_rank()], "the plan"))
-
-
-def test_digests_are_compared() -> None:
-    same, other = "f" * 64, "0" + "f" * 63
-    assert run_ranks(3, compare_digests, [same] * 3, timeout_s=60) == [None] * 3
-    for odd_one in range(3):
-        digests = [other if rank == odd_one else same for rank in range(3)]
-        results = run_ranks(3, compare_digests, digests, timeout_s=60)
-        for rank, (kind, message, details) in enumerate(results):
+def test_outcomes_and_errors_are_the_same_on_all_ranks() -> None:
+    ranks = run_ranks(3, agree, timeout_s=60)
+    assert [rank["value"][0] for rank in ranks] == [{"rank": 0, "numbers": [1, 2]}] * 3
+    assert [rank["value"][1] for rank in ranks] == [[0], [], []]
+    error = (CheckpointError, "no checkpoint 7", {"iteration": 7})
+    assert [rank["error of rank 0"][0] for rank in ranks] == [error] * 3
+    calls = [["first", 0], ["second", 0], (DataError, "torn", {"path": "x"}), "after an error"]
+    assert [rank["calls"] for rank in ranks] == [calls] * 3, "calls on rank 0 mix"
+    lowest = (IllegalPlanError, "one (rank 1)", {"number": 1})
+    assert [rank["errors"] for rank in ranks] == [lowest] * 3
+    assert [rank["no error"] for rank in ranks] == [0, 1, 2]
+    for number, rank in enumerate(ranks):
+        same, *odd = rank["digests"]
+        assert same is None
+        for digests, (kind, message, details) in zip(DIGESTS[1:], odd, strict=True):
             assert kind is DisagreementError
             assert "ranks disagree on the plan" in message
-            assert f"this rank has {digests[rank][:15]}" in message
-            assert details == {"smallest": int(other[:15], 16), "largest": int(same[:15], 16)}
+            assert f"this rank has {digests[number][:15]}" in message
+            assert details == {"smallest": int(OTHER[:15], 16), "largest": int(SAME[:15], 16)}
 
 
-def fail_with_a_bug_on_rank_1() -> Any:
+def meet_a_bug(rank: int, run: Callable[[Callable[[], Any]], Any]) -> tuple[str, float]:
+    """A bug on one rank: return what this rank raises, and when."""
     started = patience.now_s()
-    outcome = outcome_of(lambda: run_on_all_ranks(lambda: {0: "fine"}[0 if dist.get_rank() != 1 else 7]))
-    return outcome, patience.now_s() - started
+    with pytest.raises((KeyError, DynamicCPError)) as caught:
+        run(lambda: {0: "fine"}[7 if dist.get_rank() == rank else 0])
+    return f"{caught.type.__name__}: {caught.value}", patience.now_s() - started
 
 
-def outcome_or_bug() -> Any:
-    try:
-        return fail_with_a_bug_on_rank_1()
-    except KeyError as error:
-        return ("bug", str(error)), 0.0
-
-
-def test_a_bug_on_one_rank_does_not_leave_the_others_waiting() -> None:
-    outcomes = run_ranks(3, outcome_or_bug, timeout_s=60)
-    assert outcomes[1][0] == ("bug", "7")
-    for rank in (0, 2):
-        (kind, message, _), seconds = outcomes[rank]
-        assert kind is DynamicCPError
-        assert "KeyError: 7" in message
-        assert "rank 1" in message
+@pytest.mark.parametrize(
+    ("rank", "run", "said"),
+    [(0, run_on_rank_zero, "DynamicCPError: rank 0 failed: KeyError: 7"), (1, run_on_all_ranks, "KeyError: 7")],
+)
+def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(
+    rank: int, run: Callable[[Callable[[], Any]], Any], said: str
+) -> None:
+    outcomes = run_ranks(3, meet_a_bug, rank, run, timeout_s=60)
+    assert outcomes.pop(rank)[0] == "KeyError: 7", "it keeps its own error and traceback"
+    for message, seconds in outcomes:
+        assert message.startswith("DynamicCPError: ")
+        assert said in message
+        assert f"rank {rank}" in message
         assert seconds < 10
 
 

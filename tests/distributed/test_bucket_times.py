@@ -131,7 +131,7 @@ def expected_facts(plan: Plan, stage: int, chunk: int, lane: int | None = None) 
     return expected
 
 
-@pytest.mark.by_day("two_lanes_pp2")
+@pytest.mark.by_day("two_lanes")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_micro_batch_is_timed_once_on_every_chunk(name: str) -> None:
     layout = LAYOUTS[name]
@@ -332,14 +332,14 @@ def empty_passes() -> tuple[float, float]:
 
     def seconds(forward_step: Callable[..., Any]) -> float:
         started = time.process_time()
-        for _ in range(200):
+        for _ in range(100):
             step(forward_step)
         times.end_step()
-        return (time.process_time() - started) / 200
+        return (time.process_time() - started) / 100
 
     # The times wrap a forward step that is the same as the other.
     with_times, without = (
-        min(seconds(forward_step) for _ in range(5)) for forward_step in (times.forward_step, times._forward_step)
+        min(seconds(forward_step) for _ in range(3)) for forward_step in (times.forward_step, times._forward_step)
     )
     return with_times, without
 

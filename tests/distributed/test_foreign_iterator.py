@@ -37,7 +37,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.parity import BATCHES, TOLERANCE, Layout, build_chunks, reference_name
 from tests.distributed.test_planning import PROBLEM as THREE_LANES
 
-NUM_BATCHES = 50
+NUM_BATCHES = 15
 
 
 def all_data(layout: Layout, num_items: int, **kinds) -> list[LaneData]:
@@ -88,19 +88,19 @@ def check_ranks(
 @pytest.mark.by_day("pp2_vpp2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_token_comes_out_once(name: str) -> None:
-    """50 global batches, uneven shares; samples with and without labels, masks and position ids."""
+    """15 global batches, uneven shares; samples with and without labels, masks and position ids."""
     layout, global_batch_size = LAYOUTS[name], 7 if name != "dp3" else 6
     share = -(-global_batch_size // layout.lanes)
     data = all_data(layout, NUM_BATCHES * share, flavours=(0, 1, 4, 3, 2))
     settings = {"lookahead": 1, "verify": "full"}
     ranks = run_ranks(layout.topology.world_size, run_foreign, layout, data, global_batch_size, settings)
-    assert check_ranks(layout, ranks, data, global_batch_size, NUM_BATCHES) > 10_000
+    assert check_ranks(layout, ranks, data, global_batch_size, NUM_BATCHES) > 3_000
     if layout.lanes > 2:
         cp_sizes = {pack[0] for rank in ranks for step in rank.steps for pack in step.packs}
         assert cp_sizes >= {1, 2}, "the plans do not mix CP sizes"
 
 
-@pytest.mark.by_day("pp2_vpp2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["dp4", "pp2_vpp2"])
 def test_packs_are_split_into_their_samples(name: str) -> None:
     layout = LAYOUTS[name]
@@ -215,10 +215,10 @@ def continue_foreign(layout: Layout, data: list[LaneData], global_batch_size: in
 
 def test_what_is_in_flight_is_not_consumed() -> None:
     """A run that goes on where another stopped sees the batches that it would have seen."""
-    layout = LAYOUTS["tp2"]
+    layout = Layout(2)
     data = all_data(layout, 12, flavours=(1,))
-    undisturbed = run_ranks(4, run_foreign, layout, data, 4, {})
-    resumed = run_ranks(4, continue_foreign, layout, data, 4, 2)
+    undisturbed = run_ranks(2, run_foreign, layout, data, 4, {})
+    resumed = run_ranks(2, continue_foreign, layout, data, 4, 2)
     for before, after in zip(undisturbed, resumed, strict=True):
         assert len(after.steps) == 4
         assert before.steps[2:] == after.steps

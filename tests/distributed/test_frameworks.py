@@ -21,15 +21,27 @@ from dynamic_cp.frameworks import TESTED
 from megatron.dynamic_cp.scheduler.groups import check_groups
 from megatron.dynamic_cp.scheduler.job import MODEL, PP
 from tests.distributed import verl_seam
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_forked, run_ranks
+from tests.distributed.outside import load_planner
 from tests.wheels import newest_or_skip, wheel_or_skip
 
 LIMIT = 128
 LENGTHS = (300, 17, 64, 120, 5, 90, 33, 200, 1, 77, 128, 41, 12, 60, 8, 99)
 
 
-def a_step(site: Path, lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Run a step of a job whose model and pipeline the environment says."""
+def steps_on_ranks(world_size: int, site: Path, *batches: tuple[int, ...]) -> list[list[dict[str, Any]]]:
+    """Return what each rank of a job finds in steps on batches; verl is imported once, in a process of its own."""
+    load_planner()
+    return run_forked(_import_and_run, world_size, site, batches)
+
+
+def _import_and_run(world_size: int, site: Path, batches: tuple[tuple[int, ...], ...]) -> list[Any]:
+    verl_seam.open_seam(site)
+    return run_ranks(world_size, steps_of, site, batches)
+
+
+def steps_of(site: Path, batches: tuple[tuple[int, ...], ...]) -> list[dict[str, Any]]:
+    """Run steps of a job whose model and pipeline the environment says."""
     os.environ.update({MODEL: "qwen2.5-7b", PP: "4"})
     seam = verl_seam.open_seam(site)
     chosen = verl_seam.register_by_import()
@@ -40,13 +52,17 @@ def a_step(site: Path, lengths: tuple[int, ...]) -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron.dynamic_cp.scheduler").addHandler(handler)
-    try:
-        return verl_seam.step(seam, lengths, LIMIT) | {"warnings": warnings}
-    except ValueError as error:
-        return {"error": str(error)}
+    found: list[dict[str, Any]] = []
+    for lengths in batches:
+        try:
+            found.append(verl_seam.step(seam, lengths, LIMIT) | {"warnings": warnings})
+        except ValueError as error:
+            found.append({"error": str(error)})
+    return found
 
 
 def test_every_sample_is_trained_once_and_results_come_in_order() -> None:
+    """Where no ranks hold a sample, that is said in verl's words."""
     check_step(verl_seam.unpacked_or_skip())
 
 
@@ -60,7 +76,8 @@ def test_the_newest_release_of_verl_does_the_same() -> None:
 
 def check_step(site: Path) -> None:
     """Check groups, tokens and results of a step of verl's on four ranks."""
-    ranks = run_ranks(4, a_step, site, LENGTHS)
+    ranks, refused = zip(*steps_on_ranks(4, site, LENGTHS, (600, 5)), strict=True)
+    assert all("A sequence with 600 tokens needs at least 5 ranks" in one["error"] for one in refused)
     groups = [[pack[0] for pack in lanes] for lanes in zip(*(rank["packs"] for rank in ranks), strict=True)]
     sizes = check_groups(groups, dict(enumerate(LENGTHS)), num_lanes=4, max_tokens_per_rank=LIMIT)
     assert len(sizes) >= 2, "the plan does not mix CP sizes"
@@ -75,17 +92,11 @@ def check_step(site: Path) -> None:
         assert not rank["warnings"]
 
 
-def test_a_sample_that_no_ranks_hold_is_refused_in_verls_words() -> None:
-    ranks = run_ranks(2, a_step, verl_seam.unpacked_or_skip(), (300, 5))
-    assert all("A sequence with 300 tokens needs at least 3 ranks" in rank["error"] for rank in ranks)
-
-
 @pytest.mark.nightly
 def test_lanes_that_are_no_power_of_two_are_verls_to_plan() -> None:
     """verl takes any even number of them; the warning comes once."""
     lengths = LENGTHS[:5]
-    ranks = run_ranks(6, a_step, verl_seam.unpacked_or_skip(), lengths)
-    for rank in ranks:
+    for (rank,) in steps_on_ranks(6, verl_seam.unpacked_or_skip(), lengths):
         assert [ids for ids, _, _ in rank["packs"]] == [[sample] for sample in range(len(lengths))]
         (warning,) = rank["warnings"]
         assert "6 lanes are not a power of two" in warning

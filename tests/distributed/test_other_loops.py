@@ -13,10 +13,8 @@ from dynamic_cp import plan_lengths
 from examples import loop_plain_torch as plain
 from examples import micro_batch_splitter_verl as splitter
 from megatron.dynamic_cp.outside import documents_of
-from megatron.dynamic_cp.repairs import cpu_backend
-from tests.distributed.harness import run_ranks
+from tests.distributed.outside import TOLERANCE, run_without_shims
 
-TOLERANCE = 5e-6
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None, reason="transformers is not installed: pip install -e '.[hf]'"
 )
@@ -51,6 +49,7 @@ def train_plain() -> tuple[list, torch.Tensor]:
     return steps, torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
+@pytest.mark.by_day("4")
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_plain_loop_trains_what_one_process_trains(num_ranks: int) -> None:
     model, losses = new_model(), []
@@ -62,8 +61,7 @@ def test_plain_loop_trains_what_one_process_trains(num_ranks: int) -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     expected = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-    shims = tuple(shim.name for shim in cpu_backend.SHIMS)
-    results = run_ranks(num_ranks, train_plain, shims_without=shims, timeout_s=120)
+    results = run_without_shims(num_ranks, train_plain)
     for steps, parameters in results:
         assert [loss for loss, _ in steps] == pytest.approx(losses, rel=TOLERANCE)
         assert (parameters - expected).abs().max() <= TOLERANCE * expected.abs().max()

@@ -8,18 +8,13 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.experimental._attention import set_rotate_method
-from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamic_cp.errors import DataError, DisagreementError, InfeasibleSampleError, InvalidInputError
@@ -27,18 +22,11 @@ from dynamic_cp.errors import UnsupportedFeatureError as Unsupported
 from dynamic_cp.types import Sample, Topology
 from examples.torch_device_mesh import Document, TinyTransformer, documents_of, loss_sum, problem_for
 from megatron.dynamic_cp.outside import Lanes, PlannedCollator, scaled_dot_product_attention, sum_of_losses, train_step
-from megatron.dynamic_cp.repairs import cpu_backend
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import refuses
+from tests.distributed.outside import TOLERANCE, assert_steps_equal, planned_steps, run_without_shims, steps_alone
 
-TOLERANCE = 5e-6
-NUM_STEPS = 3
+NUM_STEPS = 2
 ROOT = Path(__file__).parents[2]
-
-
-def run(world_size, function, *args):
-    """Ranks without the shims that Megatron needs on CPU."""
-    shims = tuple(shim.name for shim in cpu_backend.SHIMS)
-    return run_ranks(world_size, function, *args, shims_without=shims, timeout_s=120)
 
 
 def new_model():
@@ -50,32 +38,19 @@ def new_model():
     return model, torch.optim.SGD(model.parameters(), lr=0.5)
 
 
-def whole(gradient):
-    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
-
-
 def train_reference():
-    """Losses and gradients of each step in one process, one unpacked document at a time, with torch's attention."""
-    model, optimizer = new_model()
-    steps = []
-    for index in range(NUM_STEPS):
-        documents = [Document(sample) for sample in documents_of(index)]
-        num_tokens = sum(int(document.loss_mask.sum()) for document in documents)
-        total = 0.0
-        for document in documents:
-            tokens, labels, mask = (torch.from_numpy(x)[None] for x in vars(document).values())
-            loss = sum_of_losses(model(tokens, labels, torch.arange(tokens.shape[1])[None]), mask)
-            (loss / num_tokens).backward()
-            total += loss.item()
-        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        steps.append((total / num_tokens, num_tokens, gradients))
-        optimizer.step()
-        optimizer.zero_grad()
-    return steps
+    """Steps in one process, with torch's attention."""
+
+    def share(model, document, num_tokens):
+        tokens, labels, mask = (torch.from_numpy(x)[None] for x in vars(document).values())
+        return sum_of_losses(model(tokens, labels, torch.arange(tokens.shape[1])[None]), mask) / num_tokens
+
+    batches = ([Document(sample) for sample in documents_of(index)] for index in range(NUM_STEPS))
+    return steps_alone(new_model()[0], batches, lambda document: int(document.loss_mask.sum()), share)
 
 
 def train_planned(wrapper, exchanges, mesh_shape):
-    """The same steps from plans; returns for each step loss, tokens, bytes, gradients, CP sizes and exchanges."""
+    """The same steps from plans."""
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "cp")[: len(mesh_shape)])
     lanes = Lanes.build(mesh, problem_for(mesh.size(), *exchanges), timeout_s=60)
     model, _ = new_model()
@@ -85,23 +60,17 @@ def train_planned(wrapper, exchanges, mesh_shape):
         for layer in model.layers:
             fully_shard(layer, mesh=lanes.mesh)
         wrapped = fully_shard(model, mesh=lanes.mesh)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5)
     steps = []
     for index in range(NUM_STEPS):
         documents = {sample.sample_id: sample for sample in documents_of(index)}
-        step = lanes.step(list(documents.values()), lambda sample_id, known=documents: Document(known[sample_id]))
-        result = train_step(lanes, wrapped, step, loss_sum, label=f"step {index}")
-        gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-        used = {(bucket.cp_size, bucket.cp_comm_type) for bucket in step.plan.buckets if bucket.cp_size > 1}
-        steps.append((result, gradients, step.plan.facts.cp_histogram, used))
-        optimizer.step()
-        optimizer.zero_grad()
-    return steps
+        read = lambda sample_id, known=documents: Document(known[sample_id])  # noqa: E731
+        steps.append(lanes.step(list(documents.values()), read))
+    return planned_steps(lanes, model, wrapped, steps, loss_sum)
 
 
 @pytest.fixture(scope="module")
 def reference():
-    return run(1, train_reference)[0]
+    return run_without_shims(1, train_reference)[0]
 
 
 CASES = {
@@ -115,30 +84,23 @@ CASES = {
 @pytest.mark.by_day("fsdp2")
 @pytest.mark.parametrize("name", CASES)
 def test_planned_steps_equal_a_single_process(name, reference):
-    ranks = run(math.prod(CASES[name][2]), train_planned, *CASES[name])
+    ranks = run_without_shims(math.prod(CASES[name][2]), train_planned, *CASES[name])
     used = set()
-    for rank in ranks:
-        assert len(rank) == len(reference) == NUM_STEPS
-        for (result, gradients, cp_histogram, rank_used), (loss, num_tokens, expected) in zip(
-            rank, reference, strict=True
-        ):
-            used |= rank_used
-            assert len(cp_histogram) > 1, "a step with one CP size shows little"
-            assert result.num_tokens == num_tokens > 1000
-            assert abs(result.loss - loss) <= TOLERANCE * loss
-            assert gradients.keys() == expected.keys()
-            for parameter, gradient in gradients.items():
-                error = (gradient - expected[parameter]).abs().max() / expected[parameter].abs().max()
-                assert error <= TOLERANCE, f"{parameter}: {error:.1e}"
-    assert {exchange for _, exchange in used} <= set(CASES[name][1])
+    for steps, plans, _ in ranks:
+        assert_steps_equal(steps, reference)
+        assert min(step.num_tokens for step in steps) > 1000
+        for plan in plans:
+            assert len(plan.facts.cp_histogram) > 1, "a step with one CP size shows little"
+            used |= {bucket.cp_comm_type for bucket in plan.buckets if bucket.cp_size > 1}
+    assert used <= set(CASES[name][1])
     assert used
-    assert sum(result.bytes_sent for rank in ranks for result, *_ in rank) > 0
-    first, last = reference[0][0], reference[-1][0]
+    assert sum(sent_bytes for *_, sent_bytes in ranks) > 0
+    first, last = reference[0].loss, reference[-1].loss
     assert abs(first - last) > 100 * TOLERANCE * first, "the optimizer moved nothing"
 
 
-def misuse():
-    """What the errors say; each is raised on both ranks."""
+def refuse_misuse():
+    """Each is one clear error on both ranks."""
     mesh = init_device_mesh("cpu", (2,))
     lanes = Lanes.build(mesh, problem_for(2), timeout_s=60)
     samples = [Sample(sample_id=0, seqlen=300), Sample(sample_id=1, seqlen=9)]
@@ -185,158 +147,41 @@ def misuse():
     features = [{"input_ids": list(range(12))}, {"input_ids": [5, 6, 7 + lanes.lane]}]
     padded = [{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}]
     collate = PlannedCollator(lanes.problem, lanes.lane)
-    calls = {
-        "not_wrapped": (InvalidInputError, lambda: train_step(lanes, model, step, loss_sum)),
-        "other_lanes": (InvalidInputError, lambda: Lanes.build(mesh, problem_for(4))),
-        "windows": (Unsupported, lambda: Lanes.build(mesh, with_windows(0))),
-        "windows_in_some": (Unsupported, lambda: Lanes.build(mesh, with_windows(2))),
-        "tensor_parallel": (
-            InvalidInputError,
-            lambda: Lanes.build(mesh, replace(lanes.problem, topology=Topology(num_lanes=2, tp_size=2))),
-        ),
-        "other_tokens": (InvalidInputError, attend_with(extra=2)),
-        "mask": (Unsupported, attend_with(attn_mask=torch.zeros(1))),
-        "dropout": (Unsupported, attend_with(dropout_p=0.1)),
-        "not_causal": (Unsupported, attend_with(is_causal=False)),
-        "context_parallel": (Unsupported, inside_context_parallel),
-        "torch_on_cpu": (NotImplementedError, torch_attention_inside_context_parallel),
-        "too_long": (InfeasibleSampleError, lambda: lanes.plan([Sample(sample_id=0, seqlen=1025)])),
-        "other_batches": (DisagreementError, lambda: lanes.plan(samples[lanes.lane :])),
-        "no_losses": (DataError, lambda: train_step(lanes, wrapped, lanes.step(samples, without_losses), loss_sum)),
-        "unreadable_on_one": (DataError, lambda: lanes.step(samples, unreadable)),
-        "other_tokens_of_equal_length": (DisagreementError, lambda: next(lanes.agreed([collate(features)]))),
-        "one_lane_has_no_more": (DisagreementError, lambda: next(lanes.agreed([step][lanes.lane :]))),
-        "padded": (DataError, lambda: collate(padded)),
-    }
-    messages = {}
-    for name, (error, call) in calls.items():
-        with pytest.raises(error) as caught:
-            call()
-        messages[name] = str(caught.value)
-    return messages
+    with_tp = replace(lanes.problem, topology=Topology(num_lanes=2, tp_size=2))
 
+    def train(wrapped, step):
+        return lambda: train_step(lanes, wrapped, step, loss_sum)
 
-SAYS = {
-    "not_wrapped": ("over 1 ranks", "2 lanes", "fully_shard"),
-    "other_lanes": ("2 ranks", "4 lanes", "Topology(num_lanes=2)"),
-    "windows": ('parse_mask("lambda:0,8")', "a ModelShape without a window"),
-    "windows_in_some": ("pretrain_gpt.py --window-size",),
-    "tensor_parallel": ("tp_size 2", "1 and 1", "Topology(num_lanes=...)"),
-    "other_tokens": ("1 row of", "pass the tokens of the micro-batch"),
-    "mask": ("with a mask", "None, 0 and True"),
-    "dropout": ("dropout 0.1", "None, 0 and True"),
-    "not_causal": ("is_causal=False", "None, 0 and True"),
-    "context_parallel": ("inside torch's context_parallel", "cannot mask documents", "Leave context_parallel out"),
-    # torch has no rule for the kernel that its attention uses on CPU; below, the test brings one.
-    "torch_on_cpu": ("_scaled_dot_product_flash_attention_for_cpu", "sharding strategy"),
-    "too_long": ("1025", "1024"),
-    "other_batches": ("ranks disagree on the plan of a global batch",),
-    "no_losses": ("0 of the 309 tokens", "loss masks"),
-    "unreadable_on_one": ("sample 0 has 1 byte", "restore it"),
-    "other_tokens_of_equal_length": ("ranks disagree on the global batch of a step",),
-    "one_lane_has_no_more": ("ranks disagree on the global batch of a step",),
-    "padded": ("3 tokens, 2 of them", "padding=False"),
-}
+    refuses(InvalidInputError, train(model, step), "over 1 ranks", "2 lanes", "fully_shard")
+    says = "2 ranks", "4 lanes", "Topology(num_lanes=2)"
+    refuses(InvalidInputError, lambda: Lanes.build(mesh, problem_for(4)), *says)
+    says = 'parse_mask("lambda:0,8")', "a ModelShape without a window"
+    refuses(Unsupported, lambda: Lanes.build(mesh, with_windows(0)), *says)
+    refuses(Unsupported, lambda: Lanes.build(mesh, with_windows(2)), "pretrain_gpt.py --window-size")
+    says = "tp_size 2", "1 and 1", "Topology(num_lanes=...)"
+    refuses(InvalidInputError, lambda: Lanes.build(mesh, with_tp), *says)
+    refuses(InvalidInputError, attend_with(extra=2), "1 row of", "pass the tokens of the micro-batch")
+    refuses(Unsupported, attend_with(attn_mask=torch.zeros(1)), "with a mask", "None, 0 and True")
+    refuses(Unsupported, attend_with(dropout_p=0.1), "dropout 0.1", "None, 0 and True")
+    refuses(Unsupported, attend_with(is_causal=False), "is_causal=False", "None, 0 and True")
+    says = "inside torch's context_parallel", "cannot mask documents", "Leave context_parallel out"
+    refuses(Unsupported, inside_context_parallel, *says)
+    # torch has no rule for the kernel that its attention uses on CPU.
+    says = "_scaled_dot_product_flash_attention_for_cpu", "sharding strategy"
+    refuses(NotImplementedError, torch_attention_inside_context_parallel, *says)
+    refuses(InfeasibleSampleError, lambda: lanes.plan([Sample(sample_id=0, seqlen=1025)]), "1025", "1024")
+    says = "ranks disagree on the plan of a global batch"
+    refuses(DisagreementError, lambda: lanes.plan(samples[lanes.lane :]), says)
+    refuses(DataError, train(wrapped, lanes.step(samples, without_losses)), "0 of the 309 tokens", "loss masks")
+    refuses(DataError, lambda: lanes.step(samples, unreadable), "sample 0 has 1 byte", "restore it")
+    says = "ranks disagree on the global batch of a step"  # of other tokens, or that one lane does not have
+    refuses(DisagreementError, lambda: next(lanes.agreed([collate(features)])), says)
+    refuses(DisagreementError, lambda: next(lanes.agreed([step][lanes.lane :])), says)
+    refuses(DataError, lambda: collate(padded), "3 tokens, 2 of them", "padding=False")
 
 
 def test_misuse_is_one_clear_error_on_every_rank():
-    ranks = run(2, misuse)
-    for messages in ranks:
-        assert messages.keys() == SAYS.keys()
-        for name, parts in SAYS.items():
-            assert all(part in messages[name] for part in parts), f"{name}: {messages[name]}"
-
-
-def let_context_parallel_run_on_cpu():
-    """Give torch's context parallelism what it lacks on CPU: the name of the CPU kernel. The rest is torch's own."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-    def sharded(mesh, tensors):
-        return tuple(DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in tensors)
-
-    def scale_of(keywords):
-        return {name: value for name, value in keywords.items() if name == "scale"}
-
-    def forward(_, args, keywords):
-        mesh, local = args[0].device_mesh, [x.to_local() for x in args[:3]]
-        options = {"is_causal": args[4], "dropout_p": 0.0, **scale_of(keywords)}
-        return sharded(mesh, torch_cp._templated_ring_attention(mesh.get_group(), 2, kernel, *local, **options)[:2])
-
-    def backward(_, args, keywords):
-        mesh, (grad, *local) = args[1].device_mesh, [x.to_local() for x in args[:6]]
-        options = {"is_causal": args[7], "dropout_p": 0.0, **scale_of(keywords)}
-        group = mesh.get_group()
-        ring = torch_cp._templated_ring_attention_backward
-        return sharded(mesh, ring(group, 2, backward_kernel, grad, "grad_out", *local, **options)[:3])
-
-    torch_cp.custom_ops[kernel.default] = forward
-    torch_cp.custom_ops[backward_kernel.default] = backward
-
-
-EQUAL_LENGTH = [Sample(sample_id=index, seqlen=256) for index in range(8)]
-
-
-def equal_rows(documents):
-    """Tokens, labels, positions and loss mask of documents of equal length, each [documents, S]."""
-    columns = [(one.tokens, one.labels, np.arange(len(one.tokens)), one.loss_mask) for one in documents]
-    return [torch.from_numpy(np.stack(column)) for column in zip(*columns, strict=True)]
-
-
-def train_equal_length(rotation):
-    """Losses of steps on 8 equal documents: alone, with torch's context_parallel on 2 x 2 ranks, and planned."""
-    let_context_parallel_run_on_cpu()
-    set_rotate_method(rotation)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    lanes = Lanes.build(mesh, problem_for(4), timeout_s=60)
-    models = [new_model()[0] for _ in range(3)]
-    alone, fixed, planned = (models[0], *(DistributedDataParallel(model) for model in models[1:]))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
-    documents = [Document(sample) for sample in EQUAL_LENGTH]
-    num_tokens = sum(document.loss_mask.sum() for document in documents)
-    steps = []
-    for _ in range(NUM_STEPS):
-        tokens, labels, positions, mask = equal_rows(documents)
-        loss = sum_of_losses(alone(tokens, labels, positions), mask) / num_tokens
-        loss.backward()
-
-        own = documents[mesh["dp"].get_local_rank() :: 2]
-        rows = equal_rows(own)
-        with context_parallel(mesh["cp"], buffers=rows, buffer_seq_dims=[1] * 4):
-            assert rows[0].shape == (4, 128)
-            tokens, labels, positions, mask = rows
-            share = sum_of_losses(fixed(tokens, labels, positions), mask) * 4 / num_tokens
-            share.backward()
-        total = share.detach() / 4
-        dist.all_reduce(total)
-
-        step = lanes.step(EQUAL_LENGTH, documents.__getitem__)
-        result = train_step(lanes, planned, step, loss_sum)
-        errors = [
-            max(
-                ((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max()).item()
-                for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True)
-            )
-            for model in models[1:]
-        ]
-        steps.append((loss.item(), total.item(), result.loss, errors))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return steps
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
-def test_equal_documents_train_alike_with_torchs_context_parallel_and_planned(rotation):
-    ranks = run(4, train_equal_length, rotation)
-    assert ranks == [ranks[0]] * 4
-    losses = [step[0] for step in ranks[0]]
-    assert len(set(losses)) == NUM_STEPS
-    for alone, fixed, planned, errors in ranks[0]:
-        assert abs(fixed - alone) <= TOLERANCE * alone
-        assert abs(planned - alone) <= TOLERANCE * alone
-        assert max(errors) <= TOLERANCE
+    run_without_shims(2, refuse_misuse)
 
 
 def train_without_boundaries():
@@ -360,9 +205,10 @@ def train_without_boundaries():
 
 
 def test_attention_without_document_boundaries_trains_something_else(reference):
-    expected = reference[0][2]["layers.0.qkv.weight"]
+    expected = reference[0].gradients["layers.0.qkv.weight"]
     ours, unmasked = (
-        (gradient - expected).abs().max() / expected.abs().max() for gradient in run(1, train_without_boundaries)[0]
+        (gradient - expected).abs().max() / expected.abs().max()
+        for gradient in run_without_shims(1, train_without_boundaries)[0]
     )
     assert ours <= TOLERANCE
     assert unmasked > 0.01

@@ -100,13 +100,8 @@ def expected_messages(layout: Layout, num_microbatches: int, forward_only: bool)
     return borders * num_microbatches * (1 if forward_only else 2)
 
 
-EACH_NIGHT = {"pp2", "pp4", "pp2_bf16"}
-
-
-@pytest.mark.by_day("tp2_sp_pp2")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in EACH_NIGHT else []) for name in LAYOUTS]
-)
+@pytest.mark.by_day("pp2_vpp2")
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_planned_shapes_change_nothing_but_messages(name: str) -> None:
     layout, samples = LAYOUTS[name], BATCHES["long_tail"]
     plans = [mixed_plan(samples, layout)]
@@ -180,24 +175,24 @@ def plan_of_three(layout: Layout, samples: Sequence[Sample]) -> Plan:
     return Plan(topology=layout.topology, max_tokens_per_rank=100, micro_batches=tuple(micro_batches))
 
 
-def test_neighbours_with_different_plans_are_found_before_they_exchange() -> None:
-    layout, samples = LAYOUTS["pp4"], samples_of(5, 9, 30)
-    tokens = [[5, 9, 30], [5, 9, 30], [5, 8, 30], [5, 9, 30]]
-    messages = run_ranks(4, run_with_tokens, layout, samples, tokens, timeout_s=60)
-    assert len(set(messages)) == 1
-    assert "stage 1 sends message 1 as (9, 1, 128), stage 2 expects (8, 1, 128)" in messages[0]
-
-
-def test_neighbours_with_other_numbers_of_messages_are_found() -> None:
-    layout, samples = LAYOUTS["pp2"], samples_of(5, 9, 30)
-    messages = run_ranks(2, run_with_tokens, layout, samples, [[5, 9, 30], [5, 9]], timeout_s=60)
-    assert "stage 0 sends 3 messages, stage 1 expects 2" in messages[0]
-
-
-def test_unfinished_plan_is_an_error_on_all_stages() -> None:
-    layout, samples = LAYOUTS["pp2"], samples_of(5, 9, 30)
-    messages = run_ranks(2, run_with_tokens, layout, samples, [[5, 9, 30, 7]] * 2, timeout_s=60)
-    assert all("is done with 3 of 4 messages" in message for message in messages)
+@pytest.mark.parametrize(
+    ("name", "tokens", "says"),
+    [
+        (
+            "pp4",
+            [[5, 9, 30], [5, 9, 30], [5, 8, 30], [5, 9, 30]],
+            "stage 1 sends message 1 as (9, 1, 128), stage 2 expects (8, 1, 128)",
+        ),
+        ("pp2", [[5, 9, 30], [5, 9]], "stage 0 sends 3 messages, stage 1 expects 2"),
+        ("pp2", [[5, 9, 30, 7]] * 2, "is done with 3 of 4 messages"),
+    ],
+    ids=["lengths", "numbers", "unfinished"],
+)
+def test_plans_that_do_not_fit_are_found_on_all_stages(name: str, tokens: list[list[int]], says: str) -> None:
+    """Those of neighbours that differ before they exchange anything."""
+    layout = LAYOUTS[name]
+    messages = run_ranks(layout.pp, run_with_tokens, layout, samples_of(5, 9, 30), tokens, timeout_s=60)
+    assert all(says in message for message in messages)
 
 
 def run_wrong_plan(layout: Layout, samples: Sequence[Sample], tokens: Sequence[int]) -> None:
@@ -205,6 +200,7 @@ def run_wrong_plan(layout: Layout, samples: Sequence[Sample], tokens: Sequence[i
     trainee.run(trainee.pack(plan_of_three(layout, samples), samples), rank_tokens=tokens)
 
 
+@pytest.mark.by_day("order")
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [

@@ -27,86 +27,81 @@ def length_of(sample_id: int) -> int:
     return sample_id * sample_id % 977 + 1
 
 
-def probe_counting(sample_ids, ranks=None):
-    """Return the lengths, what this rank probed, and how many collectives of which kind there were."""
-    probed, collectives = [], []
+def probe_counting(batches, ranks):
+    """Return of each batch the lengths, what this rank probed, and the collectives; the last batch is a group's."""
+    collectives, found = [], []
     for name in ("all_gather_into_tensor", "broadcast_object_list", "all_reduce", "all_gather_object"):
         real = getattr(dist, name)
         setattr(dist, name, lambda *a, name=name, real=real, **k: collectives.append(name) or real(*a, **k))
-    group = dist.new_group(ranks) if ranks else None
-    if ranks and dist.get_rank() not in ranks:
-        return None
-    lengths = probe_lengths(sample_ids, lambda i: probed.append(i) or length_of(i), group=group)
-    return lengths.tolist(), probed, collectives
+    groups = [None] * (len(batches) - 1) + [dist.new_group(ranks)]
+    for sample_ids, group in zip(batches, groups, strict=True):
+        if group is not None and dist.get_rank() not in ranks:
+            return found
+        collectives.clear()
+        probed = []
+        lengths = probe_lengths(sample_ids, lambda i, probed=probed: probed.append(i) or length_of(i), group=group)
+        found.append((lengths.tolist(), probed, list(collectives)))
+    return found
 
 
-@pytest.mark.by_day("3", "101")
-@pytest.mark.parametrize("num_samples", [1, 2, 3, 4, 5, 8, 101])
-def test_every_sample_is_probed_once_and_known_everywhere(num_samples):
-    sample_ids = [7 + 3 * i for i in range(num_samples)]
-    results = run_ranks(4, probe_counting, sample_ids, timeout_s=60)
-    assert [lengths for lengths, *_ in results] == [[length_of(i) for i in sample_ids]] * 4
-    assert sorted(i for _, probed, _ in results for i in probed) == sample_ids
-    shares = [len(probed) for _, probed, _ in results]
-    assert max(shares) - min(shares) <= 1
-    assert [collectives for *_, collectives in results] == [["all_gather_into_tensor"]] * 4
+def test_every_sample_is_probed_once_and_known_everywhere():
+    batches = [[7 + 3 * i for i in range(number)] for number in (1, 2, 3, 4, 5, 8, 101)]
+    ranks = run_ranks(4, probe_counting, [*batches, [], [5, 6, 7]], [1, 3], timeout_s=60)
+    for sample_ids, *results in zip(batches, *ranks, strict=False):
+        assert [lengths for lengths, *_ in results] == [[length_of(i) for i in sample_ids]] * 4
+        assert sorted(i for _, probed, _ in results for i in probed) == sample_ids
+        shares = [len(probed) for _, probed, _ in results]
+        assert max(shares) - min(shares) <= 1
+        assert [collectives for *_, collectives in results] == [["all_gather_into_tensor"]] * 4
+    assert [rank[len(batches)] for rank in ranks] == [([], [], [])] * 4, "nothing to probe needs no collective"
+    assert [len(rank) - len(batches) for rank in ranks] == [1, 2, 1, 2]
+    lengths = [length_of(i) for i in (5, 6, 7)]
+    assert [ranks[rank][-1][:2] for rank in (1, 3)] == [(lengths, [5, 7]), (lengths, [6])]
 
 
-def test_nothing_to_probe_needs_no_collective():
-    assert run_ranks(2, probe_counting, [], timeout_s=60) == [([], [], [])] * 2
+def probe_with_failures(failures_of):
+    def probe(sample_id: int, failures):
+        failure = failures.get(sample_id, 10)
+        if isinstance(failure, Exception):
+            raise failure
+        return failure
+
+    found = []
+    for failures in failures_of:
+        with pytest.raises(DynamicCPError) as caught:
+            probe_lengths(range(100, 110), lambda sample_id, failures=failures: probe(sample_id, failures))
+        error = caught.value
+        found.append((caught.type, str(error), error.details, type(error.__cause__).__name__))
+    return found
 
 
-def test_a_group_of_some_ranks():
-    one, two, three, four = run_ranks(4, probe_counting, [5, 6, 7], [1, 3], timeout_s=60)
-    assert one is three is None
-    assert two[0] == four[0] == [length_of(i) for i in (5, 6, 7)]
-    assert (two[1], four[1]) == ([5, 7], [6])
+FAILURES = [
+    (KeyError("text"), "KeyError: 'text'"),
+    (DataError("the file is cut"), "the file is cut"),
+    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad\nbyte"), "bad byte"),
+    (0, "its length is 0, an integer from 1 to"),
+    (-2, "its length is -2"),
+    (2.5, "its length is 2.5"),
+    (None, "its length is None"),
+    (1 << 40, "its length is 1099511627776"),
+]
+"""What probing a sample does -> what is said of it."""
 
 
-def probe_with_failures(failures):
-    def probe(sample_id: int):
-        if sample_id in failures:
-            failure = failures[sample_id]
-            if isinstance(failure, Exception):
-                raise failure
-            return failure
-        return 10
-
-    try:
-        return probe_lengths(range(100, 110), probe).tolist()
-    except DynamicCPError as error:
-        return type(error), str(error), error.details, type(error.__cause__).__name__
-
-
-@pytest.mark.by_day("failure0", "0", "2.5")
-@pytest.mark.parametrize(
-    ("failure", "said"),
-    [
-        (KeyError("text"), "KeyError: 'text'"),
-        (DataError("the file is cut"), "the file is cut"),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad\nbyte"), "bad byte"),
-        (0, "its length is 0, an integer from 1 to"),
-        (-2, "its length is -2"),
-        (2.5, "its length is 2.5"),
-        (None, "its length is None"),
-        (1 << 40, "its length is 1099511627776"),
-    ],
-)
-def test_a_failure_on_one_rank_is_the_same_error_on_all(failure, said):
-    results = run_ranks(4, probe_with_failures, {106: failure}, timeout_s=60)
-    for kind, message, details, _ in results:
-        assert kind is DataError
-        assert message.startswith("sample 106 could not be probed for its length on rank 2: ")
-        assert said in message
-        assert "\n" not in message
-        assert details == {"sample_id": 106, "rank": 2}
-    assert [cause != "NoneType" for *_, cause in results] == [False, False, True, False], "its rank has the traceback"
-
-
-def test_of_several_failures_the_first_sample_speaks():
-    failures = {109: DataError("last"), 103: DataError("third"), 105: DataError("fifth"), 107: DataError("later")}
-    results = run_ranks(4, probe_with_failures, failures, timeout_s=60)
-    assert {(message.split()[1], message.split("rank ")[1][0]) for _, message, *_ in results} == {("103", "3")}
+def test_a_failure_on_one_rank_is_the_same_error_on_all():
+    several = {109: DataError("last"), 103: DataError("third"), 105: DataError("fifth"), 107: DataError("later")}
+    ranks = run_ranks(4, probe_with_failures, [*({106: one} for one, _ in FAILURES), several], timeout_s=60)
+    for (_, said), *results in zip(FAILURES, *ranks, strict=False):
+        for kind, message, details, _ in results:
+            assert kind is DataError
+            assert message.startswith("sample 106 could not be probed for its length on rank 2: ")
+            assert said in message
+            assert "\n" not in message
+            assert details == {"sample_id": 106, "rank": 2}
+        has_cause = [cause != "NoneType" for *_, cause in results]
+        assert has_cause == [False, False, True, False], "its rank has the traceback"
+    of_several = [rank[-1][1] for rank in ranks]
+    assert {(said.split()[1], said.split("rank ")[1][0]) for said in of_several} == {("103", "3")}, "the first speaks"
 
 
 def probe_beside_a_dead_rank(how, told, timeout_s):
@@ -129,6 +124,7 @@ def probe_beside_a_dead_rank(how, told, timeout_s):
 
 
 @pytest.mark.slow  # it waits
+@pytest.mark.by_day("killed")
 @pytest.mark.parametrize("how", ["killed", "hung"])
 def test_a_lost_rank_does_not_hang_the_others(tmp_path, how):
     with pytest.raises(RankError, match=r"rank 2: (died without a word|nothing after)"):
@@ -188,7 +184,7 @@ def test_a_data_set_that_tokenizes_on_the_fly():
 
 
 def test_a_broken_item_is_the_same_error_on_all_ranks():
-    (message,) = set(run_ranks(3, stream_of_words, True, timeout_s=60))
+    (message,) = set(run_ranks(2, stream_of_words, True, timeout_s=60))
     assert "item 13 could not be probed for its length on rank" in message
     assert "no 'tokens' (it has 'labels')" in message
 

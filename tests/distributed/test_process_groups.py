@@ -26,7 +26,7 @@ from megatron.dynamic_cp.groups import first_exchange as warm_up
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests import patience
-from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.harness import initialize_model_parallel, refuses, run_ranks
 
 
 def all_blocks(num_lanes: int, min_size: int = 1, max_size: int | None = None) -> set[tuple[int, int]]:
@@ -111,7 +111,7 @@ def build_and_sum(topology: Topology, limits: dict[str, Any]) -> tuple[DynamicCP
     return facts, found
 
 
-@pytest.mark.by_day("3x1x1", "4x1x1-{'min_cp_size': 4}", "2x2x2")
+@pytest.mark.by_day("3x1x1", "2x2x2")
 @pytest.mark.parametrize(
     ("topology", "limits"),
     [
@@ -148,7 +148,7 @@ def test_groups_hold_the_expected_ranks(topology: Topology, limits: dict[str, in
 ALL = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
-@pytest.mark.by_day("8", "4-p2p+all_gather+a2a+a2a+p2p")
+@pytest.mark.by_day("4-p2p+all_gather+a2a+a2a+p2p")
 @pytest.mark.parametrize(
     ("topology", "limits"),
     [
@@ -213,28 +213,6 @@ def test_groups_are_not_split_off_a_job_that_is_bound_to_a_device() -> None:
         assert afterwards == torch.device("cuda", 0)
 
 
-def ask_for_missing_groups() -> list[str]:
-    initialize_model_parallel()
-    groups = DynamicCPGroups.build(Topology(num_lanes=2), timeout_s=30, max_cp_size=1, exchanges=("p2p",))
-    messages = []
-    for block in ((0, 2), (1 - groups.lane, 1)):
-        with pytest.raises(InvalidInputError) as caught:
-            groups.group(*block)
-        assert (caught.value.first_lane, caught.value.cp_size) == block
-        messages.append(str(caught.value))
-    with pytest.raises(InvalidInputError) as caught:
-        groups.around(0, 2)
-    return [*messages, str(caught.value)]
-
-
-def test_missing_group_names_what_is_there() -> None:
-    (too_large, other_lane, around), _ = run_ranks(2, ask_for_missing_groups, timeout_s=60)
-    assert "lane 0 has no CP group of 2 lanes at lane 0; built: [(0, 1)]" in too_large
-    assert "--max-dynamic-cp-size" in too_large
-    assert "lane 0 has no CP group of 1 lanes at lane 1; built: [(0, 1)]" in other_lane
-    assert "lane 0 has no CP group that holds lanes 0 to 1; built: [(0, 1)]; widen --max-dynamic-cp-size" in around
-
-
 def build_for_placed_buckets() -> tuple[list[tuple[int, int]], list[range], str]:
     """Return the groups of this lane, the ranks of those around some buckets that hold it, and the line for the log."""
     initialize_model_parallel()
@@ -266,6 +244,7 @@ def build_for_messages(topology: Topology, has_pool: bool) -> int:
     return groups.warm_up_bytes
 
 
+@pytest.mark.by_day("topology1", "topology3")
 @pytest.mark.parametrize(
     ("topology", "has_pool", "num_pairs"),
     [
@@ -282,42 +261,54 @@ def test_ranks_of_a_node_connect_before_the_first_step(topology: Topology, has_p
     assert sent == [4 * (num_groups + num_pairs)] * 4
 
 
+def ask_for_missing_groups() -> None:
+    initialize_model_parallel()
+    limits = {"exchanges": ("p2p", "a2a+p2p"), "max_cp_size": 2}
+    groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=30, **limits)
+    if groups.lane == 0:
+        built = "built: [(0, 1), (0, 2)]"
+        says = "lane 0 has no CP group of 4 lanes at lane 0", built, "--max-dynamic-cp-size"
+        refuses(InvalidInputError, lambda: groups.group(0, 4), *says)
+        refuses(InvalidInputError, lambda: groups.group(1, 1), "lane 0 has no CP group of 1 lanes at lane 1", built)
+        says = "lane 0 has no CP group that holds lanes 0 to 2", built, "widen --max-dynamic-cp-size"
+        refuses(InvalidInputError, lambda: groups.around(0, 3), *says)
+        says = "lane 0 has no groups for a2a+p2p with 2 inner lanes in the 4 lanes from lane 0; built"
+        refuses(InvalidInputError, lambda: groups.levels(0, 4, 2), says, "--dynamic-cp-inner-sizes")
+        with pytest.raises(InvalidInputError) as caught:
+            groups.group(1, 1)
+        assert (caught.value.first_lane, caught.value.cp_size) == (1, 1)
+    dist.barrier()  # a rank that ends closes connections that others may still be making
+
+
+def test_missing_groups_are_named_with_their_flag() -> None:
+    run_ranks(4, ask_for_missing_groups, timeout_s=60)
+
+
 def refuse(topology: Topology, order: str) -> str:
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=topology.tp_size, pipeline_model_parallel_size=topology.pp_size, order=order
-    )
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=topology.pp_size, order=order)
     with pytest.raises(InvalidInputError) as caught:
         DynamicCPGroups.build(topology, timeout_s=30, exchanges=("p2p",))
     return str(caught.value)
 
 
-def ask_for_missing_levels() -> str:
-    initialize_model_parallel()
-    groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=30, exchanges=("a2a+p2p",))
-    with pytest.raises(InvalidInputError) as caught:
-        groups.levels(0, 4, 2)
-    dist.barrier()  # a rank that ends closes connections that others may still be making
-    return str(caught.value)
-
-
-def test_missing_levels_name_the_flag() -> None:
-    messages = run_ranks(4, ask_for_missing_levels, timeout_s=60)
-    assert "lane 0 has no groups for a2a+p2p with 2 inner lanes in the 4 lanes from lane 0; built" in messages[0]
-    assert "--dynamic-cp-inner-sizes" in messages[0]
-
-
-def test_wrong_number_of_lanes_is_refused_on_all_ranks() -> None:
-    messages = run_ranks(2, refuse, Topology(num_lanes=4), "tp-cp-ep-dp-pp", timeout_s=60)
-    assert len(set(messages)) == 1
-    assert "2 data-parallel ranks" in messages[0]
-    assert "4 lanes" in messages[0]
-
-
-def test_wrong_rank_order_is_refused_on_all_ranks() -> None:
-    messages = run_ranks(4, refuse, Topology(num_lanes=2, pp_size=2), "tp-cp-ep-pp-dp", timeout_s=60)
-    assert len(set(messages)) == 1
-    assert "[2] ranks apart, expected 1" in messages[0]
-    assert "--use-tp-pp-dp-mapping" in messages[0]
+@pytest.mark.parametrize(
+    ("world_size", "topology", "order", "says"),
+    [
+        (2, Topology(num_lanes=4), "tp-cp-ep-dp-pp", ("2 data-parallel ranks", "4 lanes")),
+        (
+            4,
+            Topology(num_lanes=2, pp_size=2),
+            "tp-cp-ep-pp-dp",
+            ("[2] ranks apart, expected 1", "--use-tp-pp-dp-mapping"),
+        ),
+    ],
+    ids=["lanes", "order"],
+)
+def test_other_lanes_and_orders_of_ranks_are_refused_on_all_ranks(
+    world_size: int, topology: Topology, order: str, says: tuple[str, ...]
+) -> None:
+    (message,) = set(run_ranks(world_size, refuse, topology, order, timeout_s=60))
+    assert all(part in message for part in says)
 
 
 def return_what_was_sent(exchange: str) -> str:
@@ -331,6 +322,7 @@ def return_what_was_sent(exchange: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.by_day("p2p")
 @pytest.mark.parametrize(
     ("exchange", "message"),
     [

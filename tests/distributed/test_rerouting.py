@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -35,6 +35,7 @@ from tests import patience
 from tests.distributed.foreign import (
     LAYOUTS,
     LaneData,
+    groups_of,
     lane_data,
     make_wrapper,
     piece_of,
@@ -325,123 +326,221 @@ def test_one_collective_moves_the_tokens(name: str) -> None:
 # On ranks: faults.
 
 
-def fail_foreign(
-    layout: Layout, data: list[LaneData], plant: Callable[[ForeignIteratorWrapper], None], settings: dict[str, Any]
-) -> tuple[type, str, int, float]:
-    """Return (error, message, step, seconds) of this rank, after a collective that shows that all are in step."""
-    wrapper, _, _ = make_wrapper(layout, data, 8, **settings)
-    plant(wrapper)
-    started_s = patience.now_s()
-    with pytest.raises(DynamicCPError) as caught:
-        for _ in wrapper:
-            pass
-    seconds = patience.now_s() - started_s
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == layout.topology.world_size
-    return type(caught.value), str(caught.value), wrapper.step, seconds
+Plant = Callable[[ForeignIteratorWrapper, pytest.MonkeyPatch], None]
 
 
-def fails_alike(
-    layout: Layout, plant: Callable[[ForeignIteratorWrapper], None], data: list[LaneData] | None = None, **settings: Any
-) -> tuple[type, str, int]:
-    results = run_ranks(4, fail_foreign, layout, data or all_data(layout, 32, 1), plant, settings, timeout_s=60)
-    assert len({result[:3] for result in results}) == 1, results
-    assert max(result[3] for result in results) < 20
-    return results[0][:3]
+def on_rank(rank: int, plant: Plant) -> Plant:
+    """Return a fault that one rank alone has."""
+    return lambda wrapper, patched: plant(wrapper, patched) if dist.get_rank() == rank else None
 
 
-def replace_item(wrapper: ForeignIteratorWrapper, number: int, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change item `number` of this rank's iterator, if it has one."""
-    drawer = wrapper._drawer
-    if drawer.draws:
-        original = drawer._own_iterator()
-        changed = (change(item) if index == number else item for index, item in enumerate(original))
-        drawer._data_iterators = [changed] * len(drawer._chunks)
+def changing_item(number: int, change: Callable[[dict[str, Any]], Any]) -> Plant:
+    """Return a fault of one item of a rank's iterator, if it has one."""
+
+    def plant(wrapper: ForeignIteratorWrapper, _: Any) -> None:
+        drawer = wrapper._drawer
+        if drawer.draws:
+            original = drawer._own_iterator()
+            changed = (change(item) if index == number else item for index, item in enumerate(original))
+            drawer._data_iterators = [changed] * len(drawer._chunks)
+
+    return plant
 
 
-def raise_on_rank_2(wrapper: ForeignIteratorWrapper) -> None:
-    def fail(item: dict[str, Any]) -> Any:
-        raise OSError("disk on fire")
-
-    if dist.get_rank() == 2:
-        replace_item(wrapper, 3, fail)
+def giving(iterators: Any) -> Plant:
+    """Return the fault of other data iterators."""
+    return lambda wrapper, _: setattr(wrapper._drawer, "_data_iterators", iterators)
 
 
-@pytest.mark.by_day("tp2")
-@pytest.mark.parametrize("name", ["dp4", "pp2", "tp2"])
-def test_iterator_that_raises_fails_all_ranks_alike(name: str) -> None:
+def changing_in_transit(change: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
+    def plant(_: ForeignIteratorWrapper, patched: pytest.MonkeyPatch) -> None:
+        original = dist.all_to_all_single
+
+        def changed(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = original(output, *args, **kwargs)
+            output.copy_(change(output.clone()))
+            return result
+
+        patched.setattr(dist, "all_to_all_single", changed)
+
+    return plant
+
+
+def changing_plan(method: str, change: Callable[[Any], Any]) -> Plant:
+    """Return a fault in what a method of the plan source returns."""
+
+    def plant(wrapper: ForeignIteratorWrapper, _: Any) -> None:
+        original = getattr(wrapper._plan_source, method)
+        setattr(wrapper._plan_source, method, lambda step: change(original(step)))
+
+    return plant
+
+
+ON_FIRE = "the data iterator raised OSError: disk on fire"
+
+
+def burn(_: Any) -> Any:
+    raise OSError("disk on fire")
+
+
+def lose_the_store(_: Any) -> Any:
+    raise DynamicCPError("the store is gone")
+
+
+def lose_a_token(_: ForeignIteratorWrapper, patched: pytest.MonkeyPatch) -> None:
+    """The lane computes on one token less."""
+    original = rerouting.count_packed
+
+    def count(packed: Any, arriving: rerouting.Incoming, names: Any, lane: int) -> list[int]:
+        rows = {name: getattr(arriving, name)[:-1] for name in ("targets", "sample_ids", "positions", "is_last")}
+        return original(packed, dataclasses.replace(arriving, **rows), names, lane)
+
+    patched.setattr(rerouting, "count_packed", count)
+
+
+def plan_for_other_lengths(wrapper: ForeignIteratorWrapper, _: Any) -> None:
+    """The planner is told of a sample one token longer than it is."""
+    original = wrapper._plan_source.request
+
+    def request(step: int, samples: Any) -> None:
+        longer = [Sample(sample_id=s.sample_id, seqlen=s.seqlen + (i == 3)) for i, s in enumerate(samples)]
+        original(step, longer)
+
+    wrapper._plan_source.request = request
+
+
+class Fault(NamedTuple):
+    """What is planted on which layouts, and what all ranks must say of it.
+
+    Attributes:
+        rank: that speaks; step: in which it does. None: whichever.
+    """
+
+    layouts: tuple[str, ...]
+    plant: Plant
+    kind: type
+    says: tuple[str, ...]
+    rank: int | None = None
+    step: int | None = None
+    verify: str = "digest"
+
+
+EVERY = ("dp4", "pp2", "tp2")
+IN_TRANSIT = Fault(EVERY, burn, DisagreementError, ("re-routing of step 0 changed",), step=0, verify="full")
+FAULTS = {
+    "iterator raises late": Fault(("dp4",), on_rank(2, changing_item(3, burn)), DataError, (ON_FIRE,), rank=2, step=1),
+    "iterator raises": Fault(("pp2", "tp2"), on_rank(2, changing_item(3, burn)), DataError, (ON_FIRE,), rank=2, step=0),
+    "no tokens": Fault(
+        ("dp4",),
+        on_rank(1, changing_item(2, lambda item: {"text": item["tokens"], "labels": item["labels"]})),
+        DataError,
+        ("'tokens' is missing", "['labels', 'text']", "lane 1"),
+        rank=1,
+        step=1,
+    ),
+    "torn mask": Fault(
+        ("dp4",),
+        on_rank(3, changing_item(0, lambda item: item | {"loss_mask": item["loss_mask"][:-1]})),
+        DataError,
+        ("'loss_mask'", "lane 3", "step 0"),
+        rank=3,
+        step=0,
+    ),
+    "bounds of others": Fault(
+        ("dp4",),
+        on_rank(0, changing_item(5, lambda item: item | {"cu_seqlens": np.array([0, 10_000])})),
+        DataError,
+        ("'cu_seqlens' ends at 10000", "lane 0", "step 2"),
+        rank=0,
+        step=2,
+    ),
+    "no iterator": Fault(EVERY, on_rank(2, giving(None)), InvalidInputError, ("has no data iterator",), rank=2),
+    "iterators of other chunks": Fault(
+        ("dp4",),
+        giving([iter([]), iter([])]),
+        InvalidInputError,
+        ("2 data iterators were given for 1 model chunks",),
+    ),
+    "samples for an iterator": Fault(
+        ("dp4",),
+        giving([{"tokens": np.arange(5)}]),
+        InvalidInputError,
+        ("the data iterator is a dict: pass iter(...) of it",),
+    ),
+    "stages draw other samples": Fault(
+        ("pp2",),
+        on_rank(3, lambda wrapper, _: next(wrapper._drawer._own_iterator())),
+        DisagreementError,
+        ("pipeline stage 1 drew 8 samples in 8 items for step 0, the first stage 8 in 8, of other lengths",),
+        step=0,
+    ),
+    "swapped tokens": IN_TRANSIT._replace(
+        plant=on_rank(2, changing_in_transit(lambda words: torch.cat([words[1:2], words[:1], words[2:]])))
+    ),
+    "changed mask": IN_TRANSIT._replace(
+        plant=on_rank(2, changing_in_transit(lambda words: torch.cat([words[:-1], 1 - words[-1:]])))
+    ),
+    "lost token": Fault(
+        ("dp4",), on_rank(1, lose_a_token), DisagreementError, ("tokens and gave out",), step=0, verify="full"
+    ),
+    "plan for other lengths": Fault(
+        ("dp4",), plan_for_other_lengths, DisagreementError, ("is in 1 buckets of the plan with",), rank=1
+    ),
+    # Its last sample is in two buckets: rank 0, which knows the lengths, must notice.
+    "illegal plan": Fault(
+        ("dp4",),
+        changing_plan("whole", lambda plan: dataclasses.replace(plan, micro_batches=plan.micro_batches * 2)),
+        IllegalPlanError,
+        ("is twice in the plan",),
+        rank=0,
+        step=0,
+        verify="full",
+    ),
+    "other part of the plan": Fault(
+        ("pp2",),
+        on_rank(3, changing_plan("take", lambda plan: dataclasses.replace(plan, buckets=plan.buckets[::-1]))),
+        DisagreementError,
+        ("lane 1 has another part of the plan of step 0",),
+        verify="full",
+    ),
+    "no plan": Fault(
+        ("pp2",), on_rank(3, changing_plan("take", lose_the_store)), DynamicCPError, ("the store is gone",), rank=3
+    ),
+}
+
+
+def fail_foreign(layout: Layout, data: list[LaneData], faults: list[str]) -> list[tuple[type, str, int, float]]:
+    """Return (error, message, step, seconds) of this rank for each fault; collectives show that all are in step."""
+    groups, found = groups_of(layout), []
+    for fault in faults:
+        settings = {"groups": groups, "name": fault, "verify": FAULTS[fault].verify}
+        wrapper, _, _ = make_wrapper(layout, data, 8, **settings)
+        with pytest.MonkeyPatch.context() as patched:
+            FAULTS[fault].plant(wrapper, patched)
+            started_s = patience.now_s()
+            with pytest.raises(DynamicCPError) as caught:
+                for _ in wrapper:
+                    pass
+        found.append((type(caught.value), str(caught.value), wrapper.step, patience.now_s() - started_s))
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == layout.topology.world_size, fault
+    return found
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_faults_fail_all_ranks_alike(name: str) -> None:
     layout = LAYOUTS[name]
-    kind, message, step = fails_alike(layout, raise_on_rank_2)
-    assert kind is DataError
-    assert "the data iterator raised OSError: disk on fire" in message
-    assert message.endswith("(rank 2)")
-    assert step == (1 if name == "dp4" else 0)
-
-
-def lose_the_tokens_on_rank_1(wrapper: ForeignIteratorWrapper) -> None:
-    if dist.get_rank() == 1:
-        replace_item(wrapper, 2, lambda item: {"text": item["tokens"], "labels": item["labels"]})
-
-
-def tear_the_mask_on_rank_3(wrapper: ForeignIteratorWrapper) -> None:
-    if dist.get_rank() == 3:
-        replace_item(wrapper, 0, lambda item: item | {"loss_mask": item["loss_mask"][:-1]})
-
-
-def contradict_the_tokens_on_rank_0(wrapper: ForeignIteratorWrapper) -> None:
-    if dist.get_rank() == 0:
-        replace_item(wrapper, 5, lambda item: item | {"cu_seqlens": np.array([0, 10_000])})
-
-
-@pytest.mark.by_day("tear_the_mask_on_rank_3")
-@pytest.mark.parametrize(
-    ("plant", "step", "words"),
-    [
-        (lose_the_tokens_on_rank_1, 1, ("'tokens' is missing", "['labels', 'text']", "lane 1", "(rank 1)")),
-        (tear_the_mask_on_rank_3, 0, ("'loss_mask'", "lane 3", "step 0", "(rank 3)")),
-        (contradict_the_tokens_on_rank_0, 2, ("'cu_seqlens' ends at 10000", "lane 0", "step 2", "(rank 0)")),
-    ],
-)
-def test_bad_input_fails_all_ranks_alike(plant: Any, step: int, words: tuple[str, ...]) -> None:
-    kind, message, at = fails_alike(LAYOUTS["dp4"], plant)
-    assert kind is DataError
-    assert at == step
-    assert all(word in message for word in words), message
-
-
-def take_the_iterator_of_rank_2(wrapper: ForeignIteratorWrapper) -> None:
-    if dist.get_rank() == 2:
-        wrapper._drawer._data_iterators = None
-
-
-def give_a_list(wrapper: ForeignIteratorWrapper) -> None:
-    wrapper._drawer._data_iterators = [iter([]), iter([])]
-
-
-@pytest.mark.by_day("pp2")
-@pytest.mark.parametrize("name", ["dp4", "pp2", "tp2"])
-def test_missing_iterator_fails_all_ranks_alike(name: str) -> None:
-    kind, message, _ = fails_alike(LAYOUTS[name], take_the_iterator_of_rank_2)
-    assert kind is InvalidInputError
-    assert "has no data iterator" in message
-    assert "(rank 2)" in message
-
-
-def test_list_that_fits_no_chunks_fails_all_ranks_alike() -> None:
-    kind, message, _ = fails_alike(LAYOUTS["dp4"], give_a_list)
-    assert kind is InvalidInputError
-    assert "2 data iterators were given for 1 model chunks" in message
-
-
-def give_a_list_of_samples(wrapper: ForeignIteratorWrapper) -> None:
-    wrapper._drawer._data_iterators = [{"tokens": np.arange(5)}]
-
-
-def test_samples_in_place_of_an_iterator_fail_all_ranks_alike() -> None:
-    kind, message, _ = fails_alike(LAYOUTS["dp4"], give_a_list_of_samples)
-    assert kind is InvalidInputError
-    assert "the data iterator is a dict: pass iter(...) of it" in message
+    faults = [fault for fault, one in FAULTS.items() if name in one.layouts]
+    ranks = run_ranks(4, fail_foreign, layout, all_data(layout, 32, 1), faults, timeout_s=60)
+    for fault, *found in zip(faults, *ranks, strict=True):
+        planted, (kind, message, step, _) = FAULTS[fault], found[0]
+        assert all(one[:3] == found[0][:3] for one in found), fault
+        assert max(seconds for *_, seconds in found) < 20, fault
+        assert kind is planted.kind, fault
+        assert all(part in message for part in planted.says), message
+        assert planted.rank is None or message.endswith(f"(rank {planted.rank})"), message
+        assert planted.step in (None, step), fault
 
 
 class OnlyNext:
@@ -462,135 +561,6 @@ def draw_with_only_next(layout: Layout, data: list[LaneData]) -> int:
 
 def test_iterator_needs_no_more_than_next() -> None:
     assert run_ranks(2, draw_with_only_next, Layout(2), all_data(Layout(2), 8, 1)) == [2, 2]
-
-
-def skip_an_item_on_the_last_stage(wrapper: ForeignIteratorWrapper) -> None:
-    if dist.get_rank() == 3:
-        next(wrapper._drawer._own_iterator())
-
-
-def test_stages_that_draw_other_samples_fail_alike() -> None:
-    kind, message, step = fails_alike(LAYOUTS["pp2"], skip_an_item_on_the_last_stage)
-    assert kind is DisagreementError
-    assert step == 0
-    assert "pipeline stage 1 drew 8 samples in 8 items for step 0, the first stage 8 in 8, of other lengths" in message
-
-
-def swap_two_tokens_in_transit(wrapper: ForeignIteratorWrapper) -> None:
-    if dist.get_rank() == 2:
-        _change_in_transit(lambda words: torch.cat([words[1:2], words[:1], words[2:]]))
-
-
-def change_a_mask_in_transit(wrapper: ForeignIteratorWrapper) -> None:
-    if dist.get_rank() == 2:
-        _change_in_transit(lambda words: torch.cat([words[:-1], 1 - words[-1:]], dim=0))
-
-
-def _change_in_transit(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    original = dist.all_to_all_single
-
-    def changed(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = original(output, *args, **kwargs)
-        output.copy_(change(output.clone()))
-        return result
-
-    dist.all_to_all_single = changed
-
-
-@pytest.mark.by_day("dp4-swap_two_tokens_in_transit", "tp2-change_a_mask_in_transit")
-@pytest.mark.parametrize("plant", [swap_two_tokens_in_transit, change_a_mask_in_transit])
-@pytest.mark.parametrize("name", ["dp4", "pp2", "tp2"])
-def test_change_in_transit_is_noticed(name: str, plant: Any) -> None:
-    kind, message, step = fails_alike(LAYOUTS[name], plant, verify="full")
-    assert kind is DisagreementError
-    assert step == 0
-    assert "re-routing of step 0 changed" in message
-
-
-def lose_a_token(wrapper: ForeignIteratorWrapper) -> None:
-    """Lane 1 computes on one token less."""
-    original = rerouting.count_packed
-
-    def count(packed: Any, arriving: rerouting.Incoming, names: Any, lane: int) -> list[int]:
-        rows = {name: getattr(arriving, name)[:-1] for name in ("targets", "sample_ids", "positions", "is_last")}
-        return original(packed, dataclasses.replace(arriving, **rows), names, lane)
-
-    if dist.get_rank() == 1:
-        rerouting.count_packed = count
-
-
-def test_lost_token_is_noticed() -> None:
-    kind, message, step = fails_alike(LAYOUTS["dp4"], lose_a_token, verify="full")
-    assert kind is DisagreementError
-    assert step == 0
-    assert "tokens and gave out" in message
-
-
-def plan_for_other_lengths(wrapper: ForeignIteratorWrapper) -> None:
-    """The planner is told of a sample one token longer than it is."""
-    original = wrapper._plan_source.request
-
-    def request(step: int, samples: Any) -> None:
-        longer = [Sample(sample_id=s.sample_id, seqlen=s.seqlen + (i == 3)) for i, s in enumerate(samples)]
-        original(step, longer)
-
-    wrapper._plan_source.request = request
-
-
-def test_plan_for_other_lengths_fails_all_ranks_alike() -> None:
-    kind, message, _ = fails_alike(LAYOUTS["dp4"], plan_for_other_lengths)
-    assert kind is DisagreementError
-    assert "is in 1 buckets of the plan with" in message
-    assert "(rank 1)" in message
-
-
-def publish_an_illegal_plan(wrapper: ForeignIteratorWrapper) -> None:
-    """A plan whose last sample is in two buckets: rank 0, which knows the lengths, must notice."""
-    original = wrapper._plan_source.whole
-
-    def whole(step: int) -> Any:
-        plan = original(step)
-        return dataclasses.replace(plan, micro_batches=plan.micro_batches * 2)
-
-    wrapper._plan_source.whole = whole
-
-
-def test_illegal_plan_is_noticed_in_full() -> None:
-    kind, message, step = fails_alike(LAYOUTS["dp4"], publish_an_illegal_plan, verify="full")
-    assert (kind, step) == (IllegalPlanError, 0)
-    assert "is twice in the plan" in message
-    assert message.endswith("(rank 0)")
-
-
-def give_lane_3_another_part(wrapper: ForeignIteratorWrapper) -> None:
-    original = wrapper._plan_source.take
-
-    def take(step: int) -> Any:
-        plan = original(step)
-        return dataclasses.replace(plan, buckets=plan.buckets[::-1])
-
-    if dist.get_rank() == 3:
-        wrapper._plan_source.take = take
-
-
-def test_other_part_of_the_plan_is_noticed_in_full() -> None:
-    kind, message, _ = fails_alike(LAYOUTS["pp2"], give_lane_3_another_part, verify="full")
-    assert kind is DisagreementError
-    assert "lane 1 has another part of the plan of step 0" in message
-
-
-def fail_to_get_a_plan_on_rank_3(wrapper: ForeignIteratorWrapper) -> None:
-    def take(step: int) -> Any:
-        raise DynamicCPError("the store is gone")
-
-    if dist.get_rank() == 3:
-        wrapper._plan_source.take = take
-
-
-def test_rank_without_a_plan_fails_all_ranks_alike() -> None:
-    kind, message, _ = fails_alike(LAYOUTS["pp2"], fail_to_get_a_plan_on_rank_3)
-    assert kind is DynamicCPError
-    assert message == "the store is gone (rank 3)"
 
 
 def die_in(name: str, rank: int) -> None:

@@ -65,15 +65,17 @@ SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules"
 EIGHT_LAYERS = {"num_layers": 8}
 NORMS_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
 LAYOUTS = {
-    "pp2_cut": Layout(1, pp=2),
-    "pp2_selective_recompute": Layout(2, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE, distributed_optimizer=True),
-    "pp2_vpp2_full_recompute": Layout(
+    "pp2_vpp2_full_recompute_in_one_stream": Layout(
         2, pp=2, vpp=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True
     ),
-    "pp2_relays": Layout(2, pp=2, ranks_per_node=1, config=FULL_RECOMPUTE),
-    "pp2_learned_offset": Layout(2, pp=2, variant="learned_offset"),
+    "pp2_relays_and_sinks": Layout(2, pp=2, ranks_per_node=1, variant="learned_offset", config=FULL_RECOMPUTE),
 }
 EACH_NIGHT = {
+    "pp2_vpp2_full_recompute": LAYOUTS["pp2_vpp2_full_recompute_in_one_stream"],
+    "pp2_cut": Layout(1, pp=2),
+    "pp2_selective_recompute": Layout(2, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE, distributed_optimizer=True),
+    "pp2_relays": Layout(2, pp=2, ranks_per_node=1, config=FULL_RECOMPUTE),
+    "pp2_learned_offset": Layout(2, pp=2, variant="learned_offset"),
     "pp2_one_lane": Layout(1, pp=2),
     "pp2": Layout(2, pp=2, ranks_per_node=2),
     "pp2_full_recompute": Layout(
@@ -105,9 +107,11 @@ IN_NANO_BATCHES = {
 }
 """Ways through a layer that nano-batches have to take, too."""
 RANDOM_ROWS: dict[str, tuple[int, ...]] = {
+    "pp2_relays_and_sinks": (),
     "pp2_full_recompute": (),
     "pp2_vpp2": (1,),
-    "pp2_vpp2_full_recompute": (5,),
+    "pp2_vpp2_full_recompute": (),
+    "pp2_vpp2_full_recompute_in_one_stream": (5,),
     "pp4_vpp2": (4, 6, 3),
     "pp4_vpp2_tied": (5,),
     "pp2_vpp4": (3,),
@@ -116,9 +120,12 @@ RANDOM_ROWS: dict[str, tuple[int, ...]] = {
 or for the last group of them."""
 ROWS = (4,)
 BATCHES_OF_THEIR_OWN = {"pp2_cut": "cut", "pp2_cut_selective_recompute": "cut"}
-IN_ONE_STREAM = ("pp2_one_lane", "pp2_relays", "pp2_learned_offset")
-"""Layouts that are planned without ping-pong, too."""
-RELAYS = {"pp2_relays": 2, "pp2_vpp2_relays": 4}
+PING_PONG = {
+    "pp2_vpp2_full_recompute_in_one_stream": (False,),
+    **dict.fromkeys(("pp2_one_lane", "pp2_relays", "pp2_learned_offset"), (True, False)),
+}
+"""Whether a layout is planned with ping-pong, where not (True,)."""
+RELAYS = {"pp2_relays": 2, "pp2_relays_and_sinks": 2, "pp2_vpp2_relays": 4}
 """Servers to which what several use travels once, where none share a node."""
 
 
@@ -140,7 +147,7 @@ class PoolCase(NamedTuple):
 @pytest.mark.parametrize(
     "layouts",
     [LAYOUTS, *(pytest.param(one, marks=pytest.mark.nightly) for one in (EACH_NIGHT, IN_NANO_BATCHES))],
-    ids=["four", "eight", "nano-batches"],
+    ids=["day", "night", "nano-batches"],
 )
 def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
     """With tasks that are scattered at random, and with those that are planned."""
@@ -154,11 +161,9 @@ def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: An
             # As one without ticks, which has any number of micro-batches where stages have one chunk.
             check_plan(replace(plan, topology=replace(plan.topology, vp_size=1)), samples)
             alike[f"{name}, {num_rows} random"] = PoolCase(Case(layout, samples, plan, expected), ticks)
-        plan_step = partial(planned_step, samples, layout, relay_servers=RELAYS.get(name, 0))
-        planned = Case(layout, samples, plan_step(), expected)
-        alike[f"{name}, planned"] = PoolCase(planned, None)
-        if name in IN_ONE_STREAM:
-            alike[f"{name}, in one stream"] = PoolCase(planned._replace(plan=plan_step(ping_pong=False)), None)
+        for ping_pong in PING_PONG.get(name, (True,)):
+            plan = planned_step(samples, layout, ping_pong=ping_pong, relay_servers=RELAYS.get(name, 0))
+            alike[f"{name}, planned, ping-pong {ping_pong}"] = PoolCase(Case(layout, samples, plan, expected), None)
     for world_size, alike in cases.items():
         ranks = run_ranks(world_size, run_by_ticks, alike, timeout_s=60 + 20 * len(alike))
         for name, (case, ticks) in alike.items():

@@ -14,7 +14,8 @@ import torch
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import PlanOptions
 from megatron.dynamic_cp.outside.lanes import Lanes
-from tests.distributed.test_outside_hugging_face import TOLERANCE, VOCAB_SIZE, new_model, run
+from tests.distributed.outside import TOLERANCE
+from tests.distributed.test_outside_hugging_face import VOCAB_SIZE, new_model, run
 
 MISSING = [name for name in ("transformers", "accelerate", "trl", "datasets") if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: pip install -e '.[hf]'")
@@ -140,11 +141,21 @@ def train(
     return found
 
 
+def run_trainers(function: Any, *args: Any) -> list[Any]:
+    """Run on two ranks what uses TRL, which is imported once, before they fork."""
+    import datasets  # noqa: F401
+    import trl
+
+    for name in ("SFTTrainer", "SFTConfig", "DPOTrainer", "GRPOTrainer"):
+        getattr(trl, name)
+    return run(2, function, *args, classes=("Trainer", "TrainingArguments", "PreTrainedTokenizerFast"))
+
+
 @pytest.mark.by_day("SFTTrainer")
 @pytest.mark.parametrize(("name", "settings"), [("Trainer", {}), ("SFTTrainer", {}), ("Trainer", STREAMED)])
 def test_a_planned_trainer_trains_as_the_stock_one(name: str, settings: dict[str, Any]) -> None:
     """Several optimizer steps of equal gradients: every row was trained once, with its share of the mean."""
-    for of_rank in run(2, train, name, settings):
+    for of_rank in run_trainers(train, name, settings):
         losses, expected_loss, expected, nothing = of_rank[False]
         found, evaluated, steps, plans = of_rank[True]
         assert not nothing
@@ -192,6 +203,6 @@ def refused() -> list[str]:
 
 
 def test_what_would_train_otherwise_is_refused_on_all_ranks() -> None:
-    for said in run(2, refused):
+    for said in run_trainers(refused):
         assert all(start in one for start, one in zip(REFUSED, said[:-1], strict=True))
         assert "sample 0 has 3 tokens, 2 of them are not padding" in said[-1]

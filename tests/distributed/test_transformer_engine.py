@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Set
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -85,7 +86,7 @@ def run_on_version(
     return comparison, calls, [state_of(module) for module in modules]
 
 
-def plan_for(layout: Layout, samples: tuple[Sample, ...], wanted: set[str], over_all: str | None) -> Plan:
+def plan_for(layout: Layout, samples: tuple[Sample, ...], wanted: Set[str], over_all: str | None) -> Plan:
     """Return the first random plan that has the exchanges of `wanted` and no other, one of them over all lanes."""
     for seed in range(400):
         plan = mixed_plan(samples, layout, seed, num_rows=6)
@@ -95,97 +96,71 @@ def plan_for(layout: Layout, samples: tuple[Sample, ...], wanted: set[str], over
     raise AssertionError(f"no plan with {wanted}")
 
 
-# Version; layout; exchanges of the plan; what attention must have been asked for, "shared" being a share of the heads.
+class EngineCase(NamedTuple):
+    """A step over TransformerEngine.
+
+    Attributes:
+        exchanges: of the plan.
+        asked: what attention must have been asked for, "shared" being a share of the heads; None: the exchanges.
+    """
+
+    version: str
+    layout: Layout
+    exchanges: Set[str] = frozenset({"p2p"})
+    asked: Set[str] | None = None
+
+
+TP2_SP: dict[str, Any] = {"tp": 2, "sp": True}
 CASES = {
-    "two_levels_wrapped_full_recompute": (
-        PINNED,
-        engine(4, "a2a+p2p", config=FULL_RECOMPUTE),
-        {"a2a+p2p", "p2p"},
-        {"p2p", "shared p2p"},
+    "two_levels_wrapped_full_recompute": EngineCase(
+        PINNED, engine(4, "a2a+p2p", config=FULL_RECOMPUTE), {"a2a+p2p", "p2p"}, {"p2p", "shared p2p"}
     ),
-    "all_four_few_kv_heads": (NEWEST, engine(4, "mixed"), ALL, ALL | {"shared alone"}),
-    "a2a_wrapped": (OLDEST, engine(4, "a2a", variant="gpt2"), {"a2a"}, {"shared alone"}),
-    "two_levels_selective_recompute": (
-        "2.19.0",
-        engine(4, "a2a+p2p", config=SELECTIVE_RECOMPUTE),
-        {"a2a+p2p", "p2p"},
-        {"a2a+p2p", "p2p"},
+    "all_four_few_kv_heads": EngineCase(NEWEST, engine(4, "mixed"), ALL, ALL | {"shared alone"}),
+    "a2a_wrapped": EngineCase(OLDEST, engine(4, "a2a", variant="gpt2"), {"a2a"}, {"shared alone"}),
+    "two_levels_selective_recompute": EngineCase(
+        "2.19.0", engine(4, "a2a+p2p", config=SELECTIVE_RECOMPUTE), {"a2a+p2p", "p2p"}
     ),
-    "features": ("2.18.0", engine(2, "p2p", variant="all_of_engine"), {"p2p"}, {"p2p"}),
-    "tp2_sp": (PINNED, engine(2, "a2a", tp=2, sp=True, variant="llama_8_heads"), {"a2a"}, {"shared alone"}),
-    "pp2_vpp2_distributed_optimizer": (
-        "2.18.0",
-        engine(2, "all_gather", pp=2, vpp=2, distributed_optimizer=True),
-        {"all_gather"},
-        {"all_gather"},
+    "features": EngineCase("2.18.0", engine(2, "p2p", variant="all_of_engine")),
+    "tp2_sp": EngineCase(PINNED, engine(2, "a2a", **TP2_SP, variant="llama_8_heads"), {"a2a"}, {"shared alone"}),
+    "pp2_vpp2_distributed_optimizer": EngineCase(
+        "2.18.0", engine(2, "all_gather", pp=2, vpp=2, distributed_optimizer=True), {"all_gather"}
     ),
-    "experts_ep2": (PINNED, engine(2, "p2p", variant="moe", ep=2, config=ONE_PRODUCT), {"p2p"}, {"p2p"}),
-    "shared_experts_tp2_sp_ep2": (
-        NEWEST,
-        engine(2, "p2p", variant="moe_sigmoid", tp=2, sp=True, ep=2, config=ONE_PRODUCT),
-        {"p2p"},
-        {"p2p"},
+    "experts_ep2": EngineCase(PINNED, engine(2, "p2p", variant="moe", ep=2, config=ONE_PRODUCT)),
+    "shared_experts_tp2_sp_ep2": EngineCase(
+        NEWEST, engine(2, "p2p", variant="moe_sigmoid", **TP2_SP, ep=2, config=ONE_PRODUCT)
     ),
-    "experts_one_after_the_other": (
-        NEWEST,
-        engine(2, "p2p", variant="moe_sigmoid", tp=2, sp=True, ep=2),
-        {"p2p"},
-        {"p2p"},
+    "experts_one_after_the_other": EngineCase(NEWEST, engine(2, "p2p", variant="moe_sigmoid", **TP2_SP, ep=2)),
+    "experts_with_biases": EngineCase(OLDEST, engine(2, "p2p", variant="moe_biased", config=ONE_PRODUCT)),
+    "experts_full_recompute": EngineCase(NEWEST, engine(2, "p2p", variant="moe", config=ONE_PRODUCT | FULL_RECOMPUTE)),
+    "experts_ep2_fused_distributed_optimizer": EngineCase(
+        NEWEST, engine(2, "p2p", variant="moe", ep=2, distributed_optimizer=True, config=ONE_PRODUCT | FUSED)
     ),
-    "experts_with_biases": (OLDEST, engine(2, "p2p", variant="moe_biased", config=ONE_PRODUCT), {"p2p"}, {"p2p"}),
-    "experts_full_recompute": (
-        NEWEST,
-        engine(2, "p2p", variant="moe", config=ONE_PRODUCT | FULL_RECOMPUTE),
-        {"p2p"},
-        {"p2p"},
-    ),
-    "experts_ep2_fused_distributed_optimizer": (
-        NEWEST,
-        engine(2, "p2p", variant="moe", ep=2, distributed_optimizer=True, config=ONE_PRODUCT | FUSED),
-        {"p2p"},
-        {"p2p"},
-    ),
-    "multi_token_prediction": (NEWEST, engine(2, "p2p", variant="mtp"), {"p2p"}, {"p2p"}),
-    "gated_delta_nets_selective_recompute": (
+    "multi_token_prediction": EngineCase(NEWEST, engine(2, "p2p", variant="mtp")),
+    "gated_delta_nets_selective_recompute": EngineCase(
         NEWEST,
         engine(4, "mixed", variant="delta_moe", distributed_optimizer=True, config=SELECTIVE_RECOMPUTE),
         ALL,
         ALL | {"shared alone"},
     ),
-    "gated_delta_nets_tp2_pp2_vpp2": (OLDEST, engine(1, "p2p", tp=2, pp=2, vpp=2, variant="delta"), set(), set()),
-    "gated_delta_nets_multi_token_prediction": (NEWEST, engine(2, "p2p", variant="delta_mtp"), {"p2p"}, {"p2p"}),
-    "gated_delta_nets_norms_dropped": (
-        NEWEST,
-        engine(2, "p2p", tp=2, sp=True, variant="delta", config=recomputing("core_attn", "gdn_norm_out")),
-        {"p2p"},
-        {"p2p"},
+    "gated_delta_nets_tp2_pp2_vpp2": EngineCase(OLDEST, engine(1, "p2p", tp=2, pp=2, vpp=2, variant="delta"), set()),
+    "gated_delta_nets_multi_token_prediction": EngineCase(NEWEST, engine(2, "p2p", variant="delta_mtp")),
+    "gated_delta_nets_norms_dropped": EngineCase(
+        NEWEST, engine(2, "p2p", **TP2_SP, variant="delta", config=recomputing("core_attn", "gdn_norm_out"))
     ),
-    "gated_delta_nets_with_norms_of_1_more": (
-        NEWEST,
-        engine(2, "p2p", tp=2, sp=True, variant="delta_1p"),
-        {"p2p"},
-        {"p2p"},
-    ),
-    "mamba_tp2_sp": (PINNED, engine(2, "p2p", tp=2, sp=True, variant="mamba"), {"p2p"}, {"p2p"}),
-    "mamba_experts_fused_full_recompute": (
-        NEWEST,
-        engine(2, "p2p", ep=2, variant="mamba_moe", config=ONE_PRODUCT | FULL_RECOMPUTE | FUSED),
-        {"p2p"},
-        {"p2p"},
+    "gated_delta_nets_with_norms_of_1_more": EngineCase(NEWEST, engine(2, "p2p", **TP2_SP, variant="delta_1p")),
+    "mamba_tp2_sp": EngineCase(PINNED, engine(2, "p2p", **TP2_SP, variant="mamba")),
+    "mamba_experts_fused_full_recompute": EngineCase(
+        NEWEST, engine(2, "p2p", ep=2, variant="mamba_moe", config=ONE_PRODUCT | FULL_RECOMPUTE | FUSED)
     ),
 }
 
 
-@pytest.mark.by_day(
-    "a2a_wrapped",  # lanes with one row
-    "pp2_vpp2_distributed_optimizer",
-    "gated_delta_nets_selective_recompute",
-)
+@pytest.mark.by_day("all_four_few_kv_heads")
 @pytest.mark.parametrize("name", CASES)
 def test_step_equals_single_process(name: str, reference_of) -> None:
     version, layout, exchanges, asked = CASES[name]
-    samples = BATCHES["long_tail"]
-    expected = reference_of(layout, "long_tail")
+    asked = exchanges if asked is None else asked
+    samples, expected = BATCHES["long_tail"], reference_of(layout, "long_tail")
     plan = plan_for(layout, samples, exchanges, "a2a" if "shared alone" in asked else None)
     world = layout.topology.world_size
     results = run_ranks_with(version, world, run_on_version, layout, samples, plan, expected)
@@ -232,6 +207,7 @@ def saved_tensors(kind: str) -> tuple[Saved, Saved]:
     return found[0], found[1]
 
 
+@pytest.mark.by_day("delta")
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
 def test_linear_layers_are_saved_as_by_megatron_cores_spec(kind: str) -> None:
     """Names, shapes and shares of two tensor-parallel ranks."""
@@ -244,42 +220,26 @@ def in_fp8(recipe: str, form: str = "hybrid") -> dict[str, Any]:
     return {"fp8": form, "fp8_recipe": recipe}
 
 
+CURRENT, BLOCKS, MX = "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"
+DELAYED = "TEDelayedScaling"
+TENSORWISE = in_fp8("tensorwise", "e4m3") | FULL_RECOMPUTE
+DELTA_TENSORWISE = {"variant": "delta_16_heads", "config": in_fp8("tensorwise") | FULL_RECOMPUTE}
+DELAYED_8_HEADS = {"variant": "llama_8_heads", "config": in_fp8("delayed") | SELECTIVE_RECOMPUTE}
+STAGES: dict[str, Any] = {"pp": 2, "vpp": 2, "distributed_optimizer": True}
 # Layout, exchanges of the plan, class of the recipe.
 IN_FP8 = {
-    "four_lanes_mxfp8": (engine(4, "mixed", config=in_fp8("mxfp8")), ALL, "MXFP8BlockScaling"),
-    "tp2_sp_tensorwise_full_recompute": (
-        engine(2, "p2p", tp=2, sp=True, config=in_fp8("tensorwise", "e4m3") | FULL_RECOMPUTE),
-        {"p2p"},
-        "Float8CurrentScaling",
-    ),
-    "gated_delta_nets_tp2_sp_tensorwise": (
-        engine(2, "p2p", tp=2, sp=True, variant="delta_16_heads", config=in_fp8("tensorwise") | FULL_RECOMPUTE),
-        {"p2p"},
-        "Float8CurrentScaling",
-    ),
-    "tp2_sp_blockwise": (
-        engine(2, "p2p", tp=2, sp=True, config=in_fp8("blockwise")),
-        {"p2p"},
-        "Float8BlockScaling",
-    ),
-}
-IN_FP8_EACH_NIGHT = {
-    "gated_delta_nets_mxfp8": (
-        engine(2, "p2p", variant="delta_16_heads", config=in_fp8("mxfp8")),
-        {"p2p"},
-        "MXFP8BlockScaling",
-    ),
+    "four_lanes_mxfp8": (engine(4, "mixed", config=in_fp8("mxfp8")), ALL, MX),
+    "tp2_sp_tensorwise_full_recompute": (engine(2, "p2p", **TP2_SP, config=TENSORWISE), {"p2p"}, CURRENT),
+    "gated_delta_nets_tp2_sp_tensorwise": (engine(2, "p2p", **TP2_SP, **DELTA_TENSORWISE), {"p2p"}, CURRENT),
+    "tp2_sp_blockwise": (engine(2, "p2p", **TP2_SP, config=in_fp8("blockwise")), {"p2p"}, BLOCKS),
+    "gated_delta_nets_mxfp8": (engine(2, "p2p", variant="delta_16_heads", config=in_fp8("mxfp8")), {"p2p"}, MX),
     "pp2_vpp2_distributed_optimizer_blockwise": (
-        engine(2, "p2p", pp=2, vpp=2, distributed_optimizer=True, config=in_fp8("blockwise")),
+        engine(2, "p2p", **STAGES, config=in_fp8("blockwise")),
         {"p2p"},
-        "Float8BlockScaling",
+        BLOCKS,
     ),
-    "tp2_sp_delayed": (
-        engine(2, "a2a", tp=2, sp=True, variant="llama_8_heads", config=in_fp8("delayed") | SELECTIVE_RECOMPUTE),
-        {"a2a"},
-        "TEDelayedScaling",
-    ),
-    "four_lanes_delayed": (engine(4, "p2p", config=in_fp8("delayed")), {"p2p"}, "TEDelayedScaling"),
+    "tp2_sp_delayed": (engine(2, "a2a", **TP2_SP, **DELAYED_8_HEADS), {"a2a"}, DELAYED),
+    "four_lanes_delayed": (engine(4, "p2p", config=in_fp8("delayed")), {"p2p"}, DELAYED),
 }
 
 Quantized = tuple[Comparison, list[quantization.Context], list[tuple[str, int]]]
@@ -293,11 +253,11 @@ def run_in_fp8(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected
 
 
 @pytest.mark.by_day(f"{NEWEST}-tp2_sp_blockwise")
-@pytest.mark.parametrize("name", IN_FP8 | IN_FP8_EACH_NIGHT)
+@pytest.mark.parametrize("name", IN_FP8)
 @pytest.mark.parametrize("version", [PINNED, NEWEST])
 def test_products_in_fp8_get_whole_multiples(version: str, name: str, reference_of) -> None:
     """Of what TransformerEngine asks for; they are computed exactly, so that nothing else may have changed."""
-    layout, exchanges, recipe = (IN_FP8 | IN_FP8_EACH_NIGHT)[name]
+    layout, exchanges, recipe = IN_FP8[name]
     samples, expected = BATCHES["long_tail"], reference_of(layout, "long_tail")
     plan = plan_for(layout, samples, exchanges.difference(missing_exchanges(CP_COMM_TYPES, version, "cuDNN")), None)
     empty = [bucket for bucket in plan.buckets if not bucket.samples]
@@ -307,8 +267,8 @@ def test_products_in_fp8_get_whole_multiples(version: str, name: str, reference_
     comparisons = [comparison for comparison, _, _ in results]
     assert_equal_to_reference(comparisons, layout, expected)
     assert_bytes_as_planned(comparisons, layout, plan)
-    forwards = 2 if "recompute_granularity" in layout.config and recipe != "TEDelayedScaling" else 1
-    chunks = layout.num_layers // layout.pp if recipe != "TEDelayedScaling" else layout.vpp
+    forwards = 2 if "recompute_granularity" in layout.config and recipe != DELAYED else 1
+    chunks = layout.num_layers // layout.pp if recipe != DELAYED else layout.vpp
     for rank, (_, entered, products) in enumerate(results):
         assert {name for name, _ in products} == {recipe}
         # Two products of attention and two of the MLP in each layer.
@@ -323,7 +283,7 @@ def test_products_in_fp8_get_whole_multiples(version: str, name: str, reference_
         assert {ranks for _, _, ranks in entered} == {tuple(range(first, first + of_stage))}
 
 
-@pytest.mark.by_day("tp2_sp_blockwise")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "alignment", "says"),
     [

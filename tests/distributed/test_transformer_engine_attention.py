@@ -148,12 +148,14 @@ Outcome = tuple[Case, str, float, int, int]
 """Case; who did the exchange; error; bytes counted by the planner's formula; bytes that were sent."""
 
 
-def attend_in_turn(version: str, exchanges: tuple[CpCommType, ...]) -> tuple[list[Outcome], dict[str, int], set[str]]:
+def attend_in_turn(
+    version: str, exchanges: tuple[CpCommType, ...], heads: tuple[int, ...]
+) -> tuple[list[Outcome], dict[str, int], set[str]]:
     """Return what came of each micro-batch, where the host would wait, and which kernels were called."""
     groups = groups_of(dist.get_world_size(), exchanges)
     counts.waits.clear()  # those of starting
     outcomes: list[Outcome] = []
-    for kv_heads in KV_HEADS:
+    for kv_heads in heads:
         attention = attention_of(kv_heads)
         made = cases(exchanges, dist.get_world_size())
         batches = [MicroBatch(case, kv_heads, groups, seed) for seed, case in enumerate(made)]
@@ -177,11 +179,11 @@ def attend_in_turn(version: str, exchanges: tuple[CpCommType, ...]) -> tuple[lis
     return outcomes, dict(counts.waits), set(extension.CALLS)
 
 
-def check(version: str, num_lanes: int, kernel: str) -> dict[str, int]:
+def check(version: str, num_lanes: int, kernel: str, kv_heads: tuple[int, ...] = KV_HEADS) -> dict[str, int]:
     """Attend on ranks and judge; return where the host would wait."""
     exchanges = tuple(sorted(set(CP_COMM_TYPES) - set(missing_exchanges(CP_COMM_TYPES, version, kernel))))
     exchanges = tuple(one for one in exchanges if num_lanes > 2 or one != "a2a+p2p")
-    ranks = run_ranks_with(version, num_lanes, attend_in_turn, version, exchanges, kernel=kernel)
+    ranks = run_ranks_with(version, num_lanes, attend_in_turn, version, exchanges, kv_heads, kernel=kernel)
     seen = set()
     for outcomes, _, calls in ranks:
         assert calls == {f"{'fused' if kernel == 'cuDNN' else 'flash'}_attn_{one}" for one in ("fwd", "bwd")}
@@ -202,11 +204,12 @@ def test_the_kernel_of_an_a100_equals_float64() -> None:
     assert set(waits) == {"__index__ context_parallel.py:backward"}, waits
 
 
-@pytest.mark.by_day("4-2.20.2")
+@pytest.mark.by_day("4-2.20.2-few")
+@pytest.mark.parametrize("kv_heads", [(2,), (1, 8)], ids=["few", "one and all"])
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("num_lanes", [2, 4, 8])
-def test_every_exchange_equals_float64(num_lanes: int, version: str) -> None:
-    assert check(version, num_lanes, "cuDNN") == {}, "the host would wait"
+def test_every_exchange_equals_float64(num_lanes: int, version: str, kv_heads: tuple[int, ...]) -> None:
+    assert check(version, num_lanes, "cuDNN", kv_heads) == {}, "the host would wait"
 
 
 # What may go wrong between a micro-batch and TransformerEngine: an assertion of what stands in for its kernels notices
@@ -269,84 +272,33 @@ def ring(cp_size: int, shape: dict[str, Any]) -> Case:
     return Case(exchange="p2p", cp_size=cp_size, **shape)
 
 
+def with_boundaries(first: int) -> Callable[..., None]:
+    return tell_otherwise(lambda params: valid_boundaries(params, first % len(params.seqlens)))
+
+
+TWO_LEVELS = Case(exchange="a2a+p2p", cp_size=4, **ONE)
+copied_boundaries = tell_otherwise(lambda params: {"cu_seqlens_q_padded": params.cu_seqlens_q.clone()})
+longest_valid = tell_otherwise(lambda params: dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(params.seqlens)))
+reversed_ranks = set_otherwise(lambda group, ranks, stream: (group, ranks[::-1], stream))
+swapped_levels = set_otherwise(lambda group, ranks, stream: (group[::-1], ranks, stream))
+group_of_the_job = set_otherwise(lambda group, ranks, stream: (dist.group.WORLD, [0, 1, 2, 3], stream))
+no_stream = set_otherwise(lambda group, ranks, stream: (group, ranks, None))
+TOLD = "cuDNN is told max_seqlen_q 17, a sequence has 18"
+LACKED = "thd format is not supported with hierarchical CP"
 FAULTS: dict[str, tuple[str, Case, Callable[..., None], str]] = {
-    "valid boundaries, 2.11": (
-        PINNED,
-        ring(4, PACK),
-        tell_otherwise(lambda params: valid_boundaries(params, 0)),
-        "equal dot_product_attention.py:forward",
-    ),
-    "valid last boundary, 2.11": (
-        PINNED,
-        ring(4, ONE),
-        tell_otherwise(lambda params: valid_boundaries(params, len(params.seqlens) - 1)),
-        "off by nan",
-    ),
-    "valid boundaries, 2.20": (
-        NEWEST,
-        ring(4, PACK),
-        tell_otherwise(lambda params: valid_boundaries(params, 0)),
-        "slow path",
-    ),
-    "copied boundaries": (
-        NEWEST,
-        ring(4, WHOLE),
-        tell_otherwise(lambda params: {"cu_seqlens_q_padded": params.cu_seqlens_q.clone()}),
-        "slow path",
-    ),
-    "longest valid length": (
-        NEWEST,
-        ring(4, ONE),
-        tell_otherwise(lambda params: dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(params.seqlens))),
-        "cuDNN is told max_seqlen_q 17, a sequence has 18",
-    ),
-    "reversed ranks": (
-        NEWEST,
-        ring(4, ONE),
-        set_otherwise(lambda group, ranks, stream: (group, ranks[::-1], stream)),
-        "Pair is not connected|Connection|off by",
-    ),
-    "swapped levels": (
-        NEWEST,
-        Case(exchange="a2a+p2p", cp_size=4, **ONE),
-        set_otherwise(lambda group, ranks, stream: (group[::-1], ranks, stream)),
-        "is not part of group",
-    ),
-    "the job's group": (
-        PINNED,
-        ring(2, ONE),
-        set_otherwise(lambda group, ranks, stream: (dist.group.WORLD, [0, 1, 2, 3], stream)),
-        "halves of an odd length",
-    ),
-    "another group's backward": (
-        NEWEST,
-        ring(2, ONE),
-        go_back_over_another_group,
-        "list index out of range",
-    ),
-    "a group left set": (
-        PINNED,
-        ring(4, ONE),
-        leave_the_group_set,
-        "a group was left set",
-    ),
-    "an exchange that a version lacks": (
-        PINNED,
-        Case(exchange="a2a+p2p", cp_size=4, **ONE),
-        have_everything_done_natively,
-        "thd format is not supported with hierarchical CP",
-    ),
-    "no stream": (
-        PINNED,
-        ring(4, ONE),
-        set_otherwise(lambda group, ranks, stream: (group, ranks, None)),
-        "TransformerEngine was given no stream",
-    ),
+    "valid boundaries, 2.11": (PINNED, ring(4, PACK), with_boundaries(0), "equal dot_product_attention.py:forward"),
+    "valid last boundary, 2.11": (PINNED, ring(4, ONE), with_boundaries(-1), "off by nan"),
+    "valid boundaries, 2.20": (NEWEST, ring(4, PACK), with_boundaries(0), "slow path"),
+    "copied boundaries": (NEWEST, ring(4, WHOLE), copied_boundaries, "slow path"),
+    "longest valid length": (NEWEST, ring(4, ONE), longest_valid, TOLD),
+    "reversed ranks": (NEWEST, ring(4, ONE), reversed_ranks, "Pair is not connected|Connection|off by"),
+    "swapped levels": (NEWEST, TWO_LEVELS, swapped_levels, "is not part of group"),
+    "the job's group": (PINNED, ring(2, ONE), group_of_the_job, "halves of an odd length"),
+    "another group's backward": (NEWEST, ring(2, ONE), go_back_over_another_group, "list index out of range"),
+    "a group left set": (PINNED, ring(4, ONE), leave_the_group_set, "a group was left set"),
+    "an exchange that a version lacks": (PINNED, TWO_LEVELS, have_everything_done_natively, LACKED),
+    "no stream": (PINNED, ring(4, ONE), no_stream, "TransformerEngine was given no stream"),
 }
-BY_DAY_FAULTS = (
-    *("valid boundaries, 2.20", "valid last boundary, 2.11", "longest valid length"),
-    *("reversed ranks", "swapped levels", "another group's backward"),
-)
 
 
 def what_is_noticed(fault: str, is_planted: bool) -> str:
@@ -370,7 +322,7 @@ def what_is_noticed(fault: str, is_planted: bool) -> str:
     return " ".join([*counts.waits, *(["slow path"] if counts.slow_paths else [])])
 
 
-@pytest.mark.by_day("valid boundaries, 2.20", "reversed ranks", "another group's backward")
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_noticed(fault: str) -> None:
     version, _, _, noticed = FAULTS[fault]
@@ -450,7 +402,7 @@ def run_the_tests_of_a_gpu(cp_sizes: tuple[int, ...]) -> int:
     return len(packs) + len(cp_sizes) + 2
 
 
-@pytest.mark.by_day("2.20.2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_tests_of_a_gpu_are_right_themselves(version: str) -> None:
     """They have not run on one; bounds are those of bfloat16, which is what is computed in."""

@@ -21,7 +21,7 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from dynamic_cp.errors import DisagreementError, DynamicCPError, MemoryLimitError, UnsupportedFeatureError
+from dynamic_cp.errors import DisagreementError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, Topology
 from megatron.dynamic_cp import doctor
 from megatron.dynamic_cp.attention.te import kernels as te_kernels
@@ -33,7 +33,7 @@ from megatron.dynamic_cp.repairs import engine_import
 from megatron.trainer.setup import layers, warm_up
 from megatron.trainer.setup.attention_warm_up import pack_of, token_buckets, warm_up_attention, warm_up_packs
 from tests.distributed import parity, reference
-from tests.distributed.harness import initialize_model_parallel, run_forked, run_ranks
+from tests.distributed.harness import initialize_model_parallel, refuses, run_forked, run_ranks
 from tests.distributed.real_transformer_engine import engine, extension
 from tests.distributed.real_transformer_engine.engine import run_ranks_with
 from tests.distributed.real_transformer_engine.wheels import NEWEST, OLDEST, PINNED, VERSIONS, wheel_or_skip
@@ -47,49 +47,52 @@ H100, A100, WORKSTATION = (9, 0), (8, 0), (12, 0)
 GPU = {"capability": H100, "flash_attn": None, "attention_backend": "auto", "bf16": True, "kv_channels": 128}
 
 
-@pytest.mark.parametrize(
-    ("version", "lacking"),
-    [
-        ("2.9.0", ("all_gather",)),
-        ("2.11.0+5671fd36", ("all_gather",)),
-        ("2.17.1", ("all_gather",)),
-        ("2.18.0.dev0", ()),
-        ("2.20.2", ()),
-    ],
-)
-def test_auto_leaves_out_what_a_version_lacks(version: str, lacking: tuple[str, ...]) -> None:
-    choice = chosen_layers(None, "auto", version=version, **GPU)
-    assert (choice.impl, choice.left_out) == ("transformer_engine", lacking)
-    assert version in choice.describe()
-    assert ("all_gather" in choice.describe()) == bool(lacking)
+NO_GATHER = ("all_gather",)
 
 
 @pytest.mark.parametrize(
-    ("capability", "flash_attn", "backend", "kernel", "lacking"),
+    ("version", "capability", "flash_attn", "backend", "kernel", "lacking"),
     [
-        (A100, 2, "auto", "flash-attn 2", ("all_gather",)),
-        ((8, 9), 2, "flash", "flash-attn 2", ("all_gather",)),
-        (WORKSTATION, 2, "auto", "flash-attn 2", ("all_gather",)),
-        (WORKSTATION, 4, "auto", "flash-attn 4", ()),
-        (H100, 2, "flash", "flash-attn 2", ("all_gather",)),
-        (H100, 3, "flash", "flash-attn 3", ()),
-        (H100, 2, "auto", "cuDNN", ()),
-        (H100, None, "fused", "cuDNN", ()),
+        ("2.9.0", H100, None, "auto", "cuDNN", NO_GATHER),
+        ("2.11.0+5671fd36", H100, None, "auto", "cuDNN", NO_GATHER),
+        ("2.11.0", H100, None, "fused", "cuDNN", NO_GATHER),
+        ("2.11.0", (10, 0), None, "fused", "cuDNN", NO_GATHER),
+        ("2.11.0", H100, 2, "flash", "flash-attn 2", NO_GATHER),
+        ("2.11.0", A100, 2, "auto", "flash-attn 2", NO_GATHER),
+        ("2.11.0", A100, 2, "flash", "flash-attn 2", NO_GATHER),
+        ("2.11.0", WORKSTATION, 2, "auto", "flash-attn 2", NO_GATHER),
+        ("2.17.1", H100, None, "auto", "cuDNN", NO_GATHER),
+        ("2.18.0.dev0", H100, None, "auto", "cuDNN", ()),
+        ("2.20.2", A100, 2, "auto", "flash-attn 2", NO_GATHER),
+        ("2.20.2", (8, 9), 2, "flash", "flash-attn 2", NO_GATHER),
+        ("2.20.2", WORKSTATION, 2, "auto", "flash-attn 2", NO_GATHER),
+        ("2.20.2", WORKSTATION, 4, "auto", "flash-attn 4", ()),
+        ("2.20.2", H100, 2, "flash", "flash-attn 2", NO_GATHER),
+        ("2.20.2", H100, 3, "flash", "flash-attn 3", ()),
+        ("2.20.2", H100, 2, "auto", "cuDNN", ()),
+        ("2.20.2", H100, None, "fused", "cuDNN", ()),
     ],
 )
-def test_auto_leaves_out_what_the_kernel_computes_wrongly(
-    capability: tuple[int, int], flash_attn: int | None, backend: str, kernel: str, lacking: tuple[str, ...]
+def test_auto_leaves_out_what_a_version_lacks_or_its_kernel_computes_wrongly(
+    version: str,
+    capability: tuple[int, int],
+    flash_attn: int | None,
+    backend: str,
+    kernel: str,
+    lacking: tuple[str, ...],
 ) -> None:
     settings = {**GPU, "capability": capability, "flash_attn": flash_attn, "attention_backend": backend}
-    choice = chosen_layers(None, "auto", version="2.20.2", **settings)
-    assert (choice.kernel, choice.left_out) == (kernel, lacking)
-    assert f"attention by {kernel})" in choice.describe()
-    if lacking:
-        assert choice.describe().endswith("the planner does without all_gather")
+    choice = chosen_layers(None, "auto", version=version, **settings)
+    assert (choice.impl, choice.kernel, choice.left_out) == ("transformer_engine", kernel, lacking)
+    said = choice.describe()
+    assert version in said
+    assert f"attention by {kernel})" in said
+    assert said.endswith("the planner does without all_gather") == bool(lacking)
+    if not lacking:
+        assert chosen_layers(None, "all_gather", version=version, **settings).kernel == kernel
+    elif version == "2.20.2":
         with pytest.raises(UnsupportedFeatureError, match=f"{kernel} would run here and compute something else"):
-            chosen_layers(None, "all_gather", version="2.20.2", **settings)
-    else:
-        assert chosen_layers(None, "all_gather", version="2.20.2", **settings).kernel == kernel
+            chosen_layers(None, "all_gather", version=version, **settings)
 
 
 def test_masks_of_samples_are_refused_where_the_layers_compute_their_own_only() -> None:
@@ -167,23 +170,17 @@ def test_the_page_has_the_table_of_the_code() -> None:
         {te_support.shown(r) for r in te_support.NATIVE_SINCE.values()}, key=te_support.release_of
     )
     assert len(rows) == 3
-    for version, *cells in rows:
-        for exchange, cell in zip(header[1:], cells, strict=True):
-            lacking = exchange in missing_exchanges(CP_COMM_TYPES, version, "cuDNN")
-            assert cell == ("-" if lacking else provider(exchange, version, "cuDNN", kv_heads=8, inner_cp_size=2)), (
-                version,
-                exchange,
-            )
     kernels = [line for line in page.splitlines() if line.startswith(("| cuDNN", "| flash-attn "))]
     assert len(kernels) == len(get_args(Kernel))
-    for line in kernels:
-        kernel, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+    of_kernels = [[cell.strip() for cell in line.strip("|").split("|")] for line in kernels]
+    newest = rows[-1][0]
+    told = [(version, "cuDNN", cells) for version, *cells in rows]
+    told += [(newest, kernel, cells) for kernel, *cells in of_kernels]
+    for version, kernel, cells in told:
         for exchange, cell in zip(header[1:], cells, strict=True):
             lacking = exchange in missing_exchanges(CP_COMM_TYPES, version, kernel)
-            assert cell == ("-" if lacking else provider(exchange, version, kernel, kv_heads=8, inner_cp_size=2)), (
-                kernel,
-                exchange,
-            )
+            expected = "-" if lacking else provider(exchange, version, kernel, kv_heads=8, inner_cp_size=2)
+            assert cell == expected, (version, kernel, exchange)
 
 
 @pytest.mark.parametrize(
@@ -222,56 +219,29 @@ def test_what_cannot_be_used_is_refused_if_it_was_asked_for(changed: dict, said:
         assert chosen_layers("local", **settings).reason == "--transformer-impl local"
 
 
-@pytest.mark.parametrize(
-    ("capability", "flash_attn", "backend"),
-    [
-        (H100, None, "auto"),
-        (H100, None, "fused"),
-        ((10, 0), None, "fused"),
-        (H100, 2, "flash"),
-        (A100, 2, "auto"),
-        (A100, 2, "flash"),
-        (WORKSTATION, 2, "auto"),
-    ],
-)
-def test_a_device_with_kernels_for_packed_sequences(
-    capability: tuple[int, int], flash_attn: int | None, backend: str
-) -> None:
-    settings = {**GPU, "capability": capability, "flash_attn": flash_attn, "attention_backend": backend}
-    assert chosen_layers(None, "p2p", version="2.11.0", **settings).impl == "transformer_engine"
+def choose_on_this_rank() -> None:
+    """All of two ranks have the same layers and switch of TransformerEngine's ring, or the same error."""
 
-
-def choose_on_this_rank(
-    versions: tuple[str | None, ...], backend: str = "auto", capability: tuple[int, int] = H100
-) -> str:
-    """Return the layers of a rank, with the switch of TransformerEngine's ring, or the error."""
-    os.environ.pop(layers.BATCHED_RING, None)
-    layers.installed_version = lambda: (versions[dist.get_rank()], "not there")
-    layers.installed_flash_attn = lambda capability, release: None
-    layers.compute_capability = lambda device: capability
-    try:
+    def choose(*versions: str | None, backend: str = "auto", capability: tuple[int, int] = H100) -> str:
+        os.environ.pop(layers.BATCHED_RING, None)
+        layers.installed_version = lambda: (versions[dist.get_rank()], "not there")
+        layers.installed_flash_attn = lambda capability, release: None
+        layers.compute_capability = lambda device: capability
         needs = needs_of("transformer_engine", "p2p", attention_backend=backend)
-        choice = layers.choose(needs, torch.device("cpu"))
-    except DynamicCPError as error:
-        return f"{type(error).__name__}: {error}"
-    return f"{choice.impl} {os.environ.get(layers.BATCHED_RING)}"
+        return f"{layers.choose(needs, torch.device('cpu')).impl} {os.environ.get(layers.BATCHED_RING)}"
+
+    both = ("2.11.0", "2.11.0")
+    assert choose(*both) == "transformer_engine 1"
+    assert choose(*both, backend=AttnBackend.fused.name) == "transformer_engine 1"
+    flash = AttnBackend.flash.name
+    refuses(UnsupportedFeatureError, lambda: choose(*both, backend=flash), "--attention-backend flash")
+    refuses(UnsupportedFeatureError, lambda: choose(*both, capability=A100), "sm80")
+    refuses(UnsupportedFeatureError, lambda: choose("2.11.0", None), "(not there)")
+    refuses(DisagreementError, lambda: choose("2.11.0", "2.12.0"), "version of TransformerEngine")
 
 
 def test_all_ranks_choose_alike() -> None:
-    both = ("2.11.0", "2.11.0")
-    assert run_ranks(2, choose_on_this_rank, both) == ["transformer_engine 1"] * 2
-    assert run_ranks(2, choose_on_this_rank, both, AttnBackend.fused.name) == ["transformer_engine 1"] * 2
-    for said in run_ranks(2, choose_on_this_rank, both, AttnBackend.flash.name):
-        assert "--attention-backend flash" in said
-    for said in run_ranks(2, choose_on_this_rank, both, "auto", A100):
-        assert said.startswith("UnsupportedFeatureError")
-        assert "sm80" in said
-    for said in run_ranks(2, choose_on_this_rank, ("2.11.0", None)):
-        assert said.startswith("UnsupportedFeatureError")
-        assert "(not there)" in said
-    for said in run_ranks(2, choose_on_this_rank, ("2.11.0", "2.12.0")):
-        assert said.startswith(DisagreementError.__name__)
-        assert "version of TransformerEngine" in said
+    run_ranks(2, choose_on_this_rank)
 
 
 def test_the_switch_of_a_user_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -349,7 +319,7 @@ def warm_on_this_rank() -> tuple[int, int]:
     groups = DynamicCPGroups.build(Topology(num_lanes=4), timeout_s=30, exchanges=exchanges, inner_sizes=(2,))
     config = reference.transformer_config(reference.LLAMA)
     packs = warm_up_packs(
-        groups.groups, groups.outer_groups, exchanges, max_tokens_per_rank=64, query_heads=config.num_attention_heads
+        groups.groups, groups.outer_groups, exchanges, max_tokens_per_rank=16, query_heads=config.num_attention_heads
     )
     sent = warm_up_attention(
         [TransformerEngineAttention(config, 1, AttnMaskType.causal, "self")],

@@ -123,9 +123,12 @@ SITUATIONS = {
 WITHOUT_GATHERING = {"gathered": "llama", "mtp_gathered": "mtp"}
 
 
-def test_training_in_these_situations_equals_a_stock_model_in_one_process() -> None:
+@pytest.mark.by_day("day")
+@pytest.mark.parametrize("names", [("no_targets", "gathered"), tuple(SITUATIONS)], ids=["day", "all"])
+def test_training_in_these_situations_equals_a_stock_model_in_one_process(names: tuple[str, ...]) -> None:
     cases = {}
-    for name, case in SITUATIONS.items():
+    for name in names:
+        case = SITUATIONS[name]
         variant = WITHOUT_GATHERING.get(name, case.layout.variant)
         (expected,) = run_ranks(1, reference.reference_step, variant, case.samples, case.layout.num_layers)
         cases[name] = case._replace(expected=expected)

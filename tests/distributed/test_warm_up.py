@@ -39,12 +39,7 @@ print(sum(count > 0 for _, count in before), [entry for entry in after if entry 
 @pytest.mark.by_day("4 2 6 dynamic thorough")
 @pytest.mark.parametrize(
     "job",
-    [
-        "1 1 8 dynamic fast",
-        "4 2 6 dynamic thorough",
-        pytest.param("2 1 4 balanced fast", marks=pytest.mark.nightly),
-        pytest.param("1 1 1 static fast", marks=pytest.mark.nightly),
-    ],
+    ["1 1 8 dynamic fast", "4 2 6 dynamic thorough", "2 1 4 balanced fast", "1 1 1 static fast"],
 )
 def test_a_synthetic_batch_runs_all_compiled_code_that_steps_need(job):
     pytest.importorskip("numba")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -97,6 +98,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.by_day("three_lanes", "two_lanes_tp2_sp")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_token_comes_out_once(name: str) -> None:
     layout = LAYOUTS[name]
@@ -180,14 +182,9 @@ def test_chunks_get_what_they_need() -> None:
     every_key = {"tokens", "position_ids", "labels", "loss_mask", "packed_seq_params"}
     assert all(set(batch) == every_key for (batch,) in outcome.chunks)
     assert len(outcome.read) == len(set(outcome.read)) == len(SAMPLES), "chunks share what was read"
-
-
-def test_middle_stage_reads_nothing() -> None:
-    plan = one_row(Topology(num_lanes=1), Bucket(first_lane=0, samples=SAMPLES))
-    chunks = [ChunkNeeds(tokens=False, labels=False)]
-    ((outcome,),) = run_ranks(1, wrap, plan.topology, SAMPLES, [plan], chunks, timeout_s=60)
-    assert outcome.read == []
-    ((batch,),) = outcome.chunks
+    ((middle,),) = run_ranks(1, wrap, plan.topology, SAMPLES, [plan], chunks[1:2], timeout_s=60)
+    assert middle.read == []
+    ((batch,),) = middle.chunks
     assert batch["packed_seq_params"]["padded_seqlens"] == tuple(sample.seqlen for sample in SAMPLES)
 
 
@@ -195,6 +192,7 @@ def one_row(topology: Topology, *buckets: Bucket) -> Plan:
     return Plan(topology=topology, max_tokens_per_rank=1 << 20, micro_batches=(MicroBatch(buckets=buckets),))
 
 
+@pytest.mark.by_day("True")
 @pytest.mark.parametrize(("sequence_parallel", "num_tokens"), [(False, 1), (True, 2)])
 def test_empty_place_is_the_least_padding(sequence_parallel: bool, num_tokens: int) -> None:
     topology = Topology(num_lanes=2, tp_size=2, sequence_parallel=sequence_parallel)
@@ -211,30 +209,6 @@ def test_empty_place_is_the_least_padding(sequence_parallel: bool, num_tokens: i
 
 
 # Ranks fail together.
-
-
-def fail_to_wrap(
-    topology: Topology, plan_of_lane: Sequence[Plan], read: Callable[[Sample], SampleTokens], verify: str = "digest"
-) -> tuple[type, str, dict[str, Any], float]:
-    """Return the error of this rank and the seconds until it came; then do what the next step would begin with."""
-    initialize_model_parallel(topology.tp_size, topology.pp_size)
-    groups = DynamicCPGroups.build(topology, timeout_s=30, exchanges=("p2p",))
-    by_id = {sample.sample_id: sample for sample in SAMPLES}
-    wrapper = DataIteratorWrapper(
-        plan_source=fixed_plan(plan_of_lane[groups.lane], groups),
-        read_sample=lambda sample_id: read(by_id[sample_id]),
-        groups=groups,
-        chunks=BOTH,
-        verify=verify,
-    )
-    started = patience.now_s()
-    with pytest.raises(DynamicCPError) as caught:
-        wrapper.wrap(0, SAMPLES[:4])
-    seconds = patience.now_s() - started
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == topology.world_size, "ranks are out of step after the error"
-    return type(caught.value), str(caught.value), caught.value.details, seconds
 
 
 FOUR_LANES = Topology(num_lanes=4)
@@ -258,47 +232,78 @@ def read_too_little(sample: Sample) -> SampleTokens:
     return SampleTokens(whole.tokens[:-1], whole.labels[:-1], whole.loss_mask[:-1])
 
 
-def assert_same_error(results: list[tuple[type, str, dict[str, Any], float]], kind: type) -> tuple[str, dict[str, Any]]:
-    """All ranks have one error of `kind`, at once; return its message and details."""
-    assert [result[0] for result in results] == [kind] * len(results)
-    assert len({result[1] for result in results}) == 1
-    assert max(result[3] for result in results) < 10
-    return results[0][1], results[0][2]
+def one_each(*held: int) -> Plan:
+    """Return the plan whose lanes have these samples."""
+    return one_row(FOUR_LANES, *(Bucket(first_lane=lane, samples=(SAMPLES[i],)) for lane, i in enumerate(held)))
 
 
-def test_unreadable_sample_fails_all_ranks_alike() -> None:
-    results = run_ranks(4, fail_to_wrap, FOUR_LANES, [ONE_SAMPLE_A_LANE] * 4, read_or_fail, timeout_s=60)
-    message, details = assert_same_error(results, DataError)
-    assert message == "sample 2 is torn (rank 1)"
-    assert details == {"sample_id": 2}
-
-
-def test_changed_sample_fails_all_ranks_alike() -> None:
-    results = run_ranks(4, fail_to_wrap, FOUR_LANES, [ONE_SAMPLE_A_LANE] * 4, read_too_little, timeout_s=60)
-    message, _ = assert_same_error(results, DataError)
-    assert "sample 3 has 0 tokens, 0 labels and a loss mask of 0, its index says 1" in message
-    assert "index it again" in message
-
-
-def test_a_plan_with_other_masks_than_the_batch_fails_all_ranks_alike() -> None:
-    buckets = [Bucket(first_lane=lane, samples=(SAMPLES[lane],)) for lane in range(4)]
+def with_another_mask() -> Plan:
+    buckets = list(ONE_SAMPLE_A_LANE.micro_batches[0].buckets)
     buckets[1] = Bucket(first_lane=1, samples=(dataclasses.replace(SAMPLES[1], mask=FULL),))
-    plans = [one_row(FOUR_LANES, *buckets)] * 4
-    results = run_ranks(4, fail_to_wrap, FOUR_LANES, plans, read_telling_tokens, timeout_s=60)
-    message, _ = assert_same_error(results, IllegalPlanError)
-    assert "has sample 2 with the mask full, this rank's global batch says None: all ranks must read" in message
+    return one_row(FOUR_LANES, *buckets)
 
 
-def test_ranks_with_different_plans_fail_alike() -> None:
-    reordered = one_row(FOUR_LANES, *(Bucket(first_lane=lane, samples=(SAMPLES[3 - lane],)) for lane in range(4)))
-    plans = [ONE_SAMPLE_A_LANE, ONE_SAMPLE_A_LANE, reordered, ONE_SAMPLE_A_LANE]
-    results = run_ranks(4, fail_to_wrap, FOUR_LANES, plans, read_telling_tokens, timeout_s=60)
-    assert [result[0] for result in results] == [DisagreementError] * 4
-    assert all("ranks disagree on the plan of step 0" in result[1] for result in results)
-    assert max(result[3] for result in results) < 10
+class Fault(NamedTuple):
+    """What goes wrong on which lanes, and what all ranks say of it."""
+
+    kind: type
+    says: str
+    plan: Plan = ONE_SAMPLE_A_LANE
+    lanes: tuple[int, ...] = (0, 1, 2, 3)
+    read: Callable[[Sample], SampleTokens] = read_telling_tokens
+    verify: str = "digest"
 
 
-def test_illegal_plan_is_refused_on_all_ranks() -> None:
-    twice = one_row(FOUR_LANES, *(Bucket(first_lane=lane, samples=(SAMPLES[lane % 3],)) for lane in range(4)))
-    results = run_ranks(4, fail_to_wrap, FOUR_LANES, [twice] * 4, read_telling_tokens, "full", timeout_s=60)
-    assert_same_error(results, IllegalPlanError)
+FAULTS = {
+    "unreadable samples": Fault(DataError, r"^sample 2 is torn \(rank 1\)$", read=read_or_fail),
+    "a changed sample": Fault(
+        DataError,
+        "sample 3 has 0 tokens, 0 labels and a loss mask of 0, its index says 1.*index it again",
+        read=read_too_little,
+    ),
+    "other masks than the batch": Fault(
+        IllegalPlanError,
+        "has sample 2 with the mask full, this rank's global batch says None: all ranks must read",
+        with_another_mask(),
+    ),
+    "different plans": Fault(
+        DisagreementError, "ranks disagree on the plan of step 0", one_each(3, 2, 1, 0), lanes=(2,)
+    ),
+    "an illegal plan": Fault(IllegalPlanError, "", one_each(0, 1, 2, 0), verify="full"),
+}
+
+
+def fail_to_wrap() -> dict[str, tuple[type, str, dict[str, Any], float]]:
+    """Return each error of this rank and the seconds until it came; after each, do what the next step begins with."""
+    initialize_model_parallel()
+    groups = DynamicCPGroups.build(FOUR_LANES, timeout_s=30, exchanges=("p2p",))
+    by_id, found = {sample.sample_id: sample for sample in SAMPLES}, {}
+    for name, fault in FAULTS.items():
+        wrapper = DataIteratorWrapper(
+            plan_source=fixed_plan(fault.plan if groups.lane in fault.lanes else ONE_SAMPLE_A_LANE, groups),
+            read_sample=lambda sample_id, read=fault.read: read(by_id[sample_id]),
+            groups=groups,
+            chunks=BOTH,
+            verify=fault.verify,
+        )
+        started = patience.now_s()
+        with pytest.raises(DynamicCPError) as caught:
+            wrapper.wrap(0, SAMPLES[:4])
+        found[name] = type(caught.value), str(caught.value), caught.value.details, patience.now_s() - started
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == FOUR_LANES.world_size, f"ranks are out of step after {name}"
+    return found
+
+
+def test_faults_fail_all_ranks_alike() -> None:
+    ranks = run_ranks(4, fail_to_wrap, timeout_s=60)
+    for name, fault in FAULTS.items():
+        errors = [rank[name] for rank in ranks]
+        for kind, message, _, seconds in errors:
+            assert kind is fault.kind, name
+            assert re.search(fault.says, message), message
+            assert seconds < 10
+        if fault.kind is not DisagreementError:  # which says what this rank has
+            assert len({message for _, message, *_ in errors}) == 1
+    assert ranks[0]["unreadable samples"][2] == {"sample_id": 2}
