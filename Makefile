@@ -79,7 +79,7 @@ newest:
 		$(MAKE) --no-print-directory VENV=.venv-3.12 PYTHON="$$python" LEFT_OUT="$(OF_ONE_VERSION)" \
 			QUICK="not slow or of_releases" quick
 
-# The whole suite, and what each test costs into tests/costs.json, failed ones too; whose names of before are not asked for.
+# The day's tests, and what each costs into tests/costs.json, failed ones too; what does not run keeps its cost.
 costs: kernels
 	$(BIN)/python -m pytest --measure-costs tests/costs.json --ignore tests/unit/test_costs.py $(PARALLEL)
 

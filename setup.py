@@ -37,7 +37,7 @@ HF = [
 TEMPLATES = ["trl==1.16.0; python_version>='3.11'"]
 MEGATRON_LM = ["six", "regex", "pyyaml"]  # what the training code of a Megatron-LM checkout imports
 # pydantic: TransformerEngine's own Python imports it.
-TEST = [*FAST, *EXACT, "hypothesis", "pydantic", "pytest>=8", "pytest-timeout", "pytest-xdist"]
+TEST = [*FAST, *EXACT, "hypothesis", "pydantic", "pytest>=8", "pytest-timeout"]
 
 setup(
     name="megatron-dynamic-cp",

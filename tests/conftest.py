@@ -39,6 +39,8 @@ SLOW_S = 0.1
 _KEPT_FROM_S = 0.1
 
 _measured: dict[str, list[float]] = defaultdict(list)
+_collected: set[str] = set()
+"""Tests and fixtures that there are: those that do not run keep the cost that they had."""
 _shared: list[float] = []
 """Seconds of each set-up that several tests share: they do not count for the test that happened to come first."""
 
@@ -48,7 +50,7 @@ gc.disable()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workers", type=int, default=0, help="forks that run the tests, once they are collected")
-    parser.addoption("--measure-costs", type=Path, metavar="FILE", help=f"write {COSTS.name} anew, of a whole run")
+    parser.addoption("--measure-costs", type=Path, metavar="FILE", help=f"write {COSTS.name} anew, of what runs")
 
 
 def name_of(item: pytest.Item) -> str:
@@ -74,6 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     keep_by_day(items)
     for item in items:
         cost_s = costs_s.get(name_of(item), 0.0)
+        _collected.update([name_of(item), *names_of_fixtures(item)])
         files_s[item.path] += cost_s
         shared[item.path].update(names_of_fixtures(item))
         dearest_s = max([cost_s, *(costs_s.get(name, 0.0) for name in names_of_fixtures(item))])
@@ -164,19 +167,13 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[obje
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    output, file = getattr(session.config, "workeroutput", None), session.config.getoption("--measure-costs")
-    if output is not None:  # of a process of pytest-xdist, for the one that started it
-        output["measured"] = dict(_measured)
-    elif file and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        means_s = {name: sum(cases_s) / len(cases_s) for name, cases_s in _measured.items()}
+    file = session.config.getoption("--measure-costs")
+    if file and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        before_s = json.loads(COSTS.read_text())
+        means_s = {name: cost_s for name, cost_s in before_s.items() if name in _collected}
+        means_s |= {name: sum(cases_s) / len(cases_s) for name, cases_s in _measured.items()}
         kept = {name: round(mean_s, 1) for name, mean_s in sorted(means_s.items()) if mean_s >= _KEPT_FROM_S}
         file.write_text(json.dumps(kept, indent=0) + "\n")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: object) -> None:
-    for name, cases_s in getattr(node, "workeroutput", {}).get("measured", {}).items():
-        _measured[name] += cases_s
 
 
 def _own_s() -> float:

@@ -1,8 +1,7 @@
 """`--workers N`: one process imports and collects, N forks of it run the tests, a file at a time.
 
-Each process that pytest-xdist starts imports torch and megatron-core and collects for itself: 18 s of computing.
-A fork has that from its parent, which gives it one file after the other and gets its reports back.
-A worker that dies fails the test it was at, and another one goes on with the rest of that file.
+Importing torch and megatron-core and collecting takes 18 s of computing. A fork has that from its parent, which gives
+it one file after the other and gets its reports back. A worker that dies fails the test it was at, and another one goes on with the rest of that file.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ def assert_layouts_equal_single_process(lines: Iterable[str], reference_of: Any)
     assert_all_equal_to_reference(uncounted)
 
 
+@pytest.mark.of_releases
 @pytest.mark.parametrize("family", BY_DAY)
 def test_layouts_of_the_day_equal_single_process(family: str, reference_of: Any) -> None:
     assert_layouts_equal_single_process(BY_DAY[family], reference_of)
@@ -93,7 +94,9 @@ def test_every_pair_is_in_a_layout() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", BY_NIGHT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.of_releases] * (name == "plain")) for name in BY_NIGHT]
+)
 def test_lists_of_layouts_equal_single_process(name: str, reference_of: Any) -> None:
     if name == "uneven stages":  # whose bytes are planned as if they were even
         assert_all_equal_to_reference(cases_of(BY_NIGHT[name], reference_of))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -204,10 +205,13 @@ def test_the_kernel_of_an_a100_equals_float64() -> None:
     assert set(waits) == {"__index__ context_parallel.py:backward"}, waits
 
 
-@pytest.mark.by_day("4-2.20.2-few")
-@pytest.mark.parametrize("kv_heads", [(2,), (1, 8)], ids=["few", "one and all"])
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("num_lanes", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("num_lanes", "version", "kv_heads"),
+    [
+        pytest.param(*case, marks=pytest.mark.of_releases if case == (4, NEWEST, (2,)) else pytest.mark.nightly)
+        for case in product([2, 4, 8], VERSIONS, [(2,), (1, 8)])
+    ],
+)
 def test_every_exchange_equals_float64(num_lanes: int, version: str, kv_heads: tuple[int, ...]) -> None:
     assert check(version, num_lanes, "cuDNN", kv_heads) == {}, "the host would wait"
 

@@ -50,6 +50,7 @@ def refuses_thd(node: ast.AST) -> bool:
     return any(ast.unparse(one.test) == "qkv_format != 'thd'" for one in ast.walk(node) if isinstance(one, ast.Assert))
 
 
+@pytest.mark.of_releases
 def test_exchanges_with_thd_are_those_of_the_table(sources: Sources) -> None:
     """What a version refuses for packed sequences, by its own assertions, is what our table does not permit there."""
     places = {

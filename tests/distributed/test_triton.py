@@ -16,6 +16,7 @@ import torch
 from megatron.dynamic_cp.attention.kernels import ranged
 
 CASES = Path(__file__).with_name("triton_cases.py")
+pytestmark = pytest.mark.of_releases
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")

@@ -75,6 +75,7 @@ def largest_errors_of_stock() -> dict[str, float]:
 
 
 @pytest.mark.nightly
+@pytest.mark.of_releases
 def test_stock_is_wrong_in_the_releases_that_the_page_names() -> None:
     """In a process of its own: what other tests repair is no longer stock."""
     told = releases_with_faults()
@@ -124,6 +125,7 @@ WITHOUT_GATHERING = {"gathered": "llama", "mtp_gathered": "mtp"}
 
 
 @pytest.mark.by_day("day")
+@pytest.mark.of_releases
 @pytest.mark.parametrize("names", [("no_targets", "gathered"), tuple(SITUATIONS)], ids=["day", "all"])
 def test_training_in_these_situations_equals_a_stock_model_in_one_process(names: tuple[str, ...]) -> None:
     cases = {}

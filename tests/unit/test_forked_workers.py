@@ -62,7 +62,7 @@ def start(folder: Path, files: dict[str, str], *words: str) -> subprocess.Popen[
     (folder / "conftest.py").write_text(CONFTEST)
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(textwrap.dedent(text))
-    words = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(folder), "-c", "/dev/null", *words)
+    words = ("-q", "-p", "no:cacheprovider", "--rootdir", str(folder), "-c", "/dev/null", *words)
     with (folder / "said").open("w") as said:
         return subprocess.Popen(
             [sys.executable, "-m", "pytest", *words, str(folder)],
