@@ -1,7 +1,8 @@
 """`--workers N`: one process imports and collects, N forks of it run the tests, a file at a time.
 
 Importing torch and megatron-core and collecting takes 18 s of computing. A fork has that from its parent, which gives
-it one file after the other and gets its reports back. A worker that dies fails the test it was at, and another one goes on with the rest of that file.
+it one file after the other and gets its reports back. A worker that dies fails the test it was at, and another one
+goes on with the rest of that file.
 """
 
 from __future__ import annotations
