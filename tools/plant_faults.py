@@ -218,7 +218,7 @@ FAULTS = {
     "gradients of norms are not summed over tensor-parallel ranks": Fault(
         "for parameter in norm.parameters():\n            parameter.sequence_parallel = config.sequence_parallel",
         "for parameter in norm.parameters():\n            parameter.sequence_parallel = False",
-        PARITY,
+        HEADS,
     ),
     "the second chunk of a shard is the neighbour's": Fault(
         "mirrored = 2 * cp_size - 1 - cp_rank", "mirrored = cp_size + cp_rank", PARITY
