@@ -1,4 +1,4 @@
-"""torch's own `context_parallel` on documents of equal length trains what one process does, as our plans do elsewhere."""
+"""torch's own `context_parallel` on documents of equal length trains what one process does; ours does so elsewhere."""
 
 import numpy as np
 import pytest

@@ -75,10 +75,10 @@ RUN += " --global-batch-size 6"
 
 
 def test_a_resumed_run_is_that_of_another_layout(uninterrupted: Any, saved_by: Any, tmp_path: Path) -> None:
-    """Experts on two lanes, then two stages of which the first has none; the module's router is told as the last."""
+    """Experts on two lanes, then on two stages of two; the first has none, the module's router is told as the last."""
     words = f"{RUN} {EP} 2"
-    other = f"{PP2} --use-distributed-optimizer --save {tmp_path} --save-interval {SAVED}"
-    resumed = train(2, RUN, other, TO_LAST, f"--load {saved_by(words, 2)}")
+    other = f"{PP2} {EP} 2 --use-distributed-optimizer --save {tmp_path} --save-interval {SAVED}"
+    resumed = train(4, RUN, other, TO_LAST, f"--load {saved_by(words, 2)}")
     assert losses(resumed) == pytest.approx(uninterrupted(words, 2)[SAVED:], rel=1e-5)
     routing = resumed[SAVED + 1].routing
     assert sorted(routing.layers) == [2, 3]
