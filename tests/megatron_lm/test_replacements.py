@@ -61,6 +61,8 @@ def test_a_symbol_is_replaced_once_in_each_release(version: str) -> None:
     assert len({one.where for one in here}) == len(here)
     assert {one.symbol for one in here} >= {"parse_args", "validate_args", "GPTModel", "get_batch"}
     assert ("PackedSeqParams" in {one.symbol for one in here}) == (version >= "0.18")
+    in_models = [one.symbol for one in here if one.module.startswith("megatron.training.models")]
+    assert (in_models != []) == (version >= "0.19"), "before, models are built without a configuration"
 
 
 def test_fields_that_may_differ_exist() -> None:
