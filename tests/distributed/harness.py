@@ -165,6 +165,8 @@ def _rank_main(
         _send(sender, (False, traceback.format_exc()))
     finally:
         sender.close()
+        for started in multiprocessing.active_children():  # megatron-core keeps those that save for another time
+            started.kill()
         # No teardown: a failed rank must not wait for its peers in a destructor.
         os._exit(0)
 
