@@ -31,6 +31,7 @@ from megatron.dynamic_cp.attention.kernels.choice import (
 )
 from megatron.dynamic_cp.attention.packs import Pack
 from tests.distributed import emulated_lanes, fake_kernels
+from tests.distributed.harness import refuses
 from tests.distributed.naive_attention import assert_all_close, exact_samples, random_qkv
 from tests.distributed.parity import samples_of
 from tests.distributed.test_attention import Case, whole_result
@@ -72,24 +73,21 @@ def test_choice_by_device_and_dtype(a100: Any, caplog: pytest.LogCaptureFixture)
 
 
 def test_no_kernel_is_an_error_with_a_remedy(a100: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(part: str, *choice: Any) -> None:
-        with pytest.raises(UnsupportedFeatureError, match=part) as caught:
-            choose_kernel(*choice)
-        assert "--attention-backend" in str(caught.value)
-        assert "unfused" in str(caught.value)
+    def says(part: str, *choice: Any) -> None:
+        refuses(UnsupportedFeatureError, lambda: choose_kernel(*choice), part, "--attention-backend", "unfused")
 
-    refuses("head width of at most 256 that is a multiple of 8, it is 320", "auto", CUDA, BF16, 320)
-    refuses("head width of at most 256 that is a multiple of 8, it is 100", "auto", CUDA, BF16, 100)
-    refuses("needs a CUDA device, the tensors are on cpu", "flash", torch.device("cpu"), BF16, 64)
-    refuses("bfloat16 or float16, the tensors are torch.float32", "flash", CUDA, torch.float32, 64)
-    refuses("is not one of", "local", CUDA, BF16, 64)
+    says("head width of at most 256 that is a multiple of 8, it is 320", "auto", CUDA, BF16, 320)
+    says("head width of at most 256 that is a multiple of 8, it is 100", "auto", CUDA, BF16, 100)
+    says("needs a CUDA device, the tensors are on cpu", "flash", torch.device("cpu"), BF16, 64)
+    says("bfloat16 or float16, the tensors are torch.float32", "flash", CUDA, torch.float32, 64)
+    says("is not one of", "local", CUDA, BF16, 64)
     a100(7, 5)
-    refuses(r"compute capability \(8, 0\), the device has \(7, 5\)", "auto", CUDA, BF16, 64)
+    says("compute capability (8, 0), the device has (7, 5)", "auto", CUDA, BF16, 64)
     a100(9, 0)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
-    refuses("was built without it", "auto", CUDA, BF16, 64)
+    says("was built without it", "auto", CUDA, BF16, 64)
     monkeypatch.setattr(kernels_cudnn, "torch_version", lambda: (2, 13))
-    refuses("its gradients of packs are wrong", "fused", CUDA, BF16, 64)
+    says("its gradients of packs are wrong", "fused", CUDA, BF16, 64)
     monkeypatch.setattr(kernels_cudnn, "torch_version", lambda: (2, 14))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     assert choose_kernel("fused", CUDA, BF16, 64) is CUDNN
