@@ -27,6 +27,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -107,6 +108,10 @@ BATCH_JOB = "--lengths github --batches 4 --lanes 16 --tp 2 --policy dynamic,bal
 STATES = "--grad-reduce-in-bf16"
 BLOCK_JOB = "--global-batch-size 128 --gpus 64 --model llama-3-70b --batches 2 --policy dynamic"
 BLOCK_ROWS = (("github", ""), ("github", STATES), ("sft_longalign", ""), ("sft_longalign", STATES))
+CHUNKS_JOB = (
+    "--lengths github --global-batch-size 64 --max-seqlen 65536 --model qwen2.5-7b --lanes 8 --recompute full "
+    "--cp-comm-type auto"
+)
 VIDEO_JOB = (
     "--lengths clips.txt --global-batch-size 64 --max-seqlen 131072 --model wan2.1-t2v-14b --gpus 64 --batches 8"
 )
@@ -343,8 +348,18 @@ def plain_torch_loop() -> Quoted:
 
 def scheduler_groups() -> Quoted:
     """Return what the planner gives as Megatron-Core's scheduler."""
-    rows = _table_of(_ran(sys.executable, "-m", "benchmarks.grpo_groups"))
-    return {"docs/how-to/other-loops.md": rows}
+    command = (sys.executable, "-m", "benchmarks.grpo_groups")
+    narrow, wide, flat = (_ran(*command, *words) for words in ((), ("--limit", "16384"), ("--flat",)))
+    smallest = [re.findall(r"smallest (\S+), geometric mean (\S+);", out[-1])[0] for out in (narrow, wide)]
+    (least, mean), (least_wide, mean_wide) = ((f"{float(one[0]):.3f}", one[1]) for one in smallest)
+    rows = _table_of(narrow)
+    ratios = [ratio for row in _table_of(flat)[len(rows) :] for ratio in re.findall(r"\| (\d\.\d+)", row)]
+    said = _sentences(
+        f"Smallest {least}, geometric mean {mean}; with at most 16384 tokens on a rank {least_wide} and {mean_wide},",
+        "because the greedy then leaves a pipeline of 8 stages too few micro-batches. Without a pipeline (`--flat`)",
+        f"{min(ratios)} to {max(ratios)}.",
+    )
+    return {"docs/how-to/other-loops.md": [*rows, "", *said]}
 
 
 def video() -> Quoted:
@@ -376,10 +391,62 @@ def latent_exchange() -> Quoted:
 
 def hybrids() -> Quoted:
     """Return what dynamic CP gives hybrids."""
-    return {"docs/hybrids.md": _table_of(_ran(sys.executable, "-m", "benchmarks.hybrids"))}
+    rows = _table_of(_ran(sys.executable, "-m", "benchmarks.hybrids"))
+    return {"docs/hybrids.md": [*rows, "", *gains_of_hybrids(rows)]}
+
+
+def gains_of_hybrids(rows: Lines) -> Lines:
+    """Return the sentence that says what the table of hybrids shows, without the rows of their twins."""
+    cells = [[cell.strip() for cell in row.strip("| ").split("|")] for row in rows[2:]]
+    hybrids = [row for row in cells if not row[0].startswith("full ")]
+
+    def range_over(column: int, lengths: str) -> str:
+        found = [float(row[column].split()[0]) for row in hybrids if row[1] == lengths and row[column] != "-"]
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    states = max(float(row[7].split()[0]) for row in hybrids)
+    return _sentences(
+        f"Over static CP hybrids gain {range_over(4, 'github')} times for code and documents, as much as models with",
+        f"full attention; {range_over(4, 'sft_longalign')} for chats with some long ones. Passing on states adds up to",
+        f"{states - 1:.0%}, most where buckets span nodes.",
+    )
+
+
+def exchange_gains() -> Quoted:
+    """Return what exchanges chosen per bucket give, as the planner's page has it."""
+    page = (ROOT / "docs" / "figures" / "planner.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"<!-- begin exchanges-frozen -->(.*?)<!-- end", page, re.DOTALL)
+    cells = [[cell.strip() for cell in row.strip("| ").split("|")] for row in _table_of(table.splitlines())[2:]]
+
+    def ratios(heads: str, *cases: str) -> list[str]:
+        return sorted(row[5] for row in cells if row[1] == heads and row[0] in cases)
+
+    github, longest = "github_pp8_n32_128k", "real_github_bal_pp8_n32_128k"
+    many, few, one = ratios("MHA", github), ratios("GQA", github, longest), ratios("MHA", longest)
+    said = _sentences(
+        "Modelled ([planner.md](figures/planner.md#exchanges) has all cases, with the command): with exchanges chosen",
+        f"per bucket, pipelines of 8 stages on 32 lanes take {many[0]} to {many[-1]} of the ring's time with",
+        f"GitHub-like lengths and multi-head attention, {one[0]} to {one[-1]} where one sample of 128k dominates, and",
+        f"{few[0]} to {few[-1]} with 8 KV heads.",
+    )
+    return {"docs/exchanges.md": said}
+
+
+def loss_chunks() -> Quoted:
+    """Return what chunks of logits do to the token limit and the time of a plan."""
+    lines = ["| logits of | tokens on a rank at once | GB of a rank | s per batch |", "| --- | --- | --- | --- |"]
+    for name, words in (("all tokens", ""), ("1024 tokens", " --loss-chunk-tokens auto")):
+        one = _result("plan", CHUNKS_JOB + words)
+        lines.append(
+            f"| {name} | {one['max_tokens_per_rank']} | {one['peak_bytes'] / 1e9:.1f} | {one['predicted_s']:.3f} |"
+        )
+    lines += ["", f"Modelled on {_today()} by", "", "```text"]
+    return {"docs/how-to/decide.md": [*lines, f"dynamic-cp plan {CHUNKS_JOB} --loss-chunk-tokens auto", "```"]}
 
 
 PARTS: Mapping[str, Callable[[], Quoted]] = {
+    "exchange-gains": exchange_gains,
+    "loss-chunks": loss_chunks,
     "planner-example": planner_example,
     "which-cp-size": which_cp_size,
     "verl-splitter": verl_splitter,
@@ -422,6 +489,10 @@ def _ran(*words: str) -> Lines:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stderr}"
     return done.stdout.splitlines()
+
+
+def _sentences(*parts: str) -> Lines:
+    return textwrap.wrap(" ".join(parts), width=120, break_on_hyphens=False)
 
 
 def _table_of(lines: Iterable[str]) -> Lines:

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,8 @@ def why_not() -> str | None:
         return f"the fake CUDA device replaces functions of torch as Linux's loader allows, this is {sys.platform}"
     if not (_torch_folder() / "include" / "ATen").is_dir():
         return "torch came without its C++ headers"
+    if not re.search(r"^cuda\b.*= None$", _version().decode(), re.MULTILINE):
+        return "torch is built with CUDA, whose own functions would come first"
     return None
 
 
@@ -32,8 +35,7 @@ def build(folder: Path) -> Path:
         RuntimeError: it does not compile; with what the compiler said.
     """
     torch_folder = _torch_folder()
-    version = (torch_folder / "version.py").read_bytes()
-    digest = hashlib.sha256(SOURCE.read_bytes() + version + str(torch_folder).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(SOURCE.read_bytes() + _version() + str(torch_folder).encode()).hexdigest()[:16]
     library = folder / f"fake_cuda_{digest}.so"
     if library.exists():
         return library
@@ -57,6 +59,10 @@ def load(library: Path) -> None:
     """Load the library into this process, which has not imported torch yet."""
     assert "torch" not in sys.modules, "its functions come too late once torch is loaded"
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+
+
+def _version() -> bytes:
+    return (_torch_folder() / "version.py").read_bytes()
 
 
 def _torch_folder() -> Path:

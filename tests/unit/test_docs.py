@@ -555,7 +555,7 @@ def test_messages_of_the_faq_are_the_programs() -> None:
     assert not missing, missing
 
 
-@pytest.mark.by_day("which-cp-size")
+@pytest.mark.by_day("exchange-gains", "loss-chunks", "which-cp-size")
 @pytest.mark.parametrize("name", quoted_figures.PARTS)
 def test_quoted_figures_are_those_of_today(name: str) -> None:
     assert not quoted_figures.changes(name), f"run `python -m tools.quoted_figures {name}` and read the difference"
