@@ -46,9 +46,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_namespace_packages(
-        include=["dynamic_cp", "dynamic_cp.*", "megatron.dynamic_cp*", "megatron.trainer*", "megatron.lm_adaptor*"]
+        include=["dynamic_cp*", *(f"megatron.{name}*" for name in ("dynamic_cp", "trainer", "decide", "integrations"))]
     ),
-    package_data={"dynamic_cp": ["data/**/*.json", "data/**/*.npy", "data/**/*.md", "report/templates/*", "py.typed"]},
+    package_data={
+        "dynamic_cp": ["data/**/*.json", "data/**/*.npy", "data/**/*.md", "decide/report/templates/*", "py.typed"]
+    },
     # click and rich are the command's alone: `import dynamic_cp` imports neither.
     install_requires=["numpy>=1.26", "click>=8.2", "rich>=13"],
     extras_require={
@@ -70,13 +72,13 @@ setup(
         "dev": [*TEST, *REPORT, *DOCS, *TOKENIZERS, *PARQUET, *HF, *TEMPLATES, "mypy", "ruff"],
     },
     entry_points={
-        "console_scripts": ["dynamic-cp=dynamic_cp.cli:main"],
+        "console_scripts": ["dynamic-cp=dynamic_cp.decide.cli:main"],
         # What needs more than dynamic_cp has: `dynamic-cp profile` finds it here.
         "dynamic_cp.commands": [
-            "profile=megatron.dynamic_cp.calibration.command:command",
-            "weights=megatron.trainer.weights.command:command",
+            "profile=megatron.decide.calibration.command:command",
+            "weights=megatron.integrations.weights.command:command",
         ],
         "dynamic_cp.lengths": ["tokens=megatron.trainer.data.token_lengths:token_lengths"],
-        "dynamic_cp.doctor": ["training=megatron.dynamic_cp.doctor:checks"],
+        "dynamic_cp.doctor": ["training=megatron.decide.doctor:checks"],
     },
 )

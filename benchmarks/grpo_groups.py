@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.dynamic_cp.scheduler.job import job_of
-from megatron.dynamic_cp.scheduler.planned import Limits, plan_groups
+from megatron.integrations.scheduler.job import job_of
+from megatron.integrations.scheduler.planned import Limits, plan_groups
 
 SEEDS = range(3)
 

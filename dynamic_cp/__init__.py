@@ -7,7 +7,7 @@ imported at its first use: describing alone needs no compiled code.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dynamic_cp import _python  # noqa: F401
+from dynamic_cp import _moved, _python  # noqa: F401
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import (
     Bucket,
@@ -24,7 +24,7 @@ from dynamic_cp.types import (
 )
 
 if TYPE_CHECKING:  # type checkers read these; at run time `__getattr__` imports them
-    from dynamic_cp.bounds import lower_bound
+    from dynamic_cp.decide.bounds import lower_bound
     from dynamic_cp.memory.memory_model import MemoryModel
     from dynamic_cp.models.catalog import load_hardware, load_model
     from dynamic_cp.pipeline.simulator import simulate
@@ -59,6 +59,8 @@ __all__ = [
     "plan_lengths",
     "simulate",
 ]
+
+_moved.install()
 
 _AT_FIRST_USE = {
     "CostModel": "dynamic_cp.pricing.cost_model",

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dynamic_cp import PlanOptions
-from megatron.dynamic_cp.outside import PlannedCollator, train_step
-from megatron.dynamic_cp.outside.hugging_face import causal_lm_loss, lanes_of, problem_of, use_dynamic_cp
+from megatron.integrations.outside import PlannedCollator, train_step
+from megatron.integrations.outside.hugging_face import causal_lm_loss, lanes_of, problem_of, use_dynamic_cp
 
 GLOBAL_BATCH_SIZE, VOCAB_SIZE = 16, 128
 

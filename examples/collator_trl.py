@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dynamic_cp import plan_lengths
-from megatron.dynamic_cp.outside import IGNORED, Document, documents_of
+from megatron.integrations.outside import IGNORED, Document, documents_of
 
 EMPTY_PLACE = Document(tokens=np.zeros(1, np.int64), labels=np.full(1, IGNORED))
 

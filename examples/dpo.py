@@ -22,9 +22,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp import ModelShape, PlanOptions, Sample, Topology, load_hardware
-from dynamic_cp.report.curves import part_bars
-from dynamic_cp.report.drawing import save
-from dynamic_cp.report.theme import LIGHT
+from dynamic_cp.decide.report.curves import part_bars
+from dynamic_cp.decide.report.drawing import save
+from dynamic_cp.decide.report.theme import LIGHT
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Problem
 from examples.grpo import Clock
@@ -35,9 +35,9 @@ from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.plans.plan_source import FixedPlan
-from megatron.dynamic_cp.post_training.megatron_passes import MegatronPasses
-from megatron.dynamic_cp.post_training.objectives import dpo
 from megatron.dynamic_cp.repairs import cpu_backend
+from megatron.integrations.post_training.megatron_passes import MegatronPasses
+from megatron.integrations.post_training.objectives import dpo
 
 NUM_WORDS, NUM_PAIRS, NUM_STEPS, SEQ_LENGTH, BETA = 64, 24, 8, 512, 0.1
 TOLERANCE = 1e-5

@@ -20,9 +20,9 @@ from dynamic_cp import (
     plan_global_batch,
     simulate,
 )
-from dynamic_cp.report.drawing import save
-from dynamic_cp.report.gantt import gantt
-from dynamic_cp.report.theme import LIGHT
+from dynamic_cp.decide.report.drawing import save
+from dynamic_cp.decide.report.gantt import gantt
+from dynamic_cp.decide.report.theme import LIGHT
 from dynamic_cp.types import Problem
 
 LENGTHS = (30_000, 12_000, 9_000, 8_000, 7_500, 7_000, 6_800, 6_500, 5_000, 4_000, 3_000, 2_500, 2_000, 1_500, 900, 400)

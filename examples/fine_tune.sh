@@ -18,7 +18,7 @@ export OMP_NUM_THREADS=1 # 4 ranks share the cores of one machine
 
 "$PYTHON" "$HERE/sft_chat.py" "$RUN_DIR/chats.jsonl"
 "$PYTHON" "$HERE/fine_tune.py" model "$RUN_DIR/model" "$MODEL"
-"$PYTHON" -m dynamic_cp.cli weights import "$RUN_DIR/model" --output "$RUN_DIR/imported"
+"$PYTHON" -m dynamic_cp.decide.cli weights import "$RUN_DIR/model" --output "$RUN_DIR/imported"
 
 case $MODEL in
   *_moe) set -- --expert-model-parallel-size 2 --moe-aux-loss-coeff 0.001 "$@" ;;
@@ -36,5 +36,5 @@ set -- torchrun --local-addr localhost --nproc-per-node 4 pretrain_gpt.py \
 echo "$@"
 PATH="$(dirname "$PYTHON"):$PATH" "$@"
 
-"$PYTHON" -m dynamic_cp.cli weights export "$RUN_DIR/tuned" --output "$RUN_DIR/tuned_model" --like "$RUN_DIR/model"
+"$PYTHON" -m dynamic_cp.decide.cli weights export "$RUN_DIR/tuned" --output "$RUN_DIR/tuned_model" --like "$RUN_DIR/model"
 "$PYTHON" "$HERE/fine_tune.py" compare "$RUN_DIR/model" "$RUN_DIR/tuned_model" "$RUN_DIR/chats.jsonl"

@@ -26,14 +26,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamic_cp import Sample
-from dynamic_cp.report.curves import part_bars
-from dynamic_cp.report.drawing import save
-from dynamic_cp.report.theme import LIGHT
+from dynamic_cp.decide.report.curves import part_bars
+from dynamic_cp.decide.report.drawing import save
+from dynamic_cp.decide.report.theme import LIGHT
 from examples.torch_device_mesh import TinyTransformer, problem_for
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
-from megatron.dynamic_cp.outside import Lanes
-from megatron.dynamic_cp.post_training.objectives import group_advantages, ppo_clip
-from megatron.dynamic_cp.post_training.torch_passes import TorchPasses, label_log_probs
+from megatron.integrations.outside import Lanes
+from megatron.integrations.post_training.objectives import group_advantages, ppo_clip
+from megatron.integrations.post_training.torch_passes import TorchPasses, label_log_probs
 
 NUM_WORDS, NUM_PROMPTS, GROUP, RESPONSE, NUM_STEPS, NUM_UPDATES = 8, 8, 8, 8, 8, 2
 TOLERANCE = 1e-5

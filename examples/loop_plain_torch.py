@@ -3,8 +3,8 @@
 torchrun --local-addr localhost --nproc-per-node 4 examples/loop_plain_torch.py
 
 Every rank is a lane and plans for itself: equal lengths give equal plans. A CP group shares keys and values by torch's
-own all-gather, with a mask between documents: short and correct, not fast (`megatron.dynamic_cp.outside` has rings and
-head exchanges). Printed beside it: the same documents in one process.
+own all-gather, with a mask between documents: short and correct, not fast (`megatron.integrations.outside` has rings
+and head exchanges). Printed beside it: the same documents in one process.
 """
 
 import numpy as np

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from dynamic_cp import PlanOptions, Sample, Topology, load_hardware, load_model
-from dynamic_cp.comparison import compare_policies, verdict_of
+from dynamic_cp.decide.comparison import compare_policies, verdict_of
 
 MAX_SEQLEN, GLOBAL_BATCH_SIZE = 32768, 128
 

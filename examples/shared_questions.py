@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.torch_device_mesh import VOCAB_SIZE, TinyTransformer, loss_sum, problem_for
-from megatron.dynamic_cp.outside import Lanes, PlannedCollator, train_step
+from megatron.integrations.outside import Lanes, PlannedCollator, train_step
 
 NUM_PROMPTS, NUM_ANSWERS, NUM_RESPONSES, NUM_STEPS = 8, 2, 4, 4
 Features = list[dict]

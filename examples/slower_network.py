@@ -10,7 +10,7 @@ the fastest exchange for each bucket; a static ring alone would suffer far more.
 from dataclasses import replace
 
 from dynamic_cp import PlanOptions, Sample, Topology, load_hardware, load_model
-from dynamic_cp.comparison import compare_policies
+from dynamic_cp.decide.comparison import compare_policies
 from dynamic_cp.lengths.workloads import draw_lengths
 
 

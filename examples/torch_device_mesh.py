@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamic_cp import ModelShape, PlanOptions, Sample, Topology, load_hardware
 from dynamic_cp.types import Problem
-from megatron.dynamic_cp.outside import Lanes, scaled_dot_product_attention, sum_of_losses, train_step
+from megatron.integrations.outside import Lanes, scaled_dot_product_attention, sum_of_losses, train_step
 
 VOCAB_SIZE, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 128, 64, 2, 4, 2, 16
 MODEL = ModelShape(

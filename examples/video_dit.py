@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamic_cp import ModelShape, PlanOptions, Sample, Topology, load_hardware
 from dynamic_cp.types import Problem
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
-from megatron.dynamic_cp.outside import Lanes, StepResult, scaled_dot_product_attention, sum_of_losses, train_step
+from megatron.integrations.outside import Lanes, StepResult, scaled_dot_product_attention, sum_of_losses, train_step
 
 LATENT_CHANNELS, PATCH = 4, 2
 PATCH_SIZE = LATENT_CHANNELS * PATCH * PATCH

@@ -9,7 +9,7 @@ way. Predicted by the cost model.
 """
 
 from dynamic_cp import CostModel, PlanOptions, Problem, Topology, load_hardware, load_model
-from dynamic_cp.report.curves import knee_points
+from dynamic_cp.decide.report.curves import knee_points
 
 SEQLENS = (1024, 4096, 16384, 65536, 131072)
 CP_SIZES = (1, 2, 4, 8, 16)

@@ -20,8 +20,8 @@ from unittest import mock
 
 import click
 
-from dynamic_cp import cli
-from dynamic_cp.cli.app import group
+from dynamic_cp.decide import cli
+from dynamic_cp.decide.cli.app import group
 
 FOLDER = Path(__file__).parents[1] / "tests" / "golden" / "command"
 INPUTS = FOLDER / "inputs"
@@ -88,7 +88,7 @@ def _run(words: list[str], width: int) -> str:
         _inside(INPUTS),
         contextlib.redirect_stdout(out),
         mock.patch.dict(os.environ, {"COLUMNS": str(width), "NO_COLOR": "1"}),
-        mock.patch("dynamic_cp.comparison.compare.time.perf_counter", side_effect=lambda: next(ticks) / 1000),
+        mock.patch("dynamic_cp.decide.comparison.compare.time.perf_counter", side_effect=lambda: next(ticks) / 1000),
     ):
         status = cli.main(words)
     assert status == 0, words

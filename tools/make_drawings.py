@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-from dynamic_cp.report.theme import THEMES, Theme
+from dynamic_cp.decide.report.theme import THEMES, Theme
 
 DRAWINGS = Path(__file__).resolve().parents[1] / "docs" / "drawings"
 WIDTH = 600

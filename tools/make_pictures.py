@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from dynamic_cp.comparison import Comparison, compare_settings, verdict_of
+from dynamic_cp.decide.comparison import Comparison, compare_settings, verdict_of
+from dynamic_cp.decide.report.cp_map import cp_map
+from dynamic_cp.decide.report.curves import imbalance, knee, knee_points, length_histogram
+from dynamic_cp.decide.report.drawing import NARROW_IN, save
+from dynamic_cp.decide.report.gantt import gantt
+from dynamic_cp.decide.report.theme import THEMES
+from dynamic_cp.decide.sweep import Space, SweepJob, sweep
 from dynamic_cp.lengths.workloads import draw_lengths, longest_length
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.report.cp_map import cp_map
-from dynamic_cp.report.curves import imbalance, knee, knee_points, length_histogram
-from dynamic_cp.report.drawing import NARROW_IN, save
-from dynamic_cp.report.gantt import gantt
-from dynamic_cp.report.theme import THEMES
-from dynamic_cp.sweep import Space, SweepJob, sweep
 from dynamic_cp.types import DataParallel, Problem, Sample
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dynamic_cp import cli
+from dynamic_cp.decide import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 END = "<!-- end quoted figures -->"

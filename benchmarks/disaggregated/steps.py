@@ -15,7 +15,7 @@ from benchmarks.disaggregated.scheduler import met
 from benchmarks.disaggregated.sent import bytes_of_tasks
 from benchmarks.disaggregated.setting import Case, K, cost_model_of, gathering, memory_of
 from benchmarks.planner.report import Row, table
-from dynamic_cp.comparison import compare_policies
+from dynamic_cp.decide.comparison import compare_policies
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
 from dynamic_cp.pipeline.schedule import KINDS

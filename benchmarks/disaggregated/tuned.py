@@ -1,7 +1,7 @@
 """The pool against dynamic CP where neither is given a layout: both on the same GPUs, each at its own fastest.
 
 The cases are those in which the pool gains most at the layout that `steps` gives: 512k documents, one and two full
-micro-batches for each stage. `dynamic_cp.sweep` looks for TP, PP, VPP, recomputation and limit within memory.
+micro-batches for each stage. `dynamic_cp.decide.sweep` looks for TP, PP, VPP, recomputation and limit within memory.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from benchmarks.disaggregated.setting import Case, K, cost_model_of, memory_of
 from benchmarks.disaggregated.steps import PIPELINES, faster, geometric
 from benchmarks.planner.report import Row, table
+from dynamic_cp.decide.sweep import Space, SweepJob, sweep
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.pool.search import plan_tasks
 from dynamic_cp.search.search import plan_problem
-from dynamic_cp.sweep import Space, SweepJob, sweep
 
 CASES = tuple(case for case in PIPELINES if case.longest == 512 * K and case.rows <= 2 * case.pp)
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from benchmarks.planner.frozen import frozen_cases, frozen_problem, lengths_of, tiny_instances
 from benchmarks.planner.problem import cold_ms, num_empty_places, timed
 from benchmarks.planner.report import Row, percent, table
-from dynamic_cp.bounds import lower_bound
+from dynamic_cp.decide.bounds import lower_bound
 
 BASELINES = {
     "static": "first_fit_s",

@@ -3,6 +3,6 @@
 Read in this order: `hardware_numbers` (a hardware file, number by number, with units), `architecture` (the flags of
 Megatron-LM that describe a model), `entries` (numbers of a config.json), `rotation` and `routing` (what one says of
 RoPE and of experts), `hybrids` (one of transformers with linear attention),
-`hugging_face` (all others of transformers), `written` (the same out of a model), `diffusers` (one of
-diffusers), `catalog` (all of them by name), `layers` (which layers a model trains with).
+`hugging_face` (all others of transformers), `diffusers` (one of diffusers), `catalog` (all of them by name), `layers`
+(which layers a model trains with).
 """

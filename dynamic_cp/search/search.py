@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
 from typing import NamedTuple
 
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
@@ -26,7 +28,6 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.resolution import Resolved, may_place, resolve
 from dynamic_cp.search.candidates import Batch, Candidate, Search, batch_of
 from dynamic_cp.search.placed import PlacedRows, placed_rows
-from dynamic_cp.search.proof import check_provable, prove
 from dynamic_cp.search.states import judged
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES
 from dynamic_cp.types import (
@@ -95,7 +96,7 @@ def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
     resolved = resolve(problem, batch.samples)
     prices = _prices(problem, batch, resolved)
     if resolved.proves:
-        check_provable(batch.samples, prices, resolved.options.cp_comm_types)
+        _exact().check_provable(batch.samples, prices, resolved.options.cp_comm_types)
     packed = _pack(problem, batch, resolved, prices)
     if resolved.proves:
         packed = _prove(batch, packed, prices)
@@ -204,10 +205,15 @@ def _with_room_for_branches(packers: CostModel, problem: Problem, batch: Batch) 
 
 def _prove(batch: Batch, packed: _Packed, prices: CostModel) -> _Packed:
     """Return the proven packing, or the known one with the bound that was proven."""
-    proof = prove(batch.samples, prices, packed.makespan_ns, packed.reason)
+    proof = _exact().prove(batch.samples, prices, packed.makespan_ns, packed.reason)
     if proof.micro_batches is None:
         return packed._replace(reason=proof.reason)
     return _Packed(proof.makespan_ns, proof.reason, proof.micro_batches, None)
+
+
+def _exact() -> ModuleType:
+    """Return the exact search, which is no part of the core: it is loaded where it is asked for."""
+    return import_module("dynamic_cp.decide.bounds.proof")
 
 
 def _place(batch: Batch, resolved: Resolved, packed: _Packed, prices: CostModel) -> PlacedRows | None:

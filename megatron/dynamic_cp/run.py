@@ -4,12 +4,12 @@ python -m megatron.dynamic_cp.run CHECKOUT/pretrain_gpt.py [the script's flags] 
 torchrun ... -m megatron.dynamic_cp.run CHECKOUT/pretrain_gpt.py [the script's flags] --dynamic-cp
 
 Without --dynamic-cp the script runs as it is (on CPU ranks with --distributed-backend gloo). Only the command is here:
-what it does is in `megatron.lm_adaptor`.
+what it does is in `megatron.integrations.lm_adaptor`.
 """
 
 from __future__ import annotations
 
-from megatron.lm_adaptor.run import main
+from megatron.integrations.lm_adaptor.run import main
 
 if __name__ == "__main__":
     main()

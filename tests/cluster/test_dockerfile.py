@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
-from dynamic_cp import cli
+from dynamic_cp.decide import cli
 from megatron.dynamic_cp.attention.linear.kernels import fla
 from megatron.dynamic_cp.repairs.releases import RELEASES
 from tests.cluster.conftest import ROOT

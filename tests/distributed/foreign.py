@@ -16,10 +16,10 @@ from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import FULL, Mask, Plan, PlannedBatch, Sample, SharedQuestion, parse_mask
 from megatron.dynamic_cp.agreement.verify import job_store
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.foreign.iterator import ForeignIteratorWrapper
-from megatron.dynamic_cp.foreign.rerouting import sample_origin
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.sharding import shard_positions, take_shard
+from megatron.integrations.foreign.iterator import ForeignIteratorWrapper
+from megatron.integrations.foreign.rerouting import sample_origin
 from tests.distributed.harness import initialize_model_parallel
 from tests.distributed.parity import Layout, mixed_plan
 

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dynamic_cp import plan_lengths
-from megatron.dynamic_cp.outside import train_step
 from megatron.dynamic_cp.repairs import cpu_backend
+from megatron.integrations.outside import train_step
 from tests.distributed.harness import run_ranks
 
 TOLERANCE = 5e-6

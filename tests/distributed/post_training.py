@@ -17,8 +17,8 @@ from examples.torch_device_mesh import VOCAB_SIZE, TinyTransformer
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.shared_question import shared_question
 from megatron.dynamic_cp.data.turns import Turn, tree_of_turns
-from megatron.dynamic_cp.post_training.losses import Loss
-from megatron.dynamic_cp.post_training.objectives import (
+from megatron.integrations.post_training.losses import Loss
+from megatron.integrations.post_training.objectives import (
     dpo,
     dpo_apart,
     group_advantages,
@@ -29,7 +29,7 @@ from megatron.dynamic_cp.post_training.objectives import (
     sft,
     value_regression,
 )
-from megatron.dynamic_cp.post_training.pass_outputs import PassOutputs
+from megatron.integrations.post_training.pass_outputs import PassOutputs
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from dynamic_cp import cli, load_hardware
-from dynamic_cp.first_day.parts import PARTS
+from dynamic_cp import load_hardware
+from dynamic_cp.decide import cli
+from dynamic_cp.decide.first_day.parts import PARTS
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_profile import MODEL
 
@@ -55,7 +56,7 @@ def test_a_first_day_goes_through_and_goes_on(
 
 
 def _compare_wrongly(folder: Path) -> tuple[int, Any]:
-    from megatron.dynamic_cp.calibration import attention
+    from megatron.decide.calibration import attention
     from megatron.dynamic_cp.groups.attention_check import NAMES, Compared
 
     def wrong(*_: Any) -> Iterator[Compared]:

@@ -15,10 +15,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import PlanOptions, Sample, Topology
-from megatron.dynamic_cp.foreign.iterator import chunks_of
 from megatron.dynamic_cp.plans.plan_source import PlanSource
 from megatron.dynamic_cp.plans.planner import Planner
 from megatron.dynamic_cp.step import loss
+from megatron.integrations.foreign.iterator import chunks_of
 from tests.distributed import reference
 from tests.distributed.foreign import (
     LAYOUTS,

@@ -18,8 +18,8 @@ import pytest
 
 from dynamic_cp import load_model
 from dynamic_cp.frameworks import TESTED
-from megatron.dynamic_cp.scheduler.groups import check_groups
-from megatron.dynamic_cp.scheduler.job import MODEL, PP
+from megatron.integrations.scheduler.groups import check_groups
+from megatron.integrations.scheduler.job import MODEL, PP
 from tests.distributed import verl_seam
 from tests.distributed.harness import run_forked, run_ranks
 from tests.distributed.outside import load_planner
@@ -51,7 +51,7 @@ def steps_of(site: Path, batches: tuple[tuple[int, ...], ...]) -> list[dict[str,
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megatron.dynamic_cp.scheduler").addHandler(handler)
+    logging.getLogger("megatron.integrations.scheduler").addHandler(handler)
     found: list[dict[str, Any]] = []
     for lengths in batches:
         try:

@@ -16,7 +16,7 @@ from examples.torch_device_mesh import problem_for
 from megatron.dynamic_cp.attention import packs
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.sharding import count_held, shard_positions
-from megatron.dynamic_cp.outside import PlannedCollator, scaled_dot_product_attention
+from megatron.integrations.outside import PlannedCollator, scaled_dot_product_attention
 from tests.distributed.bucket_attention import Shard, assert_equal_to_dense, attend
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 

@@ -36,8 +36,8 @@ from megatron.dynamic_cp.attention import packs
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.shared_question import shared_question
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.outside import Lanes, PlannedCollator, train_step
 from megatron.dynamic_cp.repairs import cpu_backend
+from megatron.integrations.outside import Lanes, PlannedCollator, train_step
 from tests.distributed.bucket_attention import Shard, assert_equal_to_dense, attend
 from tests.distributed.faults import Plant, around
 from tests.distributed.harness import initialize_model_parallel, run_ranks

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError, InfeasibleSampleError, InvalidInputError
 from megatron.dynamic_cp.agreement import messages
 from megatron.dynamic_cp.agreement.verify import job_store, publish_outcome, run_on_all_ranks
-from megatron.dynamic_cp.foreign import probing
 from megatron.dynamic_cp.plans.plan_source import PlanSource
 from megatron.dynamic_cp.plans.planner import ERROR, PLAN, WHOLE, lane_key
+from megatron.integrations.foreign import probing
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_agreement import outcome_of
 from tests.distributed.test_planning import PROBLEM

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dynamic_cp import plan_lengths
 from examples import loop_plain_torch as plain
 from examples import micro_batch_splitter_verl as splitter
-from megatron.dynamic_cp.outside import documents_of
+from megatron.integrations.outside import documents_of
 from tests.distributed.outside import TOLERANCE, run_without_shims
 
 needs_transformers = pytest.mark.skipif(

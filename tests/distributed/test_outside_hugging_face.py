@@ -20,8 +20,8 @@ from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.models.hugging_face import model_shape
 from dynamic_cp.types import Lambda, PlanOptions, Problem, Topology
 from megatron.dynamic_cp.flags.windows import Windows
-from megatron.dynamic_cp.outside import PlannedCollator, train_step
-from megatron.dynamic_cp.outside.hugging_face import (
+from megatron.integrations.outside import PlannedCollator, train_step
+from megatron.integrations.outside.hugging_face import (
     attention_forward,
     causal_lm_loss,
     lanes_of,
@@ -30,7 +30,7 @@ from megatron.dynamic_cp.outside.hugging_face import (
     problem_of,
     use_dynamic_cp,
 )
-from megatron.dynamic_cp.outside.lanes import Lanes
+from megatron.integrations.outside.lanes import Lanes
 from tests.distributed.harness import refuses
 from tests.distributed.outside import (
     LEARNING_RATE,

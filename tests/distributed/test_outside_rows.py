@@ -12,7 +12,7 @@ import torch
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.types import PlanOptions
 from megatron.dynamic_cp.data.turns import Turn, tree_of_turns
-from megatron.dynamic_cp.outside import IGNORED, PlannedCollator, documents_of
+from megatron.integrations.outside import IGNORED, PlannedCollator, documents_of
 
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None, reason="transformers is not installed: pip install -e '.[hf]'"
@@ -50,7 +50,7 @@ def in_two_packs(boundaries: str) -> list[dict[str, Any]]:
 
 
 def collator() -> PlannedCollator:
-    from megatron.dynamic_cp.outside.hugging_face import problem_of
+    from megatron.integrations.outside.hugging_face import problem_of
 
     return PlannedCollator(
         problem_of(tiny_config(), 1, PlanOptions(max_tokens_per_rank=64, cp_comm_types=("p2p",)), hardware="cpu"), 0

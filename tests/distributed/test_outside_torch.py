@@ -21,7 +21,13 @@ from dynamic_cp.errors import DataError, DisagreementError, InfeasibleSampleErro
 from dynamic_cp.errors import UnsupportedFeatureError as Unsupported
 from dynamic_cp.types import Sample, Topology
 from examples.torch_device_mesh import Document, TinyTransformer, documents_of, loss_sum, problem_for
-from megatron.dynamic_cp.outside import Lanes, PlannedCollator, scaled_dot_product_attention, sum_of_losses, train_step
+from megatron.integrations.outside import (
+    Lanes,
+    PlannedCollator,
+    scaled_dot_product_attention,
+    sum_of_losses,
+    train_step,
+)
 from tests.distributed.harness import refuses
 from tests.distributed.outside import TOLERANCE, assert_steps_equal, planned_steps, run_without_shims, steps_alone
 
@@ -228,8 +234,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from examples.torch_device_mesh import Document, TinyTransformer, loss_sum, problem_for
 from dynamic_cp.types import Sample
-import megatron.dynamic_cp.outside.hugging_face
-from megatron.dynamic_cp.outside import Lanes, train_step
+import megatron.integrations.outside.hugging_face
+from megatron.integrations.outside import Lanes, train_step
 from megatron.dynamic_cp.layout.packed_seq_params import PackedSeqParams
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)

@@ -16,11 +16,11 @@ from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import Bucket, Sample
 from examples.torch_device_mesh import problem_for
 from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel
-from megatron.dynamic_cp.outside import Lanes
-from megatron.dynamic_cp.post_training.columns import OUTPUTS, Columns
-from megatron.dynamic_cp.post_training.heads import TokenOutputs
-from megatron.dynamic_cp.post_training.losses import ResponseLoss, TokenLoss, check_loss
-from megatron.dynamic_cp.post_training.objectives import (
+from megatron.integrations.outside import Lanes
+from megatron.integrations.post_training.columns import OUTPUTS, Columns
+from megatron.integrations.post_training.heads import TokenOutputs
+from megatron.integrations.post_training.losses import ResponseLoss, TokenLoss, check_loss
+from megatron.integrations.post_training.objectives import (
     dpo,
     dpo_apart,
     group_advantages,
@@ -31,8 +31,8 @@ from megatron.dynamic_cp.post_training.objectives import (
     sft,
     value_regression,
 )
-from megatron.dynamic_cp.post_training.rows import Rows
-from megatron.dynamic_cp.post_training.torch_passes import TorchPasses, label_log_probs
+from megatron.integrations.post_training.rows import Rows
+from megatron.integrations.post_training.torch_passes import TorchPasses, label_log_probs
 from tests.distributed import post_training
 from tests.distributed.harness import refuses
 from tests.distributed.outside import run_without_shims

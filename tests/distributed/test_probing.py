@@ -16,8 +16,8 @@ from dynamic_cp.errors import DataError, DynamicCPError
 from dynamic_cp.types import FULL, Sample, Topology
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.foreign.probing import ProbedSamples, probe_lengths
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.integrations.foreign.probing import ProbedSamples, probe_lengths
 from tests import patience
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
 from tests.distributed.parity import Layout, fixed_plan, mixed_plan

@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynamic_cp import PlanOptions, Sample, Topology, cli, load_hardware, load_model, plan_global_batch
-from dynamic_cp.calibration.measurements import EXCHANGES, SECTIONS, Measurement, Setup
+from dynamic_cp import PlanOptions, Sample, Topology, load_hardware, load_model, plan_global_batch
+from dynamic_cp.decide import cli
+from dynamic_cp.decide.calibration.measurements import EXCHANGES, SECTIONS, Measurement, Setup
 from dynamic_cp.types import ModelShape
 from megatron.dynamic_cp.attention.thd import attention_thd
 from tests.distributed.harness import run_ranks
@@ -122,7 +123,7 @@ def _emulated_ring() -> tuple[torch.Tensor, torch.Tensor]:
     """Return (an emulated ring's output, that of real attention) where both must be the same."""
     import torch.distributed as dist
 
-    from megatron.dynamic_cp.calibration.emulation import emulated, no_transfers
+    from megatron.decide.calibration.emulation import emulated, no_transfers
     from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
     def params(seqlen: int) -> DynamicPackedSeqParams:
@@ -147,9 +148,9 @@ def _timed_hops() -> tuple[list[float], float]:
     """Return (seconds of hops whose sender and receiver take 10 ms, the mean over ranks of what each measures)."""
     import torch.distributed as dist
 
-    from megatron.dynamic_cp.calibration.device import Place
-    from megatron.dynamic_cp.calibration.links import link_probes
-    from megatron.dynamic_cp.calibration.timing import Probe, Timer
+    from megatron.decide.calibration.device import Place
+    from megatron.decide.calibration.links import link_probes
+    from megatron.decide.calibration.timing import Probe, Timer
 
     size, device = dist.get_world_size(), torch.device("cpu")
     place = Place(device=device, name="", rank=dist.get_rank(), num_ranks=size, ranks_per_node=size)
@@ -195,7 +196,7 @@ def test_a_rank_without_a_partner_does_not_count_as_a_fast_hop() -> None:
 
 def _timed_sleeps() -> tuple[float, float]:
     """Return the seconds of what sleeps on rank 1 in 2 windows of 3: as a part, and as a whole micro-batch."""
-    from megatron.dynamic_cp.calibration.timing import Probe, Timer
+    from megatron.decide.calibration.timing import Probe, Timer
 
     timer = Timer(device=torch.device("cpu"), window_s=0.01, num_windows=3, alone=False)
     row = Measurement(section="packs", forward_s=0.0)
@@ -253,7 +254,7 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 def _refused(words: list[str]) -> Any:
-    from megatron.dynamic_cp.calibration import model
+    from megatron.decide.calibration import model
 
     # Whatever this machine has: a model of 70 billion weights does not fit.
     model.free_bytes = lambda device: 8_000_000_000
@@ -269,7 +270,7 @@ class Refuse:
             raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
 sys.meta_path.insert(0, Refuse())
-from dynamic_cp import cli
+from dynamic_cp.decide import cli
 sys.exit(cli.main(sys.argv[1:]))
 """
 

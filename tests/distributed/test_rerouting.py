@@ -18,9 +18,10 @@ from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.types import PlannedBatch, Sample
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.data.token_checksum import combine, token_checksum
-from megatron.dynamic_cp.foreign import rerouting
-from megatron.dynamic_cp.foreign.iterator import ForeignIteratorWrapper
-from megatron.dynamic_cp.foreign.rerouting import (
+from megatron.dynamic_cp.layout.sharding import shard_positions
+from megatron.integrations.foreign import rerouting
+from megatron.integrations.foreign.iterator import ForeignIteratorWrapper
+from megatron.integrations.foreign.rerouting import (
     Place,
     SentColumns,
     columns_to_send,
@@ -29,8 +30,7 @@ from megatron.dynamic_cp.foreign.rerouting import (
     outgoing,
     sample_origin,
 )
-from megatron.dynamic_cp.foreign.samples import read_item
-from megatron.dynamic_cp.layout.sharding import shard_positions
+from megatron.integrations.foreign.samples import read_item
 from tests import patience
 from tests.distributed.foreign import (
     LAYOUTS,

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamic_cp.types import Sample
 from examples.torch_device_mesh import Document
-from megatron.dynamic_cp.outside import sum_of_losses
+from megatron.integrations.outside import sum_of_losses
 from tests.distributed.outside import Step, assert_steps_equal, gradients_of, run_without_shims, steps_alone
 from tests.distributed.test_outside_torch import NUM_STEPS, new_model
 

@@ -13,7 +13,7 @@ import torch
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import PlanOptions
-from megatron.dynamic_cp.outside.lanes import Lanes
+from megatron.integrations.outside.lanes import Lanes
 from tests.distributed.outside import TOLERANCE
 from tests.distributed.test_outside_hugging_face import VOCAB_SIZE, new_model, run
 
@@ -63,7 +63,7 @@ def trainer_of(name: str, *, planned: bool, **changes: Any) -> Any:
     import trl
     from datasets import Dataset
 
-    from megatron.dynamic_cp.outside.trainer import PlannedMicroBatches
+    from megatron.integrations.outside.trainer import PlannedMicroBatches
 
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)  # as torchrun sets them
@@ -183,7 +183,7 @@ REFUSED = {
 def refused() -> list[str]:
     import trl
 
-    from megatron.dynamic_cp.outside.trainer import PlannedMicroBatches, _check_trainer
+    from megatron.integrations.outside.trainer import PlannedMicroBatches, _check_trainer
 
     said = []
     for changes in REFUSED.values():

@@ -23,7 +23,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from dynamic_cp.errors import DisagreementError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, Topology
-from megatron.dynamic_cp import doctor
+from megatron.decide import doctor
 from megatron.dynamic_cp.attention.te import kernels as te_kernels
 from megatron.dynamic_cp.attention.te import support as te_support
 from megatron.dynamic_cp.attention.te.kernels import Kernel

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.dynamic_cp.scheduler.groups import Groups
-from megatron.dynamic_cp.scheduler.planned import PlainScheduler
+from megatron.integrations.scheduler.groups import Groups
+from megatron.integrations.scheduler.planned import PlainScheduler
 from tests.wheels import alone, wheel_or_skip
 
 VERL = "0.9.1"
@@ -31,7 +31,7 @@ NEEDED = (
     ("cloudpickle", "3.1.3"),
 )
 FOLDER = Path(os.environ.get("FRAMEWORK_WHEELS") or Path(__file__).parents[2] / "runs/frameworks")
-ENVIRONMENT = "megatron.dynamic_cp.scheduler.from_environment"
+ENVIRONMENT = "megatron.integrations.scheduler.from_environment"
 
 
 class Theirs(PlainScheduler):

@@ -35,13 +35,14 @@ warnings.simplefilter("ignore")  # what megatron-core and torch say about packag
 from megatron.core import parallel_state
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
-from dynamic_cp.calibration.measurements import Measurement
+from dynamic_cp.decide.calibration.measurements import Measurement
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.placement.transport import ACROSS, INSIDE
 from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.types import CAUSAL, FULL, Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology
 from dynamic_cp.types.placement import ROW
+from megatron.decide.calibration.timing import Probe, Timer
 from megatron.dynamic_cp.agreement import verify
 from megatron.dynamic_cp.attention import packs, placed_packs, torch_thd
 from megatron.dynamic_cp.attention.kernels import choice as kernels
@@ -52,15 +53,14 @@ from megatron.dynamic_cp.attention.mechanisms import all_gather
 from megatron.dynamic_cp.attention.mechanisms import transfers as exchange
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.thd import EXECUTORS, Attention, attention_thd
-from megatron.dynamic_cp.calibration.timing import Probe, Timer
 from megatron.dynamic_cp.data.micro_batches import PackedBucket, PackedStep, micro_batches, pack_step, shards_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
 from megatron.dynamic_cp.plans.planner import Planner
 from megatron.dynamic_cp.pool import chains
-from megatron.dynamic_cp.post_training.columns import OUTPUTS
-from megatron.dynamic_cp.post_training.losses import Objective, agreed_columns, count_tokens
-from megatron.dynamic_cp.post_training.rows import agreed_rows
+from megatron.integrations.post_training.columns import OUTPUTS
+from megatron.integrations.post_training.losses import Objective, agreed_columns, count_tokens
+from megatron.integrations.post_training.rows import agreed_rows
 from megatron.trainer.data import index_once
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop.training import pretrain
@@ -439,9 +439,7 @@ def _readable(waits: Counter[tuple[str, str]]) -> dict[str, int]:
 def calibration() -> Notes:
     """The timer of `dynamic-cp profile`, by events."""
     row = Measurement(section="bucket", forward_s=0.0)
-    waits = {
-        f"megatron.dynamic_cp.calibration.timing:{name}": Answer(why="a window") for name in ("_finish", "_on_gpu")
-    }
+    waits = {f"megatron.decide.calibration.timing:{name}": Answer(why="a window") for name in ("_finish", "_on_gpu")}
     with job(0, 1), FakeGPU(waits):
         timer = Timer(device=torch.device("cuda", 0), window_s=0.01, num_windows=2, alone=True)
         rows = timer.measure([Probe(row=row, forward=lambda: torch.empty(3, device="cuda"))] * 2)

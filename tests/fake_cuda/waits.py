@@ -53,8 +53,8 @@ NOW_AND_THEN = {
 
 BEFORE_A_PASS = {
     "megatron.dynamic_cp.agreement.verify:agree": AGREE,
-    "megatron.dynamic_cp.post_training.losses:count_tokens": Answer(why="whether a loss mask is no whole number"),
-    "megatron.dynamic_cp.post_training.losses:of": Answer(
+    "megatron.integrations.post_training.losses:count_tokens": Answer(why="whether a loss mask is no whole number"),
+    "megatron.integrations.post_training.losses:of": Answer(
         why="the tokens and responses that a mean is over", value=lambda variables: len(variables["counts"])
     ),
 }

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from dynamic_cp import load_hardware
-from dynamic_cp.calibration import Measurements, calibrate
-from dynamic_cp.calibration.measurements import SECTIONS
+from dynamic_cp.decide.calibration import Measurements, calibrate
+from dynamic_cp.decide.calibration.measurements import SECTIONS
 
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
-PROFILE = "megatron.dynamic_cp.calibration --device cuda --model llama-3-8b --tp 4 --hardware h100"
+PROFILE = "megatron.decide.calibration --device cuda --model llama-3-8b --tp 4 --hardware h100"
 LIMIT_S = 300.0
 GOAL_MEDIAN = 0.05
 

@@ -22,7 +22,7 @@ def parse(argv: list[str]) -> Any:
     """Return the arguments as Megatron-LM parses them, and the size of its vocabulary."""
     from megatron.training import arguments, global_vars
 
-    from megatron.lm_adaptor import flags
+    from megatron.integrations.lm_adaptor import flags
 
     sys.argv = ["pretrain_gpt.py", *argv]
     # Newer checkouts have ours here, which would prepare a run.
@@ -42,7 +42,7 @@ def documents(argv: list[str]) -> list[dict[str, Any] | None]:
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
     import pretrain_gpt
-    from megatron.lm_adaptor import varlen
+    from megatron.integrations.lm_adaptor import varlen
     from tests.megatron_lm.gpt_documents import as_document, gpt_documents, varlen_documents
 
     args = parse(argv)
@@ -79,8 +79,8 @@ def chats(argv: list[str]) -> list[list[Any]]:
 
     import pretrain_gpt
     from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
-    from megatron.dynamic_cp.foreign.samples import read_item
-    from megatron.lm_adaptor.data import only_item
+    from megatron.integrations.foreign.samples import read_item
+    from megatron.integrations.lm_adaptor.data import only_item
 
     args = parse(argv)
     config = pretrain_gpt.core_gpt_dataset_config_from_args(args)
@@ -97,14 +97,14 @@ def chats(argv: list[str]) -> list[list[Any]]:
 
 def main() -> None:
     checkout, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
-    from megatron.lm_adaptor.activate import activate
-    from megatron.lm_adaptor.checkout import open_checkout
+    from megatron.integrations.lm_adaptor.activate import activate
+    from megatron.integrations.lm_adaptor.checkout import open_checkout
 
     with contextlib.redirect_stdout(sys.stderr):
         activate(open_checkout(checkout / "pretrain_gpt.py"))
         import torch.distributed as dist
 
-        from megatron.lm_adaptor import cpu
+        from megatron.integrations.lm_adaptor import cpu
 
         cpu.load_dataset_helpers()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -20,7 +20,7 @@ def checkout() -> str:
 @pytest.fixture(scope="session")
 def version(checkout: str) -> str:
     """What the checkout says it is."""
-    from megatron.lm_adaptor.checkout import open_checkout
+    from megatron.integrations.lm_adaptor.checkout import open_checkout
 
     return open_checkout(Path(checkout) / "pretrain_gpt.py").version
 

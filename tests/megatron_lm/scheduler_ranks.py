@@ -73,8 +73,8 @@ def run_rank(vp_group: int | None, max_sequences: int | None) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.datasets import data_schedule
 
-    from megatron.dynamic_cp.scheduler.job import job_of
-    from megatron.dynamic_cp.scheduler.register import register
+    from megatron.integrations.scheduler.job import job_of
+    from megatron.integrations.scheduler.register import register
 
     chosen = register(job_of(hardware="cpu"), as_theirs=False)
     parallel_state.initialize_model_parallel(context_parallel_size=1)

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.agreement import phase
-from megatron.lm_adaptor import activate, flags
-from megatron.lm_adaptor.activate import _Adaptor
+from megatron.integrations.lm_adaptor import activate, flags
+from megatron.integrations.lm_adaptor.activate import _Adaptor
 
 
 def adaptor(**values: Any) -> Any:
@@ -184,7 +184,9 @@ def test_each_iteration_ends_its_step_and_some_are_shown(monkeypatch: pytest.Mon
     )
     modules = {
         "megatron.training.utils": SimpleNamespace(print_rank_last=shown.append),
-        "megatron.lm_adaptor.step_log": SimpleNamespace(write_scalars=lambda *given: written.append(given)),
+        "megatron.integrations.lm_adaptor.step_log": SimpleNamespace(
+            write_scalars=lambda *given: written.append(given)
+        ),
     }
     monkeypatch.setattr(activate.importlib, "import_module", modules.__getitem__)
     for iteration in range(1, 7):
@@ -229,7 +231,7 @@ def test_cpu_ranks_keep_outputs_that_gloo_still_sends(on_cpu: bool) -> None:
 
 
 def test_cpu_ranks_load_what_the_distributed_optimizer_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.lm_adaptor import cpu
+    from megatron.integrations.lm_adaptor import cpu
 
     done: list[str] = []
     monkeypatch.setattr(cpu.cpu_backend, "enable", lambda: done.append("shims"))
@@ -324,7 +326,7 @@ def test_a_save_starts_no_process_for_its_results(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("starting_up")
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_a_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, forward_only: bool) -> None:
-    from megatron.lm_adaptor import session
+    from megatron.integrations.lm_adaptor import session
 
     seen: list[str] = []
 

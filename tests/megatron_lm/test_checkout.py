@@ -11,7 +11,7 @@ import pytest
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from megatron.dynamic_cp.repairs import releases
-from megatron.lm_adaptor.checkout import NEEDED, SUPPORTED_VERSIONS, open_checkout, put_first
+from megatron.integrations.lm_adaptor.checkout import NEEDED, SUPPORTED_VERSIONS, open_checkout, put_first
 
 SCHEDULER = "class DefaultDynamicCPScheduler:\n    pass\n"
 PACKAGE_INFO = 'MAJOR = 0\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = "{pre}"\nVERSION = (MAJOR, MINOR)\n'

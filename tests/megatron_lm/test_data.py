@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dynamic_cp.errors import DataError
-from megatron.lm_adaptor.data import (
+from megatron.integrations.lm_adaptor.data import (
     LaneIterator,
     LaneSampler,
     build_loader,

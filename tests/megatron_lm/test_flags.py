@@ -11,7 +11,7 @@ import pytest
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, RecomputedLayers
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED
-from megatron.lm_adaptor import flags
+from megatron.integrations.lm_adaptor import flags
 
 
 def theirs() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dynamic_cp import ModelShape, PlanOptions, load_hardware, plan_global_batch
 from dynamic_cp.errors import IllegalPlanError, InvalidInputError
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
-from megatron.dynamic_cp.scheduler.groups import Pack, check_groups, groups_of, spread
+from megatron.integrations.scheduler.groups import Pack, check_groups, groups_of, spread
 
 MODEL = ModelShape(
     num_layers=4,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import DataError
-from megatron.lm_adaptor.counts import StepFlops
+from megatron.integrations.lm_adaptor.counts import StepFlops
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.megatron_lm.test_activate import adaptor
 
@@ -18,7 +18,7 @@ LOGGED = [[[10.0, 2.0], [9.0, 3.0], [0.0, 0.0]], [[700.0, 100.0]]]
 
 
 def _sum(width: int) -> list[list[float]]:
-    from megatron.lm_adaptor.session import sum_over_lanes
+    from megatron.integrations.lm_adaptor.session import sum_over_lanes
 
     initialize_model_parallel()
     assert sum_over_lanes([]) == [], "stages before the last"

@@ -7,16 +7,16 @@ import sys
 
 import pytest
 
-from megatron.lm_adaptor import activate, differences, model, replacements, script
-from megatron.lm_adaptor.checkout import SUPPORTED_VERSIONS
-from megatron.lm_adaptor.replacements import REPLACEMENTS, SCRIPT
+from megatron.integrations.lm_adaptor import activate, differences, model, replacements, script
+from megatron.integrations.lm_adaptor.checkout import SUPPORTED_VERSIONS
+from megatron.integrations.lm_adaptor.replacements import REPLACEMENTS, SCRIPT
 
 SHOW_REPLACED = """
 import importlib, sys
 from pathlib import Path
-from megatron.lm_adaptor.activate import activate
-from megatron.lm_adaptor.checkout import open_checkout
-from megatron.lm_adaptor.replacements import SCRIPT, replaced_in
+from megatron.integrations.lm_adaptor.activate import activate
+from megatron.integrations.lm_adaptor.checkout import open_checkout
+from megatron.integrations.lm_adaptor.replacements import SCRIPT, replaced_in
 root = Path(sys.argv[1])
 found = open_checkout(root / "pretrain_gpt.py")
 activate(found)
@@ -29,7 +29,7 @@ for one in replaced_in(found.version):
     assert Path(module.__file__).is_relative_to(root), module.__file__
     now = getattr(module, one.symbol)
     ours = getattr(now, "func", now)
-    assert ours.__module__.startswith("megatron.lm_adaptor"), (one, ours)
+    assert ours.__module__.startswith("megatron.integrations.lm_adaptor"), (one, ours)
     print("replaced", one.where)
 import megatron.training, megatron.training.training
 assert megatron.training.pretrain is megatron.training.training.pretrain

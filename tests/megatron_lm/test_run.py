@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.lm_adaptor.checkout import open_checkout
-from megatron.lm_adaptor.differences import BATCH_OF_FIELDS, NULL_TOKENIZER_COUNTS_EOD
-from megatron.lm_adaptor.flags import STOCK_SPECS
+from megatron.integrations.lm_adaptor.checkout import open_checkout
+from megatron.integrations.lm_adaptor.differences import BATCH_OF_FIELDS, NULL_TOKENIZER_COUNTS_EOD
+from megatron.integrations.lm_adaptor.flags import STOCK_SPECS
 from tests.megatron_lm.corpora import chat_tokenizer, write_chats
 
 REPOSITORY = Path(__file__).parents[2]

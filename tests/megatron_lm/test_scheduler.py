@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.dynamic_cp.scheduler.groups import check_groups
-from megatron.lm_adaptor import scheduler
+from megatron.integrations.lm_adaptor import scheduler
+from megatron.integrations.scheduler.groups import check_groups
 from tests.megatron_lm.scheduler_ranks import LIMIT, NUM_LANES, SAMPLES_PER_LANE, seqlens
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DEV")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.lm_adaptor.activate import _Adaptor
-from megatron.lm_adaptor.checkout import SUPPORTED_VERSIONS
-from megatron.lm_adaptor.replacements import SCRIPT, replaced_in
+from megatron.integrations.lm_adaptor.activate import _Adaptor
+from megatron.integrations.lm_adaptor.checkout import SUPPORTED_VERSIONS
+from megatron.integrations.lm_adaptor.replacements import SCRIPT, replaced_in
 
 BATCH = {name: name for name in ("tokens", "labels", "loss_mask", "position_ids", "packed_seq_params")}
 

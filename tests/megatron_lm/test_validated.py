@@ -17,8 +17,8 @@ from dynamic_cp.errors import DynamicCPError
 from megatron.dynamic_cp.flags.experts import DEFAULTS
 from megatron.dynamic_cp.repairs import releases
 from megatron.dynamic_cp.step.routing import LayerRouting, Routing
-from megatron.lm_adaptor import flags, step_log
-from megatron.lm_adaptor.activate import _Adaptor
+from megatron.integrations.lm_adaptor import flags, step_log
+from megatron.integrations.lm_adaptor.activate import _Adaptor
 from megatron.trainer.flags.validation import planning_settings
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.megatron_lm.test_flags import parse, planned

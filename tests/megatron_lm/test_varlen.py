@@ -24,9 +24,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import get_blend_from_list
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from megatron.lm_adaptor import varlen
-from megatron.lm_adaptor.data import only_item
-from megatron.lm_adaptor.differences import NULL_TOKENIZER_COUNTS_EOD, tokenizer_module
+from megatron.integrations.lm_adaptor import varlen
+from megatron.integrations.lm_adaptor.data import only_item
+from megatron.integrations.lm_adaptor.differences import NULL_TOKENIZER_COUNTS_EOD, tokenizer_module
 from tests.megatron_lm.gpt_documents import as_document, gpt_documents, varlen_documents
 from tests.unit.data.made_tokenizers import write_tokenizer
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.trainer.weights.exporting import export_weights
-from megatron.trainer.weights.importing import import_weights
+from megatron.integrations.weights.exporting import export_weights
+from megatron.integrations.weights.importing import import_weights
 from tests.megatron_lm.test_run import megatron_lm, pytestmark
 
 transformers = pytest.importorskip("transformers", reason='transformers is not installed: pip install -e ".[hf]"')

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.peers import wlb
-from dynamic_cp.bounds import lower_bound
+from dynamic_cp.decide.bounds import lower_bound
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.pipeline.schedule import stage_operations

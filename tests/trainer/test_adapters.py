@@ -17,7 +17,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.reduction import Reduction
 from dynamic_cp.types import Adapters, DataParallel, PlanOptions, Problem, Topology
 from dynamic_cp.types.adapters import ADAPTED
-from megatron.trainer.weights.exporting import export_adapters, export_weights
+from megatron.integrations.weights.exporting import export_adapters, export_weights
 from tests.distributed.verl_seam import FOLDER
 from tests.trainer.test_weights import (
     DATA,

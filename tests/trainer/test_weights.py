@@ -20,20 +20,20 @@ from typing import Any
 import pytest
 import torch
 
-from dynamic_cp import cli
+from dynamic_cp.decide import cli
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.models import hugging_face
+from megatron.integrations.weights.checkpoint_tensors import CheckpointTensors
+from megatron.integrations.weights.command import NumBytes
+from megatron.integrations.weights.command import command as weights
+from megatron.integrations.weights.exporting import export_weights
+from megatron.integrations.weights.importing import Source, import_weights
 from megatron.trainer.checkpoints import checkpoint_files, loading, safe_loading
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop.evaluation import _evaluating
 from megatron.trainer.setup.run import set_up
 from megatron.trainer.setup.run_data import data_config
-from megatron.trainer.weights.checkpoint_tensors import CheckpointTensors
-from megatron.trainer.weights.command import NumBytes
-from megatron.trainer.weights.command import command as weights
-from megatron.trainer.weights.exporting import export_weights
-from megatron.trainer.weights.importing import Source, import_weights
 from tests.distributed.harness import run_ranks
 from tests.trainer.checkpoints import verified
 from tests.trainer.commandline import FIXED
@@ -173,7 +173,7 @@ def loss_of(model: Any, words: str, batch: int, padding_rows: int = 0) -> float:
 
 def test_the_models_differ_in_what_they_say():
     types = {values["model_type"] for values in MODELS.values()}
-    from megatron.trainer.weights.names import FAMILIES
+    from megatron.integrations.weights.names import FAMILIES
 
     assert types == set(FAMILIES)
 
@@ -713,8 +713,8 @@ def test_what_ends_halfway_has_no_name(error, folder_of, imported, tmp_path, mon
         written.append({path.name for path in tmp_path.iterdir()})
         raise error
 
-    monkeypatch.setattr("megatron.trainer.weights.importing.Source.make", failing)
-    monkeypatch.setattr("megatron.trainer.weights.exporting._Parts.read", failing)
+    monkeypatch.setattr("megatron.integrations.weights.importing.Source.make", failing)
+    monkeypatch.setattr("megatron.integrations.weights.exporting._Parts.read", failing)
     for convert in (
         lambda: import_weights(str(folder_of("llama")), str(tmp_path / "new")),
         lambda: export_weights(str(checkpoint), str(tmp_path / "new")),
@@ -850,7 +850,7 @@ def test_help_needs_no_torch():
 
 
 def test_what_is_not_installed_is_named(folder_of, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron.trainer.weights.importing", None)
+    monkeypatch.setitem(sys.modules, "megatron.integrations.weights.importing", None)
     folder = folder_of("llama")
     capsys.readouterr()
     assert cli.main(["weights", "import", str(folder), "--output", str(tmp_path / "new")]) == 2
@@ -919,7 +919,7 @@ def test_the_example_fine_tunes_and_goes_back(example, monkeypatch, capfd):
             found = train(int(words[1]), flags, shorter, "")
             assert {size for record in found.values() for size in record.cp_histogram} == {1, 2, 4}
         elif words[0] == "-m":
-            assert words[1] == "dynamic_cp.cli"
+            assert words[1] == "dynamic_cp.decide.cli"
             assert cli.main(words[2:]) == 0
         else:
             monkeypatch.setattr(sys, "argv", words)

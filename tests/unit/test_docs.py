@@ -23,18 +23,19 @@ import click
 import numpy as np
 import pytest
 
-from dynamic_cp import cli, load_hardware, load_model
-from dynamic_cp.cli.app import COMMANDS, TRAINING_COMMANDS
-from dynamic_cp.cli.app import group as cli_group
-from dynamic_cp.first_day.command import command as first_day
+from dynamic_cp import load_hardware, load_model
+from dynamic_cp.decide import cli
+from dynamic_cp.decide.cli.app import COMMANDS, TRAINING_COMMANDS
+from dynamic_cp.decide.cli.app import group as cli_group
+from dynamic_cp.decide.first_day.command import command as first_day
+from dynamic_cp.decide.sweep.flags import model_flags
 from dynamic_cp.models.catalog import load_architecture
-from dynamic_cp.sweep.flags import model_flags
-from megatron.dynamic_cp.calibration.command import command as profile
+from megatron.decide.calibration.command import command as profile
 from megatron.dynamic_cp.flags.exclusions import EXCLUSIONS
+from megatron.integrations.weights.command import command as weights
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import build_parser, parse_args
 from megatron.trainer.setup import memory
-from megatron.trainer.weights.command import command as weights
 from tools import flags_page, make_drawings, quoted_figures
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +163,7 @@ def check_not_run(words: list[str]) -> None:
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert words[1] in targets
-    elif words[:2] == ["dynamic-cp", "profile"] or "megatron.dynamic_cp.calibration" in words:
+    elif words[:2] == ["dynamic-cp", "profile"] or "megatron.decide.calibration" in words:
         # Measuring takes minutes and changes this process for CPU ranks; tests/distributed/test_profile.py runs it.
         context = profile.make_context("profile", words[words.index("--model") :])
         assert context.params["output"]

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from dynamic_cp import plan_global_batch, plan_lengths
-from dynamic_cp.cli.parameters import job_of
-from dynamic_cp.cli.simulate import DEFAULT_POLICIES
-from dynamic_cp.cli.simulate import command as simulate
-from dynamic_cp.comparison import compare_policies
-from dynamic_cp.comparison.job import SweepJob
+from dynamic_cp.decide.cli.parameters import job_of
+from dynamic_cp.decide.cli.simulate import DEFAULT_POLICIES
+from dynamic_cp.decide.cli.simulate import command as simulate
+from dynamic_cp.decide.comparison import compare_policies
+from dynamic_cp.decide.comparison.job import SweepJob
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.pool.prices import TaskOptions
@@ -44,7 +44,7 @@ from dynamic_cp.types import (
 )
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.table import flags_of
-from megatron.dynamic_cp.scheduler import job as scheduler
+from megatron.integrations.scheduler import job as scheduler
 from tests.unit.mechanisms.test_latent_ring import DEEPSEEK_V3
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL
 
@@ -57,11 +57,11 @@ LIST = {
     "megatron/dynamic_cp/attention/te/support.py": "since which release TransformerEngine has each",
 }
 HOMONYMS = {
-    "dynamic_cp/report/trace.py": "sends between pipeline stages are p2p, too",
-    "dynamic_cp/calibration/fit.py": "collectives that are measured",
-    "dynamic_cp/calibration/measurements.py": "collectives that are measured",
-    "megatron/dynamic_cp/calibration/links.py": "collectives that are measured",
-    "megatron/trainer/weights/names.py": "widths of weights",
+    "dynamic_cp/decide/report/trace.py": "sends between pipeline stages are p2p, too",
+    "dynamic_cp/decide/calibration/fit.py": "collectives that are measured",
+    "dynamic_cp/decide/calibration/measurements.py": "collectives that are measured",
+    "megatron/decide/calibration/links.py": "collectives that are measured",
+    "megatron/integrations/weights/names.py": "widths of weights",
 }
 CLASSES = {type(mechanism).__name__ for mechanism in MECHANISMS.values()}
 CONSTANTS = {"BY_PLACEMENT", "RING_ALONE", "CP_COMM_TYPES", "UNPLACED"}

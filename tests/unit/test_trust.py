@@ -199,14 +199,14 @@ LISTED = {
     # What is unpickled may name the classes of a list of tensors only.
     ("megatron/trainer/checkpoints/safe_loading.py", "pickle.Unpickler"): 1,
     # Our own templates, every value escaped.
-    ("dynamic_cp/report/page.py", "Environment"): 1,
+    ("dynamic_cp/decide/report/page.py", "Environment"): 1,
     # A tensor.
-    ("megatron/dynamic_cp/calibration/links.py", ".recv"): 1,
+    ("megatron/decide/calibration/links.py", ".recv"): 1,
     # The script that the user names.
-    ("megatron/lm_adaptor/run.py", "exec"): 1,
-    ("megatron/lm_adaptor/run.py", "compile"): 1,
+    ("megatron/integrations/lm_adaptor/run.py", "exec"): 1,
+    ("megatron/integrations/lm_adaptor/run.py", "compile"): 1,
     # Between the ranks of a job, when Megatron-LM saves; it does the same with the rest of the checkpoint.
-    ("megatron/lm_adaptor/random_states.py", ".all_gather_object"): 1,
+    ("megatron/integrations/lm_adaptor/random_states.py", ".all_gather_object"): 1,
 }
 
 

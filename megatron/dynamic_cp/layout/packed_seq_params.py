@@ -16,7 +16,7 @@ from megatron.dynamic_cp.layout.future_columns import FutureColumns
 
 try:
     from megatron.core.packed_seq_params import PackedSeqParams
-except ImportError:  # loops outside Megatron need torch only: `megatron.dynamic_cp.outside`
+except ImportError:  # loops outside Megatron need torch only: `megatron.integrations.outside`
 
     @dataclass
     class PackedSeqParams:  # type: ignore[no-redef]

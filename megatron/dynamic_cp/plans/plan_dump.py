@@ -94,12 +94,12 @@ class RunDump:
         )
 
     def write_iteration(self, record: Mapping[str, Any]) -> None:
-        """Write an iteration down; the names are those of `dynamic_cp.report.run.RunRecord`."""
+        """Write an iteration down; the names are those of `dynamic_cp.decide.report.run.RunRecord`."""
         self._iterations.append(record)
 
 
 def spans_path(folder: str, rank: int) -> str:
-    """Return the file of a rank's measured passes (`dynamic_cp.report.measured.read_spans` reads it)."""
+    """Return the file of a rank's measured passes (`dynamic_cp.decide.report.measured.read_spans` reads it)."""
     return os.path.join(folder, "spans", f"rank{rank:05d}.jsonl")
 
 

@@ -18,7 +18,6 @@ Read in this order:
 - `line_table`: where the lines of JSONL are
 - `text_files`, `json_lines`: two sources; `indexed` (.bin/.idx), `mock` (random tokens): two more
 - `data_path`: --data-path to entries with weights, and their files
-- `preferences`: records with a better and a worse answer to pairs of tokens, for loops other than the trainer's
 - `entries`: files to an index, and to a source
 - `split`: ranges of documents for training, validation and test
 - `samples`: documents of a range to samples no longer than --seq-length (--overlong)

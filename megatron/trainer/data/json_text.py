@@ -62,7 +62,7 @@ def refuse_preferences(value: Mapping[str, Any]) -> None:
     if CHOSEN in value and REJECTED in value:
         raise LineError(
             f" is a preference pair ({CHOSEN!r}, {REJECTED!r}), which no loss of pretrain_gpt.py trains: give chats of "
-            "the chosen, or read pairs in a loop of your own (megatron.trainer.data.preferences)"
+            "the chosen, or read pairs in a loop of your own (megatron.integrations.preferences)"
         )
     if COMPLETION in value and isinstance(value.get("label"), bool):
         raise LineError(

@@ -83,7 +83,7 @@ def of_plan(facts: PlanFacts) -> dict[str, Any]:
 
 
 def dump_entry(iteration: int, record: StepRecord) -> dict[str, Any]:
-    """Return an iteration under the names of `dynamic_cp.report.run.RunRecord`, and what else is known of it."""
+    """Return an iteration under the names of `dynamic_cp.decide.report.run.RunRecord`, and what else is known of it."""
     return {
         "iteration": iteration,
         "predicted_s": record.predicted_s,

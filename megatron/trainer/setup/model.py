@@ -25,7 +25,6 @@ from dynamic_cp.pricing.reduction import ddp_bucket_size
 from dynamic_cp.types import DTYPES_OF, Topology
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
-from megatron.dynamic_cp.calibration.device import free_bytes
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.activation import is_gated
 from megatron.dynamic_cp.flags.adapters import adapters_of
@@ -38,6 +37,7 @@ from megatron.dynamic_cp.flags.positions import set_window_rotary_base, yarn_att
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.flags.windows import set_sinks
+from megatron.dynamic_cp.measuring.free_memory import free_bytes
 from megatron.dynamic_cp.model.activation import quick_gelu, squared_relu, tanh_gelu
 from megatron.dynamic_cp.model.adapters import train_adapters_only
 from megatron.dynamic_cp.model.chunked_head import set_loss_chunk

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamic_cp.bounds import lower, lower_bound
-from dynamic_cp.bounds.ways import ratio_range, ways_of
-from dynamic_cp.bounds.work import least_work
+from dynamic_cp.decide.bounds import lower, lower_bound
+from dynamic_cp.decide.bounds.ways import ratio_range, ways_of
+from dynamic_cp.decide.bounds.work import least_work
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.pricing.cost_model import CostModel

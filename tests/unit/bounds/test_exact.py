@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynamic_cp.bounds import bound_at, lower_bound
-from dynamic_cp.bounds.exact import exact_plan
+from dynamic_cp.decide.bounds import bound_at, lower_bound
+from dynamic_cp.decide.bounds.exact import exact_plan
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.validate import check_plan

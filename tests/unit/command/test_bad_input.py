@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from dynamic_cp import cli
+from dynamic_cp.decide import cli
 from tools.command_goldens import INPUTS
 
 FILES = ["--model", str(INPUTS / "model.json"), "--hardware", str(INPUTS / "hardware.json")]
@@ -343,8 +343,8 @@ def test_output_is_refused_before_the_work(folder, capsys, monkeypatch):
     def work(*_arguments, **_options):
         raise AssertionError("planned before the output was checked")
 
-    monkeypatch.setattr("dynamic_cp.comparison.compare_policies", work)
-    monkeypatch.setattr("dynamic_cp.sweep.sweep", work)
+    monkeypatch.setattr("dynamic_cp.decide.comparison.compare_policies", work)
+    monkeypatch.setattr("dynamic_cp.decide.sweep.sweep", work)
     monkeypatch.setattr("dynamic_cp.search.search.plan_global_batch", work)
     for command in ("plan", "simulate", "sweep"):
         refused([*COMMANDS[command], "--json", "no/x.json"], capsys, folder)
@@ -369,7 +369,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch, folder, capsys):
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dynamic_cp.comparison.compare_policies", interrupted)
+    monkeypatch.setattr("dynamic_cp.decide.comparison.compare_policies", interrupted)
     assert cli.main(COMMANDS["simulate"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 

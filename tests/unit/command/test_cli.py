@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from dynamic_cp import cli
-from dynamic_cp.bounds import lower_bound
+from dynamic_cp.decide import cli
+from dynamic_cp.decide.bounds import lower_bound
 from dynamic_cp.lengths.workloads import draw_lengths
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynamic_cp import cli, comparison
-from dynamic_cp.comparison import PART_LABELS, compare_policies, speedup_of, time_parts, to_dict, verdict_of
-from dynamic_cp.comparison.parts import prices_by_part
-from dynamic_cp.comparison.speedup import Speedup, t_quantile
-from dynamic_cp.comparison.verdict import MIN_GAIN, judged
+from dynamic_cp.decide import cli, comparison
+from dynamic_cp.decide.comparison import PART_LABELS, compare_policies, speedup_of, time_parts, to_dict, verdict_of
+from dynamic_cp.decide.comparison.parts import prices_by_part
+from dynamic_cp.decide.comparison.speedup import Speedup, t_quantile
+from dynamic_cp.decide.comparison.verdict import MIN_GAIN, judged
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from dynamic_cp import cli
+from dynamic_cp.decide import cli
+from dynamic_cp.decide.first_day import command, parts
+from dynamic_cp.decide.first_day.day import Day
+from dynamic_cp.decide.first_day.page import page_of
+from dynamic_cp.decide.first_day.parts import PARTS, Part, State, parts_of
 from dynamic_cp.errors import MemoryLimitError, UnsupportedFeatureError
-from dynamic_cp.first_day import command, parts
-from dynamic_cp.first_day.day import Day
-from dynamic_cp.first_day.page import page_of
-from dynamic_cp.first_day.parts import PARTS, Part, State, parts_of
 from dynamic_cp.models.catalog import load_hardware
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args

@@ -9,8 +9,9 @@ from typing import Any
 import click
 import pytest
 
-from dynamic_cp import cli, load_hardware
-from dynamic_cp.cli.app import group
+from dynamic_cp import load_hardware
+from dynamic_cp.decide import cli
+from dynamic_cp.decide.cli.app import group
 from dynamic_cp.models.catalog import hardware_as_dict
 from tests.unit.command.test_bad_input import DRAWN, FILES, LENGTHS
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from dynamic_cp.comparison.job import SweepJob
-from dynamic_cp.comparison.speedup import OtherPrice, speedup_of
-from dynamic_cp.comparison.verdict import verdict_of
+from dynamic_cp.decide.comparison.job import SweepJob
+from dynamic_cp.decide.comparison.speedup import OtherPrice, speedup_of
+from dynamic_cp.decide.comparison.verdict import verdict_of
+from dynamic_cp.decide.sweep import Space, sweep
+from dynamic_cp.decide.sweep.other_prices import PRICE_SETS
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.setting import Setting
-from dynamic_cp.sweep import Space, sweep
-from dynamic_cp.sweep.other_prices import PRICE_SETS
 from dynamic_cp.types import DataParallel, LinearAttention, Topology
 from tests.unit.report.support import comparison
 from tests.unit.support import samples_of

@@ -17,7 +17,7 @@ from functools import cache
 
 import pytest
 
-from dynamic_cp import cli
+from dynamic_cp.decide import cli
 from tests.unit.command.test_bad_input import COMMANDS, DRAWN, FILES
 from tools.command_goldens import INPUTS
 
@@ -68,7 +68,8 @@ def test_help_imports_nothing_heavy():
 @pytest.mark.nightly
 def test_the_library_imports_no_command_line():
     program = (
-        "import sys, dynamic_cp; dynamic_cp.plan_global_batch; dynamic_cp.load_model; import dynamic_cp.comparison\n"
+        "import sys, dynamic_cp, dynamic_cp.decide.comparison\n"
+        "dynamic_cp.plan_global_batch; dynamic_cp.load_model\n"
         "print('heavy:', *sorted({'click', 'rich', 'torch', 'megatron', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
@@ -211,7 +212,7 @@ def test_the_doctor_asks_the_training_side():
 
 
 def test_a_training_side_that_cannot_be_imported_is_a_note(monkeypatch):
-    from dynamic_cp import doctor
+    from dynamic_cp.decide import doctor
 
     class Missing:
         name = "training"
@@ -268,7 +269,7 @@ def test_other_packages_add_commands(monkeypatch, capsys):
 
 
 def test_a_report_names_the_package_that_it_lacks(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("dynamic_cp.cli.report.find_spec", lambda name: None if name == "jinja2" else name)
+    monkeypatch.setattr("dynamic_cp.decide.cli.report.find_spec", lambda name: None if name == "jinja2" else name)
     words = ["report", *DRAWN, "--lanes", "4", *FILES, "--output", str(tmp_path / "report.html")]
     assert cli.main(words) == 2
     assert "report needs jinja2, which is not installed: pip install" in capsys.readouterr().err
@@ -375,7 +376,7 @@ def test_a_file_that_is_no_plan_is_named(content, says, tmp_path, capsys):
 def test_help_explains_every_argument_and_option_in_a_sentence():
     import click
 
-    from dynamic_cp.cli.app import group
+    from dynamic_cp.decide.cli.app import group
 
     context = click.Context(group)
     looked_at = 0

@@ -18,21 +18,31 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynamic_cp import cli
-from dynamic_cp.cli.app import group
-from dynamic_cp.cli.parameters import load_model as load_as_trained
-from dynamic_cp.cli.parameters import trained_hardware
-from dynamic_cp.cli.tuned import exchanges_tried
-from dynamic_cp.comparison import speedup_of
+from dynamic_cp.decide import cli
+from dynamic_cp.decide.cli.app import group
+from dynamic_cp.decide.cli.parameters import load_model as load_as_trained
+from dynamic_cp.decide.cli.parameters import trained_hardware
+from dynamic_cp.decide.cli.tuned import exchanges_tried
+from dynamic_cp.decide.comparison import speedup_of
+from dynamic_cp.decide.sweep import (
+    Point,
+    Setting,
+    Space,
+    SweepJob,
+    evaluate,
+    launch_flags,
+    layouts_of,
+    pareto_front,
+    sweep,
+)
+from dynamic_cp.decide.sweep.flags import launcher
+from dynamic_cp.decide.sweep.search import SHOWN, STATIC_POLICIES
+from dynamic_cp.decide.sweep.space import Refused, settings_of, variants
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.catalog import load_architecture, load_hardware, load_model, model_names
 from dynamic_cp.models.layers import LayerFeatures
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.sweep import Point, Setting, Space, SweepJob, evaluate, launch_flags, layouts_of, pareto_front, sweep
-from dynamic_cp.sweep.flags import launcher
-from dynamic_cp.sweep.search import SHOWN, STATIC_POLICIES
-from dynamic_cp.sweep.space import Refused, settings_of, variants
 from dynamic_cp.tried import EXCHANGES
 from dynamic_cp.types import AUTO_CHUNK_TOKENS, CP_COMM_TYPES, DataParallel, Experts, Lambda, RecomputedLayers, Topology
 from tests import patience
@@ -109,7 +119,7 @@ def test_of_equally_fast_settings_one_is_chosen_for_all_that_is_printed(monkeypa
     def evaluated(setting, job):
         return point_of(setting, (1.0,), float(setting.max_tokens_per_rank))
 
-    monkeypatch.setattr("dynamic_cp.sweep.search.evaluate_first", evaluated)
+    monkeypatch.setattr("dynamic_cp.decide.sweep.search.evaluate_first", evaluated)
     few = replace(SPACE, tp_sizes=(4,), pp_sizes=(1,), vp_sizes=(1,))
     found = sweep(few, replace(JOB, batches=JOB.batches[:1]), policies=("dynamic",))
     assert found.num_planned > 2
@@ -195,7 +205,7 @@ def test_processes_change_nothing_and_import_nothing_from_the_working_folder(tmp
 KILLED = """
 import os, sys
 from multiprocessing import active_children
-from dynamic_cp.sweep import workers
+from dynamic_cp.decide.sweep import workers
 
 if __name__ == "__main__":
     with workers.workers(None, 2) as run:
@@ -206,10 +216,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.by_day("15")
+@pytest.mark.by_day("asked to end")
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends processes with their parent")
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code"),
+    [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
+    ids=["asked to end", "killed"],
 )
 def test_processes_end_with_a_command_that_is_killed(tmp_path, number, code):
     script = tmp_path / "killed.py"

@@ -9,7 +9,7 @@ import pytest
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.types import SharedQuestion
-from megatron.trainer.data.preferences import preference_pairs
+from megatron.integrations.preferences import preference_pairs
 from megatron.trainer.data.tokenizer import ByteTokenizer
 from tests.unit.data.helpers import write_records
 from tests.unit.data.test_chat import flags, reader_of, tokens_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynamic_cp import cli
+from dynamic_cp.decide import cli
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.lengths.read import read_lengths
 from megatron.trainer.data.build import build_splits

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamic_cp import cli
-from dynamic_cp.cli.parameters import KINDS
+from dynamic_cp.decide import cli
+from dynamic_cp.decide.cli.parameters import KINDS
 from dynamic_cp.errors import DataError, UnsupportedFeatureError
 from dynamic_cp.lengths import streams
 from dynamic_cp.lengths.read import READERS, read_length_array, read_lengths

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynamic_cp.bounds.lower import lower_bound
+from dynamic_cp.decide.bounds.lower import lower_bound
 from dynamic_cp.errors import (
     IllegalPlanError,
     InfeasibleSampleError,

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from dynamic_cp.bounds.lower import lower_bound
 from dynamic_cp.convex import Convex, Linear
+from dynamic_cp.decide.bounds.lower import lower_bound
 from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.mechanisms.mechanism import LaneSeconds, Mechanism, Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamic_cp.bounds.lower import lower_bound
+from dynamic_cp.decide.bounds.lower import lower_bound
 from dynamic_cp.errors import IllegalPlanError, InvalidInputError
 from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.memory.memory_model import MemoryModel

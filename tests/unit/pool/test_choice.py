@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynamic_cp.cli import main
-from dynamic_cp.comparison import compare_policies, to_dict
+from dynamic_cp.decide.cli import main
+from dynamic_cp.decide.comparison import compare_policies, to_dict
 from dynamic_cp.errors import InfeasibleSampleError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.plans.lane_tokens import lane_tokens_of

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynamic_cp.bounds import lower_bound
+from dynamic_cp.decide.bounds import lower_bound
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.learning.observations import Observation, PricedObservations
 from dynamic_cp.memory.activations import activation_bytes, tokens_of_states

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamic_cp.comparison import Comparison, compare_policies
+from dynamic_cp.decide.comparison import Comparison, compare_policies
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.placement.lanes import Lanes

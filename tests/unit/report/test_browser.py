@@ -11,9 +11,9 @@ import subprocess
 
 import pytest
 
-from dynamic_cp.report.comparison_page import render_report
-from dynamic_cp.report.run_page import render_run_report
-from dynamic_cp.report.theme import DARK, LIGHT
+from dynamic_cp.decide.report.comparison_page import render_report
+from dynamic_cp.decide.report.run_page import render_run_report
+from dynamic_cp.decide.report.theme import DARK, LIGHT
 from tests.unit.report.support import comparison
 from tests.unit.report.test_pictures import RECORDS
 

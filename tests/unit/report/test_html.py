@@ -13,12 +13,12 @@ from itertools import pairwise
 
 import pytest
 
-from dynamic_cp.comparison import verdict_of
+from dynamic_cp.decide.comparison import verdict_of
+from dynamic_cp.decide.report.comparison_page import _typeset, render_report
+from dynamic_cp.decide.report.drawing import format_s
+from dynamic_cp.decide.report.run_page import render_run_report
+from dynamic_cp.decide.report.theme import DARK, LIGHT
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.report.comparison_page import _typeset, render_report
-from dynamic_cp.report.drawing import format_s
-from dynamic_cp.report.run_page import render_run_report
-from dynamic_cp.report.theme import DARK, LIGHT
 from tests.unit.report.support import comparison
 from tests.unit.report.test_pictures import RECORDS
 

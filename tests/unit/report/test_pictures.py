@@ -12,19 +12,19 @@ from xml.etree import ElementTree
 
 import pytest
 
+from dynamic_cp.decide.report import drawing
+from dynamic_cp.decide.report.cp_map import cp_map
+from dynamic_cp.decide.report.curves import imbalance, knee, knee_points, length_histogram, length_shares, part_bars
+from dynamic_cp.decide.report.drawing import MEDIUM_IN, NARROW_IN, WIDE_IN, inline_svg, look, png_bytes, save, svg_text
+from dynamic_cp.decide.report.gantt import gantt
+from dynamic_cp.decide.report.placed import lane_shares, placed_links, placed_shares
+from dynamic_cp.decide.report.placed_tiles import lanes_of_color, placed_tiles
+from dynamic_cp.decide.report.run import RunRecord
+from dynamic_cp.decide.report.run_page import agreement, cp_sizes, losses, times
+from dynamic_cp.decide.report.theme import CSS, DARK, LIGHT
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.narrow import narrowed
-from dynamic_cp.report import drawing
-from dynamic_cp.report.cp_map import cp_map
-from dynamic_cp.report.curves import imbalance, knee, knee_points, length_histogram, length_shares, part_bars
-from dynamic_cp.report.drawing import MEDIUM_IN, NARROW_IN, WIDE_IN, inline_svg, look, png_bytes, save, svg_text
-from dynamic_cp.report.gantt import gantt
-from dynamic_cp.report.placed import lane_shares, placed_links, placed_shares
-from dynamic_cp.report.placed_tiles import lanes_of_color, placed_tiles
-from dynamic_cp.report.run import RunRecord
-from dynamic_cp.report.run_page import agreement, cp_sizes, losses, times
-from dynamic_cp.report.theme import CSS, DARK, LIGHT
 from dynamic_cp.types import CAUSAL, Lambda, Topology
 from tests.unit.report.support import CASES, LENGTHS, placed, timelines
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, tiny_cost_model
@@ -459,8 +459,9 @@ def test_a_missing_matplotlib_is_named_with_its_remedy(monkeypatch):
 @pytest.mark.nightly
 def test_pyplot_is_not_imported():
     program = (
-        "import sys; from tests.unit.report.test_pictures import OTHERS; from dynamic_cp.report.drawing import *;"
-        "from dynamic_cp.report.theme import LIGHT; svg_text(OTHERS['losses'], LIGHT);"
+        "import sys; from tests.unit.report.test_pictures import OTHERS;"
+        "from dynamic_cp.decide.report.drawing import *;"
+        "from dynamic_cp.decide.report.theme import LIGHT; svg_text(OTHERS['losses'], LIGHT);"
         "print('matplotlib.pyplot' in sys.modules, 'matplotlib.figure' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from dynamic_cp.decide.report.run import FILE_NAME, RunRecord, read_about, read_run
 from dynamic_cp.errors import DataError
-from dynamic_cp.report.run import FILE_NAME, RunRecord, read_about, read_run
 
 FULL = {
     "iteration": 2,

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from dynamic_cp.report.theme import CSS, DARK, LIGHT, THEMES, contrast, css_variables, mix, with_variables
+from dynamic_cp.decide.report.theme import CSS, DARK, LIGHT, THEMES, contrast, css_variables, mix, with_variables
 
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
 VISION = {
@@ -86,7 +86,7 @@ def test_contrast_and_mix():
 
 
 def test_each_part_of_an_iteration_has_a_colour():
-    from dynamic_cp.comparison.parts import PART_LABELS
+    from dynamic_cp.decide.comparison.parts import PART_LABELS
 
     for theme in (LIGHT, DARK):
         assert len(set(theme.parts)) == len(theme.parts) == len(PART_LABELS)

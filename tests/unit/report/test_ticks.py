@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dynamic_cp.cli import main
+from dynamic_cp.decide.cli import main
+from dynamic_cp.decide.report.drawing import svg_text
+from dynamic_cp.decide.report.gantt import tick_gantt
+from dynamic_cp.decide.report.theme import LIGHT
+from dynamic_cp.decide.report.trace import tick_events
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.pool.search import PlannedTasks, plan_tasks
-from dynamic_cp.report.drawing import svg_text
-from dynamic_cp.report.gantt import tick_gantt
-from dynamic_cp.report.theme import LIGHT
-from dynamic_cp.report.trace import tick_events
 from tests.unit.pool.test_task_plans import batch_of, cost_model_of
 from tests.unit.report.trace_format_check import check_events
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dynamic_cp.decide.report.measured import MeasuredSpan, measured_trace_events, read_spans
+from dynamic_cp.decide.report.trace import trace_events, write_trace
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.report.measured import MeasuredSpan, measured_trace_events, read_spans
-from dynamic_cp.report.trace import trace_events, write_trace
 from tests.unit.report.support import comparison, timelines
 from tests.unit.report.trace_format_check import check_events
 
@@ -214,7 +214,7 @@ def test_no_spans_and_impossible_spans_are_refused():
 def test_traces_need_neither_matplotlib_nor_jinja2():
     program = (
         "import sys; sys.modules['matplotlib'] = sys.modules['jinja2'] = None;"
-        "from tests.unit.report.support import timelines; from dynamic_cp.report.trace import trace_events;"
+        "from tests.unit.report.support import timelines; from dynamic_cp.decide.report.trace import trace_events;"
         "print(len(trace_events(timelines('one')[0][1])))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

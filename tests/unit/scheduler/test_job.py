@@ -13,8 +13,8 @@ import pytest
 from dynamic_cp import ModelShape, load_hardware, load_model
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from dynamic_cp.types import DataParallel, RecomputedLayers, Topology
-from megatron.dynamic_cp.scheduler import config as of_config
-from megatron.dynamic_cp.scheduler.job import HARDWARE, MODEL, PP, TP, job_of, job_of_environment
+from megatron.integrations.scheduler import config as of_config
+from megatron.integrations.scheduler.job import HARDWARE, MODEL, PP, TP, job_of, job_of_environment
 
 QWEN = {
     "model_type": "qwen2",

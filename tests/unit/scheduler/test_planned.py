@@ -15,10 +15,10 @@ from benchmarks.grpo_groups import BATCHES, LAYOUTS, gain, geometric_mean, rollo
 from dynamic_cp import frameworks
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.pricing.cost_model import CostModel
-from megatron.dynamic_cp.scheduler import planned, register
-from megatron.dynamic_cp.scheduler.groups import check_groups, groups_ns, groups_of_greedy
-from megatron.dynamic_cp.scheduler.job import MODEL, Job, job_of
-from megatron.dynamic_cp.scheduler.planned import Limits, PlainScheduler, plan_groups, scheduler_class
+from megatron.integrations.scheduler import planned, register
+from megatron.integrations.scheduler.groups import check_groups, groups_ns, groups_of_greedy
+from megatron.integrations.scheduler.job import MODEL, Job, job_of
+from megatron.integrations.scheduler.planned import Limits, PlainScheduler, plan_groups, scheduler_class
 from tests.unit.scheduler.test_job import configuration
 from tests.unit.test_purity import REFUSE, run
 
@@ -189,7 +189,7 @@ def test_an_import_registers_what_the_environment_says(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(MODEL, raising=False)
-    from megatron.dynamic_cp.scheduler import from_environment
+    from megatron.integrations.scheduler import from_environment
 
     caplog.clear()
     importlib.reload(from_environment)
@@ -223,8 +223,8 @@ def test_a_driver_plans_where_neither_torch_nor_megatron_core_is_installed() -> 
     program = (
         REFUSE
         + """
-from megatron.dynamic_cp.scheduler.job import job_of
-from megatron.dynamic_cp.scheduler.planned import scheduler_class
+from megatron.integrations.scheduler.job import job_of
+from megatron.integrations.scheduler.planned import scheduler_class
 
 job = job_of("qwen2.5-7b", layout={"tp_size": 2, "pp_size": 4})
 made = scheduler_class(job)(max_seqlen_per_dp_cp_rank=8192, cp_size=2, dp_size=4)

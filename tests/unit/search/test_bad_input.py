@@ -11,8 +11,8 @@ import pytest
 
 import dynamic_cp
 from dynamic_cp import _jit
-from dynamic_cp.bounds.exact import exact_plan
-from dynamic_cp.cli import main
+from dynamic_cp.decide.bounds.exact import exact_plan
+from dynamic_cp.decide.cli import main
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.packing.durations import durations_of
 from dynamic_cp.packing.nested import pack_nested

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks.planner.experts import GOAL, SETTINGS, problem_of
-from dynamic_cp.bounds import lower_bound
+from dynamic_cp.decide.bounds import lower_bound
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.search.search import plan_global_batch

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamic_cp.comparison import compare_policies
+from dynamic_cp.decide.comparison import compare_policies
 from dynamic_cp.errors import IllegalPlanError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.flops import length_sums, plan_flops

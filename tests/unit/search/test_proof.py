@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamic_cp.bounds import lower_bound
+from dynamic_cp.decide.bounds import lower_bound
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.validate import check_plan

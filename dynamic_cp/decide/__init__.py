@@ -1,0 +1,7 @@
+"""What helps to decide before a job starts: the command `dynamic-cp` and all that only it needs.
+
+A leaf: it imports the planner, and neither planner nor runtime import it. Read in this order: `bounds` (what no plan
+can beat, and the exact search of tiny batches), `comparison` (policies at one layout), `report` (text, pictures, HTML),
+`sweep` (layouts), `doctor` (what is installed), `cli` (the command), `calibration` (measurements to a file of
+hardware), `first_day` (of a node).
+"""

@@ -1,0 +1,476 @@
+"""Fits the coefficients of a hardware file to measured seconds, and says how far the cost model then is off.
+
+Each part is fitted to the measurements of that part alone, with the formula by which the cost model prices it:
+
+    linear      overhead + tokens * FLOPs / rate                 backward: its own overhead, a ratio of the rates
+    attention   overhead + a * sum of (L^2 + extra_tokens * L)   causal kernels and further ring steps apart
+    states      overhead + tokens * FLOPs of linear attention / rate, both passes together
+    edges       FLOPs of the head / rate + bytes / memory bandwidth
+    links       latency + bytes / bandwidth
+    host        a layer and rings of next to no tokens; what took little longer than its host says nothing of a GPU
+
+Random packs then scale all of these by one factor. The rest of the time of tiny micro-batches is the overhead of a
+bucket, and with CP the latency of an exchange, which includes the time that ranks wait for each other. Nothing is
+fitted to `held_out`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from dynamic_cp.decide.calibration.least_squares import Floats, fit_seconds
+from dynamic_cp.decide.calibration.measurements import Measurement, Measurements, Setup
+from dynamic_cp.decide.calibration.results import Calibration, FitError, Point
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.edges import LOSS_BACKWARD_BYTES_PER_LOGIT, LOSS_FORWARD_BYTES_PER_LOGIT
+from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD
+from dynamic_cp.types import Hardware, PlanOptions, Problem, Topology
+
+BUCKET_LAYERS = 2
+"""Layers of the model that runs micro-batches."""
+_RATES = (
+    "linear_flops_per_s",
+    "head_flops_per_s",
+    "memory_bandwidth_bytes_per_s",
+    *(f"attention{tile}{way}_flops_per_s" for tile in ("", "_full") for way in ("", "_backward")),
+)
+_OVERHEADS = ("forward_overhead_s_per_layer", "backward_overhead_s_per_layer")
+_MOST_WEIGHT = 2.0
+_GROWTH = 0.01
+"""The longest layers must spend this share of their time on tokens, or there is no rate to see."""
+_DIGITS = 4
+_BUSY = 1.3
+"""Times its host's seconds that a part must take for its device to be what one waits for."""
+_TRANSFER_LAUNCH_S = 40e-6
+"""Of the host for a grouped send and receive, which one rank cannot measure; an estimate."""
+_MOST_OVER_LAYERS = 1.65
+"""The rate of a head over that of layers: on an H200 the largest matrix product was 1.55 times as fast as layers."""
+_BACKWARD_FLOPS = 2.5
+"""Of attention, over forward, as `dynamic_cp.mechanisms.stage_attention` counts them."""
+
+
+def calibrate(base: Hardware, measurements: Measurements, *, name: str) -> Calibration:
+    """Return `base` with every coefficient that `measurements` can tell.
+
+    Args:
+        base: gives what was not measured.
+        name: of the new hardware.
+
+    Raises:
+        InvalidInputError: too few rows of layers or attention, or seconds that cannot be fitted.
+    """
+    _check_seconds(measurements)
+    return _Fit(base, measurements, name).run()
+
+
+class _Fit:
+    """Collects coefficients; a part may use those of the parts before it."""
+
+    def __init__(self, base: Hardware, measurements: Measurements, name: str) -> None:
+        self._base, self._rows, self._name = base, measurements, name
+        self._setup: Setup = measurements.setup
+        self._values: dict[str, float] = {}
+        self._how: dict[str, str] = {}
+        self._kept: dict[str, str] = {}
+        self._errors: list[FitError] = []
+        self._points: list[Point] = []
+        self._notes: list[str] = []
+        self._host_s = dict.fromkeys(("linear", "causal", "full"), (0.0, 0.0))
+        self._attention_constants = (0.0, 0.0)
+
+    def run(self) -> Calibration:
+        self._host()
+        overheads = np.array(self._linear()) + np.array(self._attention())
+        self._set("forward_overhead_s_per_layer", overheads[0], "constants of a layer and of its attention")
+        self._set("backward_overhead_s_per_layer", overheads[1], "the same, backward")
+        self._set("linear_extra_tokens", 0.0, "0: what a short pack costs more is in the overhead of a layer")
+        self._ring()
+        self._linear_attention()
+        self._edges()
+        self._links()
+        self._overheads()
+        self._weigh()
+        self._overheads()
+        for section, fitted in (("buckets", True), ("packs", True), ("held_out", False)):
+            if rows := self._rows.of(section):
+                self._compare_buckets(section, rows, fitted=fitted)
+        return Calibration(
+            hardware=self._hardware(),
+            changed=tuple(self._values),
+            kept=self._kept,
+            errors=tuple(self._errors),
+            points=tuple(self._points),
+            notes=tuple(self._notes),
+        )
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def _host(self) -> None:
+        """Take what the host needs for a layer and for one more ring step."""
+        rings = self._rows.of("host", "attention")
+        if not rings:
+            for name in (field.name for field in fields(Hardware) if field.name.startswith("host_")):
+                self._set(name, 0.0, "0: what the host takes is in the overheads that were measured")
+            return
+        columns = np.array([[1.0, one.cp_size - 1.0] for one in rings])
+        (alone, step), (back_alone, back_step) = (fit_seconds(columns, seconds).tolist() for seconds in _both(rings))
+        layer, linear = (self._rows.of("host", kind)[0] for kind in ("layer", "linear"))
+        self._host_s = {
+            "linear": (linear.forward_s, linear.backward_s),
+            "causal": (alone, back_alone),
+            "full": (step, back_step),
+        }
+        about = f"a layer of {layer.tokens} tokens"
+        self._set("host_forward_s_per_layer", layer.forward_s, about)
+        self._set("host_backward_s_per_layer", layer.backward_s, f"{about}, backward")
+        step_s = (step + back_step) / 2 + _TRANSFER_LAUNCH_S
+        how = f"rings of up to {rings[-1].cp_size} lanes emulated on one, mean of both passes"
+        how += f", and an estimate of {1e6 * _TRANSFER_LAUNCH_S:.0f} us for a transfer"
+        self._set("host_ring_step_s_per_layer", step_s, how)
+        self._kept["host_message_s_per_layer"] = "placed attention is not measured"
+
+    def _solve(
+        self, section: str, columns: Floats, rows: Sequence[Measurement], solve: Callable[[Floats, Floats], Floats]
+    ) -> tuple[list[Floats], list[Floats]]:
+        """Return the terms of both passes, of rows whose device is busy, and what they and the host say of all rows."""
+        terms, predicted = [], []
+        for seconds, host_s in zip(_both(rows), self._host_s[section], strict=True):
+            busy = seconds > _BUSY * host_s
+            if busy.sum() < columns.shape[1]:
+                busy[:] = True
+            terms.append(solve(columns[busy], seconds[busy]))
+            predicted.append(np.maximum(columns @ terms[-1], host_s))
+        return terms, predicted
+
+    def _linear(self) -> tuple[float, float]:
+        rows = self._at_least("linear", 2)
+        tokens = np.array([one.tokens for one in rows], np.float64)
+        columns = np.stack([np.ones_like(tokens), tokens], axis=1)
+        (forward, backward), predicted = self._solve("linear", columns, rows, fit_seconds)
+        if min(part[1] * tokens.max() / (part[0] + part[1] * tokens.max()) for part in (forward, backward)) < _GROWTH:
+            raise InvalidInputError(
+                f"layers of {tokens.min():.0f} to {tokens.max():.0f} tokens took equally long: "
+                "raise --max-tokens, the device is not busy"
+            )
+        flops = 2 * self._setup.shard.linear_weights_per_layer
+        about = f"{tokens.min():.0f} to {tokens.max():.0f} tokens"
+        self._set("linear_flops_per_s", flops / forward[1], f"layers without core attention, {about}")
+        self._set("linear_backward_over_forward", backward[1] / forward[1], f"the same layers, {about}")
+        self._compare("linear", rows, *predicted)
+        return float(forward[0]), float(backward[0])
+
+    def _attention(self) -> tuple[float, float]:
+        flops = self._setup.shard.layer.attention_flops_per_token2
+        overheads: list[float] = []
+        for section, infix in (("causal", ""), ("full", "_full")):
+            rows = self._at_least(section, 3)
+            columns = np.array([[1.0, one.tokens, one.tokens_squared] for one in rows])
+            solved, predicted_s = self._solve(section, columns, rows, _attention_terms)
+            for direction, times, part in (("", 1.0, solved[0]), ("_backward", _BACKWARD_FLOPS, solved[1])):
+                if not part[2] > 0:
+                    raise InvalidInputError(
+                        f"attention{infix}{direction} does not grow with the squared length up to "
+                        f"{max(max(one.seqlens) for one in rows)} tokens: raise --max-tokens"
+                    )
+                about = f"{section} tiles of {min(min(one.seqlens) for one in rows)} to "
+                about += f"{max(max(one.seqlens) for one in rows)} tokens"
+                prefix = f"attention{infix}{direction}"
+                self._set(f"{prefix}_flops_per_s", times * flops / part[2], about)
+                self._set(f"{prefix}_extra_tokens", part[1] / part[2], about)
+            self._compare(section, rows, *predicted_s)
+            if section == "causal":
+                overheads = [float(part[0]) for part in solved]
+                self._attention_constants = overheads[0], overheads[1]
+                ratio = solved[1][2] / solved[0][2]
+                self._set("attention_backward_over_forward", ratio, "squared length, causal")
+                self._note_sequences(rows)
+            else:  # the model takes twice the forward overhead backward; the sum is kept
+                self._set(
+                    "ring_step_overhead_s_per_layer", (solved[0][0] + solved[1][0]) / 3, "constant of a ring step"
+                )
+        return overheads[0], overheads[1]
+
+    def _note_sequences(self, rows: Sequence[Measurement]) -> None:
+        """Say what a further sequence of a pack costs: the cost model has no such term."""
+        columns = np.array([[1.0, one.tokens, one.tokens_squared, len(one.seqlens)] for one in rows])
+        if len({len(one.seqlens) for one in rows}) > 1 and len(rows) > 4:
+            each = [fit_seconds(columns, seconds)[3] for seconds in _both(rows)]
+            self._notes.append(
+                f"a further sequence in a pack costs {1e6 * each[0]:.0f} us forward and {1e6 * each[1]:.0f} us "
+                "backward per layer; the cost model has no such term, its extra tokens stand for it"
+            )
+
+    def _ring(self) -> None:
+        """Compare whole rings with the sum of their parts."""
+        rows = self._rows.of("ring")
+        if not rows:
+            return
+        hardware, flops = self._hardware(), self._setup.shard.layer.attention_flops_per_token2
+        predicted = np.zeros((2, len(rows)))
+        for index, (times, direction, launches) in enumerate(((1.0, "", 1.0), (_BACKWARD_FLOPS, "_backward", 2.0))):
+            for place, one in enumerate(rows):
+                seconds = self._attention_constants[index]
+                for infix, steps in (("", 1), ("_full", one.cp_size - 1)):
+                    rate = getattr(hardware, f"attention{infix}{direction}_flops_per_s")
+                    extra = getattr(hardware, f"attention{infix}{direction}_extra_tokens")
+                    seconds += steps * times * flops / rate * (one.tokens_squared + extra * one.tokens)
+                overhead = launches * hardware.ring_step_overhead_s_per_layer
+                host_s, step_s = (self._host_s[part][index] for part in ("causal", "full"))
+                predicted[index, place] = max(
+                    seconds + (one.cp_size - 1) * overhead, host_s + (one.cp_size - 1) * step_s
+                )
+        self._compare("ring", rows, predicted[0], predicted[1], fitted=False)
+
+    def _linear_attention(self) -> None:
+        sizes, rows = self._setup.linear_attention, self._rows.of("linear_attention")
+        if sizes is None or not rows:
+            return
+        columns = np.array([[1.0, one.tokens] for one in rows])
+        terms = [fit_seconds(columns, seconds) for seconds in _both(rows)]
+        slope = float(terms[0][1] + terms[1][1])
+        if slope <= 0:
+            self._kept["linear_attention_flops_per_s"] = "its seconds do not grow with tokens: raise --max-tokens"
+            return
+        flops = (1 + BACKWARD_OVER_FORWARD) * sizes.core_flops
+        lengths = [seqlen for one in rows for seqlen in one.seqlens]
+        about = f"{sizes.kind}, samples of {min(lengths)} to {max(lengths)} tokens, both passes"
+        self._set("linear_attention_flops_per_s", flops / slope, about)
+        self._compare("linear_attention", rows, *(columns @ part for part in terms))
+
+    def _edges(self) -> None:
+        heads, embeddings = self._rows.of("edges", "head"), self._rows.of("edges", "embedding")
+        if len(heads) < 2 or len(embeddings) < 2:
+            self._kept["head_flops_per_s, memory_bandwidth_bytes_per_s"] = "not measured"
+            return
+        shard, element = self._setup.shard, self._setup.element_bytes
+        head_f, head_b = self._slopes(heads)
+        embedding = sum(self._slopes(embeddings))
+        flops = 2.0 * shard.hidden_size * shard.vocab_size
+        moved = np.array([LOSS_FORWARD_BYTES_PER_LOGIT, LOSS_BACKWARD_BYTES_PER_LOGIT]) * float(shard.vocab_size)
+        row = float(shard.hidden_size)
+        ratio = self._values["linear_backward_over_forward"]
+        columns = np.array([[flops, moved[0]], [ratio * flops, moved[1]], [0.0, row * (3 * element + 8)]])
+        seconds = np.array([head_f, head_b, embedding])
+        # In seconds, not relative: a cheap embedding must not spoil a dear head.
+        scale = np.abs(columns).max(axis=0)
+        solved = np.linalg.lstsq(columns / scale, seconds, rcond=None)[0] / scale
+        least = 1 / (_MOST_OVER_LAYERS * self._values["linear_flops_per_s"])
+        of_loss = seconds - columns[:, 0] * least
+        if 0 < solved[0] < least and (moved_s := float(columns[:, 1] @ of_loss)) > 0:
+            # A loss that moves more bytes than are counted would look like a fast head.
+            solved = np.array([least, moved_s / float(columns[:, 1] @ columns[:, 1])])
+            self._notes.append(
+                f"the LM head is taken to be {_MOST_OVER_LAYERS} times as fast as layers, and its loss to move its "
+                f"bytes at {1e-12 / solved[1]:.2g} TB/s: it moves more than is counted"
+            )
+        if solved[0] <= 0:
+            solved = np.array([0.0, float(columns[:, 1] @ seconds / (columns[:, 1] @ columns[:, 1]))])
+        if solved[1] <= 0:
+            solved = np.array([float(columns[:, 0] @ seconds / (columns[:, 0] @ columns[:, 0])), 0.0])
+        for name, inverse in zip(("head_flops_per_s", "memory_bandwidth_bytes_per_s"), solved.tolist(), strict=True):
+            what = "LM head, loss and embedding by tokens"
+            self._set(name, 1 / inverse if inverse > 0 else 0.0, what if inverse > 0 else f"0: no share of {what}")
+        per_token = columns @ solved
+        tokens = np.array([one.tokens for one in heads], np.float64)
+        sides = []
+        for seconds_of, slope in zip(_both(heads), per_token[:2].tolist(), strict=True):
+            weights = seconds_of**-2.0
+            left = float(weights @ (seconds_of - slope * tokens) / weights.sum())
+            constant = max(0.0, left)  # part of a bucket's overhead
+            sides.append(constant + slope * tokens)
+        self._compare("edges", heads, sides[0], sides[1])
+
+    def _slopes(self, rows: Sequence[Measurement]) -> tuple[float, float]:
+        columns = np.array([[1.0, one.tokens] for one in rows])
+        forward, backward = (float(fit_seconds(columns, seconds)[1]) for seconds in _both(rows))
+        return forward, backward
+
+    def _links(self) -> None:
+        rows = self._rows.of("links")
+        if not rows:
+            self._kept["bandwidths and latency of links"] = "one rank measured: run under torchrun to measure links"
+            return
+        for kind, across, coefficient in (
+            ("ring_shift", False, "bandwidth_in_node_bytes_per_s"),
+            ("ring_shift", True, "bandwidth_across_nodes_bytes_per_s"),
+            ("hop", None, "p2p_bandwidth_bytes_per_s"),
+            ("all_reduce", False, "collective_bandwidth_in_node_bytes_per_s"),
+        ):
+            chosen = [one for one in rows if one.kind == kind and across in (None, one.across_nodes)]
+            if kind == "hop" and any(one.across_nodes for one in chosen):
+                chosen = [one for one in chosen if one.across_nodes]
+            fitted = self._line(chosen)
+            if fitted is None:
+                self._kept[coefficient] = "no rank on another node" if across else f"no {kind} was measured"
+                continue
+            about = f"{kind} among {chosen[0].cp_size} ranks, {chosen[0].num_bytes} to {chosen[-1].num_bytes} bytes"
+            self._set(coefficient, 1 / fitted[1], about)
+            if kind == "ring_shift":
+                self._set("exchange_latency_s_per_layer", fitted[0], f"{about}, without attention")
+        if "bandwidth_across_nodes_bytes_per_s" not in self._values and self._setup.num_ranks > 1:
+            self._kept["bandwidth_across_nodes_bytes_per_s"] = "all ranks were on one node"
+        for kind in ("all_gather", "reduce_scatter", "all_to_all"):
+            fitted = self._line([one for one in rows if one.kind == kind and not one.across_nodes])
+            if fitted is not None:
+                speed = 1 / fitted[1] / 1e9
+                self._notes.append(f"{kind} in a node: {speed:.3g} GB/s of bus bandwidth (not a coefficient)")
+
+    def _line(self, rows: Sequence[Measurement]) -> tuple[float, float] | None:
+        """Return (latency, seconds per byte on the wire); None if the rows cannot tell."""
+        if len(rows) < 2:
+            return None
+        moved = np.array([one.num_bytes * _wire_share(one) for one in rows])
+        latency, per_byte = fit_seconds(np.stack([np.ones_like(moved), moved], axis=1), _both(rows)[0]).tolist()
+        if per_byte <= 0:
+            return None
+        predicted = latency + per_byte * moved
+        where = " across nodes" if rows[0].across_nodes else ""
+        self._compare(f"{rows[0].kind}{where}", rows, predicted, np.zeros(len(rows)))
+        return latency, per_byte
+
+    def _weigh(self) -> None:
+        """Let whole packs weigh their parts: those that run in turns find colder caches than one alone."""
+        rows = [one for one in self._rows.of("packs") if one.cp_size == 1]
+        if len(rows) < 3:
+            return
+        measured = np.array([_total(one) for one in rows])
+        factor = float(np.clip(np.median(measured / self._buckets_s(rows)), 1 / _MOST_WEIGHT, _MOST_WEIGHT))
+        for name in _RATES + _OVERHEADS:
+            if name in self._values:
+                times = factor if name in _OVERHEADS else 1 / factor
+                self._set(name, self._values[name] * times, f"{self._how[name]}; x {times:.3g} by whole packs")
+        self._notes.append(f"whole packs take {factor:.2f} times what their parts take when each runs alone")
+
+    def _overheads(self) -> None:
+        rows = self._rows.of("buckets")
+        alone = [one for one in rows if one.cp_size == 1]
+        if not alone:
+            self._kept["overhead_s_per_bucket_stage"] = "not measured"
+            return
+        self._values["overhead_s_per_bucket_stage"] = 0.0
+        left = np.array([_total(one) for one in alone]) - self._buckets_s(alone)
+        overhead_s = max(0.0, float(np.median(left))) / 2
+        self._set("overhead_s_per_bucket_stage", overhead_s, "tiny micro-batches, both passes")
+        grouped = [one for one in rows if one.cp_size > 1]
+        if grouped:
+            latency_s = self._latency(grouped)
+            self._set("exchange_latency_s_per_layer", latency_s, "tiny micro-batches with CP, waits included")
+
+    def _latency(self, rows: Sequence[Measurement]) -> float:
+        """Return the latency with which `rows` are predicted best: a search, because exchanges may hide."""
+
+        def error(latency_s: float) -> float:
+            self._values["exchange_latency_s_per_layer"] = latency_s
+            measured = np.array([_total(one) for one in rows])
+            return float(np.sum(np.abs(np.log(self._buckets_s(rows) / measured))))
+
+        tried = [0.0, *np.geomspace(1e-7, 1.0, 57).tolist()]
+        for _ in range(3):
+            best = min(range(len(tried)), key=lambda index: error(tried[index]))
+            tried = np.linspace(tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)], 9).tolist()
+        return float(min(tried, key=error))
+
+    # -- shared -----------------------------------------------------------------------------------------------------
+
+    def _compare_buckets(self, section: str, rows: Sequence[Measurement], *, fitted: bool) -> None:
+        points = [
+            Point(measurement=one, direction="both", measured_s=_total(one), predicted_s=predicted)
+            for one, predicted in zip(rows, self._buckets_s(rows).tolist(), strict=True)
+        ]
+        self._points += points
+        self._errors.append(FitError.of(section, points, fitted=fitted))
+
+    def _buckets_s(self, rows: Sequence[Measurement]) -> Floats:
+        return buckets_s(self._hardware(), self._setup, rows)
+
+    def _compare(
+        self, name: str, rows: Sequence[Measurement], forward: Floats, backward: Floats, *, fitted: bool = True
+    ) -> None:
+        points = [
+            Point(measurement=one, direction=direction, measured_s=measured, predicted_s=float(predicted))
+            for direction, side, seconds in (
+                ("forward", forward, [one.forward_s for one in rows]),
+                ("backward", backward, [one.backward_s for one in rows]),
+            )
+            for one, predicted, measured in zip(rows, side, seconds, strict=True)
+            if measured > 0
+        ]
+        self._points += points
+        self._errors.append(FitError.of(name, points, fitted=fitted))
+
+    def _at_least(self, section: str, minimum: int) -> list[Measurement]:
+        rows = self._rows.of(section)
+        if len(rows) < minimum:
+            raise InvalidInputError(f"{len(rows)} rows of section {section} were measured, {minimum} are needed")
+        if len({(one.tokens, one.tokens_squared) for one in rows}) < 2:
+            raise InvalidInputError(f"all rows of section {section} are of 1 length, 2 are needed: measure it again")
+        return rows
+
+    def _set(self, name: str, value: float, how: str) -> None:
+        self._values[name] = float(f"{float(value):.{_DIGITS}g}")
+        self._how[name] = how
+
+    def _hardware(self) -> Hardware:
+        sources = {name: f"{self._setup.words}: {self._how.get(name, '')}" for name in self._values}
+        values: dict[str, Any] = self._values
+        return replace(self._base, name=self._name, source={**self._base.source, **sources}, **values)
+
+
+def _check_seconds(measurements: Measurements) -> None:
+    """Relative errors need seconds above 0, of transfers and whole packs forward only."""
+    for section, rows in measurements.sections.items():
+        smallest = 0.0 if section in ("links", "ring", "buckets", "packs", "held_out") else np.nextafter(0.0, 1.0)
+        for one in rows:
+            if not (0 < one.forward_s < np.inf and smallest <= one.backward_s < np.inf):
+                raise InvalidInputError(
+                    f"a row of section {section} took {one.forward_s} s forward and {one.backward_s} s backward: "
+                    "nothing can be fitted to that, measure it again (without --resume)",
+                    section=section,
+                )
+
+
+def buckets_s(hardware: Hardware, setup: Setup, rows: Sequence[Measurement]) -> Floats:
+    """Return the seconds that the cost model expects of rows of `buckets` or `held_out`, both passes together."""
+    cost_model = CostModel(
+        Problem(
+            topology=Topology(num_lanes=setup.num_ranks, ranks_per_node=setup.ranks_per_node),
+            model=replace(setup.shard, num_layers=BUCKET_LAYERS),
+            hardware=hardware,
+            options=PlanOptions(max_tokens_per_rank=setup.max_tokens, bytes_per_element=setup.element_bytes),
+        )
+    )
+    return np.array([sum(cost_model.cost(one.cp_size, 0, one.tokens, one.tokens_squared, "p2p")) for one in rows])
+
+
+def _attention_terms(columns: Floats, seconds: Floats) -> Floats:
+    """Return [constant, per token, per squared token]; short sequences may hide the last, which then takes all."""
+    found = fit_seconds(columns, seconds)
+    if not found[2] > 0:
+        found[1] = 0.0
+        found[[0, 2]] = fit_seconds(columns[:, [0, 2]], seconds)
+    return found
+
+
+def _wire_share(one: Measurement) -> float:
+    """Return the bytes that a rank sends over the tensor's, as NCCL counts bus bandwidth."""
+    others = (one.cp_size - 1) / one.cp_size
+    shares: dict[str, Callable[[], float]] = {
+        "all_reduce": lambda: 2 * others,
+        "all_gather": lambda: others,
+        "reduce_scatter": lambda: others,
+        "all_to_all": lambda: others,
+    }
+    return shares[one.kind]() if one.kind in shares else 1.0
+
+
+def _total(one: Measurement) -> float:
+    return one.forward_s + one.backward_s
+
+
+def _both(rows: Sequence[Measurement]) -> tuple[Floats, Floats]:
+    return np.array([one.forward_s for one in rows]), np.array([one.backward_s for one in rows])

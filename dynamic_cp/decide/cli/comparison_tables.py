@@ -1,0 +1,205 @@
+"""A comparison in a terminal: one table of figures, one of where the time goes, bars, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dynamic_cp.decide.cli.console import can_draw
+from dynamic_cp.decide.cli.parameters import BatchInput
+from dynamic_cp.decide.cli.tables import Column, gb, heading, make_table, note, table_of, tokens
+from dynamic_cp.decide.comparison import PART_LABELS, Comparison, PolicyOutcome, Verdict, verdict_of
+from dynamic_cp.types import CAUSAL, counted
+
+WIDE, WIDEST = 110, 140
+"""Columns from which the table of figures has more of them, and all."""
+
+PARTS: Mapping[str, tuple[str, str]] = {
+    "compute": ("c", "green"),
+    "launch": ("l", "dark_green"),
+    "tensor_parallel": ("t", "cyan"),
+    "padding": ("p", "yellow"),
+    "exchange": ("x", "red"),
+    "expert_exchange": ("e", "bright_red"),
+    "pipeline_bubble": ("b", "blue"),
+    "cp_wait": ("w", "magenta"),
+    "expert_wait": ("v", "bright_yellow"),
+    "dp_wait": ("d", "bright_magenta"),
+    "gradient_reduction": ("g", "bright_black"),
+}
+"""Part of an iteration -> its letter in a bar without colours, its colour."""
+
+_MARKS = {"yes": "green", "no": "yellow", "unclear": "yellow"}
+
+
+def show(comparison: Comparison, batch: BatchInput, out: Console) -> None:
+    """Print all of `comparison`."""
+    _show_inputs(comparison, batch, out)
+    out.print()
+    out.print(_figures(comparison, out))
+    if comparison.is_tuned:
+        out.print()
+        out.print(_settings(comparison, out))
+    if all(one.parts is None for one in comparison.policies):
+        return
+    out.print()
+    out.print(heading("Where the time goes"), note("(ms of the mean rank; a column adds up)"))
+    out.print()
+    out.print(_parts(comparison, out))
+    out.print()
+    _show_bars(comparison, out)
+    verdict = verdict_of(comparison)
+    if verdict is not None:
+        out.print()
+        show_verdict(verdict, out)
+    _show_notes(comparison, out)
+
+
+def _show_inputs(comparison: Comparison, batch: BatchInput, out: Console) -> None:
+    topology, setting = comparison.topology, comparison.policies[0].setting
+    cross = "×" if can_draw(out) else "x"
+    split = "".join(f" {cross} {words}" for words in setting.split)
+    layout = f"= {topology.num_lanes} lanes{split}, recompute {setting.recomputed}"
+    out.print(
+        heading(f"{comparison.model_name} on {topology.world_size} {cross} {comparison.hardware_name}"),
+        Text("every policy at its own fastest layout" if comparison.is_tuned else layout),
+    )
+    show_batches(comparison, batch, out)
+
+
+def show_batches(comparison: Comparison, batch: BatchInput, out: Console) -> None:
+    """Print what is planned."""
+    num_samples = [len(one) for one in comparison.batches]
+    num_tokens = sum(sample.seqlen for one in comparison.batches for sample in one)
+    each = f"{min(num_samples)}" if min(num_samples) == max(num_samples) else f"{min(num_samples)}-{max(num_samples)}"
+    seed = "" if batch.global_batch_size is None else f", seed {batch.seed or 0}"
+    counts = f"{counted(len(num_samples), 'global batch')} of {each} samples, {tokens(num_tokens)} tokens"
+    mask = "" if batch.mask == CAUSAL.name else f", mask {batch.mask}"
+    out.print(f"{batch.lengths}{seed}: {counts}{mask}")
+
+
+def _figures(comparison: Comparison, out: Console) -> Table:
+    several = len(comparison.batches) > 1
+    columns: list[Column[PolicyOutcome]] = [
+        Column("policy", lambda one: one.name),
+        Column("s/batch", lambda one: f"{one.iteration_s:.3f}"),
+        *[Column[PolicyOutcome]("± sd" if can_draw(out) else "sd", lambda one: f"{one.stdev('iteration_s'):.3f}")]
+        * several,
+        *gain_columns(comparison),
+        Column("/bound", lambda one: f"{one.mean('time_over_bound'):.3f}"),
+        Column("tok/s/GPU", lambda one: f"{one.mean('tokens_per_s_per_gpu'):.0f}"),
+        Column("TFLOP/s/GPU", lambda one: f"{one.mean('tflops_per_gpu'):.0f}", WIDE),
+        Column("micro-batches", _num_microbatches, WIDE),
+        Column("GB", lambda one: f"{gb(one.peak_bytes)}{'' if one.fits_memory else '!'}"),
+        Column("limit", lambda one: str(one.max_tokens_per_rank), WIDE),
+        Column("plan ms", lambda one: f"{1e3 * (one.mean('plan_s') or 0):.1f}", WIDE),
+        Column("sent GB", _sent_gb, WIDEST),
+        Column("NIC GB", lambda one: gb(one.mean("sent_across_nodes_bytes")), WIDEST),
+    ]
+    return table_of(comparison.policies, columns, out, is_bold=is_ours)
+
+
+def gain_columns(comparison: Comparison) -> list[Column[PolicyOutcome]]:
+    """Return the columns of speed-ups: the factor, with several batches also its interval."""
+    speedups = {one.baseline: one for one in comparison.speedups}
+
+    def ratio(one: PolicyOutcome) -> str:
+        return f"{speedups[one.policy].ratio:.2f}x" if one.policy in speedups else ""
+
+    def interval(one: PolicyOutcome) -> str:
+        speedup = speedups.get(one.policy)
+        return "" if speedup is None else f"{speedup.low:.2f}..{speedup.high:.2f}"
+
+    return [Column("gain", ratio), *[Column("95%", interval)] * (len(comparison.batches) > 1)]
+
+
+def is_ours(one: PolicyOutcome) -> bool:
+    """Return whether a row is that of the dynamic policy."""
+    return one.policy == "dynamic"
+
+
+def _settings(comparison: Comparison, out: Console) -> Table:
+    columns: list[Column[PolicyOutcome]] = [
+        Column("policy", lambda one: one.name),
+        Column("fastest at", lambda one: one.setting.words),
+    ]
+    return table_of(comparison.policies, columns, out, left=2, is_bold=is_ours)
+
+
+def _num_microbatches(one: PolicyOutcome) -> str:
+    number = one.mean("num_microbatches")
+    return "-" if number is None else f"{number:.1f}"
+
+
+def _sent_gb(one: PolicyOutcome) -> str:
+    in_node, across = one.mean("sent_in_node_bytes"), one.mean("sent_across_nodes_bytes")
+    return gb(None if in_node is None or across is None else in_node + across)
+
+
+def _parts(comparison: Comparison, out: Console) -> Table:
+    known = [one for one in comparison.policies if one.parts is not None]
+    table = make_table(["", "", *(one.name for one in known)], left=2)
+    glyphs = _glyphs(out)
+    for name, (_, colour) in PARTS.items():
+        values = [1e3 * dict(one.parts)[name] for one in known if one.parts is not None]
+        if any(abs(value) >= 5e-4 for value in values):
+            table.add_row(Text(glyphs[name], style=colour), PART_LABELS[name], *(f"{value:.1f}" for value in values))
+    table.add_row("", "iteration", *(f"{1e3 * one.iteration_s:.1f}" for one in known), style="bold")
+    return table
+
+
+def _glyphs(out: Console) -> dict[str, str]:
+    """Return what a part is drawn with: a block where colours tell parts apart, else its letter."""
+    has_colours = can_draw(out) and out.color_system is not None and not out.no_color
+    return {name: "█" if has_colours else letter for name, (letter, _) in PARTS.items()}
+
+
+def _show_bars(comparison: Comparison, out: Console) -> None:
+    known = [one for one in comparison.policies if one.parts is not None]
+    label_width = max(len(one.name) for one in known)
+    width = min(out.width, 120) - label_width - 2
+    longest_s = max(one.iteration_s for one in known)
+    glyphs = _glyphs(out)
+    for one in known:
+        assert one.parts is not None
+        line = Text(f"{one.name:<{label_width}}  ")
+        reached_s, drawn = 0.0, 0
+        for name, seconds in one.parts:
+            reached_s += seconds
+            end = round(width * reached_s / longest_s)
+            line.append(glyphs[name] * (end - drawn), style=PARTS[name][1])
+            drawn = max(end, drawn)
+        out.print(line, no_wrap=True, overflow="crop")
+
+
+def show_verdict(verdict: Verdict, out: Console, *, with_reason: bool = True) -> None:
+    """Print the judgement as a sentence, why, and what becomes of it under other prices where some were tried."""
+    out.print(Text(verdict.headline[0].upper() + verdict.headline[1:] + ".", style=f"bold {_MARKS[verdict.pays]}"))
+    for text in (verdict.reason * with_reason, verdict.other_prices):
+        if text:
+            out.print(Text(text))
+
+
+def _show_notes(comparison: Comparison, out: Console) -> None:
+    notes = [
+        f"! {one.name} needs {gb(one.peak_bytes)} GB, {gb(one.available_bytes)} GB "
+        "are available: lower --max-tokens-per-rank or recompute more"
+        for one in comparison.policies
+        if not one.fits_memory
+    ]
+    notes += [
+        f"{one.policy}: CP sizes up to {one.setting.max_cp_size}, as larger groups take memory from tokens (when "
+        f"training: --max-dynamic-cp-size {one.setting.max_cp_size})"
+        for one in comparison.policies
+        if one.setting.max_cp_size is not None
+    ]
+    interval = ", with a paired 95% t interval over batches" if len(comparison.batches) > 1 else ""
+    notes.append(f"gain: by dynamic CP{interval}; all modelled")
+    if out.width >= WIDEST:
+        notes.append("sent: for attention by all ranks, forward and backward; NIC: what of it leaves nodes")
+    out.print()
+    for text in notes:
+        out.print(note(text))

@@ -1,0 +1,95 @@
+"""Output files of a command: refused before the work if they cannot be written; complete or absent after it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dynamic_cp.decide.report.files import is_device, partial_of, unwritable, write_whole
+from dynamic_cp.errors import InvalidInputError
+
+STDOUT = "-"
+
+
+def check_suffix(path: str, what: str, suffixes: Sequence[str]) -> None:
+    """Refuse an --output whose name says that it is something else.
+
+    Args:
+        what: what is written, such as "a report".
+        suffixes: those that it may have.
+
+    Raises:
+        InvalidInputError: it has another one, or none.
+    """
+    if not path.lower().endswith(tuple(suffixes)):
+        has = repr(Path(path).suffix) if Path(path).suffix else "nothing"
+        raise InvalidInputError(f"--output {path} ends in {has}, {what} is {' or '.join(suffixes)}: rename it")
+
+
+def check_writable(path: str | None, *, only_files: bool = False) -> None:
+    """Refuse a path that cannot be written to; nothing is left there.
+
+    Args:
+        path: '-' is stdout; None is nothing to write.
+        only_files: refuse stdout and devices, too.
+
+    Raises:
+        InvalidInputError: a folder, a missing folder, or no permission.
+    """
+    if path is None:
+        return
+    if not path:
+        raise InvalidInputError("cannot write to a file without a name: give one")
+    if path == STDOUT or is_device(path):
+        if only_files:
+            raise InvalidInputError(f"cannot write {path}: it is not a file: give the name of one")
+        return
+    if Path(path).is_dir():
+        raise InvalidInputError(f"cannot write {path}: it is a folder: give the name of a file in it")
+    partial = partial_of(path)
+    try:
+        partial.touch()
+        partial.unlink()
+    except (OSError, ValueError) as error:
+        raise unwritable(path, error) from error
+
+
+def check_apart(**paths: str | None) -> None:
+    """Refuse options that write to the same place, where the second would replace or follow the first.
+
+    Args:
+        paths: option without its dashes -> what was given.
+
+    Raises:
+        InvalidInputError: two of them are the same file, or both are stdout.
+    """
+    options: dict[str, str] = {}
+    for option, path in paths.items():
+        if path is None or (path != STDOUT and is_device(path)):
+            continue
+        place = path if path == STDOUT else os.path.realpath(path)
+        if place in options:
+            raise InvalidInputError(f"--{options[place]} and --{option} are both {path}: give each its own place")
+        options[place] = option
+
+
+def write_text(path: str, text: str) -> None:
+    """Write `text` to `path` whole or not at all; '-' is stdout.
+
+    Raises:
+        InvalidInputError: it cannot be written.
+    """
+    if path == STDOUT:
+        click.echo(text, nl=False)
+    else:
+        write_whole(path, text.encode())
+
+
+def write_json(path: str, data: Any) -> None:
+    """Write `data` as indented JSON, numbers in full; '-' is stdout."""
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")

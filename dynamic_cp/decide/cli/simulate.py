@@ -1,0 +1,150 @@
+"""`dynamic-cp simulate`: policies side by side, where the time goes, and whether dynamic CP pays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dynamic_cp.decide.cli.console import console, progress
+from dynamic_cp.decide.cli.output import STDOUT, check_writable, write_json
+from dynamic_cp.decide.cli.parameters import (
+    BatchInput,
+    Command,
+    batch_options,
+    data_parallel_of,
+    job_of,
+    job_options,
+    json_option,
+    noise_margin_option,
+    one_option,
+    options_in,
+    ping_pong_option,
+    planner_options,
+    said_of,
+    taken,
+)
+from dynamic_cp.decide.cli.tuned import searched, shared_of, space_of
+from dynamic_cp.types import NOISE_MARGIN
+
+if TYPE_CHECKING:
+    from dynamic_cp.decide.comparison import Comparison
+
+DEFAULT_BATCHES = 8
+DEFAULT_POLICIES = "dynamic,static,balanced,megatron-dev"
+
+
+def policy_option(help: str, default: str = DEFAULT_POLICIES) -> Any:
+    """Return --policy of several names."""
+    return one_option("--policy", default=default, show_default=True, metavar="NAME,..", help=help)
+
+
+@click.command(
+    "simulate",
+    cls=Command,
+    short_help="Compare policies on several global batches: does dynamic CP pay?",
+    epilog="""\b
+Examples:
+  dynamic-cp simulate --lengths github --global-batch-size 256 --gpus 64
+  dynamic-cp simulate --lengths lengths.npy --global-batch-size 512 --lanes 8 --pp 4 --batches 16
+  dynamic-cp simulate --lengths github --global-batch-size 64 --lanes 16 --tp 2 \\
+      --policy dynamic,balanced,megatron-dev --json comparison.json
+""",
+)
+@batch_options(several=True, default_batches=DEFAULT_BATCHES)
+@job_options()
+@options_in(
+    "Planner",
+    policy_option(
+        "Policies to compare, comma-separated; also, with attention as tasks of servers of all stages, pool and "
+        "with-pool."
+    ),
+    noise_margin_option(),
+    ping_pong_option(),
+)
+@planner_options
+@json_option
+def command(policy: str, noise_margin: float, no_ping_pong: bool, json: str | None, **given: Any) -> None:
+    """Plan the same global batches with several policies; say how long each takes, where its time goes and what to
+    choose.
+
+    With --gpus each policy gets its own fastest layout, limit and CP size, as `dynamic-cp sweep` finds them;
+    with --lanes all get the given layout. Seconds come from a cost model and an exact simulator of the schedule, not
+    from measurements. Every static policy takes the fastest CP size that holds the longest sample, unless
+    --static-cp-size sets another.
+    """
+    check_writable(json)
+    comparison, batch = compared(policy, given, noise_margin=noise_margin, ping_pong=not no_ping_pong)
+    if json:
+        from dynamic_cp.decide.comparison import to_dict
+
+        settings = {
+            **said_of(data_parallel_of(given)),
+            "max_tokens_per_rank": given["max_tokens_per_rank"],
+            "gpus": given["gpus"],
+            "tp_overlap": given["tp_overlap"],
+        }
+        write_json(json, to_dict(comparison, {**batch.as_dict(), **settings}))
+    if json != STDOUT:
+        from dynamic_cp.decide.cli.comparison_tables import show
+
+        show(comparison, batch, console())
+
+
+def policies_in(policy: str) -> tuple[str, ...]:
+    """Return the names in a value of --policy, each once; InvalidInputError: an unknown one, or none."""
+    from dynamic_cp.decide.comparison import compared_policies
+
+    return compared_policies([name.strip() for name in policy.split(",") if name.strip()])
+
+
+def compared(
+    policy: str,
+    given: dict[str, Any],
+    *,
+    noise_margin: float = NOISE_MARGIN,
+    ping_pong: bool = True,
+    with_verdict: bool = True,
+) -> tuple[Comparison, BatchInput]:
+    """Return the comparison that the options ask for, and the options of its batches; shows progress.
+
+    Args:
+        with_verdict: somebody asks whether dynamic CP pays, so that gains are needed under other prices, too.
+    """
+    from dynamic_cp.decide.comparison import compare_policies, compare_settings
+    from dynamic_cp.pool.prices import TaskOptions
+
+    names = policies_in(policy)
+    tasks = TaskOptions(noise_margin=noise_margin, ping_pong=ping_pong)
+    batch, job = taken(given, BatchInput), job_of(given)
+    job.check()
+    with progress("comparing") as steps:
+        steps(0, 1, "lengths")
+        batches = batch.draw(DEFAULT_BATCHES)
+        if job.gpus is not None:
+            shared = shared_of(job, batch, batches)
+            found = searched(space_of(job), shared, names, steps, with_other_prices=with_verdict)
+            comparison = compare_settings(
+                shared,
+                found.settings,
+                names=(job.model, job.hardware_name),
+                task_options=tasks,
+                other_prices=found.other_prices,
+                progress=steps,
+            )
+            return comparison, batch
+        comparison = compare_policies(
+            batches,
+            topology=job.topology,
+            model=job.model_shape,
+            hardware=job.hardware_values,
+            options=job.options,
+            policies=names,
+            limit_from_memory=job.limit_from_memory,
+            data_parallel=job.data_parallel,
+            model_name=job.model,
+            hardware_name=job.hardware_name,
+            task_options=tasks,
+            progress=steps,
+        )
+    return comparison, batch

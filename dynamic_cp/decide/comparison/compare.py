@@ -1,0 +1,275 @@
+"""Plans every global batch with every policy and compares the outcomes.
+
+A static policy has one CP size for all global batches, as a training run does: the given size, or else the fastest of
+those that hold the longest sample. The next-fit policy also takes the fastest of a few token limits: the given limit or
+lower ones. If the token limit follows from memory, every policy gets its own, because smaller groups need smaller
+buffers. The dynamic policy then also takes the fastest of several largest CP sizes: communicators that it does not need
+cost memory.
+
+`compare_policies` uses one layout for all policies, `compare_settings` one for each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from dynamic_cp.decide.comparison.job import Job, SweepJob, batch_outcome
+from dynamic_cp.decide.comparison.speedup import OtherPrice
+from dynamic_cp.decide.comparison.task_policies import outcome_of_tasks
+from dynamic_cp.decide.comparison.values import Comparison, PolicyOutcome
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError
+from dynamic_cp.nearest import did_you_mean
+from dynamic_cp.pool.choice import task_options_of
+from dynamic_cp.pool.prices import TaskOptions
+from dynamic_cp.pricing.capacity import allowed_cp_sizes
+from dynamic_cp.pricing.resolution import options_serving
+from dynamic_cp.search.plan_in_memory import fits_and_seconds, options_in_memory
+from dynamic_cp.search.search import POLICIES, plan_problem
+from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
+from dynamic_cp.types import (
+    SHARDED,
+    DataParallel,
+    Hardware,
+    ModelShape,
+    PlannedBatch,
+    PlanOptions,
+    Sample,
+    Topology,
+    with_exchanges,
+)
+
+COMPARED_BY_DEFAULT = POLICIES
+_STATIC_DIVISORS = (2, 4, 8)
+"""The limit of the next-fit policy may be divided by one of these."""
+
+Batches = Sequence[Sequence[Sample]]
+Progress = Callable[[int, int, str], None]
+"""Called with (batches done of all policies, batches in all, what comes next)."""
+
+
+def compared_policies(names: Sequence[str]) -> tuple[str, ...]:
+    """Return `names`, each once.
+
+    Raises:
+        InvalidInputError: an unknown policy, or none.
+    """
+    known = (*POLICIES, *POOL_POLICIES)
+    for name in names:
+        if name not in known:
+            raise InvalidInputError(
+                f"policy {name!r} is unknown{did_you_mean(name, known)}: use some of {', '.join(known)}", policy=name
+            )
+    if not names:
+        raise InvalidInputError(f"0 policies are given, at least 1 is needed: use some of {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
+
+
+def compare_policies(
+    batches: Batches,
+    *,
+    topology: Topology,
+    model: ModelShape,
+    hardware: Hardware,
+    options: PlanOptions,
+    policies: Sequence[str] = COMPARED_BY_DEFAULT,
+    limit_from_memory: bool = False,
+    data_parallel: DataParallel = SHARDED,
+    model_name: str = "",
+    hardware_name: str = "",
+    task_options: TaskOptions | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Return what each of `policies` makes of each of `batches`; the same for the same arguments, except `plan_s`.
+
+    Args:
+        batches: global batches, at least one.
+        topology, model, hardware, options: as for planning; options.static_cp_size binds the static policies.
+        policies: names of POLICIES and POOL_POLICIES.
+        limit_from_memory: take the largest limit of tokens that memory holds, not that of the options.
+        data_parallel: of the run.
+        model_name, hardware_name: kept in the result.
+        task_options: of POOL_POLICIES.
+        progress: called before every policy and after every batch.
+
+    Raises:
+        InvalidInputError: no batches, or an unknown policy.
+        InfeasibleSampleError, MemoryLimitError: a sample, or a limit, that the job cannot hold.
+        UnsupportedFeatureError: masks that nothing serves, a job that has no pool.
+    """
+    names = compared_policies(policies)
+    _check_batches(batches)
+    run = _Policies(names, len(batches), task_options, progress)
+    samples = [sample for batch in batches for sample in batch]
+    job = Job(
+        batches=tuple(tuple(batch) for batch in batches),
+        topology=topology,
+        model=model,
+        hardware=hardware,
+        options=options_serving(samples, model, with_exchanges(options, model, samples)),
+        limit_from_memory=limit_from_memory,
+        data_parallel=data_parallel,
+    )
+    base = job.options_of("dynamic", None)
+    outcomes = tuple(run.outcome(name, job, partial(_options_of, name, job, base)) for name in names)
+    ours = next((one for one in outcomes if one.policy == "dynamic"), None)
+    if ours is not None:
+        base = replace(base, max_tokens_per_rank=ours.max_tokens_per_rank, max_cp_size=ours.setting.max_cp_size)
+    run.start("done")
+    return _comparison(job, base, outcomes, (model_name, hardware_name), is_tuned=False)
+
+
+def compare_settings(
+    shared: SweepJob,
+    settings: Sequence[Setting],
+    *,
+    names: tuple[str, str] = ("", ""),
+    task_options: TaskOptions | None = None,
+    other_prices: tuple[OtherPrice, ...] = (),
+    progress: Progress | None = None,
+) -> Comparison:
+    """Return what each of `settings` makes of each batch: policies, each at a layout of its own.
+
+    Args:
+        shared: batches, model, hardware.
+        settings: at least one, of different policies of POLICIES and POOL_POLICIES, all on as many ranks.
+        names: of model and hardware, kept in the result.
+        task_options, progress: as `compare_policies`.
+        other_prices: what the search of the settings says of gains.
+
+    Raises:
+        DynamicCPError: as `compare_policies`.
+    """
+    _check_batches(shared.batches)
+    policies = [setting.policy for setting in settings]
+    run = _Policies(policies, len(shared.batches), task_options, progress)
+    main = next((setting for setting in settings if setting.policy == "dynamic"), settings[0])
+    jobs = [Job.at(setting, shared) for setting in settings]
+    outcomes = tuple(
+        run.outcome(policy, job, partial(getattr, job, "options")) for policy, job in zip(policies, jobs, strict=True)
+    )
+    run.start("done")
+    main_job = jobs[settings.index(main)]
+    comparison = _comparison(main_job, main.options(shared.search), outcomes, names, is_tuned=True)
+    return replace(comparison, other_prices=other_prices)
+
+
+def _comparison(
+    job: Job, options: PlanOptions, policies: tuple[PolicyOutcome, ...], names: tuple[str, str], *, is_tuned: bool
+) -> Comparison:
+    """Return the outcomes of policies with the job that stands for all of them; names: of model and hardware."""
+    return Comparison(
+        model_name=names[0],
+        hardware_name=names[1] or job.hardware.name,
+        topology=job.topology,
+        model=job.model,
+        hardware=job.hardware,
+        options=options,
+        batches=job.batches,
+        policies=policies,
+        is_tuned=is_tuned,
+    )
+
+
+def _check_batches(batches: Batches) -> None:
+    if not batches or not all(batches):
+        raise InvalidInputError(f"{len(batches)} global batches are given, each needs at least 1 sample: give lengths")
+
+
+class _Policies:
+    """Runs one policy after the other, and says how far it is to whoever draws a bar."""
+
+    def __init__(
+        self, names: Sequence[str], num_batches: int, task_options: TaskOptions | None, progress: Progress | None
+    ) -> None:
+        self._task_options, self._progress = task_options, progress
+        self._total, self._done, self._what = len(names) * num_batches, 0, ""
+
+    def outcome(self, name: str, job: Job, options_of: Callable[[], PlanOptions]) -> PolicyOutcome:
+        """Return what a policy makes of all batches of a job, with options that are found when it starts."""
+        self.start(name)
+        options = options_of()
+        if name in POOL_POLICIES:
+            task_options = self._task_options or task_options_of(options)
+            return outcome_of_tasks(name, job, options, task_options, self._next)
+        return _outcome(name, job, options, self._next)
+
+    def start(self, what: str) -> None:
+        """Say what comes next."""
+        self._what = what
+        if self._progress is not None:
+            self._progress(self._done, self._total, what)
+
+    def _next(self) -> None:
+        """Count a batch of it."""
+        self._done += 1
+        if self._done < self._total:
+            self.start(self._what)
+
+
+def _options_of(policy: str, job: Job, base: PlanOptions) -> PlanOptions:
+    """Return the options of a policy: of our own those with which it is fastest."""
+    if policy in STATIC_POLICIES:
+        return _fastest_static(policy, job)
+    if policy == "dynamic" and job.limit_from_memory:
+        return options_in_memory(job.problem_of(base), job.batches)
+    return job.allowed_to(policy, base) if policy in POLICIES else base
+
+
+def _fastest_static(policy: str, job: Job) -> PlanOptions:
+    """Return the options of the given CP size, or of the fastest that fits in memory (of all, if none does)."""
+    given = job.options.static_cp_size
+    sizes = [given] if given is not None else list(allowed_cp_sizes(job.topology, job.options))
+    candidates = []
+    for cp_size in sizes:
+        if job.topology.num_lanes % cp_size:
+            continue
+        try:
+            options = job.options_of(policy, cp_size)
+        except MemoryLimitError:
+            if given is not None:
+                raise
+            continue
+        table = job.cost_model(options).table
+        if given is None and table.capacities[cp_size.bit_length() - 1] < job.max_seqlen:
+            continue  # too small, or no allowed exchange serves it
+        candidates += [replace(options, max_tokens_per_rank=limit) for limit in _limits(policy, options, cp_size, job)]
+    if not candidates:  # no divisor of the lanes holds the longest sample: the planner's own choice may idle lanes
+        candidates = [job.options_of(policy, None)]
+    if len(candidates) == 1:
+        return candidates[0]
+    problems = [job.problem_of(options, policy) for options in candidates]
+    return min(problems, key=lambda problem: fits_and_seconds(problem, job.batches)).options
+
+
+def _limits(policy: str, options: PlanOptions, cp_size: int, job: Job) -> list[int]:
+    """Return the limits that are tried; next-fit fills packs to the brim, which starves a pipeline of micro-batches."""
+    limit = options.max_tokens_per_rank
+    if policy != "static":
+        return [limit]
+    least = -(-job.max_seqlen // cp_size) + 2 * job.topology.rank_token_multiple  # with padding
+    return [limit, *(limit // divisor for divisor in _STATIC_DIVISORS if limit // divisor >= least)]
+
+
+def _outcome(policy: str, job: Job, options: PlanOptions, count: Callable[[], None]) -> PolicyOutcome:
+    prices = job.prices(options)
+    memory = job.memory(options, policy)
+    _planned(policy, job, options, job.batches[0])  # loads compiled code: not what planning a batch takes
+    batches = []
+    for batch in job.batches:
+        start_s = time.perf_counter()
+        result = _planned(policy, job, options, batch)
+        plan_s = time.perf_counter() - start_s
+        batches.append(batch_outcome(job, result, prices, memory, plan_s))
+        count()
+    return PolicyOutcome(
+        setting=job.setting_of(policy, options, None if policy in STATIC_POLICIES else options.max_cp_size),
+        batches=tuple(batches),
+        available_bytes=memory.available_bytes if job.hardware.hbm_bytes else None,
+    )
+
+
+def _planned(policy: str, job: Job, options: PlanOptions, batch: Sequence[Sample]) -> PlannedBatch:
+    return plan_problem(job.problem_of(options, policy), batch)

@@ -1,0 +1,211 @@
+"""The values of a comparison; `compare.py` fills them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import mul
+from typing import TYPE_CHECKING
+
+from dynamic_cp.decide.comparison.parts import TimeParts, mean_parts
+from dynamic_cp.decide.comparison.speedup import OtherPrice, Speedup, speedup_of
+from dynamic_cp.pipeline.timeline import Timeline
+from dynamic_cp.setting import Setting
+from dynamic_cp.types import Hardware, ModelShape, PlannedBatch, PlanOptions, Sample, Topology
+
+if TYPE_CHECKING:  # compiled: most comparisons have none
+    from dynamic_cp.pool.search import PlannedTasks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOutcome:
+    """What one policy makes of one global batch.
+
+    Attributes:
+        planned, timeline, parts, sent_in_node_bytes, sent_across_nodes_bytes: None where there is a pool.
+        iteration_s: forward, backward and reduction of gradients; the parts add up to it.
+        makespan_s: the same without the reduction.
+        lower_bound_s: no legal plan of this batch with the policy's limit of tokens has a smaller makespan_s.
+        num_microbatches: of the plan.
+        num_tokens: true tokens of the batch.
+        tokens_per_s_per_gpu, tflops_per_gpu: of true tokens and model FLOPs.
+        padding_fraction: share of padding in all tokens that are computed.
+        peak_bytes: of the rank that needs most; None where a pool's is unknown.
+        sent_in_node_bytes, sent_across_nodes_bytes: for attention, by all ranks, over links inside nodes and to others.
+        plan_s: seconds of planning on this machine (measured, so never the same twice).
+        note: how the plan of a pool was chosen.
+        pool: the plan and its ticks, where servers of all stages compute attention.
+    """
+
+    planned: PlannedBatch | None
+    timeline: Timeline | None
+    parts: TimeParts | None
+    iteration_s: float
+    makespan_s: float
+    lower_bound_s: float
+    num_microbatches: int | None
+    num_tokens: int
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    padding_fraction: float | None
+    peak_bytes: float | None
+    sent_in_node_bytes: float | None
+    sent_across_nodes_bytes: float | None
+    plan_s: float
+    note: str = ""
+    pool: PlannedTasks | None = None
+
+    @property
+    def time_over_bound(self) -> float:
+        """makespan_s / lower_bound_s, at least 1."""
+        return self.makespan_s / self.lower_bound_s
+
+    @property
+    def num_computed_tokens(self) -> float:
+        """Tokens with padding."""
+        return self.num_tokens / (1 - (self.padding_fraction or 0.0))
+
+
+DENOMINATORS: Mapping[str, str] = {
+    "tokens_per_s_per_gpu": "iteration_s",
+    "tflops_per_gpu": "iteration_s",
+    "time_over_bound": "lower_bound_s",
+    "padding_fraction": "num_computed_tokens",
+}
+"""Figure that is a ratio -> what its denominator grows with, so that its mean over batches is a ratio of sums."""
+
+
+def mean_of(values: Sequence[float | None], denominators: Sequence[float] | None) -> float | None:
+    """Return the mean over batches of a figure; None where one is unknown.
+
+    With `denominators` the figure is a ratio and the mean that of the sums, such as all tokens / all seconds: then all
+    figures of a row agree with each other.
+    """
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    if denominators is None:
+        return statistics.fmean(known)
+    return math.fsum(map(mul, known, denominators)) / math.fsum(denominators)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOutcome:
+    """What one policy makes of all global batches.
+
+    Attributes:
+        setting: its layout, limit of tokens (with an automatic limit, that of its own CP sizes) and CP sizes.
+        available_bytes: memory of a rank that may be planned with; None = unknown.
+    """
+
+    setting: Setting
+    batches: tuple[BatchOutcome, ...]
+    available_bytes: float | None
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy."""
+        return self.setting.policy
+
+    @property
+    def name(self) -> str:
+        """The policy, with its CP size if that is static."""
+        return self.setting.name
+
+    @property
+    def static_cp_size(self) -> int | None:
+        """CP size of a static policy; None = it has none."""
+        return self.setting.static_cp_size if self.setting.is_static else None
+
+    @property
+    def max_tokens_per_rank(self) -> int:
+        """Its limit of tokens."""
+        return self.setting.max_tokens_per_rank
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean over the batches of a figure of `BatchOutcome`, as `mean_of`; None where it is unknown."""
+        return mean_of([getattr(one, name) for one in self.batches], self.weights(name))
+
+    def stdev(self, name: str) -> float | None:
+        """Return the standard deviation over the batches of a figure; None where it is unknown or of one batch."""
+        values = [getattr(one, name) for one in self.batches]
+        return None if None in values or len(values) == 1 else statistics.stdev(values)
+
+    def weights(self, name: str) -> list[float] | None:
+        """Return the denominators of a figure that is a ratio; None of another one."""
+        denominator = DENOMINATORS.get(name) or ("iteration_s" if name.endswith("_fraction") else None)
+        return None if denominator is None else [getattr(one, denominator) for one in self.batches]
+
+    @property
+    def iteration_s(self) -> float:
+        """Mean seconds of an iteration."""
+        return sum(one.iteration_s for one in self.batches) / len(self.batches)
+
+    @property
+    def parts(self) -> TimeParts | None:
+        """Mean parts of an iteration; they add up to `iteration_s`."""
+        parts = tuple(one.parts for one in self.batches if one.parts is not None)
+        return mean_parts(parts) if len(parts) == len(self.batches) else None
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """Most memory that any of the batches needs."""
+        peaks = [one.peak_bytes for one in self.batches if one.peak_bytes is not None]
+        return max(peaks) if len(peaks) == len(self.batches) else None
+
+    @property
+    def fits_memory(self) -> bool:
+        """Whether no batch needs more memory than there is (as far as both are known)."""
+        return self.peak_bytes is None or self.available_bytes is None or self.peak_bytes <= self.available_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Policies side by side on the same global batches.
+
+    Attributes:
+        model_name, hardware_name: what the user called them.
+        topology, options: as given; max_tokens_per_rank and max_cp_size are those of the dynamic policy where they
+            followed from memory. Where `is_tuned`, those of the dynamic policy, or of the first without it.
+        is_tuned: every policy has a layout of its own, on as many ranks; else all have `topology`.
+        batches: the global batches, in order.
+        policies: in the order in which they were asked for.
+        other_prices: gains under other prices, where a search has them.
+    """
+
+    model_name: str
+    hardware_name: str
+    topology: Topology
+    model: ModelShape
+    hardware: Hardware
+    options: PlanOptions
+    batches: tuple[tuple[Sample, ...], ...]
+    policies: tuple[PolicyOutcome, ...]
+    is_tuned: bool = False
+    other_prices: tuple[OtherPrice, ...] = ()
+
+    def policy(self, name: str) -> PolicyOutcome:
+        """Return the outcome of a policy; KeyError when it was not compared."""
+        for one in self.policies:
+            if one.policy == name:
+                return one
+        raise KeyError(name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the compared policies."""
+        return tuple(one.policy for one in self.policies)
+
+    @property
+    def speedups(self) -> tuple[Speedup, ...]:
+        """Speed-up of the dynamic policy over each other one; empty without it."""
+        if "dynamic" not in self.names:
+            return ()
+        ours = [one.iteration_s for one in self.policy("dynamic").batches]
+        return tuple(
+            speedup_of("dynamic", ours, other.policy, [one.iteration_s for one in other.batches])
+            for other in self.policies
+            if other.policy != "dynamic"
+        )

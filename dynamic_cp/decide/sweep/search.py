@@ -1,0 +1,345 @@
+"""Finds the fastest setting of each policy, and settings that save memory, without planning all of them.
+
+Each policy runs a race. The first global batch is planned with the settings of one layout after the other, the lowest
+lower bound first, until no remaining bound is within SHOWN of the fastest. Settings within SHOWN on that batch are then
+planned with all batches. Those that are still close are also tried with other exchanges and fewer CP sizes. The dynamic
+policy also tries the settings that the others found, so it is never slower at their settings.
+
+Rounds have a fixed size and ties go to the setting planned first: the result does not depend on the number of
+processes.
+
+Limits: a setting that is slower than the fastest by more than SHOWN on the first batch, but fastest on average, is
+missed; in 5 cases of 190 to 350 settings and 8 batches the fastest one was within 1.05 of the fastest on that batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from dynamic_cp.decide.comparison.job import SweepJob
+from dynamic_cp.decide.comparison.speedup import OtherPrice, Speedup, speedup_of
+from dynamic_cp.decide.comparison.verdict import judged
+from dynamic_cp.decide.sweep.evaluate import Point, evaluate, evaluate_first, fastest_first, least_s
+from dynamic_cp.decide.sweep.other_prices import under_other_prices
+from dynamic_cp.decide.sweep.space import Refused, Space, exchanges_tried, layouts_of, settings_of, variants, what_helps
+from dynamic_cp.decide.sweep.workers import Run, workers
+from dynamic_cp.errors import MemoryLimitError
+from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
+from dynamic_cp.types import RecomputedLayers, Topology
+
+TRAINED_POLICIES = ("dynamic", *POOL_POLICIES, *STATIC_POLICIES)
+"""What pretrain_gpt.py can run."""
+SHOWN = 1.25
+"""Settings that are slower than the fastest by more than this factor are not searched, even if they save memory."""
+_WORTH_BYTES = 0.99
+"""A slower setting is another point only if it needs less than this share of memory."""
+_CLOSE = 1.05
+"""A setting this much slower than the fastest is tried with other exchanges and CP sizes."""
+_ROUND = 16
+"""Settings that are planned before the bounds are looked at again."""
+
+Progress = Callable[[int, int, str], None]
+_Layout = tuple[Topology, str, str]
+"""Topology, and what backward repeats, in which layers."""
+_Bounded = tuple[Topology, str, RecomputedLayers, bool]
+"""Topology, what backward repeats, in how many layers; and whether there is a pool."""
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a sweep found for one policy.
+
+    Attributes:
+        best: its fastest setting, of equally fast ones that which needs least memory; None where it has none.
+        next_best: the fastest one with another layout, if any was planned.
+        num_planned: settings that were planned, with one batch at least; bounds ruled out the others.
+        refused: reason -> how many layouts or settings it ruled out, most frequent first.
+    """
+
+    best: Point | None
+    next_best: Point | None
+    num_planned: int
+    refused: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What a sweep found.
+
+    Attributes:
+        policies: policy -> its fastest setting, in the order in which they were asked for.
+        recommended: the policy to train with: dynamic where it gains enough over the fastest static one, else that.
+        front: settings of the recommended policy that no other beats in both time and memory, its `best` first.
+        other_prices: the gain of dynamic CP over the fastest static policy where prices are others.
+    """
+
+    policies: Mapping[str, Found]
+    recommended: str
+    front: tuple[Point, ...]
+    other_prices: tuple[OtherPrice, ...] = ()
+
+    @property
+    def num_planned(self) -> int:
+        """Settings that were planned."""
+        return sum(one.num_planned for one in self.policies.values())
+
+    @property
+    def settings(self) -> list[Setting]:
+        """The fastest setting of each policy that has one."""
+        return [point.setting for point in self.best.values()]
+
+    @property
+    def best(self) -> Mapping[str, Point]:
+        """Policy -> its fastest setting, without those that have none."""
+        return {name: one.best for name, one in self.policies.items() if one.best is not None}
+
+
+def sweep(
+    space: Space,
+    job: SweepJob,
+    *,
+    policies: Sequence[str] = ("dynamic",),
+    num_processes: int = 1,
+    with_other_prices: bool = True,
+    progress: Progress | None = None,
+) -> Sweep:
+    """Return the best settings of `space` for `job`; the same for any `num_processes`.
+
+    Args:
+        space: values to try.
+        job: batches, model, hardware.
+        policies: of search.POLICIES and POOL_POLICIES, at least one.
+        num_processes: how many plan in parallel.
+        with_other_prices: plan the fastest settings under other prices, too.
+        progress: called with (done, all, what).
+
+    Raises:
+        MemoryLimitError: nothing fits; the message counts why.
+        InvalidInputError: hardware without a size of memory.
+    """
+    candidates, refused = _candidates(space, job, policies)
+    with workers(job, min(num_processes, sum(map(len, candidates.values())))) as run:
+        race = _Race(space, job, candidates, refused, run, progress or (lambda done, total, text: None))
+        # The dynamic policy comes last: it tries what the others have found.
+        for policy in sorted(candidates, key=lambda name: name == "dynamic"):
+            race.run_policy(policy)
+        found = {policy: race.found(policy) for policy in policies}
+        best = {policy: one.best for policy, one in found.items() if one.best is not None}
+        if not best:
+            reasons = ", ".join(f"{reason} ({number})" for reason, number in found[policies[0]].refused.items())
+            raise MemoryLimitError(
+                f"none of the settings can run on {space.num_gpus} GPU{'s' * (space.num_gpus > 1)}: {reasons}; "
+                f"{what_helps(race.refused(policies[0]), space)}",
+                num_gpus=space.num_gpus,
+            )
+        other_prices = race.other_prices() if with_other_prices else ()
+    recommended = _recommended(best)
+    return Sweep(
+        policies=found,
+        recommended=recommended,
+        front=race.front(recommended),
+        other_prices=other_prices,
+    )
+
+
+def speedup_over(best: Mapping[str, Point], baseline: str) -> Speedup:
+    """Return the speed-up of the dynamic policy's best setting over that of another policy."""
+    return speedup_of("dynamic", best["dynamic"].batches_s, baseline, best[baseline].batches_s)
+
+
+def pareto_front(points: Iterable[Point]) -> tuple[Point, ...]:
+    """Return the points that no other equals or beats in both time and memory, the fastest first.
+
+    A slower point is kept only if it saves memory that is worth a line.
+    """
+    front: list[Point] = []
+    for point in fastest_first(points):
+        if not front or point.peak_bytes < _WORTH_BYTES * front[-1].peak_bytes:
+            front.append(point)
+    return tuple(front)
+
+
+def _recommended(best: Mapping[str, Point]) -> str:
+    """Return the policy to train with: a pool where it gains over the dynamic policy, each at its own fastest."""
+    pools = [name for name in POOL_POLICIES if name in best]
+    if pools and "dynamic" in best:
+        pool = min(pools, key=lambda name: best[name].iteration_s)
+        if judged(speedup_of(pool, best[pool].batches_s, "dynamic", best["dynamic"].batches_s)) != "no":
+            return pool
+    trained = [name for name in TRAINED_POLICIES if name in best] or list(best)
+    static = [name for name in STATIC_POLICIES if name in best]
+    baseline = min(static or trained, key=lambda name: best[name].iteration_s)
+    if "dynamic" not in best or baseline == "dynamic":
+        return baseline
+    return baseline if judged(speedup_over(best, baseline)) == "no" else "dynamic"
+
+
+def _candidates(
+    space: Space, job: SweepJob, policies: Sequence[str]
+) -> tuple[dict[str, list[Setting]], dict[str, Counter[Refused]]]:
+    """Return the settings of each policy, and what cannot run."""
+    candidates: dict[str, list[Setting]] = {policy: [] for policy in policies}
+    refused: dict[str, Counter[Refused]] = {policy: Counter() for policy in policies}
+    for layout in layouts_of(space, job.model):
+        known: dict[tuple[str | bool, Any], tuple[Setting, ...] | Refused] = {}
+        for policy in policies:
+            if isinstance(layout, Refused):
+                refused[policy][layout] += 1
+                continue
+            # What memory holds is the same for all static policies, and for all others without a pool.
+            pool = POOL_POLICIES.get(policy)
+            kind = pool or policy in STATIC_POLICIES, exchanges_tried(policy, space, job)
+            found = known.get(kind)
+            if found is None:
+                found = known[kind] = settings_of(*layout, policy, space, job)
+            if isinstance(found, Refused):
+                refused[policy][found] += 1
+            else:
+                candidates[policy] += [replace(setting, policy=policy) for setting in found]
+    return candidates, refused
+
+
+class _Race:
+    """What was planned so far."""
+
+    def __init__(
+        self,
+        space: Space,
+        job: SweepJob,
+        candidates: Mapping[str, list[Setting]],
+        refused: dict[str, Counter[Refused]],
+        run: Run,
+        progress: Progress,
+    ) -> None:
+        self._space, self._job, self._candidates, self._refused = space, job, candidates, refused
+        self._run, self._progress = run, progress
+        self._first: dict[Setting, Point | Refused] = {}
+        self._points: dict[str, dict[Setting, Point]] = {policy: {} for policy in candidates}
+        self._bounds = self._bounds_of_layouts()
+
+    def run_policy(self, policy: str) -> None:
+        """Plan the settings of `policy` that may be its fastest or close to it."""
+        order = sorted(self._candidates[policy], key=lambda setting: self._bounds[_bounded(setting)])
+        looks: dict[Setting, float] = {}
+        for start in range(0, len(order), _ROUND):
+            fastest_s = min(looks.values(), default=float("inf"))
+            few = [one for one in order[start : start + _ROUND] if self._may_matter(one, fastest_s)]
+            if not few:
+                break
+            looks |= self._look(few)
+        enough_s = SHOWN * min(looks.values(), default=0.0)
+        self._plan(policy, [setting for setting in order if looks.get(setting, enough_s + 1) <= enough_s])
+        self._plan(policy, self._faster_variants(policy))
+        if policy == "dynamic":
+            others = [self.found(name).best for name in self._points if name != policy]
+            settings = [_as_dynamic(point.setting) for point in others if point is not None]
+            allowed = exchanges_tried(policy, self._space, self._job)
+            self._plan(policy, [setting for setting in settings if setting.cp_comm_types in allowed])
+
+    def _may_matter(self, setting: Setting, fastest_s: float) -> bool:
+        """Return whether a setting may be shown; one that recomputes some layers only where it may be the fastest."""
+        is_block = setting.recompute_layers.method == "block"
+        return self._bounds[_bounded(setting)] <= (1.0 if is_block else SHOWN) * fastest_s
+
+    def found(self, policy: str) -> Found:
+        """Return what is known of a policy."""
+        points = fastest_first(self._points[policy].values())
+        others = [one for one in points if _layout(one.setting) != _layout(points[0].setting)]
+        return Found(
+            best=points[0] if points else None,
+            next_best=others[0] if others else None,
+            num_planned=sum(setting.policy == policy for setting in self._first),
+            refused={one.reason: number for one, number in self._refused[policy].most_common()},
+        )
+
+    def refused(self, policy: str) -> Collection[Refused]:
+        """Return why layouts and settings of a policy cannot run."""
+        return self._refused[policy]
+
+    def front(self, policy: str) -> tuple[Point, ...]:
+        """Return the settings of `policy` that no other beats in time and memory."""
+        points = self._points[policy].values()
+        enough_s = SHOWN * min(one.iteration_s for one in points)
+        return pareto_front([one for one in points if one.iteration_s <= enough_s])
+
+    def other_prices(self) -> tuple[OtherPrice, ...]:
+        """Return the gain of dynamic CP under other prices, each policy with the fastest of its settings."""
+        return under_other_prices(
+            self._job, {name: points.values() for name, points in self._points.items()}, self._counted
+        )
+
+    def _look(self, settings: Sequence[Setting]) -> dict[Setting, float]:
+        """Plan the first batch; return the seconds of the settings that can run."""
+        new = [setting for setting in dict.fromkeys(settings) if setting not in self._first]
+        for setting, result in zip(new, self._counted(evaluate_first, new, "first batch"), strict=True):
+            self._first[setting] = result
+            if isinstance(result, Refused):
+                self._refused[setting.policy][result] += 1
+        results = {setting: self._first[setting] for setting in settings}
+        return {setting: one.iteration_s for setting, one in results.items() if isinstance(one, Point)}
+
+    def _plan(self, policy: str, settings: Sequence[Setting]) -> None:
+        """Plan all batches of settings that can run the first one."""
+        runnable = list(self._look(settings))
+        if len(self._job.batches) == 1:
+            results: list[Point | Refused] = [self._first[setting] for setting in runnable]
+        else:
+            results = self._counted(evaluate, runnable, policy)
+        for setting, result in zip(runnable, results, strict=True):
+            if isinstance(result, Refused):
+                self._refused[policy][result] += 1
+            else:
+                self._points[policy][setting] = result
+
+    def _counted(
+        self, function: Callable[[Setting, SweepJob], _Result], settings: Sequence[Setting], what: str
+    ) -> list[_Result]:
+        done = 0
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            self._progress(done, len(settings), what)
+
+        self._progress(0, len(settings), what)
+        return self._run(function, settings, count)
+
+    def _bounds_of_layouts(self) -> dict[_Bounded, float]:
+        """Return layout -> seconds of the first batch that no setting of it stays below."""
+        exchanges = tuple(dict.fromkeys(one for some in self._space.exchanges for one in some))
+        loosest: dict[_Bounded, Setting] = {}
+        for setting in (one for settings in self._candidates.values() for one in settings):
+            before = loosest.get(_bounded(setting))
+            if before is None or before.max_tokens_per_rank < setting.max_tokens_per_rank:
+                policy = "pool" if setting.has_pool else "dynamic"
+                every = replace(setting, policy=policy, static_cp_size=None, max_cp_size=None)
+                loosest[_bounded(setting)] = replace(every, cp_comm_types=exchanges)
+        return dict(zip(loosest, self._counted(least_s, list(loosest.values()), "lower bounds"), strict=True))
+
+    def _faster_variants(self, policy: str) -> list[Setting]:
+        """Return variants of what is close to the fastest that are faster than that on the first batch."""
+        points, fastest = self._points[policy].values(), self.found(policy).best
+        close = [one for one in points if fastest is not None and one.iteration_s < _CLOSE * fastest.iteration_s]
+        before = {
+            variant: one.batches_s[0] for one in close for variant in variants(one.setting, self._space, self._job)
+        }
+        looks = self._look([variant for variant in before if variant not in self._points[policy]])
+        return [variant for variant, seconds in looks.items() if seconds < before[variant]]
+
+
+def _layout(setting: Setting) -> _Layout:
+    return setting.topology, setting.recompute, setting.recompute_layers.method
+
+
+def _bounded(setting: Setting) -> _Bounded:
+    return setting.topology, setting.recompute, setting.recompute_layers, setting.has_pool
+
+
+def _as_dynamic(setting: Setting) -> Setting:
+    """Return the dynamic setting whose plans contain those of `setting`."""
+    largest = setting.static_cp_size if setting.is_static else setting.max_cp_size
+    return replace(setting, policy="dynamic", max_cp_size=largest)

@@ -1,0 +1,234 @@
+"""What is measured of the parts, section by section (`SECTIONS` of `dynamic_cp.decide.calibration.measurements`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynamic_cp.decide.calibration.measurements import Measurement
+from dynamic_cp.types import LinearAttention
+from megatron.decide.calibration.bench import Bench
+from megatron.decide.calibration.emulation import emulated, no_transfers
+from megatron.decide.calibration.links import link_probes
+from megatron.decide.calibration.micro_batches import buckets, held_out, packs
+from megatron.decide.calibration.model import WithoutAttention
+from megatron.decide.calibration.timing import Probe
+from megatron.dynamic_cp.attention.kernels.choice import kernel_for
+from megatron.dynamic_cp.attention.linear.kernels.choice import choose_linear_kernel
+from megatron.dynamic_cp.attention.linear.recurrence import Steps, state_dtype
+from megatron.dynamic_cp.attention.linear.runs import Runs
+from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
+from megatron.dynamic_cp.attention.packs import ring_pack
+from megatron.dynamic_cp.attention.thd import attention_thd
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.step import loss
+
+_EMULATED_SIZES = (2, 4, 8)
+_HOST_TOKENS = 16
+
+
+def linear(bench: Bench) -> list[Measurement]:
+    """A whole transformer layer, its core attention taken out."""
+    with _core_attention(bench.gpt.layer, WithoutAttention()):
+        return bench.measure([_layer_probe(bench, "linear", tokens) for tokens in bench.lengths()])
+
+
+def causal(bench: Bench) -> list[Measurement]:
+    """Core attention as a layer calls it: single sequences, then packs of equal ones."""
+    lengths = bench.lengths()
+    packs = [(seqlen,) for seqlen in lengths]
+    packs += [(seqlen,) * (lengths[-1] // seqlen) for seqlen in lengths[len(lengths) // 2 : -1]]
+    packs += [(seqlen,) * 4 for seqlen in lengths[: len(lengths) // 2]]
+    return bench.measure([_attention_probe(bench, "causal", seqlens, bench.params(seqlens)) for seqlens in packs])
+
+
+def full(bench: Bench) -> list[Measurement]:
+    """A ring step after the first: tiles of (L, L/2) and (L/2, L), merged into what is there."""
+    probes = []
+    for seqlen in bench.lengths():
+        for kind, cp_rank in (("L x L/2", 1), ("L/2 x L", 0)):
+            params = emulated(bench.params((2 * seqlen,)), 2, cp_rank)
+            own, other = (ring_pack(params, kv_rank, bench.device) for kv_rank in (cp_rank, 1 - cp_rank))
+            query, key, value = bench.query_key_value(seqlen, grad=False)
+            kernel = kernel_for(query)
+            kv = torch.stack((key, value))
+            # The first step has been: what is measured adds to it again and again.
+            sums = RowSums(query, kernel, bench.scale)
+            sums.attend(own, kv)
+            out, lse = sums.out_THD.clone(), sums.lse_HT.clone()
+            rows = RowGradients(torch.randn_like(query), query, out, lse, kernel, bench.scale)
+            collected = rows.attend(own, kv)
+
+            def forward(sums: RowSums = sums, other: Any = other, kv: Tensor = kv) -> None:
+                sums.attend(other, kv)
+
+            def backward(
+                _: None, rows: RowGradients = rows, other: Any = other, kv: Tensor = kv, collected: Tensor = collected
+            ) -> None:
+                gradient = rows.attend(other, kv)
+                gradient += collected
+
+            probes.append(_probe("full", (seqlen,), forward, backward, kind=kind))
+    return bench.measure(probes)
+
+
+def emulated_rings(bench: Bench) -> list[Measurement]:
+    """The code of a whole ring on one rank, each transfer replaced by what was to be sent: a check of the parts."""
+    longest, probes = bench.lengths()[-1], []
+    for cp_size in _EMULATED_SIZES[: 2 if bench.setup.quick else 3]:
+        for cp_rank, seqlens in (
+            (0, (longest // 2,)),
+            (cp_size - 1, (longest // 4, longest // 8, longest // 8)),
+            (cp_size // 2, (longest // 8,) * 2),
+        ):
+            params = emulated(bench.params([seqlen * cp_size for seqlen in seqlens]), cp_size, cp_rank)
+            probes.append(_attention_probe(bench, "ring", seqlens, params, cp_size=cp_size))
+    with no_transfers():
+        return bench.measure(probes)
+
+
+def linear_attention(bench: Bench) -> list[Measurement]:
+    """States of linear attention from token to token, forward and backward; nothing where the model has none."""
+    sizes = bench.setup.linear_attention
+    if sizes is None:
+        return []
+    lengths = bench.lengths()
+    packs = [(seqlen,) for seqlen in lengths]
+    packs += [(seqlen,) * (lengths[-1] // seqlen) for seqlen in lengths[len(lengths) // 2 : -1]]
+    return bench.measure([_states_probe(bench, sizes, seqlens) for seqlens in packs])
+
+
+def host(bench: Bench) -> list[Measurement]:
+    """A layer and rings on one rank, with so few tokens that a GPU waits for its host; nothing on a CPU."""
+    if bench.device.type == "cpu":
+        return []
+    probes = [_layer_probe(bench, "host", _HOST_TOKENS, kind="layer")]
+    with _core_attention(bench.gpt.layer, WithoutAttention()):
+        found = bench.measure([_layer_probe(bench, "host", _HOST_TOKENS, kind="linear")])
+    for cp_size in (1, *_EMULATED_SIZES):
+        params = emulated(bench.params((_HOST_TOKENS * cp_size,)), cp_size, cp_size // 2)
+        probes.append(_attention_probe(bench, "host", (_HOST_TOKENS,), params, cp_size=cp_size, kind="attention"))
+    with no_transfers():
+        return found + bench.measure(probes)
+
+
+def edges(bench: Bench) -> list[Measurement]:
+    """Embedding alone; LM head with the loss."""
+    gpt, shard, probes = bench.gpt.gpt, bench.setup.shard, []
+    for tokens in bench.lengths():
+        ids = torch.randint(shard.vocab_size, (1, tokens), device=bench.device)
+        places = torch.arange(tokens, device=bench.device)[None]
+        hidden = bench.random(tokens, 1, shard.hidden_size, grad=True)
+        grad = bench.random(tokens, 1, shard.hidden_size)
+        mask = torch.ones((1, tokens), device=bench.device)
+
+        def head(hidden: Tensor = hidden, ids: Tensor = ids, mask: Tensor = mask) -> Tensor:
+            hidden.grad = None
+            logits, _ = gpt.output_layer(hidden)
+            return loss.sum_of_losses(mask, gpt.compute_language_model_loss(ids, logits))[0]
+
+        def embedding(ids: Tensor = ids, places: Tensor = places) -> Tensor:
+            out: Tensor = gpt.embedding(input_ids=ids, position_ids=places)
+            return out
+
+        probes.append(_probe("edges", (tokens,), head, lambda out: out.backward(), kind="head"))
+        probes.append(
+            _probe("edges", (tokens,), embedding, lambda out, grad=grad: out.backward(grad), kind="embedding")
+        )
+    return bench.measure(probes)
+
+
+def links(bench: Bench) -> list[Measurement]:
+    """Transfers between the ranks; nothing on one rank."""
+    return bench.measure(link_probes(bench.place, bench.setup))
+
+
+RUN: dict[str, Callable[[Bench], list[Measurement]]] = {
+    "linear": linear,
+    "causal": causal,
+    "full": full,
+    "ring": emulated_rings,
+    "linear_attention": linear_attention,
+    "host": host,
+    "edges": edges,
+    "links": links,
+    "buckets": buckets,
+    "packs": packs,
+    "held_out": held_out,
+}
+"""Section -> what measures it, in the order of `SECTIONS`."""
+
+
+def _probe(
+    section: str, seqlens: tuple[int, ...], forward: Callable[[], Any], backward: Callable[[Any], Any], **about: Any
+) -> Probe:
+    return Probe(
+        row=Measurement(section=section, seqlens=seqlens, forward_s=0.0, **about), forward=forward, backward=backward
+    )
+
+
+def _layer_probe(bench: Bench, section: str, tokens: int, **about: Any) -> Probe:
+    """Return the first layer, with the core attention that it has."""
+    layer = bench.gpt.layer
+    params = bench.params((tokens,))
+    rotary = bench.gpt.gpt.rotary_pos_emb(tokens)
+    hidden = bench.random(tokens, 1, bench.setup.shard.hidden_size, grad=True)
+    grad = bench.random(tokens, 1, bench.setup.shard.hidden_size)
+
+    def forward() -> Tensor:
+        hidden.grad = None
+        out: Tensor = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=params)[
+            0
+        ]
+        return out
+
+    return _probe(section, (tokens,), forward, lambda out: out.backward(grad), **about)
+
+
+def _attention_probe(
+    bench: Bench, section: str, seqlens: tuple[int, ...], params: DynamicPackedSeqParams, **about: Any
+) -> Probe:
+    """Return core attention on random inputs; `params` says whose place in which ring."""
+    inputs = bench.query_key_value(sum(seqlens), grad=True)
+    grad = torch.randn_like(inputs[0])
+
+    def forward() -> Tensor:
+        for one in inputs:
+            one.grad = None
+        return attention_thd(*inputs, params, bench.scale)
+
+    return _probe(section, seqlens, forward, lambda out: out.backward(grad), **about)
+
+
+def _states_probe(bench: Bench, sizes: LinearAttention, seqlens: tuple[int, ...]) -> Probe:
+    """Return the recurrence of all heads on random inputs, without a convolution."""
+    runs, tokens = Runs.build(seqlens, bench.device), sum(seqlens)
+    kernel = choose_linear_kernel(bench.device, sizes)
+    gates = state_dtype(bench.gpt.dtype)
+    q, k, v = (bench.random(tokens, sizes.num_heads, size) for size in (*[sizes.key_size] * 2, sizes.value_size))
+    decay, beta = (torch.rand(tokens, sizes.num_heads, device=bench.device, dtype=gates) for _ in range(2))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    steps = Steps(q, k, v, -decay / 8, beta if sizes.has_delta_rule else None, sizes.key_size**-0.5)
+    inputs = [tensor.requires_grad_() for tensor in steps.tensors]
+    grad = torch.randn_like(v)
+
+    def forward() -> Any:
+        for one in inputs:
+            one.grad = None
+        return kernel.scan(steps.with_tensors(inputs), runs, None)[0]
+
+    return _probe("linear_attention", seqlens, forward, lambda out: out.backward(grad))
+
+
+@contextmanager
+def _core_attention(layer: Any, module: torch.nn.Module) -> Iterator[None]:
+    attention = layer.self_attention.core_attention
+    layer.self_attention.core_attention = module
+    try:
+        yield
+    finally:
+        layer.self_attention.core_attention = attention

@@ -1,0 +1,143 @@
+"""The training side's checks of `dynamic-cp doctor`, found by the entry point group `dynamic_cp.doctor`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+
+from dynamic_cp.decide.doctor import Check, version_of
+from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.attention.te.support import NEWEST, release_of, untested
+from megatron.dynamic_cp.repairs import engine_import, releases, triton_imports
+
+_STORE_TIMEOUT_S = 10
+
+
+def checks() -> Iterator[Check]:
+    """Yield what training needs of torch, megatron-core, TransformerEngine and the job's store."""
+    yield _torch()
+    yield _backends()
+    yield _megatron_core()
+    yield _psutil()
+    yield _apex()
+    yield _store()
+
+
+def _torch() -> Check:
+    numbers = tuple(int(number) for number in torch.__version__.partition("+")[0].split(".")[:2])
+    detail = f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}, {torch.cuda.device_count()} devices"
+    if numbers < (2, 6):
+        return Check(
+            name="torch works",
+            state="broken",
+            detail=f"{detail}; at least 2.6 is needed",
+            remedy="pip install 'torch>=2.6'",
+        )
+    if torch.version.cuda is not None and torch.cuda.device_count() == 0:
+        return Check(
+            name="torch works",
+            state="note",
+            detail=f"{detail}; CPU ranks only",
+            remedy="repair the driver, or train with --distributed-backend gloo",
+        )
+    return Check(name="torch works", state="ok", detail=detail)
+
+
+def _backends() -> Check:
+    name = "torch.distributed"
+    if not dist.is_available():
+        return Check(name=name, state="broken", detail="not built into this torch", remedy="install another build")
+    gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
+    have = f"gloo {'yes' if gloo else 'no'}, nccl {'yes' if nccl else 'no'}"
+    if torch.cuda.device_count() and not nccl:
+        return Check(name=name, state="broken", detail=f"{have}, but there are GPUs", remedy="install a CUDA build")
+    if not gloo and not nccl:
+        return Check(name=name, state="broken", detail=have, remedy="install a build with gloo or nccl")
+    return Check(name=name, state="ok", detail=have)
+
+
+def _megatron_core() -> Check:
+    name = "megatron.core works"
+    try:
+        releases.check_installed()
+        triton_imports.install()
+        engine_import.check()
+    except UnsupportedFeatureError as error:
+        problem, _, remedy = str(error).rpartition(": ")
+        return Check(name=name, state="broken", detail=problem, remedy=remedy)
+    try:
+        # The module with the longest list of needs: it imports what training imports.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it misses is a check of its own
+            import megatron.core.models.gpt as gpt
+    except ImportError as error:
+        return Check(
+            name=name,
+            state="broken",
+            detail=f"cannot be imported: {error}",
+            remedy="pip install 'megatron-dynamic-cp[train]'",
+        )
+    return Check(name=name, state="ok", detail=f"{version_of('megatron-core')}, {gpt.__name__} imported")
+
+
+def _psutil() -> Check:
+    if find_spec("psutil") is None:
+        return Check(
+            name="psutil",
+            state="broken",
+            detail="not installed: saving a checkpoint hangs without it",
+            remedy="pip install psutil",
+        )
+    return Check(name="psutil", state="ok", detail=version_of("psutil") or "found")
+
+
+def _apex() -> Check:
+    version = engine_import.installed_version()
+    if version and release_of(version) > NEWEST:
+        return Check(
+            name="fused kernels",
+            state="note",
+            detail=f"transformer_engine {version}, {untested()}",
+            remedy="a start compares its attention with plain products; pip install 'megatron-dynamic-cp[te]'",
+        )
+    engines = [name for name in ("transformer_engine", "apex") if find_spec(name)]
+    if engines:
+        return Check(name="fused kernels", state="ok", detail=" and ".join(engines))
+    return Check(
+        name="fused kernels",
+        state="note" if torch.cuda.device_count() else "ok",
+        detail="neither TransformerEngine nor apex: attention and optimizer of plain torch",
+        remedy="pip install 'megatron-dynamic-cp[te]'" if torch.cuda.device_count() else "",
+    )
+
+
+def _store() -> Check:
+    """Reach the job's store where a launcher has set one, else open one on this machine."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    in_job = address is not None and port is not None and port.isdigit()
+    where = f"{address}:{port}" if in_job else "a store of its own on this machine"
+    try:
+        store = dist.TCPStore(
+            address if in_job else "127.0.0.1",
+            int(port) if in_job and port else 0,
+            is_master=not in_job,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_STORE_TIMEOUT_S),
+        )
+        store.set("dynamic-cp doctor", "reached")
+        reached = store.get("dynamic-cp doctor") == b"reached"
+    except (RuntimeError, OSError) as error:
+        reason = str(error).splitlines()[0][:160]
+        return Check(
+            name="job's store",
+            state="broken",
+            detail=f"{where}: {reason}",
+            remedy="check MASTER_ADDR, MASTER_PORT and the firewall",
+        )
+    return Check(name="job's store", state="ok" if reached else "broken", detail=f"{where} answers")

@@ -1,0 +1,185 @@
+"""Which Megatron-LM checkout a script belongs to, and what the adaptor can use of it. Imports nothing from it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from megatron.dynamic_cp.repairs import releases
+from megatron.integrations.scheduler.register import SCHEDULERS
+
+SUPPORTED_VERSIONS = {
+    "0.16.1": "core_v0.16.1",
+    "0.17.1": "core_v0.17.1",
+    "0.18.2": "core_v0.18.2",
+    "0.19.1": "core_v0.19.0",  # says so of itself
+    "0.19.2": "core_v0.19.0",  # the last tag that was there
+    "0.20.0": "d98e8a64 (branch main of 2026-08-22)",
+}
+"""Versions whose training loop the adaptor replaces parts of -> the tag or commit that was run."""
+
+WITHOUT_TAG = frozenset({"0.19.2", "0.20.0"})
+"""Those that more than one commit says it is, of which none or one was run."""
+
+NEEDED = {"six": "six", "regex": "regex", "yaml": "pyyaml"}
+"""Modules that a checkout's training code imports -> packages that have them; the extra megatron-lm."""
+
+_SCHEDULES = Path("megatron", "core", "datasets", "data_schedule.py")
+_VERSION = Path("megatron", "core", "package_info.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkout:
+    """A Megatron-LM source tree.
+
+    Attributes:
+        root: its top folder, which holds `megatron/training`.
+        version: of its megatron-core.
+        takes_schedulers: it packs sequences itself, with CP sizes of their own, by schedulers of a table that can be
+            added to.
+    """
+
+    root: Path
+    version: str
+    takes_schedulers: bool
+
+
+def find_root(script: Path) -> Path:
+    """Return the top folder of the checkout that `script` lies in.
+
+    Raises:
+        InvalidInputError: no folder above it is a checkout.
+    """
+    for folder in script.resolve().parents:
+        if (folder / "megatron" / "training").is_dir() and (folder / _VERSION).is_file():
+            return folder
+    raise InvalidInputError(
+        f"{script} is not inside a Megatron-LM checkout: no folder above it has megatron/training and {_VERSION}; "
+        "give the path of a checkout's pretrain_gpt.py"
+    )
+
+
+def open_checkout(script: Path) -> Checkout:
+    """Return the checkout of `script`.
+
+    Raises:
+        InvalidInputError: there is no such script, or it is in no checkout.
+        UnsupportedFeatureError: a version that the adaptor does not know.
+    """
+    if not script.is_file():
+        raise InvalidInputError(f"{script} does not exist: give the path of a checkout's pretrain_gpt.py")
+    root = find_root(script)
+    checkout = Checkout(
+        root=root,
+        version=_read_version(root / _VERSION),
+        takes_schedulers=set(SCHEDULERS) <= _defined(root / _SCHEDULES),
+    )
+    if checkout.version not in SUPPORTED_VERSIONS and not checkout.takes_schedulers:
+        nearest, here = _nearest(checkout.version), releases.newest().version
+        may_not = sys.version_info[:2] < releases.closest(nearest).min_python
+        supported = ", ".join(f"{version}, tried at {run}" for version, run in SUPPORTED_VERSIONS.items())
+        raise UnsupportedFeatureError(
+            f"the Megatron-LM checkout {root} is version {checkout.version}; supported are "
+            f"{supported}; and those with {' and '.join(SCHEDULERS)} in {_SCHEDULES} (branch dev): "
+            f"check out {SUPPORTED_VERSIONS[nearest]}"
+            + (f" and take Python {releases.closest(nearest).python}, or {SUPPORTED_VERSIONS[here]}" if may_not else "")
+        )
+    needed = releases.closest(checkout.version)
+    if sys.version_info[:2] < needed.min_python:
+        raise UnsupportedFeatureError(
+            f"the Megatron-LM checkout {root} is version {checkout.version}, which needs Python {needed.python} or "
+            f"newer, this is {platform.python_version()}: install this project with its extras train and megatron-lm "
+            f"for Python {needed.python}, or check out {SUPPORTED_VERSIONS[releases.newest().version]}"
+        )
+    return checkout
+
+
+def _nearest(version: str) -> str:
+    """Return the supported version that is nearest to another: of its minor release, if one is."""
+    numbers = [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+    def distance(known: str) -> list[int]:
+        return [abs(int(one) - number) for one, number in zip(known.split("."), numbers, strict=True)]
+
+    return min(SUPPORTED_VERSIONS, key=distance)
+
+
+def put_first(root: Path) -> None:
+    """Have `megatron.core` and `megatron.training` imported from the checkout at `root`.
+
+    `megatron` is a namespace package: each folder on the path adds its part, and the first one that has a subpackage
+    wins. The checkout goes before the installed megatron-core, because its training code is written against its own.
+
+    Raises:
+        InvalidInputError: megatron-core was imported before, from elsewhere, or the checkout's `megatron` is no
+            namespace package.
+    """
+    if (root / "megatron" / "__init__.py").exists():
+        raise InvalidInputError(
+            f"{root / 'megatron' / '__init__.py'} exists, so no other package can add to `megatron`: remove it"
+        )
+    imported = sys.modules.get("megatron.core")
+    if imported is not None and not Path(str(imported.__file__)).resolve().is_relative_to(root):
+        raise InvalidInputError(
+            f"megatron.core was imported from {imported.__file__} before the checkout {root} was on the path: "
+            "import megatron.dynamic_cp.megatron_lm first, or start with python -m megatron.dynamic_cp.run"
+        )
+    path = str(root)
+    if path in sys.path:
+        sys.path.remove(path)
+    sys.path.insert(0, path)
+
+
+def explain_missing_package(error: ModuleNotFoundError) -> None:
+    """Say what to install when the training code cannot import something of NEEDED.
+
+    Raises:
+        InvalidInputError: naming all that is missing.
+    """
+    if error.name not in NEEDED:
+        return
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    raise InvalidInputError(
+        f"the training code of Megatron-LM needs {', '.join(missing)}, not installed here: install the extra "
+        "megatron-lm of this project, pip install -e '.[megatron-lm]'"
+    ) from error
+
+
+def _read_version(package_info: Path) -> str:
+    values = {name: value for name, value in _constants(package_info) if isinstance(value, int | str)}
+    try:
+        return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"
+    except KeyError as error:
+        raise UnsupportedFeatureError(
+            f"{package_info} does not say {error.args[0]}: it is not the package_info.py of megatron-core"
+        ) from None
+
+
+def _defined(source: Path) -> set[str]:
+    if not source.is_file():
+        return set()
+    classes = {
+        node.name for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)
+    }
+    return classes | {name for name, _ in _constants(source)}
+
+
+def _constants(source: Path) -> Iterator[tuple[str, object]]:
+    """Yield (name, value) of the assignments at the top level; value None: not a constant."""
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign):
+            value = node.value.value if isinstance(node.value, ast.Constant) else None
+        elif isinstance(node, ast.AnnAssign):
+            value = None
+        else:
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Name):
+                yield target.id, value

@@ -1,0 +1,35 @@
+"""Planned micro-batches in loops of plain PyTorch, and of Hugging Face accelerate; needs torch, not megatron-core.
+
+    lanes = Lanes.build(mesh, problem)                         # CP groups over all ranks of a DeviceMesh
+    step = lanes.step(samples, read_sample)                    # plan, pack, pad, shard: this lane's part
+    result = train_step(lanes, model, step, loss_sum)          # forward, backward, one mean per token of the whole job
+
+The model calls `scaled_dot_product_attention(..., packed_seq_params=...)` where it called torch's, and takes RoPE at
+the micro-batch's `position_ids`. It is wrapped in DistributedDataParallel or `fully_shard` over `lanes.mesh`.
+
+torch's own `context_parallel` cuts every tensor of a batch at one fixed degree and knows no boundaries between
+documents. It is for unpacked sequences of equal length; under it our attention raises an error.
+
+Read in this order: `lanes`, `attention`, `step`, `documents`, `collator`, `trial` (of a transformers model, before it
+is taken), `linear_layers` (of one), `hugging_face` (imports transformers and accelerate when called), `trainer` (for
+transformers' and TRL's own loops). The names of the first five are here.
+"""
+
+from megatron.integrations.outside.attention import scaled_dot_product_attention
+from megatron.integrations.outside.collator import PlannedCollator
+from megatron.integrations.outside.documents import IGNORED, Document, documents_of
+from megatron.integrations.outside.lanes import Lanes, LaneStep
+from megatron.integrations.outside.step import StepResult, sum_of_losses, train_step
+
+__all__ = [
+    "IGNORED",
+    "Document",
+    "LaneStep",
+    "Lanes",
+    "PlannedCollator",
+    "StepResult",
+    "documents_of",
+    "scaled_dot_product_attention",
+    "sum_of_losses",
+    "train_step",
+]

@@ -1,0 +1,318 @@
+"""The socket for losses of one's own: over tokens, or over whole responses that lie on several lanes.
+
+    tokens (outputs of the model and columns, each [T])  -> a loss of each token                       TokenLoss
+    tokens -> terms [T] -> their sums over each response, on all its lanes -> a loss of each response  ResponseLoss
+
+T counts the tokens of a micro-batch on a lane; a token that several responses share is there once for each of them.
+Every lane adds up what its tokens share in the loss, and the sum over all lanes is divided once, by what the mean of
+the global batch says. So no loss knows of lanes, CP sizes or micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.plans.lane_plan import LanePlan
+from dynamic_cp.types import is_placed
+from megatron.dynamic_cp.agreement.verify import agree
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.integrations.post_training.columns import OUTPUTS, Columns, GivenColumns
+from megatron.integrations.post_training.rows import MicroBatchRows, Rows
+
+Values = Mapping[str, Tensor]
+"""Name -> values of tokens [T], or of responses [R]: outputs of the model or sums of terms, and columns."""
+
+Mean = Literal["tokens", "samples"] | float
+"""Over the whole global batch: the tokens with a loss alike; first those of each response, then the responses alike; or
+the sum over all divided by a number. A response without a token with a loss does not count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """A loss of each token.
+
+    Attributes:
+        of_tokens: values [T] -> losses [T]; a token without a loss has 0 in all values, and its loss is not counted.
+        needs: the outputs and columns that it reads.
+        mean: how tokens count.
+    """
+
+    of_tokens: Callable[[Values], Tensor]
+    needs: tuple[str, ...] = ()
+    mean: Mean = "tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseLoss:
+    """A loss of each response.
+
+    Attributes:
+        terms: values [T] -> what is summed over the tokens of a response that have a loss, each [T].
+        of_responses: sums of terms, columns of responses and "num_tokens", each [R] -> losses [R]. R counts all
+            responses of some samples, in their order; nobody else's sums are there.
+        needs: the outputs and columns that either reads.
+        mean: how responses count; "tokens" is for losses of tokens.
+        group_size: responses that every sample has, if the loss is of several together; None: any number.
+        needs_all: a response without a token with a loss is an error; so it is with a `group_size`.
+    """
+
+    terms: Callable[[Values], Values]
+    of_responses: Callable[[Values], Tensor]
+    needs: tuple[str, ...] = ()
+    mean: Mean = "samples"
+    group_size: int | None = None
+    needs_all: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mean == "tokens":
+            raise InvalidInputError("a loss of whole responses has no mean over tokens: give 'samples' or a number")
+
+
+Loss = TokenLoss | ResponseLoss
+
+
+def check_loss(loss: Loss, rows: Rows, columns: Columns, plan: LanePlan, outputs: Sequence[str] = OUTPUTS) -> None:
+    """Refuse a loss that cannot be computed.
+
+    Raises:
+        DataError: it needs a column or an output that is not there, or another number of responses of each sample.
+        InvalidInputError: its mean is none, or divides by 0 or less.
+        UnsupportedFeatureError: sums over responses whose lanes are no CP group of their own.
+    """
+    if loss.mean not in ("tokens", "samples") and not isinstance(loss.mean, Real):
+        raise InvalidInputError(f"the mean is {loss.mean!r}: give 'tokens', 'samples', or a number to divide by")
+    if isinstance(loss.mean, Real) and not loss.mean > 0:
+        raise InvalidInputError(f"the mean divides by {loss.mean}: give a number greater than 0")
+    there = [*outputs, *sorted(columns.names)]
+    missing = [name for name in loss.needs if name not in there]
+    if missing:
+        raise DataError(
+            f"the loss reads {len(loss.needs)} outputs and columns, {len(missing)} of them are not there: "
+            f"{', '.join(map(repr, missing))}; there are {', '.join(map(repr, there))}: have an output computed, or "
+            "give the column",
+            missing=missing,
+        )
+    _try(loss, columns, outputs)
+    if isinstance(loss, TokenLoss):
+        return
+    for sample, number in zip(rows.samples, np.diff(rows.first_responses).tolist(), strict=True):
+        if loss.group_size not in (None, number):
+            raise DataError(
+                f"sample {sample.sample_id} has {number} response{'s' * (number > 1)}, the loss is of "
+                f"{loss.group_size} together: give each sample as "
+                "many (data.shared_question makes one of a prompt and its responses)",
+                sample_id=sample.sample_id,
+            )
+    for bucket in plan.buckets:
+        is_block = bucket.cp_size & (bucket.cp_size - 1) == 0 == bucket.first_lane % bucket.cp_size
+        if is_placed(bucket.cp_comm_type) and not is_block:
+            raise UnsupportedFeatureError(
+                f"a loss of whole responses, and placed attention on {bucket.cp_size} lanes from {bucket.first_lane} "
+                "on, which are no CP group of their own: plan with other exchanges than blocks",
+                cp_size=bucket.cp_size,
+            )
+
+
+def _try(loss: Loss, columns: Columns, outputs: Sequence[str]) -> None:
+    """Compute a loss of zeros, to find what it lacks before a pass does."""
+    zeros = torch.zeros(1 if isinstance(loss, TokenLoss) else loss.group_size or 1)
+    tokens = _Named("token", dict.fromkeys(outputs, zeros), dict.fromkeys(columns.names, zeros))
+    if isinstance(loss, TokenLoss):
+        _of_shape(zeros, loss.of_tokens(tokens))
+        return
+    terms = {name: _of_shape(zeros, term) for name, term in loss.terms(tokens).items()}
+    known = dict.fromkeys([*columns.of_responses, "num_tokens"], zeros)
+    _of_shape(zeros, loss.of_responses(_Named("response", terms, known)))
+
+
+class _Named(dict[str, Tensor]):
+    """What a loss reads of each token, or of each response: what is computed, and what is known.
+
+    Raises:
+        DataError: a name is there twice; or one that is read is not there.
+    """
+
+    def __init__(self, of: str, computed: Values, known: Values) -> None:
+        super().__init__({**computed, **known})
+        self._of = of
+        if twice := [name for name in computed if name in known]:
+            raise DataError(
+                f"{twice[0]!r} is computed of each {of}, and is the name of what is given, too: rename one of them",
+                name=twice[0],
+            )
+
+    def __missing__(self, name: str) -> Tensor:
+        raise DataError(
+            f"the loss reads {name!r} of each {self._of}, where {', '.join(map(repr, sorted(self)))} are: have an "
+            f"output computed (`TorchPasses.names` says which are), or give a column of one value for each {self._of}",
+            name=name,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Objective:
+    """A loss of a global batch, ready to be computed micro-batch by micro-batch.
+
+    Attributes:
+        columns: on the device.
+        counts: tokens with a loss of each response of the job, 1 where there are none, float32 [responses].
+        divisor: what the sum over the job is divided by.
+        num_tokens: with a loss, of the job.
+    """
+
+    loss: Loss
+    columns: Columns
+    counts: Tensor
+    divisor: float
+    num_tokens: int
+
+    @classmethod
+    def of(cls, loss: Loss, columns: Columns, counts: Tensor) -> Objective:
+        """Return the objective.
+
+        Args:
+            counts: tokens with a loss of each response, summed over the job.
+
+        Raises:
+            DataError: no token has a loss; or none of a response that the loss cannot leave out.
+        """
+        num_tokens, num_responses = round(float(counts.sum())), int((counts > 0).sum())
+        if num_tokens == 0:
+            raise DataError(
+                f"0 tokens of the {len(counts)} responses of the global batch have a loss: check their loss masks"
+            )
+        num_empty = len(counts) - num_responses
+        if num_empty and isinstance(loss, ResponseLoss) and (loss.group_size or loss.needs_all):
+            raise DataError(
+                f"{num_empty} of {len(counts)} responses have 0 tokens with a loss, the first is number "
+                f"{int(counts.argmin())}, and the loss is of all: mend the loss mask, or leave its sample or pair out",
+                num_empty=num_empty,
+            )
+        divisors: dict[Any, float] = {"tokens": num_tokens, "samples": num_responses}
+        return cls(
+            loss=loss,
+            columns=columns.to(counts.device),
+            counts=torch.where(counts > 0, counts, 1).float(),
+            divisor=divisors.get(loss.mean, loss.mean),
+            num_tokens=num_tokens,
+        )
+
+    @property
+    def scale(self) -> float:
+        """What a share is multiplied by, where a runtime divides by `num_tokens`."""
+        return self.num_tokens / self.divisor
+
+    def share(self, outputs: Values, loss_mask: Tensor, rows: MicroBatchRows, params: DynamicPackedSeqParams) -> Tensor:
+        """Return what a lane's tokens of a micro-batch share in the loss; the sum over the job, / divisor, is the loss.
+
+        Collective over the micro-batch's CP group where the loss is of responses, in backward, too.
+
+        Args:
+            outputs: of the model, each [T] or [1, T].
+            loss_mask: [T] or [1, T], 0 for padding.
+        """
+        mask = rows.masked(loss_mask)
+        own = {name: output.reshape(-1)[rows.tokens] for name, output in outputs.items()}
+        given = self.columns.on_entries(rows)
+        own, given = ({name: torch.where(mask > 0, each, 0) for name, each in of.items()} for of in (own, given))
+        tokens = _Named("token", own, given)
+        shares = mask / self.counts[rows.responses]
+        if isinstance(self.loss, TokenLoss):
+            losses = _of_shape(mask, self.loss.of_tokens(tokens))
+            return (losses * (shares if self.loss.mean == "samples" else mask)).sum()
+        terms = {name: _of_shape(mask, term) for name, term in self.loss.terms(tokens).items()}
+        sums = rows.sums(torch.stack([*terms.values()]) * mask, len(self.counts))
+        sums = _SumOverLanes.apply(sums, params.cp_group)[:, rows.present]
+        known = self.columns.on_responses(rows) | {"num_tokens": self.counts[rows.present]}
+        named = _Named("response", dict(zip(terms, sums, strict=True)), known)
+        losses = _of_shape(rows.present, self.loss.of_responses(named))
+        return (losses * rows.sums(shares[None], len(self.counts))[0, rows.present]).sum()
+
+
+def _of_shape(expected: Tensor, values: Tensor) -> Tensor:
+    if values.shape != expected.shape:  # torch would stretch a single value over all
+        raise InvalidInputError(
+            f"a loss returned {list(values.shape)} values for {len(expected)}: return one for each token or response",
+        )
+    return values
+
+
+class _SumOverLanes(torch.autograd.Function):
+    """Sums over the lanes of a group; each lane's loss depends on all lanes' terms, so gradients are summed, too."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(sums, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradients[0], ctx.group), None
+
+
+def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = values.clone(memory_format=torch.contiguous_format)
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def agreed_columns(
+    rows: Rows,
+    columns: GivenColumns,
+    loss: Loss,
+    plan: LanePlan,
+    device: torch.device,
+    outputs: Sequence[str] = OUTPUTS,
+) -> Columns:
+    """Return the columns of a pass, once all ranks found them good, equal and enough for the loss. Collective.
+
+    Args:
+        outputs: that the pass computes.
+
+    Raises:
+        DynamicCPError: they are not; on all ranks.
+    """
+
+    def prepare() -> Columns:
+        checked = Columns.of(rows, columns)
+        check_loss(loss, rows, checked, plan, outputs)
+        return checked
+
+    return agree(prepare, lambda checked: checked.digest(), what="the columns of a pass", device=device)
+
+
+def count_tokens(
+    rows: Rows, of_lane: Sequence[MicroBatchRows], masks: Sequence[Tensor], device: torch.device
+) -> Tensor:
+    """Return the tokens with a loss of each response of the job, float64 [responses]. Collective over the job.
+
+    Args:
+        of_lane, masks: of each micro-batch, its rows and loss mask; none on ranks that repeat what others have.
+
+    Raises:
+        DataError: masks that are no whole numbers; on all ranks.
+    """
+    # Behind the responses: how many tokens have a bad mask.
+    counts = torch.zeros(rows.num_responses + 1, dtype=torch.float64, device=device)
+    for micro_batch, given in zip(of_lane, masks, strict=True):
+        mask = given.to(device, non_blocking=True)
+        counts[:-1] += micro_batch.sums(micro_batch.masked(mask)[None].double(), rows.num_responses)[0]
+        counts[-1] += ((mask != mask.round()) | (mask < 0)).sum()
+    dist.all_reduce(counts)
+    if num_bad := int(counts[-1]):
+        raise DataError(
+            f"{num_bad} tokens have a loss mask that is no whole number from 0 on, which runtimes cannot count: give 0 "
+            "and 1, and weights as a column that your loss reads",
+            num_bad=num_bad,
+        )
+    return counts[:-1]
