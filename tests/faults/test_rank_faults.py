@@ -307,8 +307,8 @@ def test_the_death_of_rank_0_in_the_save_after_a_signal_is_noticed(tmp_path):
     assert "saving: rank 0 has not said anything" in ended[1].output
 
 
-@pytest.mark.by_day("9")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.by_day("killed")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_store_that_cannot_be_reached_ends_the_job(tmp_path, number):
     limits = "" if number == signal.SIGKILL else "--dynamic-cp-plan-timeout 5 --distributed-timeout-minutes 0.1"
 

@@ -206,10 +206,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.by_day("15")
+@pytest.mark.by_day("asked to end")
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends processes with their parent")
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code"),
+    [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
+    ids=["asked to end", "killed"],
 )
 def test_processes_end_with_a_command_that_is_killed(tmp_path, number, code):
     script = tmp_path / "killed.py"
