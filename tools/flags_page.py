@@ -92,7 +92,8 @@ def _flag_row(action: argparse.Action) -> str:
     default = "required" if action.required else ""
     if action.nargs != 0 and action.default not in (None, []):
         default = _code(str(action.default))
-    return f"| {names}{value}{_bracketed(default)} | {_cell(action.help or '')} |\n"
+    said = (action.help or "").removesuffix(" (default: %(default)s)")  # argparse of Python 3.10 adds it to switches
+    return f"| {names}{value}{_bracketed(default)} | {_cell(said)} |\n"
 
 
 def command_page() -> str:

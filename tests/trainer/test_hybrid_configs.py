@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -64,6 +65,7 @@ def read_by(module: ModuleType, *of: str) -> Iterator[str]:
                 yield found.value
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the newest transformers needs Python 3.11")
 def test_an_entry_that_transformers_reads_of_a_family_is_known():
     """Every other changes nothing, whatever wrote it into a published file."""
     major, minor = map(int, transformers.__version__.split(".")[:2])
