@@ -70,7 +70,7 @@ _AT_FIRST_USE = {
     "format_plan": "dynamic_cp.plans.serialize",
     "load_hardware": "dynamic_cp.models.catalog",
     "load_model": "dynamic_cp.models.catalog",
-    "lower_bound": "dynamic_cp.bounds",
+    "lower_bound": "dynamic_cp.decide.bounds",
     "plan_global_batch": "dynamic_cp.search.search",
     "plan_lengths": "dynamic_cp.search.plan_arrays",
     "simulate": "dynamic_cp.pipeline.simulator",

@@ -6,8 +6,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from importlib.util import find_spec
+from types import CodeType, ModuleType
 
 _DECIDE = ("bounds", "calibration", "cli", "comparison", "doctor", "first_day", "report", "sweep")
 _INTEGRATIONS = ("foreign", "outside", "post_training", "scheduler")
@@ -22,34 +24,40 @@ MOVED = {
 """Old name -> new name, of a module and of all below it."""
 
 
-class _Finder:
+class _Finder(MetaPathFinder):
     """Finds what no other finder does: a name in MOVED, or one below it."""
 
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         for old, new in MOVED.items():
             if f"{name}.".startswith(f"{old}."):
-                return ModuleSpec(name, _Loader(new + name.removeprefix(old)))
+                spec = find_spec(new + name.removeprefix(old))
+                if spec is None:
+                    return None
+                return ModuleSpec(name, _Loader(spec), is_package=spec.submodule_search_locations is not None)
         return None
 
 
-class _Loader:
+class _Loader(Loader):
     """Gives a module its old name beside its own."""
 
-    def __init__(self, new: str) -> None:
+    def __init__(self, new: ModuleSpec) -> None:
         self._new = new
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        warnings.warn(f"{spec.name} is now {self._new}: the old name goes with the next release", FutureWarning, 2)
-        module = import_module(self._new)
-        self._own = module.__spec__  # the import system puts the other one in its place
-        return module
+        warnings.warn(f"{spec.name} is now {self._new.name}: the old name goes with the next release", FutureWarning, 2)
+        return import_module(self._new.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own
+        module.__spec__ = self._new  # the import system has put the old one in its place
+
+    def get_code(self, name: str) -> CodeType:
+        """Return what `python -m` runs."""
+        code: CodeType = self._new.loader.get_code(self._new.name)  # type: ignore[union-attr]
+        return code
 
 
 def install() -> None:
     """Have old names found, after all that other finders know."""
-    if not any(isinstance(finder, type) and finder is _Finder for finder in sys.meta_path):
-        sys.meta_path.append(_Finder)  # type: ignore[arg-type]
+    sys.meta_path.append(_Finder())

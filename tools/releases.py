@@ -150,7 +150,7 @@ def plan_digests(installed: Installation) -> list[str]:
     """Return the digests of the planner's plans for problems of some size."""
     found = []
     for words in PLANS:
-        done = installed.run(["dynamic_cp.cli", "plan", *words.split()])
+        done = installed.run(["dynamic_cp.decide.cli", "plan", *words.split()])
         if done.returncode:
             raise RuntimeError(f"{installed}: {done.stderr[-3000:]}")
         found.append(json.loads(done.stdout)["digest"])

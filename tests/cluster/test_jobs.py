@@ -93,7 +93,7 @@ def test_the_first_day_is_one_command_on_one_node(cluster: Cluster) -> None:
     assert code == 0, output
     (call,) = cluster.calls("python")
     run_dir = cluster.environment["RUN_DIR"]
-    assert call["words"] == ["-m", "dynamic_cp.cli", "first-day", "--output", run_dir, "--again", "calibration"]
+    assert call["words"] == ["-m", "dynamic_cp.decide.cli", "first-day", "--output", run_dir, "--again", "calibration"]
     assert call["cwd"] == str(ROOT)
     (step,) = cluster.calls("srun")
     assert "--nodes=1" in step["words"]

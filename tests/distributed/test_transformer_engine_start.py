@@ -439,7 +439,7 @@ def test_one_that_is_there_in_part_ends_the_start_in_a_line(command: str, broken
     more, says = BROKEN[broken]
     environment = {**os.environ, "PYTHONPATH": f"{SETUP.parent}:{wheel_or_skip(version)}", **more}
     words = ["pretrain_gpt.py", *command_line("--mock-data --dynamic-cp")]
-    words = words if command == "pretrain_gpt.py" else ["-m", "dynamic_cp.cli", "doctor", "--json", "-"]
+    words = words if command == "pretrain_gpt.py" else ["-m", "dynamic_cp.decide.cli", "doctor", "--json", "-"]
     done = subprocess.run(
         [sys.executable, *words], env=environment, cwd=SETUP.parent, capture_output=True, text=True, timeout=120
     )

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 TINY = f"{SMALL} --mock-data --dynamic-cp --train-iters 1 --lr-warmup-iters 0 --max-seqlen-per-dp-cp-rank 192"
 IMPORTED = re.compile(r"^import time:.*\| +([\w.]+)$", re.MULTILINE)
 PACKAGES = ("dynamic_cp.pool", "megatron.dynamic_cp.pool")
-COMMAND_ONLY = ("dynamic_cp.comparison", "dynamic_cp.sweep", "dynamic_cp.report", "dynamic_cp.decide.cli")
+COMMAND_ONLY = ("dynamic_cp.decide",)
 """What compares and draws knows pools, so a run must not import it either."""
 
 

@@ -20,12 +20,12 @@ MEGATRON = Path(__file__).parents[2] / "megatron"
 SEES_PARSED_ARGUMENTS = {
     "trainer/flags/validation.py": "makes settings of them",
     "trainer/checkpoints/interchange.py": "Megatron-LM's checkpoints hold its arguments",
-    "trainer/weights/described.py": "the same",
-    "lm_adaptor/counts.py": "Megatron-LM's own arguments",
-    "lm_adaptor/flags.py": "Megatron-LM's own arguments",
-    "lm_adaptor/scheduler.py": "Megatron-LM's own arguments",
-    "lm_adaptor/session.py": "Megatron-LM's own arguments",
-    "lm_adaptor/varlen.py": "Megatron-LM's own arguments",
+    "integrations/weights/described.py": "the same",
+    "integrations/lm_adaptor/counts.py": "Megatron-LM's own arguments",
+    "integrations/lm_adaptor/flags.py": "Megatron-LM's own arguments",
+    "integrations/lm_adaptor/scheduler.py": "Megatron-LM's own arguments",
+    "integrations/lm_adaptor/session.py": "Megatron-LM's own arguments",
+    "integrations/lm_adaptor/varlen.py": "Megatron-LM's own arguments",
 }
 KEPT_IN_PLANNING = {
     "seq_length": "seq_length",

@@ -122,7 +122,7 @@ def parts_of(day: Day) -> Iterator[Part]:
     """Yield the parts in order; each is made when those before it have ended, whose files it reads."""
     folder, hardware, found = day.folder, day.measured_hardware, day.folder / "doctor.json"
     device = ("--device", "cuda" if day.on_gpu else "cpu", "--model", day.model, "--tp", str(day.tp_size))
-    doctor = (sys.executable, "-m", "dynamic_cp.cli", "doctor", "--json", str(found))
+    doctor = (sys.executable, "-m", "dynamic_cp.decide.cli", "doctor", "--json", str(found))
     yield Part(name="doctor", folder=folder, words=doctor, writes=[found])
     launch = f"-m torch.distributed.run --standalone --local-addr localhost --nproc-per-node {day.num_ranks}"
     ranks = (sys.executable, *launch.split())
@@ -130,7 +130,7 @@ def parts_of(day: Day) -> Iterator[Part]:
         rows = folder / f"{name}.json"
         words = (*launcher, "-m", "megatron.decide.calibration.attention", name, *device, "--output", str(rows))
         yield Part(name=name, folder=folder, words=words, writes=[rows])
-    measure = (*ranks, "-m", "megatron.dynamic_cp.calibration", *device, "--max-tokens", str(day.max_tokens))
+    measure = (*ranks, "-m", "megatron.decide.calibration", *device, "--max-tokens", str(day.max_tokens))
     files = ("--hardware", day.hardware, "--output", str(hardware), *["--quick"] * day.quick)
     if find_spec("matplotlib"):
         files += ("--plot", str(folder / PICTURE))

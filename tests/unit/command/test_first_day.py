@@ -224,7 +224,7 @@ def test_bad_input_is_one_line(
 def test_the_script_is_of_the_source_or_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert parts.script() == ROOT / "pretrain_gpt.py"
-    monkeypatch.setattr(parts, "__file__", str(tmp_path / "site-packages" / "dynamic_cp" / "first_day" / "parts.py"))
+    monkeypatch.setattr(parts, "__file__", str(tmp_path / "site-packages/dynamic_cp/decide/first_day/parts.py"))
     with pytest.raises(ValueError, match=r"pretrain_gpt.py is neither in .*: start from the repository"):
         parts.script()
     (tmp_path / "pretrain_gpt.py").touch()

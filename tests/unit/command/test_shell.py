@@ -21,7 +21,7 @@ from dynamic_cp.decide import cli
 from tests.unit.command.test_bad_input import COMMANDS, DRAWN, FILES
 from tools.command_goldens import INPUTS
 
-COMMAND = [sys.executable, "-m", "dynamic_cp.cli"]
+COMMAND = [sys.executable, "-m", "dynamic_cp.decide.cli"]
 
 
 def run(words, **environment):

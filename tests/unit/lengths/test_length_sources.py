@@ -33,7 +33,7 @@ CONTENTS = {
     "ids": "\n".join(json.dumps({"input_ids": [0] * n}) for n in LENGTHS).encode(),
     "npy": ARRAY.getvalue(),
 }
-COMMAND = [sys.executable, "-m", "dynamic_cp.cli", "lengths", "--json", "-"]
+COMMAND = [sys.executable, "-m", "dynamic_cp.decide.cli", "lengths", "--json", "-"]
 
 
 def test_the_help_names_the_kinds_that_are_read() -> None:
