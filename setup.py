@@ -6,7 +6,7 @@
 from setuptools import find_namespace_packages, setup
 
 FAST = ["numba>=0.60"]  # compiles the planner's inner loops; without it they run as Python
-EXACT = ["pulp>=2.7,<4"]  # the exact solver for tiny batches; 4 changes its API
+EXACT = ["pulp>=2.8,<4", "highspy>=1.7"]  # the exact search of tiny batches; 4 changes its API
 # pip takes the newest that runs on its Python: 0.16.1 on 3.10 and 3.11, 0.19.2 from 3.12 on. Exactly those of
 # megatron/dynamic_cp/repairs/releases.py, which a test compares with this.
 MEGATRON_CORE = "megatron-core>=0.16.1,<=0.19.2,!=0.17.0,!=0.18.0,!=0.19.0"

@@ -2,6 +2,6 @@
 
 A leaf: it imports the planner, and neither planner nor runtime import it. Read in this order: `bounds` (what no plan
 can beat, and the exact search of tiny batches), `comparison` (policies at one layout), `report` (text, pictures, HTML),
-`sweep` (layouts), `doctor` (what is installed), `cli` (the command), `calibration` (measurements to a file of
-hardware), `first_day` (of a node).
+`sweep` (layouts), `written` (the config.json of a model), `doctor` (what is installed), `cli` (the command),
+`calibration` (measurements to a file of hardware), `first_day` (of a node).
 """

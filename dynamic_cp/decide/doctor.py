@@ -55,6 +55,7 @@ def base_checks() -> tuple[Check, ...]:
             extra="exact",
             needed=False,
         ),
+        _package("highspy", lacks="no exact solver", extra="exact", needed=False),
         _package("matplotlib", lacks="`report` cannot draw", extra="report", needed=False),
         _package("jinja2", lacks="`report` cannot write pages", extra="report", needed=False),
         _machine(),

@@ -12,18 +12,15 @@ variable above zero and above its line. Durations of groups that do not run are 
 and needs no large constant; only waiting for the other lanes of a bucket does. Batches that take at most a
 minute or two have about 10 samples on 4 lanes.
 
-Needs `pulp` (`pip install megatron-dynamic-cp[exact]`), which brings the CBC solver. The search is limited by counted
+Needs `pulp` with the solver HiGHS (`pip install megatron-dynamic-cp[exact]`). The search is limited by counted
 nodes, so its answer does not depend on the clock unless `time_limit_s` is given.
 """
 
 from __future__ import annotations
 
-import re
-import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -41,6 +38,8 @@ from dynamic_cp.pricing.lengths import lengths_of
 from dynamic_cp.pricing.terms import CONSTANT, convex_of, prices_of
 from dynamic_cp.types import STATE_EXCHANGES, Bucket, MicroBatch, Plan, Sample
 
+_FEASIBLE = 2
+"""HiGHS has values for all variables (kSolutionStatusFeasible)."""
 TOLERANCE = 1e-6
 """Plans that differ less are equally good: the solver computes in floats and rounds no duration."""
 
@@ -101,7 +100,7 @@ def exact_plan(
         time_limit_s: seconds per number of micro-batches, as well.
 
     Raises:
-        UnsupportedFeatureError: pulp is not installed.
+        UnsupportedFeatureError: pulp or HiGHS is not installed.
         InvalidInputError: tokens of a rank are rounded (sequence parallelism), or no plan exists in the range.
     """
     pulp = _pulp()
@@ -161,10 +160,11 @@ def _check_provable(samples: Sequence[Sample], cost_model: CostModel) -> None:
 
 def _pulp() -> Any:
     try:
+        import highspy  # type: ignore[import-untyped, import-not-found, unused-ignore]  # noqa: F401  # pulp's HiGHS
         import pulp  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError as error:
         raise UnsupportedFeatureError(
-            "the exact search needs pulp, which is not installed: pip install megatron-dynamic-cp[exact]"
+            f"the exact search needs {error.name}, which is not installed: pip install megatron-dynamic-cp[exact]"
         ) from error
     return pulp
 
@@ -212,30 +212,21 @@ class _Program:
         """Return (a plan faster than `below_s` or None, seconds that none beats, whether the search was cut short)."""
         if below_s < float("inf"):
             self.problem += self.makespan <= below_s * (1 - TOLERANCE) / self.unit_s
-        pulp = self.pulp
-        with tempfile.TemporaryDirectory() as folder:
-            log = Path(folder) / "cbc.log"
-            solver = pulp.PULP_CBC_CMD(
-                msg=False, gapRel=1e-7, maxNodes=max_nodes, timeLimit=time_limit_s, threads=1, logPath=str(log)
-            )
-            status = self.problem.solve(solver)
-            text = log.read_text()
-        # Chunks, edges and hops are rounded to nanoseconds, each by half of one at most.
-        slack_s = 1.5e-9 * self.num_operations
-        if status == pulp.LpStatusInfeasible:
+        solver = self.pulp.HiGHS(msg=False, gapRel=1e-7, mip_max_nodes=max_nodes, timeLimit=time_limit_s, threads=1)
+        # One by one: pulp's `solve` ends in a KeyError where the nodes were not enough.
+        solver.createAndConfigureSolver(self.problem)
+        solver.buildSolverModel(self.problem)
+        solver.callSolver(self.problem)
+        highs = self.problem.solverModel
+        status = highs.modelStatusToString(highs.getModelStatus())
+        if "nfeasible" in status:
             return None, below_s * (1 - TOLERANCE), False
-        was_cut = "Stopped on" in text or self.problem.sol_status != pulp.LpSolutionOptimal
-        found = (
-            self._plan()
-            if self.problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-            else None
-        )
-        if was_cut:
-            bounds = re.findall(r"Lower bound:\s+([-+.\de]+)", text)
-            proven_s = float(bounds[-1]) * self.unit_s if bounds else 0.0
-        else:
-            proven_s = self.pulp.value(self.makespan) * self.unit_s
-        return found, max(0.0, proven_s - slack_s), was_cut
+        for variable, value in zip(self.problem.variables(), highs.getSolution().col_value, strict=True):
+            variable.varValue = value
+        found = self._plan() if highs.getInfo().primal_solution_status == _FEASIBLE else None
+        # Chunks, edges and hops are rounded to nanoseconds, each by half of one at most.
+        proven_s = highs.getInfo().mip_dual_bound * self.unit_s - 1.5e-9 * self.num_operations
+        return found, max(0.0, proven_s), status != "Optimal"
 
     def _options(self, k: int, link: int) -> tuple[int, ...]:
         table = self.cost_model.table

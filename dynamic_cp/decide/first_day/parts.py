@@ -147,7 +147,7 @@ def script() -> Path:
     Raises:
         InvalidInputError: it is in neither.
     """
-    folders = (Path(__file__).parents[2], Path.cwd())
+    folders = (Path(__file__).parents[3], Path.cwd())
     for folder in folders:
         if (folder / _SCRIPT).is_file():
             return folder / _SCRIPT

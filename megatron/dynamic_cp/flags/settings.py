@@ -133,7 +133,7 @@ class PlanningSettings:
     )
     search: SearchEffort = flag(
         "effort of the planner: fast takes milliseconds; thorough takes about ten times as long, for better plans of "
-        "a pipeline; exact proves each plan the fastest, of tiny batches only, and needs pulp",
+        "a pipeline; exact proves each plan the fastest, of tiny batches only, and needs pulp and highspy",
         "fast",
         name="--dynamic-cp-search",
         choices=SEARCH_EFFORTS,

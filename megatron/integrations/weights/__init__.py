@@ -9,7 +9,7 @@ Read in this order:
 - `safetensors_folder`: a folder of transformers, tensor by tensor
 - `checkpoint_tensors`: the tensors of a checkpoint, one at a time
 - `adapters`: those of a checkpoint, merged into its weights or by themselves
-- `described`: the model that a checkpoint's flags describe; `written`: the config.json of a model
+- `described`: the model that a checkpoint's flags describe
 - `output`: a folder that gets its name when it is whole
 - `importing`: from a folder of transformers to a checkpoint
 - `exporting`: from a checkpoint to a folder of transformers

@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dynamic_cp.decide import written
 from dynamic_cp.errors import CheckpointError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import hugging_face, hybrids
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.types import ModelShape, counted
-from megatron.integrations.weights import adapters, names, output, written
+from megatron.integrations.weights import adapters, names, output
 from megatron.integrations.weights.adapters import MergedTensors
 from megatron.integrations.weights.checkpoint_tensors import CheckpointTensors
 from megatron.integrations.weights.described import Described, described

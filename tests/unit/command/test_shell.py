@@ -57,7 +57,7 @@ def test_help_starts_at_once():
 
 def test_help_imports_nothing_heavy():
     program = (
-        "import sys; from dynamic_cp import cli; cli.main(['--help']); cli.main(['simulate', '--help'])\n"
+        "import sys; from dynamic_cp.decide import cli; cli.main(['--help']); cli.main(['simulate', '--help'])\n"
         "heavy = {'numpy', 'numba', 'rich', 'torch', 'megatron', 'matplotlib', 'pulp'} & set(sys.modules)\n"
         "print('heavy:', *sorted(heavy))"
     )
@@ -195,7 +195,7 @@ def test_the_doctor_finds_what_is_broken(monkeypatch, capsys):
     assert cli.main(["doctor", "--quick"]) == 2
     out, err = capsys.readouterr()
     assert "1.20.0, at least 1.26 is needed" in out
-    assert "3 of 14 checks found something broken (numpy, pulp, megatron-core)" in err
+    assert "3 of 15 checks found something broken (numpy, pulp, megatron-core)" in err
     assert err.count("\n") == 1
     assert cli.main(["doctor", "--quick", "--json", "-"]) == 2
     details = {one["name"]: one["detail"] for one in json.loads(capsys.readouterr().out)["checks"]}

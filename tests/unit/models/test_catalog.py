@@ -9,10 +9,10 @@ from dataclasses import fields, replace
 
 import pytest
 
+from dynamic_cp.decide import written
 from dynamic_cp.errors import DynamicCPError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import catalog, hugging_face, rotation
 from dynamic_cp.types import Experts, Hardware
-from megatron.integrations.weights import written
 from tests.unit.support import CASES
 
 DATA = CASES.parents[1] / "dynamic_cp" / "data"

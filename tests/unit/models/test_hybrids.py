@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from dynamic_cp.decide import written
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import hugging_face
 from dynamic_cp.models.catalog import load_architecture, load_model
 from dynamic_cp.types import LinearAttention
-from megatron.integrations.weights import written
 
 QWEN3_NEXT: dict[str, Any] = {
     "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "full_attention_interval": 4,
