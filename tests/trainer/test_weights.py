@@ -840,7 +840,7 @@ def test_a_checkpoint_that_does_not_say_its_vocabulary_asks(imported, folder_of,
 
 def test_help_needs_no_torch():
     program = (
-        "import sys; from dynamic_cp import cli\n"
+        "import sys; from dynamic_cp.decide import cli\n"
         "assert cli.main(['weights', 'import', '--help']) == cli.main(['weights', 'export', '--help']) == 0\n"
         "print('heavy:', *sorted({'numpy', 'torch', 'safetensors', 'megatron.core'} & set(sys.modules)))"
     )
