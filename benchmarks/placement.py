@@ -28,16 +28,12 @@ import numpy as np
 from dynamic_cp.arrays import Ints
 from dynamic_cp.lengths.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.placement import (
-    Placed,
-    PlacementProblem,
-    candidates,
-    search_placement,
-    traffic_of,
-)
 from dynamic_cp.placement.documents import Caps
 from dynamic_cp.placement.levels import caps_of, part_of
-from dynamic_cp.placement.placed import placed_of
+from dynamic_cp.placement.metric import traffic_of
+from dynamic_cp.placement.placed import Placed, placed_of
+from dynamic_cp.placement.portfolio import candidates, search_placement
+from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.placement.runs import table_of
 from dynamic_cp.placement.tile_search import improve_tiles, state_of
 from dynamic_cp.placement.token_graph import Graph, blocks_of

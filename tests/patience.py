@@ -16,9 +16,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-_LOOK_EVERY_S = 0.2
+_LOOK_EVERY_S = 0.5
 """Looking takes a millisecond for some ten processes; in between all time counts at first."""
 _WAKE_EVERY_S = 2.0
 """What a process waited is forgotten with it: those that live shorter than this may count in full."""
@@ -75,10 +74,19 @@ def counts_of(root: int) -> Counts:
             for thread in os.listdir(f"/proc/{process}/task"):
                 folder = f"/proc/{process}/task/{thread}"
                 with contextlib.suppress(OSError):
-                    computed_ns, waited_ns, _ = Path(folder, "schedstat").read_text().split()
+                    computed_ns, waited_ns, _ = _words_of(f"{folder}/schedstat")
                     found[thread] = int(computed_ns), int(waited_ns)
-                    processes += Path(folder, "children").read_text().split()
+                    processes += _words_of(f"{folder}/children")
     return found
+
+
+def _words_of(path: str) -> list[str]:
+    """Return the words of a short file, in a tenth of the time that a Path takes: there are hundreds of these files."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(file, 1 << 14).decode().split()
+    finally:
+        os.close(file)
 
 
 _clock = Clock(os.getpid())

@@ -12,7 +12,9 @@ from benchmarks.blocks import ours
 from benchmarks.blocks.compared import MASKS
 from benchmarks.blocks.setting import Setting, masked
 from benchmarks.planner.report import Row, table
-from dynamic_cp.placement import Placed, search_placement, traffic_of
+from dynamic_cp.placement.metric import traffic_of
+from dynamic_cp.placement.placed import Placed
+from dynamic_cp.placement.portfolio import search_placement
 from dynamic_cp.placement.runs import table_of
 from dynamic_cp.types import Sample
 from dynamic_cp.types.counts import MAX_COUNT

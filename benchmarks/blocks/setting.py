@@ -12,7 +12,7 @@ from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.stage_attention import StageAttention
 from dynamic_cp.models.catalog import load_hardware
-from dynamic_cp.placement import PlacementProblem
+from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import CP_COMM_TYPES, ModelShape, PlanOptions, Problem, Sample, Topology, parse_mask_rule
 

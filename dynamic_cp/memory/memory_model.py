@@ -25,7 +25,7 @@ from dynamic_cp.memory.communicators import num_communicators
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.plans.extension import kind_of, kind_of_all
 from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.plans.state_runs import room_for_runs, runs_with_states
+from dynamic_cp.plans.state_counts import room_for_runs
 from dynamic_cp.pricing.resolution import may_place
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import Attention, Plan, Problem
@@ -150,6 +150,8 @@ class MemoryModel:
                 lanes = slice(bucket.first_lane, bucket.first_lane + bucket.cp_size)
                 held[row, lanes] = tokens
                 if self._model.linear_attention is not None:
+                    from dynamic_cp.plans.state_runs import runs_with_states
+
                     with_states[row, lanes] = runs_with_states(bucket, plan.topology.rank_token_multiple)
                 exchanged[row, lanes] = self._exchange_bytes(max(tokens), bucket.cp_size, bucket.attention)
         topology = plan.topology

@@ -11,7 +11,6 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
-from dynamic_cp.models import diffusers, hugging_face
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.hardware_numbers import KIND_OF, checked_number, parse_number, with_settings
 from dynamic_cp.nearest import did_you_mean
@@ -131,6 +130,8 @@ def model_from_dict(where: str, data: Mapping[str, Any]) -> ModelShape:
     Raises:
         DynamicCPError: as `load_model`.
     """
+    from dynamic_cp.models import diffusers, hugging_face
+
     if diffusers.is_config(data):
         return diffusers.model_shape(where, data)
     if hugging_face.is_config(data):
@@ -158,6 +159,8 @@ def load_architecture(name_or_path: str | Path) -> Architecture | None:
     Raises:
         InvalidInputError: as `load_model`, or an `architecture` with an entry that is missing or of the wrong type.
     """
+    from dynamic_cp.models import diffusers, hugging_face
+
     where, data = _read("models", name_or_path)
     if hugging_face.is_config(data) and not diffusers.is_config(data):
         return hugging_face.architecture(where, data)

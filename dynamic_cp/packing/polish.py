@@ -26,7 +26,6 @@ from dynamic_cp.xorshift import draw, next_state, share
 
 _Slots = tuple[Ints, Ints, Ints, Ints]
 """[sample] -> bucket; [bucket] -> row, first lane, log2 of CP size. A slot without samples is no bucket."""
-_SMALL = 1000
 _HOTTEST, _COLDEST = 0.02, 0.0003
 """Temperatures as shares of the makespan: a step that is worse by this share is taken with probability 1 / e. Every
 second walk starts three times as hot."""
@@ -63,13 +62,6 @@ def polish(
     if num_microbatches_of(shorter, cost_model) < rows:
         return exact_makespan_ns(lengths, shorter, cost_model), shorter
     return int(makespan_ns), found
-
-
-def is_small(seqlens: Ints, packing: Packing, cost_model: CostModel) -> bool:
-    """Return whether a step on this batch costs a microsecond or two, so that thousands are worth it."""
-    topology = cost_model.topology
-    operations = 2 * topology.pp_size * topology.vp_size * num_microbatches_of(packing, cost_model)
-    return operations * topology.num_lanes + 8 * len(seqlens) <= _SMALL
 
 
 def _one_slot_a_sample(packing: Packing, num_samples: int) -> _Slots:

@@ -7,7 +7,7 @@ same prefix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
 from typing import Any, NamedTuple
@@ -16,7 +16,8 @@ import numpy as np
 
 from dynamic_cp.arrays import Bools, Ints
 from dynamic_cp.plans.padding import padded_of, placed_tokens
-from dynamic_cp.types import Bucket, Sample
+from dynamic_cp.plans.state_counts import STATES_OF_A_SCAN, scans_of_branches
+from dynamic_cp.types import Bucket
 from dynamic_cp.types.branches import Branches
 from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 from dynamic_cp.types.masks import Mask
@@ -232,42 +233,6 @@ class StateRuns(NamedTuple):
     def read(cls, data: Any) -> StateRuns:
         """Return what `as_json` wrote."""
         return cls(*(np.array(column, np.int64) for column in data))
-
-
-STATES_OF_A_SCAN = 0.5
-"""What a lane keeps of a run of a branch that it scans by itself, over what it keeps of one whose states are passed on:
-the state before it, and no summary, which is at least as large."""
-
-
-def runs_of_branches(sample: Sample) -> int:
-    """Return how many more runs a sample has than its chunks: a segment cuts one in two."""
-    return len(sample.mask.shape()[0]) - 1 if isinstance(sample.mask, Branches) else 0
-
-
-def scans_of_branches(samples: Iterable[Sample]) -> int:
-    """Return the runs of those samples that have several, where one lane has all."""
-    return sum(1 + more for more in map(runs_of_branches, samples) if more)
-
-
-def states_of_sample(sample: Sample, cp_size: int = 1) -> float:
-    """Return as how many samples one counts whose states are passed on: branches are more, and spread over lanes.
-
-    With the default their runs may all lie on one lane.
-    """
-    return 1 + runs_of_branches(sample) / (CHUNKS_PER_LANE * cp_size)
-
-
-def samples_passed_on(bucket: Bucket) -> float:
-    """Return as how many samples those of a bucket count that passes on states; 0 of another."""
-    return sum(states_of_sample(one, bucket.cp_size) for one in bucket.samples) if bucket.exchanges_states else 0.0
-
-
-def room_for_runs(max_tokens_per_rank: int) -> int:
-    """Return for the states of how many runs there is room beside so many tokens, where attention may be placed.
-
-    A lane holds at least one run of a sample that fills all lanes, so these may not count as tokens.
-    """
-    return 4 + max_tokens_per_rank // 1024
 
 
 def runs_with_states(bucket: Bucket, rank_token_multiple: int = 1) -> Sequence[int]:

@@ -23,7 +23,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.plans.padding import padded_of
-from dynamic_cp.plans.state_runs import samples_passed_on
+from dynamic_cp.plans.state_counts import samples_passed_on
 from dynamic_cp.pricing.capacity import token_capacity
 from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.pricing.reduction import Reduction

@@ -123,12 +123,6 @@ class StageLinearAttention:
         self._prices: dict[tuple[bool, int, int], Both] = {}
         self._bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
 
-    @classmethod
-    def of(cls, stage: Stage, problem: Problem) -> StageLinearAttention | None:
-        """Return that of a stage; None: the model has none."""
-        sizes = problem.model.linear_attention
-        return None if sizes is None else cls(stage, sizes, problem)
-
     def alone(self) -> Both:
         """Return what one lane takes."""
         forward, backward = (

@@ -15,7 +15,7 @@ Routed experts themselves are on top: here, where a lane has all that its tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from dynamic_cp.plans.padding import sample_multiple
 from dynamic_cp.pricing.capacity import may_span_all, token_capacity
 from dynamic_cp.pricing.edges import edges_s_per_token, tensor_s_per_token
 from dynamic_cp.pricing.experts import ExpertPrice, copying_s_per_token, expert_prices, launched_layers
-from dynamic_cp.pricing.linear_attention import StageLinearAttention
 from dynamic_cp.pricing.table import PriceTable
 from dynamic_cp.pricing.terms import NUM_TERMS, terms_of
 from dynamic_cp.types import (
@@ -41,11 +40,16 @@ from dynamic_cp.types import (
     Lambda,
     MicroBatch,
     Problem,
+    Stage,
     Topology,
     is_placed,
 )
 
 _Terms = tuple[list[float], list[float]]
+
+
+if TYPE_CHECKING:
+    from dynamic_cp.pricing.linear_attention import StageLinearAttention
 
 
 class _Floor(NamedTuple):
@@ -87,7 +91,7 @@ class StagePrices:
         heaviest = max(range(len(stages)), key=lambda index: stages[index].sum(lambda layer: layer.linear_weights))
         stage = stages[heaviest]
         self._attention = StageAttention(stage, problem, node_lanes)
-        self._linear_attention = StageLinearAttention.of(stage, problem)
+        self._linear_attention = _linear_attention_of(stage, problem)
         self._rank_token_multiple = topology.rank_token_multiple
         self._hardware = hardware
         self._linear_back = problem.linear_backward_over_forward
@@ -292,6 +296,16 @@ class StagePrices:
         mechanism, inner = MECHANISMS[of.cp_comm_type], of.inner_cp_size
         price = mechanism.price if mechanism.has_closed_form else mechanism.floor
         return price(self._attention, cp_size, inner, self.sharing.copies(inner), link)
+
+
+def _linear_attention_of(stage: Stage, problem: Problem) -> StageLinearAttention | None:
+    """Return that of a stage; None: the model has none, and nothing of it is loaded."""
+    sizes = problem.model.linear_attention
+    if sizes is None:
+        return None
+    from dynamic_cp.pricing.linear_attention import StageLinearAttention
+
+    return StageLinearAttention(stage, sizes, problem)
 
 
 def make_table(problem: Problem, stage: StagePrices) -> tuple[PriceTable, tuple[Attention, ...]]:

@@ -12,15 +12,13 @@ from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.mechanisms.ring import Ring
 from dynamic_cp.packing.durations import Durations, apart_durations_of, bucket_ns, durations_of
-from dynamic_cp.packing.judge import makespan_ns, num_microbatches_of
-from dynamic_cp.packing.lane_blocks import EFFORTS, pack_blocks
-from dynamic_cp.packing.level import pack_level
+from dynamic_cp.packing.judge import PricedPacking, grid_of_priced, makespan_ns, num_microbatches_of
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
 from dynamic_cp.packing.nested import pack_nested, row_counts
 from dynamic_cp.packing.orders import ORDERS, in_orders
-from dynamic_cp.packing.polish import is_small, polish
 from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_balanced, pack_next_fit
 from dynamic_cp.packing.table import Packing, without_empty_rows
+from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
@@ -35,6 +33,7 @@ _MEGATRON_DEV_LIMITS = (1, 2, 4)
 _NUM_POLISHED = 4
 _NUM_WALKS = {"fast": 6, "thorough": 32}
 _POLISH_STEPS = 2000
+_SMALL = 1000
 
 
 class Candidate(NamedTuple):
@@ -44,6 +43,50 @@ class Candidate(NamedTuple):
     name: str
     packing: Packing
     cost_model: CostModel
+
+
+class Judged(NamedTuple):
+    """A candidate with what its buckets exchange.
+
+    Attributes:
+        candidate: which one.
+        prices: of `priced`, with rows of the buckets that pass on states.
+        grid: its durations; makespan_ns: what they come to.
+        num_states: buckets that pass on states, of `num_shared` that have several lanes.
+        num_too_large: that were to pass on states, and whose states do not fit.
+    """
+
+    candidate: Candidate
+    priced: PricedPacking
+    prices: CostModel
+    grid: Grid
+    makespan_ns: int
+    num_states: int = 0
+    num_shared: int = 0
+    num_too_large: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The less the better: states that a run asks for come before time."""
+        return self.num_too_large, self.makespan_ns
+
+    @property
+    def in_words(self) -> str:
+        """What it adds to the reason of a plan."""
+        if not (self.num_states or self.num_too_large):
+            return ""
+        too_large = f", those of {self.num_too_large} do not fit under the token limit" if self.num_too_large else ""
+        return (
+            f"; {self.num_states} of {self.num_shared} shared buckets pass on states{too_large}: "
+            f"{self.makespan_ns / 1e9:.6f} s"
+        )
+
+
+def as_packed(candidate: Candidate, priced: PricedPacking) -> Judged:
+    """Return a candidate none of whose buckets passes on states."""
+    # The grid of the packing is the grid of the plan, and much faster to make.
+    grid = grid_of_priced(priced, candidate.cost_model)
+    return Judged(candidate, priced, candidate.cost_model, grid, candidate.makespan_ns)
 
 
 class Batch(NamedTuple):
@@ -148,8 +191,10 @@ class Search:
         for walk in range(_NUM_WALKS[self.cost_model.options.search]):
             starts = sorted(best_of_rows.values(), key=lambda one: one.makespan_ns)[:_NUM_POLISHED]
             start = starts[walk % len(starts)]
-            if not is_small(self.lengths.seqlens, start.packing, self.cost_model):
+            if not self._is_small(start.packing):
                 continue
+            from dynamic_cp.packing.polish import polish
+
             found_ns, packing = polish(self.lengths, start.packing, self.cost_model, _POLISH_STEPS, walk)
             name = f"{start.name.removesuffix(' polished')} polished"
             found = Candidate(found_ns, name, packing, self.cost_model)
@@ -157,6 +202,12 @@ class Search:
                 yield found
             if found.makespan_ns < best_of_rows.get(packing.num_rows, start).makespan_ns:
                 best_of_rows[packing.num_rows] = found
+
+    def _is_small(self, packing: Packing) -> bool:
+        """Return whether a step of polishing costs a microsecond or two, so that thousands are worth it."""
+        topology = self.cost_model.topology
+        operations = 2 * topology.pp_size * topology.vp_size * num_microbatches_of(packing, self.cost_model)
+        return operations * topology.num_lanes + 8 * len(self.lengths.seqlens) <= _SMALL
 
     def _dynamic(self) -> Iterator[Candidate]:
         topology = self.cost_model.topology
@@ -169,9 +220,13 @@ class Search:
             quota_ns = share_ns + fewest * empty_ns
             counts = row_counts(self.lengths, self.durations, topology.num_lanes, fewest, quota_ns)
             if topology.expert_lanes > 1:
+                from dynamic_cp.packing.level import pack_level
+
                 for name, packing in pack_level(self.lengths, self.cost_model, base, fewest):
                     yield self._judged(name, packing)
         else:
+            from dynamic_cp.packing.lane_blocks import EFFORTS, pack_blocks
+
             counts = sorted({ceil(factor * fewest) for factor in _PIPELINE_NESTED_SWEEP})
             for effort in EFFORTS[self.cost_model.options.search]:
                 for packed in pack_blocks(self.lengths, self.cost_model, fewest, effort):
@@ -215,7 +270,7 @@ class Search:
         self, name: str, packing: Packing, orders: Sequence[str] = ORDERS, best_ns: int | None = None
     ) -> Iterator[Candidate]:
         """Yield `packing` with its rows in each of `orders`; nothing, where none could be faster than `best_ns`."""
-        if is_small(self.lengths.seqlens, packing, self.cost_model):
+        if self._is_small(packing):
             best_ns = None  # what is slow now may be the best one to polish
         for found_ns, order, one in in_orders(self.lengths, packing, self.cost_model, orders, best_ns):
             yield Candidate(found_ns, name if order == "as packed" else f"{name} {order}", one, self.cost_model)

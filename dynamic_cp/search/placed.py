@@ -18,14 +18,16 @@ from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.packing.dealing import deal
 from dynamic_cp.pipeline.simulator import makespan_ns
-from dynamic_cp.placement import Maker, PlacementProblem, candidates
 from dynamic_cp.placement.cuts import Cut, spread, trimmed
 from dynamic_cp.placement.divisions import LinkRates, Schedule, divided
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import with_masks
+from dynamic_cp.placement.portfolio import Maker, candidates
+from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.placement.programme import buffer_tokens_of
 from dynamic_cp.plans.padding import placed_tokens, round_up
-from dynamic_cp.plans.state_runs import room_for_runs, runs_with_states
+from dynamic_cp.plans.state_counts import room_for_runs
+from dynamic_cp.plans.state_runs import runs_with_states
 from dynamic_cp.pricing.cost_model import CostModel, is_priced_lane_by_lane, lane_costs
 from dynamic_cp.types import (
     BY_PLACEMENT,

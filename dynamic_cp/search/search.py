@@ -12,23 +12,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED
-from dynamic_cp.memory.activations import tokens_of_states
-from dynamic_cp.packing.judge import build_plan
+from dynamic_cp.packing.judge import build_plan, price_packing
 from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.extension import kind_planned
-from dynamic_cp.plans.state_runs import STATES_OF_A_SCAN, scans_of_branches
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import widest_bucket
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.resolution import Resolved, may_place, resolve
-from dynamic_cp.search.candidates import Batch, Candidate, Search, batch_of
-from dynamic_cp.search.placed import PlacedRows, placed_rows
-from dynamic_cp.search.states import judged
+from dynamic_cp.search.candidates import Batch, Candidate, Search, as_packed, batch_of
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES
 from dynamic_cp.types import (
     SHARDED,
@@ -44,7 +40,11 @@ from dynamic_cp.types import (
     Topology,
     with_exchanges,
 )
-from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
+
+if TYPE_CHECKING:
+    from dynamic_cp.search.placed import PlacedRows
+
+# Placed attention and linear attention are imported by what is called: most jobs have neither.
 
 POLICIES = ("dynamic", "static", "balanced", "megatron-dev")
 
@@ -175,32 +175,22 @@ def _pack(problem: Problem, batch: Batch, resolved: Resolved, prices: CostModel)
     packers = prices
     if resolved.packed != resolved.priced:
         packers = CostModel(replace(problem, options=resolved.packed))
-    if problem.policy == "dynamic":
-        packers = _with_room_for_branches(packers, problem, batch)
+    if problem.policy == "dynamic" and problem.model.linear_attention is not None:
+        from dynamic_cp.search.states import with_room_for_branches
+
+        packers = with_room_for_branches(packers, problem, batch)
     search = Search(batch, packers)
     ranking = search.ranking(problem.policy)
     if resolved.tries_ring_alone:
         ranking = sorted([*ranking, *search.by_the_ring()], key=lambda one: one.makespan_ns)
-    best = judged(ranking, batch, resolved.packed.max_tokens_per_rank)
+    if ranking[0].cost_model.may_pass_on_states:
+        from dynamic_cp.search.states import judged
+
+        best = judged(ranking, batch, resolved.packed.max_tokens_per_rank)
+    else:
+        best = as_packed(ranking[0], price_packing(batch.lengths, ranking[0].packing, ranking[0].cost_model))
     micro_batches = build_plan(batch.samples, best.priced, best.prices, problem.policy).micro_batches
     return _Packed(best.makespan_ns, _reason(ranking, best.candidate) + best.in_words, micro_batches, best.grid)
-
-
-def _with_room_for_branches(packers: CostModel, problem: Problem, batch: Batch) -> CostModel:
-    """Return prices whose limit leaves room for the states of branches, in the mean of the batch's tokens.
-
-    Packers know tokens alone, and states of linear attention that a lane scans by itself are no tokens. The limit stays
-    where the longest sample would not fit under a lower one.
-    """
-    runs, (longest, *_), options = scans_of_branches(batch.samples), batch.samples, packers.options
-    if packers.model.linear_attention is None or not runs:
-        return packers
-    of_run = STATES_OF_A_SCAN / CHUNKS_PER_LANE * tokens_of_states(packers.model, packers.topology, options)
-    lower = int(options.max_tokens_per_rank / (1 + runs * of_run / int(batch.lengths.seqlens.sum())))
-    if lower < 1:
-        return packers
-    with_room = CostModel(replace(problem, options=replace(options, max_tokens_per_rank=lower)))
-    return with_room if longest.seqlen <= with_room.table.capacities.max() else packers
 
 
 def _prove(batch: Batch, packed: _Packed, prices: CostModel) -> _Packed:
@@ -218,6 +208,8 @@ def _exact() -> ModuleType:
 
 def _place(batch: Batch, resolved: Resolved, packed: _Packed, prices: CostModel) -> PlacedRows | None:
     """Return the fastest micro-batches some of which are placed; None where none keep the limits."""
+    from dynamic_cp.search.placed import placed_rows
+
     candidates = placed_rows(
         packed.micro_batches, batch.samples, prices, step_s=packed.makespan_ns / 1e9, is_guess=resolved.is_guess
     )

@@ -8,6 +8,7 @@ is faster forward and backward, so that no plan gets slower; faster or not where
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,65 +16,44 @@ import numpy as np
 from dynamic_cp.arrays import Bools, Floats, Ints
 from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.packing.judge import PricedPacking, grid_of_priced, makespan_of_grid_ns, price_packing
-from dynamic_cp.pipeline.longest_path import Grid
-from dynamic_cp.plans.state_runs import states_of_sample
+from dynamic_cp.plans.state_counts import STATES_OF_A_SCAN, scans_of_branches, states_of_sample
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.pricing.terms import prices_of
-from dynamic_cp.search.candidates import Batch, Candidate
+from dynamic_cp.search.candidates import Batch, Candidate, Judged, as_packed
+from dynamic_cp.types import Problem
+from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 
 _SAVED = 0.1
 """Share of a step that passing on states may save, so that kinds of candidates which are so much slower, each by its
 fastest one, are tried, too: 0.2 found no faster plan in 32 batches, 0.05 lost up to 4 %."""
 
 
-class Judged(NamedTuple):
-    """A candidate with what its buckets exchange.
+def with_room_for_branches(packers: CostModel, problem: Problem, batch: Batch) -> CostModel:
+    """Return prices whose limit leaves room for the states of branches, in the mean of the batch's tokens.
 
-    Attributes:
-        candidate: which one.
-        prices: of `priced`, with rows of the buckets that pass on states.
-        grid: its durations; makespan_ns: what they come to.
-        num_states: buckets that pass on states, of `num_shared` that have several lanes.
-        num_too_large: that were to pass on states, and whose states do not fit.
+    Packers know tokens alone, and states of linear attention that a lane scans by itself are no tokens. The limit stays
+    where the longest sample would not fit under a lower one.
     """
-
-    candidate: Candidate
-    priced: PricedPacking
-    prices: CostModel
-    grid: Grid
-    makespan_ns: int
-    num_states: int = 0
-    num_shared: int = 0
-    num_too_large: int = 0
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """The less the better: states that a run asks for come before time."""
-        return self.num_too_large, self.makespan_ns
-
-    @property
-    def in_words(self) -> str:
-        """What it adds to the reason of a plan."""
-        if not (self.num_states or self.num_too_large):
-            return ""
-        too_large = f", those of {self.num_too_large} do not fit under the token limit" if self.num_too_large else ""
-        return (
-            f"; {self.num_states} of {self.num_shared} shared buckets pass on states{too_large}: "
-            f"{self.makespan_ns / 1e9:.6f} s"
-        )
+    runs, (longest, *_), options = scans_of_branches(batch.samples), batch.samples, packers.options
+    if not runs:
+        return packers
+    of_run = STATES_OF_A_SCAN / CHUNKS_PER_LANE * tokens_of_states(packers.model, packers.topology, options)
+    lower = int(options.max_tokens_per_rank / (1 + runs * of_run / int(batch.lengths.seqlens.sum())))
+    if lower < 1:
+        return packers
+    with_room = CostModel(replace(problem, options=replace(options, max_tokens_per_rank=lower)))
+    return with_room if longest.seqlen <= with_room.table.capacities.max() else packers
 
 
 def judged(ranking: Sequence[Candidate], batch: Batch, limit: int) -> Judged:
     """Return the fastest candidate once its buckets exchange what is faster.
 
     Args:
-        ranking: the fastest first by heads.
+        ranking: the fastest first by heads, of lanes that may pass on states.
         limit: of tokens of a rank, states among them; packers may have kept to a lower one.
     """
     lengths = batch.lengths
-    if not ranking[0].cost_model.may_pass_on_states:
-        return _as_packed(ranking[0], price_packing(lengths, ranking[0].packing, ranking[0].cost_model))
     prices = ranking[0].cost_model
     tokens_of_sample = tokens_of_states(prices.model, prices.topology, prices.options)
     branches = [0.0 if sample.mask is None else states_of_sample(sample) - 1.0 for sample in batch.samples]
@@ -87,13 +67,6 @@ def judged(ranking: Sequence[Candidate], batch: Batch, limit: int) -> Judged:
             other = _with_states(candidate, passing)
             best = other if other.rank < best.rank else best
     return best
-
-
-def _as_packed(candidate: Candidate, priced: PricedPacking) -> Judged:
-    """Return a candidate none of whose buckets passes on states."""
-    # The grid of the packing is the grid of the plan, and much faster to make.
-    grid = grid_of_priced(priced, candidate.cost_model)
-    return Judged(candidate, priced, candidate.cost_model, grid, candidate.makespan_ns)
 
 
 def _kind_of(candidate: Candidate) -> str:
@@ -123,7 +96,7 @@ def _with_states(candidate: Candidate, passing: _Passing) -> Judged:
     packing = candidate.packing
     shared = np.flatnonzero((packing.log2_cp_sizes > 0) & (priced.tokens > 0))
     if not len(shared):
-        return _as_packed(candidate, priced)
+        return as_packed(candidate, priced)
     k, rows = packing.log2_cp_sizes[shared], priced.price_rows[shared]
     numbers, branches = (
         np.bincount(packing.bucket_of_sample, weights, len(priced.tokens))[shared]

@@ -23,7 +23,8 @@ from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lan
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
-from dynamic_cp.plans.state_runs import StateRuns, room_for_runs, runs_of_branches
+from dynamic_cp.plans.state_counts import room_for_runs, runs_of_branches
+from dynamic_cp.plans.state_runs import StateRuns
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel

@@ -45,6 +45,15 @@ import importlib, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
 """
+LOADED = """
+import dynamic_cp, os, sys
+
+root = os.path.dirname(os.path.dirname(dynamic_cp.__file__))
+files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+ours = [file for file in files if file.startswith((f"{root}/dynamic_cp/", f"{root}/megatron/"))]
+print("loaded", sum(open(file).read().count("\\n") for file in ours))
+print("unneeded", *(file for file in ours if "linear" in file and "/attention/" in file or "/placement/" in file))
+"""
 TRAIN = """
 import sys
 from megatron.trainer.flags.arguments import parse_args
@@ -55,6 +64,9 @@ pretrain(parse_args(sys.argv[1:]))
 WORDS = "--dynamic-cp --mock-data --max-seqlen-per-dp-cp-rank 256 --lr-decay-iters 3 --train-iters 3"
 NEED_MORE = ("triton", "_programs", "__main__", "megatron.dynamic_cp.run", "megatron.dynamic_cp.megatron_lm")
 """Words in the names of modules that need a package which is not installed here, or that do something when imported."""
+
+
+MOST_LINES_OF_A_PLAN, MOST_LINES_OF_A_RANK = 12_000, 40_000
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +101,23 @@ def test_the_core_plans_the_same_without_leaves(no_leaves: Path) -> None:
     assert digests == said_by(PLAN)
 
 
+def test_a_dense_causal_plan_loads_no_more_than_it_needs() -> None:
+    """With a pipeline more than without, but nothing of placed or linear attention."""
+    assert_little_loaded(said_by("import dynamic_cp.search.search" + LOADED), MOST_LINES_OF_A_PLAN)
+    assert said_by(PLAN + LOADED).splitlines()[-1] == "unneeded"
+
+
 def test_the_core_trains_without_leaves(no_leaves: Path) -> None:
-    """Its planner, which is a process of its own, has none either."""
-    assert said_by(TRAIN, command_line(WORDS), no_leaves).count("lm loss") == 3
+    """Its planner, which is a process of its own, has none either. What the run loads is little, too."""
+    said = said_by(TRAIN + LOADED, command_line(WORDS), no_leaves)
+    assert said.count("lm loss") == 3
+    assert_little_loaded(said, MOST_LINES_OF_A_RANK)
+
+
+def assert_little_loaded(said: str, most_lines: int) -> None:
+    loaded, unneeded = said.splitlines()[-2:]
+    assert most_lines - 1500 < int(loaded.split()[1]) <= most_lines, "raise no limit: load late what few jobs need"
+    assert unneeded == "unneeded"
 
 
 def test_a_leaf_is_missed_where_it_is_asked_for(no_leaves: Path) -> None:

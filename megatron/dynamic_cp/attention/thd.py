@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,23 +13,31 @@ from dynamic_cp.mechanisms.registry import serving_windows
 from dynamic_cp.types import CpCommType, Lambda
 from megatron.dynamic_cp.attention.kernels.choice import Kernel, kernel_for
 from megatron.dynamic_cp.attention.mechanisms.all_gather import AllGather
-from megatron.dynamic_cp.attention.mechanisms.blocks import Blocks
 from megatron.dynamic_cp.attention.mechanisms.executor import Executor
-from megatron.dynamic_cp.attention.mechanisms.heads import HeadsAroundBlocks, HeadsAroundRing
+from megatron.dynamic_cp.attention.mechanisms.heads import HeadsAroundRing
 from megatron.dynamic_cp.attention.mechanisms.latents import LatentRing, LatentWidths, UpProjection
 from megatron.dynamic_cp.attention.mechanisms.ring import Ring
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.measuring.nvtx import attention_backward
 
-EXECUTORS: dict[CpCommType, type[Executor]] = {
-    "p2p": Ring,
-    "all_gather": AllGather,
-    "a2a": HeadsAroundRing,
-    "a2a+p2p": HeadsAroundRing,
-    "latent": LatentRing,
-    "blocks": Blocks,
+
+def _placed(with_heads: bool) -> type[Executor]:
+    """Return that of placed attention, which is loaded by ranks whose plans have it."""
+    from megatron.dynamic_cp.attention.mechanisms.blocks import Blocks, HeadsAroundBlocks
+
+    return HeadsAroundBlocks if with_heads else Blocks
+
+
+EXECUTORS: dict[CpCommType, Callable[[bool], type[Executor]]] = {
+    "p2p": lambda with_heads: Ring,
+    "all_gather": lambda with_heads: AllGather,
+    "a2a": lambda with_heads: HeadsAroundRing,
+    "a2a+p2p": lambda with_heads: HeadsAroundRing,
+    "latent": lambda with_heads: LatentRing,
+    "blocks": _placed,
 }
+"""Name -> (whether lanes exchange heads, too) -> executor."""
 
 
 def attention_thd(
@@ -116,8 +125,8 @@ def executor_of(params: DynamicPackedSeqParams, query_heads: int, kv_heads: int,
 
 def executor_class(params: DynamicPackedSeqParams) -> type[Executor] | None:
     """Return what computes the exchange of a micro-batch; None: nothing here does."""
-    make = EXECUTORS.get(params.cp_comm_type)
-    return HeadsAroundBlocks if make is Blocks and params.heads_group is not None else make
+    found = EXECUTORS.get(params.cp_comm_type)
+    return None if found is None else found(params.heads_group is not None)
 
 
 class Attention(torch.autograd.Function):

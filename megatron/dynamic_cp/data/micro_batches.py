@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,10 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynamic_cp.errors import DataError, UnsupportedFeatureError
-from dynamic_cp.placement.programme import Programme
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.plans.padding import padded_of, placed_share
-from dynamic_cp.plans.state_runs import StateRuns
 from dynamic_cp.types import (
     CAUSAL,
     STATE_EXCHANGES,
@@ -34,13 +32,15 @@ from dynamic_cp.types import (
     StateExchange,
     is_placed,
 )
-from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.extension import step_kind
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.future_columns import NUM_COLUMNS, FutureColumns
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels, boundaries
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions, take_shard
+
+if TYPE_CHECKING:
+    from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 
 COLUMNS = ("tokens", "labels", "position_ids", "loss_mask")
 """What a micro-batch holds of every token; the first three are the rows of `PackedStep.columns`."""
@@ -227,6 +227,10 @@ def _packed(bucket: Bucket, plan: LanePlan, part: Any) -> PackedBucket:
     )
     multiple = plan.facts.rank_token_multiple
     if part is not None:
+        from dynamic_cp.placement.programme import Programme
+        from dynamic_cp.plans.state_runs import StateRuns
+        from megatron.dynamic_cp.attention.placed_packs import PlacedLane
+
         part, runs = part if bucket.exchanges_states else (part, None)
         programme = Programme.read(part)
         num_tokens = placed_share(programme.num_tokens, bucket.inner_cp_size, multiple)

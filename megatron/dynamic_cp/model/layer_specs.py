@@ -18,10 +18,7 @@ from megatron.dynamic_cp.flags import fp8, linear_attention
 from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
 from megatron.dynamic_cp.flags.linear_attention import PLAIN, Parts, parts_of_layers
 from megatron.dynamic_cp.model.experts import LayerWithExperts, use_our_parts
-from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
 from megatron.dynamic_cp.model.latent_attention import DynamicCPLatentAttention
-from megatron.dynamic_cp.model.linear_attention import LOCAL, Projections
-from megatron.dynamic_cp.model.mamba import DynamicCPMamba
 from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm
 from megatron.dynamic_cp.model.residual import add_to_residual
 from megatron.dynamic_cp.model.self_attention import DynamicCPSelfAttention
@@ -123,6 +120,10 @@ def _attend_linearly(layer: ModuleSpec, config: TransformerConfig) -> None:
     """Have a layer built with linear attention, whose matrices are of the same classes as those of its attention, and
     whose tensors megatron-core names as its own layers fuse the norm: TransformerEngine's.
     """
+    from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
+    from megatron.dynamic_cp.model.linear_attention import LOCAL, Projections
+    from megatron.dynamic_cp.model.mamba import DynamicCPMamba
+
     is_mamba = linear_attention.kind_of(config) == linear_attention.MAMBA
     place = "mixer." if is_mamba else "self_attention."
     spec = layer.submodules.self_attention

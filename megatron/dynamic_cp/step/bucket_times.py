@@ -32,7 +32,7 @@ from torch.autograd import Variable
 
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.learning.observations import Observation
-from dynamic_cp.plans.state_runs import states_of_sample
+from dynamic_cp.plans.state_counts import states_of_sample
 from dynamic_cp.pricing.lengths import squared_tokens
 from dynamic_cp.types import TRAITS, ModelShape, Sample
 from megatron.dynamic_cp.agreement.verify import collective_device

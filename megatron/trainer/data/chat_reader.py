@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dynamic_cp.errors import InvalidInputError
 from megatron.trainer.data import hugging_face, tokenizer
-from megatron.trainer.data.chat import ChatReader
-from megatron.trainer.data.chat_format import ChatFormat
 from megatron.trainer.data.chat_template import TEMPLATES, why_no_template, why_no_templates
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.hugging_face import HuggingFaceTokenizer
 from megatron.trainer.data.tokenizer import TextTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from megatron.trainer.data.chat import ChatReader
+    from megatron.trainer.data.chat_format import ChatFormat
 
 CHAT_DATE = "chat date"
 """What a checkpoint calls the date that templates wrote, so that a run which goes on writes it again."""
@@ -31,6 +34,9 @@ def build_chat_reader(config: DataConfig, tokenizer: Tokenizer) -> ChatReader | 
         raise InvalidInputError(
             f"--sft needs a tokenizer that reads text, --tokenizer-type is {config.tokenizer}: use HuggingFaceTokenizer"
         )
+    from megatron.trainer.data.chat import ChatReader
+    from megatron.trainer.data.chat_format import ChatFormat
+
     reason = why_no_templates()
     if reason is not None:
         raise InvalidInputError(f"--sft renders templates: {reason}: pip install 'megatron-dynamic-cp[tokenizers]'")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron.trainer.data import tokenizer
-from megatron.trainer.data.chat import ChatReader
 from megatron.trainer.data.chat_reader import build_chat_reader, chat_request
 from megatron.trainer.data.config import DataConfig
 from megatron.trainer.data.data_path import find_files, parse_blend
@@ -21,6 +21,9 @@ from megatron.trainer.data.source import Source
 from megatron.trainer.data.text_files import TextFiles
 from megatron.trainer.data.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer
 from megatron.trainer.data.unpacked import is_copy
+
+if TYPE_CHECKING:
+    from megatron.trainer.data.chat import ChatReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
 from dynamic_cp.types import Branches
-from megatron.trainer.data.chat import ChatReader
 from megatron.trainer.data.json_text import LineError
 from megatron.trainer.data.length_index import LengthIndex
 from megatron.trainer.data.line_reader import Document, TextReader
@@ -15,6 +16,9 @@ from megatron.trainer.data.questions import Questions
 from megatron.trainer.data.scan import UNREAD
 from megatron.trainer.data.source import Source, count
 from megatron.trainer.data.tokenizer import ByteTokenizer
+
+if TYPE_CHECKING:
+    from megatron.trainer.data.chat import ChatReader
 
 
 class JsonLines(Source):
@@ -65,7 +69,7 @@ class JsonLines(Source):
             raise self._lines.changed_line(document) from error
         num_tokens, indexed = len(found.tokens), int(self.lengths[document])
         if num_tokens != indexed:
-            if isinstance(self._reader, ChatReader):
+            if not isinstance(self._reader, TextReader):
                 raise self._lines.changed_line(document, num_tokens, indexed, "tokens")
             unit = "bytes" if isinstance(self._reader.tokenizer, ByteTokenizer) else "tokens"
             raise self._lines.changed_line(document, num_tokens - 1, indexed - 1, f"{unit} of text")
@@ -93,7 +97,7 @@ class JsonLines(Source):
         """Return the number of lines and of blank ones, of prompts and responses, and what of them is not read."""
         num_blank, chats = self._counts["blank lines"], self._reader
         words = f"{self._name}: "
-        if isinstance(chats, ChatReader):
+        if not isinstance(chats, TextReader):
             words += self._describe_chats(chats)
         else:
             words += count(len(self.lengths), "JSON line")

@@ -10,12 +10,13 @@ import pytest
 
 from dynamic_cp.packing.durations import durations_of
 from dynamic_cp.packing.judge import makespan_ns
-from dynamic_cp.packing.polish import _is_legal, _move, _one_slot_a_sample, is_small, polish
+from dynamic_cp.packing.polish import _is_legal, _move, _one_slot_a_sample, polish
 from dynamic_cp.packing.static import pack_next_fit
 from dynamic_cp.packing.table import Packing
+from dynamic_cp.search.candidates import Search, batch_of
 from dynamic_cp.types import Topology
 from tests.unit.packing.packings import check_packing, descending
-from tests.unit.support import causal, tiny_cost_model
+from tests.unit.support import causal, samples_of, tiny_cost_model
 
 
 def one_a_row(lengths, num_lanes, **sizes):
@@ -95,7 +96,7 @@ def test_an_obvious_improvement_is_found():
 
 
 def test_small_batches():
-    seqlens, start, model, _ = one_a_row([60, 50, 40, 30], 2, pp_size=2)
-    assert is_small(seqlens, start, model)
-    seqlens, start, model, _ = one_a_row([60] * 100, 2, pp_size=2)
-    assert not is_small(seqlens, start, model)
+    for lengths, is_small in (([60, 50, 40, 30], True), ([60] * 100, False)):
+        _, start, model, _ = one_a_row(lengths, 2, pp_size=2)
+        search = Search(batch_of(samples_of(lengths), model.model), model)
+        assert search._is_small(start) == is_small

@@ -6,7 +6,8 @@ import random
 
 import numpy as np
 
-from dynamic_cp.placement import Placed, PlacementProblem
+from dynamic_cp.placement.placed import Placed
+from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, KeyRanges, Lambda, Mask, Sample, SharedQuestion
 
 LENGTHS = (1, 2, 17, 64, 127, 128, 129, 200, 300, 512, 700)

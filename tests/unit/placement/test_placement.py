@@ -13,16 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.placement import (
-    Placed,
-    PlacementProblem,
-    candidates,
-    place_greedily,
-    place_whole,
-    place_zigzag,
-    search_placement,
-    traffic_of,
-)
+from dynamic_cp.placement.metric import traffic_of
+from dynamic_cp.placement.placed import Placed
+from dynamic_cp.placement.portfolio import candidates, place_greedily, place_whole, place_zigzag, search_placement
+from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Sample, parse_mask_rule
 from tests.unit.placement.instances import assert_legal, random_problem, random_samples
 

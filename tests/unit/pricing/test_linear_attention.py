@@ -15,7 +15,8 @@ from dynamic_cp.learning.observations import Observation, PricedObservations
 from dynamic_cp.memory.activations import activation_bytes, tokens_of_states
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.plans.state_runs import StateRuns, room_for_runs, runs_with_states, samples_passed_on
+from dynamic_cp.plans.state_counts import room_for_runs, samples_passed_on
+from dynamic_cp.plans.state_runs import StateRuns, runs_with_states
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops
 from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD, StageLinearAttention, sent_states

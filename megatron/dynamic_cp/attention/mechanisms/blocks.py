@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
 from megatron.dynamic_cp.attention.mechanisms.executor import ShardExecutor
+from megatron.dynamic_cp.attention.mechanisms.heads import HeadsAround
 from megatron.dynamic_cp.attention.mechanisms.transfers import Expected, LaneMessages, Transfer
 from megatron.dynamic_cp.attention.merge import SUM_DTYPE, RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import Pack
@@ -300,3 +301,12 @@ def _with_room(tensor: Tensor, tokens: int, dim: int = 0) -> Tensor:
     larger = tensor.new_zeros(shape)
     larger.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
     return larger
+
+
+class HeadsAroundBlocks(HeadsAround, Blocks):
+    """The programme of this lane's inner group as an `executor.Executor`, for its share of the heads."""
+
+    @staticmethod
+    def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
+        """Return the all-to-all of the inner group, and one that makes the group of all lanes."""
+        return (("all-to-all", params.heads_group), *Blocks.transfers(params))

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynamic_cp.mechanisms.heads import kv_heads_of
-from megatron.dynamic_cp.attention.mechanisms.blocks import Blocks
 from megatron.dynamic_cp.attention.mechanisms.executor import ShardExecutor
 from megatron.dynamic_cp.attention.mechanisms.ring import Ring
 from megatron.dynamic_cp.attention.mechanisms.row_order import from_sequence_order, row_order
@@ -82,7 +81,7 @@ class HeadExchange:
         return query.flatten(1, 2), self._returned_kv(key), self._returned_kv(value)
 
 
-class _HeadsAround(ShardExecutor):
+class HeadsAround(ShardExecutor):
     """What comes before and after an executor that works with the rows of an inner group: exchanges of heads."""
 
     takes_narrow_values = False  # queries, keys and values are heads of one tensor
@@ -111,7 +110,7 @@ class _HeadsAround(ShardExecutor):
         return self._exchange.split_gradient(self._exchange.gather_heads(grad_RHD))
 
 
-class HeadsAroundRing(_HeadsAround, Ring):
+class HeadsAroundRing(HeadsAround, Ring):
     """Exchanged heads as an `executor.Executor`: between entering and leaving, a lane has its heads of longer shards.
 
     Where the inner group is the whole CP group, the ring is of this lane alone.
@@ -121,12 +120,3 @@ class HeadsAroundRing(_HeadsAround, Ring):
     def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
         """Return the all-to-all of the inner group, and the shift round the ring of outer lanes."""
         return (("all-to-all", params.heads_group), *Ring.transfers(params))
-
-
-class HeadsAroundBlocks(_HeadsAround, Blocks):
-    """The programme of this lane's inner group as an `executor.Executor`, for its share of the heads."""
-
-    @staticmethod
-    def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
-        """Return the all-to-all of the inner group, and one that makes the group of all lanes."""
-        return (("all-to-all", params.heads_group), *Blocks.transfers(params))
