@@ -78,7 +78,7 @@ setup(
             "profile=megatron.decide.calibration.command:command",
             "weights=megatron.integrations.weights.command:command",
         ],
-        "dynamic_cp.lengths": ["tokens=megatron.trainer.data.token_lengths:token_lengths"],
+        "dynamic_cp.lengths": ["tokens=megatron.decide.token_lengths:token_lengths"],
         "dynamic_cp.doctor": ["training=megatron.decide.doctor:checks"],
     },
 )

@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.blocks.metric import traffic_of
 from dynamic_cp.arrays import Ints
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.placement.documents import Caps
 from dynamic_cp.placement.levels import caps_of, part_of
-from dynamic_cp.placement.metric import traffic_of
 from dynamic_cp.placement.placed import Placed, placed_of
 from dynamic_cp.placement.portfolio import candidates, search_placement
 from dynamic_cp.placement.problem import PlacementProblem

@@ -63,7 +63,7 @@ def main() -> None:
 
 def plan_messages(num_lanes: int, num_samples: int) -> list[bytes]:
     """Return the messages of a real plan."""
-    from dynamic_cp.lengths.workloads import draw_lengths
+    from dynamic_cp.decide.workloads import draw_lengths
     from dynamic_cp.models.catalog import load_hardware, load_model
     from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
     from dynamic_cp.search.search import plan_global_batch

@@ -8,7 +8,7 @@ layout into the lines with a comment. Every second is predicted by the cost mode
 
 from dynamic_cp import PlanOptions, Sample, Topology, load_hardware, load_model
 from dynamic_cp.decide.comparison import compare_policies, verdict_of
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 
 MAX_SEQLEN = 65536
 

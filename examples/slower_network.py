@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from dynamic_cp import PlanOptions, Sample, Topology, load_hardware, load_model
 from dynamic_cp.decide.comparison import compare_policies
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 
 
 def main() -> None:

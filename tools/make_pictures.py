@@ -23,7 +23,7 @@ from dynamic_cp.decide.report.drawing import NARROW_IN, save
 from dynamic_cp.decide.report.gantt import gantt
 from dynamic_cp.decide.report.theme import THEMES
 from dynamic_cp.decide.sweep import Space, SweepJob, sweep
-from dynamic_cp.lengths.workloads import draw_lengths, longest_length
+from dynamic_cp.decide.workloads import draw_lengths, longest_length
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import DataParallel, Problem, Sample

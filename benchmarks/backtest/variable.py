@@ -18,7 +18,7 @@ from benchmarks.backtest.runs import FILE, Source, model_of, source_of
 from benchmarks.planner.problem import Problem
 from benchmarks.planner.report import table
 from dynamic_cp.arrays import Ints
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pricing.flops import plan_flops, tflops_per_rank

@@ -10,9 +10,9 @@ import numpy as np
 
 from benchmarks.blocks import ours
 from benchmarks.blocks.compared import MASKS
+from benchmarks.blocks.metric import traffic_of
 from benchmarks.blocks.setting import Setting, masked
 from benchmarks.planner.report import Row, table
-from dynamic_cp.placement.metric import traffic_of
 from dynamic_cp.placement.placed import Placed
 from dynamic_cp.placement.portfolio import search_placement
 from dynamic_cp.placement.runs import table_of

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.planner.report import Row, table
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.errors import DynamicCPError
-from dynamic_cp.lengths.workloads import draw_lengths
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.search.search import plan_problem

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Ints
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import CostModel

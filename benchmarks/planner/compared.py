@@ -17,7 +17,7 @@ from benchmarks.peers.peer import PeerResult
 from benchmarks.planner.problem import Problem, best_static, timed
 from benchmarks.planner.report import Row, table
 from dynamic_cp.decide.bounds import lower_bound
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.types import PlanOptions, Topology
 

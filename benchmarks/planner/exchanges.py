@@ -16,7 +16,7 @@ from benchmarks.planner.frozen import frozen_cases, frozen_problem, lengths_of
 from benchmarks.planner.problem import Problem, timed
 from benchmarks.planner.report import Row, percent, table
 from dynamic_cp.decide.bounds import lower_bound
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.types import CpCommType, Plan, PlanOptions, Topology
 

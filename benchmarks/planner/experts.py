@@ -13,7 +13,7 @@ from typing import NamedTuple
 from benchmarks.planner.problem import Problem, timed
 from benchmarks.planner.report import Row, table
 from dynamic_cp.decide.bounds import lower_bound
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.types import Experts, ModelShape, PlanOptions, Topology
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.planner.problem import Problem
 from dynamic_cp.arrays import Ints
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
 from dynamic_cp.types import Bucket, Hardware, ModelShape, PlanOptions, Topology
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.planner.problem import Problem, peak_bytes, plan_ms, timed
 from benchmarks.planner.report import Row, table
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.types import PlanOptions, Topology
 

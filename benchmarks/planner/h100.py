@@ -10,7 +10,7 @@ from benchmarks.planner.problem import Problem, best_static, cold_ms, num_empty_
 from benchmarks.planner.report import Row, percent, table
 from dynamic_cp import types
 from dynamic_cp.decide.bounds import lower_bound
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pipeline.simulator import simulate

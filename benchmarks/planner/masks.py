@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.planner.report import Row, table
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import CP_COMM_TYPES, PlannedBatch, PlanOptions, Sample, Topology

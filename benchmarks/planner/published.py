@@ -14,7 +14,7 @@ from statistics import fmean
 
 from benchmarks.planner.problem import Problem
 from benchmarks.planner.report import Row, table
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pricing.flops import plan_flops, tflops_per_rank

@@ -1,7 +1,8 @@
 """What helps to decide before a job starts: the command `dynamic-cp` and all that only it needs.
 
-A leaf: it imports the planner, and neither planner nor runtime import it. Read in this order: `bounds` (what no plan
-can beat, and the exact search of tiny batches), `comparison` (policies at one layout), `report` (text, pictures, HTML),
-`sweep` (layouts), `written` (the config.json of a model), `doctor` (what is installed), `cli` (the command),
-`calibration` (measurements to a file of hardware), `first_day` (of a node).
+A leaf: it imports the planner, and neither planner nor runtime import it. Read in this order: `workloads` (lengths of
+samples by name), `bounds` (what no plan can beat, and the exact search of tiny batches), `sent` (bytes that a plan
+sends), `comparison` (policies at one layout), `report` (text, pictures, HTML), `tried` and `sweep` (layouts), `written`
+(the config.json of a model), `doctor` (what is installed), `length_classes` and `cli` (the command), `calibration`
+(measurements to a file of hardware), `first_day` (of a node).
 """

@@ -1,8 +1,7 @@
 """Lengths of samples, from files and from names.
 
 Read in this order: `streams` (pipes and standard input), `file`, `megatron_index`, `arrays`, `tables`, `parquet`
-(formats of files), `read` (any of them), `lognormal` (drawn lengths), `summary` (what they are like), `workloads`
-(anything that a user may name).
+(formats of files), `read` (any of them), `lognormal` (drawn lengths), `summary` (what they are like).
 """
 
 from typing import TYPE_CHECKING

@@ -26,5 +26,4 @@ and outputs (a *row*) or keys and values (a *column*) once to each node and lane
 - `evening`: cuts blocks so that tokens come out even
 - `placed`: the result as arrays
 - `portfolio`: the ways to place by name, and the candidates of a micro-batch
-- `metric`: bytes that travel, and balance
 """

@@ -14,7 +14,6 @@ Read in this order:
 - `stage`: the formulas of one stage's layers, and the table of all prices made of them
 - `cost_model`: the price of a bucket, and which way to compute attention is the fastest for it
 - `flops`: of a step, for the log
-- `sent`: bytes that exchanges send, by link
 
 How attention is computed and exchanged is priced in `dynamic_cp/mechanisms`.
 """

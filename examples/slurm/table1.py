@@ -13,8 +13,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.errors import DataError, DynamicCPError
-from dynamic_cp.lengths.workloads import draw_lengths
 
 ARMS = ("static", "balanced", "dynamic")
 MIN_SEQLEN = 256  # NVIDIA's script has no shorter samples

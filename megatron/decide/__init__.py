@@ -1,5 +1,5 @@
 """What the command `dynamic-cp` needs of torch and megatron-core: checks of an installation, and measurements.
 
 A leaf on `megatron.dynamic_cp`; the rest of the command is `dynamic_cp.decide`. Read in this order: `calibration`
-(`profile`: kernels and links of a cluster), `doctor` (what is installed).
+(`profile`: kernels and links of a cluster), `token_lengths` (`lengths --tokenizer`), `doctor` (what is installed).
 """

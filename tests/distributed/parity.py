@@ -20,9 +20,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch.distributed import distributed_c10d
 
+from dynamic_cp.decide.sent import sent_by_plan
 from dynamic_cp.models import catalog
 from dynamic_cp.plans.padding import rank_tokens
-from dynamic_cp.pricing.sent import sent_by_plan
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import (
     STATE_EXCHANGES,

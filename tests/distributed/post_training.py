@@ -16,7 +16,6 @@ from dynamic_cp.types import Sample, SharedQuestion, Tree
 from examples.torch_device_mesh import VOCAB_SIZE, TinyTransformer
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.shared_question import shared_question
-from megatron.dynamic_cp.data.turns import Turn, tree_of_turns
 from megatron.integrations.post_training.losses import Loss
 from megatron.integrations.post_training.objectives import (
     dpo,
@@ -30,6 +29,7 @@ from megatron.integrations.post_training.objectives import (
     value_regression,
 )
 from megatron.integrations.post_training.pass_outputs import PassOutputs
+from megatron.integrations.turns import Turn, tree_of_turns
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dynamic_cp import load_model
-from dynamic_cp.frameworks import TESTED
+from megatron.integrations.frameworks import TESTED
 from megatron.integrations.scheduler.groups import check_groups
 from megatron.integrations.scheduler.job import MODEL, PP
 from tests.distributed import verl_seam

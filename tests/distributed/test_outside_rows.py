@@ -11,8 +11,8 @@ import torch
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.types import PlanOptions
-from megatron.dynamic_cp.data.turns import Turn, tree_of_turns
 from megatron.integrations.outside import IGNORED, PlannedCollator, documents_of
+from megatron.integrations.turns import Turn, tree_of_turns
 
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None, reason="transformers is not installed: pip install -e '.[hf]'"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from dynamic_cp._moved import MOVED
+from tests.distributed.harness import run_forked
 from tests.trainer.commandline import command_line
 from tests.unit.test_rooms import LEAVES, ROOT, imports, leaf_of
 
@@ -95,27 +99,32 @@ def test_every_module_of_the_core_imports_without_leaves(no_leaves: Path) -> Non
     said_by(IMPORT, names, no_leaves)
 
 
-def test_the_core_plans_the_same_without_leaves(no_leaves: Path) -> None:
-    digests = said_by(PLAN, first=no_leaves)
-    assert len(set(digests.split())) == 2
-    assert digests == said_by(PLAN)
+def test_the_core_plans_the_same_without_leaves_and_loads_little_for_a_dense_causal_plan(no_leaves: Path) -> None:
+    said = said_by("import dynamic_cp.search.search" + LOADED + PLAN + LOADED, first=no_leaves).splitlines()
+    assert_little_loaded(said[:2], MOST_LINES_OF_A_PLAN)
+    assert said[-1] == "unneeded", "a plan loads what it has no use for"
+    digests = said[2:-2]
+    assert len(set(digests)) == 2
+    assert digests == run_forked(digests_of_plans)
 
 
-def test_a_dense_causal_plan_loads_no_more_than_it_needs() -> None:
-    """With a pipeline more than without, but nothing of placed or linear attention."""
-    assert_little_loaded(said_by("import dynamic_cp.search.search" + LOADED), MOST_LINES_OF_A_PLAN)
-    assert said_by(PLAN + LOADED).splitlines()[-1] == "unneeded"
+def digests_of_plans() -> list[str]:
+    """Return what the program prints, of this process, which has loaded leaves and all else."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(PLAN, {})
+    return out.getvalue().splitlines()
 
 
 def test_the_core_trains_without_leaves(no_leaves: Path) -> None:
     """Its planner, which is a process of its own, has none either. What the run loads is little, too."""
     said = said_by(TRAIN + LOADED, command_line(WORDS), no_leaves)
     assert said.count("lm loss") == 3
-    assert_little_loaded(said, MOST_LINES_OF_A_RANK)
+    assert_little_loaded(said.splitlines()[-2:], MOST_LINES_OF_A_RANK)
 
 
-def assert_little_loaded(said: str, most_lines: int) -> None:
-    loaded, unneeded = said.splitlines()[-2:]
+def assert_little_loaded(said: Sequence[str], most_lines: int) -> None:
+    loaded, unneeded = said
     assert most_lines - 1500 < int(loaded.split()[1]) <= most_lines, "raise no limit: load late what few jobs need"
     assert unneeded == "unneeded"
 
@@ -126,12 +135,17 @@ def test_a_leaf_is_missed_where_it_is_asked_for(no_leaves: Path) -> None:
 
 
 def test_imports_that_moved_are_found_and_say_where() -> None:
-    lines = [f"import {old}, {new} as new; print({old} is new, new.__spec__.name)" for old, new in MOVED.items()]
-    command = [sys.executable, "-W", "always", "-c", "\n".join(lines)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == [f"True {new}" for new in MOVED.values()], done.stderr[-2000:]
     for old, new in MOVED.items():
-        assert f"FutureWarning: {old} is now {new}: the old name goes with the next release" in done.stderr
+        found, wanted = find_spec(old), find_spec(new)
+        assert found is not None, old
+        assert wanted is not None, new
+        assert found.submodule_search_locations == ([] if wanted.submodule_search_locations else None)
+    program = "import dynamic_cp.comparison, dynamic_cp.decide.comparison as new; print(dynamic_cp.comparison is new)"
+    command = [sys.executable, "-W", "always", "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n", done.stderr[-2000:]
+    said = "dynamic_cp.comparison is now dynamic_cp.decide.comparison: the old name goes with the next release"
+    assert f"FutureWarning: {said}" in done.stderr
 
 
 def test_a_command_that_moved_runs() -> None:

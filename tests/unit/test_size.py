@@ -13,7 +13,7 @@ from tests.unit.test_rooms import leaf_of, name_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("dynamic_cp", "megatron")
-MOST_LINES_OF_THE_CORE = 53_650
+MOST_LINES_OF_THE_CORE = 52_950
 """It is lowered when the core gets smaller, and never raised."""
 MOST_LONG_FUNCTIONS = 10
 """Functions of more than LONG lines, and of more than MANY parameters: fewer is the aim."""

@@ -174,8 +174,8 @@ def _write(output: str, values: list[int]) -> None:
 
 
 def _described(name: str, values: list[int], is_drawn: bool) -> dict[str, Any]:
-    from dynamic_cp.length_classes import length_classes
-    from dynamic_cp.lengths.workloads import describe, workload_source
+    from dynamic_cp.decide.length_classes import length_classes
+    from dynamic_cp.decide.workloads import describe, workload_source
 
     summary = describe(values)
     return {
@@ -229,7 +229,7 @@ def _show(name: str, described: dict[str, Any], out: Console) -> None:
 
 def _list_workloads(out: Console, json: str | None) -> None:
     from dynamic_cp.decide.cli.tables import make_table
-    from dynamic_cp.lengths.workloads import workload_source
+    from dynamic_cp.decide.workloads import workload_source
 
     sources = {name: workload_source(name) for name in workload_names()}
     if json:

@@ -15,12 +15,12 @@ import click
 from click.shell_completion import CompletionItem
 
 from dynamic_cp.decide.cli.flag_names import with_own_flags
+from dynamic_cp.decide.tried import sizes_in
 from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputError
 from dynamic_cp.lengths.streams import STDIN, is_pipe
 from dynamic_cp.models import catalog
 from dynamic_cp.models.layers import LayerFeatures, hardware_of_layers, is_of_local_layers
 from dynamic_cp.setting import TP_OVERLAPS, TpOverlap
-from dynamic_cp.tried import sizes_in
 from dynamic_cp.types import (
     AUTO,
     AUTO_CHUNK_TOKENS,
@@ -164,7 +164,7 @@ class Names(click.ParamType[Any]):
 
 def workload_names() -> tuple[str, ...]:
     """Return the bundled workloads (numpy is imported here, not at start)."""
-    from dynamic_cp.lengths import workloads
+    from dynamic_cp.decide import workloads
 
     return workloads.workload_names()
 
@@ -617,8 +617,8 @@ class BatchInput:
         Raises:
             DynamicCPError: unknown name, unreadable file, numbers out of range.
         """
+        from dynamic_cp.decide.workloads import draw_lengths, workload_source
         from dynamic_cp.lengths.read import read_length_array
-        from dynamic_cp.lengths.workloads import draw_lengths, workload_source
 
         name, num_samples = self.lengths, self.global_batch_size
         if num_samples is None:
@@ -663,7 +663,7 @@ class BatchInput:
         Raises:
             DynamicCPError: as `draw`.
         """
-        from dynamic_cp.lengths.workloads import longest_length
+        from dynamic_cp.decide.workloads import longest_length
 
         if self.global_batch_size is None:
             return max(sample.seqlen for batch in batches for sample in batch)

@@ -37,9 +37,9 @@ from dynamic_cp.decide.cli.parameters import (
 )
 from dynamic_cp.decide.cli.simulate import policies_in, policy_option
 from dynamic_cp.decide.cli.tuned import check_memory_is_known, exchanges_tried, searched
+from dynamic_cp.decide.tried import LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models import catalog
-from dynamic_cp.tried import LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED
 from dynamic_cp.types import Hardware, ModelShape
 
 if TYPE_CHECKING:

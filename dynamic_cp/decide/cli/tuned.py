@@ -10,8 +10,8 @@ import click
 
 from dynamic_cp.decide.cli.console import Progress
 from dynamic_cp.decide.cli.parameters import BatchInput, JobInput
+from dynamic_cp.decide.tried import EXCHANGES, RECOMPUTED
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.tried import EXCHANGES, RECOMPUTED
 from dynamic_cp.types import (
     AUTO,
     CpCommType,

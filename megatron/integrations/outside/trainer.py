@@ -30,13 +30,13 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.frameworks import untested
 from dynamic_cp.types import Branches, PlanOptions, Sample, parse_mask
 from megatron.dynamic_cp.agreement.messages import all_gather_bytes, encode_value, value_of
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.data.micro_batches import micro_batches
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
+from megatron.integrations.frameworks import untested
 from megatron.integrations.outside.collator import COLUMNS, read_row
 from megatron.integrations.outside.hugging_face import lanes_of, model_inputs, problem_of, use_dynamic_cp
 from megatron.integrations.outside.lanes import Lanes, LaneStep

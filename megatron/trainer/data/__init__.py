@@ -26,5 +26,4 @@ Read in this order:
 - `stream`: position to sample, `SampleStream.global_batch` (lengths) and `.read` (tokens)
 - `build`: all of it
 - `index_once`: one scan in the whole job
-- `token_lengths`: for the command that counts without training
 """

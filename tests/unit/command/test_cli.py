@@ -9,7 +9,7 @@ import pytest
 
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.bounds import lower_bound
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pipeline.simulator import simulate

@@ -38,12 +38,12 @@ from dynamic_cp.decide.sweep import (
 from dynamic_cp.decide.sweep.flags import launcher
 from dynamic_cp.decide.sweep.search import SHOWN, STATIC_POLICIES
 from dynamic_cp.decide.sweep.space import Refused, settings_of, variants
+from dynamic_cp.decide.tried import EXCHANGES
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.catalog import load_architecture, load_hardware, load_model, model_names
 from dynamic_cp.models.layers import LayerFeatures
 from dynamic_cp.search.search import plan_global_batch
-from dynamic_cp.tried import EXCHANGES
 from dynamic_cp.types import AUTO_CHUNK_TOKENS, CP_COMM_TYPES, DataParallel, Experts, Lambda, RecomputedLayers, Topology
 from tests import patience
 from tests.unit.support import samples_of

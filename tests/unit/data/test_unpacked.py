@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from dynamic_cp.errors import DataError, InvalidInputError
+from megatron.decide.token_lengths import token_lengths
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.entries import index_entries
-from megatron.trainer.data.token_lengths import token_lengths
 from tests.unit.data.helpers import config, refusal
 from tests.unit.data.made_tokenizers import MARKED_TEMPLATE, write_tokenizer
 from tests.unit.data.test_chat import CHATS, flags, line_of, messages_of

@@ -16,10 +16,10 @@ import pytest
 
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.cli.parameters import KINDS
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.errors import DataError, UnsupportedFeatureError
 from dynamic_cp.lengths import streams
 from dynamic_cp.lengths.read import READERS, read_length_array, read_lengths
-from dynamic_cp.lengths.workloads import draw_lengths
 from tests import patience
 from tests.unit.lengths.test_lengths import ARRAY, LENGTHS, index_bytes
 

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dynamic_cp
-from dynamic_cp.errors import DynamicCPError, InvalidInputError
-from dynamic_cp.lengths.summary import describe
-from dynamic_cp.lengths.workloads import (
+from dynamic_cp.decide.workloads import (
     OVERLONG_POLICIES,
     draw_lengths,
     longest_length,
     workload_names,
     workload_source,
 )
+from dynamic_cp.errors import DynamicCPError, InvalidInputError
+from dynamic_cp.lengths.summary import describe
 from tests.unit.support import CASES
 
 DATA = Path(dynamic_cp.__file__).parent / "data" / "lengths"
@@ -74,7 +74,7 @@ def test_names_and_sources():
 
 def test_the_same_in_another_process_and_no_torch():
     program = (
-        "import sys; from dynamic_cp.lengths.workloads import draw_lengths, workload_names;"
+        "import sys; from dynamic_cp.decide.workloads import draw_lengths, workload_names;"
         "print([int(draw_lengths(name, 50, 1, 131072).sum()) for name in workload_names()]);"
         "assert not {'torch', 'megatron'} & set(sys.modules)"
     )

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from dynamic_cp.lengths.workloads import draw_lengths
+from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.packing.durations import bucket_ns, durations_of, sample_ns
 from dynamic_cp.packing.judge import build_plan, makespan_ns, price_packing

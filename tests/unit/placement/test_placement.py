@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.blocks.metric import traffic_of
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.placement.metric import traffic_of
 from dynamic_cp.placement.placed import Placed
 from dynamic_cp.placement.portfolio import candidates, place_greedily, place_whole, place_zigzag, search_placement
 from dynamic_cp.placement.problem import PlacementProblem

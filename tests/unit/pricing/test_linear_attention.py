@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.decide.bounds import lower_bound
+from dynamic_cp.decide.sent import sent_by_bucket
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.learning.observations import Observation, PricedObservations
 from dynamic_cp.memory.activations import activation_bytes, tokens_of_states
@@ -21,7 +22,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.flops import batch_flops
 from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD, StageLinearAttention, sent_states
 from dynamic_cp.pricing.resolution import problem_of_prices
-from dynamic_cp.pricing.sent import sent_by_bucket
+from dynamic_cp.pricing.stage import _linear_attention_of
 from dynamic_cp.search.plan_in_memory import plan_in_memory
 from dynamic_cp.search.search import plan_global_batch, plan_problem
 from dynamic_cp.types import (
@@ -51,7 +52,7 @@ def problem_of(num_lanes: int = 4, hardware=HARDWARE, model=MODEL, **options: ob
 
 
 def stage_of(problem: Problem) -> StageLinearAttention:
-    found = StageLinearAttention.of(problem.model.stages(1)[0], problem)
+    found = _linear_attention_of(problem.model.stages(1)[0], problem)
     assert found is not None
     return found
 

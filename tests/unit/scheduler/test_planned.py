@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks.grpo_groups import BATCHES, LAYOUTS, gain, geometric_mean, rollouts
-from dynamic_cp import frameworks
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.pricing.cost_model import CostModel
+from megatron.integrations import frameworks
 from megatron.integrations.scheduler import planned, register
 from megatron.integrations.scheduler.groups import check_groups, groups_ns, groups_of_greedy
 from megatron.integrations.scheduler.job import MODEL, Job, job_of
