@@ -27,12 +27,12 @@ MOVED = {
 
 
 class _Finder(MetaPathFinder):
-    """Finds what no other finder does: a name in MOVED, or one below it."""
+    """Finds a name in MOVED, or one below it."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        for old, new in MOVED.items():
+        for old, new in MOVED.items() if name.startswith(("dynamic_cp.", "megatron.")) else ():
             if f"{name}.".startswith(f"{old}."):
                 spec = find_spec(new + name.removeprefix(old))
                 if spec is None:
@@ -61,5 +61,5 @@ class _Loader(Loader):
 
 
 def install() -> None:
-    """Have old names found, after all that other finders know."""
-    sys.meta_path.append(_Finder())
+    """Have old names found, before others load what is below one a second time."""
+    sys.meta_path.insert(0, _Finder())

@@ -140,7 +140,11 @@ def test_imports_that_moved_are_found_and_say_where() -> None:
         assert found is not None, old
         assert wanted is not None, new
         assert found.submodule_search_locations == ([] if wanted.submodule_search_locations else None)
-    program = "import dynamic_cp.comparison, dynamic_cp.decide.comparison as new; print(dynamic_cp.comparison is new)"
+    program = """
+import sys, dynamic_cp.comparison.compare, dynamic_cp.decide.comparison.compare
+print(all(sys.modules[f"dynamic_cp.{name}"] is sys.modules[f"dynamic_cp.decide.{name}"]
+    for name in ("comparison", "comparison.compare")))
+"""
     command = [sys.executable, "-W", "always", "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "True\n", done.stderr[-2000:]
