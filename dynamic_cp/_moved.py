@@ -1,4 +1,4 @@
-"""Imports that moved: under the old name for this release, with a line that says the new one."""
+"""Imports that moved and that pages named: under the old name for this release, with a line that says the new one."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ MOVED = {
     "megatron.dynamic_cp.doctor": "megatron.decide.doctor",
     "megatron.trainer.weights": "megatron.integrations.weights",
     "megatron.trainer.data.preferences": "megatron.integrations.preferences",
+    "megatron.trainer.data.token_lengths": "megatron.decide.token_lengths",
 }
 """Old name -> new name, of a module and of all below it."""
 
@@ -37,7 +38,8 @@ class _Finder(MetaPathFinder):
                 spec = find_spec(new + name.removeprefix(old))
                 if spec is None:
                     return None
-                return ModuleSpec(name, _Loader(spec), is_package=spec.submodule_search_locations is not None)
+                is_package = spec.submodule_search_locations is not None
+                return ModuleSpec(name, _Loader(spec), origin=spec.origin, is_package=is_package)
         return None
 
 
@@ -61,5 +63,5 @@ class _Loader(Loader):
 
 
 def install() -> None:
-    """Have old names found, before others load what is below one a second time."""
+    """Put the finder first: the path finder would otherwise load `old.part` as a second copy of `new.part`."""
     sys.meta_path.insert(0, _Finder())

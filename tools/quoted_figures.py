@@ -396,19 +396,22 @@ def hybrids() -> Quoted:
 
 
 def gains_of_hybrids(rows: Lines) -> Lines:
-    """Return the sentence that says what the table of hybrids shows, without the rows of their twins."""
+    """Return the sentences that say what the table of hybrids shows."""
     cells = [[cell.strip() for cell in row.strip("| ").split("|")] for row in rows[2:]]
     hybrids = [row for row in cells if not row[0].startswith("full ")]
+    twins = [row for row in cells if row[0].startswith("full ")]
 
-    def range_over(column: int, lengths: str) -> str:
-        found = [float(row[column].split()[0]) for row in hybrids if row[1] == lengths and row[column] != "-"]
+    def range_over(rows: list[list[str]], lengths: str) -> str:
+        found = [float(row[4].split()[0]) for row in rows if row[1] == lengths and row[4] != "-"]
         return f"{min(found):.2f} to {max(found):.2f}"
 
     states = max(float(row[7].split()[0]) for row in hybrids)
     return _sentences(
-        f"Over static CP hybrids gain {range_over(4, 'github')} times for code and documents, as much as models with",
-        f"full attention; {range_over(4, 'sft_longalign')} for chats with some long ones. Passing on states adds up to",
-        f"{states - 1:.0%}, most where buckets span nodes.",
+        f"Over static CP hybrids gain {range_over(hybrids, 'github')} times for code and documents,",
+        f"their twins with full attention {range_over(twins, 'github')};",
+        f"{range_over(hybrids, 'sft_longalign')} for chats with some long ones.",
+        f"Where buckets pass on states it is up to {states:.2f} times the gain by heads alone,",
+        "most where they span nodes.",
     )
 
 
@@ -440,7 +443,7 @@ def loss_chunks() -> Quoted:
         lines.append(
             f"| {name} | {one['max_tokens_per_rank']} | {one['peak_bytes'] / 1e9:.1f} | {one['predicted_s']:.3f} |"
         )
-    lines += ["", f"Modelled on {_today()} by", "", "```text"]
+    lines += ["", f"Modelled on {_today()} by this command, the first row without its last option:", "", "```text"]
     return {"docs/how-to/decide.md": [*lines, f"dynamic-cp plan {CHUNKS_JOB} --loss-chunk-tokens auto", "```"]}
 
 

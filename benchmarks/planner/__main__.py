@@ -125,7 +125,7 @@ def measure(section: str, cases: Sequence[str], *, quick: bool, images: Path) ->
 def machine() -> dict[str, Any]:
     """Return date, CPU and versions."""
     versions = {"python": platform.python_version()}
-    for package in ("numpy", "numba", "pulp", "megatron-core"):
+    for package in ("numpy", "numba", "pulp", "highspy", "megatron-core"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What helps to decide before a job starts: the command `dynamic-cp` and all that only it needs.
+"""What helps to decide before a job starts: the command `dynamic-cp`, and what else no run needs.
 
 A leaf: it imports the planner, and neither planner nor runtime import it. Read in this order: `workloads` (lengths of
 samples by name), `bounds` (what no plan can beat, and the exact search of tiny batches), `sent` (bytes that a plan

@@ -18,7 +18,6 @@ from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.plans.extension import kind_of
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.plans.serialize import digest
-from dynamic_cp.plans.state_runs import StateRuns
 from dynamic_cp.types import STATE_EXCHANGES, Bucket, ModelShape, Plan, PlannedBatch, Sample, Topology, parse_mask
 
 
@@ -145,6 +144,8 @@ def _parts(bucket: Bucket, topology: Topology) -> Sequence[object] | None:
     parts = MECHANISMS[bucket.cp_comm_type].lane_parts(bucket, topology)
     if parts is None or not bucket.exchanges_states:
         return parts
+    from dynamic_cp.plans.state_runs import StateRuns  # few jobs pass on states
+
     runs = StateRuns.of_placement(bucket, topology.rank_token_multiple)
     return [[part, runs.known_to(lane).as_json()] for lane, part in enumerate(parts)]
 

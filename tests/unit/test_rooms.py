@@ -49,6 +49,7 @@ BELOW_ALL = ("dynamic_cp", "types")
 """The room that also modules in no room may use."""
 READ_IN_ORDER = (
     *sorted({f"{package}.{room}" for package, rooms in ROOMS.items() for room in rooms}),
+    *("megatron.decide", "megatron.integrations"),
     *(f"megatron.dynamic_cp.attention.{room}" for room in ("kernels", "mechanisms", "te", "linear", "linear.kernels")),
 )
 
@@ -140,7 +141,8 @@ def test_every_arrow_between_rooms_goes_one_way(package: str) -> None:
         for name in names
         if (there := room_of(name, package)) and there != here
     }
-    assert len(arrows) >= min(len(rooms) - 1, 3), "nothing was looked at"
+    few = {"megatron.decide": 0, "megatron.integrations": 3}
+    assert len(arrows) >= few.get(package, 1.5 * len(rooms)), "nothing was looked at"
     backwards = {one: where for one, where in arrows.items() if rooms.index(one[0]) < rooms.index(one[1])}
     assert not backwards
 
@@ -167,12 +169,12 @@ def test_a_room_reads_in_the_order_that_it_names(room: str) -> None:
 
 
 def test_what_pages_and_examples_name_is_where_they_say() -> None:
-    package = r"(?:dynamic_cp|megatron\.(?:dynamic_cp|trainer|lm_adaptor))"
+    package = r"(?:dynamic_cp|megatron\.(?:dynamic_cp|trainer|decide|integrations))"
     named = set(re.findall(rf"(?:^::: |`)({package}(?:\.\w+)+)(?:$|`|\()", DOCS, re.MULTILINE))
     for module, names in re.findall(rf"^from ({package}[\w.]*) import ([\w, ]+)$", DOCS, re.MULTILINE):
         named.update(f"{module}.{name}" for name in names.split(", "))
     named -= set(re.findall(r'"(dynamic_cp\.\w+)": \[', (ROOT / "setup.py").read_text("utf-8")))  # entry point groups
-    assert len(named) > 40, "nothing was looked at"
+    assert len(named) > 100, "nothing was looked at"
     missing = []
     for name in sorted(named):
         try:

@@ -238,7 +238,8 @@ def test_rounded_rank_tokens_are_refused():
         exact_plan(samples_of([3]), model)
 
 
-def test_without_pulp_the_remedy_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pulp", None)
-    with pytest.raises(UnsupportedFeatureError, match="pip install"):
+@pytest.mark.parametrize("name", ["pulp", "highspy"])
+def test_without_its_solver_the_remedy_is_named(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UnsupportedFeatureError, match=rf"needs {name}, .*pip install megatron-dynamic-cp\[exact\]"):
         exact_plan(samples_of([3]), tiny_cost_model(Topology(num_lanes=1)))
