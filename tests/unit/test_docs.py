@@ -174,8 +174,10 @@ def check_not_run(words: list[str]) -> None:
         assert context.params["output"]
     elif "megatron.dynamic_cp.run" in words:  # the rest are Megatron-LM's flags
         assert importlib.util.find_spec("megatron.dynamic_cp.run")
-    elif words[1:3] == ["-m", "pytest"]:
-        assert all((ROOT / word).exists() for word in words[3:])
+    elif words[1:3] in (["-m", "pytest"], ["-m", "tools.releases"]):
+        tests = [word for word in words[3:] if "/" in word]
+        assert tests
+        assert all((ROOT / word).exists() for word in tests)
     elif words[0] == "torchrun" and words[-1].startswith("examples/"):
         assert ROOT / words[-1] in EXAMPLES
     elif words[0] == "torchrun":
@@ -201,7 +203,8 @@ def check_not_run(words: list[str]) -> None:
 
 def check_planned(words: list[str]) -> None:
     """A command of the planner plans its job and does not refuse it; one batch says whether it would."""
-    several = ["--batches", "1"] if words[1] in ("simulate", "sweep") else []
+    draws = words[1] == "simulate" or (words[1] == "sweep" and "--global-batch-size" in words)
+    several = ["--batches", "1"] if draws else []
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         status = cli.main([*words[1:], *several])
