@@ -397,7 +397,7 @@ def hybrids() -> Quoted:
 
 def gains_of_hybrids(rows: Lines) -> Lines:
     """Return the sentences that say what the table of hybrids shows."""
-    cells = [[cell.strip() for cell in row.strip("| ").split("|")] for row in rows[2:]]
+    cells = _cells_of(rows)
     hybrids = [row for row in cells if not row[0].startswith("full ")]
     twins = [row for row in cells if row[0].startswith("full ")]
 
@@ -419,7 +419,7 @@ def exchange_gains() -> Quoted:
     """Return what exchanges chosen per bucket give, as the planner's page has it."""
     page = (ROOT / "docs" / "figures" / "planner.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"<!-- begin exchanges-frozen -->(.*?)<!-- end", page, re.DOTALL)
-    cells = [[cell.strip() for cell in row.strip("| ").split("|")] for row in _table_of(table.splitlines())[2:]]
+    cells = _cells_of(_table_of(table.splitlines()))
 
     def ratios(heads: str, *cases: str) -> list[str]:
         return sorted(row[5] for row in cells if row[1] == heads and row[0] in cases)
@@ -500,6 +500,11 @@ def _sentences(*parts: str) -> Lines:
 
 def _table_of(lines: Iterable[str]) -> Lines:
     return [line for line in lines if line.startswith("|")]
+
+
+def _cells_of(rows: Lines) -> list[list[str]]:
+    """Return the cells of a table without its head."""
+    return [[cell.strip() for cell in row.strip("| ").split("|")] for row in rows[2:]]
 
 
 def best_static(result: dict[str, Any]) -> str:
