@@ -42,6 +42,7 @@ PART_MIN = 12.0
 CASE_S, FAULT_S = 8.0, 40.0
 """Seconds that a test computes which tests/costs.json does not know, and that a planted fault takes with its test."""
 PYTEST = ("pytest", "-m", "nightly", "-q", "--workers", "4")
+TESTS_OF_RELEASES = ("-m", "not nightly or of_releases", *releases.TESTS)
 FIGURES = ("tools.quoted_figures", "--check")
 HEAD = ("what", "Python", "megatron-core", "commit", "date", "passed", "failed", "skipped", "minutes", "processor")
 _COUNTED = re.compile(r"(?:^|: |= )\d+ (?:passed|failed|skipped|error)")
@@ -77,18 +78,15 @@ def pieces(tests_s: Mapping[str, float]) -> list[Piece]:
     tool, pythons = ("-m", "tools.releases", "--only"), list(filter(releases.command_of, releases.PYTHONS))
     words = (*tool, "plans", "--python", *pythons)
     found.append(Piece("releases plans", "plans are bit-equal", words, 10.0, ", ".join(pythons), "all"))
-    nightly_of: set[str] = set()  # releases
+    oldest = {one.version: python for python in reversed(pythons) for one in releases.releases_on(python)}
     for python in pythons:
         words, what = (*tool, "checkpoints", "--python", python), "checkpoints from each to each"
         found.append(Piece(f"releases checkpoints {python}", what, words, 6.0, python, "all"))
-        for release in (one.version for one in releases.releases_on(python)):
-            name, words = f"releases {python} {release}", (*tool, "tests", "--python", python, "--release", release)
-            found.append(Piece(name, "tests of ranks, by day", words, 8.0, python, release))
-            if release not in nightly_of:
-                nightly_of.add(release)
-                for folder in releases.TESTS:
-                    by_night = (*words, "--", "-m", "nightly", folder)
-                    found.append(Piece(f"{name} {folder}", folder, by_night, 15.0, python, release))
+        runs = [one.version for one in releases.releases_on(python)]
+        for release in runs:
+            if release == runs[-1] or oldest[release] == python:  # what pip takes, and each release somewhere
+                words = (*tool, "tests", "--python", python, "--release", release, "--", *TESTS_OF_RELEASES)
+                found.append(Piece(f"releases {python} {release}", "tests of ranks", words, 12.0, python, release))
     return found
 
 
