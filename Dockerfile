@@ -3,7 +3,7 @@
 #   docker build -t megatron-dynamic-cp:0.1.0 .                      GPUs: NGC's PyTorch and TransformerEngine
 #   docker build --target cpu -t megatron-dynamic-cp:0.1.0-cpu .     CPU ranks (gloo), nothing of NVIDIA's
 #
-# `docker run IMAGE pretrain_gpt.py FLAG...` trains on all GPUs, or on CPU ranks; docs/how-to/cluster.md#docker has more.
+# `docker run IMAGE pretrain_gpt.py FLAG...` trains on all GPUs, or on CPU ranks; docs/how-to/operate.md#docker has more.
 
 # The release of NGC on which megatron-core 0.19 is developed, with Python 3.12, and the TransformerEngine it builds there.
 ARG NGC=26.06-py3

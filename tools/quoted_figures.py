@@ -206,7 +206,7 @@ def headline() -> Quoted:
     return {
         "README.md": _readme(tuned),
         "docs/how-to/decide.md": _decide(tuned, given),
-        "docs/peers.md": _peers(tuned),
+        "docs/backtest.md": _peers(tuned),
     }
 
 
@@ -386,13 +386,13 @@ def latent_exchange() -> Quoted:
         "prediction; memory not checked), full recomputation, the exchange chosen for every bucket:",
         "",
     ]
-    return {"docs/exchanges.md": [*layer[:2], *kept, *between, *batches]}
+    return {"docs/mechanisms.md": [*layer[:2], *kept, *between, *batches]}
 
 
 def hybrids() -> Quoted:
     """Return what dynamic CP gives hybrids."""
     rows = _table_of(_ran(sys.executable, "-m", "benchmarks.hybrids"))
-    return {"docs/hybrids.md": [*rows, "", *gains_of_hybrids(rows)]}
+    return {"docs/how-to/decide.md": [*rows, "", *gains_of_hybrids(rows)]}
 
 
 def gains_of_hybrids(rows: Lines) -> Lines:
@@ -432,7 +432,7 @@ def exchange_gains() -> Quoted:
         f"GitHub-like lengths and multi-head attention, {one[0]} to {one[-1]} where one sample of 128k dominates, and",
         f"{few[0]} to {few[-1]} with 8 KV heads.",
     )
-    return {"docs/exchanges.md": said}
+    return {"docs/mechanisms.md": said}
 
 
 def loss_chunks() -> Quoted:

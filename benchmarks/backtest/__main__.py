@@ -1,8 +1,8 @@
-"""The cost model against published runs: docs/backtest.md.
+"""The cost model against published runs: docs/backtest.md, with all tables on docs/figures/backtest.md.
 
     python -m benchmarks.backtest                        # every table, about a minute
     python -m benchmarks.backtest --only steps memory    # some, in seconds
-    python -m benchmarks.backtest --markdown             # all, into docs/backtest.md between its markers
+    python -m benchmarks.backtest --markdown             # all, between the markers of these pages
     python -m benchmarks.backtest --check                # 1 where the model is further off than errors.LIMITS allows
 
 Runs and figures stand in published.json, each with its source; hardware files say which price was fitted.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.backtest import causes, errors, layouts, variable
@@ -20,7 +20,9 @@ from benchmarks.backtest.runs import Run, read_runs
 from benchmarks.backtest.steps import Modelled, modelled
 from benchmarks.planner.report import inserted
 
-PAGE = Path(__file__).parents[2] / "docs" / "backtest.md"
+DOCS = Path(__file__).parents[2] / "docs"
+SUMMARY = ("backtest-goals", "backtest-spread")
+"""Tables of docs/backtest.md; the others are on docs/figures/backtest.md."""
 SECTIONS = ("steps", "memory", "variable", "layout")
 
 
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 1 where a limit is broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SECTIONS, nargs="+", default=SECTIONS, help="tables to make")
-    parser.add_argument("--markdown", action="store_true", help=f"put the tables into {PAGE.name}; the prose stays")
+    parser.add_argument("--markdown", action="store_true", help="put the tables into the pages; the prose stays")
     parser.add_argument("--check", action="store_true", help="only the limits")
     options = parser.parse_args(arguments)
     runs = read_runs()
@@ -37,11 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.check:
         tables = {name: text for section in options.only for name, text in tables_of(section, runs, results).items()}
         if options.markdown:
-            PAGE.write_text(inserted(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
+            write(tables)
         print("\n\n".join(tables.values()))
     for line in broken:
         print(f"limit: {line}", file=sys.stderr)
     return int(options.check and bool(broken))
+
+
+def write(tables: Mapping[str, str]) -> None:
+    """Put each table between its markers."""
+    for page in (DOCS / "backtest.md", DOCS / "figures" / "backtest.md"):
+        own = {name: text for name, text in tables.items() if (name in SUMMARY) == (page.parent == DOCS)}
+        page.write_text(inserted(page.read_text(encoding="utf-8"), own), encoding="utf-8")
 
 
 def tables_of(section: str, runs: Sequence[Run], results: Sequence[Modelled]) -> dict[str, str]:

@@ -89,7 +89,7 @@ def exchanges_of(
     """Return the mechanisms that a value of --cp-comm-type allows; `auto` those that serve all of the job.
 
     Placed attention is among those of `auto` where samples bring masks of their own, or layers have windows: on causal
-    data steps gained 0.5 % at most (docs/blocks.md), and room for what it fetches would be taken from tokens.
+    data steps gained 0.5 % at most (docs/figures/blocks.md), and room for what it fetches would be taken from tokens.
 
     Args:
         wanted: the value, AUTO or a mechanism.

@@ -59,7 +59,7 @@ def test_what_is_planted_in_place_of_an_outcome_is_not_run(tmp_path: Path) -> No
     for name, (kind, text, _) in found.items():
         assert kind is DisagreementError, name
         assert text.startswith(f"no message of this program under {name!r} in the job's store: ")
-        assert "docs/trust.md" in text
+        assert "SECURITY.md" in text
 
 
 def test_values_that_a_caller_does_not_expect_are_refused() -> None:
@@ -96,7 +96,7 @@ def test_what_is_planted_in_place_of_a_plan_is_not_run(tmp_path: Path) -> None:
     kind, text, _ = run_ranks(2, take_planted, ERROR + planted(mark), timeout_s=60)[1]
     assert not mark.exists()
     assert kind is DisagreementError
-    assert "docs/trust.md" in text
+    assert "SECURITY.md" in text
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_whoever_is_killed_or_stopped_while_saving_the_job_ends_or_goes_on_and_r
     assert len([folder for folder in tmp_path.glob("trial_*") if (folder / "struck").exists()]) == len(trials)
 
 
-# --- tools.kill_times: the figures of docs/runtime.md come from more
+# --- tools.kill_times: the figures of docs/design.md come from more
 
 
 @pytest.mark.nightly

@@ -201,9 +201,11 @@ def test_a_published_pair_is_priced_both_ways() -> None:
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Limits hold, and the page has a place for every table."""
     assert command.main(["--check"]) == 0
-    page = tmp_path / "backtest.md"
-    shutil.copy(command.PAGE, page)
-    monkeypatch.setattr(command, "PAGE", page)
+    page = tmp_path / "figures" / "backtest.md"
+    page.parent.mkdir()
+    shutil.copy(command.DOCS / "backtest.md", tmp_path)
+    shutil.copy(command.DOCS / "figures" / "backtest.md", page)
+    monkeypatch.setattr(command, "DOCS", tmp_path)
     assert command.main(["--markdown"]) == 0
     assert "Refused:" in capsys.readouterr().out
     for pair in variable.read_variable():

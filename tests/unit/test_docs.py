@@ -36,11 +36,12 @@ from megatron.integrations.weights.command import command as weights
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import build_parser, parse_args
 from megatron.trainer.setup import memory
-from tools import flags_page, make_drawings, quoted_figures
+from tests.unit.test_rooms import ROOMS
+from tools import feature_map, flags_page, make_drawings, quoted_figures
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", *DOCS.rglob("*.md")])
 EXAMPLES = sorted(
     ROOT / "examples" / name
     for name in re.findall(r"`examples/([\w]+\.py)`", (DOCS / "api.md").read_text(encoding="utf-8"))
@@ -361,6 +362,14 @@ def test_flags_and_options_are_those_of_the_parsers() -> None:
     assert (DOCS / "command.md").read_text(encoding="utf-8") == flags_page.command_page(), remedy
 
 
+def test_every_feature_has_its_row_and_every_room_a_feature() -> None:
+    page = (DOCS / "extend.md").read_text(encoding="utf-8")
+    assert page == feature_map.with_table(page), "run `python -m tools.feature_map` and commit docs/extend.md"
+    assert all(row.count("`") >= 4 for row in feature_map.table().splitlines()[2:]), "each has files and tests"
+    rooms = [f"{package.replace('.', '/')}/{room}/" for package, rooms in ROOMS.items() for room in rooms]
+    assert [room for room in rooms if room not in page and not room.startswith("dynamic_cp/types/")] == []
+
+
 def test_pairs_of_the_page_are_refused_whatever_else_a_run_says():
     """What is refused under a condition only says so in its row."""
     on = {"num_experts": 4, "window_size": (7, 0), "fp8": "hybrid", "add_qkv_bias": True, "bias_swiglu_fusion": True}
@@ -372,7 +381,7 @@ def test_pairs_of_the_page_are_refused_whatever_else_a_run_says():
 
 def test_flags_named_on_pages_exist() -> None:
     known = set(re.findall(r"--[a-z][\w-]*", flags_page.flags_page() + flags_page.command_page()))
-    for script in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tools").glob("*.py")]:
+    for script in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tools").glob("*.py")]:
         known |= set(re.findall(r'"(--[a-z][\w-]*)"', script.read_text(encoding="utf-8")))
     others = {"--nproc-per-node", "--help", "--version", "--index-url"}
     others |= {"--rdzv-backend", "--master-port", "--master-addr", "--local-addr"}  # torchrun's
@@ -392,7 +401,7 @@ def test_flags_named_on_pages_exist() -> None:
     others |= {"--fim-data", "--split-sentences", "--calculate-per-token-loss"}
     named = 0
     for page in PAGES:
-        if page.name in ("planner.md", "LOG.md", "2026-11.md"):  # commands of other tools
+        if page.name in ("planner.md", "LOG.md"):  # commands of other tools
             continue
         flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text(encoding="utf-8")))
         named += len(flags)
@@ -462,7 +471,7 @@ def test_a_file_named_on_a_page_is_one_and_where_the_page_says() -> None:
     files = [path.relative_to(ROOT).as_posix() for top in tops for path in (ROOT / top).rglob("*.py")]
     looked_at, wrong = 0, []
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
-        if page.name in ("LOG.md", "2026-11.md"):  # they tell of files that are gone
+        if page.name == "LOG.md":  # they tell of files that are gone
             continue
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
         for part in re.split(r"\n\s*\n|\n(?=\|)", text):
@@ -517,7 +526,7 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     pages = sorted((tmp_path / "site").rglob("*.html"))
-    assert len(pages) >= len(PAGES)
+    assert len(pages) >= len(list(DOCS.rglob("*.md")))
     for page in pages:
         html = page.read_text(encoding="utf-8")
         loaded = re.findall(r'<(?:script|img|iframe)[^>]*\ssrc="([^"]+)"', html)

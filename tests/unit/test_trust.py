@@ -1,7 +1,7 @@
 """What a run reads is data: proofs that planted code is not run, and a list of the places that could run it.
 
 The job's store and peers: tests/distributed/test_messages.py. Checkpoints: tests/trainer/test_safe_loading.py. What is
-trusted and what is not: docs/trust.md.
+trusted and what is not: SECURITY.md.
 """
 
 from __future__ import annotations
@@ -242,4 +242,4 @@ def test_every_place_that_could_run_what_it_reads_is_listed() -> None:
         for name in _calls(file.read_text(encoding="utf-8")):
             place = (str(file.relative_to(ROOT)), name)
             found[place] = found.get(place, 0) + 1
-    assert found == LISTED, "replace it, or say in docs/trust.md and here why it can be trusted"
+    assert found == LISTED, "replace it, or say in SECURITY.md and here why it can be trusted"

@@ -3,7 +3,7 @@
     a value or an error -> one message -> the same value or error on every rank
 
 An error travels as the name of its class, its text and its details, as far as JSON has them; a class that
-`dynamic_cp.errors` does not have arrives as the nearest of its bases. docs/trust.md says what this does not prevent.
+`dynamic_cp.errors` does not have arrives as the nearest of its bases. SECURITY.md says what this does not prevent.
 """
 
 from __future__ import annotations
@@ -118,6 +118,6 @@ def _error(*, error: str, message: str, details: dict[str, Any]) -> DynamicCPErr
 def _no_message(message: bytes, place: str, reason: Exception) -> DisagreementError:
     return DisagreementError(
         f"no message of this program {place}: {message[:40]!r} ({type(reason).__name__}: {reason}); restart the job "
-        "and let no other program reach its ports (docs/trust.md)",
+        "and let no other program reach its ports (SECURITY.md)",
         place=place,
     )

@@ -261,7 +261,7 @@ def _read_data(file: Any, name: str) -> Any:
 def _foreign(name: str, refused: str) -> CheckpointError:
     return CheckpointError(
         f"{name} holds {refused}, which is no data of a checkpoint: loading it would run it, so it is refused. Take a "
-        "checkpoint that this program or Megatron-LM wrote; docs/trust.md says how to allow a class of your own"
+        "checkpoint that this program or Megatron-LM wrote; SECURITY.md says how to allow a class of your own"
     )
 
 

@@ -219,7 +219,7 @@ def _local_layers(needs: LayerNeeds, obstacle: str, version: str | None) -> Laye
     """Return local layers, chosen because of an obstacle; refuse it where something needs TransformerEngine's."""
     if needs.requested is not None:
         raise UnsupportedFeatureError(
-            f"--transformer-impl {needs.requested}: {obstacle}; change that (docs/how-to/transformer-engine.md), or "
+            f"--transformer-impl {needs.requested}: {obstacle}; change that (docs/GPU.md), or "
             "use --transformer-impl local",
             installed=version,
             needed=shown(OLDEST),
@@ -227,7 +227,7 @@ def _local_layers(needs: LayerNeeds, obstacle: str, version: str | None) -> Laye
     if needs.fp8_recipe is not None:
         raise UnsupportedFeatureError(
             f"--fp8-format is for TransformerEngine's layers, and {obstacle}; change that "
-            "(docs/how-to/transformer-engine.md), or leave it out",
+            "(docs/GPU.md), or leave it out",
             installed=version,
         )
     return LayerChoice(impl="local", reason=obstacle)
