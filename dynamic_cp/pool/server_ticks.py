@@ -1,8 +1,8 @@
 """What one server of a pool does in every tick of a plan, as text that travels to it.
 
-Numbers of a programme are small and repeat from tick to tick, so their JSON is compressed; `docs/figures/disaggregated.md` has
-its bytes. With model chunks a server does the same in several ticks: that stands there once, and the others have its
-number.
+Numbers of a programme are small and repeat from tick to tick, so their JSON is compressed
+(docs/figures/disaggregated.md has its bytes). With model chunks a server does the same in several ticks: that stands
+there once, and the others have its number.
 """
 
 from __future__ import annotations
