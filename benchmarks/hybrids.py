@@ -5,10 +5,10 @@
     python -m benchmarks.hybrids --ways              # all heads, all states and the choice; 1 where it loses over 2%
     python -m benchmarks.hybrids --planning          # what planning takes, over that of the twins
 
-Modelled on H100 (docs/how-to/decide.md#hybrids): 64 GPUs, each policy at its own fastest setting, and 512 with a batch eight times as
-large, each at the fastest of its two best settings of 64, the dynamic one also at those of the others. The twin of a
-model has attention in every layer and the same other sizes. Gains are ratios of the sums over the batches; in brackets
-those of single batches.
+Modelled on H100 (docs/how-to/decide.md#hybrids): 64 GPUs, each policy at its own fastest setting, and 512 with a batch
+eight times as large, each at the fastest of its two best settings of 64, the dynamic one also at those of the others.
+The twin of a model has attention in every layer and the same other sizes. Gains are ratios of the sums over the
+batches; in brackets those of single batches.
 """
 
 from __future__ import annotations
