@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dynamic_cp.decide.calibration import Calibration, Measurements, calibrate
-from dynamic_cp.decide.cli.output import write_json
+from dynamic_cp.decide.files import write_json
 from dynamic_cp.models import catalog
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import Hardware, PlanOptions, Problem, Topology

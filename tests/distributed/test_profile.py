@@ -123,7 +123,7 @@ def _emulated_ring() -> tuple[torch.Tensor, torch.Tensor]:
     """Return (an emulated ring's output, that of real attention) where both must be the same."""
     import torch.distributed as dist
 
-    from megatron.decide.calibration.emulation import emulated, no_transfers
+    from megatron.decide.calibration.sections import emulated, no_transfers
     from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 
     def params(seqlen: int) -> DynamicPackedSeqParams:
@@ -149,7 +149,7 @@ def _timed_hops() -> tuple[list[float], float]:
     import torch.distributed as dist
 
     from megatron.decide.calibration.device import Place
-    from megatron.decide.calibration.links import link_probes
+    from megatron.decide.calibration.sections import link_probes
     from megatron.decide.calibration.timing import Probe, Timer
 
     size, device = dist.get_world_size(), torch.device("cpu")
@@ -254,10 +254,10 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 def _refused(words: list[str]) -> Any:
-    from megatron.decide.calibration import model
+    from megatron.decide.calibration import bench
 
     # Whatever this machine has: a model of 70 billion weights does not fit.
-    model.free_bytes = lambda device: 8_000_000_000
+    bench.free_bytes = lambda device: 8_000_000_000
     return run_command(words)
 
 

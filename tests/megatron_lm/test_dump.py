@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from dynamic_cp.decide.cli import main as command
-from dynamic_cp.decide.report.measured import read_spans
-from dynamic_cp.decide.report.run import read_run
+from dynamic_cp.decide.report.run import read_run, read_spans
 from tests.megatron_lm import test_run as checkout
 
 pytestmark = checkout.pytestmark

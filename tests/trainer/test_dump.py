@@ -8,8 +8,7 @@ import shutil
 import pytest
 
 from dynamic_cp.decide.cli import main as command
-from dynamic_cp.decide.report.measured import read_spans
-from dynamic_cp.decide.report.run import read_run
+from dynamic_cp.decide.report.run import read_run, read_spans
 from tests.trainer.test_training import DYNAMIC
 from tests.trainer.training_ranks import losses, run_command, train
 

@@ -60,7 +60,7 @@ HOMONYMS = {
     "dynamic_cp/decide/report/trace.py": "sends between pipeline stages are p2p, too",
     "dynamic_cp/decide/calibration/fit.py": "collectives that are measured",
     "dynamic_cp/decide/calibration/measurements.py": "collectives that are measured",
-    "megatron/decide/calibration/links.py": "collectives that are measured",
+    "megatron/decide/calibration/sections.py": "collectives that are measured",
     "megatron/integrations/weights/names.py": "widths of weights",
 }
 CLASSES = {type(mechanism).__name__ for mechanism in MECHANISMS.values()}

@@ -201,7 +201,7 @@ LISTED = {
     # Our own templates, every value escaped.
     ("dynamic_cp/decide/report/page.py", "Environment"): 1,
     # A tensor.
-    ("megatron/decide/calibration/links.py", ".recv"): 1,
+    ("megatron/decide/calibration/sections.py", ".recv"): 1,
     # The script that the user names.
     ("megatron/integrations/lm_adaptor/run.py", "exec"): 1,
     ("megatron/integrations/lm_adaptor/run.py", "compile"): 1,

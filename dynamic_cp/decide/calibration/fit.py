@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from dynamic_cp.decide.calibration.least_squares import Floats, fit_seconds
-from dynamic_cp.decide.calibration.measurements import Measurement, Measurements, Setup
-from dynamic_cp.decide.calibration.results import Calibration, FitError, Point
+from dynamic_cp.decide.calibration.measurements import Calibration, FitError, Measurement, Measurements, Point, Setup
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.edges import LOSS_BACKWARD_BYTES_PER_LOGIT, LOSS_FORWARD_BYTES_PER_LOGIT

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dynamic_cp.decide.calibration.measurements import Setup
-from dynamic_cp.decide.calibration.results import Calibration, Point
+from dynamic_cp.decide.calibration.measurements import Calibration, Point, Setup
 from dynamic_cp.decide.report.drawing import FONT_PT, SMALL_PT, WIDE_IN, add_handles, format_tokens, new_figure, save
 from dynamic_cp.decide.report.theme import LIGHT, Theme
 

@@ -39,8 +39,12 @@ COMMANDS = {
     "completion": "Print the script that completes options in your shell.",
 }
 """Subcommand -> one line of help, in the order of a first use. `NAME` is `dynamic_cp.decide.cli.NAME:command`."""
-_ELSEWHERE = {"first-day": "dynamic_cp.decide.first_day.command"}
-"""Those that need what is built on this room -> their module."""
+_ELSEWHERE = {
+    **{name: f"dynamic_cp.decide.cli.inspect:{name}" for name in ("check", "hardware", "doctor", "completion")},
+    **{name: f"dynamic_cp.decide.cli.pages:{name}" for name in ("report", "trace")},
+    "first-day": "dynamic_cp.decide.first_day.command:command",
+}
+"""Those that are not."""
 
 TRAINING_COMMANDS = {
     "profile": "Measure this device and write a hardware file (needs torch).",
@@ -77,8 +81,9 @@ class LazyGroup(click.Group):
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         if cmd_name in COMMANDS:
-            module = _ELSEWHERE.get(cmd_name, f"dynamic_cp.decide.cli.{cmd_name}")
-            found: click.Command = importlib.import_module(module).command
+            module, _, name = _ELSEWHERE.get(cmd_name, f"dynamic_cp.decide.cli.{cmd_name}:command").partition(":")
+            found: click.Command = getattr(importlib.import_module(module), name)
+            found.short_help = COMMANDS[cmd_name]
             return found
         if cmd_name not in _entry_points():
             return None

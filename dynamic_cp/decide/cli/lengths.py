@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dynamic_cp.decide.cli.console import can_draw, console, progress
-from dynamic_cp.decide.cli.output import STDOUT, check_apart, check_suffix, check_writable, write_json
 from dynamic_cp.decide.cli.parameters import (
     CUT_OPTIONS,
     KINDS,
@@ -26,7 +24,8 @@ from dynamic_cp.decide.cli.parameters import (
     output_option,
     workload_names,
 )
-from dynamic_cp.decide.report.files import write_whole
+from dynamic_cp.decide.cli.tables import bar, can_draw, console, grouped, heading, make_table, percent, progress, tokens
+from dynamic_cp.decide.files import STDOUT, check_apart, check_suffix, check_writable, write_json, write_whole
 from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.lengths.streams import is_pipe, name_of
 
@@ -44,7 +43,6 @@ LENGTHS_GROUP = "dynamic_cp.lengths"
 @click.command(
     "lengths",
     cls=Command,
-    short_help="Describe lengths: quantiles, and the share of each class of lengths.",
     epilog="""\b
 Examples:
   dynamic-cp lengths                             # the bundled workloads
@@ -174,8 +172,7 @@ def _write(output: str, values: list[int]) -> None:
 
 
 def _described(name: str, values: list[int], is_drawn: bool) -> dict[str, Any]:
-    from dynamic_cp.decide.length_classes import length_classes
-    from dynamic_cp.decide.workloads import describe, workload_source
+    from dynamic_cp.decide.workloads import describe, length_classes, workload_source
 
     summary = describe(values)
     return {
@@ -190,8 +187,6 @@ def _described(name: str, values: list[int], is_drawn: bool) -> dict[str, Any]:
 
 def _show(name: str, described: dict[str, Any], out: Console) -> None:
     from rich.text import Text
-
-    from dynamic_cp.decide.cli.tables import bar, grouped, heading, make_table, percent, tokens
 
     out.print(heading(name), Text(f"  {described['source']}" if described["source"] else "", style="dim"))
     what = ("drawn " if described["is_drawn"] else "") + ("sample" if described["num_samples"] == 1 else "samples")
@@ -228,7 +223,6 @@ def _show(name: str, described: dict[str, Any], out: Console) -> None:
 
 
 def _list_workloads(out: Console, json: str | None) -> None:
-    from dynamic_cp.decide.cli.tables import make_table
     from dynamic_cp.decide.workloads import workload_source
 
     sources = {name: workload_source(name) for name in workload_names()}

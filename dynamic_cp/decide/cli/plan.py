@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dynamic_cp.decide.cli.console import Progress, can_draw, console, progress
-from dynamic_cp.decide.cli.output import STDOUT, check_apart, check_writable, write_json, write_text
 from dynamic_cp.decide.cli.parameters import (
     BatchInput,
     Command,
@@ -26,7 +24,9 @@ from dynamic_cp.decide.cli.parameters import (
     said_of,
     taken,
 )
+from dynamic_cp.decide.cli.tables import Progress, can_draw, console, heading, note, percent, progress, seconds
 from dynamic_cp.decide.cli.tuned import searched, shared_of, space_of, why_fastest
+from dynamic_cp.decide.files import STDOUT, check_apart, check_writable, write_json, write_text
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.types import Hardware, Plan, PlannedBatch, PoolUse, Problem, counted
@@ -43,7 +43,6 @@ _SHOWN_LINES = 8
 @click.command(
     "plan",
     cls=Command,
-    short_help="Plan one global batch and predict its time.",
     epilog="""\b
 Examples:
   dynamic-cp plan --lengths lengths.npy --gpus 16
@@ -207,7 +206,6 @@ def _show(plan: Plan, figures: dict[str, Any], out: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from dynamic_cp.decide.cli.tables import heading, note
     from dynamic_cp.plans.serialize import format_plan
 
     more = "…" if can_draw(out) else "..."
@@ -233,8 +231,6 @@ def _show(plan: Plan, figures: dict[str, Any], out: Console) -> None:
 
 def _rows(plan: Plan, figures: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (what, its value with its unit)."""
-    from dynamic_cp.decide.cli.tables import percent, seconds
-
     buckets = ", ".join(f"{count} at CP {size}" for size, count in figures["cp_histogram"].items())
     buckets += f"; {plan.num_placed} placed" if plan.num_placed and plan.extension is None else ""
     rows = [("policy", figures["policy"]), *([("layout", figures["layout"])] if "layout" in figures else [])]

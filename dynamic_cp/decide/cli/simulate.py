@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dynamic_cp.decide.cli.console import console, progress
-from dynamic_cp.decide.cli.output import STDOUT, check_writable, write_json
 from dynamic_cp.decide.cli.parameters import (
     BatchInput,
     Command,
@@ -24,7 +22,9 @@ from dynamic_cp.decide.cli.parameters import (
     said_of,
     taken,
 )
+from dynamic_cp.decide.cli.tables import console, progress
 from dynamic_cp.decide.cli.tuned import searched, shared_of, space_of
+from dynamic_cp.decide.files import STDOUT, check_writable, write_json
 from dynamic_cp.types import NOISE_MARGIN
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ def policy_option(help: str, default: str = DEFAULT_POLICIES) -> Any:
 @click.command(
     "simulate",
     cls=Command,
-    short_help="Compare policies on several global batches: does dynamic CP pay?",
     epilog="""\b
 Examples:
   dynamic-cp simulate --lengths github --global-batch-size 256 --gpus 64

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dynamic_cp.decide.cli.console import console, progress
-from dynamic_cp.decide.cli.output import STDOUT, check_writable, write_json
 from dynamic_cp.decide.cli.parameters import (
     LOSS_CHUNK,
     MODEL_AND_HARDWARE,
@@ -36,7 +34,9 @@ from dynamic_cp.decide.cli.parameters import (
     trained_hardware,
 )
 from dynamic_cp.decide.cli.simulate import policies_in, policy_option
+from dynamic_cp.decide.cli.tables import console, progress
 from dynamic_cp.decide.cli.tuned import check_memory_is_known, exchanges_tried, searched
+from dynamic_cp.decide.files import STDOUT, check_writable, write_json
 from dynamic_cp.decide.tried import LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models import catalog
@@ -80,7 +80,6 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 @click.command(
     "sweep",
     cls=Command,
-    short_help="N GPUs, a model, lengths: which layout, and does dynamic CP pay?",
     epilog="""\b
 Examples:
   dynamic-cp sweep --lengths github --global-batch-size 512 --gpus 64
@@ -170,11 +169,11 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
         inputs = _inputs(batch, space, job, given) | {"policies": policies}
         write_json(json, _as_dict(found, comparison, inputs, flags, refusal))
     if json != STDOUT:
-        from dynamic_cp.decide.cli.sweep_tables import LaunchLine, show
+        from dynamic_cp.decide.cli.comparison_tables import LaunchLine, show_sweep
 
         notes = _notes(given["model"], job, architecture)
         line = LaunchLine(flags=flags, refusal=refusal, notes=notes, before=_hardware_command(given))
-        show(found, comparison, batch, line, console())
+        show_sweep(found, comparison, batch, line, console())
 
 
 def _space(gpus: int, model: ModelShape, given: dict[str, Any]) -> Space:

@@ -1,17 +1,55 @@
-"""How tables, numbers and bars look in a terminal."""
+"""The terminal: colours and progress bars where somebody watches, tables, numbers and bars; plain text in a pipe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:  # imported where something is shown, so that --help starts at once
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-from dynamic_cp.decide.cli.console import can_draw
+Progress = Callable[[int, int, str], None]
+"""(steps done, steps in all, what comes next)."""
+
+
+def console() -> Console:
+    """Return what writes to stdout; it honours NO_COLOR, COLUMNS and pipes."""
+    from rich.console import Console
+
+    class Pipeable(Console):
+        """Leaves it to the command what a closed pipe means; rich would exit with 1."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Pipeable(highlight=False, emoji=False, markup=False)
+
+
+def can_draw(out: Console) -> bool:
+    """Return whether `out` takes more than ASCII."""
+    return out.encoding.lower().startswith("utf")
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Progress]:
+    """Show a bar on stderr while work runs, if that is a terminal; it leaves nothing behind."""
+    if sys.stderr is None or not sys.stderr.isatty():  # None: it was closed
+        yield lambda done, total, text: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=f"{what}: {text}")
+
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 Row = TypeVar("Row")
@@ -44,6 +82,9 @@ def table_of(
 
 def make_table(columns: Sequence[str], *, left: int = 1) -> Table:
     """Return an empty table with a line under its head; the first `left` columns are words, the others numbers."""
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, header_style="bold")
     for index, name in enumerate(columns):
         is_number = index >= left
@@ -63,11 +104,15 @@ def bar(share: float, width: int, out: Console) -> str:
 
 def heading(text: str) -> Text:
     """Return a heading."""
+    from rich.text import Text
+
     return Text(text, style="bold")
 
 
 def note(text: str) -> Text:
     """Return what may be missed."""
+    from rich.text import Text
+
     return Text(text, style="dim")
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dynamic_cp.decide.cli.console import Progress
 from dynamic_cp.decide.cli.parameters import BatchInput, JobInput
+from dynamic_cp.decide.cli.tables import Progress
 from dynamic_cp.decide.tried import EXCHANGES, RECOMPUTED
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import (

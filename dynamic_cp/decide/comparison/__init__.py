@@ -6,10 +6,8 @@
 Read in this order:
 
 - `parts`: how an iteration is split
-- `speedup`: one policy over another, with an interval
-- `values`: what a comparison holds
+- `values`: what a comparison holds, and one policy over another with an interval
 - `job`: one comparison, and one plan in it
-- `task_policies`: attention as tasks of servers
 - `compare`: plans every batch with every policy
 - `verdict`: what to conclude, in words
 - `as_dict`: a comparison as plain data
@@ -23,8 +21,7 @@ from dynamic_cp.decide.comparison.compare import (
     compared_policies,
 )
 from dynamic_cp.decide.comparison.parts import PART_LABELS, TimeParts, time_parts
-from dynamic_cp.decide.comparison.speedup import Speedup, speedup_of
-from dynamic_cp.decide.comparison.values import BatchOutcome, Comparison, PolicyOutcome
+from dynamic_cp.decide.comparison.values import BatchOutcome, Comparison, PolicyOutcome, Speedup, speedup_of
 from dynamic_cp.decide.comparison.verdict import Verdict, verdict_of
 
 __all__ = [

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from dynamic_cp.decide.comparison.speedup import CONFIDENCE, Speedup
-from dynamic_cp.decide.comparison.values import BatchOutcome, Comparison, PolicyOutcome, mean_of
+from dynamic_cp.decide.comparison.values import CONFIDENCE, BatchOutcome, Comparison, PolicyOutcome, Speedup, mean_of
 from dynamic_cp.decide.comparison.verdict import verdict_of
 from dynamic_cp.plans.serialize import digest
 from dynamic_cp.setting import Setting

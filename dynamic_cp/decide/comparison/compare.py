@@ -4,7 +4,8 @@ A static policy has one CP size for all global batches, as a training run does: 
 those that hold the longest sample. The next-fit policy also takes the fastest of a few token limits: the given limit or
 lower ones. If the token limit follows from memory, every policy gets its own, because smaller groups need smaller
 buffers. The dynamic policy then also takes the fastest of several largest CP sizes: communicators that it does not need
-cost memory.
+cost memory. `pool` computes attention in a pool of servers in every batch, `with-pool` where that is faster than
+dynamic, batch by batch.
 
 `compare_policies` uses one layout for all policies, `compare_settings` one for each.
 """
@@ -16,14 +17,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dynamic_cp.decide.comparison.job import Job, SweepJob, batch_outcome
-from dynamic_cp.decide.comparison.speedup import OtherPrice
-from dynamic_cp.decide.comparison.task_policies import outcome_of_tasks
-from dynamic_cp.decide.comparison.values import Comparison, PolicyOutcome
+from dynamic_cp.decide.comparison.job import Job, SweepJob, batch_outcome, rates
+from dynamic_cp.decide.comparison.parts import PricesByPart
+from dynamic_cp.decide.comparison.values import BatchOutcome, Comparison, OtherPrice, PolicyOutcome
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.nearest import did_you_mean
-from dynamic_cp.pool.choice import task_options_of
+from dynamic_cp.plans.padding import padding_fraction
+from dynamic_cp.pool.choice import choose, task_options_of
 from dynamic_cp.pool.prices import TaskOptions
+from dynamic_cp.pool.search import PlannedTasks, plan_tasks
 from dynamic_cp.pricing.capacity import allowed_cp_sizes
 from dynamic_cp.pricing.resolution import options_serving
 from dynamic_cp.search.plan_in_memory import fits_and_seconds, options_in_memory
@@ -273,3 +275,56 @@ def _outcome(policy: str, job: Job, options: PlanOptions, count: Callable[[], No
 
 def _planned(policy: str, job: Job, options: PlanOptions, batch: Sequence[Sample]) -> PlannedBatch:
     return plan_problem(job.problem_of(options, policy), batch)
+
+
+def outcome_of_tasks(
+    name: str, job: Job, options: PlanOptions, task_options: TaskOptions, count: Callable[[], None]
+) -> PolicyOutcome:
+    """Return what a policy of `setting.POOL_POLICIES` makes of all batches, `count` being called after each.
+
+    Raises:
+        UnsupportedFeatureError, InfeasibleSampleError: as `plan_tasks`; "with-pool" then has the dynamic plan.
+    """
+    memory = job.memory(options)
+    known = memory if job.hardware.hbm_bytes else None
+    prices = job.prices(options)
+    problem = job.problem_of(options)
+    batches = []
+    for batch in job.batches:
+        start_s = time.perf_counter()
+        if POOL_POLICIES[name] == "auto":
+            choice = choose(batch, problem, prices.all, task_options, known)
+            planned, note = choice.planned, choice.reason
+        else:
+            planned = plan_tasks(batch, prices.all, task_options, memory=known)
+            note = planned.reason
+        plan_s = time.perf_counter() - start_s
+        if isinstance(planned, PlannedTasks):
+            batches.append(_outcome_of_pool(job, batch, planned, prices, plan_s, note))
+        else:
+            batches.append(batch_outcome(job, planned, prices, memory, plan_s, note))
+        count()
+    return PolicyOutcome(
+        setting=job.setting_of(name, options),
+        batches=tuple(batches),
+        available_bytes=memory.available_bytes if job.hardware.hbm_bytes else None,
+    )
+
+
+def _outcome_of_pool(
+    job: Job, batch: Sequence[Sample], pool: PlannedTasks, prices: PricesByPart, plan_s: float, note: str
+) -> BatchOutcome:
+    return BatchOutcome(
+        planned=None,
+        timeline=None,
+        parts=None,
+        num_microbatches=pool.plan.num_microbatches,
+        padding_fraction=padding_fraction(pool.plan),
+        peak_bytes=pool.peak_bytes or None,
+        sent_in_node_bytes=None,
+        sent_across_nodes_bytes=None,
+        plan_s=plan_s,
+        note=note,
+        pool=pool,
+        **rates(job, tuple(batch), pool.makespan_s, pool.iteration_s(prices.all), prices),
+    )

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynamic_cp.decide.comparison.parts import PART_LABELS
-from dynamic_cp.decide.comparison.speedup import OtherPrice, Speedup
-from dynamic_cp.decide.comparison.values import Comparison, PolicyOutcome
+from dynamic_cp.decide.comparison.values import Comparison, OtherPrice, PolicyOutcome, Speedup
 from dynamic_cp.setting import STATIC_POLICIES
 
 MIN_GAIN = 1.03

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from dynamic_cp.decide.cli.output import write_json, write_text
 from dynamic_cp.decide.cli.parameters import SET, Command, Names, one_option, options_in
+from dynamic_cp.decide.files import write_json, write_text
 from dynamic_cp.decide.first_day.day import SMALL_MODEL, Day
 from dynamic_cp.decide.first_day.page import page_of
 from dynamic_cp.decide.first_day.parts import PARTS, State, parts_of, script
@@ -35,7 +35,6 @@ _HARDWARE = {"H200": "h200", "A100-SXM4-40GB": "a100-40gb", "A100-PCIE-40GB": "a
 @click.command(
     "first-day",
     cls=Command,
-    short_help="Check, calibrate and train on this node; predicted beside measured.",
     epilog="""\b
 Examples:
   dynamic-cp first-day --output runs/first-day           # all GPUs of this node; without one, CPU ranks

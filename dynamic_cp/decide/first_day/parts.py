@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from dynamic_cp.decide.cli.output import write_json
+from dynamic_cp.decide.files import write_json
 from dynamic_cp.decide.first_day.day import Day
 from dynamic_cp.errors import InvalidInputError
 

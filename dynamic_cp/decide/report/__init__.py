@@ -2,10 +2,10 @@
 
 Nothing is imported here: a trace needs neither matplotlib nor jinja2. Read in this order:
 
-- `theme` (colours), `files` (written whole or not at all), `drawing` (matplotlib, imported at first use)
+- `theme` (colours), `drawing` (matplotlib, imported at first use)
 - pictures of plans: `gantt` (of a pool, too), `cp_map`; of lengths, lanes and CP sizes: `curves`
 - `run`: what a training run writes
-- traces for Perfetto: `trace` (simulated iterations), `measured` (what ranks wrote down)
+- `trace`: for Perfetto, of simulated iterations and of what ranks wrote down
 - HTML pages: `templates`, `page` (what all share), `placed_tiles` and `placed` (the part about placed attention),
   `comparison_page`, `run_page` (a training run)
 """

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 from dynamic_cp.decide.comparison.parts import PART_LABELS
-from dynamic_cp.decide.comparison.speedup import Speedup
-from dynamic_cp.decide.comparison.values import BatchOutcome, Comparison, PolicyOutcome
+from dynamic_cp.decide.comparison.values import BatchOutcome, Comparison, PolicyOutcome, Speedup
 from dynamic_cp.decide.comparison.verdict import Verdict, verdict_of
 from dynamic_cp.decide.report.cp_map import cp_map
 from dynamic_cp.decide.report.curves import imbalance, knee, knee_points, length_histogram

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dynamic_cp.decide.report.files import write_whole
+from dynamic_cp.decide.files import write_whole
 from dynamic_cp.decide.report.theme import CSS, Theme, with_variables
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 

@@ -1,4 +1,4 @@
-"""The record of a training run's iterations: one JSON object per line of `DIR/iterations.jsonl`."""
+"""What a training run wrote down: its iterations, what it says of its job, and when ranks ran which operation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from dynamic_cp.errors import DataError
+from dynamic_cp.errors import DataError, InvalidInputError
+from dynamic_cp.pipeline.schedule import KINDS, Kind
 
 FILE_NAME = "iterations.jsonl"
 ABOUT_NAME = "run.json"
@@ -155,3 +156,77 @@ def _histogram(where: str, value: Any) -> dict[int, int]:
         return {int(cp_size): int(count) for cp_size, count in sorted(value.items(), key=lambda one: int(one[0]))}
     except (AttributeError, TypeError, ValueError) as error:
         raise DataError(f"{where}: cp_histogram is {value!r}, it must be CP size -> number of buckets") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSpan:
+    """When one rank ran one operation.
+
+    Attributes:
+        iteration: of the run, from 1.
+        stage, lane: where.
+        micro_batch, kind, chunk: which operation, as in `schedule.Operation`.
+        start_s: on a clock that all ranks share; where it starts does not matter.
+        duration_s: until the device was done.
+    """
+
+    iteration: int
+    stage: int
+    lane: int
+    micro_batch: int
+    kind: Kind
+    chunk: int
+    start_s: float
+    duration_s: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InvalidInputError(f"kind {self.kind!r} of a measured span is unknown: use F or B", kind=self.kind)
+        if not 0 <= self.duration_s < float("inf") or not abs(self.start_s) < float("inf"):
+            raise InvalidInputError(
+                f"a measured span starts at {self.start_s} s and takes {self.duration_s} s: "
+                "both must be finite and the duration at least 0",
+                start_s=self.start_s,
+                duration_s=self.duration_s,
+            )
+
+
+def read_spans(directory: str | Path, iterations: range | None = None) -> tuple[MeasuredSpan, ...]:
+    """Return the spans that the ranks of a run wrote to `directory`/spans/rank*.jsonl.
+
+    An iteration that is there twice (a run that resumed from an older checkpoint) counts as it was run last.
+
+    Args:
+        iterations: those to read; None = all.
+
+    Raises:
+        DataError: no such files, no such iterations, or a line that is no record; the message has its number.
+    """
+    paths = sorted(Path(directory).glob("spans/rank*.jsonl"))
+    if not paths:
+        raise DataError(f"{directory} has 0 files spans/rank*.jsonl: was the run started with --dynamic-cp-dump?")
+    spans: list[MeasuredSpan] = []
+    for path in paths:
+        of_iteration: dict[int, list[MeasuredSpan]] = {}
+        for number, line in enumerate(lines_of(path, "is it whole, and may you read it?"), 1):
+            try:
+                iteration, read = _spans_of_line(line)
+            except (ValueError, TypeError, KeyError) as error:
+                raise DataError(f"{path}:{number} is not a record of spans ({error}): remove the line") from error
+            if iterations is None or iteration in iterations:
+                of_iteration[iteration] = read
+        spans += [span for read in of_iteration.values() for span in read]
+    if not spans:
+        wanted = "" if iterations is None else " of the iterations that are asked for"
+        remedy = "did the run get to an iteration?" if iterations is None else "choose others"
+        raise DataError(f"{directory} has 0 spans{wanted}: {remedy}")
+    return tuple(spans)
+
+
+def _spans_of_line(line: str) -> tuple[int, list[MeasuredSpan]]:
+    record = json.loads(line)
+    place = {name: int(record[name]) for name in ("iteration", "stage", "lane")}
+    return place["iteration"], [
+        MeasuredSpan(**place, chunk=chunk, micro_batch=index, kind=kind, start_s=start_s, duration_s=duration_s)
+        for chunk, index, kind, start_s, duration_s in record["spans"]
+    ]

@@ -1,8 +1,7 @@
-"""Traces for Perfetto (ui.perfetto.dev) and chrome://tracing: their format, and those of simulated iterations.
+"""Traces for Perfetto (ui.perfetto.dev) and chrome://tracing, of simulated iterations and of measured ones.
 
 A process is a pipeline stage, a thread a lane. Each operation is a slice; arrows lead from a stage to the next (P2P)
 and through the lanes of a CP group; a counter per stage follows the tokens in flight, and a mark stands at the end.
-`measured` makes those of what ranks wrote down.
 
 Source: "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
 """
@@ -12,14 +11,16 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from dynamic_cp.arrays import Ints
-from dynamic_cp.decide.report.files import write_whole
+from dynamic_cp.decide.files import write_whole
+from dynamic_cp.decide.report.run import MeasuredSpan
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.pipeline.graph import FORWARD
 from dynamic_cp.pipeline.schedule import Operation
@@ -37,6 +38,7 @@ Event = dict[str, Any]
 
 _CATEGORIES = {"F": "forward", "B": "backward"}
 """Kind of an operation -> category of its slice."""
+_CLOCK_STEP_NS = 1000
 
 
 def trace_events(
@@ -237,6 +239,55 @@ def tick_events(
     args = {"makespan_s": planned.makespan_s, "policy": plan.policy}
     events.append(mark(f"end of {name}", max(planned.spans[-1].stage_ends_ns), first_process, args))
     return in_time(events)
+
+
+def measured_trace_events(
+    spans: Iterable[MeasuredSpan], *, label: str = "measured", first_process: int = 0
+) -> list[Event]:
+    """Return the events of measured iterations, one after the other as the clock says; the first starts at 0.
+
+    Raises:
+        InvalidInputError: no spans, or two that overlap on one rank by more than a microsecond (clocks have steps; a
+            smaller overlap is taken off the earlier one).
+    """
+    of_place: dict[tuple[int, int], list[MeasuredSpan]] = defaultdict(list)
+    for span in spans:
+        of_place[span.stage, span.lane].append(span)
+    if not of_place:
+        raise InvalidInputError("0 measured spans are given, a trace needs at least 1: was the run traced?")
+    zero_s = min(span.start_s for group in of_place.values() for span in group)
+    lanes: dict[int, list[int]] = defaultdict(list)
+    for stage, lane in sorted(of_place):
+        lanes[stage].append(lane)
+    events = name_events(label, first_process, lanes)
+    ends_ns: dict[int, int] = defaultdict(int)
+    for (stage, lane), group in sorted(of_place.items()):
+        group.sort(key=lambda span: (span.start_s, span.duration_s))
+        starts_ns = [round((span.start_s - zero_s) * 1e9) for span in group]
+        for index, span in enumerate(group):
+            end_ns = starts_ns[index] + round(span.duration_s * 1e9)
+            if index + 1 < len(group) and end_ns > starts_ns[index + 1]:
+                _check_overlap(span, group[index + 1], end_ns - starts_ns[index + 1])
+                end_ns = starts_ns[index + 1]
+            ends_ns[span.iteration] = max(ends_ns[span.iteration], end_ns)
+            args = {"iteration": span.iteration, "micro_batch": span.micro_batch, "chunk": span.chunk}
+            name, times_ns = f"{span.kind}{span.micro_batch}", (starts_ns[index], end_ns)
+            events.append(slice_event(name, span.kind, times_ns, (first_process + stage, lane), args))
+    events += [mark(f"end of iteration {number}", end_ns, first_process, {}) for number, end_ns in ends_ns.items()]
+    return in_time(events)
+
+
+def _check_overlap(span: MeasuredSpan, following: MeasuredSpan, overlap_ns: int) -> None:
+    if overlap_ns > _CLOCK_STEP_NS:
+        first, second = (
+            f"{Operation(one.kind, one.micro_batch, one.chunk)} of iteration {one.iteration}"
+            for one in (span, following)
+        )
+        raise InvalidInputError(
+            f"stage {span.stage}, lane {span.lane}: {first} and {second} overlap by {overlap_ns / 1e3:.1f} µs, "
+            "a rank runs one at a time: check the clock of the spans",
+            overlap_s=overlap_ns / 1e9,
+        )
 
 
 def write_trace(path: str | Path, events: Sequence[Event], *, about: Mapping[str, Any] | None = None) -> None:

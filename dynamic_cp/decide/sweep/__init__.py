@@ -3,9 +3,8 @@
 Read in this order:
 
 - `space`: layouts that fit, and the settings that fit in memory in each
-- `evaluate`: time and memory of a setting, or a bound on its time
+- `evaluate`: time and memory of a setting, a bound on its time, and whether a gain survives prices that are wrong
 - `workers`: several processes that do so
-- `other_prices`: whether a gain survives prices that are wrong
 - `search`: the fastest setting of each policy, and settings that save memory
 - `flags`: those of pretrain_gpt.py for a setting
 """

@@ -20,10 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dynamic_cp.decide.comparison.job import SweepJob
-from dynamic_cp.decide.comparison.speedup import OtherPrice, Speedup, speedup_of
+from dynamic_cp.decide.comparison.values import OtherPrice, Speedup, speedup_of
 from dynamic_cp.decide.comparison.verdict import judged
-from dynamic_cp.decide.sweep.evaluate import Point, evaluate, evaluate_first, fastest_first, least_s
-from dynamic_cp.decide.sweep.other_prices import under_other_prices
+from dynamic_cp.decide.sweep.evaluate import Point, evaluate, evaluate_first, fastest_first, least_s, under_other_prices
 from dynamic_cp.decide.sweep.space import Refused, Space, exchanges_tried, layouts_of, settings_of, variants, what_helps
 from dynamic_cp.decide.sweep.workers import Run, workers
 from dynamic_cp.errors import MemoryLimitError

@@ -4,10 +4,7 @@ Read in this order:
 
 - `device`: which device, which ranks
 - `timing`: seconds of a forward and a backward pass
-- `model`: a small GPT as training builds it, and its parts
-- `bench`: what every section needs
-- `links`: transfers between ranks
-- `emulation`: a place in a larger ring, on one rank
+- `bench`: what every section needs, and a small GPT as training builds it
 - `micro_batches`: whole ones, as the trainer runs them
 - `sections`: what is measured, section by section
 - `run`: sections in turn, the progress bar, the files, the table

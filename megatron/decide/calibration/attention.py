@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-from dynamic_cp.decide.cli.output import write_json
+from dynamic_cp.decide.files import write_json
 from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_model
 from dynamic_cp.types import CP_COMM_TYPES, ModelShape, Topology

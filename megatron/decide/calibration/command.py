@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from dynamic_cp.decide.cli.output import check_suffix, check_writable
 from dynamic_cp.decide.cli.parameters import SET, Command, Names, check_name, one_option, options_in
+from dynamic_cp.decide.files import check_suffix, check_writable
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import catalog
 

@@ -16,14 +16,13 @@ from megatron.core import parallel_state
 
 from dynamic_cp.decide.calibration import Calibration, Measurements, Setup, calibrate
 from dynamic_cp.decide.calibration.measurements import SECTIONS
-from dynamic_cp.decide.cli.console import console, progress
-from dynamic_cp.decide.cli.output import write_json, write_text
+from dynamic_cp.decide.cli.tables import console, make_table, progress
+from dynamic_cp.decide.files import write_json, write_text
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.models import catalog
 from dynamic_cp.types import RING_ALONE, Hardware, Topology
-from megatron.decide.calibration.bench import Bench
+from megatron.decide.calibration.bench import Bench, SmallGPT
 from megatron.decide.calibration.device import Place, num_cores, set_up
-from megatron.decide.calibration.model import SmallGPT
 from megatron.decide.calibration.sections import RUN
 from megatron.decide.calibration.timing import Timer
 from megatron.dynamic_cp.agreement.verify import agree, run_on_all_ranks, run_on_rank_zero
@@ -149,8 +148,6 @@ def _say_nothing(done: int, total: int, text: str) -> None:
 def _show(calibration: Calibration, measured: Measurements, resumed: tuple[str, ...], given: dict[str, Any]) -> None:
     """Print errors, what was kept, and where the files are."""
     from rich.text import Text
-
-    from dynamic_cp.decide.cli.tables import make_table
 
     out, setup = console(), measured.setup
     ranks = "1 rank" if setup.num_ranks == 1 else f"{setup.num_ranks} ranks at once"

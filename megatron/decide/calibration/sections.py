@@ -1,30 +1,36 @@
-"""What is measured of the parts, section by section (`SECTIONS` of `dynamic_cp.decide.calibration.measurements`)."""
+"""What is measured of the parts, section by section (`SECTIONS` of `dynamic_cp.decide.calibration.measurements`).
+
+Rings run on one rank: the code of one position in a larger ring, with each transfer replaced by its data. Transfers
+between the ranks that measure are ring shifts, pipeline hops and collectives, in a node and across nodes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dynamic_cp.decide.calibration.measurements import Measurement
+from dynamic_cp.decide.calibration.measurements import Measurement, Setup
 from dynamic_cp.types import LinearAttention
-from megatron.decide.calibration.bench import Bench
-from megatron.decide.calibration.emulation import emulated, no_transfers
-from megatron.decide.calibration.links import link_probes
+from megatron.decide.calibration.bench import Bench, WithoutAttention
+from megatron.decide.calibration.device import Place
 from megatron.decide.calibration.micro_batches import buckets, held_out, packs
-from megatron.decide.calibration.model import WithoutAttention
 from megatron.decide.calibration.timing import Probe
 from megatron.dynamic_cp.attention.kernels.choice import kernel_for
 from megatron.dynamic_cp.attention.linear.kernels.choice import choose_linear_kernel
 from megatron.dynamic_cp.attention.linear.recurrence import Steps, state_dtype
 from megatron.dynamic_cp.attention.linear.runs import Runs
+from megatron.dynamic_cp.attention.mechanisms import ring
+from megatron.dynamic_cp.attention.mechanisms.transfers import RingShift
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import ring_pack
 from megatron.dynamic_cp.attention.thd import attention_thd
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
+from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.step import loss
 
 _EMULATED_SIZES = (2, 4, 8)
@@ -232,3 +238,117 @@ def _core_attention(layer: Any, module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         layer.self_attention.core_attention = attention
+
+
+@dataclass
+class EmulatedRing(DynamicPackedSeqParams):
+    """Says that it is a place in a larger ring."""
+
+    place: tuple[int, int] = (1, 0)
+
+    @property
+    def ring_size(self) -> int:
+        """Ranks of the ring."""
+        return self.place[0]
+
+    @property
+    def ring_rank(self) -> int:
+        """This rank's place."""
+        return self.place[1]
+
+
+def emulated(params: DynamicPackedSeqParams, cp_size: int, cp_rank: int) -> EmulatedRing:
+    """Return `params` as those of rank `cp_rank` of `cp_size`; its lengths are those of the whole group."""
+    return EmulatedRing(**vars(params), place=(cp_size, cp_rank))
+
+
+@contextmanager
+def no_transfers() -> Iterator[None]:
+    """Let ring attention keep what it would send."""
+    start = ring._start_shift
+    ring._start_shift = _Stays  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        ring._start_shift = start
+
+
+class _Stays:
+    """A shift that brings what it took away."""
+
+    def __init__(self, tensor: Tensor, *_: Any) -> None:
+        self._tensor = tensor.contiguous()
+
+    def wait(self) -> Tensor:
+        return self._tensor
+
+
+_BYTES = {"cuda": (1 << 12, 1 << 18, 1 << 22, 1 << 25, 1 << 28), "cpu": (1 << 8, 1 << 14, 1 << 18, 1 << 20, 1 << 22)}
+_CALLS = 10
+
+
+def link_probes(place: Place, setup: Setup) -> list[Probe]:
+    """Return every kind of transfer at every size; [] on one rank. Collective: groups are made.
+
+    Groups in a node hold all its ranks, those across nodes the ranks with one local number: each NIC is used at once.
+    """
+    size, node = place.num_ranks, place.ranks_per_node
+    if size == 1:
+        return []
+    probes = []
+    in_node = [range(first, min(first + node, size)) for first in range(0, size, node)]
+    across = [range(local, size, node) for local in range(node)] if size > node else []
+    for is_across, blocks in ((False, in_node), (True, across)):
+        group = _group_of(place.rank, blocks)
+        if group is None or group.size() == 1:
+            continue
+        for num_bytes in _BYTES[place.device.type][:: 2 if setup.quick else 1]:
+            for kind, run in _transfers(group, num_bytes, place.device).items():
+                row = Measurement(
+                    section="links",
+                    kind=kind,
+                    cp_size=group.size(),
+                    num_bytes=num_bytes,
+                    across_nodes=is_across,
+                    forward_s=0.0,
+                )
+                has_peer = kind != "hop" or group.rank() ^ 1 < group.size()
+                probes.append(Probe(row=row, forward=run, num_calls=_CALLS, waits=True, takes_part=has_peer))
+    return probes
+
+
+def _group_of(rank: int, blocks: list[range]) -> dist.ProcessGroup | None:
+    """Build a group of each block, on all ranks in the same order, and return this rank's."""
+    mine = None
+    for block in blocks:
+        group = dist.new_group(list(block))
+        if rank in block:
+            mine = group
+    return mine
+
+
+def _transfers(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Return kind -> one transfer of `num_bytes`, waited for."""
+    size, rank = group.size(), group.rank()
+    numbers = max(size, num_bytes // 4 // size * size)
+    whole = torch.zeros(numbers, device=device)
+    part, other = torch.zeros(numbers // size, device=device), torch.zeros_like(whole)
+    params = DynamicPackedSeqParams(stats=ExchangeStats(), label="calibration")
+
+    def hop() -> None:
+        """Even ranks send to the next one, as pipeline stages do; the last of an odd number has nobody."""
+        ranks, peer = dist.get_process_group_ranks(group), rank ^ 1
+        if peer < size:
+            (dist.send if rank % 2 == 0 else dist.recv)(whole, ranks[peer], group=group)
+
+    def shift() -> Tensor:
+        return RingShift(whole, group, params).wait()
+
+    return {
+        "ring_shift": shift,
+        "hop": hop,
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+    }

@@ -99,7 +99,7 @@ class RunDump:
 
 
 def spans_path(folder: str, rank: int) -> str:
-    """Return the file of a rank's measured passes (`dynamic_cp.decide.report.measured.read_spans` reads it)."""
+    """Return the file of a rank's measured passes (`dynamic_cp.decide.report.run.read_spans` reads it)."""
     return os.path.join(folder, "spans", f"rank{rank:05d}.jsonl")
 
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from dynamic_cp.decide.calibration import Calibration, Measurement, Measurements, Setup, calibrate
 from dynamic_cp.decide.calibration.fit import buckets_s
 from dynamic_cp.decide.calibration.least_squares import fit_seconds
-from dynamic_cp.decide.calibration.measurements import SECTIONS
+from dynamic_cp.decide.calibration.measurements import SECTIONS, FitError, Point
 from dynamic_cp.decide.calibration.picture import save_picture
-from dynamic_cp.decide.calibration.results import FitError, Point
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.catalog import hardware_as_dict, load_hardware
 from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD

@@ -15,7 +15,7 @@ import pytest
 from dynamic_cp.decide import cli, comparison
 from dynamic_cp.decide.comparison import PART_LABELS, compare_policies, speedup_of, time_parts, to_dict, verdict_of
 from dynamic_cp.decide.comparison.parts import prices_by_part
-from dynamic_cp.decide.comparison.speedup import Speedup, t_quantile
+from dynamic_cp.decide.comparison.values import Speedup, t_quantile
 from dynamic_cp.decide.comparison.verdict import MIN_GAIN, judged
 from dynamic_cp.decide.sent import sent_by_plan
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError

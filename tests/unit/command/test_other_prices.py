@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from dynamic_cp.decide.comparison.job import SweepJob
-from dynamic_cp.decide.comparison.speedup import OtherPrice, speedup_of
+from dynamic_cp.decide.comparison.values import OtherPrice, speedup_of
 from dynamic_cp.decide.comparison.verdict import verdict_of
 from dynamic_cp.decide.sweep import Space, sweep
-from dynamic_cp.decide.sweep.other_prices import PRICE_SETS
+from dynamic_cp.decide.sweep.evaluate import PRICE_SETS
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.setting import Setting

@@ -269,7 +269,7 @@ def test_other_packages_add_commands(monkeypatch, capsys):
 
 
 def test_a_report_names_the_package_that_it_lacks(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("dynamic_cp.decide.cli.report.find_spec", lambda name: None if name == "jinja2" else name)
+    monkeypatch.setattr("dynamic_cp.decide.cli.pages.find_spec", lambda name: None if name == "jinja2" else name)
     words = ["report", *DRAWN, "--lanes", "4", *FILES, "--output", str(tmp_path / "report.html")]
     assert cli.main(words) == 2
     assert "report needs jinja2, which is not installed: pip install" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynamic_cp.decide.report.measured import MeasuredSpan, measured_trace_events, read_spans
-from dynamic_cp.decide.report.trace import trace_events, write_trace
+from dynamic_cp.decide.report.run import MeasuredSpan, read_spans
+from dynamic_cp.decide.report.trace import measured_trace_events, trace_events, write_trace
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.plans.lane_tokens import lane_tokens
 from tests.unit.report.support import comparison, timelines
