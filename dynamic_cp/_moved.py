@@ -20,6 +20,8 @@ MOVED = {
     "megatron.dynamic_cp.calibration": "megatron.decide.calibration",
     "megatron.dynamic_cp.data.turns": "megatron.integrations.turns",
     "megatron.dynamic_cp.doctor": "megatron.decide.doctor",
+    "megatron.dynamic_cp.data.shared_question": "megatron.dynamic_cp.data.sample_tokens",
+    "megatron.dynamic_cp.model.rotary": "megatron.dynamic_cp.model.self_attention",
     "megatron.trainer.weights": "megatron.integrations.weights",
     "megatron.trainer.data.preferences": "megatron.integrations.preferences",
     "megatron.trainer.data.token_lengths": "megatron.decide.token_lengths",

@@ -30,7 +30,7 @@ from dynamic_cp.types import Problem
 from examples.grpo import Clock
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.data.shared_question import shared_question
+from megatron.dynamic_cp.data.sample_tokens import shared_question
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec

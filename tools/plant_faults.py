@@ -415,7 +415,7 @@ FAULTS = {
         NORMS,
     ),
     "gathered logits are taken for a share of the words": Fault(
-        "    gathered_logits.install()\n", "", REPORTS + " -k in_these_situations"
+        "    patches.repair_gathered_logits()\n", "", REPORTS + " -k in_these_situations"
     ),
     "groups of others are taken for megatron-core's own": Fault(
         "        if ranks != _ranks_of(expected):\n", "        if not ranks:\n", REPORTS + " -k megatron_cores_own"

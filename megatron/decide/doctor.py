@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dynamic_cp.decide.doctor import Check, version_of
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.attention.te.support import NEWEST, release_of, untested
-from megatron.dynamic_cp.repairs import engine_import, releases, triton_imports
+from megatron.dynamic_cp.repairs import releases, triton_imports
 
 _STORE_TIMEOUT_S = 10
 
@@ -67,7 +67,7 @@ def _megatron_core() -> Check:
     try:
         releases.check_installed()
         triton_imports.install()
-        engine_import.check()
+        releases.check_engine()
     except UnsupportedFeatureError as error:
         problem, _, remedy = str(error).rpartition(": ")
         return Check(name=name, state="broken", detail=problem, remedy=remedy)
@@ -98,7 +98,7 @@ def _psutil() -> Check:
 
 
 def _apex() -> Check:
-    version = engine_import.installed_version()
+    version = releases.engine_version()
     if version and release_of(version) > NEWEST:
         return Check(
             name="fused kernels",

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.types import SharedQuestion
-from megatron.dynamic_cp.data.sample_tokens import SampleTokens
-from megatron.dynamic_cp.data.shared_question import sample_of
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens, sample_of
 from megatron.trainer.data.chat import ChatReader, parse_preference
 from megatron.trainer.data.chat_reader import build_chat_reader
 from megatron.trainer.data.chat_records import ASKED, without_nulls

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Tree
-from megatron.dynamic_cp.data.sample_tokens import SampleTokens
-from megatron.dynamic_cp.data.shared_question import sample_of
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens, sample_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

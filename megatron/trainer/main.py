@@ -6,7 +6,7 @@ import faulthandler
 import gc
 from collections.abc import Sequence
 
-from megatron.dynamic_cp.repairs import engine_import, releases, triton_imports
+from megatron.dynamic_cp.repairs import releases, triton_imports
 from megatron.trainer.ending.exits import exit_code_of, leave
 from megatron.trainer.flags import environment
 from megatron.trainer.flags.arguments import parse_args
@@ -22,7 +22,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         quiet.ignore_warnings()
         releases.check_installed()
         triton_imports.install()
-        engine_import.check()
+        releases.check_engine()
         gc.disable()  # what imports make is never garbage: looking for it takes a fifth of their time
         from megatron.trainer.ending.failures import explained
         from megatron.trainer.loop.training import pretrain

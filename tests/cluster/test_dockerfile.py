@@ -13,7 +13,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 
 from dynamic_cp.decide import cli
-from megatron.dynamic_cp.attention.linear.kernels import fla
+from megatron.dynamic_cp.attention.linear import kernels
 from megatron.dynamic_cp.repairs.releases import RELEASES
 from tests.cluster.conftest import ROOT
 
@@ -125,7 +125,7 @@ def test_transformer_engine_is_one_that_the_extra_permits() -> None:
 
 
 def test_kernels_of_hybrids_are_of_the_release_that_was_tried() -> None:
-    assert any(f"fla-core=={fla.RELEASE}" in one for one in of("gpu", "RUN"))
+    assert any(f"fla-core=={kernels.RELEASE}" in one for one in of("gpu", "RUN"))
 
 
 def test_the_offline_recipe_brings_what_the_trainer_needs() -> None:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from dynamic_cp.types import CAUSAL, Mask
 from megatron.dynamic_cp.attention.kernels.choice import Kernel
-from megatron.dynamic_cp.attention.linear import exchange as linear_exchange
-from megatron.dynamic_cp.attention.mechanisms import all_gather, blocks, heads, ring
+from megatron.dynamic_cp.attention.linear import states
+from megatron.dynamic_cp.attention.mechanisms import blocks, collectives, ring
 from megatron.dynamic_cp.attention.mechanisms.transfers import Expected
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.thd import Attention
@@ -280,12 +280,12 @@ def run_lanes(
 
     with (
         mock.patch.object(ring, "RingShift", Shift),
-        mock.patch.object(all_gather, "all_gather_tokens", _all_gather),
-        mock.patch.object(all_gather, "reduce_scatter_tokens", _reduce_scatter),
-        mock.patch.object(heads, "all_to_all_heads", _all_to_all),
+        mock.patch.object(collectives, "all_gather_tokens", _all_gather),
+        mock.patch.object(collectives, "reduce_scatter_tokens", _reduce_scatter),
+        mock.patch.object(collectives, "all_to_all_heads", _all_to_all),
         mock.patch.object(blocks, "LaneMessages", Messages),
-        mock.patch.object(linear_exchange, "all_to_all_messages", _all_to_all_messages),
-        mock.patch.object(linear_exchange, "LaneMessages", Messages),
+        mock.patch.object(states, "all_to_all_messages", _all_to_all_messages),
+        mock.patch.object(states, "LaneMessages", Messages),
         inside or contextlib.nullcontext(),
         _threads(number) as pool,
     ):

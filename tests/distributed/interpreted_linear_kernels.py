@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.runtime import autotuner
 
 from dynamic_cp.types import StateExchange
-from megatron.dynamic_cp.attention.linear import check, thd
-from megatron.dynamic_cp.attention.linear.kernels.fla import FLA
+from megatron.dynamic_cp.attention.linear import kernels, thd
+from megatron.dynamic_cp.attention.linear.kernels import FLA
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_linear_attention import LAYERS, Whole, error, padded_to
@@ -38,7 +38,7 @@ def lane_of_a_pack(whole: Whole, way: StateExchange) -> list[Tensor]:
 def main() -> None:
     for kind, key_size, value_size in (("gated_delta_net", 16, 32), ("mamba2", 32, 16)):
         sizes = replace(LAYERS[kind], num_heads=2, num_groups=1, key_size=key_size, value_size=value_size)
-        print(kind, "kernel", check.check_linear_kernel(FLA, sizes, torch.float32, torch.device("cpu")))
+        print(kind, "kernel", kernels.check_linear_kernel(FLA, sizes, torch.float32, torch.device("cpu")))
         whole = Whole(sizes, (21, 3))
         for way in thd.WAYS:
             found = whole.joined(run_ranks(2, lane_of_a_pack, whole, way))
@@ -48,5 +48,5 @@ def main() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     autotuner.Autotuner._bench = lambda *_, **__: [1.0, 1.0, 1.0]
-    check._LENGTHS = (2, 66, 75)
+    kernels._LENGTHS = (2, 66, 75)
     main()

@@ -47,12 +47,11 @@ from megatron.dynamic_cp.flags.latent_attention import shape_of
 from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
 from megatron.dynamic_cp.flags.windows import set_sinks, windows_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks
-from megatron.dynamic_cp.model.activation import quick_gelu, squared_relu
 from megatron.dynamic_cp.model.chunked_head import set_loss_chunk
-from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
+from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel, mtp_block_spec
+from megatron.dynamic_cp.model.layer_parts import quick_gelu, squared_relu
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
-from megatron.dynamic_cp.model.multi_token import mtp_block_spec
-from megatron.dynamic_cp.model.rotary import use_one_rotary_table
+from megatron.dynamic_cp.model.self_attention import use_one_rotary_table
 from megatron.dynamic_cp.plans.plan_source import FixedPlan
 from megatron.dynamic_cp.step import loss
 from tests.distributed import reference, token_by_token

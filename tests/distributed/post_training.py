@@ -14,8 +14,7 @@ from torch import Tensor
 
 from dynamic_cp.types import Sample, SharedQuestion, Tree
 from examples.torch_device_mesh import VOCAB_SIZE, TinyTransformer
-from megatron.dynamic_cp.data.sample_tokens import SampleTokens
-from megatron.dynamic_cp.data.shared_question import shared_question
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens, shared_question
 from megatron.integrations.post_training.losses import Loss
 from megatron.integrations.post_training.objectives import (
     dpo,

@@ -31,8 +31,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.flags.linear_attention import set_pattern
-from megatron.dynamic_cp.model.norm import TorchNorm
-from megatron.dynamic_cp.repairs import expert_routing, latent_attention, releases
+from megatron.dynamic_cp.model.layer_parts import TorchNorm
+from megatron.dynamic_cp.repairs import patches, releases
 from tests.distributed.harness import initialize_model_parallel
 from tests.distributed.token_by_token import with_linear_layers
 
@@ -393,7 +393,7 @@ def stock_layer(config: TransformerConfig) -> Any:
         multi_latent_attention=config.multi_latent_attention,
     )
     if config.multi_latent_attention:
-        latent_attention.install()
+        patches.repair_latent_attention()
         spec.submodules.self_attention.submodules.core_attention = TwoWidths
     return spec
 
@@ -402,7 +402,7 @@ def stock_spec(variant: ModelVariant, config: TransformerConfig) -> Any:
     """Return megatron-core's layers, with linear attention by its definition."""
     spec = stock_layer(config)
     if config.num_moe_experts is not None:
-        expert_routing.install()
+        patches.repair_expert_routing()
         plain = copy.copy(config)
         plain.experimental_attention_variant = None  # since 0.19 it refuses what `with_linear_layers` puts in
         spec = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization=config.normalization)

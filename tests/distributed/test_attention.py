@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, Topology
 from megatron.dynamic_cp.attention import merge
-from megatron.dynamic_cp.attention.kernels import log_sum_exp
+from megatron.dynamic_cp.attention.kernels import merging
 from megatron.dynamic_cp.attention.kernels import portable as kernels_portable
 from megatron.dynamic_cp.attention.kernels.choice import CPU, KERNELS
 from megatron.dynamic_cp.attention.mechanisms import ring
@@ -270,7 +270,7 @@ def attend_with_both_merges(case: Case) -> list[Shard]:
     """Return the shard as it is, and with sums merged in bf16."""
     attend = start(case)
     right = attend(case)
-    merge.SUM_DTYPE = log_sum_exp.SUM_DTYPE = torch.bfloat16
+    merge.SUM_DTYPE = merging.SUM_DTYPE = torch.bfloat16
     return [right, attend(case)]
 
 

@@ -15,7 +15,7 @@ from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.types import CP_COMM_TYPES, CpCommType, Topology
 from megatron.dynamic_cp.groups.attention_check import TOLERANCE, check_attention
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.repairs import engine_import
+from megatron.dynamic_cp.repairs import releases
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel
 from tests.distributed.real_transformer_engine import flash_attn
@@ -113,7 +113,7 @@ def fail_in_two_ways() -> tuple[str, str]:
     wrong = check_on_this_rank(("p2p",), None, 1)
     parallel_state.destroy_model_parallel()
     with (
-        mock.patch.object(engine_import, "two_cudnns", return_value="/a and /b"),
+        mock.patch.object(releases, "two_cudnns", return_value="/a and /b"),
         mock.patch(
             "megatron.dynamic_cp.attention.te.attention.TransformerEngineAttention.forward",
             side_effect=RuntimeError("cuDNN Error: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"),
@@ -136,7 +136,7 @@ def test_one_rank_that_is_wrong_ends_all_and_two_cudnns_are_named_where_attentio
 def test_two_cudnns_are_found_in_the_maps_of_a_process(tmp_path: Path) -> None:
     maps = tmp_path / "maps"
     maps.write_text("7f r-xp 0 8:1 1 /site/nvidia/cudnn/lib/libcudnn.so.9\n7f r-xp 0 8:1 2 /lib/libcudnn_ops.so.9\n")
-    assert engine_import.two_cudnns(maps) == ""
+    assert releases.two_cudnns(maps) == ""
     maps.write_text(maps.read_text() + "7f r-xp 0 8:1 3 /lib/libcudnn.so.9.14.0\n")
-    assert engine_import.two_cudnns(maps) == "/lib and /site/nvidia/cudnn/lib"
-    assert engine_import.two_cudnns(tmp_path / "none") == ""
+    assert releases.two_cudnns(maps) == "/lib and /site/nvidia/cudnn/lib"
+    assert releases.two_cudnns(tmp_path / "none") == ""

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.dynamic_cp.attention.mechanisms import ring
 from megatron.dynamic_cp.flags.supported import check_supported
-from megatron.dynamic_cp.model import norm
+from megatron.dynamic_cp.model import layer_parts
 from megatron.dynamic_cp.step import loss
 from tests.distributed.faults import around
 from tests.distributed.harness import run_ranks
@@ -124,7 +124,7 @@ def stream_dtypes(case: Case) -> tuple[Step, tuple[Dtypes, Dtypes, Dtypes]]:
         residual.update((hidden_states.dtype, output[0].dtype))
         return output
 
-    @around(norm._RMSNormOfFloat32, "forward")
+    @around(layer_parts._RMSNormOfFloat32, "forward")
     def watched_norm(forward: Any, self: Any, x: torch.Tensor) -> torch.Tensor:
         output = forward(self, x)
         of_norms.add(output.dtype)

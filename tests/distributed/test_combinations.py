@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from dynamic_cp.types import CAUSAL
 from megatron.dynamic_cp.attention import torch_thd
-from megatron.dynamic_cp.model.experts import LayerWithExperts, NumberedExperts
-from megatron.dynamic_cp.model.router import DynamicCPRouter
+from megatron.dynamic_cp.model.experts import DynamicCPRouter, LayerWithExperts, NumberedExperts
 from tests.distributed.faults import Plant, around, marks_parameters
 from tests.distributed.harness import run_ranks
 from tests.distributed.layouts import layout_of

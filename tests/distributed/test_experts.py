@@ -22,10 +22,10 @@ from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.layout.sharding import shard_positions
-from megatron.dynamic_cp.model import experts, router
+from megatron.dynamic_cp.model import experts
 from megatron.dynamic_cp.model.adapters import train_adapters_only
-from megatron.dynamic_cp.model.router import DynamicCPRouter
-from megatron.dynamic_cp.repairs import expert_routing
+from megatron.dynamic_cp.model.experts import DynamicCPRouter
+from megatron.dynamic_cp.repairs import patches
 from tests.distributed import reference
 from tests.distributed.faults import Plant, around, marks_parameters
 from tests.distributed.harness import initialize_model_parallel, run_ranks
@@ -46,7 +46,7 @@ from tests.distributed.parity import (
 )
 
 
-@around(router, "token_owners")
+@around(experts, "token_owners")
 def count_padding(token_owners: Any, params: Any) -> Any:
     """Padding belongs to the last sample of its bucket."""
     owners = token_owners(params)
@@ -54,7 +54,7 @@ def count_padding(token_owners: Any, params: Any) -> Any:
     return owners._replace(parts=parts, copies=torch.ones_like(owners.copies))
 
 
-@around(router, "token_owners")
+@around(experts, "token_owners")
 def take_a_pack_for_a_sequence(token_owners: Any, params: Any) -> Any:
     owners = token_owners(params)
     parts = torch.where(owners.parts < owners.num_parts, 0, owners.parts)
@@ -224,7 +224,7 @@ def router_of_a_pack(variant: reference.ModelVariant) -> tuple[DynamicCPRouter, 
     initialize_model_parallel()
     groups = DynamicCPGroups.build(Layout(dist.get_world_size()).topology, timeout_s=60, exchanges=("p2p",))
     config = reference.transformer_config(variant, init_method=lambda weight: weight.copy_(router_weight()))
-    expert_routing.install()
+    patches.repair_expert_routing()
     with torch.no_grad():
         one = DynamicCPRouter(config=config, pg_collection=moe_utils.get_default_pg_collection())
     cp_size = dist.get_world_size()

@@ -11,10 +11,10 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from megatron.dynamic_cp.attention import merge
-from megatron.dynamic_cp.attention.mechanisms import heads
+from megatron.dynamic_cp.attention.mechanisms import collectives
 from megatron.dynamic_cp.flags.positions import concentration
 from megatron.dynamic_cp.flags.supported import check_supported
-from megatron.dynamic_cp.model import norm, rotary, self_attention
+from megatron.dynamic_cp.model import layer_parts, self_attention
 from megatron.dynamic_cp.model.self_attention import DynamicCPSelfAttention
 from tests.distributed import reference
 from tests.distributed.faults import Plant, around
@@ -49,16 +49,16 @@ def gate_by_heads_of_others(apply: Any, self: Any, x: Any, gate: Any) -> Any:
     return apply(self, x, gate.flip(2))
 
 
-@around(norm.TorchL2Norm, "forward")
+@around(layer_parts.TorchL2Norm, "forward")
 def normalize_the_sum(forward: Any, self: Any, x: Any) -> Any:
     """The norm of queries and keys without weights: the sum of squares becomes 1, not their mean."""
     return forward(self, x) / x.shape[-1] ** 0.5
 
 
-@around(rotary.RotaryEmbedding, "get_emb")
+@around(self_attention.RotaryEmbedding, "get_emb")
 def lose_the_stretch(get_emb: Any, self: Any, max_seq_len: int) -> Any:
     """As if the table were made of plain RoPE."""
-    return get_emb(rotary.RotaryEmbedding(32, 1.0, use_cpu_initialization=True), max_seq_len)
+    return get_emb(self_attention.RotaryEmbedding(32, 1.0, use_cpu_initialization=True), max_seq_len)
 
 
 def forget_the_offset() -> Any:
@@ -77,7 +77,7 @@ def learn_no_offset(offset_gradient: Any, self: Any, offset_H: Any) -> Any:
     return 0 * offset_gradient(self, offset_H)
 
 
-@around(heads.HeadExchange, "__init__")
+@around(collectives.HeadExchange, "__init__")
 def take_offsets_of_others(init: Any, self: Any, *args: Any) -> None:
     """As if a lane computed the first heads, whichever it has."""
     init(self, *args)

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
-from megatron.dynamic_cp.model.mamba import DynamicCPMamba
+from megatron.dynamic_cp.model.linear_layers import DynamicCPGatedDelta, DynamicCPMamba
 from tests.distributed import parity
 from tests.distributed.faults import Plant, around, marks_parameters
 from tests.distributed.harness import initialize_model_parallel, run_ranks

@@ -11,14 +11,14 @@ import torch
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from megatron.dynamic_cp.attention import torch_thd
-from megatron.dynamic_cp.attention.mechanisms.latents import LatentRing, LatentWidths, UpProjection
+from megatron.dynamic_cp.attention.mechanisms.ring import LatentRing, LatentWidths, UpProjection
 from megatron.dynamic_cp.attention.thd import attention_from_latents
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model import latent_attention
 from megatron.dynamic_cp.model.latent_attention import DynamicCPLatentAttention
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
-from megatron.dynamic_cp.model.rotary import rotate
+from megatron.dynamic_cp.model.self_attention import rotate
 from tests.distributed import reference
 from tests.distributed.faults import Plant, around, marks_parameters
 from tests.distributed.layouts import plan_of_exchanges

@@ -27,13 +27,11 @@ from dynamic_cp.types import STATE_EXCHANGES as WAYS
 from dynamic_cp.types.branches import Branches
 from dynamic_cp.types.linear_attention import LINEAR_KINDS
 from megatron.dynamic_cp.attention.linear import states
-from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer
 from megatron.dynamic_cp.attention.linear.layout import LaneRows, gathered_rows, lane_rows
-from megatron.dynamic_cp.attention.linear.recurrence import Steps
-from megatron.dynamic_cp.attention.linear.runs import Runs
+from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
-from megatron.dynamic_cp.attention.mechanisms.row_order import gathered_order
+from megatron.dynamic_cp.attention.mechanisms.collectives import gathered_order
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.emulated_lanes import Board, EmulatedGroup, on_lanes

@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.dynamic_cp.attention.linear import thd
-from megatron.dynamic_cp.attention.linear.check import check_linear_kernel
-from megatron.dynamic_cp.attention.linear.kernels import choice, fla
-from megatron.dynamic_cp.attention.linear.kernels.portable import PORTABLE
-from megatron.dynamic_cp.attention.linear.recurrence import Steps
-from megatron.dynamic_cp.attention.linear.runs import Runs
+from megatron.dynamic_cp.attention.linear import kernels, thd
+from megatron.dynamic_cp.attention.linear.kernels import check_linear_kernel
+from megatron.dynamic_cp.attention.linear.portable import PORTABLE
+from megatron.dynamic_cp.attention.linear.recurrence import Runs, Steps
 from tests.distributed.test_linear_attention import LAYERS, Whole, error
 from tests.distributed.verl_seam import FOLDER
 from tests.wheels import wheel_or_skip
@@ -65,9 +63,9 @@ DOCUMENTED: dict[str, Callable[..., Any]] = {
 
 def signatures_of_the_wheel() -> dict[str, inspect.Signature]:
     """Return the parameters of what is called; Triton, which its modules import, is not needed to read them."""
-    with zipfile.ZipFile(wheel_or_skip(FOLDER, "fla-core", fla.RELEASE)) as wheel:
+    with zipfile.ZipFile(wheel_or_skip(FOLDER, "fla-core", kernels.RELEASE)) as wheel:
         found = {}
-        for name, module in fla.FUNCTIONS.items():
+        for name, module in kernels.FUNCTIONS.items():
             folder = module.replace(".", "/")
             exported = ast.parse(wheel.read(f"{folder}/__init__.py"))
             (source,) = {
@@ -98,7 +96,7 @@ def signatures_of_the_wheel() -> dict[str, inspect.Signature]:
 def documented(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Functions with the parameters of the released wheel that do what its documentation says; counts their calls."""
     signatures = signatures_of_the_wheel()
-    calls = dict.fromkeys(fla.FUNCTIONS, 0)
+    calls = dict.fromkeys(kernels.FUNCTIONS, 0)
 
     def function(name: str) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -107,14 +105,14 @@ def documented(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         return called
 
-    monkeypatch.setattr(fla, "_function", function)
+    monkeypatch.setattr(kernels, "_function", function)
     return calls
 
 
 @pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2"])
 def test_flash_linear_attention_is_called_as_its_release_wants(kind: str, documented: dict[str, int]) -> None:
     whole = Whole(LAYERS[kind], (5, 33, 1, 8))
-    with mock.patch.object(thd, "choose_linear_kernel", return_value=fla.FLA):
+    with mock.patch.object(thd, "choose_linear_kernel", return_value=kernels.FLA):
         for way in thd.WAYS:
             found, _ = whole.on_lanes(2, way)
             assert error(found, whole.expected) < 1e-10
@@ -182,7 +180,7 @@ def test_what_layers_ask_for_besides_is_checked_at_start(change: dict[str, Any],
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
 def test_released_programs_equal_the_portable_kernel_in_the_interpreter(tmp_path: Path) -> None:
     """The interpreter counts in int, which has no `to`; nothing else of the release is changed."""
-    with zipfile.ZipFile(wheel_or_skip(FOLDER, "fla-core", fla.RELEASE)) as wheel:
+    with zipfile.ZipFile(wheel_or_skip(FOLDER, "fla-core", kernels.RELEASE)) as wheel:
         wheel.extractall(tmp_path)
     for name in ("chunk_delta_h", "chunk_h"):
         source = tmp_path / f"fla/ops/common/{name}.py"
@@ -204,14 +202,14 @@ def test_released_programs_equal_the_portable_kernel_in_the_interpreter(tmp_path
 
 def test_gpus_need_flash_linear_attention() -> None:
     delta, mamba = (replace(LAYERS[kind], key_size=512) for kind in ("gated_delta_net", "mamba2"))
-    choice.choose_linear_kernel.cache_clear()
-    with mock.patch.object(fla, "find_spec", lambda package: None if package == "fla" else object()):
+    kernels.choose_linear_kernel.cache_clear()
+    with mock.patch.object(kernels, "find_spec", lambda package: None if package == "fla" else object()):
         for sizes in (LAYERS["gated_delta_net"], mamba):
             with pytest.raises(UnsupportedFeatureError, match="needs fla, which is not installed; install it with pip"):
-                choice.choose_linear_kernel(CUDA, sizes)
+                kernels.choose_linear_kernel(CUDA, sizes)
     with pytest.raises(UnsupportedFeatureError, match="keys of at most 256 channels, these have 512: give") as caught:
-        choice.choose_linear_kernel(CUDA, delta)
+        kernels.choose_linear_kernel(CUDA, delta)
     assert "install" not in str(caught.value)
     with pytest.raises(UnsupportedFeatureError, match="runs on CUDA devices only: train"):
-        choice.choose_linear_kernel(torch.device("meta"), delta)
-    assert choice.choose_linear_kernel(torch.device("cpu"), delta) is PORTABLE
+        kernels.choose_linear_kernel(torch.device("meta"), delta)
+    assert kernels.choose_linear_kernel(torch.device("cpu"), delta) is PORTABLE

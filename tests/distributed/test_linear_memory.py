@@ -12,13 +12,11 @@ from torch import Tensor
 
 from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.types import LinearAttention, ModelShape, PlanOptions, StateExchange, Topology
-from megatron.dynamic_cp.attention.linear import states, thd
-from megatron.dynamic_cp.attention.linear.kernels import fla
+from megatron.dynamic_cp.attention.linear import kernels, states, thd
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
-from megatron.dynamic_cp.model.mamba import DynamicCPMamba
-from megatron.dynamic_cp.repairs import norm_recomputation
+from megatron.dynamic_cp.model.linear_layers import DynamicCPGatedDelta, DynamicCPMamba
+from megatron.dynamic_cp.repairs import patches
 from tests.distributed import reference
 from tests.distributed.emulated_lanes import on_lanes
 from tests.distributed.harness import initialize_model_parallel, run_ranks
@@ -49,7 +47,7 @@ LANES: list[tuple[int, StateExchange]] = [(1, "heads"), (2, "heads"), (2, "state
 def kept_bytes(kind: str, more: dict[str, Any], lanes: list[tuple[int, StateExchange]]) -> list[float]:
     """Return for each way the bytes for a token that a layer keeps with its input, in bfloat16."""
     initialize_model_parallel()
-    norm_recomputation.install()
+    patches.repair_norm_recomputation()
     make, variant, sizes = KINDS[kind]
     config = reference.transformer_config(
         variant, hidden_size=HIDDEN, params_dtype=torch.bfloat16, bf16=True, **sizes, **more
@@ -73,8 +71,8 @@ def kept_bytes(kind: str, more: dict[str, Any], lanes: list[tuple[int, StateExch
         return sum(storage.nbytes() for storage in kept.values()) / TOKENS
 
     with (
-        mock.patch.object(thd, "choose_linear_kernel", return_value=fla.FLA),
-        mock.patch.object(fla, "_function", RELEASED.__getitem__),
+        mock.patch.object(thd, "choose_linear_kernel", return_value=kernels.FLA),
+        mock.patch.object(kernels, "_function", RELEASED.__getitem__),
         mock.patch.object(states, "keeps_by_hooks", return_value=False),  # these hooks only count
     ):
         found = [on_lanes((TOKENS * cp_size,), cp_size, of_lane, state_exchange=way) for cp_size, way in lanes]

@@ -33,8 +33,7 @@ from dynamic_cp.types import (
 from examples import torch_device_mesh
 from examples.torch_device_mesh import VOCAB_SIZE, Document, TinyTransformer, loss_sum, problem_for
 from megatron.dynamic_cp.attention import packs
-from megatron.dynamic_cp.data.sample_tokens import SampleTokens
-from megatron.dynamic_cp.data.shared_question import shared_question
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens, shared_question
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.repairs import cpu_backend
 from megatron.integrations.outside import Lanes, PlannedCollator, train_step

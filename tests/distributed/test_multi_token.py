@@ -14,7 +14,7 @@ from dynamic_cp.types import Sample, SharedQuestion
 from megatron.dynamic_cp.data import micro_batches
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.flags.supported import check_supported
-from megatron.dynamic_cp.layout.future_columns import FutureColumns
+from megatron.dynamic_cp.layout.packed_seq_params import FutureColumns
 from megatron.dynamic_cp.layout.sharding import shard_positions
 from tests.distributed import reference
 from tests.distributed.faults import Plant, around

@@ -8,7 +8,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.dynamic_cp.repairs import optimizer_checkpoint
+from megatron.dynamic_cp.repairs import patches
 from tests.distributed import reference
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
 from tests.distributed.parity import Layout, build_chunks
@@ -19,8 +19,8 @@ RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 def ask_a_fresh_optimizer_what_to_load(repaired: bool) -> tuple[int, int]:
     """Return (number of parameters with state, number of distinct step tensors after loading its own state)."""
     if repaired:
-        optimizer_checkpoint.install()
-        optimizer_checkpoint.install()  # a second call changes nothing
+        patches.repair_optimizer_checkpoint()
+        patches.repair_optimizer_checkpoint()  # a second call changes nothing
     initialize_model_parallel()
     config, (chunk,) = build_chunks(Layout(2), reference.LLAMA)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
@@ -36,7 +36,7 @@ def ask_a_fresh_optimizer_what_to_load(repaired: bool) -> tuple[int, int]:
     return len(steps), len(set(steps))
 
 
-@pytest.mark.skipif(optimizer_checkpoint.HAVE_APEX_OR_TE, reason="a fused Adam is installed: nothing to repair")
+@pytest.mark.skipif(patches.HAVE_APEX_OR_TE, reason="a fused Adam is installed: nothing to repair")
 def test_loading_needs_the_repairs_and_works_with_them() -> None:
     with pytest.raises(RankError, match="len\\(steps\\) == 1"):
         run_ranks(2, ask_a_fresh_optimizer_what_to_load, False)
@@ -48,6 +48,6 @@ def test_halves_are_not_taken_for_weights() -> None:
     """Integers of 16 bits; a norm's ones and a bias's zeros are weights."""
     halves = torch.randint(-(2**15), 2**15, (1000,)).float()
     with pytest.raises(UnsupportedFeatureError, match="lower halves of the optimizer's weights"):
-        optimizer_checkpoint._check_are_weights(halves)
+        patches._check_are_weights(halves)
     for weights in (torch.ones(8), torch.zeros(8), torch.empty(0), torch.randn(1000) * 3):
-        optimizer_checkpoint._check_are_weights(weights)
+        patches._check_are_weights(weights)

@@ -49,7 +49,7 @@ from dynamic_cp.types import (
     parse_mask,
 )
 from megatron.dynamic_cp.attention import merge, placed_packs
-from megatron.dynamic_cp.attention.kernels import log_sum_exp
+from megatron.dynamic_cp.attention.kernels import merging
 from megatron.dynamic_cp.attention.kernels.choice import CPU, KERNELS
 from megatron.dynamic_cp.attention.mechanisms import blocks
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError, LaneMessages
@@ -402,7 +402,7 @@ def test_layers_with_a_window_cut_the_masks_that_samples_bring() -> None:
 @contextlib.contextmanager
 def sums_in_bf16() -> Iterator[None]:
     with (
-        mock.patch.object(log_sum_exp, "SUM_DTYPE", BF16),
+        mock.patch.object(merging, "SUM_DTYPE", BF16),
         mock.patch.object(merge, "SUM_DTYPE", BF16),
         mock.patch.object(blocks, "SUM_DTYPE", BF16),
     ):

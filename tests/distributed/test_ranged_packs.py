@@ -10,9 +10,8 @@ from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Shared
 from megatron.dynamic_cp.attention.kernels import cpu as kernels_cpu
 from megatron.dynamic_cp.attention.kernels import portable as kernels_portable
 from megatron.dynamic_cp.attention.kernels.choice import CPU, PORTABLE, Kernel
-from megatron.dynamic_cp.attention.kernels.tiles import tiles_of
-from megatron.dynamic_cp.attention.key_ranges import row_blocks
-from megatron.dynamic_cp.attention.packs import Pack
+from megatron.dynamic_cp.attention.kernels.ranged import tiles_of
+from megatron.dynamic_cp.attention.packs import Pack, row_blocks
 from tests.distributed.naive_attention import HEADS, KV_HEADS, assert_all_close, assert_close, exact, random_qkv
 from tests.distributed.ranged import attend, attend_in_pieces, random_pack, sees_of
 

@@ -17,7 +17,7 @@ from dynamic_cp.errors import DataError, DisagreementError, DynamicCPError, Ille
 from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
 from dynamic_cp.types import PlannedBatch, Sample
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.data.token_checksum import combine, token_checksum
+from megatron.dynamic_cp.data.token_audit import combine, token_checksum
 from megatron.dynamic_cp.layout.sharding import shard_positions
 from megatron.integrations.foreign import rerouting
 from megatron.integrations.foreign.iterator import ForeignIteratorWrapper

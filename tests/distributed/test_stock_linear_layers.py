@@ -22,8 +22,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn.functional import silu, softplus
 
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
-from megatron.dynamic_cp.model.mamba import DynamicCPMamba
+from megatron.dynamic_cp.model.linear_layers import DynamicCPGatedDelta, DynamicCPMamba
 from tests.distributed import reference, token_by_token
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.linear_reference import mamba2, sizes_of

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from dynamic_cp.types import CP_COMM_TYPES
-from megatron.dynamic_cp.attention.te.kernels import FLASH_4_OVER_LANES_SINCE
-from megatron.dynamic_cp.attention.te.support import NATIVE_SINCE, PERMITTED_SINCE, release_of
+from megatron.dynamic_cp.attention.te.support import FLASH_4_OVER_LANES_SINCE, NATIVE_SINCE, PERMITTED_SINCE, release_of
 from megatron.dynamic_cp.flags.fp8 import GATHERS_ANYTHING_SINCE
 from megatron.trainer.setup.layers import BATCHED_RING
 from tests.distributed.real_transformer_engine.wheels import VERSIONS, wheel_or_skip

@@ -24,12 +24,11 @@ from megatron.core.transformer.enums import AttnBackend
 from dynamic_cp.errors import DisagreementError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, Topology
 from megatron.decide import doctor
-from megatron.dynamic_cp.attention.te import kernels as te_kernels
+from megatron.dynamic_cp.attention.te import support as te_kernels
 from megatron.dynamic_cp.attention.te import support as te_support
-from megatron.dynamic_cp.attention.te.kernels import Kernel
-from megatron.dynamic_cp.attention.te.support import missing_exchanges, provider, release_of
+from megatron.dynamic_cp.attention.te.support import Kernel, missing_exchanges, provider, release_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
-from megatron.dynamic_cp.repairs import engine_import
+from megatron.dynamic_cp.repairs import releases
 from megatron.trainer.setup import layers, warm_up
 from megatron.trainer.setup.attention_warm_up import pack_of, token_buckets, warm_up_attention, warm_up_packs
 from tests.distributed import parity, reference
@@ -459,7 +458,7 @@ def import_with_old_cudnn() -> str:
     with pytest.raises(RuntimeError):
         engine.load(NEWEST)
     with pytest.raises(UnsupportedFeatureError) as refused:
-        engine_import.check()
+        releases.check_engine()
     return str(refused.value)
 
 

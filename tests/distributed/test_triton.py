@@ -42,7 +42,7 @@ def test_programs_compile_for_gpus_that_are_not_here(capability: int, head_dim: 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from megatron.dynamic_cp.attention.kernels import ranged_programs as programs
+    from megatron.dynamic_cp.attention.kernels import triton_programs as programs
 
     queries, keys = (torch.empty(1, heads, head_dim, dtype=torch.bfloat16) for heads in (8, 2))
     for name in ranged.CUTS:

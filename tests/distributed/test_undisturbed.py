@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.dynamic_cp.measuring.undisturbed import alone_s
+from megatron.dynamic_cp.measuring.machine import alone_s
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import torch
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask
 from megatron.dynamic_cp.attention.kernels import check, ranged
 from megatron.dynamic_cp.attention.kernels.choice import TRITON
-from megatron.dynamic_cp.attention.kernels.log_sum_exp import merged
-from megatron.dynamic_cp.attention.kernels.merging import merge_into
+from megatron.dynamic_cp.attention.kernels.merging import merge_into, merged
 from megatron.dynamic_cp.attention.packs import Pack
 from tests.distributed.naive_attention import HEADS, KV_HEADS, assert_all_close, exact, random_qkv
 from tests.distributed.ranged import attend, attend_in_pieces, random_pack, sees_of

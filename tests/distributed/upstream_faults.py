@@ -32,7 +32,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron.dynamic_cp.repairs import expert_routing
+from megatron.dynamic_cp.repairs import patches
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel
 
@@ -55,7 +55,7 @@ def groups_of_one() -> ProcessGroupCollection:
 
 def stock_model(variant: reference.ModelVariant, groups: Any = None, **layout: Any) -> GPTModel:
     """Return megatron-core's own model of two layers; `layout` is the configuration's."""
-    expert_routing.install()
+    patches.repair_expert_routing()
     config = reference.transformer_config(variant, num_layers=2, **layout)
     spec: Any = reference.stock_layer(config)
     if config.num_moe_experts is not None:
@@ -237,7 +237,7 @@ def later_tokens_behind_the_end() -> float:
 
 def losses_of_a_pack() -> float:
     """Two samples in one pack, whose balancing losses are those of each alone."""
-    expert_routing.install()
+    patches.repair_expert_routing()
     of_samples = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_z_loss_coeff": None}
     config = reference.transformer_config(reference.MOE, **of_samples)
     weight, samples = torch.randn(8, reference.HIDDEN_SIZE), torch.randn(3 * SEQLEN, reference.HIDDEN_SIZE)

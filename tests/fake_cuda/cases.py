@@ -48,8 +48,8 @@ from megatron.dynamic_cp.attention import packs, placed_packs, torch_thd
 from megatron.dynamic_cp.attention.kernels import choice as kernels
 from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
 from megatron.dynamic_cp.attention.kernels.choice import FLASH
-from megatron.dynamic_cp.attention.linear import check as linear_check
-from megatron.dynamic_cp.attention.mechanisms import all_gather
+from megatron.dynamic_cp.attention.linear import kernels as linear_check
+from megatron.dynamic_cp.attention.mechanisms import collectives
 from megatron.dynamic_cp.attention.mechanisms import transfers as exchange
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.attention.thd import EXECUTORS, Attention, attention_thd
@@ -521,7 +521,7 @@ def faults() -> Notes:
                 chain()
             noticed[name] = "UnderWay"
 
-        order = patch(all_gather, "row_order", lambda params, device: torch.arange(8 * len(params.positions)))
+        order = patch(collectives, "row_order", lambda params, device: torch.arange(8 * len(params.positions)))
         notice("an index left on the host", (FakeTensorDeviceMismatchError, HostWaits), "cpu", order, gather)
 
         order = patch(placed_packs, "to_device", lambda values, device: torch.from_numpy(values))

@@ -132,11 +132,11 @@ class ProcessGroupNCCL(metaclass=_SendsNothing):
 def install(library: Path) -> None:
     """Replace torch.cuda's functions and NCCL in this process, which has loaded `library` before torch."""
     from megatron.dynamic_cp.attention.kernels import merging
-    from megatron.dynamic_cp.attention.linear.kernels import fla
+    from megatron.dynamic_cp.attention.linear import kernels
 
     merging.has_triton = lambda: False  # type: ignore[assignment]  # its programs need a device
-    fla.why_not = lambda device, sizes: None
-    fla._function = RELEASED.__getitem__
+    kernels.why_not = lambda device, sizes: None
+    kernels._function = RELEASED.__getitem__
     loaded = ctypes.CDLL(str(library))
     num_devices = loaded.fake_cuda_num_devices()
     streams = [Stream.__new__(Stream) for _ in range(num_devices)]

@@ -67,8 +67,8 @@ AT_START = {
     "megatron.dynamic_cp.attention.kernels.check:_error": Answer(
         why="each result of the kernel is compared with the portable one's", value=lambda _: 0.004
     ),
-    "megatron.dynamic_cp.attention.linear.check:random": Answer(why="inputs of the kernels' check"),
-    "megatron.dynamic_cp.attention.linear.check:check_linear_kernel": Answer(
+    "megatron.dynamic_cp.attention.linear.kernels:random": Answer(why="inputs of the kernels' check"),
+    "megatron.dynamic_cp.attention.linear.kernels:check_linear_kernel": Answer(
         why="each result of the kernel is compared with the portable one's", value=lambda _: 0.004
     ),
     "megatron.dynamic_cp.groups.first_exchange:_check": Answer(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dynamic_cp.types import LinearAttention
-from megatron.dynamic_cp.attention.linear.check import TOLERANCE, check_linear_kernel
-from megatron.dynamic_cp.attention.linear.kernels import fla
+from megatron.dynamic_cp.attention.linear import kernels
+from megatron.dynamic_cp.attention.linear.kernels import TOLERANCE, check_linear_kernel
 from megatron.dynamic_cp.attention.te.support import installed_version, why_not_installed
 from megatron.dynamic_cp.flags.fp8 import why_no_device
 from tests.gpu.judge import DEVICE
@@ -27,7 +27,7 @@ HYBRID = (
 
 @pytest.fixture(autouse=True)
 def skip_without_kernels() -> None:
-    obstacle = fla.why_not(DEVICE, QWEN3_NEXT)
+    obstacle = kernels.why_not(DEVICE, QWEN3_NEXT)
     if obstacle is not None:
         pytest.skip(f"flash-linear-attention {obstacle}")
 
@@ -35,7 +35,7 @@ def skip_without_kernels() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("sizes", [QWEN3_NEXT, NEMOTRON_NANO], ids=lambda sizes: sizes.kind)
 def test_kernels_equal_products_of_matrices(sizes: LinearAttention, dtype: torch.dtype) -> None:
-    assert check_linear_kernel(fla.FLA, sizes, dtype, DEVICE) < TOLERANCE
+    assert check_linear_kernel(kernels.FLA, sizes, dtype, DEVICE) < TOLERANCE
 
 
 def losses_on_one_rank(cache: Path, *flags: str, layers: str) -> list[float]:

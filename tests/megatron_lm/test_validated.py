@@ -16,7 +16,7 @@ from megatron.core.transformer.moe import moe_utils
 from dynamic_cp.errors import DynamicCPError
 from megatron.dynamic_cp.flags.experts import DEFAULTS
 from megatron.dynamic_cp.repairs import releases
-from megatron.dynamic_cp.step.routing import LayerRouting, Routing
+from megatron.dynamic_cp.step.schedule import LayerRouting, Routing
 from megatron.integrations.lm_adaptor import flags, step_log
 from megatron.integrations.lm_adaptor.activate import _Adaptor
 from megatron.trainer.flags.validation import planning_settings

@@ -12,7 +12,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models import catalog
 from dynamic_cp.types import PlanOptions, Problem
-from megatron.dynamic_cp.model.activation import quick_gelu
+from megatron.dynamic_cp.model.layer_parts import quick_gelu
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args

@@ -13,7 +13,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron.dynamic_cp.attention.te.support import LayerChoice
-from megatron.dynamic_cp.repairs import optimizer_checkpoint
+from megatron.dynamic_cp.repairs import patches
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.setup import layers
 from tests.distributed.harness import run_ranks
@@ -34,7 +34,7 @@ def take_fused_adam() -> None:
     ).FusedAdam
     core_optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
-    optimizer_checkpoint.HAVE_APEX_OR_TE = True
+    patches.HAVE_APEX_OR_TE = True
 
 
 def train_on_this_rank(words: list[str], fused: bool) -> dict[int, float]:

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from dynamic_cp.errors import CheckpointError
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.pricing.reduction import ddp_bucket_size
-from megatron.dynamic_cp.repairs import optimizer_checkpoint
+from megatron.dynamic_cp.repairs import patches
 from megatron.dynamic_cp.step.loss import sum_of_losses
 from megatron.trainer.checkpoints import checkpoint_files, interchange
 from megatron.trainer.data.build import build_splits
@@ -79,7 +79,7 @@ class Stock:
 
     def __init__(self, words: list[str]) -> None:
         settings = self.settings = parse_args(words, dist.get_world_size())
-        optimizer_checkpoint.install()  # megatron-core cannot load its distributed optimizer around torch's AdamW
+        patches.repair_optimizer_checkpoint()  # megatron-core cannot load it around torch's AdamW
         parallel_state.initialize_model_parallel(context_parallel_size=CP_SIZE)
         initialize.seed(settings.training.seed)
         config = model.transformer_config(settings.model, settings.planning, CPU)

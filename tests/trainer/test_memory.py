@@ -14,7 +14,7 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.types import DataParallel, Problem
-from megatron.dynamic_cp.measuring.free_memory import free_bytes
+from megatron.dynamic_cp.measuring.machine import free_bytes
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import memory

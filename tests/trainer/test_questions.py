@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.dynamic_cp.model.experts import routers
-from megatron.dynamic_cp.step.routing import sum_over_routers
-from megatron.dynamic_cp.step.schedule import sum_over_job
+from megatron.dynamic_cp.step.schedule import sum_over_job, sum_over_routers
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.flags.arguments import parse_args

@@ -50,7 +50,7 @@ BELOW_ALL = ("dynamic_cp", "types")
 READ_IN_ORDER = (
     *sorted({f"{package}.{room}" for package, rooms in ROOMS.items() for room in rooms}),
     *("megatron.decide", "megatron.integrations"),
-    *(f"megatron.dynamic_cp.attention.{room}" for room in ("kernels", "mechanisms", "te", "linear", "linear.kernels")),
+    *(f"megatron.dynamic_cp.attention.{room}" for room in ("kernels", "mechanisms", "te", "linear")),
 )
 
 

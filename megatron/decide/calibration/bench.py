@@ -21,9 +21,9 @@ from megatron.decide.calibration.device import Place
 from megatron.decide.calibration.timing import Probe, Timer
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.measuring.free_memory import free_bytes
+from megatron.dynamic_cp.measuring.machine import free_bytes
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
-from megatron.dynamic_cp.model.rotary import use_one_rotary_table
+from megatron.dynamic_cp.model.self_attention import use_one_rotary_table
 
 _SHORTEST = {"cuda": 256, "cpu": 64}
 

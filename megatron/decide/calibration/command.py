@@ -99,9 +99,9 @@ def command(**given: Any) -> int:
         warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning, module=r"torch\..*")
         warnings.filterwarnings("ignore", module=r"megatron\..*")  # what it misses, `dynamic-cp doctor` says
         try:
-            from megatron.dynamic_cp.repairs import engine_import
+            from megatron.dynamic_cp.repairs import releases
 
-            engine_import.check()
+            releases.check_engine()
             from megatron.decide.calibration.run import run
         except ImportError as error:
             raise UnsupportedFeatureError(

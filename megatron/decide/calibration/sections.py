@@ -22,9 +22,8 @@ from megatron.decide.calibration.device import Place
 from megatron.decide.calibration.micro_batches import buckets, held_out, packs
 from megatron.decide.calibration.timing import Probe
 from megatron.dynamic_cp.attention.kernels.choice import kernel_for
-from megatron.dynamic_cp.attention.linear.kernels.choice import choose_linear_kernel
-from megatron.dynamic_cp.attention.linear.recurrence import Steps, state_dtype
-from megatron.dynamic_cp.attention.linear.runs import Runs
+from megatron.dynamic_cp.attention.linear.kernels import choose_linear_kernel
+from megatron.dynamic_cp.attention.linear.recurrence import Runs, Steps, state_dtype
 from megatron.dynamic_cp.attention.mechanisms import ring
 from megatron.dynamic_cp.attention.mechanisms.transfers import RingShift
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums

@@ -1,13 +1,14 @@
 """Nobody raises alone: ranks exchange an outcome first, then all continue or all raise the same error.
 
 If one rank has the outcome (rank 0's files, plans), it goes through the job's store; if all have one, through one small
-all-reduce.
+all-reduce. A lost rank is the exception: torch's and gloo's errors are read here to tell it from a bug.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,39 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import DisagreementError, DynamicCPError
-from megatron.dynamic_cp.agreement import lost_peers, messages, phase
+from megatron.dynamic_cp.agreement import messages, phase
+
+_PLACE = r"\[\S*gloo/\S+:\d+\] "
+_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Socket closed",
+    "Timed out waiting",
+    "Read timeout",
+    "Wait timeout",
+    "Application timeout caused pair closure",
+    "Connect timeout",
+    "Connection timed out",
+    "No route to host",
+    "Network is unreachable",
+)
+_OF_GLOO = re.compile(rf"{_PLACE}.*({'|'.join(_GONE)})")
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether `error` says that another rank, or the job's store, is gone or does not answer."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and _OF_GLOO.search(str(error)) is not None
+    )
+
+
+def words_of(error: BaseException) -> str:
+    """Return the first line of what `error` says, without the place in gloo's sources and gloo's advice."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(_PLACE, "", first).split(". This is typically", 1)[0].rstrip(". ")
+
 
 T = TypeVar("T")
 
@@ -178,7 +211,7 @@ def lost_rank(error: Exception) -> DynamicCPError:
     """Return the error of a rank whose collective failed: another one is gone."""
     return DynamicCPError(
         f"{phase.current()}: one of {dist.get_world_size()} ranks ended or did not answer "
-        f"({lost_peers.words_of(error)}); see the logs of the other ranks; resume from the last checkpoint"
+        f"({words_of(error)}); see the logs of the other ranks; resume from the last checkpoint"
     )
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.dynamic_cp.attention.kernels.choice import Kernel, kernel_of
-from megatron.dynamic_cp.attention.kernels.log_sum_exp import SUM_DTYPE
-from megatron.dynamic_cp.attention.kernels.merging import merge_into
+from megatron.dynamic_cp.attention.kernels.merging import SUM_DTYPE, merge_into
 from megatron.dynamic_cp.attention.packs import Pack
 
 

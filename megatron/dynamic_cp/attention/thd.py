@@ -12,11 +12,9 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import serving_windows
 from dynamic_cp.types import CpCommType, Lambda
 from megatron.dynamic_cp.attention.kernels.choice import Kernel, kernel_for
-from megatron.dynamic_cp.attention.mechanisms.all_gather import AllGather
+from megatron.dynamic_cp.attention.mechanisms.collectives import AllGather, HeadsAroundRing
 from megatron.dynamic_cp.attention.mechanisms.executor import Executor
-from megatron.dynamic_cp.attention.mechanisms.heads import HeadsAroundRing
-from megatron.dynamic_cp.attention.mechanisms.latents import LatentRing, LatentWidths, UpProjection
-from megatron.dynamic_cp.attention.mechanisms.ring import Ring
+from megatron.dynamic_cp.attention.mechanisms.ring import LatentRing, LatentWidths, Ring, UpProjection
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.measuring.nvtx import attention_backward

@@ -19,7 +19,7 @@ from torch import Tensor
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.attention.kernels.check import check_kernel
 from megatron.dynamic_cp.attention.kernels.choice import choose_kernel, ranged_kernel
-from megatron.dynamic_cp.attention.mechanisms.latents import LatentWidths
+from megatron.dynamic_cp.attention.mechanisms.ring import LatentWidths
 from megatron.dynamic_cp.attention.thd import attention_from_latents, attention_thd
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
 from megatron.dynamic_cp.flags.windows import windows_of
@@ -55,7 +55,7 @@ def prepare_kernel(config: TransformerConfig, device: torch.device, *, ranges: b
             logger.info("attention kernel %s checked: %.4f of the norm away from the portable one", kernel.name, error)
     linear_attention = linear_attention_of(config)
     if linear_attention is not None:
-        from megatron.dynamic_cp.attention.linear.check import prepare_linear_kernel
+        from megatron.dynamic_cp.attention.linear.kernels import prepare_linear_kernel
 
         error = prepare_linear_kernel(linear_attention.of_rank(tp_size), config.params_dtype, device)
         if error:

@@ -35,8 +35,14 @@ from dynamic_cp.types import (
 from megatron.dynamic_cp.data.extension import step_kind
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.future_columns import NUM_COLUMNS, FutureColumns
-from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, Levels, boundaries
+from megatron.dynamic_cp.layout.packed_seq_params import (
+    NUM_COLUMNS,
+    DynamicPackedSeqParams,
+    ExchangeStats,
+    FutureColumns,
+    Levels,
+    boundaries,
+)
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions, take_shard
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from megatron.dynamic_cp.groups.first_exchange import possible_attentions
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions
-from megatron.dynamic_cp.repairs import engine_import
+from megatron.dynamic_cp.repairs import releases
 
 TOLERANCE = 0.02
 """Of the norm. bfloat16 rounds output and gradients to 0.2 to 0.6 % of it."""
@@ -173,7 +173,7 @@ def _attend(attention: torch.nn.Module, inputs: Sequence[Tensor], params: Dynami
     try:
         out = attention(*qkv, None, packed_seq_params=params)
     except RuntimeError as error:
-        folders = engine_import.two_cudnns()
+        folders = releases.two_cudnns()
         if not folders or "cudnn" not in str(error).lower():
             raise
         raise UnsupportedFeatureError(

@@ -22,10 +22,9 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from dynamic_cp.types import needs_latents
-from megatron.dynamic_cp.attention.mechanisms.latents import LatentWidths
-from megatron.dynamic_cp.groups.model_groups import check_groups
+from megatron.dynamic_cp.attention.mechanisms.ring import LatentWidths
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.dynamic_cp.model.rotary import OneRotaryTable, cos_sin_at, rotate
+from megatron.dynamic_cp.model.self_attention import OneRotaryTable, check_groups, cos_sin_at, rotate
 
 
 class DynamicCPLatentAttention(MLASelfAttention):

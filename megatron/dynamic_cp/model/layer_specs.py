@@ -19,10 +19,9 @@ from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
 from megatron.dynamic_cp.flags.linear_attention import PLAIN, Parts, parts_of_layers
 from megatron.dynamic_cp.model.experts import LayerWithExperts, use_our_parts
 from megatron.dynamic_cp.model.latent_attention import DynamicCPLatentAttention
-from megatron.dynamic_cp.model.norm import TorchL2Norm, TorchNorm
-from megatron.dynamic_cp.model.residual import add_to_residual
+from megatron.dynamic_cp.model.layer_parts import TorchL2Norm, TorchNorm, add_to_residual
 from megatron.dynamic_cp.model.self_attention import DynamicCPSelfAttention
-from megatron.dynamic_cp.repairs import expert_routing, gathered_logits, latent_attention, norm_recomputation
+from megatron.dynamic_cp.repairs import patches
 
 
 def gpt_block_spec(
@@ -33,7 +32,7 @@ def gpt_block_spec(
     Args:
         transformer_impl: megatron-core's local layers with torch's norms, or its layers of TransformerEngine.
     """
-    gathered_logits.install()
+    patches.repair_gathered_logits()
     _, norm = layer_spec(config, transformer_impl)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     own = parts_of_layers(config)[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
@@ -62,9 +61,9 @@ def layer_spec(
 
 def _local_layer(config: TransformerConfig, num_experts: int | None) -> tuple[ModuleSpec, type]:
     if config.recompute_granularity == "selective" and {"layernorm", "gdn_norm_out"} & {*config.recompute_modules}:
-        norm_recomputation.install()
+        patches.repair_norm_recomputation()
     if config.multi_latent_attention:
-        latent_attention.install()
+        patches.repair_latent_attention()
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts,
         normalization=config.normalization,
@@ -111,7 +110,7 @@ def _transformer_engine_layer(config: TransformerConfig, num_experts: int | None
 
 def _route_by_sample(layer: ModuleSpec, num_experts: int | None) -> None:
     if num_experts is not None:
-        expert_routing.install()
+        patches.repair_expert_routing()
         layer.module = LayerWithExperts
         use_our_parts(layer.submodules.mlp)
 
@@ -120,9 +119,7 @@ def _attend_linearly(layer: ModuleSpec, config: TransformerConfig) -> None:
     """Have a layer built with linear attention, whose matrices are of the same classes as those of its attention, and
     whose tensors megatron-core names as its own layers fuse the norm: TransformerEngine's.
     """
-    from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
-    from megatron.dynamic_cp.model.linear_attention import LOCAL, Projections
-    from megatron.dynamic_cp.model.mamba import DynamicCPMamba
+    from megatron.dynamic_cp.model.linear_layers import LOCAL, DynamicCPGatedDelta, DynamicCPMamba, Projections
 
     is_mamba = linear_attention.kind_of(config) == linear_attention.MAMBA
     place = "mixer." if is_mamba else "self_attention."

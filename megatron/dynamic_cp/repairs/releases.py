@@ -1,4 +1,4 @@
-"""The releases of megatron-core that this runs on, and what differs between them.
+"""The releases of megatron-core that this runs on, what differs between them, and a TransformerEngine that is broken.
 
 `DIFFERENCES` is the whole list: each entry says since when, what, and why that matters here. Code asks an entry whether
 it is `here` and nothing else for a version. docs/releases.md shows them.
@@ -7,11 +7,15 @@ it is `here` and nothing else for a version. docs/releases.md shows them.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
+import importlib.util
 import platform
 import re
 import sys
+import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 from dynamic_cp.errors import UnsupportedFeatureError
 
@@ -179,3 +183,49 @@ def _imported() -> str:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+_SHOWN = 200
+"""Characters of what TransformerEngine says."""
+
+
+def check_engine() -> None:
+    """Import TransformerEngine, if it is installed, before megatron-core does.
+
+    Raises:
+        UnsupportedFeatureError: it cannot be imported, and megatron-core would not go without it; says why in a line.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except ImportError:
+        return
+    except Exception as error:
+        said = textwrap.shorten(str(error), _SHOWN, placeholder=" ...") or type(error).__name__
+        raise UnsupportedFeatureError(
+            f"TransformerEngine {engine_version()} is installed and cannot be imported ({said}), nor can "
+            "megatron-core beside it: pip install --no-build-isolation 'megatron-dynamic-cp[te]', or for local layers "
+            "pip uninstall transformer-engine",
+            installed=engine_version(),
+        ) from error
+
+
+def engine_version() -> str:
+    """Return the version of TransformerEngine by its package; "": it has none."""
+    try:
+        return importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def two_cudnns(maps: Path = Path("/proc/self/maps")) -> str:
+    """Return where cuDNN is loaded from, where that is more than one folder; else "".
+
+    One looks for its parts by name and finds those of the other: then attention fails, and nothing says why.
+    """
+    try:
+        folders = sorted(set(re.findall(r"(/\S+)/libcudnn\.so", maps.read_text(encoding="utf-8"))))
+    except OSError:
+        return ""
+    return " and ".join(folders) if len(folders) > 1 else ""

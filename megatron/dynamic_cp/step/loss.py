@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.flags.multi_token import FUTURE_LOSS
-from megatron.dynamic_cp.layout.future_columns import FutureColumns
+from megatron.dynamic_cp.layout.packed_seq_params import FutureColumns
 from megatron.dynamic_cp.measuring.nvtx import bucket_span, span
 
 LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]

@@ -25,7 +25,7 @@ from dynamic_cp.types import Mask, Sample, parse_mask
 from megatron.dynamic_cp.agreement.messages import all_gather_bytes
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.data.token_checksum import token_checksum
+from megatron.dynamic_cp.data.token_audit import token_checksum
 from megatron.integrations.foreign.rerouting import (
     MAX_SAMPLES_PER_DRAW,
     SentColumns,

@@ -33,7 +33,7 @@ from megatron.dynamic_cp.data.micro_batches import (
     micro_batches,
     pack_step,
 )
-from megatron.dynamic_cp.data.token_checksum import combine
+from megatron.dynamic_cp.data.token_audit import combine
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.dynamic_cp.plans.plan_source import check_whole

@@ -29,7 +29,7 @@ from dynamic_cp.types import Bucket
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import lost_rank
 from megatron.dynamic_cp.data.micro_batches import COLUMNS, ChunkNeeds, PackedStep, shards_of
-from megatron.dynamic_cp.data.token_checksum import token_checksum
+from megatron.dynamic_cp.data.token_audit import token_checksum
 from megatron.dynamic_cp.layout.sharding import shard_positions
 from megatron.integrations.foreign.samples import ForeignSample
 

@@ -280,11 +280,11 @@ class _Adaptor:
 
         result = original(*args, **kwargs, allow_no_cuda=not torch.cuda.is_available())
         if self._is_on:
-            from megatron.dynamic_cp.repairs import optimizer_checkpoint
+            from megatron.dynamic_cp.repairs import patches
             from megatron.integrations.lm_adaptor.model import DynamicCPGPTModel
             from megatron.integrations.lm_adaptor.session import Session
 
-            optimizer_checkpoint.install()
+            patches.repair_optimizer_checkpoint()
             DynamicCPGPTModel.enabled = True
             self._session = Session(self._get_args(), self._planned)
             DynamicCPGPTModel.transformer_impl = self._session.runtime.layers.impl

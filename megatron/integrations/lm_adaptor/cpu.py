@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from dynamic_cp.errors import InvalidInputError
-from megatron.dynamic_cp.repairs import cpu_backend, expert_routing, optimizer_checkpoint, releases
+from megatron.dynamic_cp.repairs import cpu_backend, patches, releases
 from megatron.dynamic_cp.repairs.cpu_backend import Shim
 
 SHIMS: tuple[Shim, ...] = (
@@ -36,8 +36,8 @@ SHIMS: tuple[Shim, ...] = (
 def enable(timeout_minutes: float) -> None:
     """Install all shims and repairs and start the gloo job; Megatron-LM then finds it started."""
     cpu_backend.enable()
-    optimizer_checkpoint.install()
-    expert_routing.install()
+    patches.repair_optimizer_checkpoint()
+    patches.repair_expert_routing()
     for shim in SHIMS:
         setattr(shim.owner, shim.attribute, shim.replacement)
     torch.set_num_threads(1)  # ranks of one machine share its cores

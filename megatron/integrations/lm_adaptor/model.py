@@ -15,7 +15,7 @@ from megatron.dynamic_cp.flags.windows import set_sinks
 from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel, set_loss_chunk
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel as ModelWithOurNames
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
-from megatron.dynamic_cp.model.rotary import use_one_rotary_table
+from megatron.dynamic_cp.model.self_attention import use_one_rotary_table
 
 NO_EFFECT = frozenset(
     {

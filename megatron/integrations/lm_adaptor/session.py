@@ -15,12 +15,11 @@ from megatron.core.utils import log_single_rank
 from dynamic_cp.errors import DataError
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import collective_device, run_on_all_ranks
-from megatron.dynamic_cp.attention.linear.check import prepare_linear_kernel
+from megatron.dynamic_cp.attention.linear.kernels import prepare_linear_kernel
 from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
 from megatron.dynamic_cp.measuring.flops import training_flops
-from megatron.dynamic_cp.step.routing import Routing, sum_over_routers
-from megatron.dynamic_cp.step.schedule import run_schedule
+from megatron.dynamic_cp.step.schedule import Routing, run_schedule, sum_over_routers
 from megatron.integrations.foreign.iterator import ForeignIteratorWrapper, wrap_data_iterator
 from megatron.integrations.lm_adaptor.counts import StepFlops
 from megatron.integrations.lm_adaptor.data import LaneIterator

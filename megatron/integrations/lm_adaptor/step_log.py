@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 from dynamic_cp.plans.lane_plan import PlanFacts
 from dynamic_cp.plans.serialize import format_cp_sizes
 from megatron.dynamic_cp.model.experts import routers
-from megatron.dynamic_cp.step.routing import Routing
+from megatron.dynamic_cp.step.schedule import Routing
 from megatron.integrations.foreign.iterator import ForeignIteratorWrapper
 from megatron.integrations.foreign.rerouting import in_phase
 from megatron.integrations.lm_adaptor import differences

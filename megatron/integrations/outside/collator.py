@@ -17,8 +17,7 @@ import numpy as np
 from dynamic_cp.errors import DataError
 from dynamic_cp.types import Branches, Problem, Sample
 from megatron.dynamic_cp.data.micro_batches import pack_step
-from megatron.dynamic_cp.data.sample_tokens import SampleTokens
-from megatron.dynamic_cp.data.shared_question import shared_question
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens, shared_question
 from megatron.integrations.outside.documents import HONOURED, IGNORED, Document, check_columns, documents_of
 from megatron.integrations.outside.lanes import LaneStep, plan_for_lane
 from megatron.integrations.turns import Turn, tree_of_turns

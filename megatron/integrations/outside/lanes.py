@@ -20,7 +20,7 @@ from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, lane_plan
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Problem, Sample
 from megatron.dynamic_cp.agreement.verify import agree, check_same_digest, run_on_all_ranks
-from megatron.dynamic_cp.attention.linear.check import prepare_linear_kernel
+from megatron.dynamic_cp.attention.linear.kernels import prepare_linear_kernel
 from megatron.dynamic_cp.data.micro_batches import PackedStep, ReadSample, pack_step
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 

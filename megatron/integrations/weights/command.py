@@ -181,11 +181,11 @@ def _needs_torch() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning, module=r"torch\..*")
         warnings.filterwarnings("ignore", module=r"megatron\..*")  # what it misses, `dynamic-cp doctor` says
         try:
-            from megatron.dynamic_cp.repairs import engine_import, releases, triton_imports
+            from megatron.dynamic_cp.repairs import releases, triton_imports
 
             releases.check_installed()
             triton_imports.install()
-            engine_import.check()
+            releases.check_engine()
             yield
         except ImportError as error:
             raise UnsupportedFeatureError(

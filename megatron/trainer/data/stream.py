@@ -9,8 +9,7 @@ from fractions import Fraction
 import numpy as np
 
 from dynamic_cp.plans.global_batch import GlobalBatch
-from megatron.dynamic_cp.data.sample_tokens import SampleTokens
-from megatron.dynamic_cp.data.shared_question import sample_of
+from megatron.dynamic_cp.data.sample_tokens import SampleTokens, sample_of
 from megatron.trainer.data.blend import Blend
 from megatron.trainer.data.dataset import ShuffledDataset
 from megatron.trainer.data.source import count

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from dynamic_cp.errors import DynamicCPError
-from megatron.dynamic_cp.agreement import lost_peers, phase
+from megatron.dynamic_cp.agreement import phase, verify
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
 from megatron.trainer.ending import exits
 
@@ -61,7 +61,7 @@ def explained(timeout_minutes: float) -> Iterator[None]:
 
 def _in_words(error: BaseException, timeout_minutes: float) -> BaseException:
     """Return an error of the device or the network as a DynamicCPError, any other as it is."""
-    is_of_network = isinstance(error, ExchangeError) or lost_peers.is_lost_peer(error)
+    is_of_network = isinstance(error, ExchangeError) or verify.is_lost_peer(error)
     if isinstance(error, torch.OutOfMemoryError) or (is_of_network and _NO_MEMORY in str(error)):
         return out_of_memory(error, phase.token_limit())
     return lost_collective(error, timeout_minutes) if is_of_network else error
@@ -97,7 +97,7 @@ def lost_collective(error: BaseException, timeout_minutes: float) -> LostCollect
     """Return the error of a rank that could not exchange something. NCCL's and our exchanges name the group."""
     running = phase.micro_batch()
     where = phase.current() + ("" if running is None else f", at or after {running.label}")
-    what = lost_peers.words_of(error)
+    what = verify.words_of(error)
     return LostCollectiveError(
         f"{where}: rank {os.environ.get('RANK', '0')}: {what}; another rank has probably ended, see the logs of all; "
         f"if one was only slow, raise --distributed-timeout-minutes, which is {timeout_minutes:g}; resume from the "

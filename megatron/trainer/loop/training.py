@@ -22,10 +22,9 @@ from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import keep_beating
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, Step
 from megatron.dynamic_cp.measuring.flops import training_flops
+from megatron.dynamic_cp.measuring.machine import Moment, share_of_others
 from megatron.dynamic_cp.measuring.nvtx import span
-from megatron.dynamic_cp.measuring.undisturbed import Moment, share_of_others
-from megatron.dynamic_cp.step.routing import sum_over_routers
-from megatron.dynamic_cp.step.schedule import sum_over_job
+from megatron.dynamic_cp.step.schedule import sum_over_job, sum_over_routers
 from megatron.trainer.checkpoints import loading
 from megatron.trainer.checkpoints.saving import Saver
 from megatron.trainer.checkpoints.state import Position

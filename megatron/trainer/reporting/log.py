@@ -18,7 +18,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.lane_plan import PlanFacts
 from dynamic_cp.plans.serialize import format_cp_sizes
 from megatron.dynamic_cp.flags.multi_token import FUTURE_LOSS
-from megatron.dynamic_cp.step.routing import Routing
+from megatron.dynamic_cp.step.schedule import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
-from megatron.dynamic_cp.agreement import lost_peers
-from megatron.dynamic_cp.repairs import cpu_backend, optimizer_checkpoint
+from megatron.dynamic_cp.agreement import verify
+from megatron.dynamic_cp.repairs import cpu_backend, patches
 from megatron.trainer.flags.launcher import check_rendezvous, environment_number
 from megatron.trainer.flags.settings import Settings
 from megatron.trainer.reporting import quiet
@@ -78,7 +78,7 @@ def initialize(settings: Settings) -> torch.device:
         device = device_of(environment_number("LOCAL_RANK", 0), num_devices=torch.cuda.device_count())
         torch.cuda.set_device(device)
         choose_precision(bf16=settings.model.bf16)
-    optimizer_checkpoint.install()
+    patches.repair_optimizer_checkpoint()
     timeout = timedelta(seconds=planning.exchange_timeout_s)
     if not dist.is_initialized():
         join(backend, topology.world_size, timeout)
@@ -113,7 +113,7 @@ def join(backend: str, world_size: int, timeout: timedelta) -> None:
             ) from error
         raise DynamicCPError(
             f"rank {rank} of {world_size} did not meet the others at {address}:{port} (MASTER_ADDR, MASTER_PORT) "
-            f"within {timeout.total_seconds():g} s ({lost_peers.words_of(error)}): were all ranks started, is rank 0 "
+            f"within {timeout.total_seconds():g} s ({verify.words_of(error)}): were all ranks started, is rank 0 "
             "there, and no other program at that port? If ranks start late, raise --distributed-timeout-minutes"
         ) from error
 

@@ -10,10 +10,11 @@ import torch
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.agreement.verify import agree
-from megatron.dynamic_cp.attention.te.kernels import Capability, installed_flash_attn
 from megatron.dynamic_cp.attention.te.support import (
+    Capability,
     LayerChoice,
     choose_layers,
+    installed_flash_attn,
     installed_version,
     release_of,
     why_not_installed,

@@ -37,15 +37,13 @@ from megatron.dynamic_cp.flags.positions import set_window_rotary_base, yarn_att
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.flags.windows import set_sinks
-from megatron.dynamic_cp.measuring.free_memory import free_bytes
-from megatron.dynamic_cp.model.activation import quick_gelu, squared_relu, tanh_gelu
+from megatron.dynamic_cp.measuring.machine import free_bytes
 from megatron.dynamic_cp.model.adapters import train_adapters_only
 from megatron.dynamic_cp.model.chunked_head import set_loss_chunk
-from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel
-from megatron.dynamic_cp.model.layer_outputs import change_outputs
+from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel, mtp_block_spec
+from megatron.dynamic_cp.model.layer_parts import change_outputs, quick_gelu, squared_relu, tanh_gelu
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
-from megatron.dynamic_cp.model.multi_token import mtp_block_spec
-from megatron.dynamic_cp.model.rotary import use_one_rotary_table
+from megatron.dynamic_cp.model.self_attention import use_one_rotary_table
 from megatron.trainer.flags.settings import ModelSettings, OptimizerSettings, Settings
 from megatron.trainer.setup.fusions import CONFIG_FIELDS, NOTHING, Fusions
 from megatron.trainer.setup.memory import check_state_fits

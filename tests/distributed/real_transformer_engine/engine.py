@@ -20,8 +20,7 @@ from unittest import mock
 
 import torch
 
-from megatron.dynamic_cp.attention.te.kernels import Kernel
-from megatron.dynamic_cp.attention.te.support import release_of
+from megatron.dynamic_cp.attention.te.support import Kernel, release_of
 from tests.distributed.harness import run_forked, run_ranks
 from tests.distributed.real_transformer_engine import counts, device, extension, flash_attn, wheels
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import DataError
-from megatron.dynamic_cp.data.shared_question import shared_question
+from megatron.dynamic_cp.data.sample_tokens import shared_question
 from megatron.trainer.data import indexing
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.entries import index_entries

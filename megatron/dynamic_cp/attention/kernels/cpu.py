@@ -12,9 +12,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention.kernels.log_sum_exp import for_weights, merged
-from megatron.dynamic_cp.attention.key_ranges import RowBlock, SeenKeys
-from megatron.dynamic_cp.attention.packs import dense_heads
+from megatron.dynamic_cp.attention.kernels.merging import for_weights, merged
+from megatron.dynamic_cp.attention.packs import RowBlock, SeenKeys, dense_heads
 
 BLOCK_ROWS = 256
 """Rows that are computed together where each sees keys of its own."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron.dynamic_cp.attention.kernels.log_sum_exp import for_weights
-from megatron.dynamic_cp.attention.key_ranges import SeenKeys
+from megatron.dynamic_cp.attention.kernels.merging import for_weights
+from megatron.dynamic_cp.attention.packs import SeenKeys
 
 # Rows and columns of a block: 512 x 512 float32 scores are 1 MiB per head.
 BLOCK_ROWS = BLOCK_TOKENS = 512

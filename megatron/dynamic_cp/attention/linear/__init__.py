@@ -4,9 +4,7 @@ A layer convolves what it projected (each channel over a few tokens), then passe
 of a group either exchange heads, so that each has whole samples for some of them, or keep their tokens and exchange
 what chunks of tokens do to states. A bucket's plan says which (`DynamicPackedSeqParams.state_exchange`).
 
-Read in this order: `runs` (rows that follow each other), `exchange` (what lanes send each other), `layout` (which runs
-a lane holds, and who holds the tokens before them), `recurrence` (what a token does to a state), `kernels` (convolution
-and recurrence of runs, on CPUs and GPUs), `again` (what backward computes a second time), `layer` (one layer's share of
-the heads), `states`, `heads` (the two ways), `thd` (what modules call), `check` (compares a kernel with the portable
-one at start-up).
+Read in this order: `recurrence` (what a token does to a state, and what a kernel is), `portable` (the kernel of
+torch), `layout` (which runs of rows a lane holds, and who holds the tokens before them), `layer` (one layer's share of
+the heads), `states` (one way), `kernels` (the choice among kernels), `thd` (the other way, and what modules call).
 """

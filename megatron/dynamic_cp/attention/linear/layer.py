@@ -6,17 +6,28 @@ and C), one after the other: q k v, or x B C. A share of the heads has of each s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dynamic_cp.types import LinearAttention
-from megatron.dynamic_cp.attention.linear.again import computed_again
-from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
-from megatron.dynamic_cp.attention.linear.recurrence import Steps, state_dtype
-from megatron.dynamic_cp.attention.linear.runs import Runs
+from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps, state_dtype
+
+
+def computed_again(compute: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    """Return `compute(*given)`, of which `given` alone stays for backward; nothing in it is random."""
+    found: Tensor = checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False)
+    return found
+
+
+def keeps_by_hooks() -> bool:
+    """Return whether what autograd keeps goes through hooks, as in checkpoints that are not reentrant."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
 
 NORM_EPSILON = 1e-6
 

@@ -16,12 +16,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynamic_cp.plans.state_runs import StateRuns
-from megatron.dynamic_cp.attention.linear.exchange import Place
-from megatron.dynamic_cp.attention.linear.runs import Runs
+from megatron.dynamic_cp.attention.linear.recurrence import Runs
 from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 Kept = TypeVar("Kept")
+
+
+class Place(NamedTuple):
+    """Where a lane is among those of its bucket, which may be some of its process group.
+
+    Attributes:
+        num_lanes: of the bucket; lane: this one.
+    """
+
+    num_lanes: int
+    lane: int
+
+    @classmethod
+    def of(cls, params: DynamicPackedSeqParams) -> Place:
+        """Return that of this lane in a micro-batch."""
+        group, placed = params.cp_group, params.placed
+        if placed is None:
+            return cls(group.size(), group.rank())
+        return cls(placed.state_runs.num_lanes, group.rank() - placed.first_in_group)
 
 
 class Halo(NamedTuple):

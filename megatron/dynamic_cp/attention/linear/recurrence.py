@@ -1,20 +1,58 @@
-"""What a token does to the state of a head, for both kinds of layers.
+"""What a token does to the state of a head, for both kinds of layers, and what a kernel that computes it is.
 
     with beta (gated delta net):  S <- a S + k (beta (v - (a S)' k))'        a = exp(decay)
-    without (Mamba-2):            S <- a S + k v'                            found: scale S' q
+    without (Mamba-2):            S <- a S + k v'                            output: scale S' q
 
 of S [key size, value size]. So what a run of tokens does to the state before it is S -> A S + b: its summary. Columns
 of a state do not meet, so a run from the state [0 | I] with the values [v | 0] ends with [b | A]. Without beta, A is a
-number for each head.
+number for each head. A kernel computes all runs of a pack in one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from megatron.dynamic_cp.attention.packs import to_device
+from megatron.dynamic_cp.layout.packed_seq_params import boundaries
+
+Kept = TypeVar("Kept")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Runs:
+    """Runs of rows, one after the other; nothing passes from one to the next.
+
+    Attributes:
+        lengths: rows of each, at least 1.
+        cu_seqlens: their boundaries on the device, int32 [num_runs + 1].
+        host_cu_seqlens: the same on the host.
+        kept: what kernels derive from it, by name, filled by the first layer.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    host_cu_seqlens: Tensor
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, lengths: Sequence[int], device: torch.device) -> Runs:
+        """Return runs of these lengths with their boundaries on `device`."""
+        bounds = boundaries(lengths)
+        return cls(
+            lengths=tuple(lengths), cu_seqlens=to_device(bounds, device), host_cu_seqlens=torch.from_numpy(bounds)
+        )
+
+    def once(self, name: str, make: Callable[[], Kept]) -> Kept:
+        """Return what `make` returned for the first layer."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        kept: Kept = self.kept[name]
+        return kept
 
 
 class Steps(NamedTuple):
@@ -83,3 +121,35 @@ def followed(later: Tensor, earlier: Tensor) -> Tensor:
 def transposed(transition: Tensor) -> Tensor:
     """Return A', of A [runs, heads, ...]."""
     return transition.transpose(-1, -2) if transition.ndim == 4 else transition
+
+
+Convolve = Callable[[Tensor, Tensor, "Tensor | None", Runs], Tensor]
+
+
+class Scan(Protocol):
+    """The recurrence of runs."""
+
+    def __call__(
+        self, steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = False
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return what tokens find [T, heads, value size], and the state behind each run [runs, heads, key, value].
+
+        Args:
+            state: before each run; None: zeros.
+            only_state: what tokens find is of no interest, and may be None.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearKernel:
+    """How runs are computed; autograd differentiates both.
+
+    Attributes:
+        convolve: (x_TC, weight [C, kernel size], bias [C] or None, runs) -> each channel convolved with the tokens
+            before it in its run, and SiLU.
+        scan: the recurrence.
+    """
+
+    name: str
+    convolve: Convolve
+    scan: Scan

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
+from megatron.dynamic_cp.attention.mechanisms.collectives import HeadsAround
 from megatron.dynamic_cp.attention.mechanisms.executor import ShardExecutor
-from megatron.dynamic_cp.attention.mechanisms.heads import HeadsAround
 from megatron.dynamic_cp.attention.mechanisms.transfers import Expected, LaneMessages, Transfer
 from megatron.dynamic_cp.attention.merge import SUM_DTYPE, RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import Pack

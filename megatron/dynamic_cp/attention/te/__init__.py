@@ -1,5 +1,4 @@
 """TransformerEngine's attention with a CP group per micro-batch.
 
-Read in this order: `kernels` (what it calls below), `support` (what each release can do), `heads` (exchanged heads
-around any attention), `attention` (the module).
+Read in this order: `support` (what each release and its kernels can do), `attention` (the module).
 """

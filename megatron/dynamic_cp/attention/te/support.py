@@ -1,20 +1,24 @@
 """What TransformerEngine can exchange for packed sequences (THD), by version and kernel: the only place that knows.
 
     choose_layers(...)           TransformerEngine's layers or local ones, and why; refuses what the version lacks
+    choose_kernel(...)           with which kernel it computes attention of packs over a group of lanes on a device
     provider(exchange, version, ...)  who does an exchange: TransformerEngine ("native"), or we around it ("wrapped")
 
-Our wrapper shares out heads by all-to-all (`heads`), then calls TransformerEngine's attention with the local heads: in
-the ring of outer lanes for a2a+p2p, on whole sequences for a2a. It does so on versions and kernels that lack the
-exchange or are slow at it, and where the number of KV heads is not divisible by the lanes that share them, which
-TransformerEngine refuses.
+Without a kernel it raises at the first micro-batch on several lanes, and on one lane uses an attention with quadratic
+memory. Our wrapper shares out heads by all-to-all (`attention`), then calls TransformerEngine's attention with the
+local heads: in the ring of outer lanes for a2a+p2p, on whole sequences for a2a. It does so on versions and kernels that
+lack the exchange or are slow at it, and where the number of KV heads is not divisible by the lanes that share them,
+which TransformerEngine refuses.
 
-Source: the assertions of `context_parallel.py` in TransformerEngine 2.11 to 2.20; of flash-attn 2 the docstring of its
-`AttnFuncWithCPAndKVAllGather` (2.20) and the skips of its `test_attention_with_cp.py`, nothing that raises.
+Source: in TransformerEngine 2.11 to 2.20 the filters of `get_attention_backend`, the assertions of
+`context_parallel.py`, and `nvte_get_fused_attn_backend` for cuDNN's compute capabilities; of flash-attn 2 the docstring
+of its `AttnFuncWithCPAndKVAllGather` (2.20) and the skips of its `test_attention_with_cp.py`, nothing that raises.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,12 +26,78 @@ from typing import TYPE_CHECKING, Literal
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import CpCommType
-from megatron.dynamic_cp.attention.te.kernels import Capability, FlashAttn, Kernel, choose_kernel
 from megatron.dynamic_cp.flags.fp8 import why_no_device, why_not_gathered
 from megatron.dynamic_cp.flags.layer_needs import LayerNeeds, TransformerImpl
 
 if TYPE_CHECKING:
     import torch  # parsing flags must not wait for it
+
+
+Capability = tuple[int, int]
+FlashAttn = Literal[2, 3, 4]
+Kernel = Literal["cuDNN", "flash-attn 2", "flash-attn 3", "flash-attn 4"]
+
+FLASH_SINCE: Capability = (8, 0)
+FUSED_SINCE: Capability = (9, 0)
+NOT_FUSED: frozenset[Capability] = frozenset({(12, 0)})
+"""Of packed sequences: flash is the package flash-attn, fused is cuDNN."""
+FLASH_4_OVER_LANES_SINCE = (2, 19)
+"""First version of TransformerEngine that computes over a CP group with flash-attn 4."""
+
+NO_FLASH_ATTN = "no flash-attn that it accepts is installed (pip install flash-attn)"
+
+
+def choose_kernel(backend: str, capability: Capability, *, flash_attn: FlashAttn | None) -> tuple[Kernel | None, str]:
+    """Return (the kernel, ""), or (None, why there is none).
+
+    Args:
+        backend: --attention-backend; Megatron-LM also has "local".
+        capability: compute capability of the device.
+        flash_attn: see `installed_flash_attn`.
+    """
+    device = f"the device has sm{capability[0]}{capability[1]}"
+    if backend in ("unfused", "local"):
+        return None, (
+            f"--attention-backend {backend} leaves TransformerEngine no attention over several lanes: "
+            "--attention-backend auto has one"
+        )
+    flash = fused = None
+    if capability < FLASH_SINCE:
+        flash = f"flash-attn needs sm80, {device}"
+    elif flash_attn is None:
+        flash = NO_FLASH_ATTN
+    if capability < FUSED_SINCE or capability in NOT_FUSED:
+        fused = f"cuDNN needs sm90 or sm100, {device}"
+    if fused is None and backend != "flash":  # which it prefers where it has both
+        return "cuDNN", ""
+    if flash is None and backend != "fused":
+        return f"flash-attn {flash_attn}", ""  # type: ignore[return-value]
+    if backend in ("flash", "fused"):
+        return None, (
+            f"TransformerEngine has no attention for packed sequences with --attention-backend {backend}: "
+            f"{flash if backend == 'flash' else fused}; --attention-backend auto takes what there is"
+        )
+    return None, f"TransformerEngine has no attention for packed sequences here: {fused}, and {flash}"
+
+
+def installed_flash_attn(capability: Capability, release: tuple[int, int]) -> FlashAttn | None:
+    """Return which of the installed flash-attn TransformerEngine takes: by its own look at them, if it has one.
+
+    Args:
+        capability: compute capability of the device.
+        release: of TransformerEngine.
+    """
+    try:
+        utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    except ImportError:
+        return 2 if importlib.util.find_spec("flash_attn") is not None else None
+    flags = utils.FlashAttentionUtils
+    if flags.v3_is_installed and capability == (9, 0):
+        return 3
+    if release >= FLASH_4_OVER_LANES_SINCE and flags.v4_is_installed and capability >= (9, 0):
+        return 4
+    return 2 if flags.is_installed else None
+
 
 Release = tuple[int, int]
 

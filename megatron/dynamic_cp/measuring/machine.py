@@ -1,4 +1,4 @@
-"""How long CPU ranks would take if their machines did nothing else.
+"""The machine of a rank: how much memory is free, and how long CPU ranks would take if it did nothing else.
 
 If all cores that ranks may use are busy, the ranks lose exactly the time that other programs take of them. The system
 counts the seconds that cores were busy; those that the ranks did not spend went to others, including the hypervisor.
@@ -9,10 +9,25 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 
 from dynamic_cp.types import Topology
+
+
+def free_bytes(device: torch.device, *, swaps: bool = False) -> int | None:
+    """Return the free memory of the device, swaps: of a CPU with its free swap; None if it cannot be told."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    counted = ("MemAvailable:", "SwapFree:") if swaps else ("MemAvailable:",)
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(counted)) or None
+
 
 _IDLE = (3, 4)
 """Columns of /proc/stat in which a core has nothing to do: idle, and waiting for a disk (proc(5))."""

@@ -1,6 +1,6 @@
 """Linear attention as products of matrices, in torch: blocks of tokens at once, of all runs and heads together.
 
-Inside a block of L tokens nothing is sequential. What tokens find, and what the block does to the state before it (A
+Inside a block of L tokens nothing is sequential. The output, and what the block does to the state before it (A
 and b), needs the decayed products of its keys; with the delta rule also the solution of a triangular system of L
 equations, which says what is new in the values (the WY form). States go from block to block: a step does the n-th of
 all runs.
@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.dynamic_cp.attention.linear.kernels.kernel import LinearKernel
-from megatron.dynamic_cp.attention.linear.recurrence import Steps, applied, state_dtype
-from megatron.dynamic_cp.attention.linear.runs import Runs
+from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps, applied, state_dtype
 from megatron.dynamic_cp.attention.packs import to_device
 
 BLOCK_TOKENS = 64

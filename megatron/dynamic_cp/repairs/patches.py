@@ -1,19 +1,4 @@
-"""Load checkpoints into the distributed optimizer: of torch's AdamW, and of halves of weights.
-
-With torch's AdamW (no TransformerEngine, no apex) megatron-core 0.16.1 can save that combination but not load it, and
-neither where a rank has no parameter of an optimizer, as of experts on a stage of dense layers. Four repairs:
-
-| where | what goes wrong | repair |
-|---|---|---|
-| `sharded_state_dict(is_loading=True)` | asserts on an optimizer that has not stepped | give it zero state first |
-| `_set_main_param_and_optimizer_states` | writes to leaves under autograd, wants "step" | no_grad, leave "step" |
-| `load_state_dict` | every parameter gets the *same* step tensor, so one step counts many times | one tensor each |
-| `state_dict` | looks for the step in the state of parameters, of which there must be some | none: no step |
-
-TransformerEngine's precision-aware optimizer keeps of a weight in float32 the lower half, an int16, beside the bf16
-weight. megatron-core 0.16.1 saves that half as if it were the weight, in float32: loading asserts an int16, and
-another optimizer would train from noise. Here whole weights are saved, and halved when they are loaded.
-"""
+"""Faults of the released megatron-core, mended in its classes by one function each; a second call changes nothing."""
 
 from __future__ import annotations
 
@@ -21,12 +6,98 @@ import functools
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+from megatron.core.tensor_parallel import random, scatter_to_tensor_model_parallel_region
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.repairs import releases
 
 
-def install() -> None:
+def repair_expert_routing() -> None:
+    """Route tokens to experts where TransformerEngine is not installed, and padding to no expert.
+
+    megatron-core 0.16.1 asks whether TransformerEngine's matrix product is None, but without it the name does not
+    exist: NameError in the first forward pass. Later releases set it to None.
+
+    Since 0.17 its dispatcher assumes that each token has as many experts as the router chooses. Our routers send
+    padding to none; what is sent then differs in number from the sizes that lanes tell each other: RuntimeError.
+    """
+    if not (releases.PRODUCT_IS_NONE.here or moe_utils.HAVE_TE):
+        moe_utils.te_general_gemm = None
+    preprocess = MoEAlltoAllTokenDispatcher.preprocess
+    if releases.TOKENS_ROUTED_ALIKE.here and not hasattr(preprocess, "__wrapped__"):
+        MoEAlltoAllTokenDispatcher.preprocess = _counting(preprocess)
+
+
+def _counting(preprocess: Any) -> Any:
+    @functools.wraps(preprocess)
+    def counting(self: Any, routing_map: Tensor) -> Any:
+        found = preprocess(self, routing_map)
+        self.num_out_tokens = routing_map.sum()
+        # On a GPU the host waits for the sizes that lanes tell each other as it is; it then waits earlier, for both.
+        self._maybe_update_cuda_sync_point("before_permutation_1")
+        return found
+
+    return counting
+
+
+def repair_latent_attention() -> None:
+    """Build multi-latent attention where TransformerEngine is not installed.
+
+    megatron-core 0.16.1 takes its own wrappers of TransformerEngine's layers for the layers: their module can be
+    imported without it, and holds None in their place. `isinstance(..., None)` is a TypeError in the first layer.
+    """
+    if not transformer_engine.HAVE_TE:
+        multi_latent_attention.HAVE_TE = False
+
+
+def repair_norm_recomputation() -> None:
+    """Recompute norms (--recompute-modules layernorm) where TransformerEngine is not installed.
+
+    megatron-core 0.16.1 to 0.19.2 takes its own default of `fp8=False` for "FP8 is on" (it asks `is not None`), and
+    uses TransformerEngine without asking whether it is there: NameError in the first forward pass.
+    """
+    built = random.CheckpointWithoutOutput.__init__
+    if random.HAVE_TE or hasattr(built, "__wrapped__"):
+        return
+
+    @functools.wraps(built)
+    def without_fp8(self: Any, *args: Any, **kwargs: Any) -> None:
+        built(self, *args, **kwargs)
+        self.fp8 = False
+
+    random.CheckpointWithoutOutput.__init__ = without_fp8
+
+
+def repair_gathered_logits() -> None:
+    """Take the loss of logits that TP ranks have gathered (`parallel_output=False`, `runtime_gather_output`).
+
+    megatron-core 0.16.1 to 0.19.2 takes the last dimension of any logits for a share of the vocabulary: with TP ranks
+    the loss of gathered ones is too large by log(TP), and their gradients lack the label.
+    """
+    compute = LanguageModule.compute_language_model_loss
+    if hasattr(compute, "__wrapped__"):
+        return
+
+    @functools.wraps(compute)
+    def of_own_share(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
+        tp_size = self.tp_group.size()
+        own_words = getattr(getattr(self, "output_layer", None), "output_size_per_partition", None)
+        if tp_size > 1 and own_words is not None and logits.shape[-1] == own_words * tp_size:
+            # A copy: losses are computed in the place of logits, and the share of a single token is a view.
+            logits = scatter_to_tensor_model_parallel_region(logits, group=self.tp_group).clone()
+        return compute(self, labels, logits)
+
+    LanguageModule.compute_language_model_loss = of_own_share
+
+
+def repair_optimizer_checkpoint() -> None:
     """Repair `DistributedOptimizer` in this process; does nothing when called again."""
     get = DistributedOptimizer._get_main_param_and_optimizer_states
     if hasattr(get, "__wrapped__"):

@@ -1,13 +1,12 @@
-"""The Triton programs of `ranged`: each computes one tile of rows, or of columns, against the tiles that it touches.
+"""The Triton programs: attention of ranged packs (`ranged`), and the sum of two parts (`merging`).
 
-Scores are in powers of two, as exp2 is what the hardware has. A row sees at most two ranges of the columns of its
-rectangle; in full tiles it sees all of them, and nothing is compared. Sums are float32. Nothing is added by atomics:
-results are the same every time. Neighbouring programs are heads of one tile, which share keys and values in the cache.
+A program of `ranged` computes one tile of rows, or of columns, against the tiles that it touches. Scores are in powers
+of two, as exp2 is what the hardware has. A row sees at most two ranges of the columns of its rectangle; in full tiles
+it sees all of them, and nothing is compared. Sums are float32. Nothing is added by atomics: results are the same every
+time. Neighbouring programs are heads of one tile, which share keys and values in the cache.
 
 Import this module only where Triton is installed.
 """
-
-# No `from __future__ import annotations`: Triton reads constants by their annotation.
 
 import triton
 import triton.language as tl
@@ -424,3 +423,44 @@ def backward_of_columns(
         )
     _store(dk_ptr + kv_head * dk_head, total_k * scale, columns, are, dk_row, DIM, PADDED_DIM)
     _store(dv_ptr + kv_head * dk_head, total_v, columns, are, dk_row, DIM, PADDED_DIM)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_others"])
+def merge(
+    out_ptr,
+    lse_ptr,
+    other_ptr,
+    other_lse_ptr,
+    numbers,
+    num_rows,
+    num_others,
+    out_row,
+    out_head,
+    other_row,
+    other_head,
+    HAS_NUMBERS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Merge rows of one head: out and lse float32, overwritten where `numbers` says, or row by row."""
+    head = tl.program_id(1).to(tl.int64)
+    others = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = others < num_others
+    rows = others.to(tl.int64)
+    if HAS_NUMBERS:
+        rows = tl.load(numbers + others, mask=there, other=0)
+    dims = tl.arange(0, PADDED_DIM)
+    mask = there[:, None] & (dims < DIM)[None, :]
+    at = out_ptr + head * out_head + rows[:, None] * out_row + dims[None, :]
+    other_at = other_ptr + head * other_head + others.to(tl.int64)[:, None] * other_row + dims[None, :]
+    lse = tl.load(lse_ptr + head * num_rows + rows, mask=there, other=float("-inf"))
+    other_lse = tl.load(other_lse_ptr + head * num_others + others, mask=there, other=float("-inf"))
+    largest = tl.maximum(tl.maximum(lse, other_lse), -1.0e38)  # -inf - -inf is no number
+    weight, other_weight = tl.exp(lse - largest), tl.exp(other_lse - largest)
+    both = weight + other_weight
+    some = tl.where(both > 0.0, both, 1.0)
+    sum_of_both = tl.load(at, mask=mask) * (weight / some)[:, None]
+    sum_of_both += tl.load(other_at, mask=mask).to(tl.float32) * (other_weight / some)[:, None]
+    tl.store(at, sum_of_both, mask=mask)
+    tl.store(lse_ptr + head * num_rows + rows, largest + tl.log(both), mask=there)

@@ -1,4 +1,4 @@
-"""Norms of plain torch: layer norm or RMS norm, tagged for sequence parallelism, and the norm without weights.
+"""Small parts of a layer in plain torch: norms, activations, the residual stream, factors behind attention and MLPs.
 
 megatron-core's own torch norm refuses sequence parallelism. torch's modules need only a tag for it: the one by which
 the gradients of their parameters are summed over the tensor-parallel group.
@@ -6,10 +6,14 @@ the gradients of their parameters are summed over the tensor-parallel group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron.dynamic_cp.flags.layer_outputs import choices
 
 
 class TorchNorm:
@@ -90,3 +94,80 @@ class TorchL2Norm(torch.nn.Module):
         """Return x [..., hidden size], normalized in float32, in its own dtype."""
         exact = x.float()
         return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return x times the sigmoid of 1.702 x, which is close to GELU; in gated MLPs as of gpt-oss.
+
+    DEVIATION: megatron-core's is compiled. Reason: as of `norm.TorchL2Norm`. Recovery: none.
+
+    Source: Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2.
+    """
+    return x * torch.sigmoid(1.702 * x)
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """Return GELU of x in its form with tanh; in gated MLPs as of Gemma."""
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Return the square of what is positive of x; as in Nemotron.
+
+    DEVIATION, Reason, Recovery: as of `quick_gelu`.
+
+    Source: So et al. 2021 (arXiv 2109.08668), section 4.2.
+    """
+    return torch.relu(x).square()
+
+
+_Added = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
+
+
+def add_to_residual(training: bool, _fused: bool) -> _Added:
+    """Return the function that adds the output of attention or MLP; in a layer spec as `get_bias_dropout_add`."""
+
+    def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+        x, bias = x_with_bias
+        x = x.to(residual.dtype) if bias is None else x.to(residual.dtype) + bias.to(residual.dtype)
+        return residual + torch.nn.functional.dropout(x, p=prob, training=training)
+
+    return add
+
+
+_Change = Callable[[Tensor], Tensor]
+
+
+def change_outputs(chunk: Any, flags: Any) -> None:
+    """Have a model chunk do what `flags` say; scores of attention have their factor from its configuration."""
+    said, config = choices(flags), chunk.config
+    for layer in chunk.decoder.layers:
+        for name, part in (("post_self_attn_layernorm", layer.self_attention), ("post_mlp_layernorm", layer.mlp)):
+            if "sandwich_norm" in said:
+                norm = TorchNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+                setattr(layer, name, norm)
+                _change_branch(part, norm)
+            if "residual_multiplier" in said:
+                _change_branch(part, _times(said["residual_multiplier"]))
+    if "embedding_multiplier" in said and chunk.pre_process:
+        _change(chunk.embedding, _times(said["embedding_multiplier"]))
+    if "logits_scaling" in said and chunk.post_process:
+        _change(chunk.decoder.final_layernorm, _times(1 / said["logits_scaling"]))  # logits are linear in its output
+
+
+def _times(factor: float) -> _Change:
+    return lambda output: output * factor
+
+
+def _change(part: nn.Module, change: _Change) -> None:
+    part.register_forward_hook(lambda _module, _inputs, output: change(output))
+
+
+def _change_branch(part: nn.Module, change: _Change) -> None:
+    """Change what attention or an MLP adds to the residual: its output and a bias that is not yet added."""
+
+    def hook(_module: nn.Module, _inputs: Any, returned: tuple[Tensor, Tensor | None]) -> tuple[Tensor, None]:
+        output, bias = returned
+        return change(output if bias is None else output + bias), None
+
+    part.register_forward_hook(hook)

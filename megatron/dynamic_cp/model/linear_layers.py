@@ -1,7 +1,8 @@
-"""What layers of linear attention have in common: projections, a convolution and gates, shared out by heads over TP.
+"""Layers of linear attention in the place of self-attention: gated delta nets (Qwen3-Next) and Mamba-2.
 
-Parameters and their names, also in checkpoints, are those of megatron-core's modules, whose constructors ask for
-kernels of GPUs: checkpoints go to them and come from them. What tokens do to each other is in `attention.linear`.
+A layer has projections, a convolution and gates, shared out by heads over TP. Parameters and their names, also in
+checkpoints, are those of megatron-core's GatedDeltaNet and MambaMixer, whose constructors ask for kernels of GPUs:
+checkpoints go to them and come from them. What tokens do to each other is in `attention.linear`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
+from torch.nn.functional import silu, softplus
 
-from megatron.dynamic_cp.attention.linear.again import computed_again
+from megatron.dynamic_cp.attention.linear.layer import computed_again
+from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
-from megatron.dynamic_cp.groups.model_groups import check_groups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.model.adapters import NAME, OUTER
+from megatron.dynamic_cp.model.layer_parts import TorchNorm
+from megatron.dynamic_cp.model.self_attention import check_groups
 
 Offsets = tuple[tuple[int, int, int], ...]
 TOGETHER = "convolved"
@@ -256,3 +260,113 @@ def _cut_in_sections(whole: ShardedTensor, rows: Mapping[str, int], cuts: Offset
         return torch.cat(parts)
 
     return ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)
+
+
+class DynamicCPGatedDelta(LinearAttentionLayer):
+    """Of each token it projects queries and keys, values, gates z, and for each head how it changes the state."""
+
+    CONVOLVED, HAS_BIAS = ("query", "key", "value"), False
+
+    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: Any, **unused: Any) -> None:
+        super().__init__(config, layer_number, pg_collection, **unused)
+        self.dt_bias = self._of_heads(torch.ones)
+        self.out_norm = TorchNorm(config, self.sizes.value_size, config.layernorm_epsilon)
+        if self.tp_size > 1 and not config.sequence_parallel:
+            # Each TP rank has the gradient of its own heads, and their sum is wanted. megatron-core takes means of
+            # what is marked so, and sums with sequence parallelism only.
+            for parameter in self.out_norm.parameters():
+                parameter.average_gradients_across_tp_domain = True
+                parameter.register_hook(lambda gradient: gradient * self.tp_size)
+
+    def _sections(self) -> dict[str, int]:
+        keys, values, heads = (
+            self.sizes.num_groups * self.sizes.key_size,
+            self.sizes.value_channels,
+            self.sizes.num_heads,
+        )
+        return {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
+
+    def _attended(
+        self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams, again: Callable[..., Tensor]
+    ) -> Tensor:
+        alpha = sections["alpha"]
+        exact = torch.promote_types(alpha.dtype, torch.float32)
+        decay = -self.A_log.exp() * softplus(alpha.to(exact) + self.dt_bias)
+
+        def attend(*given: Tensor) -> Tensor:
+            return gated_delta_net_thd(*given, params, self.sizes)
+
+        found = self._core(attend, sections[TOGETHER], sections["beta"].sigmoid(), decay, self.conv1d.weight)
+
+        def gated(found: Tensor, z: Tensor) -> Tensor:
+            return (self.out_norm(found) * silu(z.to(exact))).to(found.dtype)
+
+        return again(gated, found, sections["z"].unflatten(-1, (self.sizes.num_heads, -1))).flatten(1)
+
+
+STEP_RANGE = 0.001, 0.1
+"""Of which steps dt are drawn, by their logarithm; and the norm's epsilon: as in megatron-core, which has no flags."""
+EPSILON = 1e-5
+
+
+class DynamicCPMamba(LinearAttentionLayer):
+    """Of each token it projects gates z, values x, keys B, queries C, and for each head the step by which it decays."""
+
+    CONVOLVED, HAS_BIAS = ("x", "B", "C"), True
+
+    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: Any, **unused: Any) -> None:
+        super().__init__(config, layer_number, pg_collection, **unused)
+        self.dt_bias = self._of_heads(_drawn_steps)
+        self.D = self._of_heads(torch.ones)
+        self.norm = _GroupNorm(self.sizes.value_channels, self.sizes.num_groups, config.params_dtype)
+
+    def _sections(self) -> dict[str, int]:
+        keys, values = self.sizes.num_groups * self.sizes.key_size, self.sizes.value_channels
+        return {"z": values, "x": values, "B": keys, "C": keys, "dt": self.sizes.num_heads}
+
+    def _attended(
+        self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams, again: Callable[..., Tensor]
+    ) -> Tensor:
+        convolved = sections[TOGETHER]
+        exact = torch.promote_types(convolved.dtype, torch.float32)
+        steps = softplus(sections["dt"].to(exact) + self.dt_bias.to(exact))
+
+        def attend(*given: Tensor) -> Tensor:
+            return mamba2_thd(*given, params, self.sizes)
+
+        conv = self.conv1d
+        found = self._core(attend, convolved, steps, self.A_log, self.D, conv.weight, conv.bias).flatten(1)
+
+        def gated(found: Tensor, z: Tensor) -> Tensor:
+            return self.norm(found * silu(z.to(exact))).to(found.dtype)
+
+        return again(gated, found, sections["z"])
+
+
+class _GroupNorm(torch.nn.Module):
+    """An RMS norm of the channels of each group of this rank; each channel has its own weight."""
+
+    def __init__(self, channels: int, num_groups: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_groups = num_groups
+        self.weight = torch.nn.Parameter(torch.ones(channels, dtype=dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [T, channels], normalized."""
+        groups = x.unflatten(-1, (self.num_groups, -1))
+        scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + EPSILON)
+        return (groups * scale).flatten(1) * self.weight.to(x.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return the weights of the channels of this tensor-parallel rank."""
+        return sharded_by_rows(self, prefix, sharded_offsets)
+
+
+def _drawn_steps(heads: int) -> Tensor:
+    """Return the biases of steps [heads], of which softplus makes steps between those of STEP_RANGE."""
+    low, high = map(math.log, STEP_RANGE)
+    steps = torch.exp(torch.empty(heads).uniform_(low, high)).clamp(min=1e-4)
+    return steps + torch.log(-torch.expm1(-steps))
