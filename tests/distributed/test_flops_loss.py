@@ -8,10 +8,10 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from torch.utils.flop_counter import FlopCounterMode
 
+from dynamic_cp.pricing.flops import batch_flops
 from dynamic_cp.types import ModelShape
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.flags.latent_attention import shape_of as shape_of_latents
-from megatron.dynamic_cp.measuring.flops import training_flops
 from megatron.dynamic_cp.step.loss import forward_step, sum_of_losses
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
@@ -60,14 +60,14 @@ def test_flops_are_those_of_the_real_model() -> None:
         # megatron-core computes all scores, we count the causal half: 3 * (2 + 2) * q * S^2 / 2 a layer.
         shape = shape_of(reference.VARIANTS[name])
         masked_half = (shape.num_layers + shape.mtp_num_layers) * 3 * shape.layer.attention_flops_per_token2 * SEQLEN**2
-        assert training_flops(shape, SEQLEN, SEQLEN**2) == flops - masked_half, name
+        assert batch_flops(shape, SEQLEN, SEQLEN**2).model_flops == flops - masked_half, name
 
 
 def test_flops_add_up_over_sequences_and_grow_with_length() -> None:
     shape = shape_of(reference.LLAMA)
 
     def flops(*seqlens: int) -> float:
-        return training_flops(shape, sum(seqlens), sum(s * s for s in seqlens))
+        return batch_flops(shape, sum(seqlens), sum(s * s for s in seqlens)).model_flops
 
     assert flops(100, 28) == flops(100) + flops(28)
     assert flops(128) > flops(100, 28) > flops(64, 64) > flops(127) / 2

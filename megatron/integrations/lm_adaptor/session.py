@@ -13,12 +13,12 @@ from megatron.core import parallel_state
 from megatron.core.utils import log_single_rank
 
 from dynamic_cp.errors import DataError
+from dynamic_cp.pricing.flops import batch_flops
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import collective_device, run_on_all_ranks
 from megatron.dynamic_cp.attention.linear.kernels import prepare_linear_kernel
 from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
-from megatron.dynamic_cp.measuring.flops import training_flops
 from megatron.dynamic_cp.step.schedule import Routing, run_schedule, sum_over_routers
 from megatron.integrations.foreign.iterator import ForeignIteratorWrapper, wrap_data_iterator
 from megatron.integrations.lm_adaptor.counts import StepFlops
@@ -136,7 +136,7 @@ class Session:
         if forward_only:
             return sum_over_lanes(logged)
         phase.enter(f"iteration {iteration}, the optimizer's step")
-        self.flops.add(training_flops(self.runtime.model_shape, step.seqlen_sum, step.seqlen_squared_sum))
+        self.flops.add(batch_flops(self.runtime.model_shape, step.seqlen_sum, step.seqlen_squared_sum).model_flops)
         return logged
 
     def _wrapper(self, iterators: list[LaneIterator], chunks: list[torch.nn.Module]) -> ForeignIteratorWrapper:

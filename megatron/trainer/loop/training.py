@@ -18,10 +18,10 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.plans.global_batch import GlobalBatch
+from dynamic_cp.pricing.flops import batch_flops
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import keep_beating
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, Step
-from megatron.dynamic_cp.measuring.flops import training_flops
 from megatron.dynamic_cp.measuring.machine import Moment, share_of_others
 from megatron.dynamic_cp.measuring.nvtx import span
 from megatron.dynamic_cp.step.schedule import sum_over_job, sum_over_routers
@@ -241,7 +241,7 @@ class Loop:
             learning_rate=learning_rate,
             elapsed_s=time.perf_counter() - started,
             wait_s=waits.plan_s + waits.pack_s,
-            flops=training_flops(runtime.model_shape, data.seqlen_sum, data.seqlen_squared_sum),
+            flops=batch_flops(runtime.model_shape, data.seqlen_sum, data.seqlen_squared_sum).model_flops,
             exchanged_bytes=sums.exchanged_bytes,
             share_of_others=others,
             routing=routing,
