@@ -2,7 +2,7 @@
 
 Whoever works with plans asks `kind_of(plan)`, and calls what that gives; nobody asks what kind it is. A kind lies in a
 package of its own, which is imported where a plan of it comes up or a job asks for such plans. How its steps run is in
-`megatron.dynamic_cp.data.extension`.
+`megatron.dynamic_cp.data.micro_batches`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import serving_windows
-from dynamic_cp.types import CpCommType, Lambda
+from dynamic_cp.types import BY_PLACEMENT, CpCommType, Lambda
 from megatron.dynamic_cp.attention.kernels.choice import Kernel, kernel_for
 from megatron.dynamic_cp.attention.mechanisms.collectives import AllGather, HeadsAroundRing
 from megatron.dynamic_cp.attention.mechanisms.executor import Executor
@@ -19,23 +18,15 @@ from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.measuring.nvtx import attention_backward
 
-
-def _placed(with_heads: bool) -> type[Executor]:
-    """Return that of placed attention, which is loaded by ranks whose plans have it."""
-    from megatron.dynamic_cp.attention.mechanisms.blocks import Blocks, HeadsAroundBlocks
-
-    return HeadsAroundBlocks if with_heads else Blocks
-
-
-EXECUTORS: dict[CpCommType, Callable[[bool], type[Executor]]] = {
-    "p2p": lambda with_heads: Ring,
-    "all_gather": lambda with_heads: AllGather,
-    "a2a": lambda with_heads: HeadsAroundRing,
-    "a2a+p2p": lambda with_heads: HeadsAroundRing,
-    "latent": lambda with_heads: LatentRing,
-    "blocks": _placed,
+EXECUTORS: dict[CpCommType, type[Executor] | None] = {
+    "p2p": Ring,
+    "all_gather": AllGather,
+    "a2a": HeadsAroundRing,
+    "a2a+p2p": HeadsAroundRing,
+    "latent": LatentRing,
+    BY_PLACEMENT: None,
 }
-"""Name -> (whether lanes exchange heads, too) -> executor."""
+"""None: loaded only by ranks whose plans have it, see `executor_class`."""
 
 
 def attention_thd(
@@ -123,8 +114,11 @@ def executor_of(params: DynamicPackedSeqParams, query_heads: int, kv_heads: int,
 
 def executor_class(params: DynamicPackedSeqParams) -> type[Executor] | None:
     """Return what computes the exchange of a micro-batch; None: nothing here does."""
-    found = EXECUTORS.get(params.cp_comm_type)
-    return None if found is None else found(params.heads_group is not None)
+    if params.cp_comm_type == BY_PLACEMENT:
+        from megatron.dynamic_cp.attention.mechanisms.blocks import Blocks, HeadsAroundBlocks
+
+        return Blocks if params.heads_group is None else HeadsAroundBlocks
+    return EXECUTORS.get(params.cp_comm_type)
 
 
 class Attention(torch.autograd.Function):

@@ -23,8 +23,15 @@ from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.agreement.verify import agree, collective_device
-from megatron.dynamic_cp.data.extension import RunStep, step_kind
-from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, PackedStep, ReadSample, for_chunk, micro_batches
+from megatron.dynamic_cp.data.micro_batches import (
+    ChunkNeeds,
+    PackedStep,
+    ReadSample,
+    RunStep,
+    for_chunk,
+    micro_batches,
+    pool_steps,
+)
 from megatron.dynamic_cp.data.prefetch import Packer
 from megatron.dynamic_cp.data.token_audit import check_tokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
@@ -46,7 +53,7 @@ class StepData(_Counted):
     """What a step runs on: the four values of Megatron's own wrapper, which loops unpack.
 
     Attributes:
-        run: runs it where its plan is of a kind (`extension`); None: one of megatron-core's schedules does.
+        run: runs it where its plan has a pool; None: one of megatron-core's schedules does.
     """
 
     run: RunStep | None = None
@@ -196,8 +203,8 @@ class DataIteratorWrapper:
         )
         if self._verify == "full":
             check_tokens(self.plan, packed, self._read_sample, f"step {step}", self._device)
-        kind = step_kind(packed.extension)
-        run = None if kind is None else kind.ready(packed.extension, self._groups, self.exchange_stats)
+        pool = pool_steps(packed.extension)
+        run = None if pool is None else pool.ready(packed.extension, self._groups, self.exchange_stats)
         return StepData.of(self.plan, batches, self._chunks, run)
 
     def steps(self, batches: Iterable[tuple[int, Sequence[Sample]]]) -> Iterator[Step]:

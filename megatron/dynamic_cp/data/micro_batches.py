@@ -7,10 +7,11 @@ A packed step is two flat tensors and a short list, so that it moves between pro
 
 from __future__ import annotations
 
+import importlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +33,6 @@ from dynamic_cp.types import (
     StateExchange,
     is_placed,
 )
-from megatron.dynamic_cp.data.extension import step_kind
 from megatron.dynamic_cp.data.sample_tokens import HasTokens, SampleTokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import (
@@ -54,6 +54,35 @@ COLUMNS = ("tokens", "labels", "position_ids", "loss_mask")
 _EMPTY_PLACE = SampleTokens.repeating(np.zeros(0, np.int64))
 
 ReadSample = Callable[[int], HasTokens]
+
+RunStep = Callable[..., list[dict[str, Any]]]
+"""Runs all micro-batches of a step in place of megatron-core's schedules; called as `step.schedule` does."""
+
+
+class PoolSteps(NamedTuple):
+    """What the pool adds to the steps of plans that have one (`dynamic_cp.plans.extension`).
+
+    Attributes:
+        pack: of a lane's plan, stage, model chunks of a stage and [micro-batch] padded tokens of a rank: what this rank
+            does beside its micro-batches. It travels from processes that pack ahead.
+        group: whose members exchange the attention of all micro-batches.
+        ready: of what was packed, with groups and the counter of the step: what runs the step.
+    """
+
+    pack: Callable[[LanePlan, int, int, list[int]], object]
+    group: Callable[[DynamicCPGroups], ProcessGroup]
+    ready: Callable[[Any, DynamicCPGroups, ExchangeStats], RunStep]
+
+
+def pool_steps(extension: object) -> PoolSteps | None:
+    """Return what the pool adds to a step whose plan has `extension`, as it came or packed; None: it has no pool.
+
+    The pool is a leaf: it is imported where a plan has one.
+    """
+    if not extension:
+        return None
+    steps: PoolSteps = importlib.import_module("megatron.dynamic_cp.pool.kind").STEPS
+    return steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +148,7 @@ class PackedStep:
         columns: int64 [3, T]: tokens, labels and position ids, all 0 for padding; None where no chunk reads any.
         loss_mask: float32 [T], 0 for padding; None where `columns` is.
         future_columns, future_loss_mask: as in `FutureColumns`; None where no chunk reads any.
-        extension: what this rank does beside its micro-batches (`StepKind.pack`); None: nothing.
+        extension: what this rank does beside its micro-batches (`PoolSteps.pack`); None: nothing.
     """
 
     buckets: tuple[PackedBucket, ...]
@@ -160,7 +189,7 @@ def pack_step(
         read_sample: sample_id -> its tokens; called once for each sample of each bucket. None: no chunk of this rank
             reads tokens or labels.
         num_depths: modules of multi-token prediction on this rank.
-        stage, vp_size: of the pipeline; only plans of a kind ask for them.
+        stage, vp_size: of the pipeline; only a pool asks for them.
 
     Raises:
         DataError: a sample that is not as long as the plan says, or what `read_sample` raises.
@@ -180,7 +209,7 @@ def pack_step(
             for name, part in read_shard(bucket, shards, places, read_sample, num_depths).items():
                 columns[name].append(part)
     joined = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
-    kind = step_kind(plan.extension)
+    pool = pool_steps(plan.extension)
     return PackedStep(
         buckets=tuple(packed),
         positions=torch.from_numpy(np.concatenate(positions)),
@@ -188,7 +217,7 @@ def pack_step(
         columns=torch.from_numpy(np.stack([joined[name] for name in COLUMNS[:3]])) if joined else None,
         loss_mask=torch.from_numpy(joined["loss_mask"]) if joined else None,
         **(_future_of(joined, num_depths) if joined and num_depths else {}),
-        extension=kind and kind.pack(plan, stage, vp_size, [bucket.rank_tokens for bucket in packed]),
+        extension=pool and pool.pack(plan, stage, vp_size, [bucket.rank_tokens for bucket in packed]),
     )
 
 
@@ -336,9 +365,9 @@ def micro_batches(
     Raises:
         InvalidInputError: a bucket whose CP group was not built.
     """
-    # All of them, before the first one is computed. Where the plan is of a kind, that brings the programmes of lanes.
-    kind = step_kind(packed.extension)
-    common = None if kind is None else kind.group(groups)
+    # All of them, before the first one is computed. A pool brings the programmes of lanes.
+    pool = pool_steps(packed.extension)
+    common = None if pool is None else pool.group(groups)
     held = [groups_of(bucket, groups) if common is None else (common, (None, common)) for bucket in packed.buckets]
     on_device = packed.to(device)
     start = first_boundary = 0

@@ -95,7 +95,7 @@ def run_schedule(
 ) -> list[dict[str, Any]]:
     """Run all micro-batches forward (and backward); return what the loss function logged, [] before the last stage.
 
-    A step whose plan is of a kind runs as that says (`StepData.run`), all others on megatron-core's schedules.
+    A step whose plan has a pool runs as that says (`StepData.run`), all others on megatron-core's schedules.
 
     Args:
         seq_length: an upper bound; pipeline stages exchange the real lengths.

@@ -71,7 +71,9 @@ def warm_up_packs(
             possible_attentions(exchanges, size, query_heads, sorted(inner_sizes)) if size > 1 else [Attention()]
         ):
             # Where shapes do not grow with the group, the largest one has them all.
-            each_size = size == 1 or EXECUTORS[attention.cp_comm_type](False).grows_with_group
+            executor = EXECUTORS[attention.cp_comm_type]
+            assert executor is not None, "placements were left out"
+            each_size = size == 1 or executor.grows_with_group
             places[attention, size if each_size else 0] = first, size
     return [
         PackedBucket(

@@ -25,8 +25,15 @@ def computed_again(compute: Callable[..., Tensor], *given: Tensor) -> Tensor:
 
 
 def keeps_by_hooks() -> bool:
-    """Return whether what autograd keeps goes through hooks, as in checkpoints that are not reentrant."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    """Return whether what autograd keeps goes through hooks, as in checkpoints that are not reentrant.
+
+    torch can be asked for it in one way only: hooks cannot be disabled where there are some.
+    """
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("keeps_by_hooks only asks"):
+            return False
+    except RuntimeError:
+        return True
 
 
 NORM_EPSILON = 1e-6
