@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.trainer.checkpoints import loading, writer_process
+from megatron.trainer.checkpoints import loading, saving
 from megatron.trainer.checkpoints.saving import Saver
 from megatron.trainer.checkpoints.state import Position
 from megatron.trainer.flags.arguments import parse_args
@@ -67,12 +67,12 @@ def measure(words: list[str], folder: Path, repeats: int) -> dict[str, list[floa
     def on_step(iteration: int, _record: Any) -> None:
         if iteration != 1:
             return
-        real_file, real_verify = writer_process.HashedFile, loading._verify
+        real_file, real_verify = saving.HashedFile, loading._verify
         saver = savers[0]
         position = Position(iteration=1, consumed_samples=4)
         for repeat in range(repeats + 1):
             for kind, file in (("plain", PlainFile), ("hashed", real_file)):
-                writer_process.HashedFile = file
+                saving.HashedFile = file
                 timed(kind if repeat else "bytes", lambda: saver.save(position, wait=True))
         for _ in range(repeats):
             for kind, verify in (("trusted", lambda _: None), ("compared", real_verify)):

@@ -22,6 +22,7 @@ MOVED = {
     "megatron.dynamic_cp.doctor": "megatron.decide.doctor",
     "megatron.dynamic_cp.data.shared_question": "megatron.dynamic_cp.data.sample_tokens",
     "megatron.dynamic_cp.model.rotary": "megatron.dynamic_cp.model.self_attention",
+    "megatron.integrations.post_training.heads": "megatron.integrations.post_training.megatron_passes",
     "megatron.trainer.weights": "megatron.integrations.weights",
     "megatron.trainer.data.preferences": "megatron.integrations.preferences",
     "megatron.trainer.data.token_lengths": "megatron.decide.token_lengths",

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 
 from megatron.trainer import main
 from megatron.trainer.checkpoints import checkpoint_files, saving
-from megatron.trainer.checkpoints.writer_process import WriterProcess
+from megatron.trainer.checkpoints.saving import WriterProcess
 from megatron.trainer.ending import exits
 from megatron.trainer.loop import training
 from tests import patience

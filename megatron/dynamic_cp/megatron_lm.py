@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron.integrations.lm_adaptor.activate import activate
 from megatron.integrations.lm_adaptor.checkout import open_checkout
+from megatron.integrations.lm_adaptor.replacements import activate
 
 activate(open_checkout(Path(sys.argv[0])))

@@ -15,6 +15,7 @@ from torch import Tensor
 from dynamic_cp.types import Sample, SharedQuestion, Tree
 from examples.torch_device_mesh import VOCAB_SIZE, TinyTransformer
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens, shared_question
+from megatron.integrations.post_training.caller_order import PassOutputs
 from megatron.integrations.post_training.losses import Loss
 from megatron.integrations.post_training.objectives import (
     dpo,
@@ -27,7 +28,6 @@ from megatron.integrations.post_training.objectives import (
     sft,
     value_regression,
 )
-from megatron.integrations.post_training.pass_outputs import PassOutputs
 from megatron.integrations.turns import Turn, tree_of_turns
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel

@@ -16,9 +16,8 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.types import Plan, Sample
 from examples.torch_device_mesh import problem_for
 from megatron.integrations.outside import Lanes
-from megatron.integrations.post_training.heads import TokenOutputs, add_value_head
-from megatron.integrations.post_training.megatron_passes import MegatronPasses
-from megatron.integrations.post_training.pass_outputs import PassOutputs
+from megatron.integrations.post_training.caller_order import PassOutputs
+from megatron.integrations.post_training.megatron_passes import MegatronPasses, TokenOutputs, add_value_head
 from megatron.integrations.post_training.torch_passes import TorchPasses, head_log_probs, label_log_probs
 from tests.distributed import post_training, reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks

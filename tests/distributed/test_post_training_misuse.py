@@ -17,9 +17,9 @@ from dynamic_cp.types import Bucket, Sample
 from examples.torch_device_mesh import problem_for
 from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel
 from megatron.integrations.outside import Lanes
-from megatron.integrations.post_training.columns import OUTPUTS, Columns
-from megatron.integrations.post_training.heads import TokenOutputs
+from megatron.integrations.post_training.caller_order import OUTPUTS, CallerOrder, Columns
 from megatron.integrations.post_training.losses import ResponseLoss, TokenLoss, check_loss
+from megatron.integrations.post_training.megatron_passes import TokenOutputs
 from megatron.integrations.post_training.objectives import (
     dpo,
     dpo_apart,
@@ -31,7 +31,6 @@ from megatron.integrations.post_training.objectives import (
     sft,
     value_regression,
 )
-from megatron.integrations.post_training.rows import Rows
 from megatron.integrations.post_training.torch_passes import TorchPasses, label_log_probs
 from tests.distributed import post_training
 from tests.distributed.harness import refuses
@@ -100,8 +99,8 @@ def test_bad_input_is_one_line_on_all_ranks() -> None:
 
 
 def check(loss: Any, *buckets: Bucket, outputs: tuple[str, ...] = OUTPUTS, **columns: Any) -> None:
-    rows = Rows(samples=post_training.batch_of_pairs())
-    check_loss(loss, rows, Columns.of(rows, columns), SimpleNamespace(buckets=buckets), outputs)
+    order = CallerOrder(samples=post_training.batch_of_pairs())
+    check_loss(loss, order, Columns.of(order, columns), SimpleNamespace(buckets=buckets), outputs)
 
 
 def nothing(of: Any) -> Any:

@@ -22,7 +22,7 @@ from megatron.dynamic_cp.layout.sharding import shard_positions
 from megatron.integrations.foreign import rerouting
 from megatron.integrations.foreign.iterator import ForeignIteratorWrapper
 from megatron.integrations.foreign.rerouting import (
-    Place,
+    Destination,
     SentColumns,
     columns_to_send,
     incoming,
@@ -201,12 +201,12 @@ def test_both_sides_know_the_sizes(num_lanes: int, sp: bool) -> None:
             PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,) * num_lanes, reason="test")
         )
         plans = [lane_plan(plan, lane, facts) for lane in range(num_lanes)]
-        places: list[list[Place]] = [[None] * len(pieces) for pieces in drawn]
+        places: list[list[Destination]] = [[None] * len(pieces) for pieces in drawn]
         for bucket in plan.buckets:
             padded = rerouting._padded(bucket, plans[0])
             for sample, length in zip(bucket.samples, padded, strict=False):
                 _, lane, order = sample_origin(sample.sample_id, num_lanes)
-                places[lane][order] = Place(bucket.first_lane, bucket.cp_size, length)
+                places[lane][order] = Destination(bucket.first_lane, bucket.cp_size, length)
         sent = [
             outgoing([read_item(p, ALL)[0] for p in pieces], places[lane], ("tokens",), num_lanes)
             for lane, pieces in enumerate(drawn)

@@ -30,7 +30,7 @@ from megatron.dynamic_cp.attention.te.support import Kernel, missing_exchanges, 
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
 from megatron.dynamic_cp.repairs import releases
 from megatron.trainer.setup import layers, warm_up
-from megatron.trainer.setup.attention_warm_up import pack_of, token_buckets, warm_up_attention, warm_up_packs
+from megatron.trainer.setup.warm_up import pack_of, token_buckets, warm_up_attention, warm_up_packs
 from tests.distributed import parity, reference
 from tests.distributed.harness import initialize_model_parallel, refuses, run_forked, run_ranks
 from tests.distributed.real_transformer_engine import engine, extension

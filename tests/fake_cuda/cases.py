@@ -58,9 +58,8 @@ from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
 from megatron.dynamic_cp.plans.planner import Planner
 from megatron.dynamic_cp.pool import chains
-from megatron.integrations.post_training.columns import OUTPUTS
+from megatron.integrations.post_training.caller_order import OUTPUTS, agreed_order
 from megatron.integrations.post_training.losses import Objective, agreed_columns, count_tokens
-from megatron.integrations.post_training.rows import agreed_rows
 from megatron.trainer.data import index_once
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.loop.training import pretrain
@@ -379,14 +378,14 @@ def post_training_step(*losses: str) -> Notes:
             with FakeGPU(AT_START):
                 groups = build_groups(4)
             with FakeGPU(BEFORE_A_PASS) as gpu:
-                rows, held = agreed_rows(samples, of_lane, device)
+                order, held = agreed_order(samples, of_lane, device)
                 packed = pack_step(of_lane, by_id.__getitem__).pin_memory()
                 batches = list(micro_batches(packed, groups, device, "", ExchangeStats()))
                 for name in losses:
                     gpu.answers = dict(BEFORE_A_PASS)
                     loss = post_training.LOSSES[name][0]
-                    columns = agreed_columns(rows, post_training.columns_of(samples), loss, of_lane, device)
-                    counts = count_tokens(rows, held, [batch["loss_mask"] for batch in batches], device)
+                    columns = agreed_columns(order, post_training.columns_of(samples), loss, of_lane, device)
+                    counts = count_tokens(order, held, [batch["loss_mask"] for batch in batches], device)
                     objective = Objective.of(loss, columns, counts)
                     gpu.answers, before = {}, len(gpu.collectives)
                     for batch, micro_batch in zip(batches, held, strict=True):

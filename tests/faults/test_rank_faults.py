@@ -32,13 +32,13 @@ from megatron.dynamic_cp.plans import planner
 from megatron.dynamic_cp.pool import ticks
 from megatron.dynamic_cp.repairs import releases
 from megatron.dynamic_cp.step import schedule
-from megatron.trainer.checkpoints import checkpoint_files, save_lock
+from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data import index_once
 from megatron.trainer.data.stream import SampleStream
 from megatron.trainer.ending import exits
 from megatron.trainer.ending.stop_guard import StopGuard
 from megatron.trainer.reporting.profiling import Profiling
-from megatron.trainer.setup import run_data
+from megatron.trainer.setup import run
 from megatron.trainer.setup.run import Run
 from tests import patience
 from tests.faults.job import Job, RankEnd
@@ -92,7 +92,7 @@ def die_in(phase: str, victim: int, rank: int) -> None:
     if phase == "indexing":
         index_once.index_entries = dying(1, index_once.index_entries)
     elif phase == "reading the index":
-        run_data.build_splits = dying(1, run_data.build_splits)
+        run.build_splits = dying(1, run.build_splits)
     elif phase == "the warm-up":
         planner_process.subprocess = subprocess  # a fresh one: its plan comes after the death
         real = planning.PlanSource.take
@@ -415,7 +415,7 @@ def test_a_worker_that_is_killed_ends_all_ranks(tmp_path):
 
 
 def give_up_soon(_: int) -> None:
-    save_lock.WAIT_S = 0.5
+    checkpoint_files.WAIT_S = 0.5
 
 
 @pytest.mark.nightly

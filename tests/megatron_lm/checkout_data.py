@@ -97,8 +97,8 @@ def chats(argv: list[str]) -> list[list[Any]]:
 
 def main() -> None:
     checkout, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
-    from megatron.integrations.lm_adaptor.activate import activate
     from megatron.integrations.lm_adaptor.checkout import open_checkout
+    from megatron.integrations.lm_adaptor.replacements import activate
 
     with contextlib.redirect_stdout(sys.stderr):
         activate(open_checkout(checkout / "pretrain_gpt.py"))

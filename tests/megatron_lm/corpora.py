@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from megatron.integrations.lm_adaptor.differences import TOKENIZERS_OF_CORE
+from megatron.integrations.lm_adaptor.checkout import TOKENIZERS_OF_CORE
 from tests.unit.data.made_tokenizers import TEXTS, train_tokenizer, write_tokenizer
 
 WORDS = " ".join(TEXTS[:4]).split()

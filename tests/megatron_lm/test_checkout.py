@@ -196,6 +196,7 @@ def test_missing_symbol_is_named(tmp_path: Path) -> None:
     done = run(str(script))
     assert done.returncode == 2, done.stderr
     assert (
-        "this Megatron-LM checkout has no megatron.training.pretrain, which is replaced (ours replaces" in done.stderr
+        "Megatron-LM checkout has no megatron.training.pretrain, which is replaced (Exchange the script's get_batch"
+        in done.stderr
     )
     assert "the script ran" not in done.stderr + done.stdout

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megatron.integrations.lm_adaptor.differences import CHATS_WITHOUT_EOD, TOKENIZERS_OF_CORE
+from megatron.integrations.lm_adaptor.checkout import CHATS_WITHOUT_EOD, TOKENIZERS_OF_CORE
 from tests.megatron_lm.corpora import NUM_DOCUMENTS, chat_tokenizer, chat_tokens, write_chats
 
 MODEL = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.integrations.lm_adaptor.random_states import DRAWN_FROM, LANES, choose_lane
+from megatron.integrations.lm_adaptor.session import DRAWN_FROM, LANES, choose_lane
 from tests.distributed.harness import run_ranks
 
 
@@ -21,7 +21,7 @@ def saved_by_all(sharded: bool) -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core.dist_checkpointing import ShardedObject
 
-    from megatron.integrations.lm_adaptor.random_states import add_lanes
+    from megatron.integrations.lm_adaptor.session import add_lanes
 
     states: Any = [state_of(dist.get_rank())]
     if sharded:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
 import pytest
 
-from megatron.integrations.lm_adaptor import activate, differences, model, replacements, script
+from megatron.integrations.lm_adaptor import checkout, hooks, model, replacements
 from megatron.integrations.lm_adaptor.checkout import SUPPORTED_VERSIONS
 from megatron.integrations.lm_adaptor.replacements import REPLACEMENTS, SCRIPT
 
 SHOW_REPLACED = """
 import importlib, sys
 from pathlib import Path
-from megatron.integrations.lm_adaptor.activate import activate
+from megatron.integrations.lm_adaptor.replacements import activate
 from megatron.integrations.lm_adaptor.checkout import open_checkout
 from megatron.integrations.lm_adaptor.replacements import SCRIPT, replaced_in
 root = Path(sys.argv[1])
@@ -36,20 +37,10 @@ assert megatron.training.pretrain is megatron.training.training.pretrain
 """
 
 
-def test_every_row_has_its_function_and_no_function_is_without_a_row() -> None:
-    names = {f"_{one.name}" for one in REPLACEMENTS if one.module != SCRIPT}
-    methods = {name for name, value in vars(activate._Adaptor).items() if callable(value) and not name.startswith("__")}
-    helpers = {
-        "install",
-        "_prepare_script",
-        "_check_script",
-        "_end_workers",
-        "_replace_in_script",
-        "_told_of_one_device",
-    }
-    assert names <= methods
-    assert methods - names == helpers
-    assert {one.name for one in REPLACEMENTS if one.module == SCRIPT} <= set(vars(script))
+def test_every_function_has_its_row_and_says_why() -> None:
+    defined = {one for one in vars(hooks).values() if inspect.isfunction(one) and one.__module__ == hooks.__name__}
+    assert {one for one in defined if not one.__name__.startswith("_")} == {one.ours for one in REPLACEMENTS}
+    assert all(one.ours.__doc__ for one in REPLACEMENTS)
     rows = {(one.where, one.releases) for one in REPLACEMENTS}
     assert len(rows) == len(REPLACEMENTS) == 40
 
@@ -73,7 +64,7 @@ def test_fields_that_may_differ_exist() -> None:
 
     known = {field.name for field in fields(TransformerConfig)}
     assert known >= model.NO_EFFECT
-    assert (known >= model.NUM_WEIGHT_SHARDS) == differences.WEIGHT_SHARDS.here
+    assert (known >= model.NUM_WEIGHT_SHARDS) == checkout.WEIGHT_SHARDS.here
 
 
 def test_missing_package_of_megatron_lm_is_not_taken_for_a_missing_symbol(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.integrations.lm_adaptor.checkout import open_checkout
-from megatron.integrations.lm_adaptor.differences import BATCH_OF_FIELDS, NULL_TOKENIZER_COUNTS_EOD
+from megatron.integrations.lm_adaptor.checkout import BATCH_OF_FIELDS, NULL_TOKENIZER_COUNTS_EOD, open_checkout
 from megatron.integrations.lm_adaptor.flags import STOCK_SPECS
 from tests.megatron_lm.corpora import chat_tokenizer, write_chats
 

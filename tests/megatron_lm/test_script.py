@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.integrations.lm_adaptor.activate import _Adaptor
 from megatron.integrations.lm_adaptor.checkout import SUPPORTED_VERSIONS
+from megatron.integrations.lm_adaptor.hooks import Adaptor
 from megatron.integrations.lm_adaptor.replacements import SCRIPT, replaced_in
 
 BATCH = {name: name for name in ("tokens", "labels", "loss_mask", "position_ids", "packed_seq_params")}
@@ -60,10 +61,9 @@ FORMS = {
 
 def prepare(version: str, namespace: dict[str, Any]) -> None:
     """Replace what the release says in a script."""
-    made: Any = object.__new__(_Adaptor)
-    made._replaced = replaced_in(version)
-    made._forward_step = namespace["forward_step"]
-    made._replace_in_script()
+    in_script = {one.symbol: one.ours for one in replaced_in(version) if one.module == SCRIPT}
+    made = Adaptor(get_args=Namespace, in_script=in_script, asked=Namespace(), forward_step=namespace["forward_step"])
+    made.prepare_script()
 
 
 @pytest.mark.parametrize("version", SUPPORTED_VERSIONS)

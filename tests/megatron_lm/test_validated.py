@@ -17,8 +17,7 @@ from dynamic_cp.errors import DynamicCPError
 from megatron.dynamic_cp.flags.experts import DEFAULTS
 from megatron.dynamic_cp.repairs import releases
 from megatron.dynamic_cp.step.schedule import LayerRouting, Routing
-from megatron.integrations.lm_adaptor import flags, step_log
-from megatron.integrations.lm_adaptor.activate import _Adaptor
+from megatron.integrations.lm_adaptor import counts, flags, hooks
 from megatron.trainer.flags.validation import planning_settings
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.megatron_lm.test_flags import parse, planned
@@ -207,18 +206,21 @@ def test_the_stock_specs_of_patterns_may_be_named() -> None:
 
 def test_a_pattern_has_a_model_of_its_own() -> None:
     """Its checkpoints are those of patterns, also of releases that would look for a class of theirs."""
-    adaptor = _Adaptor.__new__(_Adaptor)
-    adaptor._asked = None
-    theirs = adaptor._HybridModel(SimpleNamespace)
+    adaptor = hooks.Adaptor(get_args=Namespace)
+    theirs = hooks.hybrid_model(adaptor, SimpleNamespace)
     assert theirs(size=1).size == 1
     assert isinstance(theirs(size=1), SimpleNamespace)
-    assert adaptor._gpt_to_hybrid_load(lambda *given: given, "args", "saved", "model") == ("args", "saved", "model")
-    adaptor._asked = Namespace()
+    assert hooks.gpt_to_hybrid_load(adaptor, lambda *given: given, "args", "saved", "model") == (
+        "args",
+        "saved",
+        "model",
+    )
+    adaptor.asked = Namespace()
     ours, gpt = Namespace(hybrid_layer_pattern="M-M*"), Namespace(hybrid_layer_pattern=None)
-    assert adaptor._gpt_to_hybrid_load(None, ours, Namespace(hybrid_override_pattern="M-M*"), []) == (None, False)
+    assert hooks.gpt_to_hybrid_load(adaptor, None, ours, Namespace(hybrid_override_pattern="M-M*"), []) == (None, False)
     with pytest.raises(DynamicCPError, match="the checkpoint is of a model without --hybrid-layer-pattern"):
-        adaptor._gpt_to_hybrid_load(None, ours, gpt, [])
-    assert adaptor._gpt_to_hybrid_load(lambda *given: given, gpt, ours, []) == (gpt, ours, [])
+        hooks.gpt_to_hybrid_load(adaptor, None, ours, gpt, [])
+    assert hooks.gpt_to_hybrid_load(adaptor, lambda *given: given, gpt, ours, []) == (gpt, ours, [])
 
 
 def test_a_way_to_share_layers_needs_some() -> None:
@@ -228,10 +230,12 @@ def test_a_way_to_share_layers_needs_some() -> None:
 
 def test_specs_of_layers_are_the_checkouts_own_without_dynamic_cp() -> None:
     """Ours are made by GPTModel: the checkout's need TransformerEngine."""
-    adaptor = _Adaptor.__new__(_Adaptor)
+    adaptor = hooks.Adaptor(get_args=Namespace)
     for asked, expected in ((None, ("config", 1)), (Namespace(), None)):
-        adaptor._asked = asked
-        assert adaptor._variant_spec(lambda config, vp_stage: (config, vp_stage), "config", vp_stage=1) == expected
+        adaptor.asked = asked
+        assert (
+            hooks.variant_spec(adaptor, lambda config, vp_stage: (config, vp_stage), "config", vp_stage=1) == expected
+        )
 
 
 def test_a_checkouts_experts_are_planned() -> None:
@@ -249,11 +253,11 @@ def logged_losses(num_micro_batches: int) -> dict[str, float]:
         layers={2: LayerRouting(aux_loss=1.25, z_loss=4.5, imbalance=2.0)}, has_aux_loss=True, has_z_loss=True
     )
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(step_log, "routers", lambda chunks: [router])
-        step_log.tell_tracker(routing, [], num_micro_batches)
+        patched.setattr(counts, "routers", lambda chunks: [router])
+        counts.tell_tracker(routing, [], num_micro_batches)
     totals: dict[str, Any] = {}
     names = ["seq_load_balancing_loss", "z_loss"]
-    if step_log.differences.TRACKER_OF_ROUTERS.here:
+    if counts.checkout.TRACKER_OF_ROUTERS.here:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
         report = get_moe_metrics_tracker().report

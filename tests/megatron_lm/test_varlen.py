@@ -25,8 +25,8 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.integrations.lm_adaptor import varlen
+from megatron.integrations.lm_adaptor.checkout import NULL_TOKENIZER_COUNTS_EOD, tokenizer_module
 from megatron.integrations.lm_adaptor.data import only_item
-from megatron.integrations.lm_adaptor.differences import NULL_TOKENIZER_COUNTS_EOD, tokenizer_module
 from tests.megatron_lm.gpt_documents import as_document, gpt_documents, varlen_documents
 from tests.unit.data.made_tokenizers import write_tokenizer
 

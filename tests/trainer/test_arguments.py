@@ -22,7 +22,7 @@ from megatron.trainer.flags.arguments import ALREADY_SO, build_parser, parse_arg
 from megatron.trainer.flags.settings import Settings
 from megatron.trainer.flags.validation import checked_settings
 from megatron.trainer.setup.planned_runtime import _hardware_name
-from megatron.trainer.setup.run_data import data_config
+from megatron.trainer.setup.run import data_config
 from tests.trainer.commandline import command_line
 
 

@@ -9,8 +9,7 @@ import pytest
 from dynamic_cp.errors import CheckpointError, InvalidInputError
 from megatron.trainer.checkpoints import checkpoint_files as files
 from megatron.trainer.checkpoints import manifest
-from megatron.trainer.checkpoints.content_hash import HashedFile, hash_file
-from megatron.trainer.checkpoints.manifest import Manifest
+from megatron.trainer.checkpoints.manifest import HashedFile, Manifest, hash_file
 from tests.trainer.checkpoints import verified
 
 BIG = b"x" * ((1 << 20) + 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.trainer.checkpoints import disk
+from megatron.trainer.checkpoints import checkpoint_files
 
 Usage = namedtuple("Usage", "total used free")
 FULL, ROOMY = Usage(100_000_000_000, 99_999_000_000, 1_000_000), Usage(100_000_000_000, 0, 60_000_000_000)
@@ -37,9 +37,9 @@ def test_a_full_disk_is_named_with_its_room(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, usage: Usage, head: str
 ) -> None:
     asked = []
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: asked.append(path) or usage)
+    monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", lambda path: asked.append(path) or usage)
     folder = tmp_path / "saved" / "iter_0000004.partial"
-    explained = disk.explain_refused_write(f"{said}\n", folder)
+    explained = checkpoint_files.explain_refused_write(f"{said}\n", folder)
     assert asked == [tmp_path], "the folder itself may be gone"
     assert explained.startswith(head.format(folder))
     assert explained.endswith(SAID[said])
@@ -49,8 +49,8 @@ def test_a_full_disk_is_named_with_its_room(
 
 @pytest.mark.parametrize("said", ["Permission denied: '/s/x'", "the process that wrote it ended before it was done"])
 def test_other_refusals_stay_as_they_are(tmp_path: Path, said: str) -> None:
-    assert not disk.is_refused_write(RuntimeError(said))
-    assert disk.explain_refused_write(f"{said}\nand more\n", tmp_path) == f"{said} and more"
+    assert not checkpoint_files.is_refused_write(RuntimeError(said))
+    assert checkpoint_files.explain_refused_write(f"{said}\nand more\n", tmp_path) == f"{said} and more"
 
 
 def test_what_torch_says_of_a_file_that_is_cut_short_is_recognised(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_what_torch_says_of_a_file_that_is_cut_short_is_recognised(tmp_path: Pat
             torch.save(torch.zeros(100_000), tmp_path / "weights.pt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert disk.is_refused_write(raised.value)
-    explained = disk.explain_refused_write(str(raised.value), tmp_path)
+    assert checkpoint_files.is_refused_write(raised.value)
+    explained = checkpoint_files.explain_refused_write(str(raised.value), tmp_path)
     assert "\n" not in explained
     assert f"disk of {tmp_path}" in explained
     assert "cut short (unexpected pos " in explained or os.strerror(errno.EFBIG) in explained

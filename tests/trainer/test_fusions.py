@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.setup import compile_once, fusions
+from megatron.trainer.setup import fusions
 from tests.distributed import fake_apex
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import command_line
@@ -40,18 +40,18 @@ def count_compilations() -> tuple[Counter[str], set[int]]:
 
         return backend
 
-    names = {path: list(functions) for path, functions in compile_once._PER_TOKEN.items()}
-    for path, functions in (names | {compile_once._DROPOUT: ["bias_dropout_add_fused_train"]}).items():
+    names = {path: list(functions) for path, functions in fusions._PER_TOKEN.items()}
+    for path, functions in (names | {fusions._DROPOUT: ["bias_dropout_add_fused_train"]}).items():
         module = importlib.import_module(path)
         for name in functions:
             setattr(module, name, torch.compile(getattr(module, name).__wrapped__, backend=backend_of(name)))
-    mark = compile_once._of_any_length
+    mark = fusions._of_any_length
 
     def note_and_mark(tensor: torch.Tensor) -> torch.Tensor:
         tokens.add(len(tensor))
         return mark(tensor)
 
-    compile_once._of_any_length = note_and_mark
+    fusions._of_any_length = note_and_mark
     return compiled, tokens
 
 

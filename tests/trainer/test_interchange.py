@@ -34,7 +34,7 @@ from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.index_once import index_once
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import initialize, model
-from megatron.trainer.setup.run_data import data_config
+from megatron.trainer.setup.run import data_config
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_static_cp import StaticGroupAttention, shard_of_this_rank
 from tests.trainer.commandline import command_line

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.trainer.checkpoints.norm_names import ask_as_found, found_as
+from megatron.trainer.checkpoints.state import ask_as_found, found_as
 
 NAMES = {
     "decoder.layers.1.pre_mlp_layernorm.weight": "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",

@@ -16,8 +16,7 @@ from megatron.dynamic_cp.step.schedule import sum_over_job, sum_over_routers
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.setup.run import set_up
-from megatron.trainer.setup.run_data import data_config
+from megatron.trainer.setup.run import data_config, set_up
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import in_jobs_of_their_own, reference_name
 from tests.trainer.commandline import SMALL, command_line

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dynamic_cp.errors import CheckpointError
 from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest, safe_loading
-from megatron.trainer.checkpoints.disk import reporting
+from megatron.trainer.checkpoints.checkpoint_files import reporting
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_agreement import outcome_of
 from tests.payload import Payload, planted, works

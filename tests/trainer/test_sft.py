@@ -21,7 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from megatron.dynamic_cp.step.schedule import sum_over_job
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.loop.evaluation import _evaluating
+from megatron.trainer.loop.training import _evaluating
 from megatron.trainer.setup.run import set_up
 from tests.distributed.harness import run_ranks
 from tests.trainer.training_ranks import train
@@ -164,17 +164,17 @@ def test_the_example_learns(tmp_path):
 @pytest.mark.nightly
 def test_a_run_that_goes_on_writes_the_date_of_its_start(tmp_path, monkeypatch):
     """A template with the date gives the same samples tomorrow; a new run has tomorrow's."""
-    from megatron.trainer.setup import run_data
+    from megatron.trainer.setup import run
     from tests.trainer.training_ranks import losses
 
-    class Day(run_data.date):
+    class Day(run.date):
         today_is = "2026-11-25"
 
         @classmethod
         def today(cls):
             return cls.fromisoformat(cls.today_is)
 
-    monkeypatch.setattr(run_data, "date", Day)
+    monkeypatch.setattr(run, "date", Day)
     template, path, saved = tmp_path / "t.jinja", tmp_path / "chats.jsonl", tmp_path / "saved"
     template.write_text(
         "{{ strftime_now('%A, %d %B') }};{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"

@@ -22,7 +22,7 @@ from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.ending import exits
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.flags.settings import TrainingSettings
-from megatron.trainer.loop import evaluation
+from megatron.trainer.loop.training import Evaluation
 from megatron.trainer.reporting.log import StepRecord
 from megatron.trainer.setup import run
 from tests.distributed.harness import run_ranks
@@ -175,7 +175,7 @@ def _evaluate(words: list[str], num_samples: int) -> tuple[list[float], list[int
         for eval_iters, size in ((1, half), (2, half), (1, num_samples)):
             training = replace(settings.training, eval_iters=eval_iters, global_batch_size=size, **only_parsed)
             one = replace(built, settings=replace(settings, training=training))
-            validation = evaluation.Evaluation.of(one, "validation")
+            validation = Evaluation.of(one, "validation")
             losses.append(validation._loss(validation.stream, len(losses)))
     return losses, [int(validation.stream.global_batch(first, half).seqlens.sum()) for first in (0, half)]
 

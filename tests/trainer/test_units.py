@@ -21,7 +21,7 @@ from megatron.dynamic_cp.agreement import verify
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, for_chunk
 from megatron.trainer.ending import exits
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.loop import evaluation
+from megatron.trainer.loop import training
 from megatron.trainer.reporting.log import Interval, StepRecord, iteration_line, validation_line
 from megatron.trainer.setup.initialize import check_device_queues, choose_backend, choose_precision, device_of
 from megatron.trainer.setup.model import build_scheduler
@@ -202,7 +202,7 @@ FAILING = """
 import contextlib, os, signal, sys, threading, time
 import torch.distributed as dist
 from dynamic_cp.errors import DynamicCPError
-from megatron.trainer.ending import exits, last_words
+from megatron.trainer.ending import exits
 from megatron.trainer.ending.failures import explained
 
 GLOO = "[gloo/tcp/pair.cc:537] Read error [127.0.0.1]:1684: Connection reset by peer. This is typically caused by"
@@ -224,7 +224,7 @@ class Packer:
             threading.Event().wait(60)
 
 when = sys.argv[1]
-last_words.TIME_TO_SPEAK_S = 1
+exits.TIME_TO_SPEAK_S = 1
 exits.CLOSE_S, exits.CLOSE_ONCE_ASKED_S = 2, 0.5
 if when == "packing, launched":
     exits.CLOSE_S = 60
@@ -305,7 +305,7 @@ def test_evaluation_records_no_gradients_and_training_goes_on_after_an_error():
     chunk = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
 
     def evaluate_and_fail():
-        with evaluation._evaluating([chunk]):
+        with training._evaluating([chunk]):
             assert not chunk.training
             assert not chunk(torch.ones(1, 2)).requires_grad
             raise CheckpointError("stop")

@@ -31,9 +31,8 @@ from megatron.integrations.weights.importing import Source, import_weights
 from megatron.trainer.checkpoints import checkpoint_files, loading, safe_loading
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.flags.arguments import parse_args
-from megatron.trainer.loop.evaluation import _evaluating
-from megatron.trainer.setup.run import set_up
-from megatron.trainer.setup.run_data import data_config
+from megatron.trainer.loop.training import _evaluating
+from megatron.trainer.setup.run import data_config, set_up
 from tests.distributed.harness import run_ranks
 from tests.trainer.checkpoints import verified
 from tests.trainer.commandline import FIXED

@@ -15,7 +15,7 @@ import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from megatron.trainer.checkpoints.writer_process import WriteResults, WriterProcess
+from megatron.trainer.checkpoints.saving import WriteResults, WriterProcess
 from tests import patience
 from tests.distributed.harness import run_ranks
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.trainer.reporting.log import StepRecord
-from megatron.trainer.reporting.summary import RunSummary
+from megatron.trainer.reporting.log import RunSummary, StepRecord
 
 
 def record(**changes) -> StepRecord:

@@ -193,7 +193,7 @@ LAST_NAMES = {name.rpartition(".")[2] for name in RUNS_CODE}
 LISTED = {
     # Pipes to processes that this one has started.
     ("dynamic_cp/search/planner_process.py", ".recv"): 3,
-    ("megatron/trainer/checkpoints/writer_process.py", "pickle.load"): 1,
+    ("megatron/trainer/checkpoints/saving.py", "pickle.load"): 1,
     ("megatron/trainer/data/scan.py", "pickle.load"): 1,
     ("megatron/trainer/data/workers.py", "pickle.load"): 1,
     # What is unpickled may name the classes of a list of tensors only.
@@ -206,7 +206,7 @@ LISTED = {
     ("megatron/integrations/lm_adaptor/run.py", "exec"): 1,
     ("megatron/integrations/lm_adaptor/run.py", "compile"): 1,
     # Between the ranks of a job, when Megatron-LM saves; it does the same with the rest of the checkpoint.
-    ("megatron/integrations/lm_adaptor/random_states.py", ".all_gather_object"): 1,
+    ("megatron/integrations/lm_adaptor/session.py", ".all_gather_object"): 1,
 }
 
 

@@ -107,7 +107,7 @@ def sample_origin(sample_id: int, num_lanes: int) -> tuple[int, int, int]:
     return (*divmod(draw, num_lanes), order)
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Where a sample goes, and how long it is there with padding (tokens over the whole group)."""
 
     first_lane: int
@@ -140,7 +140,7 @@ def exchange_directory(
     return received.cpu().numpy()
 
 
-def read_directory(claims: NDArray[np.int64], samples: Sequence[ForeignSample], step: int) -> list[Place]:
+def read_directory(claims: NDArray[np.int64], samples: Sequence[ForeignSample], step: int) -> list[Destination]:
     """Return where each drawn sample goes.
 
     Raises:
@@ -159,7 +159,7 @@ def read_directory(claims: NDArray[np.int64], samples: Sequence[ForeignSample], 
                 count=count,
                 seqlen=sample.seqlen,
             )
-        places.append(Place(where >> 5, 1 << (where & 31), padded))
+        places.append(Destination(where >> 5, 1 << (where & 31), padded))
     if claims[len(samples) :].any():
         raise DisagreementError(
             f"the plan of step {step} has more samples of a lane than the {len(samples)} that this rank drew: all "
@@ -179,7 +179,7 @@ class Outgoing(NamedTuple):
 
 
 def outgoing(
-    samples: Sequence[ForeignSample], places: Sequence[Place], names: Sequence[str], num_lanes: int
+    samples: Sequence[ForeignSample], places: Sequence[Destination], names: Sequence[str], num_lanes: int
 ) -> Outgoing:
     """Return the shards of the drawn samples for each lane."""
     parts: list[list[NDArray[np.int32]]] = [[] for _ in range(num_lanes)]

@@ -2,16 +2,14 @@
 
 Read in this order:
 
-- `checkout`: which checkout, which version
-- `differences`: what checkouts of newer releases do otherwise
-- `replacements`: what is replaced there, and why
+- `checkout`: which checkout, which version, and what newer ones do otherwise
 - `flags`: its command line with ours
-- `counts`, `random_states`, `step_log`: samples, states and log lines where batches have any size
+- `counts`: samples, FLOPs and log lines where batches have any size
 - `data`, `varlen`: its data sets, and documents as samples
 - `model`, `cpu`: its model with our layers; CPU ranks
 - `session`: groups, planner, a step
 - `scheduler`: the command line of our planner as a packing scheduler of branch dev
-- `script`, `activate`: the functions that take the replaced ones' places, in the script and in Megatron-LM
+- `hooks`, `replacements`: the functions that take the places of Megatron-LM's, and the table of what is replaced
 - `run`: the command `megatron.dynamic_cp.run`
 
 An import of `megatron.dynamic_cp.megatron_lm` activates it, too.

@@ -1,12 +1,26 @@
-"""Megatron-LM's counts of samples and FLOPs, for global batches of any size."""
+"""Figures of a checkout's step, for global batches of any size: samples, FLOPs, and what its log and writers show."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+import importlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+
+from dynamic_cp.plans.lane_plan import PlanFacts
+from dynamic_cp.plans.serialize import format_cp_sizes
+from megatron.dynamic_cp.model.experts import routers
+from megatron.dynamic_cp.step.schedule import Routing
+from megatron.integrations.foreign.iterator import ForeignIteratorWrapper
+from megatron.integrations.foreign.rerouting import in_phase
+from megatron.integrations.lm_adaptor import checkout
+from megatron.trainer.reporting.log import Interval, StepRecord, of_plan, plan_scalars
 
 
 class Samples(NumMicroBatchesCalculator):
@@ -69,3 +83,112 @@ class StepFlops:
     def start_interval(self) -> None:
         """Begin the next log interval with the next step."""
         self._is_over = True
+
+
+def record_step(
+    iteration: int,
+    wrapper: ForeignIteratorWrapper,
+    *,
+    losses: Mapping[str, Any],
+    learning_rate: float | None,
+    grad_norm: float | None,
+    elapsed_s: float,
+    flops: float,
+    device: torch.device,
+    routing: Routing | None = None,
+) -> StepRecord:
+    """Return what the latest step of `wrapper` did, the same on every rank except `wait_s`; one all-reduce of the job.
+
+    Args:
+        losses: what Megatron-LM logs; empty before the last pipeline stage. The first one is recorded.
+        learning_rate, grad_norm: None where nothing is trained.
+        elapsed_s: of the whole step.
+        flops: of the whole job.
+        device: of the all-reduce.
+        routing: of tokens to experts.
+    """
+    assert wrapper.plan is not None
+    stats = wrapper.stats
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    if losses and dist.get_rank() == dist.get_world_size() - 1:
+        sums[0] = next(iter(losses.values()))
+    sums[1] = wrapper.exchange_stats.bytes_sent
+    with in_phase(f"the sums of iteration {iteration}"):
+        dist.all_reduce(sums)
+        loss, exchanged_bytes = sums.tolist()
+    return StepRecord(
+        **of_plan(wrapper.plan.facts),
+        loss=loss,
+        grad_norm=0.0 if grad_norm is None else float(grad_norm),
+        learning_rate=0.0 if learning_rate is None else float(learning_rate),
+        elapsed_s=elapsed_s,
+        wait_s=stats.draw_s + stats.plan_wait_s + stats.reroute_s,
+        flops=flops,
+        exchanged_bytes=int(exchanged_bytes),
+        routing=routing,
+    )
+
+
+def tell_tracker(routing: Routing, chunks: Iterable[torch.nn.Module], num_micro_batches: int) -> None:
+    """Have Megatron-LM log the losses of routers, in the place of megatron-core's routers.
+
+    It sums over stages, means over lanes and divides by `num_micro_batches`; every rank knows the means of its layers.
+
+    Args:
+        chunks: of this rank.
+    """
+    for router in routers(chunks):
+        layer = routing.layers.get(router.number_in_model)
+        types = router.config.moe_router_load_balancing_type
+        aux = (
+            "load_balancing_loss"
+            if "aux_loss" in ([types] if isinstance(types, str) else types)
+            else "seq_load_balancing_loss"
+        )
+        losses = {aux: "aux_loss"} if routing.has_aux_loss else {}
+        for name, field in (losses | ({"z_loss": "z_loss"} if routing.has_z_loss else {})).items():
+            mean = 0.0 if layer is None else getattr(layer, field)
+            value = torch.tensor(mean * num_micro_batches, device=router.weight.device)
+            _tell(name, value, router.layer_number, router.config.num_layers)
+
+
+def _tell(name: str, value: torch.Tensor, layer_number: int, num_layers: int) -> None:
+    if checkout.TRACKER_OF_ROUTERS.here:
+        logging_of_moe = importlib.import_module("megatron.core.transformer.moe.moe_logging")
+        logging_of_moe.get_moe_metrics_tracker().record(name, value, layer_number, num_layers)
+    else:
+        save_to_aux_losses_tracker(name, value, layer_number, num_layers)
+
+
+def plan_line(record: StepRecord, facts: PlanFacts) -> str:
+    """Return one line about a step and its plan, in the form of Megatron-LM's log."""
+    fields = [
+        " dynamic CP",
+        f"micro-batches: {record.num_microbatches}",
+        f"samples: {record.num_samples}",
+        f"tokens: {record.num_tokens}",
+        f"buckets: {format_cp_sizes(record.cp_histogram)}",
+        f"padding: {100 * record.padding_fraction:.1f}%",
+        f"imbalance: {record.imbalance:.3f}",
+        *([] if record.routing is None else [f"imbalance of experts: {record.routing.mean('imbalance'):.3f}"]),
+        f"exchanged (MB): {record.exchanged_bytes / 1e6:.2f}",
+        f"predicted (ms): {1000 * record.predicted_s:.1f}",
+        f"measured/predicted: {record.elapsed_s / record.predicted_s:.3f}",
+        f"planner (ms): {1000 * record.planner_s:.1f}",
+        f"before the first micro-batch (ms): {1000 * record.wait_s:.1f}",
+    ]
+    if facts.fallback is not None:
+        fields.append(f"static plan: {facts.fallback}")
+    return " | ".join(fields) + " |"
+
+
+def write_scalars(record: StepRecord, iteration: int) -> None:
+    """Write what is known of the plan to Megatron-LM's TensorBoard and Weights & Biases, on the rank that has them."""
+    global_vars = importlib.import_module("megatron.training.global_vars")
+    scalars = plan_scalars(Interval(records=(record,), world_size=dist.get_world_size()))
+    writer, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
+    if writer is not None:
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, iteration)
+    if wandb is not None:
+        wandb.log(scalars, iteration)

@@ -27,7 +27,7 @@ from megatron.dynamic_cp.flags.positions import check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings, tokens_or_auto
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED, Unsupported
 from megatron.dynamic_cp.flags.table import add_group, check_ranges, destination_of
-from megatron.integrations.lm_adaptor import differences
+from megatron.integrations.lm_adaptor import checkout
 from megatron.trainer.data.config import OVERLONG_POLICIES
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.settings import DYNAMIC_CP, TABLE
@@ -88,14 +88,14 @@ REFUSED: tuple[Unsupported, ...] = (
     Unsupported("--log-max-attention-logit", "the attention does not report it"),
 )
 PATTERNS = tuple(
-    Unsupported(flag, f"checkouts train layers of a pattern from {differences.BATCH_OF_FIELDS.since} on {_OURS}")
+    Unsupported(flag, f"checkouts train layers of a pattern from {checkout.BATCH_OF_FIELDS.since} on {_OURS}")
     for flag in (PATTERN, "--hybrid-layer-pattern")
 )
-"""Refused where `differences.BATCH_OF_FIELDS` is not there: the script's micro-batch has a form of its own."""
+"""Refused where `checkout.BATCH_OF_FIELDS` is not there: the script's micro-batch has a form of its own."""
 
 
 def _refused() -> tuple[Unsupported, ...]:
-    return REFUSED if differences.BATCH_OF_FIELDS.here else REFUSED + PATTERNS
+    return REFUSED if checkout.BATCH_OF_FIELDS.here else REFUSED + PATTERNS
 
 
 class Setting(NamedTuple):
@@ -274,10 +274,10 @@ def refuse_loaded(args: argparse.Namespace) -> None:
     if is_on(args):
         check_latent_attention(with_heads(args))
     check_linear_attention(with_heads(args))
-    if "gdn_norm_out" in (getattr(args, "recompute_modules", None) or ()) and not differences.NORMS_RECOMPUTED.here:
+    if "gdn_norm_out" in (getattr(args, "recompute_modules", None) or ()) and not checkout.NORMS_RECOMPUTED.here:
         raise Unsupported(
             "--recompute-modules gdn_norm_out",
-            f"the TransformerConfig of checkouts knows it from {differences.NORMS_RECOMPUTED.since} on {_OURS}",
+            f"the TransformerConfig of checkouts knows it from {checkout.NORMS_RECOMPUTED.since} on {_OURS}",
         ).error()
 
 

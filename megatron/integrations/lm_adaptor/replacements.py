@@ -1,4 +1,4 @@
-"""The table of what is replaced in a checkout, where, and why.
+"""The table of what is replaced in a checkout, and where; the functions that take the places (`hooks`) say why.
 
 A replacement is made only when its symbol is there: a checkout that was changed is refused before anything is built,
 naming the symbol. Without --dynamic-cp every replaced function calls what it replaced.
@@ -6,37 +6,46 @@ naming the symbol. Without --dynamic-cp every replaced function calls what it re
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from megatron.dynamic_cp.repairs import triton_imports
 from megatron.dynamic_cp.repairs.releases import Difference
-from megatron.integrations.lm_adaptor import differences
+from megatron.integrations.lm_adaptor import checkout, hooks
+from megatron.integrations.lm_adaptor.checkout import SUPPORTED_VERSIONS, WITHOUT_TAG, Checkout
+from megatron.trainer.ending.exits import global_rank
+
+logger = logging.getLogger(__name__)
+
+_active: hooks.Adaptor | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Replacement:
     """One symbol that is replaced.
 
     Attributes:
         module, symbol: where; module "the script" is the one that is run.
-        reason: why.
+        ours: the function that takes its place, or returns the class that does.
         since, until: checkouts with the one difference and without the other have it; None: all.
-        ours: the function or class that takes its place; "": the one of the same name.
     """
 
     module: str
     symbol: str
-    reason: str
+    ours: Callable[..., Any]
     since: Difference | None = None
     until: Difference | None = None
-    ours: str = ""
 
     @property
-    def name(self) -> str:
-        """Of the function or class that takes its place."""
-        return self.ours or self.symbol.lstrip("_")
+    def reason(self) -> str:
+        """Why, in one sentence or two."""
+        return str(self.ours.__doc__).split("\n\n")[0].replace("\n   ", "").rstrip(".")
 
     def is_in(self, version: str) -> bool:
         """Return whether a checkout of that version has it."""
@@ -59,250 +68,79 @@ class Replacement:
 
 
 SCRIPT = "the script"
+_ARGUMENTS = "megatron.training.arguments"
+_CHECKPOINTING = "megatron.training.checkpointing"
+_INITIALIZE = "megatron.training.initialize"
 _TRAINING = "megatron.training.training"
 _VARIANT_SPEC = "get_transformer_block_with_experimental_attention_variant_spec"
-_LAYERS = "ours builds layers whose attention and RoPE use the group of the micro-batch"
-_VARIANTS = (
-    "the original asks for TransformerEngine's layers and for kernels of linear attention; our GPTModel has its own "
-    "layers"
-)
-_CHATS = (
-    "the original takes what apply_chat_template returns for tokens, but transformers 5 returns a dict unless told "
-    "otherwise"
-)
-_BATCH = "ours returns the plan's micro-batch with its PackedSeqParams, on every pipeline stage"
 
 
-def _flag_function(symbol: str, reason: str) -> tuple[Replacement, Replacement]:
+def _flag_function(symbol: str, ours: Callable[..., Any]) -> tuple[Replacement, Replacement]:
     """Return the rows of a function that is called from the script, and looked up elsewhere, since one release."""
-    changed = differences.FLAGS_BEFORE_PRETRAIN
-    return (
-        Replacement(module="megatron.training.initialize", symbol=symbol, reason=reason, until=changed),
-        Replacement(module="megatron.training.arguments", symbol=symbol, reason=reason, since=changed),
-    )
+    changed = checkout.FLAGS_BEFORE_PRETRAIN
+    return Replacement(_INITIALIZE, symbol, ours, until=changed), Replacement(_ARGUMENTS, symbol, ours, since=changed)
 
 
 REPLACEMENTS: tuple[Replacement, ...] = (
+    Replacement("megatron.training", "pretrain", hooks.pretrain),
+    *_flag_function("parse_args", hooks.parse_args),
+    Replacement(_ARGUMENTS, "add_megatron_arguments", hooks.add_megatron_arguments),
+    *_flag_function("validate_args", hooks.validate_args),
     Replacement(
-        module="megatron.training",
-        symbol="pretrain",
-        reason="ours replaces the script's get_batch and ends the planner; scripts import this name",
+        "megatron.training.global_vars", "init_num_microbatches_calculator", hooks.init_num_microbatches_calculator
     ),
-    *_flag_function(
-        "parse_args",
-        reason="ours adds the flags, refuses what is not supported, keeps --context-parallel-size for the static plan "
-        "and passes on 1",
-    ),
+    Replacement(_TRAINING, "initialize_megatron", hooks.initialize_megatron),
+    Replacement(_TRAINING, "set_jit_fusion_options", hooks.set_jit_fusion_options),
+    Replacement("megatron.core.models.gpt", "GPTModel", hooks.gpt_model),
+    Replacement("megatron.training.models.gpt", "GPTModel", hooks.gpt_model, since=checkout.MODEL_FROM_CONFIG),
     Replacement(
-        module="megatron.training.arguments",
-        symbol="add_megatron_arguments",
-        reason="the original takes only numbers for --max-seqlen-per-dp-cp-rank, ours also auto, even for "
-        "callers that read the flags without the added ones",
+        "megatron.core.models.gpt.experimental_attention_variant_module_specs", _VARIANT_SPEC, hooks.variant_spec
     ),
-    *_flag_function(
-        "validate_args",
-        reason="the original resets variable_seq_lengths; ours sets it and the DDP bucket size, and checks CP sizes "
-        "and limits",
-    ),
+    Replacement("megatron.training.models.gpt", _VARIANT_SPEC, hooks.variant_spec, since=checkout.MODEL_FROM_CONFIG),
     Replacement(
-        module="megatron.training.global_vars",
-        symbol="init_num_microbatches_calculator",
-        reason="the original asserts global batch % (micro-batch size x data-parallel size) == 0; in ours the "
-        "plan decides",
+        "megatron.core.models.hybrid.hybrid_model",
+        "HybridModel",
+        hooks.hybrid_model,
+        since=checkout.BATCH_OF_FIELDS,
+        until=checkout.MODEL_FROM_CONFIG,
     ),
+    Replacement("megatron.training.models.hybrid", "HybridModel", hooks.hybrid_model, since=checkout.MODEL_FROM_CONFIG),
     Replacement(
-        module=_TRAINING,
-        symbol="initialize_megatron",
-        reason="ours builds and warms up the CP groups and starts the planner once the model-parallel groups are there",
+        _CHECKPOINTING, "_maybe_setup_gpt_to_hybrid_load", hooks.gpt_to_hybrid_load, since=checkout.MODEL_FROM_CONFIG
     ),
+    Replacement(_TRAINING, "build_train_valid_test_datasets", hooks.build_train_valid_test_datasets),
+    Replacement(_TRAINING, "build_pretraining_data_loader", hooks.build_pretraining_data_loader),
+    Replacement(_TRAINING, "build_train_valid_test_data_iterators", hooks.build_train_valid_test_data_iterators),
     Replacement(
-        module=_TRAINING,
-        symbol="set_jit_fusion_options",
-        reason="the original warms up fused kernels with --seq-length / CP tokens, which at CP 1 is C times what "
-        "a rank computes",
+        "megatron.training.tokenizer.tokenizer", "SFTTokenizer", hooks.sft_tokenizer, until=checkout.TOKENIZERS_OF_CORE
     ),
     Replacement(
-        module="megatron.core.models.gpt",
-        symbol="GPTModel",
-        reason=_LAYERS,
+        "megatron.core.tokenizers.text.libraries",
+        "SFTTokenizer",
+        hooks.sft_tokenizer,
+        since=checkout.TOKENIZERS_OF_CORE,
+        until=checkout.TOKENIZER_TAKES_DICTS,
     ),
-    Replacement(
-        module="megatron.training.models.gpt",
-        symbol="GPTModel",
-        reason=_LAYERS,
-        since=differences.MODEL_FROM_CONFIG,
-    ),
-    Replacement(
-        module="megatron.core.models.gpt.experimental_attention_variant_module_specs",
-        symbol=_VARIANT_SPEC,
-        reason=_VARIANTS,
-        ours="variant_spec",
-    ),
-    Replacement(
-        module="megatron.training.models.gpt",
-        symbol=_VARIANT_SPEC,
-        reason=_VARIANTS,
-        since=differences.MODEL_FROM_CONFIG,
-        ours="variant_spec",
-    ),
-    Replacement(
-        module="megatron.core.models.hybrid.hybrid_model",
-        symbol="HybridModel",
-        reason=_LAYERS,
-        since=differences.BATCH_OF_FIELDS,
-        until=differences.MODEL_FROM_CONFIG,
-    ),
-    Replacement(
-        module="megatron.training.models.hybrid",
-        symbol="HybridModel",
-        reason=_LAYERS,
-        since=differences.MODEL_FROM_CONFIG,
-    ),
-    Replacement(
-        module="megatron.training.checkpointing",
-        symbol="_maybe_setup_gpt_to_hybrid_load",
-        reason="the original takes models of other classes than its own for models without a pattern",
-        since=differences.MODEL_FROM_CONFIG,
-        ours="gpt_to_hybrid_load",
-    ),
-    Replacement(
-        module=_TRAINING,
-        symbol="build_train_valid_test_datasets",
-        reason="with --use-varlen-dataset ours builds samples of their own lengths; otherwise the original runs",
-    ),
-    Replacement(
-        module=_TRAINING,
-        symbol="build_pretraining_data_loader",
-        reason="ours reads samples one by one and uncollated, in global batches of any size, without trailing "
-        "padding; on CPU ranks it also keeps the loader from drawing its seed from the generator of "
-        "dropout",
-    ),
-    Replacement(
-        module=_TRAINING,
-        symbol="build_train_valid_test_data_iterators",
-        reason="ours names the iterators, and gives one to ranks that read nothing, so that all ranks know which "
-        "is meant",
-    ),
-    Replacement(
-        module="megatron.training.tokenizer.tokenizer",
-        symbol="SFTTokenizer",
-        reason=_CHATS,
-        until=differences.TOKENIZERS_OF_CORE,
-    ),
-    Replacement(
-        module="megatron.core.tokenizers.text.libraries",
-        symbol="SFTTokenizer",
-        reason=_CHATS,
-        since=differences.TOKENIZERS_OF_CORE,
-        until=differences.TOKENIZER_TAKES_DICTS,
-    ),
-    Replacement(
-        module=_TRAINING,
-        symbol="get_forward_backward_func",
-        reason="ours draws, plans and re-routes a global batch, then runs the schedule with the plan's micro-batches",
-    ),
-    Replacement(
-        module=_TRAINING,
-        symbol="train_step",
-        reason="ours advances the learning rate and consumed samples by the samples of the global batch, and "
-        "notes the iteration for errors",
-    ),
-    Replacement(
-        module=_TRAINING,
-        symbol="training_log",
-        reason="ours prints the samples of the global batch and a line about the plan, and ends the step: dump, "
-        "refinement",
-    ),
-    Replacement(
-        module=_TRAINING,
-        symbol="evaluate_and_print_results",
-        reason="ours notes for errors that the run is evaluating",
-    ),
-    Replacement(
-        module=_TRAINING,
-        symbol="load_checkpoint",
-        reason="ours notes for errors that the run is loading",
-    ),
-    Replacement(
-        module=_TRAINING,
-        symbol="save_checkpoint",
-        reason="ours notes for errors that the run is saving, and at which iteration; what was written is told by a "
-        "file in memory, as the original's manager process outlives a rank that ends with an error",
-    ),
-    Replacement(
-        module=_TRAINING,
-        symbol="maybe_finalize_async_save",
-        reason="ours notes for errors that the run is naming a checkpoint, or waiting for its files",
-    ),
-    Replacement(
-        module="megatron.training.checkpointing",
-        symbol="get_rng_state",
-        reason="the original has the random states of the first lane only; with --hidden-dropout ours adds those of "
-        "all lanes, which differ because their shapes do",
-    ),
-    Replacement(
-        module="megatron.training.checkpointing",
-        symbol="_load_base_checkpoint",
-        reason="ours takes the random states of its lane, and what --dynamic-cp-refine found, from the saved arguments",
-    ),
-    Replacement(
-        module=_TRAINING,
-        symbol="num_floating_point_operations",
-        reason="ours counts the true lengths of the samples instead of --seq-length each",
-    ),
-    Replacement(
-        module=_TRAINING,
-        symbol="report_theoretical_memory",
-        reason="the original's figure is for packs of --seq-length / CP tokens; here the token limit decides",
-    ),
-    Replacement(
-        module=SCRIPT,
-        symbol="get_batch",
-        reason=_BATCH,
-        until=differences.BATCH_OF_FIELDS,
-    ),
-    Replacement(
-        module=SCRIPT,
-        symbol="get_batch",
-        reason=_BATCH,
-        since=differences.BATCH_OF_FIELDS,
-        ours="get_batch_of_fields",
-    ),
-    Replacement(
-        module=SCRIPT,
-        symbol="PackedSeqParams",
-        reason="ours are those of the micro-batch; the original cannot say more than the ten fields",
-        since=differences.BATCH_OF_FIELDS,
-        ours="take_packed_seq_params",
-    ),
+    Replacement(_TRAINING, "get_forward_backward_func", hooks.get_forward_backward_func),
+    Replacement(_TRAINING, "train_step", hooks.train_step),
+    Replacement(_TRAINING, "training_log", hooks.training_log),
+    Replacement(_TRAINING, "evaluate_and_print_results", hooks.evaluate_and_print_results),
+    Replacement(_TRAINING, "load_checkpoint", hooks.load_checkpoint),
+    Replacement(_TRAINING, "save_checkpoint", hooks.save_checkpoint),
+    Replacement(_TRAINING, "maybe_finalize_async_save", hooks.maybe_finalize_async_save),
+    Replacement(_CHECKPOINTING, "get_rng_state", hooks.get_rng_state),
+    Replacement(_CHECKPOINTING, "_load_base_checkpoint", hooks.load_base_checkpoint),
+    Replacement(_TRAINING, "num_floating_point_operations", hooks.num_floating_point_operations),
+    Replacement(_TRAINING, "report_theoretical_memory", hooks.report_theoretical_memory),
+    Replacement(SCRIPT, "get_batch", hooks.get_batch, until=checkout.BATCH_OF_FIELDS),
+    Replacement(SCRIPT, "get_batch", hooks.get_batch_of_fields, since=checkout.BATCH_OF_FIELDS),
+    Replacement(SCRIPT, "PackedSeqParams", hooks.take_packed_seq_params, since=checkout.BATCH_OF_FIELDS),
     # These do what Megatron-LM does, except on CPU ranks.
-    Replacement(
-        module="megatron.training.initialize",
-        symbol="_initialize_distributed",
-        reason="the original builds model-parallel groups only when it sees a device",
-    ),
-    Replacement(
-        module="megatron.training.initialize",
-        symbol="_set_random_seed",
-        reason="the original seeds the generators of tensor parallelism only when it sees a device",
-    ),
-    Replacement(
-        module=_TRAINING,
-        symbol="setup_model_and_optimizer",
-        reason="the original lets schedules free an output once it is sent; interleaved schedules do so while "
-        "gloo still reads it",
-    ),
-    Replacement(
-        module="megatron.training.initialize",
-        symbol="_compile_dependencies",
-        reason="the original needs CUDA's compiler and writes into the checkout; ours uses the helpers of the "
-        "installed megatron-core",
-    ),
-    Replacement(
-        module="megatron.training.arguments",
-        symbol="get_device_arch_version",
-        reason="the original asks a device for its architecture",
-    ),
+    Replacement(_INITIALIZE, "_initialize_distributed", hooks.told_of_one_device),
+    Replacement(_INITIALIZE, "_set_random_seed", hooks.told_of_one_device),
+    Replacement(_TRAINING, "setup_model_and_optimizer", hooks.setup_model_and_optimizer),
+    Replacement(_INITIALIZE, "_compile_dependencies", hooks.compile_dependencies),
+    Replacement(_ARGUMENTS, "get_device_arch_version", hooks.get_device_arch_version),
 )
 
 
@@ -331,3 +169,50 @@ def find(replacement: Replacement) -> Any:
         f"this Megatron-LM checkout has no {missing}, which is replaced ({replacement.reason}): use "
         "an unchanged checkout of a supported version"
     )
+
+
+def activate(found: Checkout) -> None:
+    """Replace what the table says in the checkout's modules, which are imported; a second call does nothing.
+
+    Raises:
+        DynamicCPError: megatron-core came from elsewhere, or a symbol or a package is missing.
+    """
+    global _active
+    if _active is not None:
+        return
+    checkout.put_first(found.root)
+    triton_imports.install()
+    if found.takes_schedulers:
+        from megatron.integrations.lm_adaptor.scheduler import check_device, register_chosen, take_choice
+
+        sys.argv[1:], ours = take_choice(sys.argv[1:])
+        if ours.is_chosen:
+            check_device()
+        register_chosen(ours)
+        return
+    if found.version in WITHOUT_TAG and global_rank() == 0:
+        logger.warning(
+            "dynamic CP: many commits of Megatron-LM say that they are %s; tried was %s",
+            found.version,
+            SUPPORTED_VERSIONS[found.version],
+        )
+    rows = replaced_in(found.version)
+    try:
+        originals = {one: find(one) for one in rows if one.module != SCRIPT}
+        get_args = importlib.import_module("megatron.training.global_vars").get_args
+    except ModuleNotFoundError as error:
+        checkout.explain_missing_package(error)
+        raise
+    _active = hooks.Adaptor(get_args=get_args, in_script={one.symbol: one.ours for one in rows if one.module == SCRIPT})
+    _install(originals, _active)
+
+
+def _install(originals: dict[Replacement, Any], adaptor: hooks.Adaptor) -> None:
+    """Put a function, or class, of ours in each place of the table."""
+    for replacement, original in originals.items():
+        ours: Any = functools.partial(replacement.ours, adaptor, original)
+        ours = ours() if isinstance(original, type) else functools.wraps(original)(ours)
+        setattr(importlib.import_module(replacement.module), replacement.symbol, ours)
+    # The package's name for it, which scripts import, is a copy of the module's.
+    pretrain = importlib.import_module("megatron.training").__dict__["pretrain"]
+    importlib.import_module("megatron.training.training").__dict__["pretrain"] = pretrain

@@ -22,8 +22,8 @@ def run_script(argv: Sequence[str]) -> None:
     """
     if not argv or argv[0].startswith("-"):
         raise InvalidInputError(f"give the script first: python -m {COMMAND} CHECKOUT/pretrain_gpt.py [flags]")
-    from megatron.integrations.lm_adaptor.activate import activate
     from megatron.integrations.lm_adaptor.checkout import open_checkout
+    from megatron.integrations.lm_adaptor.replacements import activate
 
     script = Path(argv[0])
     sys.argv = [str(script), *argv[1:]]

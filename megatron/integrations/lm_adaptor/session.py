@@ -1,4 +1,9 @@
-"""What stays the same while Megatron-LM trains: groups, planner, one wrapped iterator per data set; and its steps."""
+"""What stays the same while Megatron-LM trains: groups, planner, one wrapped iterator per data set; and its steps.
+
+Megatron-LM's checkpoints have the random states of the first lane: lanes with equal shapes draw the same number of
+random numbers, so one state serves all of them. With dynamic CP each lane computes different tokens, so its dropout
+continues from its own state. These states are added under a name that Megatron-LM does not read.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +26,9 @@ from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
 from megatron.dynamic_cp.step.schedule import Routing, run_schedule, sum_over_routers
 from megatron.integrations.foreign.iterator import ForeignIteratorWrapper, wrap_data_iterator
-from megatron.integrations.lm_adaptor.counts import StepFlops
+from megatron.integrations.lm_adaptor.counts import StepFlops, plan_line, record_step, tell_tracker
 from megatron.integrations.lm_adaptor.data import LaneIterator
 from megatron.integrations.lm_adaptor.flags import Planned, model_shape, with_heads
-from megatron.integrations.lm_adaptor.random_states import choose_lane
-from megatron.integrations.lm_adaptor.step_log import plan_line, record_step, tell_tracker
 from megatron.trainer.checkpoints.interchange import COEFFICIENTS
 from megatron.trainer.checkpoints.state import Position
 from megatron.trainer.loop.refining import Refining
@@ -34,6 +37,43 @@ from megatron.trainer.setup import layers
 from megatron.trainer.setup.planned_runtime import PlannedRuntime, first_hardware
 
 logger = logging.getLogger(__name__)
+
+LANES = "dynamic_cp_lanes"
+DRAWN_FROM = ("torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+"""What a forward pass draws from."""
+
+
+def add_lanes(states: Any, lanes: dist.ProcessGroup) -> None:
+    """Add the states of all lanes to what Megatron-LM saves as a rank's `rng_state`. Collective over the lanes.
+
+    Args:
+        states: [state], or a ShardedObject of that.
+    """
+    (state,) = getattr(states, "data", states)
+    every: list[Any] = [None] * lanes.size()
+    dist.all_gather_object(every, {name: state[name] for name in DRAWN_FROM}, group=lanes)
+    state[LANES] = every
+
+
+def choose_lane(checkpoint: dict[str, Any], lane: int, num_lanes: int) -> None:
+    """Have Megatron-LM go on with the random states of `lane`, where a checkpoint has them for as many lanes.
+
+    Args:
+        checkpoint: as it was loaded; its `rng_state` is about to be set.
+    """
+    if "rng_state" not in checkpoint:
+        return
+    (state,) = checkpoint["rng_state"]
+    saved = state.get(LANES, ())
+    if len(saved) == num_lanes:
+        state.update(saved[lane])
+    elif lane == 0:
+        logger.warning(
+            "the checkpoint has the random states of %d lanes, this run has %d: dropout differs from now on",
+            max(1, len(saved)),
+            num_lanes,
+        )
+
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 """Names of the iterators, and of their series of plans."""

@@ -26,7 +26,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from megatron.integrations.lm_adaptor.differences import tokenizer_module
+from megatron.integrations.lm_adaptor.checkout import tokenizer_module
 from megatron.trainer.data.build import build_stream
 from megatron.trainer.data.indexed import IndexedDocuments
 from megatron.trainer.data.mock import MockDocuments

@@ -10,16 +10,14 @@ the micro-batch's `position_ids`. It is wrapped in DistributedDataParallel or `f
 torch's own `context_parallel` cuts every tensor of a batch at one fixed degree and knows no boundaries between
 documents. It is for unpacked sequences of equal length; under it our attention raises an error.
 
-Read in this order: `lanes`, `attention`, `step`, `documents`, `collator`, `trial` (of a transformers model, before it
-is taken), `linear_layers` (of one), `hugging_face` (imports transformers and accelerate when called), `trainer` (for
-transformers' and TRL's own loops). The names of the first five are here.
+Read in this order: `lanes`, `step` (attention, and a step of micro-batches), `collator` (rows of data sets), `models`
+(what is done to a transformers model), `hugging_face` (imports transformers and accelerate when called), `trainer` (for
+transformers' and TRL's own loops). The names of the first three are here.
 """
 
-from megatron.integrations.outside.attention import scaled_dot_product_attention
-from megatron.integrations.outside.collator import PlannedCollator
-from megatron.integrations.outside.documents import IGNORED, Document, documents_of
+from megatron.integrations.outside.collator import IGNORED, Document, PlannedCollator, documents_of
 from megatron.integrations.outside.lanes import Lanes, LaneStep
-from megatron.integrations.outside.step import StepResult, sum_of_losses, train_step
+from megatron.integrations.outside.step import StepResult, scaled_dot_product_attention, sum_of_losses, train_step
 
 __all__ = [
     "IGNORED",

@@ -27,11 +27,16 @@ from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.models.hugging_face import model_shape
 from dynamic_cp.types import PlanOptions, Problem, Topology, Tree
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.integrations.outside.attention import scaled_dot_product_attention
-from megatron.integrations.outside.documents import IGNORED
+from megatron.integrations.outside.collator import IGNORED
 from megatron.integrations.outside.lanes import Lanes
-from megatron.integrations.outside.linear_layers import linear_layers_of, use_linear_layers
-from megatron.integrations.outside.trial import Trial, first_position, shift_positions
+from megatron.integrations.outside.models import (
+    Trial,
+    first_position,
+    linear_layers_of,
+    shift_positions,
+    use_linear_layers,
+)
+from megatron.integrations.outside.step import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -48,7 +48,7 @@ _SERVED = ("Trainer", "SFTTrainer")
 _COLUMNS = "tokens", "labels", "loss_mask"
 
 
-class Rows:
+class RawBatch:
     """A batch of one rank as its data set has it: nothing pads, stacks or moves it."""
 
     def __init__(self, rows: list[Mapping[str, Any]]) -> None:
@@ -102,7 +102,7 @@ class PlannedMicroBatches:
             ranks_per_node=ranks_per_node,
         )
         self.lanes: Lanes = lanes_of(trainer.accelerator, problem)
-        trainer.data_collator = Rows
+        trainer.data_collator = RawBatch
 
     def _set_signature_columns_if_needed(self) -> None:
         """Keep the columns that `documents_of` honours, whatever the model's forward takes."""
@@ -116,7 +116,7 @@ class PlannedMicroBatches:
         return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[Rows], num_batches: int, device: torch.device
+        self, epoch_iterator: Iterator[RawBatch], num_batches: int, device: torch.device
     ) -> tuple[list[PlannedInputs], Tensor | None]:
         """Return this rank's packs of what all ranks draw, and the tokens of all that have a loss. Collective.
 
@@ -157,7 +157,7 @@ class PlannedMicroBatches:
         dist.all_reduce(total, group=self.lanes.mesh.get_group())
         return total / self.lanes.num_lanes, None, None
 
-    def _draw(self, epoch_iterator: Iterator[Rows], num_batches: int) -> list[_Batch]:
+    def _draw(self, epoch_iterator: Iterator[RawBatch], num_batches: int) -> list[_Batch]:
         return [self._read(batch.rows) for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
 
     def _read(self, rows: list[Mapping[str, Any]]) -> _Batch:

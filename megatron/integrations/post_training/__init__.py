@@ -8,7 +8,6 @@
 counts: a sample, each response of a prompt that several share (`data.shared_question`), or each branch of a tree of
 turns (`data.turns`).
 
-Read in this order: `rows` (where each token is in the caller's order), `columns`, `losses` (the socket), `objectives`
-(losses that are written in it), `pass_outputs` (what forward passes give back), `torch_passes`, `heads` (what
-Megatron's last stage computes), `megatron_passes`.
+Read in this order: `caller_order` (where each token is in the caller's order; columns there, outputs back), `losses`
+(the socket), `objectives` (losses that are written in it), `torch_passes`, `megatron_passes`.
 """

@@ -10,7 +10,7 @@ the global batch says. So no loss knows of lanes, CP sizes or micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
@@ -25,11 +25,14 @@ from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import is_placed
 from megatron.dynamic_cp.agreement.verify import agree
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-from megatron.integrations.post_training.columns import OUTPUTS, Columns, GivenColumns
-from megatron.integrations.post_training.rows import MicroBatchRows, Rows
-
-Values = Mapping[str, Tensor]
-"""Name -> values of tokens [T], or of responses [R]: outputs of the model or sums of terms, and columns."""
+from megatron.integrations.post_training.caller_order import (
+    OUTPUTS,
+    CallerOrder,
+    Columns,
+    GivenColumns,
+    LocalTokens,
+    Values,
+)
 
 Mean = Literal["tokens", "samples"] | float
 """Over the whole global batch: the tokens with a loss alike; first those of each response, then the responses alike; or
@@ -80,7 +83,9 @@ class ResponseLoss:
 Loss = TokenLoss | ResponseLoss
 
 
-def check_loss(loss: Loss, rows: Rows, columns: Columns, plan: LanePlan, outputs: Sequence[str] = OUTPUTS) -> None:
+def check_loss(
+    loss: Loss, order: CallerOrder, columns: Columns, plan: LanePlan, outputs: Sequence[str] = OUTPUTS
+) -> None:
     """Refuse a loss that cannot be computed.
 
     Raises:
@@ -104,7 +109,7 @@ def check_loss(loss: Loss, rows: Rows, columns: Columns, plan: LanePlan, outputs
     _try(loss, columns, outputs)
     if isinstance(loss, TokenLoss):
         return
-    for sample, number in zip(rows.samples, np.diff(rows.first_responses).tolist(), strict=True):
+    for sample, number in zip(order.samples, np.diff(order.first_responses).tolist(), strict=True):
         if loss.group_size not in (None, number):
             raise DataError(
                 f"sample {sample.sample_id} has {number} response{'s' * (number > 1)}, the loss is of "
@@ -211,7 +216,7 @@ class Objective:
         """What a share is multiplied by, where a runtime divides by `num_tokens`."""
         return self.num_tokens / self.divisor
 
-    def share(self, outputs: Values, loss_mask: Tensor, rows: MicroBatchRows, params: DynamicPackedSeqParams) -> Tensor:
+    def share(self, outputs: Values, loss_mask: Tensor, local: LocalTokens, params: DynamicPackedSeqParams) -> Tensor:
         """Return what a lane's tokens of a micro-batch share in the loss; the sum over the job, / divisor, is the loss.
 
         Collective over the micro-batch's CP group where the loss is of responses, in backward, too.
@@ -220,22 +225,22 @@ class Objective:
             outputs: of the model, each [T] or [1, T].
             loss_mask: [T] or [1, T], 0 for padding.
         """
-        mask = rows.masked(loss_mask)
-        own = {name: output.reshape(-1)[rows.tokens] for name, output in outputs.items()}
-        given = self.columns.on_entries(rows)
+        mask = local.masked(loss_mask)
+        own = {name: output.reshape(-1)[local.tokens] for name, output in outputs.items()}
+        given = self.columns.on_entries(local)
         own, given = ({name: torch.where(mask > 0, each, 0) for name, each in of.items()} for of in (own, given))
         tokens = _Named("token", own, given)
-        shares = mask / self.counts[rows.responses]
+        shares = mask / self.counts[local.responses]
         if isinstance(self.loss, TokenLoss):
             losses = _of_shape(mask, self.loss.of_tokens(tokens))
             return (losses * (shares if self.loss.mean == "samples" else mask)).sum()
         terms = {name: _of_shape(mask, term) for name, term in self.loss.terms(tokens).items()}
-        sums = rows.sums(torch.stack([*terms.values()]) * mask, len(self.counts))
-        sums = _SumOverLanes.apply(sums, params.cp_group)[:, rows.present]
-        known = self.columns.on_responses(rows) | {"num_tokens": self.counts[rows.present]}
+        sums = local.sums(torch.stack([*terms.values()]) * mask, len(self.counts))
+        sums = _SumOverLanes.apply(sums, params.cp_group)[:, local.present]
+        known = self.columns.on_responses(local) | {"num_tokens": self.counts[local.present]}
         named = _Named("response", dict(zip(terms, sums, strict=True)), known)
-        losses = _of_shape(rows.present, self.loss.of_responses(named))
-        return (losses * rows.sums(shares[None], len(self.counts))[0, rows.present]).sum()
+        losses = _of_shape(local.present, self.loss.of_responses(named))
+        return (losses * local.sums(shares[None], len(self.counts))[0, local.present]).sum()
 
 
 def _of_shape(expected: Tensor, values: Tensor) -> Tensor:
@@ -267,7 +272,7 @@ def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def agreed_columns(
-    rows: Rows,
+    order: CallerOrder,
     columns: GivenColumns,
     loss: Loss,
     plan: LanePlan,
@@ -284,29 +289,29 @@ def agreed_columns(
     """
 
     def prepare() -> Columns:
-        checked = Columns.of(rows, columns)
-        check_loss(loss, rows, checked, plan, outputs)
+        checked = Columns.of(order, columns)
+        check_loss(loss, order, checked, plan, outputs)
         return checked
 
     return agree(prepare, lambda checked: checked.digest(), what="the columns of a pass", device=device)
 
 
 def count_tokens(
-    rows: Rows, of_lane: Sequence[MicroBatchRows], masks: Sequence[Tensor], device: torch.device
+    order: CallerOrder, of_lane: Sequence[LocalTokens], masks: Sequence[Tensor], device: torch.device
 ) -> Tensor:
     """Return the tokens with a loss of each response of the job, float64 [responses]. Collective over the job.
 
     Args:
-        of_lane, masks: of each micro-batch, its rows and loss mask; none on ranks that repeat what others have.
+        of_lane, masks: of each micro-batch, its order and loss mask; none on ranks that repeat what others have.
 
     Raises:
         DataError: masks that are no whole numbers; on all ranks.
     """
     # Behind the responses: how many tokens have a bad mask.
-    counts = torch.zeros(rows.num_responses + 1, dtype=torch.float64, device=device)
+    counts = torch.zeros(order.num_responses + 1, dtype=torch.float64, device=device)
     for micro_batch, given in zip(of_lane, masks, strict=True):
         mask = given.to(device, non_blocking=True)
-        counts[:-1] += micro_batch.sums(micro_batch.masked(mask)[None].double(), rows.num_responses)[0]
+        counts[:-1] += micro_batch.sums(micro_batch.masked(mask)[None].double(), order.num_responses)[0]
         counts[-1] += ((mask != mask.round()) | (mask < 0)).sum()
     dist.all_reduce(counts)
     if num_bad := int(counts[-1]):

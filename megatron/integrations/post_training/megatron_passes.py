@@ -1,8 +1,12 @@
-"""Passes of post-training on Megatron's runtime: lanes, TP, PP and experts, on megatron-core's schedules."""
+"""Passes of post-training on Megatron's runtime: lanes, TP, PP and experts, on megatron-core's schedules.
+
+The last stage computes `TokenOutputs` of each token in the place of losses.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,21 +14,161 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.types import Sample
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.data.micro_batches import handed_out
+from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel, loss_chunk_of, token_log_probs
 from megatron.dynamic_cp.step.loss import LossOutput, run_forward
 from megatron.dynamic_cp.step.schedule import run_schedule
-from megatron.integrations.post_training.columns import GivenColumns
-from megatron.integrations.post_training.heads import TokenOutputs, bare
+from megatron.integrations.post_training.caller_order import (
+    Gatherer,
+    GivenColumns,
+    LocalTokens,
+    PassOutputs,
+    agreed_order,
+    evaluating,
+)
 from megatron.integrations.post_training.losses import Loss, Objective, agreed_columns, count_tokens
-from megatron.integrations.post_training.pass_outputs import Gatherer, PassOutputs, evaluating
-from megatron.integrations.post_training.rows import MicroBatchRows, agreed_rows
+
+_OF_LM_HEAD = ("log_probs", "entropies")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutputs:
+    """What is computed of hidden states: rows of one tensor.
+
+    Attributes:
+        log_probs: the LM head's "log_probs" of the labels, and "entropies".
+        values: the value head's "values".
+        temperature: that logits are divided by, above 0.
+        chunk_tokens: most tokens whose logits exist at once; None: as of the losses of the model's configuration.
+    """
+
+    log_probs: bool = True
+    values: bool = False
+    temperature: float = 1.0
+    chunk_tokens: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The rows, in their order."""
+        return _OF_LM_HEAD * self.log_probs + ("values",) * self.values
+
+    def check(self, chunks: Sequence[GPTModel]) -> None:
+        """Refuse models that cannot compute it.
+
+        Raises:
+            InvalidInputError: nothing is asked for, or a head is missing.
+            UnsupportedFeatureError: a model with multi-token prediction, or one that is not of this package.
+        """
+        if not self.names:
+            raise InvalidInputError("0 outputs are asked for: have log_probs, values or both computed")
+        for chunk in chunks:
+            if not isinstance(chunk, ChunkedHeadModel):
+                raise UnsupportedFeatureError(
+                    f"the model is a {type(chunk).__name__}, passes of post-training run DynamicCPGPTModel: build it "
+                    "with that class"
+                )
+            if chunk.config.mtp_num_layers:
+                raise UnsupportedFeatureError(
+                    f"the model has {chunk.config.mtp_num_layers} modules of multi-token prediction, passes of "
+                    "post-training run models with 0: build it with mtp_num_layers=None"
+                )
+            if chunk.post_process and self.values and not hasattr(chunk, _NAME):
+                raise InvalidInputError(
+                    "values are asked for, and the model has 0 value heads: call add_value_head before it is wrapped"
+                )
+            if chunk.post_process and self.log_probs and chunk.output_layer is None:
+                raise InvalidInputError("log_probs are asked for, and a value head took the place of the LM head")
+
+    def __call__(self, gpt: GPTModel, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return [names, 1, T] in float32.
+
+        Heads that are there and not asked for get gradients of 0: buckets of gradients wait for all their weights.
+        """
+        outputs: list[Tensor] = []
+        if self.log_probs:
+            weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else None
+            chunk_tokens = self.chunk_tokens or loss_chunk_of(gpt.config) or labels.numel()
+            outputs += token_log_probs(
+                gpt.output_layer, hidden, labels, chunk_tokens, weight=weight, temperature=self.temperature
+            )
+        if self.values:
+            outputs.append(getattr(gpt, _NAME)(hidden))
+        idle = [gpt.output_layer] * (not self.log_probs) + [getattr(gpt, _NAME, None)] * (not self.values)
+        weights = [weight for head in idle if head is not None for weight in head.parameters() if weight.requires_grad]
+        return sum((0 * weight.flatten()[0].float() for weight in weights), start=torch.stack(outputs))
+
+    @contextmanager
+    def installed(self, chunks: Sequence[GPTModel]) -> Iterator[None]:
+        """Have chunks of a model return this while the context lasts."""
+        for chunk in chunks:
+            chunk.token_outputs = self
+        try:
+            yield
+        finally:
+            for chunk in chunks:
+                del chunk.token_outputs
+
+
+_NAME = "value_head"
+
+
+class ValueHead(torch.nn.Module):
+    """A linear layer of width 1: the value of each token, or what its end says of a sample.
+
+    Every TP rank has all of it. With sequence parallelism each computes the values of its part of the tokens.
+
+    Args:
+        seed: of the weights, which are the same on all ranks.
+    """
+
+    def __init__(self, config: Any, seed: int = 0) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(seed)
+        weight = torch.randn(config.hidden_size, generator=made) / (config.hidden_size + 1) ** 0.5
+        device = "cpu" if config.use_cpu_initialization or not torch.cuda.is_available() else "cuda"
+        self.weight = torch.nn.Parameter(weight.to(device, config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device))
+        self._is_sequence_parallel = config.sequence_parallel
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # sum over TP ranks
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the values [1, T] in float32 of hidden states [T, 1, H], of this rank's part of T."""
+        values = (hidden @ self.weight[:, None] + self.bias).float()
+        if self._is_sequence_parallel:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values[..., 0].t()
+
+
+def add_value_head(model: Sequence[GPTModel], *, replaces_lm_head: bool = False, seed: int = 0) -> None:
+    """Give the last stage a value head; on all ranks, before the model is wrapped.
+
+    Args:
+        model: the bare chunks of this rank.
+        replaces_lm_head: the LM head goes, where its weights are not the embedding's.
+        seed: of the head's weights.
+    """
+    for chunk in model:
+        if chunk.post_process:
+            setattr(chunk, _NAME, ValueHead(chunk.config, seed))
+            if replaces_lm_head and not chunk.share_embeddings_and_output_weights:
+                chunk.output_layer = None
+
+
+def bare(model: Sequence[torch.nn.Module]) -> list[GPTModel]:
+    """Return the chunks of a model without their wrappers."""
+    return [unwrap_model(chunk) for chunk in model]
+
 
 _Batch = dict[str, Any]
 
@@ -66,10 +210,10 @@ class MegatronPasses:
             data, plan: of these samples: what `DataIteratorWrapper.wrap` returned, and its `plan`.
         """
         device = collective_device()
-        rows, of_lane = agreed_rows(samples, plan, device, partial(self._check, data))
-        gatherer = Gatherer(rows, self.outputs.names, device, is_speaker=_is_speaker())
+        order, of_lane = agreed_order(samples, plan, device, partial(self._check, data))
+        gatherer = Gatherer(order, self.outputs.names, device, is_speaker=_is_speaker())
 
-        def take(batch: _Batch, micro_batch: MicroBatchRows, outputs: Tensor) -> LossOutput:
+        def take(batch: _Batch, micro_batch: LocalTokens, outputs: Tensor) -> LossOutput:
             gatherer.add(dict(zip(self.outputs.names, outputs, strict=True)), batch["loss_mask"], micro_batch)
             return outputs.sum(), torch.zeros((), dtype=torch.int, device=outputs.device), {}
 
@@ -90,15 +234,15 @@ class MegatronPasses:
             DynamicCPError: bad columns, no token with a loss, or a model that cannot compute the outputs; on all ranks.
         """
         device = collective_device()
-        rows, of_lane = agreed_rows(samples, plan, device, partial(self._check, data, trains=True))
-        checked = agreed_columns(rows, columns, loss, plan, device, self.outputs.names)
+        order, of_lane = agreed_order(samples, plan, device, partial(self._check, data, trains=True))
+        checked = agreed_columns(order, columns, loss, plan, device, self.outputs.names)
         held = [list(iterator) for iterator in data.data_iterators]
         masks = [batch["loss_mask"] for batch in held[-1]] if _is_speaker() else []
-        counts = count_tokens(rows, of_lane if masks else [], masks, device)
+        counts = count_tokens(order, of_lane if masks else [], masks, device)
         objective = Objective.of(loss, checked, counts)
         total = torch.zeros((), dtype=torch.float64, device=device)
 
-        def share(batch: _Batch, micro_batch: MicroBatchRows, outputs: Tensor) -> LossOutput:
+        def share(batch: _Batch, micro_batch: LocalTokens, outputs: Tensor) -> LossOutput:
             named = dict(zip(self.outputs.names, outputs, strict=True))
             own = objective.share(named, batch["loss_mask"], micro_batch, batch["packed_seq_params"])
             if _is_speaker():
@@ -126,8 +270,8 @@ class MegatronPasses:
     def _run(
         self,
         data: StepData,
-        of_lane: Sequence[MicroBatchRows],
-        take: Callable[[_Batch, MicroBatchRows, Tensor], LossOutput],
+        of_lane: Sequence[LocalTokens],
+        take: Callable[[_Batch, LocalTokens, Tensor], LossOutput],
         *,
         forward_only: bool,
     ) -> None:
@@ -137,11 +281,11 @@ class MegatronPasses:
             batch, micro_batch = next(iterator)
             return run_forward(batch, chunk), partial(take, batch, micro_batch)
 
-        with_rows = StepData([zip(iterator, of_lane, strict=True) for iterator in data.data_iterators], *data[1:])
+        paired = StepData([zip(iterator, of_lane, strict=True) for iterator in data.data_iterators], *data[1:])
         with self.outputs.installed(bare(self.model)):
             run_schedule(
                 self.model,
-                with_rows,
+                paired,
                 self.seq_length,
                 forward_only=forward_only,
                 rank_tokens=[len(micro_batch.places) for micro_batch in of_lane],

@@ -16,10 +16,15 @@ from megatron.dynamic_cp.data.micro_batches import micro_batches
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from megatron.integrations.outside.lanes import Lanes, LaneStep
 from megatron.integrations.outside.step import StepResult, train_step
-from megatron.integrations.post_training.columns import OUTPUTS, GivenColumns
+from megatron.integrations.post_training.caller_order import (
+    OUTPUTS,
+    Gatherer,
+    GivenColumns,
+    PassOutputs,
+    agreed_order,
+    evaluating,
+)
 from megatron.integrations.post_training.losses import Loss, Objective, Values, agreed_columns, count_tokens
-from megatron.integrations.post_training.pass_outputs import Gatherer, PassOutputs, evaluating
-from megatron.integrations.post_training.rows import agreed_rows
 
 Outputs = Callable[[torch.nn.Module, dict[str, Any]], Values]
 """(wrapped model, micro-batch) -> what it computes of each local token, each [T] or [1, T]: "log_probs", ..."""
@@ -79,12 +84,12 @@ class TorchPasses:
             step: of these samples.
             label: where in the run this is, for error messages.
         """
-        rows, of_lane = agreed_rows(samples, step.plan, self.lanes.device)
+        order, of_lane = agreed_order(samples, step.plan, self.lanes.device)
         gatherer = None
         with evaluating([self.model]):
             for batch, micro_batch in zip(self._batches(step, label), of_lane, strict=True):
                 outputs = self.outputs(self.model, batch)
-                gatherer = gatherer or Gatherer(rows, tuple(outputs), self.lanes.device)
+                gatherer = gatherer or Gatherer(order, tuple(outputs), self.lanes.device)
                 gatherer.add(outputs, batch["loss_mask"], micro_batch)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -110,10 +115,10 @@ class TorchPasses:
         Raises:
             DynamicCPError: bad columns, or no token with a loss; on all ranks.
         """
-        rows, of_lane = agreed_rows(samples, step.plan, self.lanes.device)
-        checked = agreed_columns(rows, columns, loss, step.plan, self.lanes.device, self.names)
+        order, of_lane = agreed_order(samples, step.plan, self.lanes.device)
+        checked = agreed_columns(order, columns, loss, step.plan, self.lanes.device, self.names)
         sizes = [len(micro_batch.places) for micro_batch in of_lane]
-        counts = count_tokens(rows, of_lane, step.packed.loss_mask.split(sizes), self.lanes.device)
+        counts = count_tokens(order, of_lane, step.packed.loss_mask.split(sizes), self.lanes.device)
         objective = Objective.of(loss, checked, counts)
         coming = iter(of_lane)
 

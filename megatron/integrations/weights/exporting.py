@@ -31,8 +31,8 @@ from megatron.integrations.weights.names import num_parameters
 from megatron.integrations.weights.rows import Fused, Part
 from megatron.integrations.weights.safetensors_folder import CONFIG, DTYPES, Place, read_json, shards_of, write_shards
 from megatron.trainer.checkpoints import checkpoint_files, manifest, safe_loading
-from megatron.trainer.checkpoints.disk import bytes_in_words
-from megatron.trainer.checkpoints.norm_names import found_as
+from megatron.trainer.checkpoints.checkpoint_files import bytes_in_words
+from megatron.trainer.checkpoints.state import found_as
 
 _T = TypeVar("_T")
 _COPIED = (

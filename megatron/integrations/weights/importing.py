@@ -30,7 +30,7 @@ from megatron.integrations.weights.names import num_parameters
 from megatron.integrations.weights.rows import Fused
 from megatron.integrations.weights.safetensors_folder import CONFIG, SafetensorsFolder, read_json
 from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest
-from megatron.trainer.checkpoints.disk import bytes_in_words
+from megatron.trainer.checkpoints.checkpoint_files import bytes_in_words
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import build_parser, parse_args
 from megatron.trainer.flags.settings import Settings

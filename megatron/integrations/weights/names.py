@@ -1,7 +1,7 @@
 """Which tensors of transformers become which of megatron-core: one table of names per family. No torch here.
 
 In a checkpoint, norms before a projection have the names that TransformerEngine gives them, whatever the layers of the
-run are: see `checkpoints.norm_names`. Where all layers are alike their tensors are stacked, `decoder.layers.<name>` of
+run are: see `checkpoints.state`. Where all layers are alike their tensors are stacked, `decoder.layers.<name>` of
 [layers, ...]; where only some have experts they are not, `decoder.layers.<number>.<name>`. The experts of a layer are
 stacked in either case, [..., experts, ...].
 """

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError
-from megatron.trainer.checkpoints.checkpoint_files import sync_folder
-from megatron.trainer.checkpoints.disk import explain_refused_write, is_refused_write
+from megatron.trainer.checkpoints.checkpoint_files import explain_refused_write, is_refused_write, sync_folder
 
 
 def check_new(output: str) -> None:

@@ -1,26 +1,112 @@
 """Checkpoint folders on disk: a folder gets its name only when it is whole, and is verified before it is read.
 
+    save_dir/.in_use                                one job at a time saves here (`SaveLock`)
     save_dir/latest_checkpointed_iteration.txt      the number of the newest checkpoint, replaced atomically
     save_dir/iter_0000010/                          written as iter_0000010.partial, renamed at the end
         manifest.json                               all others with their hashes, and the run's position
 
 A crash leaves a .partial folder, which nothing reads and the next save removes. A checkpoint that is saved once more is
-renamed to .old until the new one is in place; after a crash in between it is read from there. Called on one rank.
+renamed to .old until the new one is in place; after a crash in between it is read from there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dynamic_cp.errors import CheckpointError, DynamicCPError
+from megatron.dynamic_cp.agreement.verify import job_store, run_on_rank_zero
 from megatron.trainer.checkpoints import manifest
-from megatron.trainer.checkpoints.disk import explain_refused_write
 from megatron.trainer.checkpoints.manifest import FileRecord, Manifest
+
+logger = logging.getLogger(__name__)
+
+_NO_ROOM = re.compile(
+    r"No space left on device|Disk quota exceeded|File too large|unexpected pos \d+ vs \d+|file write failed|"
+    r"iostream error"
+)
+# torch's writer of a file finds it shorter than what it wrote, and says where in its own sources that is.
+_OF_TORCH = re.compile(r"\[enforce fail at \S+:\d+\] \. (unexpected pos \d+ vs \d+)")
+_FULL_BELOW = 0.01
+"""Part of a disk; with less free it is called full: the piece that did not fit may have been a large one."""
+
+
+def is_refused_write(error: Exception) -> bool:
+    """Return whether `error` says that there was no room for a file; torch raises RuntimeErrors for that."""
+    return _NO_ROOM.search(str(error)) is not None
+
+
+def explain_refused_write(said: str, folder: str | Path) -> str:
+    """Return the error of a failed write below `folder`, headed by the space left on its disk.
+
+    Returns what was said as one line when it is about something else.
+
+    Args:
+        said: by the file system or torch, of one rank or of several.
+    """
+    said = " ".join(said.split())
+    if not _NO_ROOM.search(said):
+        return said
+    said = _OF_TORCH.sub(r"a file was cut short (\1)", said)
+    try:
+        usage = shutil.disk_usage(_existing(Path(folder)))
+    except OSError:
+        return said
+    room = f"{bytes_in_words(usage.free)} of {bytes_in_words(usage.total)} are free"
+    if usage.free < _FULL_BELOW * usage.total:
+        return f"the disk of {folder} is full: {room}; {said}"
+    return (
+        f"on the disk of {folder} {room}: was it full for a moment, or is there a quota or a limit on the size of "
+        f"files (ulimit -f)? {said}"
+    )
+
+
+@contextlib.contextmanager
+def reporting(what: str, folder: str, verb: str, remedy: str) -> Iterator[None]:
+    """Turn what torch and the file system refuse into a CheckpointError, the same on every rank.
+
+    A CheckpointException is no Exception. It is raised on all ranks, with its reasons on rank 0 only. An OSError, or
+    torch's RuntimeError for a full disk, that gets here is one rank's own: that rank says it, the others end as if it
+    had died.
+    """
+    flag = what.split()[0]
+    try:
+        yield
+    except CheckpointException as error:
+        causes = {rank: str(cause) for rank, (cause, _) in sorted(error.failures.items())}
+        same = set(causes.values()) if len(causes) > 1 else set()
+        own = same.pop() if len(same) == 1 else "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
+        reasons = run_on_rank_zero(lambda: explain_refused_write(own, folder))
+        raise CheckpointError(f"{what} cannot be {verb} ({reasons}): {remedy} {flag}") from None
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_refused_write(error):
+            raise
+        reason = explain_refused_write(str(error), folder)
+        raise CheckpointError(f"{what} cannot be {verb} ({reason}): {remedy} {flag}") from None
+
+
+def _existing(path: Path) -> Path:
+    """Return the nearest folder that is there."""
+    return next((folder for folder in (path, *path.parents) if os.path.exists(folder)), Path())
+
+
+def bytes_in_words(num_bytes: int) -> str:
+    """Return a number of bytes in the unit that makes it short, such as 1.2 GB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"
+
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -150,3 +236,78 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+NAME = ".in_use"
+WAIT_S = 120.0
+_LOOK_UP_S = 0.2
+
+
+class SaveLock:
+    """Holds the lock of a folder on rank 0, from the moment it is made; collective.
+
+    Args:
+        folder: exists and can be written.
+
+    Raises:
+        CheckpointError: another job has it; the same on every rank.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._path = Path(folder) / NAME
+        self._file: IO[str] | None = None
+        run_on_rank_zero(lambda: self._take(folder))
+
+    def close(self) -> None:
+        """Let other jobs have the folder, and leave nothing in it."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # closing would leave it to processes that were forked meanwhile
+            self._file.close()
+            self._file = None
+
+    def _take(self, folder: str) -> None:
+        wait_s = min(WAIT_S, job_store().timeout.total_seconds() / 2)  # the other ranks wait for as long
+        began_s = time.monotonic()
+        waits = False
+        while (holder := self._try()) is not None:
+            if time.monotonic() - began_s > wait_s:
+                raise CheckpointError(
+                    f"--save {folder}: another job saves there ({holder}), and did not end within {wait_s:g} s: end "
+                    "it, or choose another --save"
+                )
+            if not waits:
+                logger.info("--save %s: another job saves there (%s): waiting %g s for its end", folder, holder, wait_s)
+                waits = True
+            time.sleep(_LOOK_UP_S)
+
+    def _try(self) -> str | None:
+        """Take the lock; return who has it if another job does."""
+        file = self._path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                    file.truncate(0)
+                    file.write(_describe_this_job())
+                    file.flush()
+                    self._file = file
+                    return None
+            holder: str | None = "it is just ending"  # the file of the lock has gone since it was opened
+        except (BlockingIOError, PermissionError):  # NFS may say either
+            file.seek(0)
+            holder = file.read(200) or "it has not said who it is"
+        except OSError as error:
+            logger.warning(
+                "%s cannot be locked (%s): see to it that no other job saves there", self._path, error.strerror
+            )
+            holder = None
+        file.close()
+        return holder
+
+
+def _describe_this_job() -> str:
+    job = os.environ.get("SLURM_JOB_ID")
+    words = [*([f"SLURM job {job}"] if job else []), f"process {os.getpid()} on {os.uname().nodename}"]
+    return ", ".join([*words, f"since {time.strftime('%Y-%m-%d %H:%M:%S')}"])

@@ -22,11 +22,12 @@ from megatron.core import dist_checkpointing
 from dynamic_cp.errors import CheckpointError
 from megatron.dynamic_cp.flags.activation import is_gated
 from megatron.dynamic_cp.flags.positions import ROTARY
-from megatron.trainer.checkpoints import checkpoint_files, manifest, optimizer_state, safe_loading
+from megatron.trainer.checkpoints import checkpoint_files, manifest, safe_loading
+from megatron.trainer.checkpoints.state import SHARDING
 from megatron.trainer.flags.derive import FEATURES, features_of
 
 CONTENT_METADATA = {
-    **optimizer_state.SHARDING,
+    **SHARDING,
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -127,7 +128,7 @@ def _check_optimizer(folder: Path, args: argparse.Namespace, common: Mapping[str
         raise CheckpointError(f"{folder} of Megatron-LM was trained with --fp16: load its weights with --finetune")
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=dict(common)) or {}
     kind = metadata.get("distrib_optim_sharding_type")
-    if _optimizer_kind(args) == "distributed" and kind != optimizer_state.SHARDING["distrib_optim_sharding_type"]:
+    if _optimizer_kind(args) == "distributed" and kind != SHARDING["distrib_optim_sharding_type"]:
         raise CheckpointError(
             f"{folder} of Megatron-LM has its distributed optimizer as {kind}, fully_reshardable can be read: save it "
             "with --dist-ckpt-optim-fully-reshardable, or load its weights with --finetune"

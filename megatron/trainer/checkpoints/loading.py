@@ -17,10 +17,19 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from dynamic_cp.errors import CheckpointError
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks, run_on_rank_zero
 from megatron.dynamic_cp.flags.positions import ROTARY, STRETCHED
-from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest, optimizer_state, safe_loading
-from megatron.trainer.checkpoints.disk import reporting
-from megatron.trainer.checkpoints.extra_states import load_weights, without_adapters, without_extra_states
-from megatron.trainer.checkpoints.state import Position, Trainable, set_rng_state, sharded_model, sharded_rng
+from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest, safe_loading
+from megatron.trainer.checkpoints.checkpoint_files import reporting
+from megatron.trainer.checkpoints.state import (
+    LoadRequest,
+    Position,
+    Trainable,
+    load_weights,
+    set_rng_state,
+    sharded_model,
+    sharded_rng,
+    without_adapters,
+    without_extra_states,
+)
 from megatron.trainer.flags.derive import FEATURES, TOKEN_IDS
 
 logger = logging.getLogger(__name__)
@@ -58,7 +67,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
     same_layout = run["layout"] == trainable.layout
     request = None
     if not weights_only:
-        request = optimizer_state.LoadRequest(trainable.optimizer, state, run["optimizer_kind"])
+        request = LoadRequest(trainable.optimizer, state, run["optimizer_kind"])
         state["optimizer_state"] = request.tensors
         if same_layout:
             state["rng"] = sharded_rng(None)

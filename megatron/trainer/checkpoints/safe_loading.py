@@ -41,7 +41,7 @@ from dynamic_cp.errors import CheckpointError
 from megatron.dynamic_cp.agreement.messages import all_gather_bytes
 from megatron.dynamic_cp.agreement.verify import collective_device, run_on_all_ranks
 from megatron.dynamic_cp.repairs import releases
-from megatron.trainer.checkpoints import norm_names
+from megatron.trainer.checkpoints.state import ask_as_found
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def load(sharded_state: dict[str, Any], folder: Path) -> dict[str, Any]:
             return reader.read_common()
 
     common = run_on_all_ranks(read)
-    norm_names.ask_as_found(sharded_state, reader.read_metadata().state_dict_metadata)
+    ask_as_found(sharded_state, reader.read_metadata().state_dict_metadata)
     with _in_place(*_reader_of_common(), lambda *_: common):
         return dist_checkpointing.load(sharded_state, str(folder), _ShardedPart(reader))
 

@@ -1,8 +1,13 @@
-"""How a run ends: exit codes, who speaks, and signals.
+"""How a run ends: exit codes, signals, and a last line that one rank says, no matter which ranks are dead or left.
 
 0  trained to the end, or saved after SIGTERM, SIGINT, SIGUSR1
 1  something unexpected: every rank that saw it prints its traceback
 2  an error of the user (DynamicCPError): one line from rank 0
+
+    an error -> fail -> close everything -> hang up, so that no peer waits -> let rank 0 speak -> one line from who may
+
+What does not close in time is left as it is (`closing`). A launcher ends the others (SIGTERM) as soon as it sees that a
+rank has died; who is failing then still says why. Imports no torch: wrong flags are answered before that.
 """
 
 from __future__ import annotations
@@ -12,18 +17,22 @@ import json
 import math
 import os
 import signal
+import socket
+import stat
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dynamic_cp.errors import DynamicCPError
 from megatron.dynamic_cp.agreement import phase
-from megatron.trainer.ending import last_words
 
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# A failing rank has this time after it was asked to end: a launcher kills it after 30 s.
+TIME_TO_SPEAK_S = 5
 # A launcher ends all ranks as soon as one has left with an error: the others give rank 0 this time to say why.
 SPEAK_FIRST_S = 2.0
 # Without a launcher rank 0 takes the job's store with it, where the others still look for its error.
@@ -32,10 +41,111 @@ STAY_S = 1.0
 # its word until then. Rank 0 speaks every second, whatever it is busy with while others wait for it.
 GIVE_UP_S = 6.0
 # What a failing rank may take to close something: peers wait for it. Less once a launcher has asked it to end, which
-# `last_words` lets it outlive by some seconds only.
+# it may outlive by TIME_TO_SPEAK_S only.
 CLOSE_S, CLOSE_ONCE_ASKED_S = 20.0, 3.0
-_LOOK_UP_S = 0.05
-EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_LOOK_UP_S = 0.02
+_SPOKEN = "dynamic_cp/last_words"
+_FAILING = "dynamic_cp/failing"
+
+is_asked_to_end = False
+"""Whether this process has received a signal with which a run is ended."""
+_is_failing = False
+
+
+def listen() -> None:
+    """From now on SIGTERM ends this process at once while it trains, and in TIME_TO_SPEAK_S once it fails."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def fail() -> None:
+    """Remember that there is an error to be reported.
+
+    Before the ranks are connected all find the same error, and rank 0 is there to say it: a signal ends the others.
+    """
+    global _is_failing
+    if not _is_failing:
+        _is_failing = _distributed() is not None
+        if is_asked_to_end:
+            ask_to_end()
+
+
+def ask_to_end() -> None:
+    """Remember that a launcher, or somebody, wants this process to end."""
+    global is_asked_to_end
+    is_asked_to_end = True
+    if _is_failing:
+        signal.alarm(TIME_TO_SPEAK_S)  # ends the process unless it has ended by itself
+
+
+def _on_sigterm(number: int, _frame: object) -> None:
+    ask_to_end()
+    if not _is_failing:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
+def hang_up() -> None:
+    """Tell peers that nothing more comes from here: who waits for a rank that waits would be the last to hear.
+
+    On CPU ranks, where gloo has no word for it. What was sent before arrives, and the job's store stays connected.
+    """
+    distributed = _distributed()
+    if distributed is None or distributed.get_backend() != "gloo" or sys.platform != "linux":
+        return
+    store_port = int(os.environ.get("MASTER_PORT", "0"))
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # closed meanwhile, or connected to nobody
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                is_inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_inet and store_port not in (connection.getsockname()[1], connection.getpeername()[1]):
+                    connection.shutdown(socket.SHUT_WR)
+
+
+def let_rank_zero_speak(seconds: float) -> None:
+    """Wait for `seconds`, or until a launcher ends the job: rank 0 has spoken then, or is dead."""
+    deadline_s = time.monotonic() + seconds
+    while time.monotonic() < deadline_s and not is_asked_to_end:
+        time.sleep(_LOOK_UP_S)
+
+
+def be_reachable(seconds: float) -> None:
+    """Have rank 0 stay until the others know its error, for `seconds` at most; they say so here.
+
+    They read it in the job's store, which rank 0 takes with it unless a launcher has it.
+    """
+    distributed = _distributed()
+    if distributed is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with contextlib.suppress(RuntimeError):  # what a store raises that is gone
+        store = distributed.distributed_c10d._get_default_store()
+        if distributed.get_rank() != 0:
+            store.add(_FAILING, 1)
+            return
+        deadline_s = time.monotonic() + seconds
+        while store.add(_FAILING, 0) < distributed.get_world_size() - 1 and time.monotonic() < deadline_s:
+            if is_asked_to_end:
+                return
+            time.sleep(_LOOK_UP_S)
+
+
+def may_speak() -> bool:
+    """Return whether nobody has spoken yet; always true where no launcher shows what all ranks say as one text."""
+    distributed = _distributed()
+    if distributed is None or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    try:
+        return bool(distributed.distributed_c10d._get_default_store().add(_SPOKEN, 1) == 1)
+    except RuntimeError:  # what a store raises that is gone
+        return True
+
+
+def _distributed() -> Any:
+    """Return torch.distributed once this process has joined the job, else None."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed if distributed is not None and distributed.is_initialized() else None
 
 
 def global_rank() -> int:
@@ -46,7 +156,7 @@ def global_rank() -> int:
 
 def exit_code_of(run: Callable[[], None]) -> int:
     """Run `run` and return the exit code of its outcome, after reporting an error on stderr."""
-    last_words.listen()
+    listen()
     try:
         run()
     except Exception as error:
@@ -60,13 +170,13 @@ def _report(error: BaseException, then: str = "") -> int:
     Args:
         then: what happened since, behind the error.
     """
-    last_words.fail()
-    last_words.hang_up()
+    fail()
+    hang_up()
     if global_rank() != 0:
-        last_words.be_reachable(STAY_S)
+        be_reachable(STAY_S)
     code = _say(error, then)
     if global_rank() == 0:
-        last_words.be_reachable(STAY_S)
+        be_reachable(STAY_S)
     return code
 
 
@@ -78,11 +188,11 @@ def _say(error: BaseException, then: str) -> int:
         return 1
     # Errors are the same on all ranks. A rank that still lives after the wait was the only one to see its error.
     if global_rank() != 0:
-        last_words.let_rank_zero_speak(SPEAK_FIRST_S)
+        let_rank_zero_speak(SPEAK_FIRST_S)
     rank = "" if global_rank() == 0 else f" (rank {global_rank()})"
     told = f"error{rank}: {error}{then}"
     _tell_launcher(told)
-    if last_words.may_speak():
+    if may_speak():
         print(told, file=sys.stderr, flush=True)
     return 2
 
@@ -134,7 +244,7 @@ def closing(thing: T) -> Iterator[T]:
     try:
         yield thing
     except BaseException as error:
-        last_words.fail()  # from now on a signal means that there is little time
+        fail()  # from now on a signal means that there is little time
         with _in_time(_explain(error), type(thing).__name__):
             thing.close()
         raise
@@ -149,7 +259,7 @@ def _in_time(error: BaseException, what: str) -> Iterator[None]:
     def watch() -> None:
         limit_s, ends_s = CLOSE_S, time.monotonic() + CLOSE_S
         while not closed.wait(_LOOK_UP_S):
-            if last_words.is_asked_to_end and limit_s == CLOSE_S:
+            if is_asked_to_end and limit_s == CLOSE_S:
                 limit_s = CLOSE_ONCE_ASKED_S
                 ends_s = min(ends_s, time.monotonic() + limit_s)
             if time.monotonic() > ends_s:
@@ -186,7 +296,7 @@ class ExitSignals:
         self._previous: dict[int, object] = {}
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
-        last_words.ask_to_end()
+        ask_to_end()
         if self.received is None:
             self.received = signal.Signals(number).name
             self._on_first()
@@ -211,7 +321,7 @@ def exit_signals() -> Iterator[ExitSignals]:
     try:
         yield caught
     except Exception:
-        last_words.fail()  # before the handlers go: what closes now takes its time
+        fail()  # before the handlers go: what closes now takes its time
         raise
     finally:
         caught._restore()

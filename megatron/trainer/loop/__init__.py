@@ -1,5 +1,4 @@
 """The iterations of a run.
 
-Read in this order: `refining` (measured times correct the cost model), `evaluation` (loss on held-out samples),
-`training` (the loop).
+Read in this order: `refining` (measured times correct the cost model), `training` (the loop, and evaluations).
 """

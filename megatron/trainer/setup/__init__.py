@@ -4,11 +4,10 @@ Read in this order:
 
 - `initialize`: device, process groups, seeds
 - `layers`: TransformerEngine's or local ones
-- `compile_once`, `fusions`: which fusions there are, each compiled once
+- `fusions`: which fusions there are, each compiled once
 - `memory`: the token limit that memory holds
 - `planned_runtime`: how the run is planned: CP groups, planner, dump and replay
 - `model`: model chunks, optimizer, schedule of the learning rate
-- `attention_warm_up`, `warm_up`: on a GPU, what would else be done first in a step
-- `run_data`: its samples
-- `run`: all of it, in order
+- `warm_up`: on a GPU, what would else be done first in a step
+- `run`: its samples, and all of it in order
 """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from datetime import date
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.types import Hardware, Sample
-from megatron.dynamic_cp.agreement.verify import run_on_rank_zero
+from megatron.dynamic_cp.agreement.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
@@ -28,9 +29,14 @@ from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.step.loss import forward_step
 from megatron.dynamic_cp.step.schedule import run_schedule
 from megatron.trainer.checkpoints import checkpoint_files
-from megatron.trainer.checkpoints.save_lock import SaveLock
+from megatron.trainer.checkpoints.checkpoint_files import SaveLock
+from megatron.trainer.checkpoints.loading import saved_data_identity
 from megatron.trainer.checkpoints.state import Trainable
-from megatron.trainer.data.build import SampleStream, Splits
+from megatron.trainer.data import tokenizer
+from megatron.trainer.data.build import SampleStream, Splits, build_splits
+from megatron.trainer.data.chat_reader import CHAT_DATE, chat_identity
+from megatron.trainer.data.config import DataConfig
+from megatron.trainer.data.index_once import index_once
 from megatron.trainer.ending.exits import closing
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.settings import LoggingSettings, Settings
@@ -38,10 +44,87 @@ from megatron.trainer.reporting.log import Scalars
 from megatron.trainer.setup import fusions, layers, model
 from megatron.trainer.setup.initialize import initialize, seed, set_up_logging
 from megatron.trainer.setup.planned_runtime import PlannedRuntime, first_hardware
-from megatron.trainer.setup.run_data import RunData, data_identity, load_data
 from megatron.trainer.setup.warm_up import warm_up_device
 
 logger = logging.getLogger(__name__)
+
+
+def data_config(settings: Settings) -> DataConfig:
+    """Return what the settings say of the data.
+
+    Raises:
+        DynamicCPError: there are none, or they contradict each other.
+    """
+    data = settings.data
+    names = {field.name for field in fields(DataConfig)} & {field.name for field in fields(data)}
+    return DataConfig(
+        **{name: getattr(data, name) for name in names},
+        cache_path=data.data_cache_path,
+        seq_length=settings.planning.seq_length,
+        seed=settings.training.seed,
+        mock=data.mock_data,
+        tokenizer=data.tokenizer_type,
+        varlen_mock_config=data.varlen_mock_dataset_config_json,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """The samples of a run, how many token ids there are, and the rows of the embedding table that these need."""
+
+    config: DataConfig
+    splits: Splits
+    num_token_ids: int
+    vocab_rows: int
+
+
+def load_data(settings: Settings, device: torch.device) -> RunData:
+    """Return the data, which rank 0 indexes and all must see alike; collective.
+
+    Raises:
+        DynamicCPError: it cannot be read, ranks see other samples, or there are none to evaluate on; the same on every
+            rank.
+    """
+    config = data_config(settings)
+    if config.sft:
+        config = replace(config, chat_date=run_on_rank_zero(lambda: _chat_date(settings)))
+    entries = index_once(config, device)
+    splits = run_on_all_ranks(lambda: build_splits(config, entries), device)
+    fingerprint = run_on_all_ranks(splits.train.fingerprint, device)
+    check_same_digest(fingerprint, "the training data of --data-path", device)
+    if settings.training.eval_iters > 0 and splits.valid is None:
+        raise DataError(
+            f"--eval-iters is {settings.training.eval_iters}, but --split {config.split} leaves no validation data: "
+            "give its second number a share or set --eval-iters 0"
+        )
+    num_token_ids = tokenizer.build(config).vocab_size
+    vocab_rows = derive.padded_vocab_size(
+        num_token_ids,
+        settings.model.make_vocab_size_divisible_by,
+        settings.planning.topology.tp_size,
+    )
+    return RunData(config=config, splits=splits, num_token_ids=num_token_ids, vocab_rows=vocab_rows)
+
+
+def _chat_date(settings: Settings) -> str:
+    """Return the date that templates write: of the run that goes on, or today's."""
+    checkpoints = settings.checkpoints
+    goes_on = checkpoints.load is not None and not checkpoints.finetune
+    saved = saved_data_identity(checkpoints.load) if goes_on else {}
+    return str(saved.get(CHAT_DATE, date.today().isoformat()))
+
+
+def data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
+    """Return what two runs must share to see the same samples: lengths, order, probes of the contents; not the path."""
+    return {
+        "seed": config.seed,
+        "split": config.split,
+        "seq_length": config.seq_length,
+        "overlong": config.overlong,
+        "tokenizer": tokenizer.identity(config),
+        **chat_identity(config),
+        "samples and their order (hash)": splits.train.fingerprint(),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -241,7 +241,7 @@ def test_texts_of_a_chat_are_documents_of_one_line(tmp_path, monkeypatch):
 
 def identity_of(one):
     """Return what a checkpoint remembers of the data."""
-    from megatron.trainer.setup.run_data import data_identity
+    from megatron.trainer.setup.run import data_identity
 
     return data_identity(one, build_splits(one))
 

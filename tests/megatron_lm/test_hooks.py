@@ -1,4 +1,4 @@
-"""What the replaced functions do, on stand-ins for Megatron-LM's."""
+"""What the replaced functions do, on stand-ins for Megatron-LM's, and what Megatron-LM is given to log."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import DataLoader
 
-from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.errors import DataError, UnsupportedFeatureError
 from megatron.dynamic_cp.agreement import phase
-from megatron.integrations.lm_adaptor import activate, flags
-from megatron.integrations.lm_adaptor.activate import _Adaptor
+from megatron.integrations.lm_adaptor import flags, hooks
+from megatron.integrations.lm_adaptor.counts import StepFlops
+from tests.distributed.harness import initialize_model_parallel, run_ranks
 
 
-def adaptor(**values: Any) -> Any:
+def adaptor(**values: Any) -> hooks.Adaptor:
     """Return one with dynamic CP on."""
-    made = object.__new__(_Adaptor)
-    defaults = {"_asked": object(), "_on_cpu": False, "_is_logging": False, "_elapsed_s": 0.5, "_loaders": []}
-    defaults |= {"_forward_step": None, "_process_non_loss_data": None}
-    for name, value in {**defaults, **values}.items():
-        setattr(made, name, value)
-    return made
+    return hooks.Adaptor(**{"get_args": argparse.Namespace, "asked": argparse.Namespace(), "elapsed_s": 0.5, **values})
 
 
 def loader_args(**changes: Any) -> argparse.Namespace:
@@ -45,9 +42,9 @@ def loader_args(**changes: Any) -> argparse.Namespace:
 def loader_of(args: argparse.Namespace) -> DataLoader[Any]:
     groups = SimpleNamespace(lane=0, num_lanes=1)
     session = SimpleNamespace(runtime=SimpleNamespace(groups=groups))
-    made = adaptor(_get_args=lambda: args, _session=session)
-    loader: DataLoader[Any] = made._build_pretraining_data_loader(None, [1, 2, 3, 4], 0)
-    assert made._loaders == [loader], "its workers are not ended with the run"
+    made = adaptor(get_args=lambda: args, session=session)
+    loader: DataLoader[Any] = hooks.build_pretraining_data_loader(made, None, [1, 2, 3, 4], 0)
+    assert made.loaders == [loader], "its workers are not ended with the run"
     return loader
 
 
@@ -74,9 +71,9 @@ def get_batch(_data_iterator: Any) -> Any:
 
 def test_script_that_runs_the_last_rank_alone_is_refused() -> None:
     """process_non_loss_data_func makes the last rank run a schedule that the others do not."""
-    made = adaptor(_forward_step=forward_step, _process_non_loss_data=lambda *_: None)
+    made = adaptor(forward_step=forward_step, process_non_loss_data=lambda *_: None)
     with pytest.raises(UnsupportedFeatureError, match="process_non_loss_data_func"):
-        made._check_script()
+        made.prepare_script()
 
 
 def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> argparse.Namespace:
@@ -101,16 +98,16 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_gpus")
 @pytest.mark.parametrize("by_name", [True, False])
 def test_flags_are_added_to_those_of_the_script(by_name: bool) -> None:
-    made = adaptor(_asked=None)
+    made = adaptor(asked=None)
     given: Any = ((), {"extra_args_provider": own}) if by_name else ((own,), {})
-    parsed = made._parse_args(parse_args, *given[0], **given[1])
+    parsed = hooks.parse_args(made, parse_args, *given[0], **given[1])
     assert {"own", "dynamic_cp", "dynamic_cp_dump", "use_varlen_dataset"} <= set(vars(parsed))
-    assert not made._is_on
+    assert not made.is_on
 
 
 def test_a_first_look_at_some_flags_stays_as_it_is() -> None:
     """Megatron-LM reads the command line once more, without the others, where it sets up restarts."""
-    assert vars(adaptor()._parse_args(parse_args, ignore_unknown_args=True)) == {"distributed_backend": "nccl"}
+    assert vars(hooks.parse_args(adaptor(), parse_args, ignore_unknown_args=True)) == {"distributed_backend": "nccl"}
 
 
 @pytest.mark.usefixtures("on_gpus")
@@ -122,16 +119,22 @@ def test_the_script_is_prepared_once_its_flags_and_functions_are_known(
     monkeypatch.setattr(flags, "translate", lambda args: args)
     monkeypatch.setattr(flags, "overridden", lambda *_: [])
     seen: list[str] = []
-    made = adaptor(_asked=None, _session=None, _forward_step=None, _process_non_loss_data=None)
-    made._replace_in_script = lambda: seen.append("prepared")
+
+    class InScript(dict[str, Any]):
+        def items(self) -> Any:
+            seen.append("prepared")
+            return super().items()
+
+    made = adaptor(asked=None, in_script=InScript())
 
     def parse() -> None:
         seen.append("parsed")
         args = {"dynamic_cp": True, "distributed_backend": "nccl", "rank": 0, "tensor_model_parallel_size": 1}
-        made._parse_args(
+        hooks.parse_args(
+            made,
             lambda extra_args_provider=None: argparse.Namespace(
                 **args, use_varlen_dataset=True, eod_id=None, varlen_mock_dataset_config_json=None
-            )
+            ),
         )
 
     def pretrain(provider: Any, forward_step_func: Any, process_non_loss_data_func: Any = None) -> str:
@@ -142,7 +145,7 @@ def test_the_script_is_prepared_once_its_flags_and_functions_are_known(
 
     if flags_first:
         parse()
-    assert made._pretrain(pretrain, "data", forward_step) == "trained"
+    assert hooks.pretrain(made, pretrain, "data", forward_step) == "trained"
     assert seen == (["parsed", "prepared", "pretrain"] if flags_first else ["pretrain", "parsed", "prepared"])
 
 
@@ -178,19 +181,17 @@ def test_each_iteration_ends_its_step_and_some_are_shown(monkeypatch: pytest.Mon
 
     args = argparse.Namespace(log_interval=2, tensorboard_log_interval=3)
     made = adaptor(
-        _get_args=lambda: args,
-        _session=Session(),
-        _samples=SimpleNamespace(counted=lambda _: contextlib.nullcontext(), num_micro_batches=7),
+        get_args=lambda: args,
+        session=Session(),
+        samples=SimpleNamespace(counted=lambda _: contextlib.nullcontext(), num_micro_batches=7),
     )
     modules = {
         "megatron.training.utils": SimpleNamespace(print_rank_last=shown.append),
-        "megatron.integrations.lm_adaptor.step_log": SimpleNamespace(
-            write_scalars=lambda *given: written.append(given)
-        ),
+        "megatron.integrations.lm_adaptor.counts": SimpleNamespace(write_scalars=lambda *given: written.append(given)),
     }
-    monkeypatch.setattr(activate.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setattr(hooks.importlib, "import_module", modules.__getitem__)
     for iteration in range(1, 7):
-        assert made._training_log(training_log, {"lm loss": 4.0}, {}, 1e-3, iteration, 1.0, False, 0, 2.5, 1) == (
+        assert hooks.training_log(made, training_log, {"lm loss": 4.0}, {}, 1e-3, iteration, 1.0, False, 0, 2.5, 1) == (
             f"logged {iteration}"
         )
     assert routed == [7] * 6
@@ -202,21 +203,21 @@ def test_each_iteration_ends_its_step_and_some_are_shown(monkeypatch: pytest.Mon
 
 def test_coefficients_and_random_states_of_a_checkpoint_are_taken_over() -> None:
     resumed: list[Any] = []
-    made = adaptor(_session=SimpleNamespace(resume=resumed.append))
+    made = adaptor(session=SimpleNamespace(resume=resumed.append))
     state = {"args": "theirs", "rng_state": []}
     args = argparse.Namespace(finetune=False)
 
     def load(_folder: Any, _args: Any, rank0: bool = False, **_: Any) -> Any:
         return state, "name", False, "type"
 
-    assert made._load_base_checkpoint(load, "folder", args, rank0=True)[0] is state
+    assert hooks.load_base_checkpoint(made, load, "folder", args, rank0=True)[0] is state
     assert resumed == [], "only the arguments were asked for"
-    assert made._load_base_checkpoint(load, "folder", args)[1:] == ("name", False, "type")
+    assert hooks.load_base_checkpoint(made, load, "folder", args)[1:] == ("name", False, "type")
     assert resumed == [state]
-    made._load_base_checkpoint(load, "folder", argparse.Namespace(finetune=True))
-    made._load_base_checkpoint(lambda *_, **__: (None, "", False, None), "folder", args)
-    made._asked = None
-    made._load_base_checkpoint(load, "folder", args)
+    hooks.load_base_checkpoint(made, load, "folder", argparse.Namespace(finetune=True))
+    hooks.load_base_checkpoint(made, lambda *_, **__: (None, "", False, None), "folder", args)
+    made.asked = None
+    hooks.load_base_checkpoint(made, load, "folder", args)
     assert resumed == [state], "a new run, no checkpoint, or dynamic CP off"
 
 
@@ -225,8 +226,8 @@ def test_cpu_ranks_keep_outputs_that_gloo_still_sends(on_cpu: bool) -> None:
     """With and without --dynamic-cp: interleaved schedules freed them, and gave wrong losses."""
     configs = [SimpleNamespace(deallocate_pipeline_outputs=True) for _ in range(2)]
     built = [SimpleNamespace(module=SimpleNamespace(config=config)) for config in configs], "optimizer", "scheduler"
-    made = adaptor(_asked=None, _on_cpu=on_cpu)
-    assert made._setup_model_and_optimizer(lambda *_: built, "provider") is built
+    made = adaptor(asked=None, on_cpu=on_cpu)
+    assert hooks.setup_model_and_optimizer(made, lambda *_: built, "provider") is built
     assert [config.deallocate_pipeline_outputs for config in configs] == [not on_cpu] * 2
 
 
@@ -246,12 +247,12 @@ def test_cpu_ranks_load_what_the_distributed_optimizer_saved(monkeypatch: pytest
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_reading_moves_no_generator_of_cpu_ranks(on_cpu: bool) -> None:
     """Dropout draws from the same one there: TP ranks, of which the first reads, and a resumed run would part."""
-    made = adaptor(_asked=None, _on_cpu=on_cpu, _get_args=loader_args)
-    loader = made._build_pretraining_data_loader(lambda data, _: DataLoader(data), [1, 2], 0)
+    made = adaptor(asked=None, on_cpu=on_cpu, get_args=loader_args)
+    loader = hooks.build_pretraining_data_loader(made, lambda data, _: DataLoader(data), [1, 2], 0)
     before = torch.get_rng_state()
     assert len(list(loader)) == 2
     assert torch.equal(torch.get_rng_state(), before) == on_cpu
-    assert made._build_pretraining_data_loader(lambda data, _: data, "the script's own", 0) == "the script's own"
+    assert hooks.build_pretraining_data_loader(made, lambda data, _: data, "the script's own", 0) == "the script's own"
 
 
 @pytest.fixture
@@ -265,7 +266,7 @@ def starting_up() -> Iterator[None]:
 @pytest.mark.usefixtures("starting_up")
 def test_errors_say_where_a_run_was() -> None:
     """With and without --dynamic-cp: what fails leaves its phase behind, what succeeds goes back."""
-    made = adaptor(_asked=None, _get_args=lambda: argparse.Namespace(curr_iteration=4))
+    made = adaptor(asked=None, get_args=lambda: argparse.Namespace(curr_iteration=4))
     seen: list[str] = []
 
     def note(*_: Any, **__: Any) -> None:
@@ -277,12 +278,12 @@ def test_errors_say_where_a_run_was() -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
-    made._load_checkpoint(note, "model", "optimizer", "scheduler", checkpointing_context={})
-    made._train_step(note, iteration=4)
-    made._save_checkpoint(note, 5, "model", train_data_iterator=None)
-    made._maybe_finalize_async_save(note, blocking=False)
-    made._maybe_finalize_async_save(note, blocking=True, terminate=True)
-    made._evaluate_and_print_results(evaluate, "iteration 5", "step", "data", "model", 5, None, "config")
+    hooks.load_checkpoint(made, note, "model", "optimizer", "scheduler", checkpointing_context={})
+    hooks.train_step(made, note, iteration=4)
+    hooks.save_checkpoint(made, note, 5, "model", train_data_iterator=None)
+    hooks.maybe_finalize_async_save(made, note, blocking=False)
+    hooks.maybe_finalize_async_save(made, note, blocking=True, terminate=True)
+    hooks.evaluate_and_print_results(made, evaluate, "iteration 5", "step", "data", "model", 5, None, "config")
     assert seen == [
         "loading the checkpoint",
         "iteration 5",
@@ -293,7 +294,7 @@ def test_errors_say_where_a_run_was() -> None:
     ]
     assert phase.current() == "iteration 5"
     with pytest.raises(OSError, match="no space left"):
-        made._save_checkpoint(fail, 6, "model")
+        hooks.save_checkpoint(made, fail, 6, "model")
     assert phase.current() == "iteration 6, saving"
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -301,7 +302,7 @@ def test_errors_say_where_a_run_was() -> None:
 
     assert not issubclass(CheckpointException, Exception), "it passes whoever reports exceptions"
     with pytest.raises(RuntimeError, match="metadata is None"):
-        made._load_checkpoint(refuse, "model", "optimizer", "scheduler")
+        hooks.load_checkpoint(made, refuse, "model", "optimizer", "scheduler")
     assert phase.current() == "loading the checkpoint"
 
 
@@ -312,9 +313,9 @@ def test_a_save_starts_no_process_for_its_results(monkeypatch: pytest.MonkeyPatc
 
     given: list[Any] = []
     monkeypatch.setattr(filesystem_async, "_results_queue", "of the worker")
-    made = adaptor(_get_args=lambda: argparse.Namespace(use_persistent_ckpt_worker=persistent))
+    made = adaptor(get_args=lambda: argparse.Namespace(use_persistent_ckpt_worker=persistent))
     for iteration in (1, 2):
-        made._save_checkpoint(lambda _: given.append(filesystem_async._results_queue), iteration)
+        hooks.save_checkpoint(made, lambda _: given.append(filesystem_async._results_queue), iteration)
     if persistent:
         assert given == ["of the worker"] * 2
         return
@@ -387,7 +388,7 @@ def test_chats_are_tokens_with_either_transformers(tmp_path: Path) -> None:
             turns = [self._tokenizer.apply_chat_template([turn], tokenize=True) for turn in chat]
             return whole.copy().tolist(), turns
 
-    replaced = adaptor()._SFTTokenizer(Theirs)
+    replaced = hooks.sft_tokenizer(adaptor(), Theirs)
     made = replaced(folder, prompt_format="some")
     chat = [{"role": "user", "content": "What runs?"}, {"role": "assistant", "content": "The river."}]
     whole, turns = made.tokenize(chat)
@@ -406,6 +407,53 @@ def test_one_rank_says_what_is_overridden(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(flags, "overridden", lambda *_: [(logging.WARNING, "--one becomes 2"), (logging.INFO, "three")])
     made = adaptor()
     with caplog.at_level(logging.INFO):
-        made._parse_args(lambda: parsed)
+        hooks.parse_args(made, lambda: parsed)
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert said == ([("WARNING", "dynamic CP: --one becomes 2"), ("INFO", "dynamic CP: three")] if rank == 0 else [])
+
+
+LOGGED = [[[10.0, 2.0], [9.0, 3.0], [0.0, 0.0]], [[700.0, 100.0]]]
+"""Lane -> micro-batches: [sum of losses, number of tokens]. Evaluation adds these up and divides once."""
+
+
+def _sum(width: int) -> list[list[float]]:
+    from megatron.integrations.lm_adaptor.session import sum_over_lanes
+
+    initialize_model_parallel()
+    assert sum_over_lanes([]) == [], "stages before the last"
+    logged = [{"lm loss": torch.tensor(entry[:width])} for entry in LOGGED[dist.get_rank()]]
+    return [entry["lm loss"].tolist() for entry in sum_over_lanes(logged)]
+
+
+def test_tokens_of_all_lanes_and_micro_batches_weigh_alike() -> None:
+    assert run_ranks(2, _sum, 2) == [[[719.0, 105.0]]] * 2
+
+
+def test_a_loss_function_that_logs_means_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=rf"{DataError.__name__}.* logs 1 values as 'lm loss', \[sum of losses, num"):
+        run_ranks(2, _sum, 1)
+
+
+def test_an_interval_begins_without_the_step_before_it() -> None:
+    flops = StepFlops()
+    for steps, mean in (((8.0,), 8.0), ((2.0,), 2.0), ((1.0, 4.0, 4.0), 3.0)):
+        for step in steps:
+            flops.add(step)
+            assert flops.latest == step
+        assert flops.mean == mean
+        flops.start_interval()
+        assert (flops.latest, flops.mean) == (steps[-1], mean)
+
+
+def test_the_sum_over_a_run_takes_each_step_as_it_was() -> None:
+    flops = StepFlops()
+    made = adaptor(session=SimpleNamespace(flops=flops))
+    total = 0.0
+    for step in (8.0, 2.0, 5.0):
+        flops.add(step)
+        total += hooks.num_floating_point_operations(made, None, None, 1)
+    assert total == 15.0
+    made.is_logging = True
+    assert hooks.num_floating_point_operations(made, None, None, 1) == 5.0
+    flops.add(1.0)
+    assert hooks.num_floating_point_operations(made, None, None, 1) == 4.0
