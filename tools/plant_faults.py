@@ -122,7 +122,7 @@ FAULTS = {
         "tests/unit/scheduler tests/megatron_lm/test_groups.py",
     ),
     "results of a pass lie as lanes hold them": Fault(
-        "np.where(shard < sample.seqlen, self.starts[row] + shard, self.num_tokens)",
+        "np.where(shard < sample.seqlen, self.starts[index] + shard, self.num_tokens)",
         "np.where(shard < sample.seqlen, np.arange(here.start, here.stop), self.num_tokens)",
         POST_TRAINING,
     ),
@@ -139,7 +139,7 @@ FAULTS = {
         "return _summed(gradients[0], ctx.group), None", "return gradients[0], None", POST_TRAINING
     ),
     "a response counts on every lane": Fault(
-        "rows.sums(shares[None], len(self.counts))[0, rows.present]).sum()", "1).sum()", POST_TRAINING
+        "local.sums(shares[None], len(self.counts))[0, local.present]).sum()", "1).sum()", POST_TRAINING
     ),
     "a value head is trained on one part of the sequence": Fault(
         "config.sequence_parallel  # type: ignore[attr-defined]  # sum over TP ranks", "False", POST_TRAINING
