@@ -460,7 +460,7 @@ MEGATRON = {
     *("transformer_config.py", "transformer_layer.py", "transformer/attention.py", "rope_utils.py", "utils.py"),
     *("dot_product_attention.py", "distributed_data_parallel.py", "multi_token_prediction.py", "mamba_mixer.py"),
     *("multi_latent_attention.py", "extensions/transformer_engine.py", "gated_delta_net.py", "training/arguments.py"),
-    *("pretrain_hybrid.py", "pretrain_mamba.py"),
+    *("pretrain_hybrid.py", "pretrain_mamba.py", "router.py"),
 }
 """Files of Megatron-LM that pages name."""
 
