@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.types import BY_PLACEMENT, TRAITS, Attention, CpCommType, Topology, is_placed
+from dynamic_cp.mechanisms.mechanism import Sharing
+from dynamic_cp.mechanisms.registry import chosen_inner_sizes
+from dynamic_cp.types import BY_PLACEMENT, TRAITS, Attention, CpCommType, ModelShape, PlanOptions, Topology, is_placed
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.attention.mechanisms.transfers import Transfer
 from megatron.dynamic_cp.groups.first_exchange import possible_attentions, warm_up
@@ -126,6 +128,34 @@ class DynamicCPGroups:
     warm_up_s: float = 0.0
     warm_up_bytes: int = 0
     num_communicators: int = 0
+
+    @classmethod
+    def for_plans(
+        cls,
+        model: ModelShape,
+        topology: Topology,
+        options: PlanOptions,
+        *,
+        timeout_s: float,
+        device: torch.device | None = None,
+        lane_ranks: Sequence[int] | None = None,
+    ) -> DynamicCPGroups:
+        """Create and warm the groups that plans with these options may use; arguments and errors as of `build`."""
+        names, sharing = options.cp_comm_types, Sharing.of(model, topology, options)
+        return cls.build(
+            topology,
+            timeout_s=timeout_s,
+            min_cp_size=options.min_cp_size,
+            max_cp_size=options.max_cp_size,
+            exchanges=names,
+            inner_sizes=chosen_inner_sizes(names, options.largest_cp_size(topology), sharing),
+            ring_sizes=sharing.ring_sizes,
+            query_heads=model.num_attention_heads // topology.tp_size,
+            device=device,
+            lane_ranks=lane_ranks,
+            has_pool=options.pool != "off",
+            has_linear_attention=model.linear_attention is not None,
+        )
 
     @classmethod
     def build(

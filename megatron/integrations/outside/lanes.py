@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.mechanisms.mechanism import Sharing
-from dynamic_cp.mechanisms.registry import chosen_inner_sizes
 from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, lane_plan
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Problem, Sample
@@ -84,20 +82,13 @@ class Lanes:
         if problem.model.linear_attention is not None:
             sizes, dtype = problem.model.linear_attention, torch.bfloat16
             run_on_all_ranks(lambda: prepare_linear_kernel(sizes, dtype, device), device)
-        topology, options, heads = problem.topology, problem.options, problem.model.num_attention_heads
-        sharing = Sharing.of(problem.model, topology, options)
-        groups = DynamicCPGroups.build(
-            topology,
+        groups = DynamicCPGroups.for_plans(
+            problem.model,
+            problem.topology,
+            problem.options,
             timeout_s=timeout_s,
-            min_cp_size=options.min_cp_size,
-            max_cp_size=options.max_cp_size,
-            exchanges=options.cp_comm_types,
-            inner_sizes=chosen_inner_sizes(options.cp_comm_types, options.largest_cp_size(topology), sharing),
-            ring_sizes=sharing.ring_sizes,
-            query_heads=heads,
             device=device,
             lane_ranks=flat.mesh.flatten().tolist(),
-            has_linear_attention=problem.model.linear_attention is not None,
         )
         return cls(mesh=flat, groups=groups, problem=problem, device=device)
 

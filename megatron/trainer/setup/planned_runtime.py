@@ -17,8 +17,6 @@ from typing import Any
 import torch
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.mechanisms.mechanism import Sharing
-from dynamic_cp.mechanisms.registry import chosen_inner_sizes
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.models.layers import hardware_of_layers
@@ -127,20 +125,8 @@ class PlannedRuntime:
             "cp_comm_types_left_out": layers.left_out,
         }
         dump, recorded = _dump_and_replay(settings, options, arguments, model_shape)
-        sharing = Sharing.of(model_shape, settings.topology, options)
-        largest = options.largest_cp_size(settings.topology)
-        groups = DynamicCPGroups.build(
-            settings.topology,
-            timeout_s=settings.exchange_timeout_s,
-            min_cp_size=options.min_cp_size,
-            max_cp_size=options.max_cp_size,
-            exchanges=options.cp_comm_types,
-            inner_sizes=chosen_inner_sizes(options.cp_comm_types, largest, sharing),
-            ring_sizes=sharing.ring_sizes,
-            query_heads=model_shape.num_attention_heads // settings.topology.tp_size,
-            device=device,
-            has_pool=settings.pool != "off",
-            has_linear_attention=model_shape.linear_attention is not None,
+        groups = DynamicCPGroups.for_plans(
+            model_shape, settings.topology, options, timeout_s=settings.exchange_timeout_s, device=device
         )
         return cls(
             settings=settings,
