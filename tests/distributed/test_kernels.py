@@ -17,7 +17,6 @@ from megatron.dynamic_cp.attention.kernels import choice as kernels
 from megatron.dynamic_cp.attention.kernels import cudnn as kernels_cudnn
 from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
 from megatron.dynamic_cp.attention.kernels import ranged as kernels_ranged
-from megatron.dynamic_cp.attention.kernels.check import check_kernel
 from megatron.dynamic_cp.attention.kernels.choice import (
     CPU,
     CUDNN,
@@ -25,6 +24,7 @@ from megatron.dynamic_cp.attention.kernels.choice import (
     KERNELS,
     PORTABLE,
     TRITON,
+    check_kernel,
     choose_kernel,
     kernel_of,
     ranged_kernel,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask
-from megatron.dynamic_cp.attention.kernels import check, ranged
+from megatron.dynamic_cp.attention.kernels import choice, ranged
 from megatron.dynamic_cp.attention.kernels.choice import TRITON
 from megatron.dynamic_cp.attention.kernels.merging import merge_into, merged
 from megatron.dynamic_cp.attention.packs import Pack
@@ -98,7 +98,7 @@ def test_parts_are_merged_in_one_pass(some_rows: bool) -> None:
 
 
 def test_the_check_at_the_start_compares_with_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "_SEQLENS", (2, 34))
-    monkeypatch.setattr(check, "_WINDOW", Lambda(3, 10))
-    error = check.check_kernel(TRITON, HOST, torch.float32, heads=2, kv_heads=1, head_dim=16)
+    monkeypatch.setattr(choice, "_SEQLENS", (2, 34))
+    monkeypatch.setattr(choice, "_WINDOW", Lambda(3, 10))
+    error = choice.check_kernel(TRITON, HOST, torch.float32, heads=2, kv_heads=1, head_dim=16)
     assert 0 < error < 1e-5

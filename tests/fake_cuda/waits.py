@@ -62,9 +62,9 @@ BEFORE_A_PASS = {
 
 AT_START = {
     "megatron.dynamic_cp.agreement.verify:agree": AGREE,
-    "megatron.dynamic_cp.attention.kernels.check:_inputs": Answer(why="inputs of the kernels' check"),
-    "megatron.dynamic_cp.attention.kernels.check:<listcomp>": Answer(why="inputs of the kernels' check"),
-    "megatron.dynamic_cp.attention.kernels.check:_error": Answer(
+    "megatron.dynamic_cp.attention.kernels.choice:_inputs": Answer(why="inputs of the kernels' check"),
+    "megatron.dynamic_cp.attention.kernels.choice:<listcomp>": Answer(why="inputs of the kernels' check"),
+    "megatron.dynamic_cp.attention.kernels.choice:_error": Answer(
         why="each result of the kernel is compared with the portable one's", value=lambda _: 0.004
     ),
     "megatron.dynamic_cp.attention.linear.kernels:random": Answer(why="inputs of the kernels' check"),

@@ -15,14 +15,15 @@ from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Shared
 from megatron.dynamic_cp.attention.kernels import cudnn as kernels_cudnn
 from megatron.dynamic_cp.attention.kernels import flash as kernels_flash
 from megatron.dynamic_cp.attention.kernels import ranged as kernels_ranged
-from megatron.dynamic_cp.attention.kernels.check import TOLERANCE, check_kernel
 from megatron.dynamic_cp.attention.kernels.choice import (
     CUDNN,
     FLASH,
     KERNELS,
     PORTABLE,
+    TOLERANCE,
     TRITON,
     Kernel,
+    check_kernel,
     choose_kernel,
     kernel_of,
 )

@@ -28,8 +28,7 @@ from dynamic_cp.models.catalog import load_model
 from dynamic_cp.types import CP_COMM_TYPES, ModelShape, Topology
 from megatron.decide.calibration.device import Place, set_up
 from megatron.dynamic_cp.agreement.verify import collective_device, run_on_all_ranks
-from megatron.dynamic_cp.attention.kernels.check import TOLERANCE, check_kernel
-from megatron.dynamic_cp.attention.kernels.choice import BACKENDS, choose_kernel, ranged_kernel
+from megatron.dynamic_cp.attention.kernels.choice import BACKENDS, TOLERANCE, check_kernel, choose_kernel, ranged_kernel
 from megatron.dynamic_cp.attention.te.support import installed_version, missing_exchanges
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.groups.attention_check import compare_attention

@@ -17,8 +17,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.dynamic_cp.attention.kernels.check import check_kernel
-from megatron.dynamic_cp.attention.kernels.choice import choose_kernel, ranged_kernel
+from megatron.dynamic_cp.attention.kernels.choice import check_kernel, choose_kernel, ranged_kernel
 from megatron.dynamic_cp.attention.mechanisms.ring import LatentWidths
 from megatron.dynamic_cp.attention.thd import attention_from_latents, attention_thd
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of

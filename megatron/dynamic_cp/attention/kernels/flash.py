@@ -39,7 +39,7 @@ def forward(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, pack: Pack, scale: floa
         False,
         scale=scale,
     )
-    assert lse_HT.shape == (q_THD.shape[1], len(q_THD)), "as `why_not` and `kernels_check` make sure"
+    assert lse_HT.shape == (q_THD.shape[1], len(q_THD)), "as `why_not` and `check_kernel` make sure"
     return out_THD, lse_HT
 
 
