@@ -67,9 +67,9 @@ class DynamicCPLatentAttention(MLASelfAttention):
         return output
 
     def _run_core_attention(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what attention finds. Since 0.18 megatron-core's repeats this, and pads and cuts values itself."""
-        found: Tensor = self.core_attention(*args, **kwargs)
-        return found
+        """Return the context. Since 0.18 megatron-core's method recomputes it, and pads and cuts values itself."""
+        context: Tensor = self.core_attention(*args, **kwargs)
+        return context
 
     def _projected_down(self, hidden_states: Tensor, params: DynamicPackedSeqParams) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [T, heads, qk width] of the heads of this TP rank, latent and rotated key [T, 1, 1, width].

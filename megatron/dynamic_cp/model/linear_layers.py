@@ -144,7 +144,7 @@ class LinearAttentionLayer(MegatronModule):
     def _attended(
         self, sections: Mapping[str, Tensor], params: DynamicPackedSeqParams, again: Callable[..., Tensor]
     ) -> Tensor:
-        """Return what heads find, gated and normalized, [T, heads * value width], of sections [T, rows].
+        """Return the output of the heads, gated and normalized, [T, heads * value width], of sections [T, rows].
 
         Args:
             sections: those that are not convolved by their names, the others as TOGETHER.

@@ -67,7 +67,7 @@ def _function(name: str):  # type: ignore[no-untyped-def]
 
 
 def scan(steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = False) -> tuple[Tensor | None, Tensor]:
-    """Return what `kernel.Scan` says."""
+    """See `recurrence.Scan`."""
     if steps.beta_TH is None:
         steps = steps.by_head()  # its delta rule alone takes groups
     q, k, v, decay, *beta = (tensor[None].contiguous() for tensor in steps.tensors)
@@ -79,15 +79,15 @@ def scan(steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = F
         "cu_seqlens_cpu": runs.host_cu_seqlens,
     }
     if beta:
-        found, last = _function("chunk_gated_delta_rule")(q, k, v, g=decay, beta=beta[0], **arguments)
+        output, last = _function("chunk_gated_delta_rule")(q, k, v, g=decay, beta=beta[0], **arguments)
     else:
-        found, last = _function("chunk_simple_gla")(q, k, v, g=decay, **arguments)
-    return (None if only_state else found[0]), last.to(state_dtype(v.dtype))
+        output, last = _function("chunk_simple_gla")(q, k, v, g=decay, **arguments)
+    return (None if only_state else output[0]), last.to(state_dtype(v.dtype))
 
 
 def convolve(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, runs: Runs) -> Tensor:
-    """Return what `kernel.LinearKernel.convolve` says."""
-    found, _ = _function("causal_conv1d")(
+    """See `recurrence.LinearKernel`."""
+    convolved, _ = _function("causal_conv1d")(
         x_TC[None],
         weight=weight_CK,
         bias=bias_C,
@@ -95,7 +95,7 @@ def convolve(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, runs: Runs)
         cu_seqlens=runs.cu_seqlens,
         cu_seqlens_cpu=runs.host_cu_seqlens,
     )
-    return found[0]  # type: ignore[no-any-return]
+    return convolved[0]  # type: ignore[no-any-return]
 
 
 FLA = LinearKernel(name="fla", convolve=convolve, scan=scan)
@@ -202,10 +202,10 @@ def _results(
     convolution, steps, state = inputs
     tensors = [tensor.clone().requires_grad_() for tensor in (*convolution, *steps.tensors, state)]
     convolved = kernel.convolve(tensors[0], tensors[1], tensors[2], runs)
-    found, last = kernel.scan(steps.with_tensors(tensors[3:-1]), runs, tensors[-1])
-    assert found is not None
-    outputs = (convolved, found, last)
-    for name, output in zip(("the convolution", "what tokens find", "the state behind runs"), outputs, strict=True):
+    scanned, last = kernel.scan(steps.with_tensors(tensors[3:-1]), runs, tensors[-1])
+    assert scanned is not None
+    outputs = (convolved, scanned, last)
+    for name, output in zip(("the convolution", "the output", "the state behind runs"), outputs, strict=True):
         yield name, output.detach()
     weights = [torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype) for out in outputs]
     for name, grad in zip(_INPUTS[steps.beta_TH is None], torch.autograd.grad(outputs, tensors, weights), strict=True):

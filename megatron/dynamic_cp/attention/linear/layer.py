@@ -19,13 +19,16 @@ from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, 
 
 
 def computed_again(compute: Callable[..., Tensor], *given: Tensor) -> Tensor:
-    """Return `compute(*given)`, of which `given` alone stays for backward; nothing in it is random."""
-    found: Tensor = checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False)
-    return found
+    """Return `compute(*given)`, which backward computes again of `given`; nothing in it is random.
+
+    Autograd would keep float32 copies of each step.
+    """
+    output: Tensor = checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False)
+    return output
 
 
 def keeps_by_hooks() -> bool:
-    """Return whether what autograd keeps goes through hooks, as in checkpoints that are not reentrant.
+    """Return whether tensors that autograd saves go through hooks, as in checkpoints that are not reentrant.
 
     torch can be asked for it in one way only: hooks cannot be disabled where there are some.
     """
@@ -59,8 +62,8 @@ class LinearLayer:
         sizes: of the whole layer on a tensor-parallel rank; share: which of its heads this is.
         kernel: what computes runs.
         weight_CK, bias_C: of the convolution, of the share's channels; bias None: there is none.
-        decay_rate_H, skip_H: of Mamba-2, of the share's heads: logarithm of the rate of decay (A_log), and what of its
-            own value a token finds besides (D); None: it is a gated delta net.
+        decay_rate_H, skip_H: of Mamba-2, of the share's heads: logarithm of the rate of decay (A_log), and the weight
+            of a token's own value in its output (D); None: it is a gated delta net.
     """
 
     sizes: LinearAttention
@@ -94,7 +97,7 @@ class LinearLayer:
         return self.kernel.convolve(x_TC, self.weight_CK, self.bias_C, runs)
 
     def steps(self, x_TC: Tensor, gates: list[Tensor]) -> Steps:
-        """Return what tokens do, of convolved channels and of [T, heads] gates: beta and decay, or dt."""
+        """Return what tokens do to states, from convolved channels and [T, heads] gates: beta and decay, or dt."""
         sections = _sections(self.sizes)
         widths = [width * len(self.share.groups if of_groups else self.share.heads) for of_groups, width in sections]
         split = zip(x_TC.split(widths, dim=1), sections, strict=True)
@@ -110,21 +113,21 @@ class LinearLayer:
         value = computed_again(lambda x, step: (x.to(step.dtype) * step[..., None]).to(x.dtype), x, step)
         return Steps(self._grouped(query), self._grouped(key), value, decay, None, scale=1.0)
 
-    def finished(self, found_THV: Tensor, x_TC: Tensor) -> Tensor:
-        """Return what tokens find with what they find of themselves; `x_TC`: the convolved channels."""
+    def with_skip(self, output_THV: Tensor, x_TC: Tensor) -> Tensor:
+        """Return the output with each token's own weighted value; `x_TC`: the convolved channels."""
         if self.skip_H is None:
-            return found_THV
-        dtype = state_dtype(found_THV.dtype)
-        own_THV = x_TC[:, : found_THV[0].numel()].view_as(found_THV)
+            return output_THV
+        dtype = state_dtype(output_THV.dtype)
+        own_THV = x_TC[:, : output_THV[0].numel()].view_as(output_THV)
 
         def skipped(skip_H: Tensor, own: Tensor) -> Tensor:
             # Its gradient is summed over channels, then over tokens: one sum of all rounds six times as much.
             return skip_H.to(dtype).expand(own.shape[:2])[..., None] * own.to(dtype)
 
-        return (found_THV.to(dtype) + computed_again(skipped, self.skip_H, own_THV)).to(found_THV.dtype)
+        return (output_THV.to(dtype) + computed_again(skipped, self.skip_H, own_THV)).to(output_THV.dtype)
 
     def _grouped(self, x_TGK: Tensor) -> Tensor:
-        """Return groups that serve as many of the heads each; where a share cuts one, a copy for each head."""
+        """Return groups that serve equally many heads each; where a share cuts a group, a copy for each head."""
         per_group = self.sizes.num_heads // self.sizes.num_groups
         heads, groups = self.share
         first = heads.start - groups.start * per_group
@@ -134,7 +137,7 @@ class LinearLayer:
 
 
 def channels_of(x: Tensor, sizes: LinearAttention, share: Share, dim: int = -1) -> Tensor:
-    """Return a share's channels of all convolved ones, of which `dim` of a tensor is."""
+    """Return a share's channels of a tensor whose `dim` has all convolved channels."""
     parts = []
     first = 0
     for of_groups, width in _sections(sizes):
@@ -151,7 +154,7 @@ def _sections(sizes: LinearAttention) -> tuple[tuple[bool, int], ...]:
 
 
 class _Normalized(torch.autograd.Function):
-    """Vectors of length 1. Backward needs what came out, which the kernel keeps, too, and one number for each."""
+    """Vectors of length 1. Backward needs the output, which the kernel saves, too, and one number for each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""Where the tokens of a pack are for linear attention: the runs of a lane, what comes before them, and their links.
+"""The rows of a pack for linear attention: the runs of a lane, what comes before them, and how they are linked.
 
-Padding lies behind a sample and cannot reach its tokens: it is computed like them, and needs no case.
-
-Everything is made on the host, once for each micro-batch, and kept in its `LayerCache`.
+A run is rows of a lane that follow each other in a sample. Padding lies behind a sample and cannot reach its tokens: it
+is computed like them. Everything is made on the host, once for each micro-batch, and kept in its `LayerCache`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 Kept = TypeVar("Kept")
 
 
-class Place(NamedTuple):
-    """Where a lane is among those of its bucket, which may be some of its process group.
+class LaneIndex(NamedTuple):
+    """Which lane of its bucket this one is; the bucket's lanes may be some of its process group.
 
     Attributes:
         num_lanes: of the bucket; lane: this one.
@@ -34,8 +33,8 @@ class Place(NamedTuple):
     lane: int
 
     @classmethod
-    def of(cls, params: DynamicPackedSeqParams) -> Place:
-        """Return that of this lane in a micro-batch."""
+    def of(cls, params: DynamicPackedSeqParams) -> LaneIndex:
+        """Return the index of this lane in a micro-batch."""
         group, placed = params.cp_group, params.placed
         if placed is None:
             return cls(group.size(), group.rank())
@@ -43,7 +42,7 @@ class Place(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """The last tokens before each run of this lane, which its convolution sees, and who has them.
+    """The last tokens before each run of this lane, which its convolution sees, and which lanes hold them.
 
     Attributes:
         sent: [lane] which of this lane's rows it needs, int64; its own needs none.
@@ -61,12 +60,12 @@ class Halo(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """Where a lane has runs through which no states pass, beside linked ones.
+    """The runs of a lane through which no states pass, where it has linked ones, too.
 
     Attributes:
-        linked_rows, rows: of the linked ones, and of these, int64.
+        linked_rows, rows: of the linked runs, and of these, int64.
         runs: these.
-        in_order: of linked rows and the others behind them, where each row of the lane is, int64.
+        in_order: where each row of the lane is once rows of linked runs come first, int64.
     """
 
     linked_rows: Tensor
@@ -89,13 +88,13 @@ class Level(NamedTuple):
     previous: Tensor
 
 
-class Links(NamedTuple):
+class LinkedRuns(NamedTuple):
     """Linked runs (`StateRuns.is_linked`) of all lanes, in their order.
 
     Attributes:
-        counts: [lane] of them.
-        in_order: for each in order, its place where those of a lane follow those of another, int64.
-        by_lane: the other way round.
+        counts: [lane] how many it has.
+        in_order: for each run in order, its number where they are sorted by lane, int64.
+        by_lane: for each run sorted by lane, its number in order.
         following, previous: runs that go on from another one, and that one, int64.
         jumps: (runs that have so many before them, the first of these), for 1, 2, 4, ... runs, int64.
     """
@@ -113,13 +112,13 @@ class LaneRows:
 
     Attributes:
         table: the runs of all lanes.
-        place: of this one among them; None: it has all rows.
+        index: of this lane; None: it has all rows.
         runs: those of this lane.
         has_links: whether a run of any lane goes on from another one.
     """
 
-    def __init__(self, table: StateRuns, place: Place | None, device: torch.device) -> None:
-        self.table, self.place, self._device = table, place, device
+    def __init__(self, table: StateRuns, index: LaneIndex | None, device: torch.device) -> None:
+        self.table, self.index, self._device = table, index, device
         self._own = table.of_lane(self._lane)
         self.runs = Runs.build(table.length[self._own].tolist(), device)
         self.has_links = bool((table.previous >= 0).any())
@@ -127,7 +126,7 @@ class LaneRows:
 
     @property
     def _lane(self) -> int:
-        return 0 if self.place is None else self.place.lane
+        return 0 if self.index is None else self.index.lane
 
     def halo(self, num_before: int) -> Halo:
         """Return the `num_before` tokens before each run; where runs are shorter, those are in several."""
@@ -154,7 +153,7 @@ class LaneRows:
         return self._once("rows of levels", lambda: torch.cat([level.rows for level in self.levels]).argsort())
 
     @property
-    def links(self) -> Links:
+    def links(self) -> LinkedRuns:
         """The runs that states pass through."""
         return self._once("links", self._links)
 
@@ -206,17 +205,17 @@ class LaneRows:
         # Of this lane's runs, in the order of its rows: where what comes before them is once it has come.
         mine = np.flatnonzero(user == lane)
         far = mine[owner[mine] != lane]
-        place = before.row[mine].copy()
+        at = before.row[mine].copy()
         by_owner = np.argsort(owner[far], kind="stable")  # as they come: lane after lane
         arrived = np.empty_like(by_owner)
         arrived[by_owner] = num_rows + np.arange(len(far))
-        place[owner[mine] != lane] = arrived
+        at[owner[mine] != lane] = arrived
         slot_of = np.full(len(table.lane), -1)
         slot_of[self._own] = np.arange(len(self._own))
         slot = slot_of[before.run[mine]]
         num_of_run = np.bincount(slot, minlength=len(lengths))
         # Rows and those before them, sorted by run: those before it first.
-        rows = np.concatenate([place[np.argsort(slot, kind="stable")], np.arange(num_rows)])
+        rows = np.concatenate([at[np.argsort(slot, kind="stable")], np.arange(num_rows)])
         run_of = np.concatenate([np.sort(slot), np.repeat(np.arange(len(lengths)), lengths)])
         order = np.argsort(run_of, kind="stable")
         return Halo(
@@ -230,7 +229,7 @@ class LaneRows:
             own=self._on_device(np.arange(num_rows) + np.repeat(np.cumsum(num_of_run), lengths)),
         )
 
-    def _links(self) -> Links:
+    def _links(self) -> LinkedRuns:
         table = self.table
         linked = np.flatnonzero(table.is_linked)
         number = np.full(len(table.lane), -1)
@@ -242,7 +241,7 @@ class LaneRows:
         while (later := np.flatnonzero(first >= 0)).size:
             jumps.append((self._on_device(later), self._on_device(first[later])))
             first = np.where(first >= 0, first[first], -1)
-        return Links(
+        return LinkedRuns(
             counts=tuple(np.bincount(table.lane[linked], minlength=table.num_lanes).tolist()),
             in_order=self._on_device(np.argsort(by_lane)),
             by_lane=self._on_device(by_lane),
@@ -256,8 +255,8 @@ def lane_rows(params: DynamicPackedSeqParams, device: torch.device) -> LaneRows:
     """Return the rows that this lane holds."""
 
     def make() -> LaneRows:
-        place = Place.of(params)
-        return LaneRows(_table(params), place if place.num_lanes > 1 else None, device)
+        index = LaneIndex.of(params)
+        return LaneRows(_table(params), index if index.num_lanes > 1 else None, device)
 
     return params.cache.once("rows of this lane", make)
 

@@ -24,10 +24,10 @@ from megatron.dynamic_cp.attention.packs import to_device
 BLOCK_TOKENS = 64
 
 
-class Blocks(NamedTuple):
+class RunBlocks(NamedTuple):
     """Runs cut into blocks of equally many rows, the last of each filled up; B blocks of L rows.
 
-    Blocks are numbered step after step; in a step, those of the longest runs come first.
+    RunBlocks are numbered step after step; in a step, those of the longest runs come first.
 
     Attributes:
         rows: [B, L] which row is where, num_rows where none is.
@@ -42,12 +42,12 @@ class Blocks(NamedTuple):
     order: Tensor
 
     @classmethod
-    def of(cls, runs: Runs) -> Blocks:
+    def of(cls, runs: Runs) -> RunBlocks:
         """Return the blocks of `runs`, made by the first layer that asks."""
         return runs.once("blocks", lambda: cls._cut(runs.lengths, runs.cu_seqlens.device))
 
     @classmethod
-    def _cut(cls, run_lengths: tuple[int, ...], device: torch.device) -> Blocks:
+    def _cut(cls, run_lengths: tuple[int, ...], device: torch.device) -> RunBlocks:
         lengths = np.array(run_lengths)
         size = min(BLOCK_TOKENS, int(lengths.max()))
         starts = np.cumsum(lengths) - lengths
@@ -78,8 +78,8 @@ class _Products(NamedTuple):
     """What blocks need of their tokens before states are known; [B, heads, ...].
 
     Attributes:
-        values: what tokens add, but for what the state before the block has already.
-        recalled: keys by which that is read from it; None without a delta rule.
+        values: what tokens add, with what the state before the block has already.
+        recalled: keys by which the latter is read, and taken off; None without a delta rule.
         transitions, own: A and b of each block (`recurrence`).
         q, k: queries, scaled, and keys.
         between: [L, L] what is left at one token of what another one added.
@@ -96,7 +96,7 @@ class _Products(NamedTuple):
     since_start: Tensor
 
     @classmethod
-    def of(cls, steps: Steps, blocks: Blocks, *, only_state: bool) -> _Products:
+    def of(cls, steps: Steps, blocks: RunBlocks, *, only_state: bool) -> _Products:
         """Return them for all blocks at once."""
         dtype = state_dtype(steps.v_THV.dtype)
         k, values, decay = (blocks.cut(x, dtype) for x in (steps.k_THK, steps.v_THV, steps.decay_TH))
@@ -120,16 +120,16 @@ class _Products(NamedTuple):
         q = None if only_state else blocks.cut(steps.q_THK, dtype) * steps.scale
         return cls(values, recalled, transitions, kept @ values, q, k, between, since_start)
 
-    def found(self, states: Tensor) -> Tensor:
-        """Return what tokens find, given the state before each block."""
+    def output(self, states: Tensor) -> Tensor:
+        """Return the output, given the state before each block."""
         assert self.q is not None
         values = self.values if self.recalled is None else self.values - self.recalled @ states
         return (self.q * self.since_start) @ states + (self.q @ self.k.transpose(-1, -2) * self.between) @ values
 
 
 def scan(steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = False) -> tuple[Tensor | None, Tensor]:
-    """Return what `kernel.Scan` says, computed in the dtype of states."""
-    blocks = Blocks.of(runs)
+    """See `recurrence.Scan`; computed in the dtype of states."""
+    blocks = RunBlocks.of(runs)
     products = _Products.of(steps.by_head(), blocks, only_state=only_state)
     if state is None:
         current = products.own.new_zeros((len(runs.lengths), *products.own.shape[1:]))
@@ -144,11 +144,11 @@ def scan(steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = F
     last = torch.cat((current, *reversed(ended))).index_select(0, blocks.order)
     if only_state:
         return None, last
-    return blocks.joined(products.found(torch.cat(before))).to(steps.v_THV.dtype), last
+    return blocks.joined(products.output(torch.cat(before))).to(steps.v_THV.dtype), last
 
 
 def convolve(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, runs: Runs) -> Tensor:
-    """Return what `kernel.LinearKernel.convolve` says: a sum of shifted rows, without those of other runs."""
+    """See `recurrence.LinearKernel`: a sum of shifted rows, without those of other runs."""
     positions = runs.once("positions", lambda: _positions(runs))
     num_before = weight_CK.shape[1] - 1
     dtype = state_dtype(x_TC.dtype)

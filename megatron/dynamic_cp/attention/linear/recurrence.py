@@ -62,7 +62,7 @@ class Steps(NamedTuple):
         q_THK, k_THK, v_THV: in the dtype of the model; queries and keys may be of groups of heads, equally large.
         decay_TH: logarithms, at most 0, in that of states.
         beta_TH: in that of states; None: as in Mamba-2.
-        scale: of what is found.
+        scale: of the output.
     """
 
     q_THK: Tensor
@@ -132,11 +132,11 @@ class Scan(Protocol):
     def __call__(
         self, steps: Steps, runs: Runs, state: Tensor | None, *, only_state: bool = False
     ) -> tuple[Tensor | None, Tensor]:
-        """Return what tokens find [T, heads, value size], and the state behind each run [runs, heads, key, value].
+        """Return the output [T, heads, value size], and the state behind each run [runs, heads, key, value].
 
         Args:
             state: before each run; None: zeros.
-            only_state: what tokens find is of no interest, and may be None.
+            only_state: the output is not needed, and may be None.
         """
 
 

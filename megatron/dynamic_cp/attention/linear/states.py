@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share, keeps_by_hooks
-from megatron.dynamic_cp.attention.linear.layout import LaneRows, Links, Place, lane_rows
+from megatron.dynamic_cp.attention.linear.layout import LaneIndex, LaneRows, LinkedRuns, lane_rows
 from megatron.dynamic_cp.attention.linear.recurrence import (
     LinearKernel,
     Runs,
@@ -71,7 +71,7 @@ def _between_lanes(
     placed = params.placed
     if placed is None:
         return all_to_all_messages(messages, expected, params)
-    num_lanes, own = Place.of(params)
+    num_lanes, own = LaneIndex.of(params)
     others = [lane for lane in range(num_lanes) if lane != own]
     sends = [(placed.first_in_group + lane, messages[lane]) for lane in others]
     receives = [(placed.first_in_group + lane, expected[lane]) for lane in others]
@@ -85,51 +85,51 @@ def _by_lane(flat: Sequence[Tensor], num_lanes: int) -> list[list[Tensor]]:
 
 
 def by_states(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: DynamicPackedSeqParams) -> Tensor:
-    """Return what this lane's tokens find, [T, heads, value size]."""
-    return found_in_rows(layer, x_TC, gates, lane_rows(params, x_TC.device), params)
+    """Return the output of this lane's tokens, [T, heads, value size]."""
+    return output_of_rows(layer, x_TC, gates, lane_rows(params, x_TC.device), params)
 
 
-def found_in_rows(
+def output_of_rows(
     layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], rows: LaneRows, params: DynamicPackedSeqParams
 ) -> Tensor:
-    """Return what the tokens of a lane find; states pass from run to run where one goes on from another."""
+    """Return the output of a lane's tokens; states pass from run to run where one goes on from another."""
     x_TC = _convolved(layer, x_TC, rows, params)
     steps = layer.steps(x_TC, gates)
     if not rows.has_links:
-        found, _ = _scanned(layer.kernel, steps, rows.runs)
-    elif rows.place is None:
-        found = _scanned_by_levels(layer.kernel, steps, rows)
+        output, _ = _scanned(layer.kernel, steps, rows.runs)
+    elif rows.index is None:
+        output = _scanned_by_levels(layer.kernel, steps, rows)
     elif rows.alone is None:
-        found = _scanned_in_chains(layer, steps, rows, params)
+        output = _scanned_in_chains(layer, steps, rows, params)
     else:
         linked, others = (steps.of_rows(part) for part in (rows.alone.linked_rows, rows.alone.rows))
         parts = _scanned_in_chains(layer, linked, rows, params), _scanned(layer.kernel, others, rows.alone.runs)[0]
-        found = torch.cat(parts).index_select(0, rows.alone.in_order)
-    return layer.finished(found, x_TC)
+        output = torch.cat(parts).index_select(0, rows.alone.in_order)
+    return layer.with_skip(output, x_TC)
 
 
 def _scanned(kernel: LinearKernel, steps: Steps, runs: Runs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return what tokens find, and the state behind each run."""
-    found, last = kernel.scan(steps, runs, state)
-    assert found is not None
-    return found, last
+    """Return the output, and the state behind each run."""
+    output, last = kernel.scan(steps, runs, state)
+    assert output is not None
+    return output, last
 
 
 def _scanned_by_levels(kernel: LinearKernel, steps: Steps, rows: LaneRows) -> Tensor:
-    """Return what the tokens of a lane find that has all rows: branches are scanned after what they go on from."""
-    found, state = [], None
+    """Return the output of a lane that has all rows: branches are scanned after what they go on from."""
+    outputs, state = [], None
     for level in rows.levels:
         before = None if state is None else state.index_select(0, level.previous)
         of_level, state = _scanned(kernel, steps.of_rows(level.rows), level.runs, before)
-        found.append(of_level)
-    return torch.cat(found).index_select(0, rows.by_row)
+        outputs.append(of_level)
+    return torch.cat(outputs).index_select(0, rows.by_row)
 
 
 def _scanned_in_chains(layer: LinearLayer, steps: Steps, rows: LaneRows, params: DynamicPackedSeqParams) -> Tensor:
-    """Return what the tokens of linked runs find; lanes exchange the states before them."""
+    """Return the output of linked runs; lanes exchange the states before them."""
     chain, is_recorded = StateChain(layer.sizes, rows, params), torch.is_grad_enabled()
-    found: Tensor = _ScanLinkedRuns.apply(layer.kernel, rows.linked, chain, steps, is_recorded, *steps.tensors)
-    return found
+    output: Tensor = _ScanLinkedRuns.apply(layer.kernel, rows.linked, chain, steps, is_recorded, *steps.tensors)
+    return output
 
 
 def _convolved(layer: LinearLayer, x_TC: Tensor, rows: LaneRows, params: DynamicPackedSeqParams) -> Tensor:
@@ -139,7 +139,7 @@ def _convolved(layer: LinearLayer, x_TC: Tensor, rows: LaneRows, params: Dynamic
         return layer.convolved(x_TC, rows.runs)
     halo = rows.halo(num_before)
     parts = [x_TC]
-    if rows.place is not None:
+    if rows.index is not None:
         messages = [[x_TC.index_select(0, sent)] for sent in halo.sent]
         expected = [[Expected((number, x_TC.shape[1]), x_TC.dtype)] for number in halo.num_received]
         parts += [part for (part,) in exchanged(messages, expected, params)]
@@ -152,7 +152,7 @@ class StateChain:
 
     def __init__(self, sizes: LinearAttention, rows: LaneRows, params: DynamicPackedSeqParams) -> None:
         self._links, self._params, self._num_runs = rows.links, params, len(rows.linked.lengths)
-        num_lanes, self._lane = Place.of(params)
+        num_lanes, self._lane = LaneIndex.of(params)
         shares = [Share.of_lane(sizes, lane, num_lanes).heads for lane in range(num_lanes)]
         self._heads = [slice(heads.start, heads.stop) for heads in shares]
 
@@ -172,11 +172,11 @@ class StateChain:
         """Return the gradient of the state behind each of them.
 
         Args:
-            grad: what their tokens say of that before.
+            grad: of the state before each of them, from its own tokens alone.
             of_all: transitions of all runs, of this lane's share of the heads, as `states` returned them.
         """
-        (said,) = self._scattered(grad)
-        before = composed_back(of_all, said, self._links)
+        (own,) = self._scattered(grad)
+        before = composed_back(of_all, own, self._links)
         behind = torch.zeros_like(before)
         behind.index_add_(0, self._links.previous, before.index_select(0, self._links.following))
         return self._gathered(behind)
@@ -198,11 +198,11 @@ class StateChain:
         return torch.cat([part for (part,) in exchanged(messages, expected, self._params)], dim=1)
 
 
-def composed(transitions: Tensor, own: Tensor, links: Links) -> Tensor:
+def composed(transitions: Tensor, own: Tensor, links: LinkedRuns) -> Tensor:
     """Return the state behind each linked run; those that go on from none begin with zeros.
 
-    Runs and those right before them, then pairs and those before them: a launch for each step would wait for the one
-    before, and steps are as many as the logarithm of the longest way.
+    First runs with those right before them, then pairs with the pairs before them, and so on: launches are as many as
+    the logarithm of the longest chain.
 
     Args:
         transitions, own: A and b of each, [linked, heads, ...].
@@ -213,8 +213,8 @@ def composed(transitions: Tensor, own: Tensor, links: Links) -> Tensor:
     return own
 
 
-def composed_back(transitions: Tensor, grad: Tensor, links: Links) -> Tensor:
-    """Return the gradient of the state before each linked run: what it says, and what those say that go on from it."""
+def composed_back(transitions: Tensor, grad: Tensor, links: LinkedRuns) -> Tensor:
+    """Return the gradient of the state before each linked run: its own, and those of runs that go on from it."""
     previous = torch.zeros(len(grad), dtype=torch.int64, device=grad.device)
     previous.index_copy_(0, links.following, links.previous)
     for later, earlier in links.jumps:
@@ -225,7 +225,7 @@ def composed_back(transitions: Tensor, grad: Tensor, links: Links) -> Tensor:
 
 
 def _longer(transitions: Tensor, later: Tensor, earlier: Tensor) -> Tensor:
-    """Return the transitions of twice as many runs where there are as many before them."""
+    """Return the transitions of chains twice as long, where enough runs come before."""
     both = followed(transitions.index_select(0, later), transitions.index_select(0, earlier))
     return transitions.index_copy(0, later, both)
 
@@ -258,8 +258,8 @@ def _sums(decay_TH: Tensor, runs: Runs) -> Tensor:
 class _ScanLinkedRuns(torch.autograd.Function):
     """Scans from the states before runs; backward exchanges gradients of states where forward exchanged states.
 
-    Backward asks the graph of the scan twice. Where what is kept goes through hooks, each time a checkpoint would
-    repeat its whole region: there runs are scanned once more instead, and nothing but tensors of this function is kept.
+    Backward walks the graph of the scan twice. Where saved tensors go through hooks, a checkpoint would repeat its
+    whole region each time: there runs are scanned once more instead, and only tensors of this function are saved.
     """
 
     @staticmethod
@@ -277,7 +277,7 @@ class _ScanLinkedRuns(torch.autograd.Function):
         if is_recorded and not keeps_by_hooks():
             ctx.scanned = _Scan.of(kernel, runs, steps, state)
             ctx.save_for_backward(of_all)
-            return ctx.scanned.found.detach()
+            return ctx.scanned.output.detach()
         ctx.save_for_backward(of_all, state, *tensors)
         return _scanned(kernel, steps, runs, state)[0]
 
@@ -288,23 +288,23 @@ class _ScanLinkedRuns(torch.autograd.Function):
         if scan is None:
             state, *tensors = kept
             scan = _Scan.of(ctx.kernel, ctx.runs, Steps.of(tensors, ctx.scale), state)
-        (of_state,) = torch.autograd.grad(scan.found, scan.state, grad, retain_graph=True)
+        (of_state,) = torch.autograd.grad(scan.output, scan.state, grad, retain_graph=True)
         behind = ctx.chain.gradients(of_state, of_all)
-        grads = torch.autograd.grad((scan.found, scan.last), scan.tensors, (grad, behind), allow_unused=True)
+        grads = torch.autograd.grad((scan.output, scan.last), scan.tensors, (grad, behind), allow_unused=True)
         return None, None, None, None, None, *grads
 
 
 class _Scan(NamedTuple):
-    """A scan of runs with its graph: tensors of the steps, states before runs, what tokens find, states behind runs."""
+    """A scan of runs with its graph: tensors of the steps, states before runs, the output, states behind runs."""
 
     tensors: list[Tensor]
     state: Tensor
-    found: Tensor
+    output: Tensor
     last: Tensor
 
     @classmethod
     def of(cls, kernel: LinearKernel, runs: Runs, steps: Steps, state: Tensor) -> _Scan:
-        """Return that of `steps`."""
+        """Scan `steps`."""
         steps = steps.with_tensors([tensor.detach().requires_grad_() for tensor in steps.tensors])
         state = state.detach().requires_grad_()
         with torch.enable_grad():

@@ -20,16 +20,16 @@ from dynamic_cp.types import LinearAttention, StateExchange
 from dynamic_cp.types.branches import sees_prefixes
 from megatron.dynamic_cp.attention.linear.kernels import choose_linear_kernel
 from megatron.dynamic_cp.attention.linear.layer import LinearLayer, Share, channels_of
-from megatron.dynamic_cp.attention.linear.layout import LaneRows, Place, gathered_rows
+from megatron.dynamic_cp.attention.linear.layout import LaneIndex, LaneRows, gathered_rows
 from megatron.dynamic_cp.attention.linear.recurrence import state_dtype
-from megatron.dynamic_cp.attention.linear.states import by_states, exchanged, found_in_rows
+from megatron.dynamic_cp.attention.linear.states import by_states, exchanged, output_of_rows
 from megatron.dynamic_cp.attention.mechanisms.transfers import Expected
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 
 def by_heads(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: DynamicPackedSeqParams) -> Tensor:
-    """Return what this lane's tokens find, [T, heads, value size]."""
-    num_lanes, own = Place.of(params)
+    """Return the output of this lane's tokens, [T, heads, value size]."""
+    num_lanes, own = LaneIndex.of(params)
     shares = [Share.of_lane(layer.sizes, lane, num_lanes) for lane in range(num_lanes)]
     gathered = gathered_rows(params, x_TC.device)
 
@@ -41,19 +41,19 @@ def by_heads(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: Dyna
     expected = [[Expected(one.shape, one.dtype) for one in messages[own]]] * num_lanes
     received = exchanged(messages, expected, params)
     x_RC, *gates_RH = (torch.cat(parts).index_select(0, gathered.in_order) for parts in zip(*received, strict=True))
-    found_RHV = _found_by_share(layer.of_share(shares[own]), x_RC, gates_RH, gathered.rows, params)
-    by_lane = found_RHV.index_select(0, gathered.by_lane).chunk(num_lanes)
+    output_RHV = _output_of_share(layer.of_share(shares[own]), x_RC, gates_RH, gathered.rows, params)
+    by_lane = output_RHV.index_select(0, gathered.by_lane).chunk(num_lanes)
     expected = [[Expected((len(x_TC), len(share.heads), layer.sizes.value_size), x_TC.dtype)] for share in shares]
     returned = exchanged([[part] for part in by_lane], expected, params)
     return torch.cat([part for (part,) in returned], dim=1)
 
 
-def _found_by_share(
+def _output_of_share(
     layer: LinearLayer, x_RC: Tensor, gates_RH: list[Tensor], rows: LaneRows, params: DynamicPackedSeqParams
 ) -> Tensor:
-    """Return what the tokens of whole samples find, of the heads of a share."""
+    """Return the output of whole samples, of the heads of a share."""
     if layer.share.heads:
-        return found_in_rows(layer, x_RC, gates_RH, rows, params)
+        return output_of_rows(layer, x_RC, gates_RH, rows, params)
     # Backward exchanges, too, and each parameter has a gradient on each lane.
     nothing = torch.stack([parameter.sum() for parameter in layer.parameters]).sum()
     return x_RC[..., None].expand(-1, -1, layer.sizes.value_size) + nothing
@@ -73,7 +73,7 @@ def gated_delta_net_thd(
     params: DynamicPackedSeqParams,
     sizes: LinearAttention,
 ) -> Tensor:
-    """Return what a gated delta net finds inside each packed sequence, [T, heads, value size].
+    """Return the output of a gated delta net inside each packed sequence, [T, heads, value size].
 
     Convolves, applies SiLU, normalizes queries and keys to length 1, and passes states; gate, norm and projections are
     the caller's. Parameters are whole on each lane; their gradients are a lane's part, to be summed over lanes.
@@ -102,9 +102,9 @@ def mamba2_thd(
     params: DynamicPackedSeqParams,
     sizes: LinearAttention,
 ) -> Tensor:
-    """Return what a Mamba-2 layer finds inside each packed sequence, [T, heads, value size].
+    """Return the output of a Mamba-2 layer inside each packed sequence, [T, heads, value size].
 
-    Convolves, applies SiLU, passes states, and adds what tokens find of themselves; gate, norm and projections are the
+    Convolves, applies SiLU, passes states, and adds each token's own weighted value; gate, norm and projections are the
     caller's. Parameters are whole on each lane; their gradients are a lane's part, to be summed over lanes.
 
     Args:
@@ -134,7 +134,10 @@ def _layer(x_TC: Tensor, conv_weight: Tensor, sizes: LinearAttention, **more: Te
 
 
 def _in_its_way(layer: LinearLayer, x_TC: Tensor, gates: list[Tensor], params: DynamicPackedSeqParams) -> Tensor:
-    """Return what tokens find, by heads or by states; one lane exchanges nothing."""
+    """Return the layer's output.
+
+    With one lane nothing is exchanged; otherwise lanes exchange heads or pass on states, as the plan says.
+    """
     if params.placed is not None and params.placed.state_runs is None:
         raise UnsupportedFeatureError(
             f"the plan places attention at {params.label} for a model without linear attention: plan with the layers "
