@@ -50,15 +50,15 @@ from tests.distributed.parity import (
 def count_padding(token_owners: Any, params: Any) -> Any:
     """Padding belongs to the last sample of its bucket."""
     owners = token_owners(params)
-    parts = owners.parts.clamp(max=owners.num_parts - 1)
-    return owners._replace(parts=parts, copies=torch.ones_like(owners.copies))
+    segments = owners.segments.clamp(max=owners.num_segments - 1)
+    return owners._replace(segments=segments, copies=torch.ones_like(owners.copies))
 
 
 @around(experts, "token_owners")
 def take_a_pack_for_a_sequence(token_owners: Any, params: Any) -> Any:
     owners = token_owners(params)
-    parts = torch.where(owners.parts < owners.num_parts, 0, owners.parts)
-    return owners._replace(parts=parts, shares=torch.zeros_like(owners.shares[:, :1]))
+    segments = torch.where(owners.segments < owners.num_segments, 0, owners.segments)
+    return owners._replace(segments=segments, shares=torch.zeros_like(owners.shares[:, :1]))
 
 
 def sum_over(group_of: Callable[[Any], Any]) -> Plant:

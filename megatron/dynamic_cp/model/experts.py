@@ -110,11 +110,11 @@ class DynamicCPRouter(TopKRouter):
             raise TypeError("a router needs the parameters of its micro-batch: use gpt_block_spec")
         owners = token_owners(self.params)
         if self.config.sequence_parallel:
-            parts, copies = (
-                whole.chunk(self.tp_group.size())[self.tp_group.rank()] for whole in (owners.parts, owners.copies)
+            segments, copies = (
+                whole.chunk(self.tp_group.size())[self.tp_group.rank()] for whole in (owners.segments, owners.copies)
             )
-            owners = owners._replace(parts=parts, copies=copies)
-        assert len(owners.parts) == len(logits), "a row for each token"
+            owners = owners._replace(segments=segments, copies=copies)
+        assert len(owners.segments) == len(logits), "a row for each token"
         return owners
 
     def _aux_loss(self, logits: Tensor, owners: TokenOwners) -> Tensor:
@@ -125,15 +125,17 @@ class DynamicCPRouter(TopKRouter):
         if self.params.placed is not None:  # type: ignore[union-attr]
             raise TypeError(f"{self.params.label}: the lanes of a placed bucket do not number its samples alike")  # type: ignore[union-attr]
         routing_map, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
-        of_parts = torch.zeros(owners.num_parts + 1, logits.shape[-1], device=logits.device)
-        of_parts.index_add_(0, owners.parts, routing_map.to(of_parts.dtype))
-        self._sum_over_sample(of_parts)
-        part, sequence = owners.shares
-        counts = of_parts.new_zeros(owners.num_sequences, logits.shape[-1]).index_add_(0, sequence, of_parts[part])
+        of_segments = torch.zeros(owners.num_segments + 1, logits.shape[-1], device=logits.device)
+        of_segments.index_add_(0, owners.segments, routing_map.to(of_segments.dtype))
+        self._sum_over_sample(of_segments)
+        segment, sequence = owners.shares
+        counts = of_segments.new_zeros(owners.num_sequences, logits.shape[-1]).index_add_(
+            0, sequence, of_segments[segment]
+        )
         # Each token chose k experts: the row of a sequence adds up to k n. That of padding has no weight.
         of_sequences = counts * (self.config.num_moe_experts / counts.sum(dim=1, keepdim=True).clamp(min=1))
-        weights = torch.zeros_like(of_parts).index_add_(0, part, of_sequences[sequence])
-        return (scores * weights[owners.parts]).sum()
+        weights = torch.zeros_like(of_segments).index_add_(0, segment, of_sequences[sequence])
+        return (scores * weights[owners.segments]).sum()
 
     def _sum_over_sample(self, counts: Tensor) -> None:
         """Add up what the ranks that share the samples of this bucket have counted."""

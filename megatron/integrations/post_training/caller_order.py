@@ -27,7 +27,7 @@ from dynamic_cp.types import Sample
 from megatron.dynamic_cp.agreement.verify import agree
 from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.data.micro_batches import PackedBucket, packed_buckets, shards_of
-from megatron.dynamic_cp.layout.token_owners import parts_of
+from megatron.dynamic_cp.layout.token_owners import segments_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,7 +59,7 @@ class CallerOrder:
     @cached_property
     def first_responses(self) -> NDArray[np.int64]:
         """The number of each sample's first response, and behind all of them, [samples + 1]."""
-        return _starts([len(parts_of(sample).sequences) for sample in self.samples])
+        return _starts([len(segments_of(sample).sequences) for sample in self.samples])
 
     @property
     def num_tokens(self) -> int:
@@ -106,7 +106,7 @@ class CallerOrder:
             start = here.stop
             places[here] = np.where(shard < sample.seqlen, self.starts[index] + shard, self.num_tokens)
             present.append(np.arange(*self.first_responses[index : index + 2]))
-            lengths, sequences = parts_of(sample)
+            lengths, sequences = segments_of(sample)
             has_part = np.zeros((len(sequences), len(lengths) + 1), np.bool_)  # padding is nobody's part
             for number, parts in enumerate(sequences):
                 has_part[number, parts] = True
