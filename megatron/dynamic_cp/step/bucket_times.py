@@ -42,39 +42,23 @@ ForwardStep = Callable[[Iterator[dict[str, Any]], torch.nn.Module], tuple[Tensor
 Mark = Any
 """A moment: seconds on CPU, an event of the stream on CUDA."""
 
-_COLUMNS = (
-    "step",
-    "micro_batch",
-    "stage",
-    "chunk",
-    "first_lane",
-    "cp_size",
-    "exchange",
-    "inner_cp_size",
-    "tokens",
-    "tokens_squared",
-    "num_states",
-    "forward_s",
-    "backward_s",
+_KEYS = (
+    *("step", "micro_batch", "stage", "chunk", "first_lane", "cp_size", "exchange", "inner_cp_size"),
+    *("tokens", "tokens_squared", "num_states"),
 )
+"""The same on all ranks that share a bucket on a chunk."""
+_COLUMNS = (*_KEYS, "forward_s", "backward_s")
 _EXCHANGES = tuple(TRAITS)
 """A mechanism is a number in a row of figures."""
-_NUM_KEYS = 11
-"""All columns but the seconds: the same on all ranks that share a bucket on a chunk."""
 
 
 @dataclass(slots=True)
 class _Timed:
-    """One micro-batch on one chunk: what it is, and its four moments."""
+    """One micro-batch on one chunk: its `_KEYS` behind the step, and its four moments."""
 
-    chunk: int
     micro_batch: int
-    cp_size: int
-    exchange: int
-    inner_cp_size: int
-    tokens: int
-    tokens_squared: int
-    num_states: float
+    chunk: int
+    keys: tuple[float, ...]
     forward: list[Mark]
     backward: list[Mark]
 
@@ -213,18 +197,13 @@ class BucketTimes:
         """Return the record of a micro-batch that starts now; a chunk runs its micro-batches in order."""
         if self._origin is None:
             self._origin = self._mark(), time.time()
-        timed = _Timed(
-            chunk=chunk,
-            micro_batch=self._num_started[chunk],
-            cp_size=params.local_cp_size,
-            exchange=_EXCHANGES.index(params.cp_comm_type),
-            inner_cp_size=params.inner_cp_size,
-            tokens=sum(params.padded_seqlens),
-            tokens_squared=_tokens_squared(params, self._shape),
-            num_states=_num_states(params),
-            forward=[self._mark()],
-            backward=[],
+        micro_batch, cp_size = self._num_started[chunk], params.local_cp_size
+        keys = (
+            *(micro_batch, self._stage, chunk, self._lane // cp_size * cp_size, cp_size),
+            *(_EXCHANGES.index(params.cp_comm_type), params.inner_cp_size),
+            *(sum(params.padded_seqlens), _tokens_squared(params, self._shape), _num_states(params)),
         )
+        timed = _Timed(micro_batch, chunk, keys, [self._mark()], [])
         self._num_started[chunk] += 1
         self._timed.append(timed)
         return timed
@@ -236,21 +215,7 @@ class BucketTimes:
 
     def _row(self, timed: _Timed) -> list[float]:
         """Return the columns; NaN for a pass that did not end."""
-        return [
-            self._num_steps,
-            timed.micro_batch,
-            self._stage,
-            timed.chunk,
-            self._lane // timed.cp_size * timed.cp_size,
-            timed.cp_size,
-            timed.exchange,
-            timed.inner_cp_size,
-            timed.tokens,
-            timed.tokens_squared,
-            timed.num_states,
-            self._seconds(timed.forward),
-            self._seconds(timed.backward),
-        ]
+        return [self._num_steps, *timed.keys, self._seconds(timed.forward), self._seconds(timed.backward)]
 
     def _seconds(self, marks: Sequence[Mark]) -> float:
         if len(marks) != 2:
@@ -263,7 +228,7 @@ class BucketTimes:
 
 
 def _num_states(params: Any) -> float:
-    """Return as how many samples those of a micro-batch count whose states are passed on."""
+    """Return as how many samples those of a micro-batch count whose states are passed on; branches count, too."""
     if params.state_exchange != "states":
         return 0.0
     if params.masked_samples is None:
@@ -285,27 +250,20 @@ def least_of_equal_keys(rows: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return one row for each bucket on each chunk, sorted, with the least seconds of its ranks (NaN if all are)."""
     if not len(rows):
         return rows
-    keys, place = np.unique(rows[:, :_NUM_KEYS], axis=0, return_inverse=True)
-    least = np.full((len(keys), rows.shape[1] - _NUM_KEYS), np.nan)
-    np.fmin.at(least, place.reshape(-1), rows[:, _NUM_KEYS:])
+    keys, place = np.unique(rows[:, : len(_KEYS)], axis=0, return_inverse=True)
+    least = np.full((len(keys), rows.shape[1] - len(_KEYS)), np.nan)
+    np.fmin.at(least, place.reshape(-1), rows[:, len(_KEYS) :])
     return np.concatenate([keys, least], axis=1)
 
 
 def _observations(rows: NDArray[np.float64]) -> list[Observation]:
-    observations = []
-    for row in rows.tolist():
-        column = dict(zip(_COLUMNS, row, strict=True))
-        observations.append(
-            Observation(
-                cp_comm_type=_EXCHANGES[int(column["exchange"])],
-                inner_cp_size=int(column["inner_cp_size"]),
-                forward_s=column["forward_s"],
-                backward_s=column["backward_s"],
-                num_states=column["num_states"],
-                **{
-                    name: int(column[name])
-                    for name in ("cp_size", "first_lane", "tokens", "tokens_squared", "stage", "chunk")
-                },
-            )
+    columns = [dict(zip(_COLUMNS, row, strict=True)) for row in rows.tolist()]
+    counts = ("cp_size", "first_lane", "inner_cp_size", "tokens", "tokens_squared", "stage", "chunk")
+    return [
+        Observation(
+            cp_comm_type=_EXCHANGES[int(column["exchange"])],
+            **{name: int(column[name]) for name in counts},
+            **{name: column[name] for name in ("forward_s", "backward_s", "num_states")},
         )
-    return observations
+        for column in columns
+    ]
