@@ -40,7 +40,11 @@ _OF_GLOO = re.compile(rf"{_PLACE}.*({'|'.join(_GONE)})")
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether `error` says that another rank, or the job's store, is gone or does not answer."""
+    """Return whether `error` says that another rank, or the job's store, is gone or does not answer.
+
+    gloo raises plain RuntimeErrors, "[file:line] Connection closed by peer [address]. This is typically caused by ...":
+    only their text distinguishes them from a bug.
+    """
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and _OF_GLOO.search(str(error)) is not None
     )

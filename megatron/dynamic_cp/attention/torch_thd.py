@@ -130,9 +130,8 @@ class TorchTHDAttention(MegatronModule):
             query: [T, heads, dim]; key: [T, kv_heads, dim].
             value: [T, kv_heads, value dim], at most as wide as keys (narrower in latent attention).
         """
-        if not isinstance(packed_seq_params, DynamicPackedSeqParams):
-            raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
-        params = packed_seq_params if self.window is None else packed_seq_params.with_mask(self.window)
+        params = DynamicPackedSeqParams.checked(packed_seq_params)
+        params = params if self.window is None else params.with_mask(self.window)
         out_THD = attention_thd(
             query, key, value, params, self.softmax_scale, self.backend, softmax_offset_H=self.softmax_offset
         )[..., : value.shape[-1]]

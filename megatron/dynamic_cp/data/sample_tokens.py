@@ -41,7 +41,11 @@ class SampleTokens:
 
 
 def shared_question(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> tuple[SampleTokens, SharedQuestion]:
-    """Return the tokens of the sample, with a loss on those of the responses, and its mask.
+    """Return one prompt with several responses as one sample, with a loss on the responses, and its mask.
+
+    Its loss and gradients are those of the pairs trained apart. The prompt is there once. Each response sees it and
+    itself, and its positions go on from the prompt's end. The last token of the prompt is there once for each response,
+    because its label is the first token of that response. So the labels are prompt and responses one after the other.
 
     Args:
         prompt: at least 2 tokens.

@@ -20,7 +20,11 @@ NUM_COLUMNS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FutureColumns:
-    """Columns of every depth of a micro-batch with T local tokens, and what was found of their losses.
+    """Columns of every depth of multi-token prediction, for T local tokens, and the sums of their losses.
+
+    The module of depth k (1, 2, ...) gets the token k places further on in the same sample, and predicts the one after
+    it. That place may be on another lane: so columns are shifted before they are sharded, where whole samples are at
+    hand (`data.micro_batches`). Behind the end of a sample all of them are 0, and so is the loss.
 
     Attributes:
         columns: int64 [depth, NUM_COLUMNS, T].
@@ -175,6 +179,17 @@ class DynamicPackedSeqParams(PackedSeqParams):
         if name in self.__dict__:
             raise FrozenInstanceError(f"{name} of a micro-batch's parameters stays as it was built: use replace()")
         super().__setattr__(name, value)
+
+    @classmethod
+    def checked(cls, params: object) -> DynamicPackedSeqParams:
+        """Return what a layer was given, if it is of this class.
+
+        Raises:
+            TypeError: it is megatron-core's, or None.
+        """
+        if not isinstance(params, DynamicPackedSeqParams):
+            raise TypeError(f"DynamicPackedSeqParams needed, got {type(params).__name__}")
+        return params
 
     @property
     def placed(self) -> Any:

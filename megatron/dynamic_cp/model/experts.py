@@ -46,7 +46,7 @@ class DynamicCPRouter(TopKRouter):
     """megatron-core's router but for its losses and what it counts.
 
     Attributes:
-        params: of the micro-batch that runs; its layer sets them (`experts.LayerWithExperts`).
+        params: of the micro-batch that runs; its layer sets them (`LayerWithExperts`).
         aux_loss_coeff: of all load-balancing losses that are asked for together; for a sequence they are the same.
         sums: since `take_sums`, of real tokens that trained, float32 [num_experts + 3]: tokens routed to each expert,
             sums of n * aux and of n * z, both without their coefficients, and of n; this rank's part.

@@ -3,7 +3,7 @@
 megatron-core's module refuses a CP group per micro-batch, rotates by its static group, and loses a sum over the
 tensor-parallel ranks. Here only its weights and its last projection are used: what a token projects is computed below,
 rotated by the true positions of the shard. Attention is then that of every other model, with keys and values of all
-heads in full; or where the plan says so, latents go round the lanes and each lane projects them up (`latents.py`).
+heads in full; or where the plan says so, latents go round the lanes and each lane projects them up (`LatentRing`).
 """
 
 from __future__ import annotations
@@ -49,20 +49,15 @@ class DynamicCPLatentAttention(MLASelfAttention):
         **_also_unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (output [T, 1, hidden size], its bias); with sequence parallelism T is a share of the tokens."""
-        if not isinstance(packed_seq_params, DynamicPackedSeqParams):
-            raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
-        query, latent, rotated = self._projected_down(hidden_states, packed_seq_params)
+        params = DynamicPackedSeqParams.checked(packed_seq_params)
+        query, latent, rotated = self._projected_down(hidden_states, params)
         checkpoints = self.checkpoint_core_attention and self.training
-        if needs_latents(packed_seq_params.cp_comm_type) and packed_seq_params.cp_group.size() > 1:
-            context = self._over_latents(query, latent, rotated, packed_seq_params, checkpoints=checkpoints)
+        if needs_latents(params.cp_comm_type) and params.cp_group.size() > 1:
+            context = self._over_latents(query, latent, rotated, params, checkpoints=checkpoints)
         else:
             key, value = self._projected_up(latent, rotated)
-            if checkpoints:
-                context = self._checkpointed_attention_forward(
-                    query, key, value, attention_mask, packed_seq_params=packed_seq_params
-                )
-            else:
-                context = self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+            attend = self._checkpointed_attention_forward if checkpoints else self.core_attention
+            context = attend(query, key, value, attention_mask, packed_seq_params=params)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(context.reshape(len(context), 1, -1))
         return output
 

@@ -99,7 +99,7 @@ class TorchL2Norm(torch.nn.Module):
 def quick_gelu(x: Tensor) -> Tensor:
     """Return x times the sigmoid of 1.702 x, which is close to GELU; in gated MLPs as of gpt-oss.
 
-    DEVIATION: megatron-core's is compiled. Reason: as of `norm.TorchL2Norm`. Recovery: none.
+    DEVIATION: megatron-core's is compiled. Reason: as of `TorchL2Norm`. Recovery: none.
 
     Source: Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2.
     """
@@ -125,7 +125,12 @@ _Added = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
 def add_to_residual(training: bool, _fused: bool) -> _Added:
-    """Return the function that adds the output of attention or MLP; in a layer spec as `get_bias_dropout_add`."""
+    """Return the function that adds the output of attention or MLP; in a layer spec as `get_bias_dropout_add`.
+
+    For a residual stream in float32 (--fp32-residual-connection): what is added is rounded, the stream is not.
+    megatron-core 0.16.1 rounds the stream in each addition; since 0.17 it does not. Norms read float32 and give what
+    matrices take (`TorchNorm`).
+    """
 
     def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
         x, bias = x_with_bias
@@ -139,7 +144,11 @@ _Change = Callable[[Tensor], Tensor]
 
 
 def change_outputs(chunk: Any, flags: Any) -> None:
-    """Have a model chunk do what `flags` say; scores of attention have their factor from its configuration."""
+    """Put norms and factors behind parts of a model chunk, as hooks, where `flags` say so (`flags.layer_outputs`).
+
+    A layer keeps these norms as `post_self_attn_layernorm` and `post_mlp_layernorm`, also in checkpoints. Scores of
+    attention have their factor from the configuration.
+    """
     said, config = choices(flags), chunk.config
     for layer in chunk.decoder.layers:
         for name, part in (("post_self_attn_layernorm", layer.self_attention), ("post_mlp_layernorm", layer.mlp)):

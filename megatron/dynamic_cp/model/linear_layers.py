@@ -122,17 +122,16 @@ class LinearAttentionLayer(MegatronModule):
         **_also_unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (output [T, 1, hidden size], None); with sequence parallelism T is a share of the tokens."""
-        if not isinstance(packed_seq_params, DynamicPackedSeqParams):
-            raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
+        params = DynamicPackedSeqParams.checked(packed_seq_params)
         projected, _ = self.in_proj(hidden_states)
         sections = dict(zip(self._parts, projected.squeeze(1).split(list(self._parts.values()), dim=-1), strict=True))
-        if packed_seq_params.cp_group.size() > 1 and not self.repeats_core:
+        if params.cp_group.size() > 1 and not self.repeats_core:
             # Lanes convolve what they exchange, and z alone would keep the whole projection.
             sections["z"] = sections["z"].contiguous()
         dropped = CheckpointWithoutOutput() if self.drops_normed and self.training else None
         again = computed_again if dropped is None else dropped.checkpoint
-        found = self._attended(sections, packed_seq_params, again)
-        output: tuple[Tensor, Tensor | None] = self.out_proj(found.unsqueeze(1))
+        attended = self._attended(sections, params, again)
+        output: tuple[Tensor, Tensor | None] = self.out_proj(attended.unsqueeze(1))
         if dropped is not None:
             dropped.discard_output_and_register_recompute(output[0])
         return output

@@ -118,7 +118,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     return torch.cat((rotated * cos + turned * sin, passed), dim=-1)
 
 
-_NAMES = ("tp", "cp", "pp", "ep", "expt_tp")
+_GROUPS = ("tp", "cp", "pp", "ep", "expt_tp")
 
 
 def check_groups(given: ProcessGroupCollection | None) -> None:
@@ -132,8 +132,8 @@ def check_groups(given: ProcessGroupCollection | None) -> None:
     """
     if given is None:
         return
-    own = ProcessGroupCollection.use_mpu_process_groups([name for name in _NAMES if hasattr(given, name)])
-    for name in _NAMES:
+    own = ProcessGroupCollection.use_mpu_process_groups([name for name in _GROUPS if hasattr(given, name)])
+    for name in _GROUPS:
         group, expected = getattr(given, name, None), getattr(own, name, None)
         if group is None or group is expected:
             continue
@@ -176,10 +176,9 @@ class DynamicCPSelfAttention(SelfAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """See SelfAttention.forward; `rotary_pos_emb` is the whole frequency table, not this shard's part."""
-        if not isinstance(packed_seq_params, DynamicPackedSeqParams):
-            raise TypeError(f"DynamicPackedSeqParams needed, got {type(packed_seq_params).__name__}")
+        params = DynamicPackedSeqParams.checked(packed_seq_params)
         if rotary_pos_emb is not None and self._rotates:
-            self._rotary = self._angles(rotary_pos_emb, packed_seq_params, hidden_states.dtype)
+            self._rotary = self._angles(rotary_pos_emb, params, hidden_states.dtype)
         try:
             return super().forward(hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs)
         finally:
@@ -228,6 +227,6 @@ class DynamicCPSelfAttention(SelfAttention):
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return the context x [T, 1, heads * dim] times the sigmoid of its gate, which is as large.
 
-        DEVIATION: megatron-core's is compiled. Reason: as of `norm.TorchL2Norm`. Recovery: none.
+        DEVIATION: megatron-core's is compiled. Reason: as of `layer_parts.TorchL2Norm`. Recovery: none.
         """
         return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)

@@ -98,7 +98,22 @@ def repair_gathered_logits() -> None:
 
 
 def repair_optimizer_checkpoint() -> None:
-    """Repair `DistributedOptimizer` in this process; does nothing when called again."""
+    """Load checkpoints into the distributed optimizer: with torch's AdamW, and where halves of weights are kept.
+
+    With torch's AdamW (no TransformerEngine, no apex) megatron-core 0.16.1 can save that combination but not load it,
+    and neither where a rank has no parameter of an optimizer, as of experts on a stage of dense layers:
+
+    | where | what goes wrong | repair |
+    |---|---|---|
+    | `sharded_state_dict(is_loading=True)` | asserts on an optimizer that has not stepped | give it zero state first |
+    | `_set_main_param_and_optimizer_states` | writes to leaves under autograd, wants "step" | no_grad, leave "step" |
+    | `load_state_dict` | all parameters get the *same* step tensor, so one step counts many times | one tensor each |
+    | `state_dict` | looks for the step in the state of parameters, of which there must be some | none: no step |
+
+    TransformerEngine's precision-aware optimizer keeps of a weight in float32 the lower half, an int16, beside the bf16
+    weight. megatron-core 0.16.1 saves that half as if it were the weight, in float32: loading asserts an int16, and
+    another optimizer would train from noise. Here whole weights are saved, and halved when they are loaded.
+    """
     get = DistributedOptimizer._get_main_param_and_optimizer_states
     if hasattr(get, "__wrapped__"):
         return

@@ -192,6 +192,9 @@ _SHOWN = 200
 def check_engine() -> None:
     """Import TransformerEngine, if it is installed, before megatron-core does.
 
+    megatron-core goes without it where that is an ImportError. Its empty meta package, one without its compiled
+    extension and one with an old cuDNN raise other errors, with which megatron-core's own import would end.
+
     Raises:
         UnsupportedFeatureError: it cannot be imported, and megatron-core would not go without it; says why in a line.
     """

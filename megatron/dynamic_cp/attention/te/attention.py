@@ -131,9 +131,7 @@ class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]
             UnsupportedFeatureError: full attention, or samples with masks of their own; an exchange that the installed
                 version or its kernel lacks. Start-up finds them before.
         """
-        params = packed_seq_params
-        if not isinstance(params, DynamicPackedSeqParams):
-            raise TypeError(f"DynamicPackedSeqParams needed, got {type(params).__name__}")
+        params = DynamicPackedSeqParams.checked(packed_seq_params)
         if params.masked_samples is not None:
             raise UnsupportedFeatureError(
                 f"samples of {params.label} have masks of their own, and {LACKS_MASKS}: use local layers"

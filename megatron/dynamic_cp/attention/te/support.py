@@ -154,7 +154,7 @@ def provider(
 
     Args:
         version: of TransformerEngine.
-        kernel: that it computes with, see `kernels.choose_kernel`.
+        kernel: that it computes with, see `choose_kernel`.
         kv_heads: of a tensor-parallel rank.
         inner_cp_size: lanes that share out heads, as in `dynamic_cp.types.Bucket`.
 
@@ -243,7 +243,7 @@ def choose_layers(
 
     Args:
         capability: compute capability of the CUDA device; None: this run trains on the CPU.
-        flash_attn: see `kernels.installed_flash_attn`.
+        flash_attn: see `installed_flash_attn`.
         version: of TransformerEngine; None: it cannot be imported, because of `why_missing`.
 
     Raises:
