@@ -2,6 +2,8 @@
 
 A single pack gives out and gradients in the dtype of the model. Where the first pack has all rows and there is no other
 (a group of one lane, a2a), nothing is merged.
+
+Shapes: T local tokens, S keys at hand, H heads, D channels of a head, 2 keys and values.
 """
 
 from __future__ import annotations

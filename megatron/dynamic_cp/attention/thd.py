@@ -1,4 +1,7 @@
-"""Attention of a packed micro-batch by the mechanism that its plan chose; torch alone, without megatron-core."""
+"""Attention of a packed micro-batch by the mechanism that its plan chose; torch alone, without megatron-core.
+
+Shapes: T local tokens, H heads, D channels of a head, C channels of a latent.
+"""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ All return the log-sum-exp with the output, and take the final ones of both in b
 At start-up a kernel is compared with the portable one on the device where it will run. The flash and cuDNN operators
 are private to torch: their layouts have changed between versions, and a wrong log-sum-exp or an unwritten gradient
 trains without an error. Triton compiles differently for each device. Some milliseconds make that an error at start-up.
+
+Shapes: T tokens (rows or columns), H heads, D channels of a head.
 """
 
 from __future__ import annotations

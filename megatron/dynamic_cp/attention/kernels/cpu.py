@@ -2,6 +2,8 @@
 
 It knows causal squares and additive masks. Rows that see ranges of keys are computed in blocks, each with two calls:
 one for the keys that all its rows see, and one with a mask for those that some see.
+
+Shapes: T tokens (rows or columns), H heads, D channels of a head, B batch of one.
 """
 
 from __future__ import annotations

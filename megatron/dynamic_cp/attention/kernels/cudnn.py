@@ -6,6 +6,8 @@ call.
 
 cuDNN plans are cached by the shape of a call. The longest lengths are therefore rounded up to powers of two: a few
 plans serve all packs. Values that flash kernels leave undefined are treated as undefined here, too.
+
+Shapes: T tokens (rows or columns), H heads, D channels of a head.
 """
 
 from __future__ import annotations

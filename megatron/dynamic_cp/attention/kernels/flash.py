@@ -9,6 +9,8 @@ What the kernels leave undefined (from torch's flash_api.cpp, 2.7 to 2.13), and 
 - with a longest query of 1 and grouped heads the forward pass takes another path with another layout of the
   log-sum-exp: the longest query is given as at least 2, because an upper bound is enough;
 - before torch 2.7 the log-sum-exp came padded, [num_sequences, heads, longest]: refused.
+
+Shapes: T tokens (rows or columns), H heads, D channels of a head.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Adds the result of a part of the keys to the sums of other parts: on a GPU in one pass, by a Triton program.
 
 What parts of a row's keys need to know of each other is the log-sum-exp. That of no key is -inf.
+
+Shapes: T rows, H heads, D channels of a head.
 """
 
 from __future__ import annotations

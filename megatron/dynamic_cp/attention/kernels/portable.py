@@ -2,6 +2,8 @@
 
 For float32 on CUDA, where torch has no kernel that returns log-sum-exp with a pack of sequences, and for heads that no
 kernel takes. Several times slower than a flash kernel.
+
+Shapes: T tokens (rows or columns), H heads, D channels of a head; G KV heads that serve R heads each, S columns.
 """
 
 from __future__ import annotations

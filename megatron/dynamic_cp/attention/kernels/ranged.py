@@ -9,6 +9,8 @@ launch for the whole pack goes through the tiles of queries against keys that th
 First come the full ones, of which every row sees every column: there a program compares nothing. Tiles that touch the
 most come first, so that none of them is left at the end of a launch. They are found on the host, once per micro-batch;
 no tile crosses the boundary of a sequence.
+
+Shapes: T tokens (rows or columns), H heads, D channels of a head.
 """
 
 from __future__ import annotations

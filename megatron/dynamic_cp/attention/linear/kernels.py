@@ -8,6 +8,8 @@ A kernel is compared with the portable one on the device where it will run, once
 its transpose, or a gradient that is not written, trains without an error. Triton compiles differently for each device.
 A second here makes that an error at start-up.
 
+Shapes: T tokens, H heads, K channels of a key (weight: taps), V of a value, C convolved channels.
+
 Source: fla-core of RELEASE; `tests/distributed/test_linear_kernels.py` reads the arguments out of its wheel.
 """
 

@@ -2,6 +2,8 @@
 
 Channels that are convolved are sections, each of all heads or of all groups (a gated delta net's key heads, Mamba-2's B
 and C), one after the other: q k v, or x B C. A share of the heads has of each section what these heads need.
+
+Shapes: T tokens, H heads, G groups of heads, K channels of a key (weight: taps), V of a value, C convolved channels.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ and b), needs the decayed products of its keys; with the delta rule also the sol
 equations, which says what is new in the values (the WY form). States go from block to block: a step does the n-th of
 all runs.
 
+Shapes: T tokens, B blocks, L tokens of a block, H heads, K channels of a key, V of a value, C of all that is convolved.
+
 Source: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3; Dao and Gu, Mamba-2 (arXiv 2405.21060),
 section 6.
 """

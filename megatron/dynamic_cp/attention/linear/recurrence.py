@@ -6,6 +6,8 @@
 of S [key size, value size]. So what a run of tokens does to the state before it is S -> A S + b: its summary. Columns
 of a state do not meet, so a run from the state [0 | I] with the values [v | 0] ends with [b | A]. Without beta, A is a
 number for each head. A kernel computes all runs of a pack in one call.
+
+Shapes: T tokens, H heads (or groups of heads), K channels of a key, V of a value.
 """
 
 from __future__ import annotations

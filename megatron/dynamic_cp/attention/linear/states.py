@@ -12,6 +12,8 @@ Backward needs no gradient of A: that of the state before a run is A' times that
 run's own tokens say, so the same composition backwards, of gradients; A stays where it was composed.
 
 States, summaries and their gradients travel in float32: those in bfloat16 cost three digits of the output.
+
+Shapes: T tokens, H heads, K channels of a key, V of a value, C convolved channels.
 """
 
 from __future__ import annotations

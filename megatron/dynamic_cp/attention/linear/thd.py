@@ -5,6 +5,8 @@ more on the first lanes where they do not divide, and the groups that these need
 exchanges. Then samples are whole, as on one lane. By states: see `states`. The gate, the norm and the projections of a
 layer stay with the tokens.
 
+Shapes: T local tokens, R tokens of all lanes, H heads, V channels of a value, C convolved channels.
+
 Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509), for attention.
 """
 

@@ -7,6 +7,8 @@ output as well, and gradients of rows and of columns are given back.
 
 Every transfer belongs to a round. A round has one message for each other lane, so that its order is the same on both
 sides; what is fetched for later divisions travels while this one is computed.
+
+Shapes: T tokens that a lane holds, S those and what it fetches, H heads, D channels of a head, 2 keys and values.
 """
 
 from __future__ import annotations

@@ -21,6 +21,9 @@ one function orders the rows of a whole group (outer = 1) and of an inner group.
     lanes 0..3                    0 7 | 1 6 | 2 5 | 3 4
     inner groups, in their order  0 1 6 7   | 2 3 4 5      = chunks 0 3 | 1 2 of a zigzag over 2 outer lanes
 
+Shapes: T local tokens, S those of all lanes, P lanes that exchange heads, R = P * T rows of theirs, H heads, D channels
+of a head, 2 keys and values.
+
 Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509); Fang and Zhao, USP (arXiv 2405.07719) for the two together.
 """
 

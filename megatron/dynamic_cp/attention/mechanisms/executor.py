@@ -4,6 +4,8 @@
 
 Between entering and leaving, a lane holds queries and keys of its own choice: its shard, or its share of the heads.
 `thd.attention_thd` runs these six and keeps what backward needs; an executor holds no tensors.
+
+Shapes: T local tokens, S keys at hand, H heads, D channels of a head, 2 keys and values.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ a lane attends to another one's tokens it projects their latents up by itself, w
 lane has a share of the gradient of these weights from the tokens of all lanes, and megatron-core's sum over lanes
 counts every one once. Backward projects up again: neither keys nor values of other lanes are kept.
 
+Shapes: T local tokens, H heads, D channels of a head, C channels of a token, P projected ones, 2 keys and values.
+
 Source: Liu et al., Ring Attention (arXiv 2310.01889); zigzag split as in Megatron-Core and TransformerEngine;
 DeepSeek-V2 (arXiv 2405.04434), section 2.1, for the projections.
 """

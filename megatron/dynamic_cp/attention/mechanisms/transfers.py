@@ -1,4 +1,7 @@
-"""What moves between the lanes of a CP group. Every transfer goes through here and is counted."""
+"""What moves between the lanes of a CP group. Every transfer goes through here and is counted.
+
+Shapes: T local tokens, P lanes of the group, H heads, D channels of a head.
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ For a causal mask TransformerEngine must get ONE tensor as all four cu_seqlens (
 of each sequence, and the longest padded length as max_seqlen. With anything else versions before 2.18 silently give
 wrong results, and later ones take a slow path.
 
+Shapes: T local tokens, P lanes that exchange heads, R rows of theirs, H heads, D channels of a head, 2 keys and values.
+
 Import this module only where TransformerEngine is installed.
 """
 
