@@ -1,6 +1,6 @@
-"""What one lane of a placement computes in each division as packs, and which of its tokens travel in each round.
+"""The packs that one lane of a placement computes in each division, and the tokens that travel in each round.
 
-The rows that a lane works with are its own tokens and behind them those that it fetches; so are its columns.
+A lane works with its own tokens and, behind them, those that it fetches: as rows, and as columns.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megatron.dynamic_cp.attention.packs import Pack, pairs_of_ranges, to_device
 
 
 class Message(NamedTuple):
-    """What travels between this lane and another one in one round.
+    """Tokens that travel between this lane and another one in one round.
 
     Attributes:
         lane: the other one, of the bucket.
-        rows, columns: which of the rows and columns that this lane works with, int64, in the order of both sides.
+        rows, columns: among those that this lane works with, int64, in the same order on both sides.
     """
 
     lane: int
@@ -43,7 +43,7 @@ class Round(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Tokens of a sample that a lane holds; the sample by its number among those of the lane."""
+    """Neighbouring tokens of a sample that a lane holds; `sample` is a number among those of the lane."""
 
     sample: int
     start: int
@@ -54,16 +54,16 @@ class Home(NamedTuple):
 class PlacedLane:
     """A lane's part of a placed bucket.
 
-    The lanes of an inner group have one programme. Its tokens, and padding at their end, are theirs in equal runs.
+    The lanes of an inner group have one programme, and hold its tokens, with padding at their end, in equal runs.
 
     Attributes:
-        programme: what it does, or its inner group; in layers without a window if there are such.
+        programme: of this lane or its inner group; where some layers have no window, of these.
         samples: of the bucket.
-        num_tokens: that it holds, with padding at their end.
+        num_tokens: that it holds, with padding.
         inner_cp_size: lanes of the inner group.
-        inner_rank: place of this lane among them.
-        first_in_group: place of the bucket's first lane in the process group of the micro-batch.
-        state_runs: of all its lanes, where layers with linear attention pass on states; None: there are none.
+        inner_rank: this lane's rank among them.
+        first_in_group: rank of the bucket's first lane in the process group of the micro-batch.
+        state_runs: of all lanes, where layers with linear attention pass on states; None: no layers do.
     """
 
     programme: Programme
@@ -89,7 +89,7 @@ class PlacedLane:
         return [part for part in parts if part.start < part.stop]
 
     def shards(self) -> list[NDArray[np.int64]]:
-        """Return which of its tokens this lane holds for each sample, none of most, and its padding behind them."""
+        """Return the tokens that this lane holds of each sample (of most none), and behind them its padding."""
         held = [[np.zeros(0, np.int64)] for _ in self.samples]
         num_held = 0
         for home in self.homes:
@@ -109,19 +109,19 @@ class PlacedLane:
         return build_placed_packs(programme, masks, seqlens, self.inner_cp_size * self.num_tokens, device)
 
     def member_of(self, lane: int) -> int:
-        """Return the place in the process group of whom this lane exchanges with for a lane of the placement."""
+        """Return the rank in the process group with which this lane exchanges for a lane of the placement."""
         return self.first_in_group + lane * self.inner_cp_size + self.inner_rank
 
 
 class PlacedPacks(NamedTuple):
-    """A lane's programme with the tensors that it needs on the device.
+    """A lane's programme with its tensors on the device.
 
     Attributes:
         num_tokens: of the lane, with padding at their end.
         row_room, column_room: tokens of the buffers behind them.
         divisions: packs of each.
-        rounds: (division, round) -> what travels, where anything does.
-        relays: whether the lane hands on to its neighbours what it fetches, and gives back what they give it.
+        rounds: (division, round) -> messages, where there are some.
+        relays: whether the lane hands on what it fetches to its neighbours, and gives back what they give it.
     """
 
     num_tokens: int
@@ -135,7 +135,7 @@ class PlacedPacks(NamedTuple):
 def build_placed_packs(
     programme: Programme, masks: Sequence[Mask], seqlens: Sequence[int], num_tokens: int, device: torch.device
 ) -> PlacedPacks:
-    """Return what the programme of a lane is on `device`.
+    """Return the programme of a lane with its tensors on `device`.
 
     Args:
         masks, seqlens: of the bucket's samples.
@@ -184,10 +184,10 @@ def _packs_of_division(
     tokens_of: Callable[[Iterable[int]], NDArray[np.int64]],
     device: torch.device,
 ) -> Iterator[Pack]:
-    """Yield a pack of the causal squares, one of all that is full, and those of rows that see ranges of their keys.
+    """Yield a pack of the causal squares, one of full rectangles, and ranged packs.
 
-    All keys of a row are one rectangle, whichever homes they are from, and so are all rows with the same keys: kernels
-    compute few large rectangles, however finely homes are cut.
+    Rows with the same keys are one rectangle with all of these keys, whichever homes they are from: kernels compute few
+    large rectangles, however finely homes are cut.
     """
     squares: list[tuple[int, int]] = []
     full: dict[int, list[int]] = {}
@@ -232,9 +232,9 @@ def _key_ranges(
     masks: Sequence[Mask],
     seqlens: Sequence[int],
 ) -> Iterator[NDArray[np.int32]]:
-    """Yield what each row sees of its keys, which are parts of its sample in ascending order, one after the other.
+    """Yield the ranges of keys that each row sees, two at a time (`pairs_of_ranges`).
 
-    Two ranges at a time (`pairs_of_ranges`).
+    A row's keys are parts of its sample in ascending order, one after the other.
     """
     found = []
     by_sample: dict[int, NDArray[np.int32]] = {}

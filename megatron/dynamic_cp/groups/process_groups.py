@@ -76,7 +76,7 @@ def _groups_of_blocks(
     has_placed: bool,
     new_group: Callable[[range], dist.ProcessGroup],
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """Return (first lane, size) -> group, ascending in size; for placed buckets, which span any lanes, one of all."""
+    """Return (first lane, size) -> group, ascending in size; for placed buckets also the group of all lanes."""
     # torch names a group by how many a rank has: that of all lanes comes first.
     is_more = has_placed and (0, num_lanes) not in blocks
     every = [(0, num_lanes), *blocks] if is_more else blocks
@@ -110,10 +110,10 @@ class DynamicCPGroups:
         inner_groups: inner size -> this lane's inner group of a2a+p2p or blocks; one of `groups` where that size is
             there.
         outer_groups: (first lane, cp size, inner size) -> outer group of a2a+p2p.
-        pool: the ranks of all pipeline stages and lanes with this one's tensor-parallel rank, stage after stage, where
-            plans may have servers of all stages.
-        stage: of the pipeline, where there is such a group.
-        build_s, warm_up_s, warm_up_bytes: what building and the first exchanges of each group took.
+        pool: the ranks of all pipeline stages and lanes with this one's tensor-parallel rank, stage after stage; None:
+            plans have no pool.
+        stage: of the pipeline.
+        build_s, warm_up_s, warm_up_bytes: of building, and of the first exchanges of each group.
         num_communicators: groups that have exchanged something, of which NCCL has made a communicator.
     """
 
@@ -187,8 +187,8 @@ class DynamicCPGroups:
             query_heads: of a tensor-parallel rank; exchanges are not warmed in groups that cannot share them evenly.
             device: where the warm-up exchanges happen; default: what the job's backend needs.
             lane_ranks: global ranks of the lanes, in lane order; default: megatron-core's data-parallel group.
-            has_pool: plans may have servers of all stages; ranks are then those of megatron-core's default order.
-            has_linear_attention: layers have it: lanes exchange heads or states by all-to-all, whatever attention does.
+            has_pool: plans may have a pool; ranks are then those of megatron-core's default order.
+            has_linear_attention: lanes exchange heads or states of such layers by all-to-all, whatever attention does.
 
         Raises:
             InvalidInputError: megatron-core was built for another number of lanes or another rank order.
@@ -237,11 +237,11 @@ class DynamicCPGroups:
         query_heads: int | None,
         connect: Callable[..., None],
     ) -> DynamicCPGroups:
-        """Do the first exchanges of every group; return the groups with what these took.
+        """Do the first exchanges of every group; return the groups with the time and bytes that they took.
 
         Args:
             exchanges, query_heads: as of `build`.
-            blocks: whose groups do any of the exchanges; others are for placed attention.
+            blocks: lanes of groups that do any of the exchanges; other groups are for placed attention.
             connect: `warm_up` on the device of the job.
         """
         started = time.perf_counter()

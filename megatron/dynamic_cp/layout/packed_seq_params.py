@@ -80,24 +80,21 @@ Levels = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 class ExchangeStats:
     """Bytes that this rank had to send to other lanes for attention, forward and backward, since the step began.
 
-    What the exchange needs: of a collective over n lanes what is for the n - 1 others; gloo's own reduce-scatter moves
-    twice as much.
+    Of a collective over n lanes the share of the n - 1 others counts; gloo's own reduce-scatter moves twice as much.
     """
 
     bytes_sent: int = 0
 
 
 class LayerCache:
-    """What the layers of a micro-batch make once: the first that asks fills it. All that changes of a micro-batch.
+    """What layers derive from a micro-batch: the first layer that asks makes it. Nothing else of a micro-batch changes.
 
     Layers with other masks share it; recomputed layers find what the first pass made.
 
-    Args:
-        placed: what this lane does, where the bucket's attention is placed (`attention.placed_packs.PlacedLane`).
-
     Attributes:
-        placed: the same; in a pool that of the tick.
-        nano_batches: those in which layers of a pool run (`pool.nano_batches.NanoBatches`); None: they run in one.
+        placed: this lane's part of placed attention (`attention.placed_packs.PlacedLane`), in a pool that of the tick;
+            None: attention is not placed.
+        nano_batches: of the layers in a pool (`pool.nano_batches.NanoBatches`); None: layers run in one.
     """
 
     def __init__(self, placed: Any = None) -> None:
@@ -121,7 +118,7 @@ class LayerCache:
         return kept
 
     def move_to(self, placed: Any) -> None:
-        """Have another programme computed: what was made of the one before is dropped."""
+        """Have another lane's part computed: what was derived from the one before is dropped."""
         self.placed = placed
         self._of_masks.clear()
 
@@ -136,28 +133,28 @@ class DynamicPackedSeqParams(PackedSeqParams):
     """megatron-core's `PackedSeqParams` (THD) with what a micro-batch's own CP group needs.
 
     TransformerEngine sees the fields of the base class only. All four `cu_seqlens*` are the SAME int32 tensor of padded
-    boundaries over the whole group [num_sequences + 1], padding is at the end of each sequence, `max_seqlen_*` is the
-    longest padded length, and at least that of any sample of which attention is placed; `cp_group` and `local_cp_size`
+    boundaries over the whole group [num_sequences + 1], and padding is at the end of each sequence. `max_seqlen_*` is
+    the longest padded length; with placed attention at least that of the longest sample. `cp_group` and `local_cp_size`
     are always set, also for one lane.
 
     Attributes:
         padded_seqlens: the boundaries on the host, so that no layer has to ask the device for them.
-        seqlens: tokens of each sequence without its padding, whose keys no other token may see; an empty place has
-            padding alone, which counts as tokens.
+        seqlens: tokens of each sequence without its padding, whose keys no other token may see. In an empty place
+            padding counts as tokens.
         is_empty_place: no token is a sample's.
-        mask: of the layers that get these parameters, or more than one: see `with_mask`.
+        mask: of the layers that get these parameters; layers with others take `with_mask`.
         masked_samples: the samples of the pack, where one brings a mask of its own; padding behind a sample is a causal
-            sequence of its own. None: all have that of the layers.
+            sequence of its own. None: all have the mask of the layers.
         positions: position of each local token for rotary embedding, int64 [T]: within its sequence, or by its mask.
         cp_comm_type: how keys and values are exchanged.
         state_exchange: how layers with linear attention are shared: by "heads" or by "states".
-        heads_group: lanes that exchange heads for rows; None: heads stay where they are.
-        ring_group: lanes that pass keys and values round; None: no others. The bucket's inner_cp_size decides both
+        heads_group: lanes that exchange heads for rows; None: none do.
+        ring_group: lanes that pass keys and values round; None: none do. The bucket's inner_cp_size decides both
             (`process_groups.DynamicCPGroups.levels`).
         label: where in the run this is, for error messages.
         stats: counter shared by all micro-batches of the step.
         future: what modules of multi-token prediction read; None: there are none on this rank.
-        cache: what layers make of all this. Everything else stays as it was built.
+        cache: what layers derive from all this. Everything else stays as it was built.
     """
 
     padded_seqlens: tuple[int, ...] = ()
@@ -193,7 +190,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
 
     @property
     def placed(self) -> Any:
-        """What this lane does, where the bucket's attention is placed."""
+        """This lane's part of placed attention."""
         return self.cache.placed
 
     @property
@@ -257,7 +254,8 @@ class DynamicPackedSeqParams(PackedSeqParams):
             cu_seqlens: `boundaries(padded_seqlens)` where it is on the device already.
             levels: (heads group, ring group) of the bucket; None: no heads are exchanged, the ring is the whole group.
             seqlens: as the attribute; None: there is no padding.
-            mask, masked_samples, state_exchange, is_empty_place, future: as the attributes; placed: as of `LayerCache`.
+            mask, masked_samples, state_exchange, is_empty_place, future: as the attributes.
+            placed: as of `LayerCache`.
         """
         heads_group, ring_group = (None, cp_group) if levels is None else levels
         if cu_seqlens is None:
