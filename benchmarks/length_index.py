@@ -1,4 +1,4 @@
-"""What knowing all lengths costs at start: the first time, and with the index that the first time leaves.
+"""What tokenizing all data costs at start: the first time, and with the index that the first time leaves.
 
     python benchmarks/length_index.py [MEGABYTES] [FILES]     # default 300 and 50000; prints a table
 
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.trainer.data import indexing
+from megatron.trainer.data import tokenizing
+from megatron.trainer.data.build import index_entries
 from megatron.trainer.data.config import DataConfig
-from megatron.trainer.data.entries import index_entries
 from megatron.trainer.data.workers import num_usable_cpus
 
 NUM_REPEATS = 5
@@ -88,9 +88,9 @@ def read(path: Path) -> None:
 
 def start(path: Path, *, anew: bool = True, num_processes: int = 32) -> None:
     """Do what a start does until all lengths are known."""
-    indexing.MAX_PROCESSES = num_processes
+    tokenizing.MAX_PROCESSES = num_processes
     if anew:
-        for index in path.parent.rglob("*.lengths"):
+        for index in path.parent.rglob("*.tokens"):
             index.unlink()
     num_lengths(path)
 

@@ -3,7 +3,7 @@
 python -m tools.preprocess_data --input corpus.jsonl --output-prefix data/corpus --workers 8 --append-eod \
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR
 
-    input (--input: files, globs, folders) -> ranges of 256 KiB -> worker processes tokenize -> one writer, in order
+    input (--input: files, globs, folders) -> pieces of 256 KiB -> worker processes tokenize -> one writer, in order
     -> PREFIX_KEY_document.bin and .idx beside their names, read back, renamed
 
 The output does not depend on --workers. It appears whole or not at all: what is being written has another name, and
@@ -32,20 +32,18 @@ from dynamic_cp.errors import DataError, DynamicCPError, InvalidInputError
 from dynamic_cp.lengths.megatron_index import read_megatron_index
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.config import TOKENIZERS, DataConfig
-from megatron.trainer.data.data_path import find_files
-from megatron.trainer.data.file_table import FileTable
-from megatron.trainer.data.index_cache import DocumentFiles
-from megatron.trainer.data.indexing import (
-    TOKENIZED_RANGE_BYTES,
-    as_data_errors,
-    checked_lines,
-    chunks_of_files,
-    ranges_of_files,
-)
-from megatron.trainer.data.progress import Progress
-from megatron.trainer.data.source import count, reading
+from megatron.trainer.data.files import DocumentFiles, FileTable, find_files
+from megatron.trainer.data.source import count
 from megatron.trainer.data.tokenizer import TextTokenizer
-from megatron.trainer.data.workers import map_in_processes, num_usable_cpus
+from megatron.trainer.data.tokenizing import (
+    TOKENIZED_PIECE_BYTES,
+    checked_lines,
+    lines_of_files,
+    mapped,
+    texts_of_files,
+    units_of,
+)
+from megatron.trainer.data.workers import Progress, num_usable_cpus
 from tools.tokenize_tasks import Task, tokenize_files, tokenize_lines
 
 logger = logging.getLogger("preprocess_data")
@@ -216,31 +214,29 @@ def _write(files: DocumentFiles, task: Task, outputs: Sequence[Output], num_proc
     if (sizes_bytes < 0).any():
         name = files.names[int(np.argmin(sizes_bytes))]
         raise DataError(f"{files.root}{name} is not a regular file: copy it to one")
-    paths = [files.root + name for name in files.names]
-    ranges = [] if files.kind == "text" else ranges_of_files(paths, sizes_bytes, TOKENIZED_RANGE_BYTES)
-    tasks: list[Any] = [(*piece, task) for piece in ranges]
-    if files.kind == "text":
-        tasks = [(chunk, task) for chunk in chunks_of_files(paths, sizes_bytes)]
-    function = tokenize_files if files.kind == "text" else tokenize_lines
     total_bytes = int(sizes_bytes.sum())
+    size = TOKENIZED_PIECE_BYTES
+    num_processes = max(1, min(num_processes, -(-total_bytes // size)))
     num_empty = num_binary = num_documents = 0
+    is_text = files.kind == "text"
+    units = [] if is_text else units_of(files, table)
+    pieces = texts_of_files(files, table, size) if is_text else lines_of_files(files, table, units, size)
+    function = tokenize_files if is_text else tokenize_lines
     with (
-        reading(files.root),
         Progress(f"tokenizing {files.name}", total_bytes, "bytes") as progress,
-        closing(map_in_processes(function, tasks, min(num_processes, len(tasks)), packages=True)) as results,
+        closing(mapped(function, pieces, (task,), num_processes, files.root)) as results,
     ):
-        for part in checked_lines(files, ranges, results, progress) if ranges else as_data_errors(results):
+        for piece, part in results if is_text else checked_lines(units, results):
             num_empty, num_binary = num_empty + part.num_empty, num_binary + part.num_binary
             num_documents += len(part.lengths[0])
             for output, tokens, lengths in zip(outputs, part.tokens, part.lengths, strict=True):
                 output.add(tokens, lengths)
-            if not ranges:
-                progress.advance(part.num_bytes)
+            progress.advance(piece.num_bytes)
     seconds = time.perf_counter() - started_s
     words = [count(num_documents, "document"), f"{num_empty} empty", f"{num_binary} binary files left out"]
     logger.info(
         "%s: %s; %.1f MB in %.1f s by %s", files.name, ", ".join(words), total_bytes / 1e6, seconds,
-        count(min(num_processes, len(tasks)), "process", "processes"),
+        count(num_processes, "process", "processes"),
     )  # fmt: skip
 
 

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from dynamic_cp.errors import InvalidInputError
 from megatron.trainer.data import tokenizer
+from megatron.trainer.data.build import index_entries
 from megatron.trainer.data.config import DataConfig
-from megatron.trainer.data.data_path import find_files
-from megatron.trainer.data.entries import index_entries
-from megatron.trainer.data.index_cache import DocumentFiles
-from megatron.trainer.data.json_text import LineError, is_chat, object_of_line
-from megatron.trainer.data.source import reading
+from megatron.trainer.data.files import DocumentFiles, find_files
+from megatron.trainer.data.lines import LineError, is_chat, object_of_line
+from megatron.trainer.data.records import lines_of
 
 
 def token_lengths(
@@ -63,9 +62,7 @@ def _holds_chats(files: DocumentFiles, json_key: str) -> bool:
     """Return whether the first line that is not blank is a chat; what it is otherwise, its reader judges."""
     if files.kind != "jsonl":
         return False
-    path = files.root + files.names[0]
-    with reading(path), open(path, "rb") as file:
-        first = next((line for line in file if line.strip()), b"")
+    first = next((line for line in lines_of(files.root + files.names[0]) if line.strip()), b"")
     try:
         value = object_of_line(first, "")
     except LineError:

@@ -1,6 +1,6 @@
 """Preference pairs as tokens, for a loop of your own that compares two answers, such as DPO.
 
-    path -> records (`unpacked`) -> two chats, or two texts -> a prompt with two responses -> PreferencePair
+    path -> records (`records`) -> two chats, or two texts -> a prompt with two responses -> PreferencePair
 
 Records have a chosen and a rejected answer: texts, a message, or lists of messages, behind one of the prompts that
 `chat_records.PREFERENCES` lists, or both with their prompt before them, as in TRL. Where all of a record is text, no
@@ -24,12 +24,20 @@ from megatron.trainer.data.chat import ChatReader, parse_preference
 from megatron.trainer.data.chat_reader import build_chat_reader
 from megatron.trainer.data.chat_records import ASKED, without_nulls
 from megatron.trainer.data.config import DataConfig
-from megatron.trainer.data.data_path import find_files
-from megatron.trainer.data.json_text import CHOSEN, PROMPT, REJECTED, LineError, Question, object_of_line, unread_keys
-from megatron.trainer.data.line_reader import Document, TextReader
-from megatron.trainer.data.source import reading
+from megatron.trainer.data.files import find_files
+from megatron.trainer.data.lines import (
+    CHOSEN,
+    PROMPT,
+    REJECTED,
+    Document,
+    LineError,
+    Question,
+    TextReader,
+    object_of_line,
+    unread_keys,
+)
+from megatron.trainer.data.records import lines_of, unit_of
 from megatron.trainer.data.tokenizer import TextTokenizer
-from megatron.trainer.data.unpacked import line_name
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +67,7 @@ class PreferencePair(NamedTuple):
 
 
 def preference_pairs(
-    path: str, tokenizer: TextTokenizer, *, chat_template: str | None = None, cache_path: str | None = None
+    path: str, tokenizer: TextTokenizer, *, chat_template: str | None = None
 ) -> Iterator[PreferencePair]:
     """Yield the pairs of `path` in the order of its records.
 
@@ -67,33 +75,33 @@ def preference_pairs(
         path: JSONL, JSON arrays or parquet, also in gzip files; a folder or a glob of them.
         tokenizer: `ByteTokenizer()`, or `HuggingFaceTokenizer.load(folder)`.
         chat_template: of chats, a name or a file; None: the tokenizer's own.
-        cache_path: folder for copies of files that are not lines; None: beside the data, or the user's cache folder.
 
     Raises:
         DataError: data that are missing or malformed, or a record that is no preference.
         InvalidInputError: data that are no records, or no template for chats.
         UnsupportedFeatureError: a parquet file, and pyarrow is not installed.
     """
-    config = DataConfig(seq_length=1, data_path=(path,), cache_path=cache_path)
+    config = DataConfig(seq_length=1, data_path=(path,))
     files = find_files(path, config, tokenizer)
     if files is None or files.kind != "jsonl":
         raise InvalidInputError(f"{path} has no records: preference pairs are read from JSONL, JSON arrays and parquet")
     reader, named = _PairReader(tokenizer, chat_template), set[str]()
     for name in files.names:
-        with reading(files.root + name), open(files.root + name, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                where = line_name(files.root, name, number)
-                try:
-                    document = reader.read(line)
-                except LineError as error:
-                    raise DataError(f"{where}{error}", path=files.root + name) from error
-                for key in document.unread:
-                    if key not in named:
-                        logger.warning("%s has the key %r, which has no effect; this is said once", where, key)
-                        named.add(key)
-                yield _pair(document)
+        file = files.root + name
+        unit = unit_of(file)
+        for number, line in enumerate(lines_of(file), 1):
+            if not line.strip():
+                continue
+            where = f"{file} {unit} {number}"
+            try:
+                document = reader.read(line)
+            except LineError as error:
+                raise DataError(f"{where}{error}", path=file) from error
+            for key in document.unread:
+                if key not in named:
+                    logger.warning("%s has the key %r, which has no effect; this is said once", where, key)
+                    named.add(key)
+            yield _pair(document)
 
 
 class _PairReader:

@@ -65,20 +65,21 @@ def test_bad_input(tmp_path, monkeypatch, name):
     assert all(part in message for part in parts)
 
 
-def test_data_that_changes_after_it_was_indexed_is_found_by_the_lane_that_reads_it(tmp_path, monkeypatch):
-    from megatron.trainer.data import text_files
+def test_an_index_that_is_cut_under_way_is_found_by_the_lane_that_reads_it(tmp_path, monkeypatch):
+    from megatron.trainer.data.documents import StoredDocuments
 
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text("x" * 100)
-    real = text_files.TextFiles.read
+    real = StoredDocuments.read
 
     def read(self, document, start, stop):
-        (tmp_path / "17.txt").write_text("x")
+        if document == 17:
+            os.truncate(self._index.path, 3000)
         return real(self, document, start, stop)
 
-    monkeypatch.setattr(text_files.TextFiles, "read", read)
+    monkeypatch.setattr(StoredDocuments, "read", read)
     message = _fails(monkeypatch, BASE, "--global-batch-size 40 --split 1,0,0 --data-path", str(tmp_path))
-    assert "17.txt" in message
+    assert "the index of the data, has 3000 bytes and had" in message
 
 
 def _cut(whole: bytes) -> bytes:

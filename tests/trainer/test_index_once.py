@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dynamic_cp.errors import DataError, DynamicCPError
-from megatron.trainer.data import entries, index_cache
+from megatron.trainer.data import build, index_cache
 from megatron.trainer.data import index_once as module
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.config import DataConfig
@@ -40,18 +40,20 @@ def config_of(folder) -> DataConfig:
     return DataConfig(seq_length=64, split="1,0,0", data_path=paths)
 
 
-def index_and_count(config: DataConfig, blind_ranks=(), unwritable=False):
-    """Return scans on this rank, where the lengths come from, a hash of the stream, and one sample of it."""
+def index_and_count(config: DataConfig, blind_ranks=()):
+    """Return scans on this rank, the files of the indexes, a hash of the stream, and one sample of it.
+
+    Args:
+        blind_ranks: are of a host that shares no folder with rank 0's.
+    """
     scans, listed = [], []
-    for name in ("index_json_lines", "index_text_files"):
-        real = getattr(entries, name)
-        setattr(entries, name, lambda *a, real=real, **k: scans.append(a[0].name) or real(*a, **k))
-    real_find = entries.find_files
-    entries.find_files = lambda *a: listed.append(a[0]) or real_find(*a)
+    real_write, real_find = build.write_index, build.find_files
+    build.write_index = lambda *a, **k: scans.append(a[0].name) or real_write(*a, **k)
+    build.find_files = lambda *a: listed.append(a[0]) or real_find(*a)
     if dist.get_rank() in blind_ranks:
-        module.load_index = lambda path: (_ for _ in ()).throw(FileNotFoundError(path))
-    if unwritable:
-        index_cache.LengthIndex.save = lambda self, path: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        real_places = module._Ticket.places
+        module._Ticket.places = lambda self: real_places(self)[1:]
+        module.os = SimpleNamespace(path=os.path, uname=lambda: SimpleNamespace(nodename="another"))
     found = index_once(config, CPU)
     stream = build_splits(config, found).train
     paths = [entry.index.path for entry in found]
@@ -59,26 +61,37 @@ def index_and_count(config: DataConfig, blind_ranks=(), unwritable=False):
 
 
 @pytest.mark.by_day("two_blind")
-@pytest.mark.parametrize("case", ["shared", "two_blind", "unwritable"])
-def test_rank_zero_alone_lists_and_scans(folder, case):
+@pytest.mark.parametrize("case", ["shared", "two_blind"])
+def test_rank_zero_alone_lists_and_tokenizes(folder, tmp_path, monkeypatch, case):
+    monkeypatch.setattr(module, "PIECE_BYTES", 1000)
     config = config_of(folder)
     blind = (1, 3) if case == "two_blind" else ()
-    results = run_ranks(4, index_and_count, config, blind, case == "unwritable", timeout_s=60)
+    results = run_ranks(4, index_and_count, config, blind, timeout_s=60)
     for rank, (scans, listed, paths, fingerprint, tokens) in enumerate(results):
         assert scans == listed == (list(config.data_path) if rank == 0 else [])
-        mapped = case == "shared" or (case == "two_blind" and rank not in blind)
-        assert [path is not None for path in paths] == [mapped] * 2
+        place = tmp_path / "user_cache" if rank in blind else folder
+        assert all(path.startswith(f"{place}/") for path in paths)
         assert (fingerprint, tokens) == results[0][3:]
     assert results[0][3] == build_splits(config).train.fingerprint(), "as without ranks"
+    sent = {path: os.stat(path).st_ino for _, _, paths, *_ in results for path in paths}
     again = run_ranks(4, index_and_count, config, blind, timeout_s=60)
     assert [scans for scans, *_ in again] == [[]] * 4
+    assert sent == {path: os.stat(path).st_ino for _, _, paths, *_ in again for path in paths}
 
 
-def test_an_index_of_objects_is_refused():
-    """Whoever writes to the job's store could name any type for the columns that follow."""
-    header = {"columns": [{"name": "lengths", "dtype": "O", "length": 1}]}
-    with pytest.raises(TypeError, match="column lengths has type O, integers are needed"):
-        module._Ticket.from_json({"name": "a", "root": "", "header": json.dumps(header), "path": None})
+def refuse_all_places(config: DataConfig):
+    if dist.get_rank() == 1:
+        module._Ticket.places = lambda self: ["/proc/none/index"]
+    try:
+        index_once(config, CPU)
+    except DataError as error:
+        return str(error)
+
+
+def test_a_host_without_room_is_the_same_error_on_all_ranks(folder):
+    (message,) = set(run_ranks(3, refuse_all_places, config_of(folder), timeout_s=60))
+    assert "its tokens could not be saved (/proc/none/index: " in message
+    assert "--data-cache-path" in message
 
 
 def fail():
@@ -133,7 +146,7 @@ def test_the_others_do_not_wait_without_progress(folder):
 def die(config: DataConfig, told):
     """Rank 0 is killed in the middle; what the other one says goes to a file."""
     dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=2))
-    entries.index_json_lines = lambda *args, **kwargs: os._exit(9)
+    build.write_index = lambda *args, **kwargs: os._exit(9)
     started = patience.now_s()
     try:
         index_once(config, CPU)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_pickles_in_place_of_data_files_are_refused(tmp_path: Path) -> None:
-    from megatron.trainer.data.length_index import load_index
+    from megatron.trainer.data.index_file import load_index
 
     assert works(tmp_path)
     mark = tmp_path / "ran"
@@ -96,7 +96,7 @@ ESCAPES = {
 def test_a_chat_template_stays_in_its_sandbox(name: str, tmp_path: Path) -> None:
     pytest.importorskip("jinja2", reason="jinja2 is not installed")
     from megatron.trainer.data.chat_format import ChatFormat
-    from megatron.trainer.data.json_text import LineError
+    from megatron.trainer.data.lines import LineError
 
     mark = tmp_path / "ran"
     chat = ChatFormat(name="t", template=ESCAPES[name].replace("MARK", str(mark)))
@@ -194,8 +194,7 @@ LISTED = {
     # Pipes to processes that this one has started.
     ("dynamic_cp/search/planner_process.py", ".recv"): 3,
     ("megatron/trainer/checkpoints/saving.py", "pickle.load"): 1,
-    ("megatron/trainer/data/scan.py", "pickle.load"): 1,
-    ("megatron/trainer/data/workers.py", "pickle.load"): 1,
+    ("megatron/trainer/data/workers.py", "pickle.load"): 2,
     # What is unpickled may name the classes of a list of tensors only.
     ("megatron/trainer/checkpoints/safe_loading.py", "pickle.Unpickler"): 1,
     # Our own templates, every value escaped.

@@ -28,10 +28,10 @@ from megatron.core.utils import log_single_rank
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.integrations.lm_adaptor.checkout import tokenizer_module
 from megatron.trainer.data.build import build_stream
+from megatron.trainer.data.config import SPLIT_NAMES, document_ranges, parse_split
 from megatron.trainer.data.indexed import IndexedDocuments
 from megatron.trainer.data.mock import MockDocuments
 from megatron.trainer.data.source import Source
-from megatron.trainer.data.split import SPLIT_NAMES, document_ranges, parse_split
 from megatron.trainer.data.stream import SampleStream
 from megatron.trainer.data.tokenizer import NullTokenizer
 

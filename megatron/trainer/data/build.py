@@ -1,26 +1,37 @@
-"""From a DataConfig to the streams of training, validation and test."""
+"""From a DataConfig to the streams of training, validation and test.
+
+`index_entries` is what one rank does and all others take from it (`index_once`); `build_splits` opens what it found.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data import tokenizer
-from megatron.trainer.data.chat_reader import build_chat_reader
-from megatron.trainer.data.config import DataConfig
-from megatron.trainer.data.data_path import find_files, parse_blend
-from megatron.trainer.data.dataset import ShuffledDataset
-from megatron.trainer.data.entries import IndexedEntry, index_entries, open_entry
+from megatron.trainer.data.chat_reader import build_chat_reader, chat_request
+from megatron.trainer.data.config import SPLIT_NAMES, DataConfig, document_ranges, parse_split
+from megatron.trainer.data.documents import StoredDocuments
+from megatron.trainer.data.files import FileTable, find_files, parse_blend
+from megatron.trainer.data.index_cache import check_cache_path, find_index
+from megatron.trainer.data.index_file import DataIndex, IndexWriter
+from megatron.trainer.data.indexed import IndexedDocuments
+from megatron.trainer.data.lines import TextReader
 from megatron.trainer.data.mock import MockDocuments
-from megatron.trainer.data.samples import SampleIndex
+from megatron.trainer.data.samples import SampleIndex, ShuffledDataset
 from megatron.trainer.data.source import Source
-from megatron.trainer.data.split import SPLIT_NAMES, document_ranges, parse_split
 from megatron.trainer.data.stream import SampleStream
+from megatron.trainer.data.tokenizer import TextTokenizer, Tokenizer
+from megatron.trainer.data.tokenizing import write_index
+
+if TYPE_CHECKING:
+    from megatron.trainer.data.chat import ChatReader
+    from megatron.trainer.data.chat_format import ChatFormat
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +43,64 @@ class Splits:
     train: SampleStream
     valid: SampleStream | None
     test: SampleStream | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class IndexedEntry:
+    """An entry of text or JSONL files with its index.
+
+    Attributes:
+        name: the entry as the user wrote it.
+        root: what precedes the names of its files.
+    """
+
+    name: str
+    root: str
+    index: DataIndex
+
+
+def index_entries(config: DataConfig, on_tick: Callable[[], None] | None = None) -> tuple[IndexedEntry | None, ...]:
+    """Return each entry of --data-path with its index, from the cache or made now; None for .bin/.idx data.
+
+    Args:
+        on_tick: called about twice a second during what takes long.
+
+    Raises:
+        DataError: data that is missing or malformed.
+        InvalidInputError: flags that contradict themselves.
+    """
+    if config.mock:
+        return ()
+    built = tokenizer.build(config)
+    chat_reader = build_chat_reader(config, built)
+    check_cache_path(config.cache_path)
+    entries, _ = parse_blend(config.data_path)
+    return tuple(_index_entry(entry, config, built, chat_reader, on_tick) for entry in entries)
+
+
+def _index_entry(
+    entry: str,
+    config: DataConfig,
+    built: Tokenizer,
+    chat_reader: ChatReader | None,
+    on_tick: Callable[[], None] | None,
+) -> IndexedEntry | None:
+    files = find_files(entry, config, built)
+    if files is None:
+        return None
+    assert isinstance(built, TextTokenizer)
+    request = {"kind": files.kind, "tokenizer": repr(built)}
+    if chat_reader is not None:
+        request = chat_request(chat_reader)
+    elif files.kind == "jsonl":
+        request["json_key"] = config.json_key
+    reader = chat_reader or TextReader(tokenizer=built, json_key=config.json_key)
+
+    def write(table: FileTable, writer: IndexWriter) -> None:
+        write_index(files, table, request, reader, built, writer, on_tick=on_tick)
+
+    index = find_index(files, request, write, cache_path=config.cache_path, on_tick=on_tick)
+    return IndexedEntry(name=entry, root=files.root, index=index)
 
 
 def build_splits(config: DataConfig, entries: Sequence[IndexedEntry | None] | None = None) -> Splits:
@@ -87,13 +156,22 @@ def _open_sources(
     if config.mock:
         return [MockDocuments(config.varlen_mock_config, config.seq_length, config.seed, built)], None
     chat_reader = build_chat_reader(config, built)
+    chat_format = None if chat_reader is None else chat_reader.chat_format
     entries, weights = parse_blend(config.data_path)
-    for entry, index in zip(entries, indexed, strict=True):
-        if index is not None and index.has_copies:
-            find_files(entry, config, built)  # another host writes its own where it does not share a folder
-    return [
-        open_entry(entry, index, built, chat_reader) for entry, index in zip(entries, indexed, strict=True)
-    ], weights
+    return [open_entry(entry, one, built, chat_format) for entry, one in zip(entries, indexed, strict=True)], weights
+
+
+def open_entry(
+    entry: str, indexed: IndexedEntry | None, built: Tokenizer, chat_format: ChatFormat | None = None
+) -> Source:
+    """Return the documents of an entry.
+
+    Raises:
+        DataError: .bin/.idx files that are missing, truncated or contradict each other.
+    """
+    if indexed is None:
+        return IndexedDocuments(entry, built)
+    return StoredDocuments(entry, indexed.root, indexed.index, built.vocab_size, chat_format)
 
 
 def build_stream(

@@ -30,16 +30,16 @@ from megatron.trainer.data.chat_records import (
     unlearned,
     unread_of,
 )
-from megatron.trainer.data.json_text import (
+from megatron.trainer.data.lines import (
     PROMPT,
     RESPONSES,
+    Document,
     LineError,
     check_prompt,
     encode,
     object_of_line,
     question_of,
 )
-from megatron.trainer.data.line_reader import Document
 from megatron.trainer.data.tokenizer import TextTokenizer
 
 
@@ -50,7 +50,7 @@ class Chats(NamedTuple):
         messages: of each chat.
         given: what the line gives the template besides, such as `tools`.
         share_prompt: they end with the responses to one prompt.
-        unread: `json_text.unread_keys` of the line.
+        unread: `lines.unread_keys` of the line.
     """
 
     messages: list[list[dict[str, Any]]]

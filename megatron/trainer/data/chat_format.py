@@ -37,7 +37,7 @@ from megatron.trainer.data.chat_template import (
     render,
     uses_date,
 )
-from megatron.trainer.data.json_text import LineError
+from megatron.trainer.data.lines import LineError
 
 _MARKER = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])")
 """How templates write tokens of their own: <|im_end|>, </s>, [/INST]."""

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from megatron.trainer.data.chat_template import CLOSE, OPEN, PLACE
-from megatron.trainer.data.json_text import (
+from megatron.trainer.data.lines import (
     CHOSEN,
     COMPLETION,
     PROMPT,

@@ -15,7 +15,7 @@ from functools import lru_cache
 from importlib import metadata
 from typing import Any, NoReturn
 
-from megatron.trainer.data.json_text import LineError
+from megatron.trainer.data.lines import LineError
 
 # Characters that no text has (Unicode noncharacters): they mark spans while a template is rendered, and stand for
 # contents where a template is asked how it writes them.

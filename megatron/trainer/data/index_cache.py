@@ -9,77 +9,84 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from dynamic_cp.errors import InvalidInputError
-from megatron.trainer.data.file_table import FileTable
-from megatron.trainer.data.length_index import IndexFileError, LengthIndex, load_index
+from dynamic_cp.errors import DataError, InvalidInputError
+from megatron.trainer.data.files import DocumentFiles, FileTable
+from megatron.trainer.data.index_file import DataIndex, IndexFileError, IndexWriter, load_index, written_whole
 from megatron.trainer.data.source import count
 from megatron.trainer.user_cache import user_cache_folder
 
 logger = logging.getLogger(__name__)
 
 HIDDEN_FOLDER = ".dynamic_cp_index"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DocumentFiles:
-    """The files of one entry of --data-path.
-
-    Attributes:
-        name: the entry as the user wrote it.
-        kind: "jsonl" or "text".
-        root: the folder, with a separator at its end or empty for the current one; the same for any files in it.
-        pattern: which files below `root` were asked for.
-        names: of the files, relative to `root`, in document order.
-    """
-
-    name: str
-    kind: str
-    root: str
-    pattern: str
-    names: tuple[str, ...]
+SUFFIX = ".tokens"
 
 
 def find_index(
     files: DocumentFiles,
     request: Mapping[str, str],
-    build: Callable[[FileTable], LengthIndex],
+    write: Callable[[FileTable, IndexWriter], None],
     *,
     cache_path: str | None = None,
     on_tick: Callable[[], None] | None = None,
-) -> LengthIndex:
-    """Return the index of `files`: a saved one when it still describes them, else a new one, saved where possible.
+) -> DataIndex:
+    """Return the index of `files`: a saved one when it still describes them, else a new one.
 
-    Several processes may do this at the same time: each finds a whole index or builds its own, which equals the
+    Several processes may do this at the same time: each finds a whole index or writes its own, which equals the
     others'.
 
-    Limits: a change that leaves size and time of a file as they were is not noticed here, but where the document is
-    read. A file server whose clock counts in coarser steps than 20 ms can hide one right after indexing.
+    Limits: a change that leaves size and time of a file as they were is not noticed. A file server whose clock counts
+    in coarser steps than 20 ms can hide one right after indexing.
 
     Args:
-        request: what else decides the lengths.
-        build: makes the index of a table of files.
+        request: what else decides the tokens.
+        write: writes the index of a table of files.
         cache_path: folder for indexes; None: beside the data, or else in the user's cache folder.
         on_tick: called now and then while the files are listed.
 
     Raises:
-        DataError: files that are missing or malformed.
+        DataError: files that are missing or malformed, or no place to write to.
     """
     table = FileTable.of(files.root, files.names, on_tick)
     places = _places(files, request, cache_path)
     for path in places:
         index = _load_if_true(path, files, request, table)
         if index is not None:
-            logger.info("%s: lengths from the index %s (%d bytes)", files.name, path, index.size_bytes)
+            logger.info("%s: tokens from the index %s (%d bytes)", files.name, path, index.size_bytes)
             return index
     logger.info("%s: indexing %s, once", files.name, count(len(table), "file"))
     started_s = time.perf_counter()
-    index = build(table)
+    index = write_somewhere(places, lambda file: write(table, IndexWriter(file)), files.name)
     seconds = time.perf_counter() - started_s
-    logger.info("%s: indexed %s in %.2f s", files.name, count(len(index.columns["lengths"]), "document"), seconds)
-    return _save(index, files, places)
+    num_documents = len(index.columns["lengths"])
+    logger.info("%s: indexed %s in %.2f s", files.name, count(num_documents, "document"), seconds)
+    return index
+
+
+def write_somewhere(places: list[str], write: Callable[[Any], None], name: str) -> DataIndex:
+    """Return the index that `write` writes to the first place that takes it.
+
+    Raises:
+        DataError: none does.
+    """
+    reasons = []
+    for path in places:
+        try:
+            with written_whole(path) as file:
+                write(file)
+            saved = load_index(path)
+        except (OSError, IndexFileError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            reasons.append(f"{path}: {reason or error}")
+            continue
+        because = f" ({'; '.join(reasons)})" if reasons else ""
+        logger.info("%s: index saved to %s (%d bytes)%s", name, path, saved.size_bytes, because)
+        return saved
+    raise DataError(
+        f"{name}: its tokens could not be saved ({'; '.join(reasons)}): name a folder that this user may write to with "
+        "--data-cache-path, with room for 2 bytes a token (4 if the vocabulary has more than 65536 ids)"
+    )
 
 
 def _places(files: DocumentFiles, request: Mapping[str, str], cache_path: str | None) -> list[str]:
@@ -91,7 +98,7 @@ def _places(files: DocumentFiles, request: Mapping[str, str], cache_path: str | 
     stem = re.sub(r"[^\w.-]+", "_", files.pattern).strip("_") or "all"
 
     def file_name(*more: str) -> str:
-        return f"{stem[:80]}.{hashlib.sha256(json.dumps([*key, *more]).encode()).hexdigest()[:16]}.lengths"
+        return f"{stem[:80]}.{hashlib.sha256(json.dumps([*key, *more]).encode()).hexdigest()[:16]}{SUFFIX}"
 
     if cache_path is not None:
         return [os.path.join(cache_path, file_name(os.path.realpath(files.root)))]
@@ -102,7 +109,7 @@ def _places(files: DocumentFiles, request: Mapping[str, str], cache_path: str | 
     return places
 
 
-def _load_if_true(path: str, files: DocumentFiles, request: Mapping[str, str], table: FileTable) -> LengthIndex | None:
+def _load_if_true(path: str, files: DocumentFiles, request: Mapping[str, str], table: FileTable) -> DataIndex | None:
     """Return the index in `path`; None, with the reason in the log, when there is none or it is not of these files."""
     try:
         index = load_index(path)
@@ -121,27 +128,6 @@ def _load_if_true(path: str, files: DocumentFiles, request: Mapping[str, str], t
     if change is not None:
         logger.info("%s: the data changed since %s was made (%s): it is not used", files.name, path, change)
         return None
-    return index
-
-
-def _save(index: LengthIndex, files: DocumentFiles, places: list[str]) -> LengthIndex:
-    reasons = []
-    for path in places:
-        try:
-            saved = index.save(path)
-        except (OSError, IndexFileError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            reasons.append(f"{path}: {reason or error}")
-            continue
-        because = f" ({'; '.join(reasons)})" if reasons else ""
-        logger.info("%s: index saved to %s (%d bytes)%s", files.name, path, saved.size_bytes, because)
-        return saved
-    logger.warning(
-        "%s: the index could not be saved (%s): it is used from memory, and the next start will index the data again; "
-        "name a folder with room that this user may write to with --data-cache-path",
-        files.name,
-        "; ".join(reasons),
-    )
     return index
 
 

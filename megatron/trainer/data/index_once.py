@@ -1,16 +1,17 @@
-"""One scan of the data in the whole job: rank 0 indexes, the others map what it saved, or are sent it.
+"""One tokenizing of the data in the whole job: rank 0 indexes, the others map what it saved.
 
-Whoever can read the file of an index maps it: all ranks of a node share its pages. Where a rank cannot (no shared cache
-folder, nothing could be saved), the arrays come from rank 0 in one broadcast: 16 bytes for a line of JSONL. So nobody
-waits for a lock, and a job that indexes the same data at the same time finds a whole index or makes its own.
+Whoever can read the file of an index maps it: all ranks of a node share its pages. To a host that cannot (no shared
+folder) rank 0 sends the file, and one rank there writes it to that host's cache. So nobody waits for a lock, and a job
+that indexes the same data at the same time finds a whole index or makes its own.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,11 +20,14 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from dynamic_cp.errors import DynamicCPError
-from megatron.dynamic_cp.agreement.verify import job_store, lost_store, publish_outcome
+from dynamic_cp.errors import DataError, DynamicCPError
+from megatron.dynamic_cp.agreement import messages
+from megatron.dynamic_cp.agreement.verify import job_store, lost_store, publish_outcome, run_on_all_ranks
+from megatron.trainer.data.build import IndexedEntry, index_entries
 from megatron.trainer.data.config import DataConfig
-from megatron.trainer.data.entries import IndexedEntry, index_entries
-from megatron.trainer.data.length_index import IndexFileError, LengthIndex, load_index
+from megatron.trainer.data.index_cache import write_somewhere
+from megatron.trainer.data.index_file import DataIndex, IndexFileError, load_index
+from megatron.trainer.user_cache import user_cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -34,41 +38,33 @@ _calls = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ticket:
-    """An IndexedEntry without its arrays."""
+    """An IndexedEntry without its arrays: its file on rank 0's host, and how to know it again."""
 
     name: str
     root: str
-    header: bytes
-    path: str | None
-
-    def __post_init__(self) -> None:
-        for column in json.loads(self.header)["columns"]:
-            if np.dtype(column["dtype"]).kind not in "iu":
-                raise TypeError(f"column {column['name']} has type {column['dtype']}, integers are needed")
+    path: str
+    size_bytes: int
+    digest: str
 
     @classmethod
     def of(cls, entry: IndexedEntry) -> _Ticket:
         """Return the ticket of `entry`."""
-        return cls(name=entry.name, root=entry.root, header=entry.index.header, path=entry.index.path)
+        index = entry.index
+        return cls(name=entry.name, root=entry.root, path=index.path, size_bytes=index.size_bytes, digest=index.digest)
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> _Ticket:
-        """Return the ticket that `to_json` gave."""
-        return cls(**{**value, "header": value["header"].encode()})
+    def places(self) -> list[str]:
+        """Return where the file may lie on another host."""
+        user_cache = user_cache_folder()
+        return [self.path] + ([] if user_cache is None else [os.path.join(user_cache, os.path.basename(self.path))])
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the ticket as JSON has it."""
-        return {**asdict(self), "header": self.header.decode()}
-
-    def open(self) -> LengthIndex | None:
+    def open(self) -> DataIndex | None:
         """Return the index when this rank can map the very same one."""
-        if self.path is None:
-            return None
-        try:
-            index = load_index(self.path)
-        except (OSError, IndexFileError):
-            return None
-        return index if index.header == self.header else None
+        for path in self.places():
+            with suppress(OSError, IndexFileError):
+                index = load_index(path)
+                if index.digest == self.digest:
+                    return index
+        return None
 
 
 def index_once(config: DataConfig, device: torch.device) -> tuple[IndexedEntry | None, ...]:
@@ -90,21 +86,17 @@ def index_once(config: DataConfig, device: torch.device) -> tuple[IndexedEntry |
     def index() -> list[dict[str, Any] | None]:
         nonlocal entries
         entries = index_entries(config, on_tick=lambda: job_store().set(progress_key, str(time.monotonic())))
-        return [None if entry is None else _Ticket.of(entry).to_json() for entry in entries]
+        return [None if entry is None else asdict(_Ticket.of(entry)) for entry in entries]
 
     def as_tickets(values: list[dict[str, Any] | None]) -> list[_Ticket | None]:
-        return [None if value is None else _Ticket.from_json(value) for value in values]
+        return [None if value is None else _Ticket(**value) for value in values]
 
     if dist.get_rank() != 0:
         _wait_while_it_goes_on(key, progress_key)
     tickets = publish_outcome(key, index, as_tickets)
-    if dist.get_rank() == 0:
-        indexes = [None if entry is None else entry.index for entry in entries]
-    else:
-        indexes = [None if ticket is None else ticket.open() for ticket in tickets]
     return tuple(
-        None if ticket is None or index is None else IndexedEntry(name=ticket.name, root=ticket.root, index=index)
-        for ticket, index in zip(tickets, _share(tickets, indexes, device), strict=True)
+        None if ticket is None else IndexedEntry(name=ticket.name, root=ticket.root, index=_share(ticket, device))
+        for ticket in tickets
     )
 
 
@@ -130,38 +122,54 @@ def _wait_while_it_goes_on(key: str, progress_key: str) -> None:
         time.sleep(0.02)
 
 
-def _share(
-    tickets: Sequence[_Ticket | None], indexes: Sequence[LengthIndex | None], device: torch.device
-) -> list[LengthIndex | None]:
-    """Return the indexes, those that some rank lacks by broadcast. Collective."""
-    if not tickets:
-        return []
-    lacks = [ticket is not None and index is None for ticket, index in zip(tickets, indexes, strict=True)]
-    lacking = torch.tensor(lacks, dtype=torch.int64, device=device)
-    dist.all_reduce(lacking, op=dist.ReduceOp.SUM)
-    shared = list(indexes)
-    for number, (ticket, num_ranks) in enumerate(zip(tickets, lacking.tolist(), strict=True)):
-        if ticket is None or not num_ranks:
-            continue
-        logger.info("%s: %d ranks cannot map the index of rank 0 and are sent it", ticket.name, num_ranks)
-        columns = _broadcast_columns(ticket, indexes[number], device)
-        if shared[number] is None:
-            shared[number] = LengthIndex.from_header(ticket.header, columns)
-    return shared
+def _share(ticket: _Ticket, device: torch.device) -> DataIndex:
+    """Return the index, of which hosts that lack it are sent the file. Collective.
+
+    Raises:
+        DataError: a host has no place for it; on all ranks.
+    """
+    index = ticket.open()
+    hosts = messages.all_gather_bytes(b"." if index is not None else os.uname().nodename.encode(), device)
+    lacking = [rank for rank, host in enumerate(hosts) if host != b"."]
+    if not lacking:
+        assert index is not None
+        return index
+    rank = dist.get_rank()
+    if rank == 0:
+        logger.info("%s: %d ranks cannot map the index of rank 0: their hosts are sent it", ticket.name, len(lacking))
+    writes = rank in lacking and hosts.index(hosts[rank]) == rank
+    run_on_all_ranks(lambda: _send(ticket, index, writes, device), device)
+
+    def reopened() -> DataIndex:
+        found = index or ticket.open()
+        if found is None:
+            raise DataError(
+                f"rank {rank} cannot read the index of {ticket.name} that a rank of its host wrote: name a folder that "
+                "all ranks of a host share with --data-cache-path"
+            )
+        return found
+
+    return run_on_all_ranks(reopened, device)
 
 
-def _broadcast_columns(ticket: _Ticket, index: LengthIndex | None, device: torch.device) -> dict[str, NDArray[Any]]:
-    """Return the columns of rank 0; in pieces, so that a GPU has room for them."""
-    columns = {}
-    for described in json.loads(ticket.header)["columns"]:
-        name, dtype = described["name"], np.dtype(described["dtype"])
-        raw = np.empty(described["length"] * dtype.itemsize, dtype=np.uint8)
-        if dist.get_rank() == 0:
-            assert index is not None
-            raw[:] = np.ascontiguousarray(index.columns[name]).view(np.uint8)
-        for start in range(0, len(raw), PIECE_BYTES):
-            piece = torch.from_numpy(raw[start : start + PIECE_BYTES]).to(device)
-            dist.broadcast(piece, 0)
-            raw[start : start + PIECE_BYTES] = piece.cpu().numpy()
-        columns[name] = raw.view(dtype)
-    return columns
+def _send(ticket: _Ticket, index: DataIndex | None, writes: bool, device: torch.device) -> None:
+    """Send rank 0's file to all; those that are to write it. However that ends, all take part to the end."""
+    pieces = _pieces(ticket, index, device)
+    try:
+        if writes:
+            write_somewhere(ticket.places(), lambda file: file.writelines(pieces), ticket.name)
+    finally:
+        for _ in pieces:
+            pass
+
+
+def _pieces(ticket: _Ticket, index: DataIndex | None, device: torch.device) -> Iterator[NDArray[np.uint8]]:
+    """Yield the bytes of rank 0's file; in pieces, so that a GPU has room for them."""
+    is_sender = dist.get_rank() == 0
+    raw = np.memmap(ticket.path, np.uint8, mode="r") if is_sender else np.empty(0, np.uint8)
+    for start in range(0, ticket.size_bytes, PIECE_BYTES):
+        num_bytes = min(PIECE_BYTES, ticket.size_bytes - start)
+        piece = np.array(raw[start : start + num_bytes]) if is_sender else np.empty(num_bytes, np.uint8)
+        on_device = torch.from_numpy(piece).to(device)
+        dist.broadcast(on_device, 0)
+        yield on_device.cpu().numpy()

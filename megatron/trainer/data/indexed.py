@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
 from dynamic_cp.lengths.megatron_index import MegatronIndex, read_megatron_index
-from megatron.trainer.data.file_table import changed_file
 from megatron.trainer.data.source import Source, count, reading
 from megatron.trainer.data.tokenizer import Tokenizer
 
@@ -170,3 +169,13 @@ def _read_index(prefix: str, bin_bytes: int) -> MegatronIndex:
             "copy both files again or make them again with preprocess_data.py"
         )
     return index
+
+
+def changed_file(path: str, indexed_bytes: int, found_bytes: int) -> DataError:
+    """Return the error of a file that is no longer what it was at the start; with equal sizes, its time has told."""
+    how = (
+        f"has {found_bytes} bytes but had {indexed_bytes} when it was indexed"
+        if found_bytes != indexed_bytes
+        else f"was written again after it was indexed (it has {found_bytes} bytes as before, and another time)"
+    )
+    return DataError(f"{path} {how}: the data must not change during a run; restart to index it again")

@@ -1,9 +1,9 @@
-"""Indexing tasks on several processes or threads, results in the order of the tasks.
+"""Indexing tasks on several processes or threads, results in the order of the tasks; and how far they are.
 
-Parsing JSON holds Python's lock, so it runs in processes. They are started fresh, not forked: this process has threads
-of torch, maybe a CUDA context, and connections to other ranks, which a forked child would keep open after this rank is
-dead. A worker ends with its pipe, no matter how its parent ends. Looking into many files waits for the file system, so
-that runs in threads.
+Parsing and tokenizing hold Python's lock, so they run in processes. These are started fresh, not forked: this process
+has threads of torch, maybe a CUDA context, and connections to other ranks, which a forked child would keep open after
+this rank is dead. A worker ends with its pipe, no matter how its parent ends. Looking at many files waits for the file
+system, so that runs in threads.
 """
 
 from __future__ import annotations
@@ -14,20 +14,28 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from types import TracebackType
 from typing import Any
 
-from dynamic_cp.errors import DataError
+from dynamic_cp.errors import DataError, DynamicCPError
 
 logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 32
 NUM_THREADS = 16
-START = "import sys; sys.path[:0] = sys.argv[1:]; from megatron.trainer.data.scan import serve; serve()"
+TASKS_PER_PROCESS = 2
+START = "import sys; sys.path[:0] = sys.argv[1:]; from megatron.trainer.data.workers import serve; serve()"
+BAR_AFTER_S = 1.0
+LINE_EVERY_S = 5.0
+TICK_EVERY_S = 0.5
+WIDTH = 30  # of the text before a bar
 
 
 def num_usable_cpus() -> int:
@@ -36,18 +44,17 @@ def num_usable_cpus() -> int:
 
 
 def map_in_processes(
-    function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], num_processes: int, *, packages: bool = False
+    function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]], num_processes: int
 ) -> Generator[Any, None, None]:
     """Yield function(*task) for each task; with one process, in this one. Close it: then the processes end.
 
-    Args:
-        packages: the processes find installed packages, too, and start slower.
+    Few tasks are taken before they are needed, so that neither they nor their results fill the memory.
 
     Raises:
-        OSError, ScanError: of `function`.
+        OSError, DynamicCPError: of `function`.
         DataError: a worker that died.
     """
-    workers = _start_workers(num_processes, packages) if num_processes > 1 else []
+    workers = _start_workers(num_processes) if num_processes > 1 else []
     if not workers:
         for task in tasks:
             yield function(*task)
@@ -64,8 +71,14 @@ def map_in_processes(
             idle.put(worker)
 
     threads = ThreadPoolExecutor(len(workers), thread_name_prefix="indexing")
+    waiting: deque[Any] = deque()
     try:
-        yield from threads.map(run, tasks)
+        for task in tasks:
+            waiting.append(threads.submit(run, task))
+            if len(waiting) >= TASKS_PER_PROCESS * len(workers):
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
     finally:
         for worker in workers:
             worker.process.kill()  # at the end they have nothing to do; after an error what they do is not needed
@@ -89,24 +102,22 @@ def map_in_threads(
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _start_workers(number: int, packages: bool) -> list[_Worker]:
+def _start_workers(number: int) -> list[_Worker]:
     """Return as many workers as the system lets start."""
     workers: list[_Worker] = []
     try:
         for _ in range(number):
-            workers.append(_Worker(packages))
+            workers.append(_Worker())
     except OSError as error:
         logger.warning("%d of %d processes for indexing could be started: %s", len(workers), number, error)
     return workers
 
 
 class _Worker:
-    def __init__(self, packages: bool) -> None:
-        root = str(Path(__file__).resolve().parents[3])
-        # Without site packages where the standard library is enough: that starts sooner.
-        paths = [root, *filter(None, sys.path)] if packages else [root]
+    def __init__(self) -> None:
+        paths = [str(Path(__file__).resolve().parents[3]), *filter(None, sys.path)]
         self.process = subprocess.Popen(
-            [sys.executable, "-I", *([] if packages else ["-S"]), "-c", START, *paths],
+            [sys.executable, "-I", "-c", START, *paths],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -135,3 +146,101 @@ class _Worker:
             assert pipe is not None
             with suppress(OSError):  # of words that the dead worker never read
                 pipe.close()
+
+
+def serve() -> None:
+    """Run tasks from stdin until it ends: the main function of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    tasks, results = sys.stdin.buffer, sys.stdout.buffer
+    while True:
+        try:
+            function, task = pickle.load(tasks)
+        except EOFError:
+            return
+        try:
+            result = (True, function(*task))
+        except (OSError, DynamicCPError) as error:
+            result = (False, error)
+        try:
+            pickle.dump(result, results)
+            results.flush()
+        except BrokenPipeError:
+            os._exit(0)  # the parent is gone
+
+
+class Progress:
+    """Counts what is done; a context manager.
+
+    Args:
+        what: begins the line.
+        total: amount to do, in `unit`.
+        unit: "bytes" or what is counted.
+        on_tick: called about twice a second while there is progress.
+    """
+
+    def __init__(self, what: str, total: int, unit: str, on_tick: Callable[[], None] | None = None) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._on_tick = on_tick
+        self._done = 0
+        self._started_s = self._line_s = self._tick_s = time.monotonic()
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, amount: int) -> None:
+        """Say that `amount` more is done."""
+        self._done += amount
+        now_s = time.monotonic()
+        if now_s - self._tick_s < TICK_EVERY_S:
+            return
+        self._tick_s = now_s
+        if self._on_tick is not None:
+            self._on_tick()
+        if sys.stderr.isatty():
+            self._show_bar(now_s)
+        elif now_s - self._line_s >= LINE_EVERY_S:
+            self._line_s = now_s
+            share = self._done / max(1, self._total)
+            logger.info(
+                "%s: %.0f %% of %d %s, %.0f s to go",
+                self._what,
+                100 * share,
+                self._total,
+                self._unit,
+                (now_s - self._started_s) * (1 - share) / share if share else 0,
+            )
+
+    def _show_bar(self, now_s: float) -> None:
+        if self._bar is None:
+            if now_s - self._started_s < BAR_AFTER_S:
+                return
+            self._bar = _make_bar(self._unit == "bytes")
+            what = self._what if len(self._what) <= WIDTH else "…" + self._what[-WIDTH:]
+            self._bar.add_task(what, total=self._total)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=self._done, refresh=True)
+
+
+def _make_bar(counts_bytes: bool) -> Any:
+    from rich import progress  # what is short shows no bar and needs no rich
+    from rich.console import Console
+
+    amounts = (
+        [progress.DownloadColumn(), progress.TransferSpeedColumn()] if counts_bytes else [progress.MofNCompleteColumn()]
+    )
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        *amounts,
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        auto_refresh=False,  # no thread: there may be a fork
+    )

@@ -168,8 +168,7 @@ class DataSettings:
     )
     data_glob: str = flag("files of a folder in --data-path", "**/*")
     data_cache_path: str | None = flag(
-        "where indexes of data, and lines of packed files, are kept; default: beside the data, or else in the user's "
-        "cache folder",
+        "where tokens of data are kept; default: beside the data, or else in the user's cache folder",
         metavar="DIR",
     )
     json_key: str = flag("text field of a JSONL line", "text")

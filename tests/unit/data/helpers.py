@@ -13,11 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 from dynamic_cp.errors import DataError
-from megatron.trainer.data import indexing
-from megatron.trainer.data.build import build_splits
+from megatron.trainer.data import tokenizing
+from megatron.trainer.data.build import build_splits, index_entries, open_entry
 from megatron.trainer.data.config import DataConfig
-from megatron.trainer.data.entries import index_entries, open_entry
-from megatron.trainer.data.length_index import LengthIndex
+from megatron.trainer.data.index_file import DataIndex
 from megatron.trainer.data.source import Source
 from megatron.trainer.data.stream import SampleStream
 from megatron.trainer.data.tokenizer import ByteTokenizer
@@ -84,21 +83,21 @@ def refusal(one: DataConfig) -> str:
     return str(caught.value)
 
 
-def index_in_ranges(
-    one: DataConfig, num_processes: int, range_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> LengthIndex:
-    """Return the index of data that so many processes tokenize in several ranges."""
-    real, num_ranges = indexing.map_in_processes, []
+def index_in_pieces(
+    one: DataConfig, num_processes: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> DataIndex:
+    """Return the index of data that so many processes tokenize in several pieces."""
+    real, num_pieces = tokenizing.map_in_processes, []
 
-    def map_in_processes(function, tasks, _, **options):
-        num_ranges.append(len(tasks))
-        return real(function, tasks, num_processes, **options)
+    def map_in_processes(function, tasks, _):
+        num_pieces.append(len(tasks := [*tasks]))
+        return real(function, tasks, num_processes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(indexing, "TOKENIZED_RANGE_BYTES", range_bytes)
-        patch.setattr(indexing, "map_in_processes", map_in_processes)
+        patch.setattr(tokenizing, "TOKENIZED_PIECE_BYTES", piece_bytes)
+        patch.setattr(tokenizing, "map_in_processes", map_in_processes)
         (entry,) = index_entries(one)
-    assert max(num_ranges) > 2
+    assert max(num_pieces) > 2
     return entry.index
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron.trainer.data.blend import MAX_PERIOD, Blend, interleave, whole_shares
+from megatron.trainer.data.stream import MAX_PERIOD, Blend, interleave, whole_shares
 
 
 def counts_at_prefixes(weights, num_positions):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data import tokenizer
 from megatron.trainer.data.build import build_splits
-from megatron.trainer.data.data_path import parse_blend
-from megatron.trainer.data.split import document_ranges, parse_split
+from megatron.trainer.data.config import document_ranges, parse_split
+from megatron.trainer.data.files import parse_blend
 from tests.unit.data.helpers import config, epoch_tokens, refusal, write_files
 
 

@@ -10,12 +10,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from megatron.trainer.data import indexing, tokenizer
-from megatron.trainer.data.build import build_splits
+from megatron.trainer.data import tokenizer, tokenizing
+from megatron.trainer.data.build import build_splits, index_entries, open_entry
 from megatron.trainer.data.chat_reader import build_chat_reader
-from megatron.trainer.data.entries import index_entries
-from megatron.trainer.data.json_text import LineError
-from tests.unit.data.helpers import assert_line_refused, config, index_in_ranges, write_unseen
+from megatron.trainer.data.lines import LineError
+from tests.unit.data.helpers import assert_line_refused, config, index_in_pieces
 from tests.unit.data.made_tokenizers import MARKED_TEMPLATE, PLAIN_TEMPLATE, TEXTS, write_tokenizer
 
 CHATS = [
@@ -86,9 +85,6 @@ def test_exactly_what_the_assistant_wrote_is_learned(folders, kind, chat):
     pieces = [(tokenizer.build(one).encode(text.encode()), learned) for text, learned in expected_pieces(chat)]
     assert tokens.tolist() == np.concatenate([ids for ids, _ in pieces]).tolist()
     assert is_target.tolist() == [learned for ids, learned in pieces for _ in ids]
-    assert [document.measures() for document in reader.read(line_of(chat))] == [
-        (len(tokens), int(is_target.argmax()), int(is_target.sum()))
-    ]
     assert 0 < is_target.sum() < len(tokens)
 
 
@@ -216,7 +212,7 @@ def test_each_answer_is_learned_behind_its_own_prompt(tmp_path):
 
 def test_texts_of_a_chat_are_documents_of_one_line(tmp_path, monkeypatch):
     """They have its name, are read apart, and lie in one split; the log says how many there are."""
-    monkeypatch.setattr(indexing, "TOKENIZED_RANGE_BYTES", 150)
+    monkeypatch.setattr(tokenizing, "TOKENIZED_PIECE_BYTES", 150)
     template = tmp_path / "t.jinja"
     template.write_text(REWRITING)
     path, chat = tmp_path / "a.jsonl", TWO_TURNS
@@ -224,7 +220,7 @@ def test_texts_of_a_chat_are_documents_of_one_line(tmp_path, monkeypatch):
     path.write_bytes(b"\n".join(lines))
     one = flags(path, chat_template=str(template), split="50,50,0")
     (entry,) = index_entries(one)
-    source = entry.open(tokenizer.build(one), reader_of(one))
+    source = open_entry(str(path), entry, tokenizer.build(one), reader_of(one).chat_format)
     names = [source.document_name(document).rpartition(" ")[2] for document in range(8)]
     assert names == ["1", "1", "3", "4", "4", "5", "5", "5"]
     expected = [text for line in lines if line for text in map(as_bytes, reader_of(one).read(line))]
@@ -234,9 +230,6 @@ def test_texts_of_a_chat_are_documents_of_one_line(tmp_path, monkeypatch):
     assert [splits.train.num_samples, splits.valid.num_samples] == [3, 5], "4 and 4 would part a chat"
     assert "4 chats by the chat template" in splits.train.describe()
     assert "in 8 texts, since it writes earlier answers otherwise once later messages follow" in splits.train.describe()
-    write_unseen(path, path.read_bytes().replace(b"assistant", b"user     ", 1))
-    with pytest.raises(DataError, match="line 1 is no longer the line that was indexed"):
-        source.read(1, 0, 5)
 
 
 def identity_of(one):
@@ -465,10 +458,11 @@ def test_samples_carry_the_mask_of_their_labels(folders, tmp_path, kind):
 
 def test_overlong_chats(tmp_path):
     path = write_chats(tmp_path / "a.jsonl", CHATS)
-    measures = [document.measures() for chat in CHATS for document in reader_of(flags()).read(line_of(chat))]
-    limit = min(first for _, first, _ in measures) + 3
-    assert min(length for length, *_ in measures) - 1 > limit
-    assert sum(first <= limit for _, first, _ in measures) == 1
+    documents = [document for chat in CHATS for document in reader_of(flags()).read(line_of(chat))]
+    firsts = [int(document.is_target.argmax()) for document in documents]
+    limit = min(firsts) + 3
+    assert min(len(document.tokens) for document in documents) - 1 > limit
+    assert sum(first <= limit for first in firsts) == 1
     with pytest.raises(
         DataError, match=rf"line 1 predicts \d+ tokens, --seq-length is {limit} .* --overlong truncate or drop$"
     ):
@@ -487,8 +481,8 @@ def test_overlong_chats(tmp_path):
 
 def test_index_is_cached_by_template(tmp_path, monkeypatch):
     path = write_chats(tmp_path / "a.jsonl", CHATS)
-    real, asked = indexing.map_in_processes, []
-    monkeypatch.setattr(indexing, "map_in_processes", lambda f, t, n, **o: asked.append(n) or real(f, t, n, **o))
+    real, asked = tokenizing.map_in_processes, []
+    monkeypatch.setattr(tokenizing, "map_in_processes", lambda f, t, n: asked.append(n) or real(f, t, n))
     first, again = (index_entries(flags(path))[0].index for _ in range(2))
     assert (len(asked), again.path) == (1, first.path), "the second time it comes from the cache"
     other = tmp_path / "t.jinja"
@@ -501,8 +495,8 @@ def test_index_is_cached_by_template(tmp_path, monkeypatch):
 @pytest.mark.nightly  # by day texts are indexed in processes
 def test_processes_make_the_same_index(tmp_path, monkeypatch):
     path = write_chats(tmp_path / "a.jsonl", CHATS * 4)
-    one, two = (index_in_ranges(flags(path, cache_path=str(tmp_path / str(k))), k, 300, monkeypatch) for k in (1, 2))
-    assert one.header == two.header
+    one, two = (index_in_pieces(flags(path, cache_path=str(tmp_path / str(k))), k, 300, monkeypatch) for k in (1, 2))
+    assert one.digest == two.digest
 
 
 def test_the_fingerprint_sees_the_mask(tmp_path):
@@ -528,18 +522,6 @@ def test_a_checkpoint_remembers_the_template(tmp_path):
     assert [name for name in first if first[name] != other[name]] == ["chat template"]
     moved = template.rename(tmp_path / "moved.jinja")
     assert identity_of(flags(path, chat_template=str(moved))) == first
-
-
-def test_a_chat_that_changed_is_an_error(tmp_path):
-    path = write_chats(tmp_path / "a.jsonl", CHATS[:1])
-    stream = build_splits(flags(path)).train
-    for line, said in (
-        (line_of([("user", "other"), ("assistant", "chat")]), r"has \d+ tokens but had \d+ when it was indexed"),
-        (line_of([("user", "no answer")]), "is no longer the line that was indexed"),
-    ):
-        write_unseen(path, line)
-        with pytest.raises(DataError, match=re.escape(f"{path} line 1 ") + f"{said}: the data must not change"):
-            stream.read(0)
 
 
 def test_flags_that_contradict_chats(folders, tmp_path):

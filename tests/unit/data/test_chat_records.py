@@ -8,7 +8,7 @@ import pytest
 
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.chat import parse_chats
-from megatron.trainer.data.json_text import LineError
+from megatron.trainer.data.lines import LineError
 from tests.unit.data.helpers import assert_line_refused, config, open_documents, refusal, write_records
 from tests.unit.data.test_chat import flags, messages_of, reader_of, reader_with
 

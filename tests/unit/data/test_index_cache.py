@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from megatron.trainer.data import entries, file_table, indexing, length_index
+from megatron.trainer.data import build, files, index_file, tokenizing, workers
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.index_cache import HIDDEN_FOLDER
-from megatron.trainer.data.length_index import load_index
+from megatron.trainer.data.index_file import load_index
 from tests.unit.data.helpers import config, epoch_tokens, open_documents, write_files
 
 JSON_LINES = {"a.jsonl": b'{"text": "one"}\n{"text": "three"}\n', "sub/b.jsonl": b'\n{"text": "seven"}\n'}
@@ -42,12 +42,8 @@ def messages(caplog, tmp_path, monkeypatch):
 @pytest.fixture
 def scans(monkeypatch):
     """Count how often data are indexed."""
-    counted = []
-    for name in ("index_json_lines", "index_text_files"):
-        real = getattr(entries, name)
-        monkeypatch.setattr(
-            entries, name, lambda *args, real=real, **kwargs: counted.append(args[0].name) or real(*args, **kwargs)
-        )
+    counted, real = [], build.write_index
+    monkeypatch.setattr(build, "write_index", lambda *args, **more: counted.append(args[0].name) or real(*args, **more))
     return counted
 
 
@@ -68,7 +64,7 @@ def lengths_of(folder, **changes):
 
 def saved(folder: Path) -> Path:
     """Return the only index below `folder`."""
-    (path,) = folder.rglob("*.lengths")
+    (path,) = folder.rglob("*.tokens")
     assert list(folder.rglob("*.tmp")) == []
     return path
 
@@ -94,7 +90,7 @@ def test_the_second_start_reads_no_data(data, scans, messages, monkeypatch):
     assert again.lengths.tolist() == lengths
     assert set(opened) == {str(saved(folder))}
     assert scans == [str(folder)]
-    assert f"lengths from the index {saved(folder)}" in messages.text
+    assert f"tokens from the index {saved(folder)}" in messages.text
     assert epoch_tokens(stream), "the data can still be read"
 
 
@@ -162,7 +158,7 @@ def test_each_way_of_reading_has_its_own_index(tmp_path, scans):
         assert lengths_of(folder, data_glob="*.txt") == [2]
         assert lengths_of(folder / "*.t*") == [2]
     assert len(scans) == 4
-    assert len(list(folder.rglob("*.lengths"))) == 4
+    assert len(list(folder.rglob("*.tokens"))) == 4
 
 
 def test_the_index_moves_with_the_data(data, scans, tmp_path):
@@ -202,11 +198,11 @@ def the_warning(messages) -> str:
 
 
 def test_a_damaged_index_is_replaced_with_a_warning(data, scans, messages):
-    """What damage is noticed: test_length_index.py."""
+    """What damage is noticed: test_index_file.py."""
     folder, lengths = data
     lengths_of(folder)
     content = saved(folder).read_bytes()
-    saved(folder).write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    saved(folder).write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
     assert lengths_of(folder) == lengths
     assert len(scans) == 2
     warning = the_warning(messages)
@@ -216,23 +212,36 @@ def test_a_damaged_index_is_replaced_with_a_warning(data, scans, messages):
     assert len(scans) == 2
 
 
-def test_a_full_disk_leaves_the_index_in_memory_with_a_warning(data, scans, messages, monkeypatch):
+def test_a_damaged_token_is_named_when_it_is_read(data):
+    """Tokens are not read through at a start; an id that the vocabulary does not have would end in the embedding."""
+    folder, _ = data
+    lengths_of(folder)
+    content = saved(folder).read_bytes()
+    saved(folder).write_bytes(content[:67] + b"\x7f" + content[68:])  # the upper half of the second token
+    source = open_documents(folder)
+    assert source.read(0, 0, 1) == ord("o")
+    with pytest.raises(DataError, match=rf"{saved(folder)} is damaged: {folder}/a.* has a token outside of the 257 of"):
+        source.read(0, 0, 2)
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing(data, scans, monkeypatch):
     folder, lengths = data
-    monkeypatch.setattr(file_table, "CLOCK_STEP_NS", 0)
+    monkeypatch.setattr(files, "CLOCK_STEP_NS", 0)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (128, limits[1]))
     try:
-        assert lengths_of(folder) == lengths
+        with pytest.raises(DataError) as raised:
+            lengths_of(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    warning = the_warning(messages)
-    for part in ("could not be saved", "File too large", "used from memory", "--data-cache-path", HIDDEN_FOLDER):
-        assert part in warning
-    left = [path for path in folder.parent.rglob("*") if path.is_file() and path.suffix in (".tmp", ".lengths")]
+    for part in (str(folder), "could not be saved", "File too large", "2 bytes a token", "--data-cache-path"):
+        assert part in str(raised.value)
+    for place in (HIDDEN_FOLDER, "user_cache"):
+        assert place in str(raised.value), "both places are named"
+    left = [path for path in folder.parent.rglob("*") if path.is_file() and path.suffix in (".tmp", ".tokens")]
     assert left == []
     assert lengths_of(folder) == lengths
     assert saved(folder).exists(), "with room again it is saved"
-    assert len(scans) == 2
 
 
 def refuse_folder(monkeypatch, *folders):
@@ -259,26 +268,27 @@ def test_read_only_data_are_indexed_in_the_users_cache(data, scans, messages, tm
 
 
 def test_a_user_without_a_home_gets_no_folder_of_that_name(data, tmp_path, monkeypatch):
-    folder, lengths = data
+    folder, _ = data
     refuse_folder(monkeypatch, folder)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert lengths_of(folder) == lengths
-    assert list(tmp_path.rglob("*.lengths")) == []
+    with pytest.raises(DataError, match="could not be saved"):
+        lengths_of(folder)
+    assert list(tmp_path.rglob("*.tokens")) == []
 
 
-def test_a_folder_that_may_not_be_written_at_all(data, scans, messages, tmp_path, monkeypatch):
+def test_a_folder_that_may_not_be_written_at_all(data, tmp_path, monkeypatch):
     folder, lengths = data
-    refuse_folder(monkeypatch, folder, tmp_path / "user_cache")
-    assert lengths_of(folder) == lengths
-    assert "could not be saved" in messages.text
-    assert list(tmp_path.rglob("*.lengths")) == []
-    messages.clear()
-    refuse_folder(monkeypatch, tmp_path / "asked")
-    assert lengths_of(folder, cache_path=str(tmp_path / "asked")) == lengths
-    assert str(tmp_path / "asked") in the_warning(messages)
-    assert len(scans) == 2
+    refuse_folder(monkeypatch, folder, tmp_path / "user_cache", tmp_path / "asked")
+    for more in ({}, {"cache_path": str(tmp_path / "asked")}):
+        with pytest.raises(
+            DataError, match=r"could not be saved \(.*Read-only file system\): name a folder that"
+        ) as why:
+            lengths_of(folder, **more)
+        assert (str(tmp_path / "asked") in str(why.value)) == bool(more)
+    assert list(tmp_path.rglob("*.tokens")) == []
+    assert lengths_of(folder, cache_path=str(tmp_path / "other")) == lengths
 
 
 def test_the_user_names_a_folder(data, scans, tmp_path):
@@ -309,7 +319,7 @@ def test_bad_data_leave_no_index(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n{"txt": 1}\n')
     with pytest.raises(DataError, match="line 2"):
         lengths_of(tmp_path)
-    assert list(tmp_path.rglob("*.lengths")) == []
+    assert list(tmp_path.rglob("*.tokens")) == []
 
 
 def index_in_a_process(folder, barrier, results):
@@ -335,34 +345,37 @@ def test_processes_that_index_at_the_same_time_all_end_well(data):
 KILLED = """
 import os, signal, sys
 sys.path[:0] = [os.getcwd()]
-from megatron.trainer.data import indexing, scan, workers
+from megatron.trainer.data import tokenizing
 from tests.unit.data.helpers import open_documents
-indexing.RANGE_BYTES = 1 << 16
-real = indexing.Progress.advance
+tokenizing.PIECE_BYTES = 1 << 16
+real = tokenizing.Progress.advance
 def advance(self, amount):
     real(self, amount)
     if self._done > 1 << 20:
         os.kill(os.getpid(), signal.SIGKILL)
-indexing.Progress.advance = advance
-indexing.BYTES_PER_PROCESS = 1 << 20
-indexing.num_usable_cpus = lambda: 2
+tokenizing.Progress.advance = advance
+tokenizing.BYTES_PER_PROCESS = 1 << 20
+tokenizing.num_usable_cpus = lambda: 2
 open_documents(sys.argv[1])
 """
 
 
-@pytest.mark.nightly  # by day a writer is, in test_length_index.py
+@pytest.mark.nightly  # by day a writer is, in test_index_file.py
 def test_an_indexer_that_is_killed_does_not_block_the_next(tmp_path, scans):
     folder = write_files(tmp_path / "data", {"a.jsonl": b'{"text": "%s"}\n' % (b"x" * 1000) * 4000})
     ended = subprocess.run([sys.executable, "-c", KILLED, str(folder)], timeout=60, check=False)
     assert ended.returncode == -signal.SIGKILL
-    assert not (folder / HIDDEN_FOLDER).exists()
+    (left,) = (folder / HIDDEN_FOLDER).iterdir()
+    assert left.suffix == ".tmp"
+    an_hour_ago = time.time() - index_file.FORGOTTEN_AFTER_S - 1
+    os.utime(left, (an_hour_ago, an_hour_ago))
     assert lengths_of(folder) == [1001] * 4000
-    assert saved(folder).exists()
+    assert saved(folder).exists(), "and what was half written is gone"
 
 
 def test_many_files_are_looked_at_in_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_table, "FILES_PER_TASK", 7)
-    monkeypatch.setattr(indexing, "FILES_PER_TASK", 7)
+    for module in (files, tokenizing):
+        monkeypatch.setattr(module, "FILES_PER_TASK", 7)
     folder = write_files(tmp_path, {f"{i:03}.txt": b"x" * i + b"\0" * (i % 3 == 0) for i in range(100)})
     assert lengths_of(folder) == [i + 1 for i in range(100) if i % 3]
 
@@ -379,22 +392,20 @@ class Terminal(io.StringIO):
 
 
 def test_long_scans_tell_how_far_they_are(tmp_path, messages, monkeypatch):
-    from megatron.trainer.data import progress
-
     folder = write_files(tmp_path / "d", {"a.jsonl": b'{"text": "one"}\n' * 10})
-    monkeypatch.setattr(indexing, "RANGE_BYTES", 16)
-    monkeypatch.setattr(progress, "TICK_EVERY_S", 0.0)
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(tokenizing, "PIECE_BYTES", 16)
+    monkeypatch.setattr(workers, "TICK_EVERY_S", 0.0)
+    monkeypatch.setattr(workers, "LINE_EVERY_S", 0.0)
     ticks = []
-    (entry,) = entries.index_entries(config(folder), on_tick=lambda: ticks.append(1))
+    (entry,) = build.index_entries(config(folder), on_tick=lambda: ticks.append(1))
     assert len(entry.index.columns["lengths"]) == 10
     assert "50 % of 160 bytes" in messages.text
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress, "BAR_AFTER_S", 0.0)
+    monkeypatch.setattr(workers, "BAR_AFTER_S", 0.0)
     shutil.rmtree(folder / HIDDEN_FOLDER)
-    entries.index_entries(config(folder))
+    build.index_entries(config(folder))
     assert str(folder)[-20:] in terminal.getvalue()
     assert "80/160 bytes" in terminal.getvalue()
     assert len(ticks) >= 10
-    assert length_index.load_index(entry.index.path).digest == entry.index.digest
+    assert load_index(entry.index.path).digest == entry.index.digest

@@ -65,7 +65,7 @@ def test_documents_are_the_tokens_of_the_texts(folder, corpus, tmp_path, eod, ca
 
 
 def test_any_number_of_processes_writes_the_same_bytes(folder, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(preprocess_data, "TOKENIZED_RANGE_BYTES", 300)
+    monkeypatch.setattr(preprocess_data, "TOKENIZED_PIECE_BYTES", 300)
     write_files(tmp_path / "more", {"b.jsonl": corpus.read_bytes(), "a.jsonl": corpus.read_bytes()})
     contents = []
     for workers in (1, 2):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
 from dynamic_cp.errors import DataError
 from megatron.dynamic_cp.data.sample_tokens import shared_question
-from megatron.trainer.data import indexing
-from megatron.trainer.data.build import build_splits
-from megatron.trainer.data.entries import index_entries
+from megatron.trainer.data import tokenizing
+from megatron.trainer.data.build import build_splits, index_entries
 from tests.unit.data.helpers import (
     EOD,
     assert_line_refused,
@@ -19,7 +16,6 @@ from tests.unit.data.helpers import (
     open_documents,
     refusal,
     write_records,
-    write_unseen,
 )
 from tests.unit.data.made_tokenizers import MARKED_TEMPLATE, PLAIN_TEMPLATE, write_tokenizer
 
@@ -211,7 +207,7 @@ def test_with_sft_a_response_is_learned_as_in_its_chat(tmp_path, folders, kind):
 
 def test_lengths_masks_and_words_come_from_the_index(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", LINES)
-    monkeypatch.setattr(indexing, "RANGE_BYTES", 100)  # rows are numbered through the ranges
+    monkeypatch.setattr(tokenizing, "PIECE_BYTES", 100)  # rows are numbered through the pieces
     assert open_documents(path).first_targets is not None
     stream = build_splits(config(path)).train
     batch = stream.global_batch(0, 4)
@@ -230,10 +226,8 @@ def test_data_without_responses_are_what_they_were(tmp_path):
     """Their index, their fingerprint and their batches know nothing of questions."""
     path = write(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two", "prompt": "said before"}])
     (entry,) = index_entries(config(path))
-    assert set(entry.index.columns) == {
-        *("file_names", "file_sizes_bytes", "file_mtimes_ns"),
-        *("lengths", "offsets_bytes", "file_documents", "blanks", "file_blanks"),
-    }
+    assert not {"learned", "first_targets"} & set(entry.index.columns)
+    assert not any(map(len, (entry.index.columns[name] for name in ("questions", "num_answers", "answers", "depths"))))
     assert open_documents(path).first_targets is None
     stream = build_splits(config(path)).train
     assert stream.global_batch(0, 2).masks is None
@@ -358,13 +352,3 @@ def test_a_template_that_writes_a_prompt_by_its_answer_is_refused(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "ab", "responses": ["c", "de"]}])
     with pytest.raises(DataError, match="writes the prompt of response 2 in another way than that of response 1"):
         build_splits(chat_flags(path, chat_template=str(template)))
-
-
-@pytest.mark.parametrize("changed", [{"prompt": "abcd", "responses": ["e", "fgh"]}, {"text": "abcdefghij"}, {}])
-@pytest.mark.parametrize("sft", [False, True])
-def test_a_line_that_changed_is_noticed_where_it_is_read(tmp_path, changed, sft):
-    path = write(tmp_path / "a.jsonl", [{"prompt": "abcd", "responses": ["ef", "gh"], "more": "x" * 80}])
-    stream = build_splits(chat_flags(path) if sft else config(path)).train
-    write_unseen(path, json.dumps(changed).encode())
-    with pytest.raises(DataError, match=r"line 1 is no longer the line that was indexed|line 1 has .* but had"):
-        stream.read(0)

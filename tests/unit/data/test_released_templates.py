@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.trainer.data.json_text import LineError
+from megatron.trainer.data.lines import LineError
 from megatron.trainer.data.tokenizer import build
 from tests.unit.data.helpers import config
 from tests.unit.data.made_tokenizers import train_tokenizer

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.trainer.data.build import build_splits
-from megatron.trainer.data.dataset import shuffled
+from megatron.trainer.data.samples import shuffled
 from tests.unit.data.helpers import config, epoch_tokens, write_files
 
 

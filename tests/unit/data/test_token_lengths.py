@@ -14,8 +14,7 @@ from dynamic_cp.decide import cli
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.lengths.read import read_lengths
 from megatron.decide.token_lengths import token_lengths
-from megatron.trainer.data.build import build_splits
-from megatron.trainer.data.entries import index_entries
+from megatron.trainer.data.build import build_splits, index_entries
 from tests.unit.data.helpers import config
 from tests.unit.data.made_tokenizers import MARKED_TEMPLATE, TEXTS, write_tokenizer
 from tests.unit.data.test_chat import CHATS, flags, line_of

@@ -1,4 +1,4 @@
-"""Scanning JSONL in ranges: the same as reading it line by line, whatever the ranges and the processes."""
+"""Records in pieces: the same index as reading them line by line gives, whatever the pieces and the processes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dynamic_cp.errors import DataError
-from megatron.trainer.data import indexing, workers
-from megatron.trainer.data.data_path import find_files
-from megatron.trainer.data.file_table import FileTable
-from megatron.trainer.data.indexing import index_json_lines
-from megatron.trainer.data.json_lines import JsonLines
-from megatron.trainer.data.line_reader import TextReader
-from megatron.trainer.data.scan import UNREAD, ScanError, scan_json_lines
+from megatron.trainer.data import tokenizing, workers
+from megatron.trainer.data.documents import StoredDocuments
+from megatron.trainer.data.files import FileTable, find_files
+from megatron.trainer.data.index_cache import write_somewhere
+from megatron.trainer.data.index_file import IndexWriter
+from megatron.trainer.data.lines import TextReader
+from megatron.trainer.data.records import blocks_of, split_lines, whole_lines
 from megatron.trainer.data.tokenizer import ByteTokenizer
+from megatron.trainer.data.tokenizing import UNREAD, write_index
 from tests import patience
 from tests.unit.data.helpers import EOD, config, write_files
 
 TOKENIZER = ByteTokenizer()
-REQUEST = {"kind": "jsonl", "json_key": "text"}
+READER = TextReader(tokenizer=TOKENIZER, json_key="text")
 
 CORPORA = {
     "plain": b'{"text": "one"}\n{"text": "two"}\n',
@@ -43,64 +43,62 @@ CORPORA = {
 }
 
 
-def expected(content: bytes) -> tuple[list[int], list[int], list[int]]:
-    """Return offsets, lengths and line numbers as a plain loop over the lines finds them."""
-    offsets, lengths, line_numbers = [], [], []
-    offset = 0
+def expected(content: bytes) -> tuple[list[list[int]], list[int]]:
+    """Return tokens and line numbers as a plain loop over the lines finds them."""
+    tokens, line_numbers = [], []
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
-            text = json.loads(line.decode("utf-8-sig"))["text"]
-            offsets.append(offset)
-            lengths.append(len(text.encode()) + 1)
+            tokens.append([*json.loads(line.decode("utf-8-sig"))["text"].encode(), EOD])
             line_numbers.append(number)
-        offset += len(line) + 1
-    return offsets, lengths, line_numbers
+    return tokens, line_numbers
 
 
-def index(folder, **options):
+def index(folder, num_processes=None, change=lambda: None):
+    """Return the index of a folder in which `change` happens between listing and reading."""
     files = find_files(str(folder), config(folder), TOKENIZER)
     table = FileTable.of(files.root, files.names)
-    return files, index_json_lines(files, table, REQUEST, **options)
+    change()
+
+    def write(file):
+        request = {"kind": files.kind}
+        write_index(files, table, request, READER, TOKENIZER, IndexWriter(file), num_processes=num_processes)
+
+    return write_somewhere([f"{folder}/.made/index"], write, files.name)
 
 
 @pytest.mark.by_day("1", "100")
-@pytest.mark.parametrize("range_bytes", [1, 7, 100, 1 << 20])
-def test_ranges_of_any_size_find_the_same_lines(tmp_path, monkeypatch, range_bytes):
+@pytest.mark.parametrize("piece_bytes", [1, 7, 100, 1 << 20])
+def test_pieces_of_any_size_find_the_same_lines(tmp_path, monkeypatch, piece_bytes):
     """All corpora in one data set: files that end in any way follow each other."""
-    monkeypatch.setattr(indexing, "RANGE_BYTES", range_bytes)
+    monkeypatch.setattr(tokenizing, "PIECE_BYTES", piece_bytes)
     write_files(tmp_path, {f"{name}.jsonl": content for name, content in CORPORA.items()})
-    files, made = index(tmp_path)
-    source = JsonLines("all", files.root, made, TextReader(tokenizer=TOKENIZER, json_key="text"))
+    made = index(tmp_path)
+    source = StoredDocuments("all", f"{tmp_path}/", made, TOKENIZER.vocab_size)
     document = 0
     for name in sorted(CORPORA):
-        for offset, length, line_number in zip(*expected(CORPORA[name]), strict=True):
-            assert made.columns["offsets_bytes"][document] == offset
-            assert made.columns["lengths"][document] == length
+        for tokens, line_number in zip(*expected(CORPORA[name]), strict=True):
+            assert made.columns["lengths"][document] == len(tokens)
             assert source.document_name(document) == f"{tmp_path}/{name}.jsonl line {line_number}"
-            tokens = source.read(document, 0, length)
-            assert len(tokens) == length
-            assert tokens[-1] == EOD
+            assert source.read(document, 0, len(tokens)).tolist() == tokens
             document += 1
     assert document == len(source.lengths) == 16
     num_blank = sum(sum(not x.strip() for x in c.splitlines()) for c in CORPORA.values())
-    assert made.counts == {"blank lines": num_blank, UNREAD + "n": 1}
+    assert made.counts == {"blank lines": num_blank, "learned tokens": 0, UNREAD + "n": 1}
 
 
 def test_processes_and_one_process_make_the_same_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexing, "RANGE_BYTES", 300)
+    monkeypatch.setattr(tokenizing, "PIECE_BYTES", 300)
     write_files(tmp_path, {f"{name}.jsonl": content for name, content in CORPORA.items()})
-    (_, alone), (_, together) = index(tmp_path, num_processes=1), index(tmp_path, num_processes=2)
-    assert together.header == alone.header
-    for name, column in alone.columns.items():
-        np.testing.assert_array_equal(together.columns[name], column)
+    alone, together = (index(tmp_path, num_processes) for num_processes in (1, 2))
+    assert together.digest == alone.digest
 
 
 def test_the_number_of_processes_follows_the_size(tmp_path, monkeypatch):
     asked = []
-    real = indexing.map_in_processes
-    monkeypatch.setattr(indexing, "map_in_processes", lambda f, t, n, **_: asked.append(n) or real(f, t, 1))
-    monkeypatch.setattr(indexing, "num_usable_cpus", lambda: 3)
-    monkeypatch.setattr(indexing, "BYTES_PER_PROCESS", 10)
+    real = tokenizing.map_in_processes
+    monkeypatch.setattr(tokenizing, "map_in_processes", lambda f, t, n: asked.append(n) or real(f, t, 1))
+    monkeypatch.setattr(tokenizing, "num_usable_cpus", lambda: 3)
+    monkeypatch.setattr(tokenizing, "BYTES_PER_PROCESS", 10)
     for size in (1, 2, 100):
         write_files(tmp_path, {"a.jsonl": b"{}\n".replace(b"{}", b'{"text":""}') * size})
         index(tmp_path)
@@ -109,12 +107,12 @@ def test_the_number_of_processes_follows_the_size(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_first_bad_line_is_named_by_its_place_in_the_file(tmp_path, monkeypatch, num_processes):
-    monkeypatch.setattr(indexing, "RANGE_BYTES", 64)
+    monkeypatch.setattr(tokenizing, "PIECE_BYTES", 64)
     good = b'{"text": "fine"}\n\n' * 40
     write_files(tmp_path, {"a.jsonl": good, "b.jsonl": good + b'{"txt": 1}\n' + good + b"nonsense\n"})
     before = children()
     with pytest.raises(DataError) as caught:
-        index(tmp_path, num_processes=num_processes)
+        index(tmp_path, num_processes)
     assert children() == before, "although the error still holds the frames that it went through"
     assert f"{tmp_path}/b.jsonl line 81 has no field 'text' (it has 'txt')" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -126,31 +124,31 @@ def test_deep_nesting_is_an_error_and_no_crash(tmp_path):
         index(tmp_path)
 
 
-def test_a_file_that_shrinks_while_it_is_scanned_is_an_error(tmp_path):
+def lines_of(path, size_bytes, block_bytes=1 << 20):
+    pieces = whole_lines(blocks_of(str(path), "line", size_bytes, block_bytes))
+    return [line for content, _ in pieces for line in split_lines(content)]
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "x"}\n' * 3)
-    for start in (0, 20, 50):
-        with pytest.raises(ScanError, match="has 42 bytes but had 100 when it was listed"):
-            scan_json_lines(str(path), start, 100, 100, "text")
+    for block_bytes in (5, 42, 1000):
+        with pytest.raises(DataError, match="has 42 bytes but had 100 when it was listed"):
+            lines_of(path, 100, block_bytes)
 
 
-def test_what_is_appended_while_it_is_scanned_is_not_looked_at(tmp_path):
+def test_what_is_appended_while_it_is_read_is_not_looked_at(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "x"}\n{"text": "y"}\nnot yet whole')
-    found = scan_json_lines(str(path), 0, 28, 28, "text")
-    assert (found.columns["lengths"].tolist(), found.error) == ([2, 2], None)
-    cut = scan_json_lines(str(path), 0, 20, 20, "text")
-    assert cut.error is not None, "a line that was half written when the file was listed"
+    assert lines_of(path, 28) == [b'{"text": "x"}', b'{"text": "y"}']
+    assert lines_of(path, 20)[1] == b'{"text', "a line that was half written when the file was listed"
 
 
-def test_a_line_of_any_size_is_looked_at_once(tmp_path, monkeypatch):
-    """Ranges inside a huge line give up at their own end."""
+def test_a_line_of_any_size_is_looked_at_once(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "' + b"h" * 1_000_000 + b'"}\n{"text": "z"}\n')
-    size = path.stat().st_size
     started = time.process_time()
-    found = [scan_json_lines(str(path), start, min(start + 1000, size), size, "text") for start in range(0, size, 1000)]
-    assert sum(len(part.columns["lengths"]) for part in found) == 2
+    assert len(lines_of(path, path.stat().st_size, 1000)) == 2
     assert time.process_time() - started < 2
 
 
@@ -169,7 +167,7 @@ def test_a_worker_that_dies_is_an_error_and_no_hang(function, task, how):
 
 def test_no_process_is_left_after_an_error():
     started, before = patience.now_s(), children()
-    results = workers.map_in_processes(scan_json_lines, [("/missing", 0, 1, 1, "text")] * 2, 2)
+    results = workers.map_in_processes(open, [("/missing",)] * 2, 2)
     with pytest.raises(FileNotFoundError, match="/missing"):
         next(results)
     assert children() == before
@@ -180,21 +178,19 @@ def test_no_process_is_left_after_an_error():
     assert patience.now_s() - started < 30
 
 
-def test_errors_of_worker_processes_name_the_file(tmp_path, monkeypatch):
-    """A file that vanishes, and one that shrinks, between listing and scanning."""
-    monkeypatch.setattr(indexing, "RANGE_BYTES", 16)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_errors_of_reading_name_the_file(tmp_path, monkeypatch, name):
+    """A file that vanishes, and one that shrinks, between listing and reading: lines here, texts in their process."""
+    monkeypatch.setattr(tokenizing, "PIECE_BYTES", 16)
+    path = tmp_path / name
     for change, said in (
         (Path.unlink, "cannot read {}: No such file"),
-        (lambda p: os.truncate(p, 3), "{} has 3 bytes"),
+        (lambda p: os.truncate(p, 3), "{} has 3 bytes but had 42 when it was listed"),
     ):
-        path = tmp_path / "a.jsonl"
-        path.write_bytes(b'{"text": "x"}\n' * 3)
-        files = find_files(str(tmp_path), config(tmp_path), TOKENIZER)
-        table = FileTable.of(files.root, files.names)
-        change(path)
         for num_processes in (1, 2):
+            path.write_bytes(b'{"text": "x"}\n' * 3)
             with pytest.raises(DataError, match=re.escape(said.format(path))):
-                index_json_lines(files, table, REQUEST, num_processes=num_processes)
+                index(tmp_path, num_processes, lambda change=change: change(path))
 
 
 def test_without_processes_the_work_is_done_here(monkeypatch, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -13,25 +14,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.trainer.data import length_index
-from megatron.trainer.data.length_index import IndexFileError, LengthIndex, load_index
+from dynamic_cp.errors import DataError
+from megatron.trainer.data import index_file
+from megatron.trainer.data.index_file import DataIndex, IndexFileError, IndexWriter, load_index, written_whole
 
 
-def make(seed: int = 0, num_documents: int = 1000) -> LengthIndex:
+def made(seed: int = 0, num_documents: int = 1000) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    columns = {
+    return {
         "lengths": rng.integers(1, 1 << 40, num_documents),
         "names": rng.integers(0, 256, 77, dtype=np.uint8),
         "none": np.empty(0, dtype=np.int64),
     }
-    return LengthIndex.build({"kind": "test"}, {"blank lines": 3}, columns)
+
+
+def save(path: str, columns: dict[str, np.ndarray]) -> DataIndex:
+    """Write an index whose tokens, from 0 on, come in two parts."""
+    with written_whole(path) as file:
+        writer = IndexWriter(file)
+        for tokens in np.split(np.arange(101, dtype=np.uint16), [60]):
+            writer.append(tokens)
+        writer.finish({"kind": "test"}, {"blank lines": 3}, columns)
+    return load_index(path)
 
 
 @pytest.fixture
 def saved(tmp_path):
-    index = make().save(str(tmp_path / "folder" / "a.lengths"))
-    assert index.path is not None
-    return index
+    return save(str(tmp_path / "folder" / "a.tokens"), made())
 
 
 def is_mapped(array: np.ndarray) -> bool:
@@ -41,16 +50,25 @@ def is_mapped(array: np.ndarray) -> bool:
 
 
 def test_what_is_saved_is_read_back_mapped(saved):
-    assert os.listdir(os.path.dirname(saved.path)) == ["a.lengths"]
-    loaded, made = load_index(saved.path), make()
-    assert (loaded.request, loaded.counts, loaded.digest) == (made.request, made.counts, made.digest)
-    assert list(loaded.columns) == list(made.columns)
-    for name, column in made.columns.items():
-        assert loaded.columns[name].dtype == column.dtype
-        np.testing.assert_array_equal(loaded.columns[name], column)
-        assert not loaded.columns[name].flags.writeable
-    assert is_mapped(loaded.columns["lengths"])
-    assert loaded.digest != make(seed=1).digest
+    assert os.listdir(os.path.dirname(saved.path)) == ["a.tokens"]
+    assert (saved.request, saved.counts) == ({"kind": "test"}, {"blank lines": 3})
+    assert saved.size_bytes == os.path.getsize(saved.path)
+    columns = {"tokens": np.arange(101, dtype=np.uint16)} | made()
+    assert list(saved.columns) == list(columns)
+    for name, column in columns.items():
+        assert saved.columns[name].dtype == column.dtype
+        np.testing.assert_array_equal(saved.columns[name], column)
+        assert not saved.columns[name].flags.writeable
+        assert is_mapped(saved.columns[name])
+
+
+def test_an_index_travels_as_its_file(saved):
+    pickled = pickle.dumps(saved)
+    assert len(pickled) < 500, "tokens may be more than memory holds"
+    np.testing.assert_array_equal(pickle.loads(pickled).columns["lengths"], saved.columns["lengths"])
+    save(saved.path, made(seed=1))
+    with pytest.raises(DataError, match="is another one than when this run began: restart"):
+        pickle.loads(pickled)
 
 
 def test_any_truncation_is_noticed(saved):
@@ -70,7 +88,9 @@ def test_any_truncation_is_noticed(saved):
 def test_any_changed_byte_is_noticed(saved):
     whole = bytearray(Path(saved.path).read_bytes())
     assert len(whole) > 8000
-    for place in [*range(length_index.PRELUDE.size), *range(length_index.PRELUDE.size, len(whole), 37), -1]:
+    first = index_file.PRELUDE.size
+    behind_tokens = first + 4 * index_file.ALIGNMENT_BYTES  # 202 bytes; those are not read at a start
+    for place in [*range(first), *range(behind_tokens, len(whole), 37), -1]:
         changed = bytearray(whole)
         changed[place] ^= 0x10
         with open(saved.path, "wb") as file:
@@ -82,22 +102,21 @@ def test_any_changed_byte_is_noticed(saved):
 def test_other_versions_and_other_files_are_refused(saved, monkeypatch):
     whole = Path(saved.path).read_bytes()
     with open(saved.path, "wb") as file:
-        file.write(whole[:7] + bytes([length_index.VERSION + 1]) + whole[8:])
-    with pytest.raises(IndexFileError, match="has version 2, this program reads 1"):
+        file.write(whole[:7] + bytes([index_file.VERSION + 1]) + whole[8:])
+    with pytest.raises(IndexFileError, match="has version 3, this program reads 2"):
         load_index(saved.path)
     with open(saved.path, "wb") as file:
         file.write(b"MMIDIDX\x00\x00" + whole[9:])
-    with pytest.raises(IndexFileError, match="is not a length index"):
+    with pytest.raises(IndexFileError, match="is no index"):
         load_index(saved.path)
 
 
 def test_saving_replaces_another_index_and_keeps_an_equal_one(saved):
     inode = os.stat(saved.path).st_ino
-    make().save(saved.path)
+    assert save(saved.path, made()).digest == saved.digest
     assert os.stat(saved.path).st_ino == inode, "others may have mapped it"
     before = saved.columns["lengths"].copy()
-    make(seed=1).save(saved.path)
-    assert load_index(saved.path).digest == make(seed=1).digest
+    assert save(saved.path, made(seed=1)).digest != saved.digest
     np.testing.assert_array_equal(saved.columns["lengths"], before, "who has mapped the old one keeps it")
 
 
@@ -108,10 +127,10 @@ def test_a_full_disk_leaves_the_old_index_and_nothing_else(saved):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            make(seed=1).save(saved.path)
+            save(saved.path, made(seed=1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert os.listdir(os.path.dirname(saved.path)) == ["a.lengths"]
+    assert os.listdir(os.path.dirname(saved.path)) == ["a.tokens"]
     assert Path(saved.path).read_bytes() == before
 
 
@@ -122,30 +141,30 @@ def test_a_failing_last_step_leaves_nothing(tmp_path, monkeypatch, step):
 
     monkeypatch.setattr(os, step, fail)
     with pytest.raises(OSError, match="No space left"):
-        make().save(str(tmp_path / "a.lengths"))
+        save(str(tmp_path / "a.tokens"), made())
     assert os.listdir(tmp_path) == []
 
 
 KILLED = """
 import os, signal, sys
 sys.path[:0] = [sys.argv[2]]
-from tests.unit.data.test_length_index import make
+from tests.unit.data.test_index_file import made, save
 os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-make(num_documents=100_000).save(sys.argv[1])
+save(sys.argv[1], made(num_documents=100_000))
 """
 
 
 def test_a_writer_that_is_killed_does_no_harm_and_is_cleaned_up_after(tmp_path):
-    path = str(tmp_path / "a.lengths")
+    path = str(tmp_path / "a.tokens")
     ended = subprocess.run([sys.executable, "-c", KILLED, path, os.getcwd()], timeout=60, check=False)
     assert ended.returncode == -signal.SIGKILL
     (left,) = os.listdir(tmp_path)
     assert left.endswith(".tmp")
     with pytest.raises(FileNotFoundError):
         load_index(path)
-    make().save(path)
-    assert sorted(os.listdir(tmp_path)) == sorted(["a.lengths", left]), "its writer may still be at work"
-    an_hour_ago = time.time() - length_index.FORGOTTEN_AFTER_S - 1
+    save(path, made())
+    assert sorted(os.listdir(tmp_path)) == sorted(["a.tokens", left]), "its writer may still be at work"
+    an_hour_ago = time.time() - index_file.FORGOTTEN_AFTER_S - 1
     os.utime(tmp_path / left, (an_hour_ago, an_hour_ago))
-    make(seed=1).save(path)
-    assert os.listdir(tmp_path) == ["a.lengths"]
+    save(path, made(seed=1))
+    assert os.listdir(tmp_path) == ["a.tokens"]

@@ -5,15 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dynamic_cp.errors import DataError, InvalidInputError
+from dynamic_cp.errors import InvalidInputError
 from megatron.decide.token_lengths import token_lengths
 from megatron.trainer.data.build import build_splits
-from megatron.trainer.data.entries import index_entries
 from tests.unit.data.helpers import config, refusal
 from tests.unit.data.made_tokenizers import MARKED_TEMPLATE, write_tokenizer
 from tests.unit.data.test_chat import CHATS, flags, line_of, messages_of
@@ -58,15 +56,11 @@ def test_records_are_those_of_lines(tmp_path, kind, sft):
     path = write(tmp_path / "b" / f"a{kind}", RECORDS)
     assert documents(flags_of(path)) == lines
     assert len(lines) == len(RECORDS)
-    copies = list((tmp_path / "b").rglob("*s.jsonl"))
-    assert len(copies) == 1
-    before = copies[0].stat()
     if kind != ".json":
         assert documents(flags_of(tmp_path / "b")) == lines, "a folder of such files"
-    assert copies[0].stat().st_ino == before.st_ino, "they are written once"
 
 
-def test_a_changed_file_is_written_and_indexed_again(tmp_path):
+def test_a_changed_file_is_indexed_again(tmp_path):
     path = write(tmp_path / "a.jsonl.gz", RECORDS)
     first = documents(flags(path))
     write(path, RECORDS[::-1])
@@ -74,7 +68,6 @@ def test_a_changed_file_is_written_and_indexed_again(tmp_path):
     second = documents(flags(path))
     assert second != first
     assert sorted(second) == sorted(first)
-    assert len(list(tmp_path.rglob("*s.jsonl"))) == 1, "the copy of what it was before is gone"
 
 
 @pytest.mark.parametrize(
@@ -131,27 +124,6 @@ def test_keys_that_a_table_fills_with_nulls_are_missing(tmp_path):
     record = {"messages": [{"role": "user", "content": "x"}, *({"role": "assistant"} | one for one in answers)]}
     found = documents(flags(write(tmp_path / "a.parquet", [record]), chat_template=str(template)))
     assert found == documents(flags(write(tmp_path / "a.jsonl", [record]), chat_template=str(template)))
-
-
-def test_another_host_writes_its_own_copy(tmp_path):
-    path = write(tmp_path / "a.json", RECORDS)
-    one = flags(path, cache_path=str(tmp_path / "cache"))
-    entries = index_entries(one)
-    expected = documents(one, entries)
-    (copy,) = (tmp_path / "cache").rglob("*s.jsonl")
-    copy.unlink()
-    assert documents(one, entries) == expected
-    assert copy.exists()
-
-
-def test_a_place_that_cannot_be_written_to(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.json", RECORDS)
-    (tmp_path / "blocked").write_text("")
-    (tmp_path / ".dynamic_cp_index").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "blocked"))
-    with pytest.raises(DataError, match=r"a\.json must be written as lines once, and no place .* --data-cache-path"):
-        build_splits(flags(path))
-    assert documents(replace(flags(path), cache_path=str(tmp_path / "cache")))
 
 
 def test_other_files_beside_chats(tmp_path):

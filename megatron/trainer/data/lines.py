@@ -1,0 +1,346 @@
+"""A line of JSONL as documents of tokens: a text, a prompt with responses, or a tree of turns.
+
+Lines {"turns": {"text": ..., "learned": ..., "children": [...]}} are trees, whose branches share what is above them.
+A null in one is taken for a key that is missing, as tables have it. `chat` reads chats.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamic_cp.json_text import unique_entries
+from dynamic_cp.types.branches import MOST_LEVELS
+from megatron.trainer.data.tokenizer import TextTokenizer
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PROMPT, RESPONSES, COMPLETION, CHOSEN, REJECTED = "prompt", "responses", "completion", "chosen", "rejected"
+TURNS = "turns"
+_KEYS_OF_TURNS = ("text", "learned", "children")
+_OF_RECORDS = frozenset(("id", "uuid", "source", "dataset", "url", "meta", "metadata"))
+"""Keys that say which record it is, or where it is from: they are not to be learned, whoever reads them."""
+_FIELDS_OF_CHATS = ("messages", "conversations", "instruction")
+
+
+class LineError(Exception):
+    """A line without text. The message continues the name of the line: " is not JSON (...): ..."."""
+
+
+class Question(NamedTuple):
+    """A prompt and its responses, at least one."""
+
+    prompt: Any
+    responses: tuple[str, ...]
+
+
+class Turn(NamedTuple):
+    """A turn of a tree.
+
+    Attributes:
+        text: of it.
+        learned: whether it is.
+        depth: how often what is above it branches.
+        begins: it is one of several that go on from the turn above it, or the first of all.
+        ends: none goes on from it: an end of document is behind it.
+    """
+
+    text: str
+    learned: bool
+    depth: int
+    begins: bool
+    ends: bool
+
+
+def object_of_line(line: bytes, example: str) -> dict[str, Any]:
+    """Return the object of a line.
+
+    Args:
+        example: of such a line, for messages.
+
+    Raises:
+        LineError: no JSON object.
+    """
+    if line.startswith(BYTE_ORDER_MARK):
+        line = line[len(BYTE_ORDER_MARK) :]
+    try:
+        value = _decoder.decode(str(line, "utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise LineError(
+            f" is not JSON ({error}): every line must be one object such as {example}; repair or remove the line"
+        ) from error
+    if not isinstance(value, dict):
+        raise LineError(f" holds a JSON {type(value).__name__}, not an object: write one object per line")
+    return value
+
+
+def _several(name: str, times: int) -> LineError:
+    return LineError(f" has the key {name!r} {times} times in one object: keep one of them")
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=partial(unique_entries, refused=_several))
+
+
+def refuse_preferences(value: Mapping[str, Any]) -> None:
+    """Raise LineError where a record holds a preference: its answers are not all to be learned."""
+    if CHOSEN in value and REJECTED in value:
+        raise LineError(
+            f" is a preference pair ({CHOSEN!r}, {REJECTED!r}), which no loss of pretrain_gpt.py trains: give chats of "
+            "the chosen, or read pairs in a loop of your own (megatron.integrations.preferences)"
+        )
+    if COMPLETION in value and isinstance(value.get("label"), bool):
+        raise LineError(
+            f" is a preference ({COMPLETION!r}, 'label'), which no loss here trains: give the good ones without 'label'"
+        )
+
+
+def unread_keys(value: Mapping[str, Any], *read: str) -> tuple[str, ...]:
+    """Return the keys of a record, but those of null, that have no effect though it is not known that they have none.
+
+    Args:
+        read: those that have one.
+    """
+    return tuple(
+        key for key, entry in value.items() if key not in read and key not in _OF_RECORDS and entry is not None
+    )
+
+
+def is_chat(value: Mapping[str, Any]) -> bool:
+    """Return whether a record can be read as a chat only."""
+    return any(field in value for field in _FIELDS_OF_CHATS) or isinstance(value.get(PROMPT), list)
+
+
+def content_of_line(line: bytes, json_key: str) -> tuple[str | Question | list[Turn], tuple[str, ...]]:
+    """Return the text of a line, or its prompt and responses, or prompt and completion, or turns, all of them texts.
+
+    Behind it are the line's `unread_keys`.
+
+    Raises:
+        LineError: no JSON object with a string under `json_key`, or with a prompt and responses, or turns; or with two.
+    """
+    value = object_of_line(line, f'{{"{json_key}": "..."}}')
+    if RESPONSES in value and json_key != RESPONSES:
+        question = question_of(value, json_key)
+        if not isinstance(question.prompt, str):
+            raise LineError(
+                f": field {PROMPT!r} is a {type(question.prompt).__name__}, not a string: write it as one text"
+                + (", or read it as messages with --sft" if isinstance(question.prompt, list) else "")
+            )
+        return question, unread_keys(value, PROMPT, RESPONSES)
+    if TURNS in value and json_key != TURNS:
+        if (other := next((name for name in (json_key, PROMPT) if name in value), None)) is not None:
+            raise LineError(f" has {TURNS!r} and {other!r}: leave {other!r} out, or give it alone")
+        return turns_of(value[TURNS]), unread_keys(value, TURNS)
+    if json_key not in value:
+        refuse_preferences(value)
+        prompt, completion = value.get(PROMPT), value.get(COMPLETION)
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return Question(prompt, (completion,)), unread_keys(value, PROMPT, COMPLETION)
+        raise LineError(
+            f" has no field {json_key!r} (it has {', '.join(map(repr, list(value)[:5])) or 'none'}): "
+            "name the text field with --json-key" + (", or read chats with --sft" if is_chat(value) else "")
+        )
+    text = value[json_key]
+    if not isinstance(text, str):
+        raise LineError(
+            f": field {json_key!r} is a {type(text).__name__}, not a string: "
+            "repair the line or name another field with --json-key"
+        )
+    return text, unread_keys(value, json_key)
+
+
+def question_of(value: dict[str, Any], other: str) -> Question:
+    """Return the prompt, of whatever type, and the responses of a line's object.
+
+    Args:
+        other: a field that the line must not have besides.
+
+    Raises:
+        LineError: no prompt, no responses, or ones that are no texts; or `other`.
+    """
+    shape = f"{{{PROMPT!r}: ..., {RESPONSES!r}: [...]}}"
+    if other in value and other != PROMPT:
+        raise LineError(f" has {RESPONSES!r} and {other!r}: leave {other!r} out, or give it alone")
+    if PROMPT not in value:
+        raise LineError(f" has {RESPONSES!r} but no {PROMPT!r}: write {shape}")
+    responses = value[RESPONSES]
+    if not isinstance(responses, list) or not responses:
+        said = "an empty list" if isinstance(responses, list) else f"a {type(responses).__name__}"
+        raise LineError(
+            f": field {RESPONSES!r} is {said}: a list of at least 1 text is needed; repair or remove the line"
+        )
+    for number, response in enumerate(responses, 1):
+        if not isinstance(response, str):
+            raise LineError(
+                f": response {number} of {len(responses)} is a {type(response).__name__}, not a string: repair or "
+                "remove it"
+            )
+    return Question(value[PROMPT], tuple(responses))
+
+
+def check_prompt(num_tokens: int) -> None:
+    """Raise LineError where a prompt of so many tokens is too short: before the last one must be another."""
+    if num_tokens < 2:
+        raise LineError(f": its prompt has {num_tokens} tokens, at least 2 are needed: write a longer one")
+
+
+def encode(text: str) -> bytes:
+    """Return the UTF-8 bytes of a text.
+
+    Raises:
+        LineError: it has half of a surrogate pair, as JSON may: that is no character.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise LineError(
+            f": character {error.start + 1} of its text is {half}, half of a surrogate pair (near "
+            f"{text[max(0, error.start - 12) : error.start]!r}): write the whole character, or remove it"
+        ) from error
+
+
+def turns_of(value: Any) -> list[Turn]:
+    """Return the turns of a tree, depth first.
+
+    Raises:
+        LineError: a turn without text, or with an unknown key; or nothing is learned.
+    """
+    found: list[Turn] = []
+    waiting: list[tuple[str, Any, int, bool]] = [("1", value, 0, True)]
+    while waiting:
+        name, given, depth, begins = waiting.pop()
+        turn = _checked(name, given)
+        children = turn.get("children", [])
+        found.append(Turn(turn["text"], turn.get("learned", True), depth, begins, not children))
+        branches = len(children) > 1
+        below = [(f"{name}.{number}", child, depth + branches, branches) for number, child in enumerate(children, 1)]
+        waiting += reversed(below)
+    if not any(turn.learned for turn in found):
+        raise LineError(f": none of its {len(found)} turns is learned: leave 'learned' out where one is")
+    return found
+
+
+def _checked(name: str, given: Any) -> dict[str, Any]:
+    """Return a turn without its nulls."""
+    turn = {key: entry for key, entry in given.items() if entry is not None} if isinstance(given, Mapping) else {}
+    if not isinstance(turn.get("text"), str) or turn.keys() - set(_KEYS_OF_TURNS):
+        has = ", ".join(map(repr, turn)) if isinstance(given, Mapping) else type(given).__name__
+        raise LineError(
+            f": turn {name} has {has or 'nothing'}: give a string 'text', and maybe 'learned' and 'children'"
+        )
+    children = turn.get("children", [])
+    if not isinstance(children, list) or not isinstance(turn.get("learned", True), bool):
+        raise LineError(f": turn {name}: 'learned' is true or false, 'children' a list of turns")
+    if children and not turn["text"]:
+        raise LineError(f": turn {name} has an empty text and {len(children)} behind it: only the last of a branch may")
+    return turn
+
+
+def parts_of(turns: Sequence[Turn], lengths: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return tokens and depth of each part of a tree but the first; without a branching of what follows the prompt.
+
+    A part begins where the tree branches.
+
+    Args:
+        lengths: tokens of each turn.
+
+    Raises:
+        LineError: fewer than 2 tokens before the first branching; or nothing but the first token is learned; or more
+            levels than masks have.
+    """
+    parts: list[list[int]] = []
+    first_target = num_targets = length = 0
+    for turn, num_tokens in zip(turns, lengths, strict=True):
+        if turn.begins:
+            parts.append([0, turn.depth])
+        parts[-1][0] += num_tokens
+        learned = num_tokens - (not length) if turn.learned else 0  # nothing predicts the first of all
+        if learned and not num_targets:
+            first_target = max(length, 1)
+        num_targets += learned
+        length += num_tokens
+    if parts[0][0] < 2 or not num_targets:
+        raise LineError(
+            f": its turns have {parts[0][0]} tokens before they branch, and {num_targets} learned ones behind the "
+            "first: at least 2 and 1 are needed"
+        )
+    if len(parts) == 1:
+        return (length - first_target,), (1,)
+    if (levels := 1 + max(depth for _, depth in parts)) > MOST_LEVELS:
+        raise LineError(
+            f": its turns have {levels} levels, at most {MOST_LEVELS} are supported: cut it in several lines"
+        )
+    sizes, depths = zip(*parts[1:], strict=True)
+    return sizes, depths
+
+
+class Document(NamedTuple):
+    """A text or a chat as tokens, or a prompt and its responses one after the other, or the turns of a tree.
+
+    Attributes:
+        tokens: int64 [n], a text with its end of document.
+        is_target: which of them are learned, bool [n]; None: all.
+        answers: tokens of each response, or of each part of a tree behind the first; none where there is neither.
+        depths: of each part of a tree; none: 1 for each response.
+        unread: `unread_keys` of its line, of the first document of a line.
+    """
+
+    tokens: NDArray[np.int64]
+    is_target: NDArray[np.bool_] | None = None
+    answers: tuple[int, ...] = ()
+    depths: tuple[int, ...] = ()
+    unread: tuple[str, ...] = ()
+
+
+class LineReader(Protocol):
+    """What reads the lines of a data set. Pickles."""
+
+    def read(self, line: bytes) -> list[Document]:
+        """Return the documents of a line; LineError where it is malformed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextReader:
+    """Reads the text field of JSONL lines as tokens and the end of document; prompts with responses and trees, too.
+
+    A prompt is tokenized by itself and has no end; each response has one, which is learned with it.
+    """
+
+    tokenizer: TextTokenizer
+    json_key: str
+
+    def read(self, line: bytes) -> list[Document]:
+        """Return the one document of a line.
+
+        Raises:
+            LineError: there is neither a text nor a prompt with responses, nor turns.
+        """
+        content, unread = content_of_line(line, self.json_key)
+        if isinstance(content, str):
+            return [Document(self._ended(content), unread=unread)]
+        document = self.question(content) if isinstance(content, Question) else self._tree(content)
+        return [document._replace(unread=unread)]
+
+    def question(self, content: Question) -> Document:
+        """Return a prompt and its responses, all of them texts; LineError where the prompt is too short."""
+        prompt = self.tokenizer.encode(encode(content.prompt))
+        check_prompt(len(prompt))
+        responses = [self._ended(response) for response in content.responses]
+        tokens = np.concatenate([prompt, *responses])
+        return Document(tokens, np.arange(len(tokens)) >= len(prompt), tuple(map(len, responses)))
+
+    def _tree(self, turns: list[Turn]) -> Document:
+        tokens = [self._ended(one.text) if one.ends else self.tokenizer.encode(encode(one.text)) for one in turns]
+        lengths = [*map(len, tokens)]
+        is_target = np.repeat([one.learned for one in turns], lengths)
+        return Document(np.concatenate(tokens), is_target, *parts_of(turns, lengths))
+
+    def _ended(self, text: str) -> NDArray[np.int64]:
+        return np.append(self.tokenizer.encode(encode(text)), self.tokenizer.eod)

@@ -1,0 +1,386 @@
+"""Files of documents -> an index with their tokens: read in order, tokenized by several processes, written in order.
+
+    files -> pieces (whole lines of a file, or some text files) -> `tokenize_lines`, `tokenize_texts` -> IndexWriter
+
+What is written depends neither on the pieces nor on the number of processes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamic_cp.errors import DataError
+from megatron.trainer.data.files import FILES_PER_TASK, DocumentFiles, FileTable
+from megatron.trainer.data.index_file import IndexWriter
+from megatron.trainer.data.lines import LineError, LineReader, TextReader
+from megatron.trainer.data.records import UNITS, blocks_of, shortened_file, split_lines, unit_of, whole_lines
+from megatron.trainer.data.source import count, reading
+from megatron.trainer.data.tokenizer import ByteTokenizer, TextTokenizer
+from megatron.trainer.data.workers import MAX_PROCESSES, Progress, map_in_processes, num_usable_cpus
+
+logger = logging.getLogger(__name__)
+
+SNIFFED_BYTES = 8192
+MOST_KEYS = 32
+UNREAD = "lines with the unread key "
+"""What precedes a key in the counts of an index."""
+PIECE_BYTES = 1 << 20
+BYTES_PER_PROCESS = 32 << 20  # less is parsed in the time that a process takes to start
+# The same for tokenizing, which is fifty times as much work.
+TOKENIZED_PIECE_BYTES = 256 << 10
+TOKENIZED_BYTES_PER_PROCESS = 1 << 20
+COLUMNS = (
+    *("lengths", "blanks", "continued", "learned"),
+    *("first_targets", "questions", "num_answers", "answers", "depths"),
+)
+
+
+class Lines(NamedTuple):
+    """Whole lines of a file.
+
+    Attributes:
+        file: its row in the table.
+        content: the lines.
+        num_bytes: of the file that they took.
+    """
+
+    path: str
+    file: int
+    content: bytes
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return self.path
+
+
+class Texts(NamedTuple):
+    """Some text files."""
+
+    paths: Sequence[str]
+    sizes_bytes: Sequence[int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.sizes_bytes)
+
+    def __str__(self) -> str:
+        return self.paths[0]
+
+
+class _OfLines(Protocol):
+    """What was found in lines; the first malformed one, counted from 0, and what is wrong with it."""
+
+    @property
+    def num_lines(self) -> int: ...
+    @property
+    def error(self) -> tuple[int, str] | None: ...
+
+
+Piece = TypeVar("Piece", Lines, Texts)
+Found = TypeVar("Found", bound=_OfLines)
+
+
+class TokenizedLines(NamedTuple):
+    """What a piece of lines is as documents.
+
+    Attributes:
+        tokens: of all documents, one after the other.
+        columns: COLUMNS -> int64:
+            lengths: [n], tokens of each document; no document is of a blank line.
+            blanks: [b], for each blank line how many documents come before it.
+            continued: [c], which of the n documents are of the line of the document before.
+            learned: where among the tokens those begin and end that are learned, in turn.
+            first_targets: [n], the first token of each document that is learned, behind the first of all.
+            questions: [q], which of the n documents are prompts with responses, or trees of turns.
+            num_answers: [q], how many responses each of them has, or parts behind the first one.
+            answers: [sum(num_answers)], tokens of each response, those at the end of the line.
+            depths: [sum(num_answers)], 1 for a response; for a part of a tree how often what is above it branches.
+        num_targets: tokens that are learned of documents that do not learn all: of chats and of lines with responses.
+        unread: key that nothing reads -> how many lines have it; the first MOST_KEYS of them.
+        error: the first malformed line, counted from 0, and what is wrong with it; those after it are not looked at.
+    """
+
+    tokens: NDArray[Any]
+    columns: dict[str, NDArray[np.int64]]
+    num_lines: int
+    num_targets: int
+    unread: dict[str, int]
+    error: tuple[int, str] | None
+
+
+def tokenize_lines(piece: Lines, reader: LineReader, dtype: str) -> TokenizedLines:
+    """Return the documents of a piece; see `TokenizedLines`."""
+    columns: dict[str, list[int]] = {name: [] for name in COLUMNS}
+    tokens = [np.empty(0, dtype)]
+    unread: dict[str, int] = {}
+    num_tokens = num_targets = num_lines = 0
+    error = None
+    for line in split_lines(piece.content):
+        try:
+            documents = reader.read(line) if line.strip() else []
+        except LineError as caught:
+            error = (num_lines, str(caught))
+            break
+        num_lines += 1
+        if documents:
+            add_keys(unread, dict.fromkeys(documents[0].unread, 1))
+        else:
+            columns["blanks"].append(len(columns["lengths"]))
+        for number, document in enumerate(documents):
+            place, length, learned = len(columns["lengths"]), len(document.tokens), document.is_target
+            columns["lengths"].append(length)
+            if number:
+                columns["continued"].append(place)
+            if learned is None:
+                columns["learned"] += [num_tokens, num_tokens + length]
+                columns["first_targets"].append(1)
+            else:
+                edges = np.flatnonzero(np.diff(learned, prepend=False, append=False))
+                columns["learned"] += (num_tokens + edges).tolist()
+                columns["first_targets"].append(1 + int(learned[1:].argmax()))
+                num_targets += int(learned[1:].sum())
+            if document.answers:
+                columns["questions"].append(place)
+                columns["num_answers"].append(len(document.answers))
+                columns["answers"] += document.answers
+                columns["depths"] += document.depths or (1,) * len(document.answers)
+            tokens.append(document.tokens.astype(dtype))
+            num_tokens += length
+    arrays = {name: np.array(column, np.int64) for name, column in columns.items()}
+    return TokenizedLines(np.concatenate(tokens), arrays, num_lines, num_targets, unread, error)
+
+
+def add_keys(unread: dict[str, int], found: dict[str, int]) -> None:
+    """Add numbers of lines with keys; keys may be names of things, so that there is no end of them."""
+    for key, num_lines in found.items():
+        if key in unread or len(unread) < MOST_KEYS:
+            unread[key] = unread.get(key, 0) + num_lines
+
+
+class TokenizedTexts(NamedTuple):
+    """What text files are as documents.
+
+    Attributes:
+        tokens: of all files, one after the other, each with the end of document.
+        lengths: tokens of each, -1 for one that is binary.
+        num_replaced: how many are not UTF-8, where that makes a difference.
+    """
+
+    tokens: NDArray[Any]
+    lengths: list[int]
+    num_replaced: int
+
+
+def tokenize_texts(piece: Texts, tokenizer: TextTokenizer, dtype: str) -> TokenizedTexts:
+    """Return the documents of text files.
+
+    Raises:
+        OSError: a file that cannot be read.
+        DataError: a file that is no longer what was listed, or a tokenizer that cannot be loaded.
+    """
+    tokens, lengths, num_replaced = [np.empty(0, dtype)], [], 0
+    for text, is_binary in texts_of(piece):
+        if is_binary:
+            lengths.append(-1)
+            continue
+        found = tokenizer.encode(text)
+        if not isinstance(tokenizer, ByteTokenizer):
+            num_replaced += not _is_utf8(text)
+        tokens += [found.astype(dtype), np.array([tokenizer.eod], dtype)]
+        lengths.append(len(found) + 1)
+    return TokenizedTexts(np.concatenate(tokens), lengths, num_replaced)
+
+
+def texts_of(piece: Texts) -> Iterator[tuple[bytes, bool]]:
+    """Yield the content of each file, and whether it is binary: has a NUL in its first 8 KiB; errors as above."""
+    for path, size_bytes in zip(piece.paths, piece.sizes_bytes, strict=True):
+        with open(path, "rb") as file:
+            text = file.read()
+        if len(text) != size_bytes:
+            raise shortened_file(path, len(text), size_bytes)
+        yield text, b"\0" in text[:SNIFFED_BYTES]
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        str(text, "utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def lines_of_files(files: DocumentFiles, table: FileTable, units: Sequence[str], piece_bytes: int) -> Iterator[Lines]:
+    """Yield the lines of all files in pieces of about `piece_bytes`.
+
+    Raises:
+        DataError: a file that is not a regular one, cannot be read, is damaged, or is shorter than it was.
+    """
+    for file, (name, unit, size_bytes) in enumerate(zip(files.names, units, table.sizes_bytes.tolist(), strict=True)):
+        path = files.root + name
+        if size_bytes < 0:
+            raise DataError(f"{path} is not a regular file: a change of it would leave no sign; copy it to a file")
+        for content, num_bytes in whole_lines(blocks_of(path, unit, size_bytes, piece_bytes)):
+            yield Lines(path, file, content, num_bytes)
+
+
+def units_of(files: DocumentFiles, table: FileTable) -> list[str]:
+    """Return what a record of each file is called."""
+    is_regular = (table.sizes_bytes >= 0).tolist()
+    return [unit_of(files.root + name) if is_regular[file] else "line" for file, name in enumerate(files.names)]
+
+
+def texts_of_files(files: DocumentFiles, table: FileTable, piece_bytes: int) -> Iterator[Texts]:
+    """Yield the regular files in pieces of about `piece_bytes`."""
+    paths: list[str] = []
+    sizes_bytes: list[int] = []
+    num_bytes = 0
+    for file in np.flatnonzero(table.sizes_bytes >= 0).tolist():
+        paths.append(files.root + files.names[file])
+        sizes_bytes.append(int(table.sizes_bytes[file]))
+        num_bytes += sizes_bytes[-1]
+        if num_bytes >= piece_bytes or len(paths) >= FILES_PER_TASK:
+            yield Texts(paths, sizes_bytes)
+            paths, sizes_bytes, num_bytes = [], [], 0
+    if paths:
+        yield Texts(paths, sizes_bytes)
+
+
+def mapped(
+    function: Callable[..., Any], pieces: Iterable[Piece], arguments: tuple[Any, ...], num_processes: int, root: str
+) -> Generator[tuple[Piece, Any], None, None]:
+    """Yield each piece and function(piece, *arguments); an OSError there is a DataError. Close it after an error."""
+    waiting: deque[Piece] = deque()
+
+    def tasks() -> Iterator[tuple[Any, ...]]:
+        for piece in pieces:
+            waiting.append(piece)
+            yield (piece, *arguments)
+
+    with reading(root), closing(map_in_processes(function, tasks(), num_processes)) as results:
+        for found in results:
+            yield waiting.popleft(), found
+
+
+def checked_lines(units: Sequence[str], results: Iterable[tuple[Lines, Found]]) -> Iterator[tuple[Lines, Found]]:
+    """Yield what was found in each piece.
+
+    Raises:
+        DataError: the first malformed line, by its number in its file.
+    """
+    num_lines: dict[int, int] = {}
+    for piece, found in results:
+        before = num_lines.get(piece.file, 0)
+        if found.error is not None:
+            line, what = found.error
+            raise DataError(f"{piece.path} {units[piece.file]} {before + line + 1}{what}")
+        num_lines[piece.file] = before + found.num_lines
+        yield piece, found
+
+
+def num_processes_for(num_bytes: int, bytes_per_process: int) -> int:
+    """Return how many processes are worth their start."""
+    return max(1, min(num_usable_cpus(), MAX_PROCESSES, num_bytes // bytes_per_process))
+
+
+def write_index(
+    files: DocumentFiles,
+    table: FileTable,
+    request: Mapping[str, str],
+    reader: LineReader,
+    tokenizer: TextTokenizer,
+    writer: IndexWriter,
+    *,
+    num_processes: int | None = None,
+    on_tick: Callable[[], None] | None = None,
+) -> None:
+    """Write the index of all files; `documents.StoredDocuments` says what its columns are.
+
+    Text files with a NUL in their first 8 KiB are binary and left out, and so is what is not a regular file.
+
+    Args:
+        reader: of lines.
+        num_processes: default: one for every 32 MiB, when they are tokenized for every 1 MiB, at most as many as there
+            are CPUs.
+
+    Raises:
+        DataError: a malformed line, a file that cannot be read, or a tokenizer that cannot be loaded.
+        OSError: the index cannot be written.
+    """
+    total_bytes = int(table.sizes_bytes.clip(min=0).sum())
+    counts_bytes = isinstance(tokenizer, ByteTokenizer) and isinstance(reader, TextReader)
+    per_process = BYTES_PER_PROCESS if counts_bytes else TOKENIZED_BYTES_PER_PROCESS
+    piece_bytes = PIECE_BYTES if counts_bytes else TOKENIZED_PIECE_BYTES
+    num_processes = num_processes or max(1, min(num_usable_cpus(), MAX_PROCESSES, total_bytes // per_process))
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32).str
+    with Progress(f"tokenizing {files.name}", total_bytes, "bytes", on_tick) as progress:
+        if files.kind == "text":
+            texts = texts_of_files(files, table, piece_bytes)
+            with closing(mapped(tokenize_texts, texts, (tokenizer, dtype), num_processes, files.root)) as found:
+                counts, columns = _write_texts(table, found, writer, progress)
+        else:
+            units = units_of(files, table)
+            lines = lines_of_files(files, table, units, piece_bytes)
+            with closing(mapped(tokenize_lines, lines, (reader, dtype), num_processes, files.root)) as found:
+                counts, columns = _write_lines(units, checked_lines(units, found), writer, progress)
+    by = count(num_processes, "process", "processes")
+    logger.info("%s: %.1f MB tokenized by %s", files.name, total_bytes / 1e6, by)
+    columns["first_tokens"] = np.cumsum(columns["lengths"]) - columns["lengths"]
+    writer.finish(request, counts, table.columns() | columns)
+
+
+def _write_texts(
+    table: FileTable, results: Iterable[tuple[Texts, TokenizedTexts]], writer: IndexWriter, progress: Progress
+) -> tuple[dict[str, int], dict[str, NDArray[np.int64]]]:
+    measured: list[int] = []
+    num_replaced = 0
+    for piece, found in results:
+        writer.append(found.tokens)
+        measured += found.lengths
+        num_replaced += found.num_replaced
+        progress.advance(piece.num_bytes)
+    lengths = np.full(len(table), -1, np.int64)
+    lengths[table.sizes_bytes >= 0] = measured
+    is_text = lengths >= 0
+    counts = {
+        "binary files": len(measured) - int(is_text.sum()),
+        "special files": len(table) - len(measured),
+        "files not UTF-8": num_replaced,
+    }
+    return counts, {"lengths": lengths[is_text], "file_documents": np.cumsum(np.concatenate([[False], is_text]))}
+
+
+def _write_lines(
+    units: Sequence[str], results: Iterable[tuple[Lines, TokenizedLines]], writer: IndexWriter, progress: Progress
+) -> tuple[dict[str, int], dict[str, NDArray[np.int64]]]:
+    parts: dict[str, list[NDArray[np.int64]]] = {name: [np.empty(0, np.int64)] for name in COLUMNS}
+    num_documents, num_blanks = np.zeros((2, len(units)), np.int64)  # of each file
+    unread: dict[str, int] = {}
+    num_targets = num_tokens = 0
+    for piece, found in results:
+        writer.append(found.tokens)
+        firsts = {"learned": num_tokens} | dict.fromkeys(("blanks", "continued", "questions"), num_documents.sum())
+        for name, column in found.columns.items():
+            parts[name].append(column + firsts.get(name, 0))
+        num_tokens += len(found.tokens)
+        num_documents[piece.file] += len(found.columns["lengths"])
+        num_blanks[piece.file] += len(found.columns["blanks"])
+        num_targets += found.num_targets
+        add_keys(unread, found.unread)
+        progress.advance(piece.num_bytes)
+    columns = {name: np.concatenate(parts[name]) for name in COLUMNS} | {
+        "file_documents": np.cumsum([0, *num_documents]),
+        "file_blanks": np.cumsum([0, *num_blanks]),
+        "file_units": np.array([UNITS.index(unit) for unit in units], np.int64),
+    }
+    if not num_targets:  # all is learned
+        del columns["learned"], columns["first_targets"]
+    counts = {"blank lines": int(num_blanks.sum()), "learned tokens": num_targets}
+    return counts | {UNREAD + key: unread[key] for key in unread}, columns
