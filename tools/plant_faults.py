@@ -507,22 +507,22 @@ FAULTS = {
         "tests/trainer/test_units.py -k first_signal",
     ),
     "get_batch of newer checkouts has a field less": Fault(
-        "        None,  # cu_seqlens_padded\n", "", "tests/megatron_lm/test_script.py"
+        "        None,  # cu_seqlens_padded\n", "", "tests/megatron_lm/test_hooks.py"
     ),
     "old checkouts are taken for new ones and new for old": Fault(
         "return _numbers(version) >= _numbers(self.since)",
         "return _numbers(version) < _numbers(self.since)",
-        "tests/megatron_lm/test_replacements.py tests/megatron_lm/test_script.py",
+        "tests/megatron_lm/test_checkout.py tests/megatron_lm/test_hooks.py",
     ),
     "what newer checkouts lack is replaced in them, too": Fault(
         "self.until is not None and self.until.is_in(version)",
         "False",
-        "tests/megatron_lm/test_replacements.py tests/megatron_lm/test_script.py",
+        "tests/megatron_lm/test_checkout.py tests/megatron_lm/test_hooks.py",
     ),
     "a checkout builds its model from a configuration a release early": Fault(
         'since="0.19",\n    what="`megatron.training.models` builds',
         'since="0.18",\n    what="`megatron.training.models` builds',
-        "tests/megatron_lm/test_replacements.py",
+        "tests/megatron_lm/test_checkout.py",
     ),
     "padding is sent to experts": Fault(
         "probs, routing_map = probs.masked_fill(~is_real, 0), routing_map & is_real",
@@ -576,12 +576,12 @@ FAULTS = {
     "routers of modules are taken for those of the first layers": Fault(
         "before = self.config.num_layers if",
         "before = -self.config.num_layers if not",
-        "tests/trainer/test_combinations.py -k another_layout",
+        "tests/trainer/test_experts.py -k another_layout",
     ),
     "a stage without experts cannot save an optimizer of them": Fault(
         "    DistributedOptimizer.state_dict = _also_of_nothing(DistributedOptimizer.state_dict)\n",
         "",
-        "tests/trainer/test_combinations.py -k another_layout",
+        "tests/trainer/test_experts.py -k another_layout",
     ),
     "a calibration moves the biases of experts": Fault(
         "                bias.copy_(values)\n", "                pass\n", f"{EXPERTS} -k no_training"

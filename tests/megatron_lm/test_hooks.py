@@ -1,10 +1,12 @@
-"""What the replaced functions do, on stand-ins for Megatron-LM's, and what Megatron-LM is given to log."""
+"""What the replaced functions do, on stand-ins for Megatron-LM's, and what its log and its script are given."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 import logging
 import signal
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,11 @@ from torch.utils.data import DataLoader
 from dynamic_cp.errors import DataError, UnsupportedFeatureError
 from megatron.dynamic_cp.agreement import phase
 from megatron.integrations.lm_adaptor import flags, hooks
+from megatron.integrations.lm_adaptor.checkout import SUPPORTED_VERSIONS
 from megatron.integrations.lm_adaptor.counts import StepFlops
+from megatron.integrations.lm_adaptor.hooks import Adaptor
+from megatron.integrations.lm_adaptor.replacements import SCRIPT, replaced_in
+from megatron.integrations.lm_adaptor.session import DRAWN_FROM, LANES, choose_lane
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 
 
@@ -236,7 +242,8 @@ def test_cpu_ranks_load_what_the_distributed_optimizer_saved(monkeypatch: pytest
 
     done: list[str] = []
     monkeypatch.setattr(cpu.cpu_backend, "enable", lambda: done.append("shims"))
-    monkeypatch.setattr(cpu.optimizer_checkpoint, "install", lambda: done.append("optimizer"))
+    monkeypatch.setattr(cpu.patches, "repair_optimizer_checkpoint", lambda: done.append("optimizer"))
+    monkeypatch.setattr(cpu.patches, "repair_expert_routing", lambda: None)
     monkeypatch.setattr(cpu, "SHIMS", ())
     monkeypatch.setattr(cpu.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(cpu.torch, "set_num_threads", lambda _: None)
@@ -355,7 +362,7 @@ def test_a_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, forward_only
     )
     made._wrapper = lambda *_: Wrapper()
     monkeypatch.setattr(session, "run_schedule", run_schedule)
-    monkeypatch.setattr(session, "training_flops", lambda *_: 1.0)
+    monkeypatch.setattr(session, "batch_flops", lambda *_: SimpleNamespace(model_flops=1.0))
     iterator = SimpleNamespace(name="train")
     for _ in range(2):
         seen.clear()
@@ -457,3 +464,131 @@ def test_the_sum_over_a_run_takes_each_step_as_it_was() -> None:
     assert hooks.num_floating_point_operations(made, None, None, 1) == 5.0
     flops.add(1.0)
     assert hooks.num_floating_point_operations(made, None, None, 1) == 4.0
+
+
+def state_of(lane: int) -> dict[str, Any]:
+    return {"random_rng_state": "python's", **{name: f"{name} of {lane}" for name in DRAWN_FROM}}
+
+
+def saved_by_all(sharded: bool) -> dict[str, Any]:
+    """Return what lane 0 saves."""
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    from megatron.integrations.lm_adaptor.session import add_lanes
+
+    states: Any = [state_of(dist.get_rank())]
+    if sharded:
+        states = ShardedObject("rng_state", states, (1, 1), (0, 0), replica_id=dist.get_rank())
+    assert dist.group.WORLD is not None
+    add_lanes(states, dist.group.WORLD)
+    return {"rng_state": states.data if sharded else states}
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["torch_dist", "torch"])
+def test_each_lane_gets_its_own_state_back(sharded: bool) -> None:
+    checkpoint = run_ranks(3, saved_by_all, sharded)[0]
+    assert {name: checkpoint["rng_state"][0][name] for name in DRAWN_FROM} == {
+        name: state_of(0)[name] for name in DRAWN_FROM
+    }, "the stock checkout would go on with another state"
+    for lane in range(3):
+        loaded = copy.deepcopy(checkpoint)
+        choose_lane(loaded, lane, 3)
+        del loaded["rng_state"][0][LANES]
+        assert loaded["rng_state"] == [state_of(lane)]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_other_numbers_of_lanes_are_said(caplog: pytest.LogCaptureFixture, lanes: int) -> None:
+    """One: a checkpoint without dynamic CP."""
+    state = state_of(0) | ({LANES: [state_of(7)] * lanes} if lanes > 1 else {})
+    for lane in (0, 1):
+        with caplog.at_level(logging.WARNING):
+            choose_lane({"rng_state": [state]}, lane, 4)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the checkpoint has the random states of {lanes} lanes, this run has 4: dropout differs from now on"
+    ]
+    assert state["torch_rng_state"] == "torch_rng_state of 0"
+
+
+def test_checkpoint_without_random_states() -> None:
+    checkpoint = {"model": 1}
+    choose_lane(checkpoint, 0, 2)
+    assert checkpoint == {"model": 1}
+
+
+BATCH = {name: name for name in ("tokens", "labels", "loss_mask", "position_ids", "packed_seq_params")}
+
+SIX_VALUES = """
+def get_batch(data_iterator, vp_stage=None):
+    raise AssertionError("the script's own")
+
+def forward_step(data_iterator):
+    tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params = get_batch(data_iterator, 0)
+    return tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params
+"""
+TEN_FIELDS = """
+counted = []
+
+def get_batch(data_iterator, vp_stage=None):
+    raise AssertionError("the script's own")
+
+class PackedSeqParams:
+    def __init__(self, **fields):
+        raise AssertionError("the script's own")
+
+def forward_step(data_iterator):
+    (attention_mask, cu_seqlens, cu_seqlens_padded, hybrid_cp_group, labels, local_cp_size, loss_mask, max_seqlen,
+     position_ids, tokens) = get_batch(data_iterator, 0)
+    packed_seq_params = None
+    if cu_seqlens is not None:
+        cu_seqlens = SQUEEZED
+        counted.append(cu_seqlens.numel())
+        packed_seq_params = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_q_padded=cu_seqlens_padded,
+            total_tokens=int(cu_seqlens[-1]),
+            max_seqlen_q=int(max_seqlen.item()), cp_group=hybrid_cp_group,
+            local_cp_size=int(local_cp_size.item()) if local_cp_size is not None else None,
+        )
+    return tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params
+"""
+"""Only boundaries of two or more count for Megatron-LM's FLOPs."""
+FORMS = {
+    "0.16.1": SIX_VALUES,
+    "0.17.1": SIX_VALUES,
+    "0.18.2": TEN_FIELDS.replace("SQUEEZED", "cu_seqlens[0]"),
+    "0.19.1": TEN_FIELDS.replace("SQUEEZED", "cu_seqlens.squeeze(0)"),
+    "0.19.2": TEN_FIELDS.replace("SQUEEZED", "cu_seqlens.squeeze(0)"),
+    "0.20.0": TEN_FIELDS.replace("SQUEEZED", "cu_seqlens.squeeze(0)"),
+}
+
+
+def prepare(version: str, namespace: dict[str, Any]) -> None:
+    """Replace what the release says in a script."""
+    in_script = {one.symbol: one.ours for one in replaced_in(version) if one.module == SCRIPT}
+    made = Adaptor(get_args=Namespace, in_script=in_script, asked=Namespace(), forward_step=namespace["forward_step"])
+    made.prepare_script()
+
+
+@pytest.mark.parametrize("version", SUPPORTED_VERSIONS)
+def test_the_forward_step_gets_the_micro_batch_of_the_plan(version: str) -> None:
+    namespace: dict[str, Any] = {}
+    exec(FORMS[version], namespace)
+    prepare(version, namespace)
+    given = namespace["forward_step"](iter([BATCH]))
+    assert given == ("tokens", "labels", "loss_mask", None, "position_ids", "packed_seq_params")
+    assert all(count < 2 for count in namespace.get("counted", [])), (
+        "Megatron-LM sums up FLOPs of its own, on all ranks"
+    )
+
+
+@pytest.mark.parametrize("version", SUPPORTED_VERSIONS)
+def test_a_script_of_another_form_is_refused(version: str) -> None:
+    symbols = [one.symbol for one in replaced_in(version) if one.module == SCRIPT]
+    for missing in symbols:
+        namespace: dict[str, Any] = {}
+        exec(FORMS[version].replace(f"{missing}(", f"my_{missing}("), namespace)
+        with pytest.raises(UnsupportedFeatureError, match=f"does not call a {missing} of its own module"):
+            prepare(version, namespace)
+    with pytest.raises(UnsupportedFeatureError, match="does not call a get_batch"):
+        prepare(version, {"forward_step": SimpleNamespace()})

@@ -61,3 +61,21 @@ def uninterrupted(_runs):
 def saved_by(_runs):
     """Words of a command line, ranks -> folder to load from, with the checkpoint of SAVED; nobody writes there."""
     return lambda words, num_ranks=4: _runs(words, num_ranks)[1]
+
+
+@pytest.fixture(scope="session")
+def resumed(_runs):
+    """Let a run go on from checkpoint SAVED of another: words of that one, more words -> its records.
+
+    Its losses are those of the run that was not interrupted, within `tolerance` of `pytest.approx`. It has `on` ranks
+    instead of `ranks`, and `base` instead of the words of the one before.
+    """
+
+    def get(words: str, more: str = "", *, ranks: int = 2, on: int | None = None, base: str | None = None, **tolerance):
+        expected, folder = _runs(words, ranks)
+        records = train(on or ranks, words if base is None else base, TO_LAST, more, f"--load {folder}")
+        assert sorted(records) == list(range(SAVED + 1, LAST + 1))
+        assert losses(records) == pytest.approx(expected[SAVED:], **(tolerance or {"rel": 1e-5}))
+        return records
+
+    return get

@@ -1,15 +1,36 @@
-"""A crash at any point of a save leaves the previous checkpoint in place; damage is found before anything is read."""
+"""A crash of a save leaves the previous checkpoint in place; damage is found before anything is read.
+
+A full disk is named with its room, norms have two names, and what the process that writes reads stays as it was staged.
+"""
 
 from __future__ import annotations
 
+import errno
+import functools
+import gc
+import json
 import os
+import resource
+import time
+import weakref
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError
+from megatron.trainer.checkpoints import checkpoint_files, manifest
 from megatron.trainer.checkpoints import checkpoint_files as files
-from megatron.trainer.checkpoints import manifest
 from megatron.trainer.checkpoints.manifest import HashedFile, Manifest, hash_file
+from megatron.trainer.checkpoints.saving import WriteResults, WriterProcess
+from megatron.trainer.checkpoints.state import ask_as_found, found_as
+from tests import patience
+from tests.distributed.harness import run_ranks
 from tests.trainer.checkpoints import verified
 
 BIG = b"x" * ((1 << 20) + 1)
@@ -214,3 +235,141 @@ def test_a_file_that_is_not_on_the_disk_as_it_was_written_is_an_error_of_the_sav
     with pytest.raises(CheckpointError, match="is not there: do all ranks see the same folder"):
         files.commit(partial, 10, {}, {"weights.distcp": file.record()})
     assert files.latest(str(tmp_path)) is None
+
+
+Usage = namedtuple("Usage", "total used free")
+FULL, ROOMY = Usage(100_000_000_000, 99_999_000_000, 1_000_000), Usage(100_000_000_000, 0, 60_000_000_000)
+SAID = {
+    "Worker failure: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598": (
+        "Worker failure: a file was cut short (unexpected pos 704 vs 598)"
+    ),
+    "rank 0: OSError: [Errno 28] No space left on device": "rank 0: OSError: [Errno 28] No space left on device",
+    "[Errno 122] Disk quota exceeded: '/s/x'": "[Errno 122] Disk quota exceeded: '/s/x'",
+    "PytorchStreamWriter failed writing file data/0: file write failed": "writing file data/0: file write failed",
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+@pytest.mark.parametrize(
+    ("usage", "head"),
+    [
+        (FULL, "the disk of {} is full: 1.0 MB of 100.0 GB are free; "),
+        (ROOMY, "on the disk of {} 60.0 GB of 100.0 GB are free: was it full for a moment, or"),
+    ],
+)
+def test_a_full_disk_is_named_with_its_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, usage: Usage, head: str
+) -> None:
+    asked = []
+    monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", lambda path: asked.append(path) or usage)
+    folder = tmp_path / "saved" / "iter_0000004.partial"
+    explained = checkpoint_files.explain_refused_write(f"{said}\n", folder)
+    assert asked == [tmp_path], "the folder itself may be gone"
+    assert explained.startswith(head.format(folder))
+    assert explained.endswith(SAID[said])
+    assert "\n" not in explained
+    assert "enforce fail" not in explained
+
+
+@pytest.mark.parametrize("said", ["Permission denied: '/s/x'", "the process that wrote it ended before it was done"])
+def test_other_refusals_stay_as_they_are(tmp_path: Path, said: str) -> None:
+    assert not checkpoint_files.is_refused_write(RuntimeError(said))
+    assert checkpoint_files.explain_refused_write(f"{said}\nand more\n", tmp_path) == f"{said} and more"
+
+
+def test_what_torch_says_of_a_file_that_is_cut_short_is_recognised(tmp_path: Path) -> None:
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+    try:
+        with pytest.raises((RuntimeError, OSError)) as raised:
+            torch.save(torch.zeros(100_000), tmp_path / "weights.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert checkpoint_files.is_refused_write(raised.value)
+    explained = checkpoint_files.explain_refused_write(str(raised.value), tmp_path)
+    assert "\n" not in explained
+    assert f"disk of {tmp_path}" in explained
+    assert "cut short (unexpected pos " in explained or os.strerror(errno.EFBIG) in explained
+
+
+NAMES = {
+    "decoder.layers.1.pre_mlp_layernorm.weight": "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+    "decoder.layers.input_layernorm.weight": "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+    "decoder.layers.self_attention.q_layernorm.weight": (
+        "decoder.layers.self_attention.linear_q_up_proj.layer_norm_weight"
+    ),
+    "mtp.layers.0.transformer_layer.self_attention.kv_layernorm.weight": (
+        "mtp.layers.0.transformer_layer.self_attention.linear_kv_up_proj.layer_norm_weight"
+    ),
+}
+
+
+@pytest.mark.parametrize("alone", NAMES)
+def test_either_name_is_found(alone):
+    fused = NAMES[alone]
+    for there, asked in ((alone, fused), (fused, alone), (alone, alone), (fused, fused)):
+        assert found_as(asked, {there, "decoder.final_layernorm.weight"}) == there
+    assert found_as(alone, {}) == alone, "what is missing keeps its name for the message"
+
+
+def test_weights_and_their_optimizer_are_asked_for_as_they_are_there():
+    moment = "optimizer.state.exp_avg."
+    there = set(NAMES.values()) | {moment + fused for fused in NAMES.values()} | {"output_layer.weight"}
+    asked = [SimpleNamespace(key=name) for alone in NAMES for name in (alone, moment + alone)]
+    head = SimpleNamespace(key="output_layer.weight")
+    ask_as_found({"model": {"w": asked[0], "more": [asked[1:4], head]}, "rng": 3, "o": {0: tuple(asked[4:])}}, there)
+    assert [one.key for one in asked] == [name for fused in NAMES.values() for name in (fused, moment + fused)]
+    assert head.key == "output_layer.weight"
+
+
+STAGED, REUSED = [1.0, 2.0, 3.0], [-1.0] * 3
+
+
+def write_what_was_staged(folder: Path) -> tuple[list[float], bool, bool]:
+    """Return what the writer read, and whether the memory was given back while it wrote, and afterwards."""
+    page_locked = torch.tensor(STAGED).share_memory_()
+    freed = []
+
+    def stage() -> list[torch.Tensor]:
+        tensor = page_locked.view(-1)
+
+        def reuse() -> None:
+            freed.append(True)
+            page_locked.copy_(torch.tensor(REUSED))
+
+        weakref.finalize(tensor, reuse)
+        return [tensor]
+
+    def write(_: Any, index: int, tensor: torch.Tensor, outcome: Any, *_args: Any, **_kwargs: Any) -> None:
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+        (folder / "read").write_text(json.dumps(tensor.tolist()))
+        outcome.put((index, []))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write))
+        writer = WriterProcess()
+        writer.start(
+            AsyncRequest(
+                async_fn=functools.partial(print, []),  # its first argument is looked at, it is not called
+                async_fn_args=(0, None, WriteResults()),
+                finalize_fns=[],
+                preload_fn=stage,
+            )
+        )
+        gc.collect()
+        while_writing = bool(freed)
+        (folder / "go").touch()
+        deadline_s = patience.now_s() + 30
+        while not writer.finalized():
+            assert patience.now_s() < deadline_s
+            time.sleep(0.01)
+    gc.collect()
+    return json.loads((folder / "read").read_text()), while_writing, bool(freed)
+
+
+def test_page_locked_memory_is_kept_until_it_is_written(tmp_path: Path) -> None:
+    ((read, freed_while_writing, freed_afterwards),) = run_ranks(1, write_what_was_staged, tmp_path, timeout_s=60)
+    assert read == STAGED
+    assert not freed_while_writing
+    assert freed_afterwards, "host memory of the size of a checkpoint is kept for ever"

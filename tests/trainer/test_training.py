@@ -27,7 +27,7 @@ from megatron.trainer.reporting.log import StepRecord
 from megatron.trainer.setup import run
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import SMALL, command_line
-from tests.trainer.conftest import LAST, SAVED, TO_LAST
+from tests.trainer.conftest import SAVED, TO_LAST
 from tests.trainer.training_ranks import Ended, _command_on_one_rank, _train_one_rank, losses, run_command, train
 
 # Four ranks where it matters that lanes exchange in groups of four, two where it does not.
@@ -87,13 +87,9 @@ RESUMES = [
 
 @pytest.mark.by_day("2--2---use-distributed-optimizer")
 @pytest.mark.parametrize(("saving", "before", "loading", "after", "tolerance"), RESUMES)
-def test_a_resumed_run_gives_the_losses_of_the_uninterrupted_one(
-    uninterrupted, saved_by, saving, before, loading, after, tolerance
-):
+def test_a_resumed_run_gives_the_losses_of_the_uninterrupted_one(resumed, saving, before, loading, after, tolerance):
     words = f"{ON[saving]} {before}".strip()
-    resumed = train(loading, ON[loading], TO_LAST, after, f"--load {saved_by(words, saving)}")
-    assert sorted(resumed) == list(range(SAVED + 1, LAST + 1))
-    assert losses(resumed) == pytest.approx(uninterrupted(words, saving)[SAVED:], rel=tolerance, abs=0.0)
+    resumed(words, after, ranks=saving, on=loading, base=ON[loading], rel=tolerance, abs=0.0)
 
 
 @pytest.mark.nightly
@@ -108,9 +104,8 @@ def test_static_and_dynamic_give_the_same_curve():
         assert curve == pytest.approx(curves[0], rel=2e-5)
 
 
-def test_the_same_command_without_dynamic_cp_continues_the_run(uninterrupted, saved_by):
-    resumed = losses(train(2, STATIC, TO_LAST, f"--load {saved_by(ON_TWO, 2)}"))
-    assert resumed == pytest.approx(uninterrupted(ON_TWO, 2)[SAVED:], rel=LAYOUT_TOLERANCE)
+def test_the_same_command_without_dynamic_cp_continues_the_run(resumed):
+    resumed(ON_TWO, base=STATIC, rel=LAYOUT_TOLERANCE)
 
 
 def test_a_run_that_leaves_at_an_interval_has_saved(tmp_path, uninterrupted):
@@ -190,13 +185,12 @@ def test_evaluation_weighs_every_token_alike():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("", SHARDED), (SHARDED, "")])
-def test_bf16_trains_and_resumes(uninterrupted, saved_by, before, after):
+def test_bf16_trains_and_resumes(uninterrupted, resumed, before, after):
     words = f"{ON_TWO} --bf16 {before}"
     expected = uninterrupted(words, 2)
     assert expected == pytest.approx(uninterrupted(ON_TWO, 2), rel=1e-2)
     assert expected != uninterrupted(ON_TWO, 2)
-    resumed = losses(train(2, ON_TWO, TO_LAST, "--bf16", after, f"--load {saved_by(words, 2)}"))
-    assert resumed == pytest.approx(expected[SAVED:], rel=0.0 if before == after else 1e-4)
+    resumed(words, f"--bf16 {after}", base=ON_TWO, rel=0.0 if before == after else 1e-4)
 
 
 DROPOUT = f"{ON_TWO} --hidden-dropout 0.1"

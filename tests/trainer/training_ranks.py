@@ -1,4 +1,7 @@
-"""Run the trainer on forked ranks: as a function that gives losses, or as a command that gives exit codes."""
+"""Run the trainer on forked ranks: as a function that gives losses, or as a command that gives exit codes.
+
+And what a command line is made into before anything is built.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,23 @@ import contextlib
 import io
 import os
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
 
+from dynamic_cp.types import ModelShape
 from megatron.trainer import main
+from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.flags.settings import Settings
 from megatron.trainer.loop import training
 from megatron.trainer.reporting.log import StepRecord
+from megatron.trainer.setup import model
 from tests import patience
 from tests.distributed.harness import run_ranks
-from tests.trainer.commandline import SMALL, command_line
+from tests.trainer.commandline import SMALL, command_line, parsed
 from tests.trainer.forked_planner import warm_up
 
 
@@ -46,6 +55,26 @@ def train(
 def losses(records: dict[int, StepRecord]) -> list[float]:
     """Return the losses in the order of the iterations."""
     return [records[iteration].loss for iteration in sorted(records)]
+
+
+VOCAB_SIZE = 264
+"""Rows of the vocabulary."""
+
+
+def config_of(flags: str | Settings, world_size: int = 4) -> TransformerConfig:
+    """Return megatron-core's configuration for a command line with --dynamic-cp, or for what one was parsed to."""
+    settings = parsed(flags, world_size) if isinstance(flags, str) else flags
+    return model.transformer_config(settings.model, settings.planning, torch.device("cpu"))
+
+
+def shape_of(flags: str, world_size: int = 4) -> ModelShape:
+    """Return the model of a command line as the planner knows it."""
+    return derive.model_shape(parsed(flags, world_size).model, VOCAB_SIZE)
+
+
+def identity_of(flags: str) -> dict[str, Any]:
+    """Return what a checkpoint says of the model of a command line."""
+    return derive.model_identity(parsed(flags).model, VOCAB_SIZE)
 
 
 class Ended(NamedTuple):
