@@ -62,7 +62,7 @@ FEATURES = (
     Feature(
         "several responses, trees of turns",
         "how-to/data.md#several-responses-to-one-prompt",
-        r"shared_question|questions|turns|branches",
+        r"sample_tokens|questions|turns|branches|data/lines",
     ),
     Feature(
         "checkpoints", "how-to/operate.md#resume", r"/checkpoints/|test_(checkpoint|async_save|interchange|safe_load)"
