@@ -22,7 +22,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn.functional import silu, softplus
 
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.model.linear_layers import DynamicCPGatedDelta, DynamicCPMamba
+from megatron.dynamic_cp.model.gated_delta import DynamicCPGatedDelta
+from megatron.dynamic_cp.model.mamba import DynamicCPMamba
+from megatron.trainer.checkpoints.writer_process import expect_results
 from tests.distributed import reference, token_by_token
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.linear_reference import mamba2, sizes_of
@@ -165,26 +167,22 @@ def test_a_layer_computes_what_megatron_cores_does(kind: str) -> None:
     assert max(errors.values()) < TOLERANCE, errors
 
 
-def save(kind: str, folder: str, tp_size: int, is_stock: bool) -> dict[str, torch.Tensor]:
+def load_and_save(kind: str, is_stock: bool, source: str | None, target: str | None) -> dict[str, torch.Tensor]:
+    """Return the parameters of a layer, random ones or those of `source`; `target`: where they are saved."""
+    tp_size = torch.distributed.get_world_size()
     initialize_model_parallel(tp_size)
     torch.manual_seed(5 + torch.distributed.get_rank())
     config = config_of(kind, tensor_model_parallel_size=tp_size)
     layer = stock_layer(kind, config) if is_stock else our_layer(kind, config)
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) if "out_norm" not in name else torch.ones_like(parameter))
-    dist_checkpointing.save(layer.sharded_state_dict(prefix="layer."), folder)
-    return {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
-
-
-def load(kind: str, folder: str, tp_size: int, is_stock: bool, target: str = "") -> dict[str, torch.Tensor]:
-    """Return what a layer loads, which it saves in `target`, too."""
-    initialize_model_parallel(tp_size)
-    config = config_of(kind, tensor_model_parallel_size=tp_size)
-    layer = stock_layer(kind, config) if is_stock else our_layer(kind, config)
-    loaded = dist_checkpointing.load(layer.sharded_state_dict(prefix="layer."), folder)
-    layer.load_state_dict({name.removeprefix("layer."): value for name, value in loaded.items()})
-    if target:
+    if source is None:
+        with torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                parameter.copy_(torch.randn_like(parameter) if "out_norm" not in name else torch.ones_like(parameter))
+    else:
+        loaded = dist_checkpointing.load(layer.sharded_state_dict(prefix="layer."), source)
+        layer.load_state_dict({name.removeprefix("layer."): value for name, value in loaded.items()})
+    if target is not None:
+        expect_results()  # megatron-core's own queue is a process that imports the program anew
         dist_checkpointing.save(layer.sharded_state_dict(prefix="layer."), target)
     return {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
 
@@ -196,9 +194,9 @@ def test_checkpoints_go_to_and_from_megatron_cores_layers(kind: str, tmp_path: A
     first, second = tmp_path / "ours", tmp_path / "theirs"
     for folder in (first, second):
         folder.mkdir()
-    saved = run_ranks(2, save, kind, str(first), 2, False)
+    saved = run_ranks(2, load_and_save, kind, False, None, str(first))
     config = config_of(kind)
-    (theirs,) = run_ranks(1, load, kind, str(first), 1, True, str(second))
+    (theirs,) = run_ranks(1, load_and_save, kind, True, str(first), str(second))
     for name, whole in theirs.items():
         ours = name.replace("conv1d_", "conv1d.")
         parts = [rank[ours] for rank in saved]
@@ -211,5 +209,5 @@ def test_checkpoints_go_to_and_from_megatron_cores_layers(kind: str, tmp_path: A
             halves = [part.split([rows // 2 for rows in sections]) for part in parts]
             wanted = torch.cat([torch.cat(both) for both in zip(*halves, strict=True)])
         assert torch.equal(whole, wanted), name
-    again = run_ranks(2, load, kind, str(second), 2, False)
+    again = run_ranks(2, load_and_save, kind, False, str(second), None)
     assert all(torch.equal(one[name], other[name]) for one, other in zip(saved, again, strict=True) for name in one)
