@@ -256,87 +256,46 @@ BY_NIGHT = {
     "plain": PLAIN,
     "features": lines("""
         two fp32_residual; two fp32_residual_gpt2; two learned_offset a2a; two off_by_one; two gated; two l2_norms
-        two scaled; two interpolated; two unrotated; two yarn; two all_but_yarn; two all_with_yarn
-        four mixed all_but_yarn; six all_but_yarn; two tp2 sp all_but_yarn; two pp2 full all_but_yarn
-        two pp2 vpp2 distributed all_but_yarn; four mixed all_with_yarn; six all_with_yarn; two tp2 sp all_with_yarn
-        two pp2 full all_with_yarn; two pp2 vpp2 distributed all_with_yarn; two all_gather again=mlp
-        two gpt2 again=layernorm; two tp2 sp again=core_attn+mlp+layernorm
-        two pp2 vpp2 distributed all_but_yarn again=core_attn+mlp+layernorm; one tp2 chunked gpt2
-        one tp2 sp chunked; one pp2 chunked llama_tied distributed; two words_one_by_one; two one_chunk
+        two scaled; two interpolated; two unrotated; two yarn; two all_gather again=mlp; two gpt2 again=layernorm
+        two tp2 sp again=core_attn+mlp+layernorm; two words_one_by_one; two one_chunk
+        two pp2 vpp2 distributed all_but_yarn again=core_attn+mlp+layernorm
     """),
     "uneven stages": lines("""
         two pp2 layers=4 first=1; two pp2 vpp2 layers=6 last=4 distributed
         two pp2 vpp2 layers=3 with_embedding full; one tp2 sp pp2 layers=3 with_loss
         one pp4 layers=2 with_embedding with_loss llama_tied; two pp2 vpp2 layers=2 with_embedding with_loss mtp
-        two pp2 first=1 delta; two pp2 first=1 mamba
+        two pp2 first=1 delta
     """),
     "windows": lines("""
-        four layers=4 window a2a; four layers=4 every_second all_gather all_but_yarn; two pp2 sink a2a
-        four layers=4 every_second a2a latent; two tp2 sp layers=4 sink all_gather latent_plain
-        two tp2 sp layers=4 sink all_gather; six layers=4 sink a2a distributed; four layers=4 sink all_gather full
-        two tp2 sp layers=4 window a2a distributed
-        two pp2 vpp2 every_second all_gather distributed; two pp2 vpp2 window a2a full
+        four layers=4 window a2a; two tp2 sp layers=4 sink all_gather latent_plain; six layers=4 sink a2a distributed
+        four layers=4 sink all_gather full; two tp2 sp layers=4 window a2a distributed; two pp2 vpp2 window a2a full
         four layers=4 every_second placed all_gather nodes_of_2; two pp2 sink placed a2a all_with_yarn
         three layers=4 every_second placed all_gather latent
     """),
     "experts": lines("""
-        one moe; two ep2 moe_top_1 again=moe+mlp; two ep2 moe_sigmoid full; four moe; four ep2 mixed moe
-        four ep4 distributed overlap moe_top_1 full; four ep2 moe_sigmoid distributed; four ep4 moe_sigmoid mixed
-        four ep2 moe_top_1 all_gather; six ep2 moe; six ep2 moe_sigmoid distributed; eight ep8 moe; two tp2 sp moe
-        two tp2 sp ep2 moe_sigmoid; two tp2 sp moe_top_1 distributed; four tp2 sp ep4 moe_top_1; two pp2 moe
-        two pp2 ep2 moe_sigmoid; two pp2 ep2 moe again=moe; two pp2 ep2 moe block
-        two pp2 vpp2 ep2 moe_sigmoid distributed again=moe+layernorm+core_attn; two pp2 vpp2 ep2 moe_top_1 full
-        two tp2 sp pp2 ep2 moe distributed; three placed moe_uncounted; four placed moe_uncounted nodes_of_2 full
-        two tp2 sp ep2 placed moe_uncounted distributed; two pp2 placed moe_uncounted
+        two ep2 moe_top_1 again=moe+mlp; four ep2 mixed moe; four ep4 distributed overlap moe_top_1 full
+        four ep4 moe_sigmoid mixed; eight ep8 moe; two pp2 ep2 moe again=moe
+        two pp2 vpp2 ep2 moe_sigmoid distributed again=moe+layernorm+core_attn
+        four placed moe_uncounted nodes_of_2 full; two tp2 sp ep2 placed moe_uncounted distributed
+        four ep4 all_gather deepseek distributed; four ep2 a2a deepseek again=moe+core_attn+layernorm+mlp
+        two tp2 sp pp2 ep2 deepseek full; six ep2 deepseek overlap; two ep2 all_gather moe_mtp
+        two ep2 moe_sigmoid_mtp; one tp2 sp pp2 ep2 all_gather gpt_oss every_second
+        four ep4 a2a gpt_oss every_second distributed; six ep2 all_gather gpt_oss every_second
+        four ep2 a2a gpt_oss every_second again=moe+core_attn+layernorm
+        two tp2 sp ep4 all_gather gpt_oss every_second; two pp2 vpp2 ep2 all_gather gpt_oss every_second full
     """),
-    "latent attention": lines("""
-        four mixed latent; four mixed latent full; four mixed latent_plain again=core_attn; six all_gather latent
-        two tp2 latent_plain; two tp2 latent distributed; two tp2 sp latent; four tp2 sp a2a+p2p latent_8_heads
-        two pp2 latent; two pp2 vpp2 latent_plain distributed; four latents latent_plain; four latents latent full
-        four latents latent again=core_attn; six latents latent distributed
-        two tp2 latents latent_plain distributed; two tp2 sp latents latent; two tp2 sp pp2 latents latent_8_heads
-        two pp2 vpp2 latents latent_plain distributed; three placed latent
+    "latents and further tokens": lines("""
+        four mixed latent; four tp2 sp a2a+p2p latent_8_heads; six latents latent distributed; four mixed mtp
+        four mtp_gpt2; one tp2 sp mtp chunked; two all_gather mtp_offset
     """),
-    "further tokens": lines("""
-        four mixed mtp; four mtp_gpt2; four mixed mtp again=core_attn; six all_gather mtp; two tp2 sp mtp
-        two tp2 mtp_tied distributed; two tp2 sp pp2 mtp full; two pp2 vpp2 mtp distributed; two pp2 mtp_tied full
-        two mtp chunked distributed overlap; one tp2 sp mtp chunked
-    """),
-    "as DeepSeek-V3 and gpt-oss": lines("""
-        one deepseek; four mixed deepseek full; four ep2 mixed deepseek; four ep4 all_gather deepseek distributed
-        four ep2 a2a deepseek again=moe+core_attn+layernorm+mlp; six ep2 deepseek overlap
-        two tp2 sp deepseek distributed; two tp2 sp ep2 deepseek; two tp2 sp ep4 deepseek full; two pp2 deepseek
-        two pp2 ep2 deepseek distributed full; two pp2 vpp2 ep2 deepseek distributed
-        two tp2 sp pp2 ep2 deepseek full; two all_gather mtp_offset; two ep2 all_gather moe_mtp
-        two ep2 moe_sigmoid_mtp; one tp2 sp pp2 ep2 all_gather gpt_oss every_second; one gpt_oss every_second
-        four all_gather gpt_oss every_second full
-        four ep2 a2a gpt_oss every_second; four ep4 a2a gpt_oss every_second distributed; four ep2 mixed gpt_oss
-        six ep2 all_gather gpt_oss every_second; four ep2 a2a gpt_oss every_second again=moe+core_attn+layernorm
-        two tp2 sp a2a gpt_oss every_second distributed; two tp2 sp ep4 all_gather gpt_oss every_second
-        two pp2 a2a gpt_oss every_second
-        two pp2 vpp2 ep2 all_gather gpt_oss every_second full
-    """),
-    **{
-        name: lines(f"""
-        four {variant}; four {variant} heads; four {variant} states; four ep2 {variant}_moe distributed
-        four {variant}_moe distributed again=core_attn; six {variant}; eight {variant} distributed overlap
-        six ep2 {variant}_moe again=core_attn; two {variant}_moe full; two tp2 sp {variant} again=core_attn
-        two tp2 sp ep2 {variant}_moe; two pp2 mixed {variant}; two pp2 vpp2 {variant} distributed full
-        two tp2 sp pp2 ep2 {variant}_moe distributed; four placed {variant}; six placed {variant} full
-        two tp2 sp placed {variant} again=core_attn; three pp2 vpp2 placed {variant} distributed
-    """)
-        for name, variant in (("delta rule", "delta"), ("Mamba-2", "mamba"))
-    },
-    "hybrids with more": lines("""
-        one tp2 pp2 vpp2 delta again=core_attn+gdn_norm_out; four mamba full; one tp2 mamba; two tp2 sp mamba_moe
-        two pp2 delta_mtp full; four all_gather delta_more short_window again=core_attn
-        two tp2 sp all_gather mamba_more short_window skip=4; four mixed delta_latent; two tp2 delta_halves
-        four ep2 delta_mtp distributed again=core_attn; two pp2 all_gather delta_more short_window full
-        one tp2 all_gather delta_more short_window; six all_gather mamba_more short_window
-        two tp2 sp latents delta_latent; two pp2 halves_latent distributed
-        four delta_last again=core_attn+gdn_norm_out; six delta_mtp; two tp2 sp delta_mtp
-        two pp2 vpp2 delta_mtp distributed
-        four placed all_gather delta_more short_window again=core_attn+gdn_norm_out
-        three placed all_gather mamba_more short_window skip=4; three placed delta_latent; three placed delta_last
+    "hybrids": lines("""
+        four delta heads; four delta states; six ep2 delta_moe again=core_attn; two pp2 mixed delta
+        six placed delta full; three pp2 vpp2 placed delta distributed; two tp2 sp pp2 ep2 mamba_moe distributed
+        one tp2 pp2 vpp2 delta again=core_attn+gdn_norm_out; two tp2 delta_halves; two pp2 halves_latent distributed
+        four all_gather delta_more short_window again=core_attn; one tp2 all_gather delta_more short_window
+        two tp2 sp all_gather mamba_more short_window skip=4; six all_gather mamba_more short_window
+        three placed all_gather mamba_more short_window skip=4; four delta_last again=core_attn+gdn_norm_out
+        three placed delta_last
     """),
 }
+"""Lines with pairs of words that neither `covering_rows` nor `PLAIN` has, or words that they lack."""

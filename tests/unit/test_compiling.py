@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import dynamic_cp
 from dynamic_cp import _jit
 from dynamic_cp._one_compiler import OneCompiler
 
@@ -129,41 +127,6 @@ def test_who_dies_compiling_leaves_the_right_to_others(tmp_path: Path) -> None:
     assert not second.take(), "nobody had to be waited for"
     second.give_back()
     os.waitpid(process, 0)
-
-
-def names_read_by_kernels(tree: ast.Module) -> set[str]:
-    """Return what the compiled functions of a module name, annotations included: a tuple's fields are compiled in."""
-    kernels = [
-        one
-        for one in ast.walk(tree)
-        if isinstance(one, ast.FunctionDef)
-        and {"compiled", "inlined"} & {mark.id for mark in one.decorator_list if isinstance(mark, ast.Name)}
-    ]
-    return {name.id for kernel in kernels for name in ast.walk(kernel) if isinstance(name, ast.Name)}
-
-
-def test_all_that_kernels_read_is_in_the_name_of_their_folder() -> None:
-    """Else an edit there would leave kernels on disk that go on with the old value."""
-    package = Path(dynamic_cp.__file__).parent
-    digested = set(_jit.sources_of_kernels(package))
-    read: set[Path] = set()
-    for path in package.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        if "compiled" not in text and "inlined" not in text:
-            continue
-        tree = ast.parse(text)
-        names = names_read_by_kernels(tree)
-        assert not names or path in digested
-        for one in ast.walk(tree):
-            if isinstance(one, ast.ImportFrom) and (one.module or "").startswith("dynamic_cp"):
-                module = package.parent.joinpath(*one.module.split(".")).with_suffix(".py")
-                for alias in one.names:
-                    if (alias.asname or alias.name) in names:
-                        read.add(module if module.exists() else module.with_suffix("") / f"{alias.name}.py")
-    assert package / "pipeline" / "graph.py" in read, "constants and a tuple, no kernel"
-    read.remove(package / "arrays.py")  # types for mypy: the compiler looks at no annotation
-    assert read <= digested, read - digested
-    assert package / "plans" / "padding.py" in digested, "its plain functions are compiled"
 
 
 def test_an_edit_of_a_constant_that_kernels_import_is_another_folder(tmp_path: Path) -> None:

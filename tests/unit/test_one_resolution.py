@@ -5,10 +5,7 @@ Where nothing is said, command, trainer and functions plan alike.
 
 from __future__ import annotations
 
-import ast
 import inspect
-import re
-from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ from dynamic_cp.decide.cli.simulate import command as simulate
 from dynamic_cp.decide.comparison import compare_policies
 from dynamic_cp.decide.comparison.job import SweepJob
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.pool.prices import TaskOptions
 from dynamic_cp.search.plan_arrays import _exchanges
 from dynamic_cp.types import (
@@ -49,73 +45,6 @@ from tests.unit.mechanisms.test_latent_ring import DEEPSEEK_V3
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL
 
 ROOT = Path(__file__).parents[2]
-COMPARE = {"dynamic_cp/pricing/resolution.py": "decides"}
-LIST = {
-    **COMPARE,
-    "dynamic_cp/types/attention.py": "the table of their traits",
-    "megatron/dynamic_cp/attention/thd.py": "the table of executors",
-    "megatron/dynamic_cp/attention/te/support.py": "since which release TransformerEngine has each",
-}
-HOMONYMS = {
-    "dynamic_cp/decide/report/trace.py": "sends between pipeline stages are p2p, too",
-    "dynamic_cp/decide/calibration/fit.py": "collectives that are measured",
-    "dynamic_cp/decide/calibration/measurements.py": "collectives that are measured",
-    "megatron/decide/calibration/sections.py": "collectives that are measured",
-    "megatron/integrations/weights/names.py": "widths of weights",
-}
-CLASSES = {type(mechanism).__name__ for mechanism in MECHANISMS.values()}
-CONSTANTS = {"BY_PLACEMENT", "RING_ALONE", "CP_COMM_TYPES", "UNPLACED"}
-
-
-def named_in(nodes: list[ast.expr | None], constants: set[str]) -> list[str]:
-    """Return the mechanisms that these expressions, or what they hold, name."""
-    names = []
-    for node in nodes:
-        if isinstance(node, ast.Constant) and node.value in TRAITS:
-            names.append(str(node.value))
-        elif isinstance(node, ast.Attribute) and node.attr == "name" and isinstance(node.value, ast.Name):
-            names += [node.value.id] if node.value.id in CLASSES else []
-        elif isinstance(node, ast.Name) and node.id in constants:
-            names.append(node.id)
-        elif isinstance(node, ast.Tuple | ast.List | ast.Set):
-            names += named_in([*node.elts], constants)
-    return names
-
-
-def compared(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare):
-            yield from named_in([node.left, *node.comparators], CONSTANTS)
-
-
-def listed(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Tuple | ast.List | ast.Set):
-            yield from named_in([*node.elts], set())
-        elif isinstance(node, ast.Dict):
-            yield from named_in([*node.keys], set())
-
-
-def test_names_of_mechanisms_are_compared_and_listed_where_that_is_decided() -> None:
-    texts = {
-        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-        for folder in ("dynamic_cp", "megatron")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    }
-    assert len(texts) > 300, "nothing was looked at"
-    names_one = re.compile("|".join(map(re.escape, {*TRAITS, *CLASSES, *CONSTANTS})))
-    files = {file: ast.parse(text) for file, text in texts.items() if names_one.search(text)}
-    for kind, allowed in ((compared, COMPARE), (listed, LIST)):
-        names = {file: list(kind(tree)) for file, tree in files.items() if file not in HOMONYMS}
-        assert not {file: found for file, found in names.items() if found and file not in allowed}
-        assert all(names[file] for file in allowed), "a file is allowed what it does not do"
-    both = {file: [*compared(files[file]), *listed(files[file])] for file in HOMONYMS}
-    assert all(both.values()), "a file is excused of what it does not do"
-
-
-@pytest.mark.parametrize("source", ['x == "blocks"', 'x in ("p2p", y)', "x != Ring.name", "x in UNPLACED"])
-def test_a_comparison_would_be_seen(source: str) -> None:
-    assert list(compared(ast.parse(source)))
 
 
 def test_auto_is_the_same_by_flags_and_by_model() -> None:

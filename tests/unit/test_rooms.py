@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.unit.sources import ROOT, files_of, module_of, nodes_of
 
 ROOMS = {
     "dynamic_cp": (
@@ -61,29 +61,21 @@ DOCS = "".join(
 )
 
 
-def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
 def imported_by(path: Path) -> Iterator[str]:
     """Yield the modules that a file imports anywhere, and names in them as if they were modules."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import"
-            yield str(node.module)
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-FOLDERS = ("dynamic_cp", "megatron", "tools", "benchmarks")
-FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    nodes = nodes_of(path)
+    yield from (alias.name for node in nodes[ast.Import] for alias in node.names)
+    for node in nodes[ast.ImportFrom]:
+        assert node.level == 0, f"{path}: a relative import"
+        yield str(node.module)
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 @cache
 def imports() -> dict[str, set[str]]:
     """Return module -> the modules that it imports: read once one is asked for, in one process of the tests."""
-    return {name_of(path): set(imported_by(path)) for path in FILES}
+    files = files_of("dynamic_cp", "megatron", "tools", "benchmarks")
+    return {module_of(path): set(imported_by(path)) for path in files}
 
 
 def is_below(module: str, folder: str) -> bool:
@@ -149,7 +141,7 @@ def test_every_arrow_between_rooms_goes_one_way(package: str) -> None:
 
 @pytest.mark.parametrize("package", ROOMS)
 def test_what_lies_in_no_room_is_below_all_rooms_or_above_them(package: str) -> None:
-    flat = {name_of(path) for path in (ROOT / package.replace(".", "/")).glob("*.py")} - {package}
+    flat = {module_of(path) for path in (ROOT / package.replace(".", "/")).glob("*.py")} - {package}
     below = {None, BELOW_ALL[1] if package == BELOW_ALL[0] else None}
     into_rooms = {module for module in flat if {room_of(name, package) for name in imports()[module]} - below}
     of_rooms = {name for module, names in imports().items() if room_of(module, package) for name in names}

@@ -6,13 +6,10 @@ A feature enters as a leaf (test_rooms.py says which folders are leaves), and mo
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
 
-from tests.unit.test_rooms import leaf_of, name_of
+from tests.unit.sources import PACKAGES, files_of, module_of, nodes_of, text_of
+from tests.unit.test_rooms import leaf_of
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("dynamic_cp", "megatron")
 MOST_LINES_OF_THE_CORE = 52_950
 """It is lowered when the core gets smaller, and never raised."""
 MOST_LONG_FUNCTIONS = 10
@@ -21,29 +18,21 @@ MOST_WIDE_FUNCTIONS = 16
 LONG, MANY = 60, 8
 
 
-def functions() -> Iterator[ast.FunctionDef]:
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.FunctionDef) and not is_triton(node):
-                    yield node
-
-
 def is_triton(function: ast.FunctionDef) -> bool:
     """Return whether it is a Triton program or a part of one: those take tensors, strides and sizes one by one."""
     return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 def test_the_core_gets_no_larger() -> None:
-    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    core = [path for path in files if leaf_of(name_of(path)) is None]
-    num_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in core)
+    core = [path for path in files_of(*PACKAGES) if leaf_of(module_of(path)) is None]
+    num_lines = sum(len(text_of(path).splitlines()) for path in core)
     assert num_lines <= MOST_LINES_OF_THE_CORE, "displace lines of the core, or make the feature a leaf"
     assert num_lines > MOST_LINES_OF_THE_CORE - 500, f"lower MOST_LINES_OF_THE_CORE to {num_lines}"
 
 
 def test_long_and_wide_functions_get_no_more() -> None:
-    every = list(functions())
+    found = (one for path in files_of(*PACKAGES) for one in nodes_of(path)[ast.FunctionDef])
+    every = [one for one in found if not is_triton(one)]
     assert len(every) > 3000
     long = [one.name for one in every if one.end_lineno is not None and one.end_lineno - one.lineno + 1 > LONG]
     wide = [one.name for one in every if num_parameters(one) > MANY]
