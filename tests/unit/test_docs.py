@@ -16,6 +16,8 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +68,6 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Return the fenced blocks of a page."""
     blocks, lines = [], page.read_text(encoding="utf-8").splitlines()
     start = None
     for number, line in enumerate(lines):
@@ -230,7 +231,6 @@ NEEDS_MORE = {"--run": "a run's dump", "--tokenizer": "a tokenizer", "doctor": "
 
 
 def is_costly(words: list[str]) -> bool:
-    """Return whether an example searches layouts."""
     return "sweep" in words or "--gpus" in words
 
 
@@ -277,40 +277,36 @@ def num_ranks_of(example: Path) -> int:
     return int(found[1]) if found else 1
 
 
-UNDER_TORCHRUN = ROOT / "examples" / "own_iterator.py"
-"""Each night it starts as its reader starts it, too; ranks are forked, so that torch is imported once for all."""
-
-
 @pytest.fixture(scope="module")
-def examples_ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the examples ran of which a test is to be run."""
-    folder = tmp_path_factory.mktemp("examples")
-    asked = {item.name for item in request.session.items}
-    tests_of = {path: {f"test_examples_run[{path.stem}]"} for path in EXAMPLES}
-    tests_of[ROOT / "examples" / "video_dit.py"].add(test_the_video_model_trains_as_one_rank_does.__name__)
-    ran = [path for path, tests in tests_of.items() if tests & asked]
-    words = [f"{num_ranks_of(example)}:{example}" for example in ran]
-    command = [sys.executable, str(ROOT / "tests" / "forked_example.py"), str(folder), *words]
-    subprocess.run(command, check=True, timeout=900, cwd=folder)
-    return folder
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, Path]]:
+    """Return what an example printed, and its folder, once it has run there as its reader starts it."""
+
+    @cache
+    def run(name: str) -> tuple[str, Path]:
+        example, folder = ROOT / "examples" / f"{name}.py", tmp_path_factory.mktemp(name)
+        ranks = ["--nproc-per-node", str(num_ranks_of(example))]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", *ranks]
+        command = [sys.executable, *(launcher if num_ranks_of(example) > 1 else []), str(example)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, folder
+
+    return run
 
 
 @pytest.mark.by_day("does_it_pay")
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_run(example: Path, examples_ran: Path) -> None:
-    status, out, err = (
-        (examples_ran / f"{example.stem}.{ending}").read_text(encoding="utf-8") for ending in ("status", "out", "err")
-    )
-    assert status == "0", err
+@pytest.mark.parametrize("name", [example.stem for example in EXAMPLES])
+def test_examples_run(name: str, ran: Callable[[str], tuple[str, Path]]) -> None:
+    out, folder = ran(name)
     assert len(out.splitlines()) >= 4
-    folder = examples_ran / example.stem
     written = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    assert written == ([f"runs/{PICTURES[example.stem]}.svg"] if example.stem in PICTURES else [])
+    assert written == ([f"runs/{PICTURES[name]}.svg"] if name in PICTURES else [])
 
 
 @pytest.mark.nightly
-def test_the_video_model_trains_as_one_rank_does(examples_ran: Path) -> None:
-    out = (examples_ran / "video_dit.out").read_text(encoding="utf-8")
+def test_the_video_model_trains_as_one_rank_does(ran: Callable[[str], tuple[str, Path]]) -> None:
+    out, _ = ran("video_dit")
     losses = [float(loss) for loss in re.findall(r"^step \d, planned: loss ([\d.]+)", out, re.MULTILINE)]
     assert len(losses) >= 4
     assert losses == sorted(losses, reverse=True)
@@ -321,24 +317,12 @@ def test_the_video_model_trains_as_one_rank_does(examples_ran: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_an_example_runs_under_torchrun(tmp_path: Path) -> None:
-    words = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "localhost",
-        "--nproc-per-node",
-        str(num_ranks_of(UNDER_TORCHRUN)),
-    ]
-    command = [sys.executable, *words, str(UNDER_TORCHRUN)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+def test_the_own_iterator_learns_in_groups_of_mixed_sizes(ran: Callable[[str], tuple[str, Path]]) -> None:
+    out, _ = ran("own_iterator")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
     assert len(losses) == 10
     assert losses[-1] < 0.8 * losses[0]
-    assert re.search(r"CP sizes .*\b1\b.*\b2\b", done.stdout)
-    assert not list(tmp_path.iterdir())
+    assert re.search(r"CP sizes .*\b1\b.*\b2\b", out)
 
 
 def test_excerpt_is_of_the_example() -> None:
@@ -350,10 +334,6 @@ def test_excerpt_is_of_the_example() -> None:
     lines = {line.strip() for line in (ROOT / "examples" / "own_iterator.py").read_text(encoding="utf-8").splitlines()}
     assert len(excerpt.text.splitlines()) >= 25
     assert {line.strip() for line in excerpt.text.splitlines()} <= lines
-
-
-def test_examples_are_there() -> None:
-    assert len(EXAMPLES) >= 6
 
 
 def test_flags_and_options_are_those_of_the_parsers() -> None:
