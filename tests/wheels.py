@@ -6,6 +6,7 @@ Tests that need a wheel which is neither there nor on the index are skipped and 
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+FRAMEWORKS = Path(os.environ.get("FRAMEWORK_WHEELS") or Path(__file__).parents[1] / "runs/frameworks")
 DOWNLOAD_S = 60
 _PIP = "pip download --quiet --no-deps --only-binary :all: --retries 1 --timeout 5"
 

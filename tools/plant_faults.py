@@ -38,7 +38,7 @@ class Fault(NamedTuple):
 
 
 PARITY = "tests/distributed/test_parity.py -k mixed_exchanges and long_tail"
-FULL = "tests/distributed/test_full_attention.py"
+FULL = "tests/distributed/test_masks.py -k every_exchange"
 HEADS = "tests/distributed/test_parity.py -k of_the_day and dense"
 DELTA = "tests/distributed/test_parity.py -k of_the_day and delta"
 ROUTED = "tests/distributed/test_parity.py -k of_the_day and experts"
@@ -55,7 +55,8 @@ REPORTS = "tests/distributed/test_upstream_faults.py"
 NORMS = REPORTS + " -k norm_that_gradients"
 POST_TRAINING = "tests/distributed/test_post_training.py -k equal_a and day"
 HYBRIDS = "tests/distributed/test_hybrids.py"
-LINEAR_LAYERS = "tests/distributed/test_stock_linear_layers.py"
+LINEAR = "tests/distributed/test_linear_attention.py -k token_after_token"
+MASKS = "tests/distributed/test_masks.py -k test_attention_equals"
 RANGED_PACKS = "tests/distributed/test_ranged_packs.py"
 FAKE_CUDA = "tests/fake_cuda/test_fake_cuda.py"
 FAULTS = {
@@ -96,12 +97,12 @@ FAULTS = {
     "sections of a projection are saved as one": Fault(
         'found = {"in_proj.weight": self.rows, "conv1d.weight": self.channels}',
         'found = {"conv1d.weight": self.channels}',
-        f"{LINEAR_LAYERS} -k checkpoints",
+        f"{HYBRIDS} -k checkpoints",
     ),
     "steps of Mamba-2 have no bias": Fault(
         'softplus(sections["dt"].to(exact) + self.dt_bias.to(exact))',
         'softplus(sections["dt"].to(exact))',
-        LINEAR_LAYERS,
+        HYBRIDS,
     ),
     "a half of a layer keeps the other one": Fault(
         "half.pre_mlp_layernorm, half.mlp, half.mlp_bda = IdentityOp, IdentityOp, IdentityFuncOp",
@@ -167,6 +168,69 @@ FAULTS = {
         "(due or stop or finished)",
         "(due or finished)",
         "tests/trainer/test_training.py -k leaves_at_an_interval or continues_the_run",
+    ),
+    "every layer is rotated": Fault(
+        "self._rotates = not (unrotated and unrotated[self.layer_number - 1])", "self._rotates = True", HEADS
+    ),
+    "YaRN has no concentration": Fault(
+        "self._concentration = concentration(self.config)", "self._concentration = 1.0", HEADS
+    ),
+    "heads have the gates of others": Fault(
+        "torch.sigmoid(gate.reshape(x.shape).float())", "torch.sigmoid(gate.flip(2).reshape(x.shape).float())", HEADS
+    ),
+    "backward forgets a learned sink": Fault(
+        "self.out_THD, self.lse_HT = with_offset(self.out_THD, self.lse_HT, offset_H)",
+        "self.out_THD, _ = with_offset(self.out_THD, self.lse_HT, offset_H)",
+        HEADS,
+    ),
+    "lanes have the sinks of the first heads": Fault(
+        "self.heads = slice(first, first + self._query_share)", "self.heads = slice(0, self._query_share)", HEADS
+    ),
+    "what other lanes project up is forgotten": Fault(
+        "share if self.grad_weight is None else self.grad_weight.add_(share)",
+        "share if self.grad_weight is None else self.grad_weight",
+        BIASED,
+    ),
+    "the rotated key learns from one head": Fault(
+        "grad_k_THD[..., widths.content :].sum(dim=1, dtype=SUM_DTYPE)",
+        "grad_k_THD[:, 0, widths.content :].to(SUM_DTYPE)",
+        BIASED,
+    ),
+    "router losses are over the static group": Fault(
+        "in (self.tp_group if self.config.sequence_parallel else None, self.params.cp_group):",
+        "in (self.tp_group if self.config.sequence_parallel else None, self.tp_cp_group):",
+        BIASED,
+    ),
+    "biases of experts are added in full": Fault(
+        "(output + of_tokens * probs[:, None])", "(output + of_tokens * (probs[:, None] > 0))", ROUTED
+    ),
+    "beta is taken for alpha": Fault('"beta": heads, "alpha": heads}', '"alpha": heads, "beta": heads}', DELTA),
+    "chunks are convolved alone": Fault(
+        "    if not (num_before and rows.has_links):\n", "    if num_before or rows.has_links:\n", LINEAR
+    ),
+    "a transition is not transposed in backward": Fault(
+        "applied(transposed(way), grad.index_select", "applied(way, grad.index_select", LINEAR
+    ),
+    "gradients of states stay on their lane": Fault(
+        "behind = ctx.chain.gradients(of_state, of_all)", "behind = torch.zeros_like(of_state)", LINEAR
+    ),
+    "heads take their groups in rounds": Fault(
+        "x_TGK.repeat_interleave(per_group, dim=1).narrow", "x_TGK.repeat(1, per_group, 1).narrow", LINEAR
+    ),
+    "branches see a token of a sibling": Fault(
+        "Rectangle(one.stop, one.end - one.stop, one.start, one.num_tokens, False)",
+        "Rectangle(one.stop, one.end - one.stop, one.start, one.num_tokens + 1, False)",
+        MASKS,
+    ),
+    "rows see the ranges of the row before": Fault(
+        "np.concatenate((ranges, of_padding))",
+        "np.concatenate((ranges[:1], ranges[:-1], of_padding))",
+        MASKS,
+    ),
+    "what a node gives back is lost": Fault(
+        "                self._pass.add(one, came, is_collected=which == COLLECT)\n",
+        "                self._pass.add(one, came, is_collected=False) if which == DELIVER else None\n",
+        PLACED,
     ),
     "gradients of a ring are not collected": Fault("                        grad_kv += spare_grad\n", "", PARITY),
     "padding counts in the loss": Fault(
@@ -242,7 +306,7 @@ FAULTS = {
     "labels of an encoder are shifted": Fault(
         "np.append(document.labels[1:], IGNORED) if causal else",
         "np.append(document.labels[1:], IGNORED) if True else",
-        FULL + " -k labels",
+        "tests/distributed/test_masks.py -k labels",
     ),
     "a tile of placed attention is dropped": Fault(
         "        tiles[lane][division].append((numbers[row, ROW], numbers[column, COLUMN]))\n",
@@ -571,7 +635,7 @@ FAULTS = {
     "positions of later tokens stay at the next one": Fault(
         "np.where(shard + depth < len(values.tokens), positions + depth, 0)",
         "np.where(shard + depth < len(values.tokens), positions + min(depth, 1), 0)",
-        "tests/distributed/test_multi_token.py -k later_columns",
+        "tests/distributed/test_features.py -k later_columns",
     ),
     "routers of modules are taken for those of the first layers": Fault(
         "before = self.config.num_layers if",

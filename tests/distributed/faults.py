@@ -23,15 +23,3 @@ def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
         return plant
 
     return plant_of
-
-
-def marks_parameters(owner: type, attribute: str, value: bool, of: Callable[[Any], Any]) -> Plant:
-    """Have modules say something else of some of their parameters."""
-
-    @around(owner, "__init__")
-    def marked(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        for parameter in of(self):
-            setattr(parameter, attribute, value)
-
-    return marked

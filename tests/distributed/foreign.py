@@ -56,7 +56,6 @@ def piece_of(lane: int, number: int, seqlen: int, flavour: int) -> Piece:
 
 
 def mask_of(piece: Piece) -> Mask | None:
-    """Return the mask of a sample."""
     mask = piece.get("mask")
     return parse_mask(mask) if isinstance(mask, str) else mask
 
@@ -185,7 +184,6 @@ def needs_of_rank(layout: Layout) -> list[ChunkNeeds]:
 
 
 def groups_of(layout: Layout) -> DynamicCPGroups:
-    """Build megatron-core's groups and ours."""
     initialize_model_parallel(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None)
     return DynamicCPGroups.build(layout.topology, timeout_s=30, exchanges=sorted({"p2p", layout.exchange}))
 

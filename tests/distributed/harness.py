@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from dynamic_cp.errors import DynamicCPError
 from megatron.dynamic_cp.repairs import cpu_backend
 from tests import patience
 from tests.distributed import one_gloo_device
@@ -176,6 +177,14 @@ def _send(sender: Any, outcome: tuple[bool, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(outcome, buffer)
     sender.send_bytes(buffer.getvalue())
+
+
+def outcome_of(function: Callable[[], Any]) -> tuple[type, str, dict[str, Any]] | Any:
+    """Return the value, or the error as (type, message, details)."""
+    try:
+        return function()
+    except DynamicCPError as error:
+        return type(error), str(error), error.details
 
 
 def refuses(error: type[BaseException], call: Callable[[], Any], *says: str) -> None:

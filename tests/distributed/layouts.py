@@ -16,9 +16,11 @@ from functools import cache
 from itertools import combinations, product
 from typing import Any
 
+import torch
+
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.types import CAUSAL, CP_COMM_TYPES, UNPLACED, Plan, Sample
-from tests.distributed.parity import Layout, exchanges_of, mixed_plan, placed_plan
+from tests.distributed.parity import BATCHES, Case, Layout, exchanges_of, mixed_plan, placed_plan
 from tests.distributed.reference import VARIANTS
 
 
@@ -29,6 +31,7 @@ def recomputing(*modules: str) -> dict[str, Any]:
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE_RECOMPUTE = recomputing("core_attn")
 EVERY_SECOND = {"window_size": (40, 0), "window_attn_skip_freq": 2}
+FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8", "delayed")
 WORDS: dict[str, dict[str, Any]] = {
     **{
         name: {"lanes": 1 + number}
@@ -45,7 +48,9 @@ WORDS: dict[str, dict[str, Any]] = {
     "states": {"states": "states"},
     "nodes_of_1": {"ranks_per_node": 1},
     "nodes_of_2": {"ranks_per_node": 2},
+    "nodes_of_4": {"ranks_per_node": 4},
     "inner_4": {"inner_sizes": (4,)},
+    "engine": {"transformer_impl": "transformer_engine"},
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "full": FULL_RECOMPUTE,
@@ -58,7 +63,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "chunked": {"loss_chunk_tokens": 100},
     "words_one_by_one": {"loss_chunk_tokens": 1},
     "one_chunk": {"loss_chunk_tokens": 1 << 20},
-    **{f"layers={number}": {"num_layers": number} for number in (2, 3, 4, 6)},
+    "chunks_of_16": {"loss_chunk_tokens": 16},
+    "one_product": {"moe_grouped_gemm": True},
+    "fused": {"gradient_accumulation_fusion": True},
+    "bf16": {"bf16": True, "params_dtype": torch.bfloat16},
+    "fp32_stream": {"fp32_residual_connection": True},
+    **{f"fp8={recipe}": {"fp8": "hybrid", "fp8_recipe": recipe} for recipe in FP8_RECIPES},
+    "e4m3": {"fp8": "e4m3"},
+    **{f"layers={number}": {"num_layers": number} for number in (2, 3, 4, 6, 8)},
     "first=1": {"num_layers_in_first_pipeline_stage": 1},
     "last=4": {"num_layers_in_last_pipeline_stage": 4},
     "with_embedding": {"account_for_embedding_in_pipeline_split": True},
@@ -163,7 +175,6 @@ def covering_rows() -> tuple[Row, ...]:
 
 
 def lines_of(family: str) -> Iterator[str]:
-    """Yield the line of each row of a family."""
     used: Counter[str] = Counter()
     for row in covering_rows():
         if row["family"] != family:
@@ -223,6 +234,11 @@ def plan_of_exchanges(samples: tuple[Sample, ...], layout: Layout) -> Plan:
     assert layout.lanes == 1 or any(not bucket.samples for bucket in plan.buckets), "no empty place"
     check_plan(plan, samples)
     return plan
+
+
+def case_in(line: str, reference_of: Any, batch: str = "long_tail") -> Case:
+    layout, samples = layout_of(line), BATCHES[batch]
+    return Case(layout, samples, plan_in(line, samples), reference_of(layout, batch))
 
 
 BY_DAY = {

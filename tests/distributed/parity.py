@@ -55,7 +55,6 @@ from megatron.dynamic_cp.model.self_attention import use_one_rotary_table
 from megatron.dynamic_cp.plans.plan_source import FixedPlan
 from megatron.dynamic_cp.step import loss
 from tests.distributed import reference, token_by_token
-from tests.distributed.faults import Plant
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.placements import random_placement
 from tests.sent_bytes import placed_bytes, sent_by
@@ -139,6 +138,7 @@ class Layout:
             num_query_groups=config.num_query_groups,
             kv_channels=config.kv_channels,
             vocab_size=reference.VOCAB_SIZE,
+            gated_linear_unit=config.gated_linear_unit,
             attention_output_gate=config.attention_output_gate,
             window_tokens=windows.tokens,
             window_attn_skip_freq=windows.skip_freq,
@@ -253,7 +253,6 @@ NO_HOST = catalog.load_hardware("h100", ["host_forward=0s", "host_backward=0s", 
 
 
 def planned_blocks(samples: tuple[Sample, ...], layout: Layout, max_tokens_per_rank: int) -> Plan:
-    """Return the planner's own plan where attention is placed."""
     options = PlanOptions(max_tokens_per_rank=max_tokens_per_rank, bytes_per_element=4, cp_comm_types=("blocks",))
     return plan_global_batch(
         samples, topology=layout.topology, model=layout.model, hardware=NO_HOST, options=options
@@ -286,7 +285,6 @@ def state_exchange(layout: Layout, cp_size: int, index: int) -> StateExchange:
 
 
 def exchanges_of(plan: Plan) -> set[tuple[str, int]]:
-    """Return the (exchange, inner size) of the plan's buckets of several lanes."""
     return {(bucket.cp_comm_type, bucket.inner_cp_size) for bucket in plan.buckets if bucket.cp_size > 1}
 
 
@@ -462,13 +460,12 @@ def compare_with_reference(cases: Mapping[str, Case]) -> dict[str, list[Comparis
 
 
 def run_steps(cases: Mapping[str, Case]) -> dict[str, Comparison]:
-    """Run one step of each case on this rank, and compare."""
     found = {}
     for name, case in in_jobs_of_their_own(cases):
         if dist.get_rank() == 0:
             print(name, flush=True)  # where all wait for ever, the last one told is the culprit
         try:
-            found[name] = run_step(*case, None)
+            found[name] = run_step(*case)
         except Exception as error:
             raise RuntimeError(f"in {name}") from error
     return found
@@ -582,12 +579,9 @@ def run_step(
     samples: tuple[Sample, ...],
     plan: Plan,
     expected: dict[str, Any],
-    sabotage: Callable[[], None] | None,
     schedule: Callable[[list[Any], StepData, Callable[..., Any]], Any] = run_stock_schedule,
 ) -> Comparison:
-    """Run one step of `plan` on this rank and compare with `expected`; `sabotage` plants a fault first."""
-    if sabotage is not None:
-        sabotage()
+    """Run one step of `plan` on this rank and compare with `expected`."""
     _, chunks, model, groups, wrapper, counterpart = build_runtime(layout, samples, plan, expected)
     step = wrapper.wrap(0, samples)
     recorded: list[tuple[Any, torch.Tensor]] = []
@@ -733,18 +727,3 @@ def assert_all_equal_to_reference(cases: Mapping[str, Case], *, bytes_too: bool 
         except AssertionError as error:
             wrong.append(f"{name}: {error}")
     assert not wrong, "\n".join(wrong)
-
-
-def run_faulty(cases: Mapping[str, tuple[Case, Plant]]) -> dict[str, Comparison]:
-    """Return what a step of each case shows on this rank with its fault planted, each in a job of its own."""
-    found = {}
-    for name, (case, plant) in in_jobs_of_their_own(cases):
-        with plant():
-            found[name] = run_step(*case, None)
-    return found
-
-
-def errors_of_faults(cases: Mapping[str, tuple[Case, Plant]]) -> dict[str, float]:
-    """Return the largest error of a gradient that each fault makes; all cases are of two ranks."""
-    ranks = run_ranks(2, run_faulty, cases, timeout_s=60 + 10 * len(cases))
-    return {name: max(rank[name].gradient_error for rank in ranks) for name in cases}

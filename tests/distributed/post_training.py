@@ -336,7 +336,6 @@ class LogitsOnly(TinyTransformer):
 
 
 def plain_model() -> LogitsOnly:
-    """Return the model of the plain loop, the same each time."""
     torch.manual_seed(3)
     return LogitsOnly()
 

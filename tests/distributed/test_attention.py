@@ -80,7 +80,6 @@ class Shard:
 
 
 def tokens_of_rank(case: Case, rank: int) -> Tensor:
-    """Return the index in the pack of each local token."""
     local = [seqlen // case.cp_size for seqlen in case.padded_seqlens]
     starts = torch.tensor((0, *case.padded_seqlens[:-1])).cumsum(0).repeat_interleave(torch.tensor(local))
     return starts + torch.from_numpy(packed_shard_positions(case.padded_seqlens, case.cp_size, rank))

@@ -17,17 +17,10 @@ from megatron.dynamic_cp.model import layer_parts
 from megatron.dynamic_cp.step import loss
 from tests.distributed.faults import around
 from tests.distributed.harness import run_ranks
-from tests.distributed.parity import Case, Layout, build_runtime, case_of, reference_name, run_stock_schedule
+from tests.distributed.layouts import layout_of
+from tests.distributed.parity import Case, build_runtime, case_of, reference_name, run_stock_schedule
 
-BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
-LAYOUTS = {
-    "dp4": Layout(4, config=BF16),
-    "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2, config=BF16),
-    "pp2": Layout(2, pp=2, config={**BF16, "num_layers": 2}),
-    "latent_attention_and_later_tokens": Layout(2, variant="latent_8_heads", config=BF16),
-}
-PLAIN = Layout(2, pp=2, config=BF16)
-FP32_RESIDUAL = Layout(2, pp=2, config={**BF16, "fp32_residual_connection": True})
+LINES = ("four bf16", "two tp2 sp pp2 bf16", "two pp2 layers=2 bf16", "two latent_8_heads bf16")
 
 
 @dataclass(frozen=True)
@@ -84,10 +77,10 @@ def assert_gradients_are_close(steps: list[Step]) -> None:
             assert ratio == pytest.approx(1, abs=0.02), parameter
 
 
-@pytest.mark.by_day("pp2")
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_bf16_step_is_close_to_fp32(name: str, reference_of: Any) -> None:
-    case = case_of(reference_of, LAYOUTS[name])
+@pytest.mark.by_day("two pp2 layers=2 bf16")
+@pytest.mark.parametrize("line", LINES)
+def test_bf16_step_is_close_to_fp32(line: str, reference_of: Any) -> None:
+    case = case_of(reference_of, layout_of(line))
     expected = case.expected
     steps = run_ranks(case.layout.topology.world_size, run_bf16_step, case)
     assert {g for step in steps for g in step.gradients} == set(expected["gradients"])
@@ -100,10 +93,10 @@ def test_bf16_step_is_close_to_fp32(name: str, reference_of: Any) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["dp4", "tp2_sp_pp2"])
-def test_gradients_in_bf16_are_close_to_fp32(name: str, reference_of: Any) -> None:
+@pytest.mark.parametrize("line", LINES[:2])
+def test_gradients_in_bf16_are_close_to_fp32(line: str, reference_of: Any) -> None:
     """What adding up and reducing in bf16 costs is of the size of what computing in it does."""
-    case = case_of(reference_of, LAYOUTS[name])
+    case = case_of(reference_of, layout_of(line))
     world_size = case.layout.topology.world_size
     in_fp32, in_bf16 = (run_ranks(world_size, run_bf16_step, case, one) for one in (True, False))
     assert [step.loss_sum for step in in_bf16] == [step.loss_sum for step in in_fp32]
@@ -141,11 +134,11 @@ def stream_dtypes(case: Case) -> tuple[Step, tuple[Dtypes, Dtypes, Dtypes]]:
 
 @pytest.mark.nightly
 def test_a_residual_in_float32_is_nowhere_rounded_and_closer_to_float32(reference_of: Any) -> None:
-    case = case_of(reference_of, FP32_RESIDUAL)
+    case = case_of(reference_of, layout_of("two pp2 bf16 fp32_stream"))
     results = run_ranks(4, stream_dtypes, case)
     for step, (residual, of_norms, messages) in results:
         assert residual == {torch.float32}
         assert of_norms == step.parameter_dtypes == step.kv_dtypes == {torch.bfloat16}
         assert torch.float32 in messages
-    plain = run_ranks(4, run_bf16_step, case._replace(layout=PLAIN))
+    plain = run_ranks(4, run_bf16_step, case._replace(layout=layout_of("two pp2 bf16")))
     assert median_error([step for step, _ in results]) < 0.95 * median_error(plain)

@@ -1,4 +1,4 @@
-"""Times of micro-batches: each once, of the right one, without touching a number, least over a CP group."""
+"""Times of micro-batches: each once, of the right one, least over a CP group, without what other programs took."""
 
 from __future__ import annotations
 
@@ -18,26 +18,17 @@ from dynamic_cp.errors import DisagreementError
 from dynamic_cp.learning.observations import Observation
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.types import Bucket, MicroBatch, Plan
+from megatron.dynamic_cp.measuring.machine import alone_s
 from megatron.dynamic_cp.step import loss
 from megatron.dynamic_cp.step.bucket_times import BucketTimes, least_of_equal_keys
 from tests.distributed.harness import run_ranks
+from tests.distributed.layouts import layout_of
 from tests.distributed.parity import BATCHES, Layout, mixed_plan, samples_of
 from tests.distributed.trainee import Trainee
 from tests.unit.support import TINY_MODEL
 
 SAMPLES = BATCHES["long_tail"]
-LAYOUTS = {
-    "two_lanes": Layout(2, exchange="a2a"),
-    "pp2": Layout(1, pp=2),
-    "pp2_vpp2": Layout(1, pp=2, vpp=2),
-    "tp2_sp_full_recompute": Layout(
-        1,
-        tp=2,
-        sp=True,
-        config={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ),
-    "two_lanes_pp2": Layout(2, pp=2),
-}
+LINES = ("two a2a", "one pp2", "one pp2 vpp2", "one tp2 sp full", "two pp2")
 DELAY_S = 0.3
 """Longer than a loaded machine makes a small micro-batch wait."""
 
@@ -112,7 +103,6 @@ def time_steps(layout: Layout, plan: Plan, num_steps: int, forward_step: Callabl
 
 
 def facts(one: Observation) -> tuple[Any, ...]:
-    """Return what an observation is of."""
     exchange = one.cp_comm_type, one.inner_cp_size
     return one.stage, one.chunk, one.first_lane, one.cp_size, exchange, one.tokens, one.tokens_squared
 
@@ -131,10 +121,10 @@ def expected_facts(plan: Plan, stage: int, chunk: int, lane: int | None = None) 
     return expected
 
 
-@pytest.mark.by_day("two_lanes")
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_micro_batch_is_timed_once_on_every_chunk(name: str) -> None:
-    layout = LAYOUTS[name]
+@pytest.mark.by_day("two a2a")
+@pytest.mark.parametrize("line", LINES)
+def test_every_micro_batch_is_timed_once_on_every_chunk(line: str) -> None:
+    layout = layout_of(line)
     plan = mixed_plan(SAMPLES, layout)
     ranks = run_ranks(layout.topology.world_size, time_steps, layout, plan, 2, loss.forward_step, timeout_s=90)
     num_compared, shares = 0, []
@@ -174,11 +164,11 @@ def check_gathered(layout: Layout, plan: Plan, ranks: Sequence[dict[str, Any]]) 
         assert one.backward_s >= min(other.backward_s for other in same)
 
 
-@pytest.mark.by_day("pp2_vpp2")
-@pytest.mark.parametrize("name", ["pp2", "pp2_vpp2"])
-def test_time_belongs_to_its_micro_batch(name: str) -> None:
+@pytest.mark.by_day("one pp2 vpp2")
+@pytest.mark.parametrize("line", ["one pp2", "one pp2 vpp2"])
+def test_time_belongs_to_its_micro_batch(line: str) -> None:
     """On each stage, micro-batch 1 is slow forward and 2 backward, on its first chunk: nothing else gets longer."""
-    layout = LAYOUTS[name]
+    layout = layout_of(line)
     plan = mixed_plan(samples_of(30, 31, 32, 33, 34, 35, 36, 37), layout)
     forward_step = slowed({1: DELAY_S}, {2: DELAY_S})
     ranks = run_ranks(2, time_slowed, layout, plan, forward_step, timeout_s=60)
@@ -366,3 +356,19 @@ def trivial_step(device: str) -> tuple[BucketTimes, Callable[[Callable[..., Any]
         [model], stage=0, lane=0, device=torch.device(device), shape=TINY_MODEL, forward_step=forward_step
     )
     return times, step
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "own", "busy", "idle", "expected"),
+    [
+        (10.0, 20.0, 20.0, 0.0, 10.0),  # two cores, all of them the ranks'
+        (10.0, 8.0, 20.0, 0.0, 4.0),  # 12 of 20 seconds were others'
+        (10.0, 8.0, 12.0, 8.0, 10.0),  # others took 4, and 8 were left over
+        (10.0, 4.0, 500.0, 140.0, 10.0),  # 64 cores, most of them others', but some are free
+        (10.0, 6.0, 19.0, 1.0, 6.75),  # others took 13, while now and then a core was free
+        (10.0, 25.0, 20.0, 0.0, 10.0),  # ticks are coarse
+        (10.0, 8.0, 0.0, 0.0, 10.0),  # the system does not say
+    ],
+)
+def test_what_others_took_is_left_out_where_no_core_was_idle(elapsed, own, busy, idle, expected):
+    assert alone_s(elapsed, own, busy, idle) == pytest.approx(expected)

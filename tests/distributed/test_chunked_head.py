@@ -32,7 +32,7 @@ FUSED = {"gradient_accumulation_fusion": True}
 
 def run_fused(*case: Any) -> tuple[Any, int]:
     fake_apex.install()
-    return run_step(*case, None), len(fake_apex.calls)
+    return run_step(*case), len(fake_apex.calls)
 
 
 @pytest.mark.parametrize("variant", ["llama_tied", pytest.param("llama", marks=pytest.mark.nightly)])

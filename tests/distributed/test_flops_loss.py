@@ -11,35 +11,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from dynamic_cp.pricing.flops import batch_flops
 from dynamic_cp.types import ModelShape
 from megatron.dynamic_cp.agreement import phase
-from megatron.dynamic_cp.flags.latent_attention import shape_of as shape_of_latents
 from megatron.dynamic_cp.step.loss import forward_step, sum_of_losses
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.parity import Layout
 
 SEQLEN = 48
 
 
-def shape_of(variant: reference.ModelVariant) -> ModelShape:
-    config = reference.transformer_config(variant)
-    return ModelShape(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        kv_channels=config.kv_channels,
-        vocab_size=reference.VOCAB_SIZE,
-        gated_linear_unit=config.gated_linear_unit,
-        mtp_num_layers=config.mtp_num_layers or 0,
-        **shape_of_latents(config),
-    )
+def shape_of(name: str) -> ModelShape:
+    return Layout(1, variant=name, config={"num_layers": 4}).model
 
 
 VARIANTS = ("llama", "gpt2", "mtp", "latent", "latent_plain")
 
 
 def counted_flops() -> list[int]:
-    """Return the matrix FLOPs that torch counts in forward and backward of each model on one sequence."""
     initialize_model_parallel()
     return [flops_of(reference.VARIANTS[name]) for name in VARIANTS]
 
@@ -58,13 +45,13 @@ def test_flops_are_those_of_the_real_model() -> None:
     (counted,) = run_ranks(1, counted_flops, timeout_s=60)
     for name, flops in zip(VARIANTS, counted, strict=True):
         # megatron-core computes all scores, we count the causal half: 3 * (2 + 2) * q * S^2 / 2 a layer.
-        shape = shape_of(reference.VARIANTS[name])
+        shape = shape_of(name)
         masked_half = (shape.num_layers + shape.mtp_num_layers) * 3 * shape.layer.attention_flops_per_token2 * SEQLEN**2
         assert batch_flops(shape, SEQLEN, SEQLEN**2).model_flops == flops - masked_half, name
 
 
 def test_flops_add_up_over_sequences_and_grow_with_length() -> None:
-    shape = shape_of(reference.LLAMA)
+    shape = shape_of("llama")
 
     def flops(*seqlens: int) -> float:
         return batch_flops(shape, sum(seqlens), sum(s * s for s in seqlens)).model_flops

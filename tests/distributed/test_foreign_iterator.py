@@ -45,7 +45,6 @@ def all_data(layout: Layout, num_items: int, **kinds) -> list[LaneData]:
 
 
 def pieces_of(data: list[LaneData], step: int, global_batch_size: int) -> list[Piece]:
-    """Return the samples of a global batch."""
     pieces = []
     for lane, items in enumerate(data):
         share = global_batch_size // len(data) + (lane < global_batch_size % len(data))

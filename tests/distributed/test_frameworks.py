@@ -2,6 +2,9 @@
 
 verl's own test of the seam is in none of its wheels. From its repository, with our class registered, the five tests
 passed that need neither peft nor omegaconf (2026-11-26); what they assert of a plan is asserted here of ours.
+verl/__init__.py starts Ray and reads configurations, which no step of the seam needs; so `verl` and `verl.utils` are
+packages without it here. Every module of verl that runs is the released one, and so is tensordict, without which it
+selects nothing. Of Megatron-Core there is the class that verl asks for by name: no release has it.
 """
 
 from __future__ import annotations
@@ -9,21 +12,121 @@ from __future__ import annotations
 import ast
 import logging
 import os
+import shutil
+import sys
+import tempfile
 import zipfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from dynamic_cp import load_model
 from megatron.integrations.frameworks import TESTED
-from megatron.integrations.scheduler.groups import check_groups
+from megatron.integrations.scheduler.groups import Groups, check_groups
 from megatron.integrations.scheduler.job import MODEL, PP
-from tests.distributed import verl_seam
+from megatron.integrations.scheduler.planned import PlainScheduler
 from tests.distributed.harness import run_forked, run_ranks
 from tests.distributed.outside import load_planner
-from tests.wheels import newest_or_skip, wheel_or_skip
+from tests.wheels import FRAMEWORKS, alone, newest_or_skip, wheel_or_skip
+
+VERL = "0.9.1"
+NEEDED = (
+    ("tensordict", "0.15.3"),
+    ("pyvers", "0.2.3"),
+    ("orjson", "3.13.0"),
+    ("cloudpickle", "3.1.3"),
+)
+ENVIRONMENT = "megatron.integrations.scheduler.from_environment"
+
+
+class Theirs(PlainScheduler):
+    """Stands for Megatron-Core's DefaultDynamicCPScheduler: one sample after the other, on all lanes."""
+
+    def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> Groups:
+        return [[[sample]] * (self.cp_size * self.dp_size) for sample, _ in sample_id_seqlens]
+
+
+def unpacked_or_skip(release: str = VERL) -> Path:
+    """Return a folder to import verl's modules and tensordict from; the test is skipped where they cannot be had."""
+    wheels = [wheel_or_skip(FRAMEWORKS, package, version) for package, version in (("verl", release), *NEEDED)]
+    target = FRAMEWORKS / f"verl-{release}-site"
+    with alone(FRAMEWORKS, target.name):
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=FRAMEWORKS) as name:
+                there = Path(name) / "site"
+                for wheel in wheels:
+                    with zipfile.ZipFile(wheel) as archive:
+                        archive.extractall(there)
+                shutil.move(there, target)
+    return target
+
+
+def open_seam(site: Path) -> Any:
+    """Return verl's module `dynamic_cp_scheduler`, in a process that ends after the test."""
+    sys.path.insert(0, str(site))
+    for name in ("verl", "verl.utils"):
+        package: Any = ModuleType(name)
+        package.__path__ = [str(site.joinpath(*name.split(".")))]
+        sys.modules[name] = package
+    import verl.utils.dynamic_cp_scheduler as seam
+    from megatron.core.datasets import data_schedule
+
+    vars(data_schedule).update(scheduler_map={}, DefaultDynamicCPScheduler=Theirs)
+    return seam
+
+
+def step(seam: Any, lengths: Sequence[int], limit: int) -> dict[str, Any]:
+    """Return what verl hands this rank of a batch, and the results of all ranks as verl puts them together.
+
+    Sample i has tokens 1000 i, 1000 i + 1, ...; the "model" returns the half of each token.
+    """
+    import torch
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+
+    nested = torch.nested.as_nested_tensor(
+        [torch.arange(length) + 1000 * sample for sample, length in enumerate(lengths)], layout=torch.jagged
+    )
+    batch = TensorDict({"input_ids": nested, "sample": torch.arange(len(lengths))}, batch_size=[len(lengths)])
+    lanes = dist.get_world_size()
+    scheduler = seam.DynamicCPScheduler(limit, dp_size=lanes // 2, cp_size=2)
+    micro_batches = scheduler.schedule(batch, dist.group.WORLD, tp_size=1)
+    packs, outputs = [], []
+    for micro_batch in micro_batches:
+        ids = tu.get_non_tensor_data(micro_batch, seam.DCP_SAMPLE_IDS, None)
+        assert micro_batch["sample"].tolist() == ids
+        halves = [tokens / 2 for tokens in micro_batch["input_ids"].unbind()]
+        outputs.append(
+            {
+                seam.DCP_SAMPLE_IDS: ids,
+                seam.DCP_GROUP_LEADER: tu.get_non_tensor_data(micro_batch, seam.DCP_GROUP_LEADER, None),
+                "model_output": {"log_probs": torch.nested.as_nested_tensor(halves, layout=torch.jagged)},
+                "loss": float(len(ids)),
+                "metrics": {},
+            }
+        )
+        cp_size = tu.get_non_tensor_data(micro_batch, "local_cp_size", None)
+        packs.append((ids, cp_size, tu.get_non_tensor_data(micro_batch, seam.DCP_LOCAL_NUM_TOKENS, None)))
+    together = seam.postprocess_dynamic_cp_batch(outputs, len(lengths), dist.group.WORLD)
+    log_probs = [part.tolist() for part in together["model_output"]["log_probs"].unbind()]
+    return {"packs": packs, "log_probs": log_probs, "losses": together["loss"]}
+
+
+def register_by_import() -> type:
+    """Return the class that verl finds once it has imported what VERL_USE_EXTERNAL_MODULES names."""
+    import verl.utils.dynamic_cp_scheduler as seam
+    from verl.utils.import_utils import import_external_libs
+
+    sys.modules.pop(ENVIRONMENT, None)  # of a test that ran before in the process this one is forked off
+    import_external_libs([ENVIRONMENT])
+    found: type = seam.get_megatron_dynamic_cp_scheduler_cls()
+    return found
+
 
 LIMIT = 128
 LENGTHS = (300, 17, 64, 120, 5, 90, 33, 200, 1, 77, 128, 41, 12, 60, 8, 99)
@@ -36,15 +139,15 @@ def steps_on_ranks(world_size: int, site: Path, *batches: tuple[int, ...]) -> li
 
 
 def _import_and_run(world_size: int, site: Path, batches: tuple[tuple[int, ...], ...]) -> list[Any]:
-    verl_seam.open_seam(site)
+    open_seam(site)
     return run_ranks(world_size, steps_of, site, batches)
 
 
 def steps_of(site: Path, batches: tuple[tuple[int, ...], ...]) -> list[dict[str, Any]]:
     """Run steps of a job whose model and pipeline the environment says."""
     os.environ.update({MODEL: "qwen2.5-7b", PP: "4"})
-    seam = verl_seam.open_seam(site)
-    chosen = verl_seam.register_by_import()
+    seam = open_seam(site)
+    chosen = register_by_import()
     assert chosen.__name__ == "DynamicCPPlannerScheduler"
     job = chosen(LIMIT, 2, 2).job  # type: ignore[call-arg]
     assert job.model == load_model("qwen2.5-7b")
@@ -55,7 +158,7 @@ def steps_of(site: Path, batches: tuple[tuple[int, ...], ...]) -> list[dict[str,
     found: list[dict[str, Any]] = []
     for lengths in batches:
         try:
-            found.append(verl_seam.step(seam, lengths, LIMIT) | {"warnings": warnings})
+            found.append(step(seam, lengths, LIMIT) | {"warnings": warnings})
         except ValueError as error:
             found.append({"error": str(error)})
     return found
@@ -63,14 +166,14 @@ def steps_of(site: Path, batches: tuple[tuple[int, ...], ...]) -> list[dict[str,
 
 def test_every_sample_is_trained_once_and_results_come_in_order() -> None:
     """Where no ranks hold a sample, that is said in verl's words."""
-    check_step(verl_seam.unpacked_or_skip())
+    check_step(unpacked_or_skip())
 
 
 @pytest.mark.nightly
 def test_the_newest_release_of_verl_does_the_same() -> None:
     """Where this fails, or names another release, `frameworks.TESTED` and the page are to be looked at."""
-    newest = newest_or_skip(verl_seam.FOLDER, "verl")
-    check_step(verl_seam.unpacked_or_skip(newest))
+    newest = newest_or_skip(FRAMEWORKS, "verl")
+    check_step(unpacked_or_skip(newest))
     assert newest in TESTED["verl"]
 
 
@@ -96,7 +199,7 @@ def check_step(site: Path) -> None:
 def test_lanes_that_are_no_power_of_two_are_verls_to_plan() -> None:
     """verl takes any even number of them; the warning comes once."""
     lengths = LENGTHS[:5]
-    for (rank,) in steps_on_ranks(6, verl_seam.unpacked_or_skip(), lengths):
+    for (rank,) in steps_on_ranks(6, unpacked_or_skip(), lengths):
         assert [ids for ids, _, _ in rank["packs"]] == [[sample] for sample in range(len(lengths))]
         (warning,) = rank["warnings"]
         assert "6 lanes are not a power of two" in warning
@@ -105,8 +208,7 @@ def test_lanes_that_are_no_power_of_two_are_verls_to_plan() -> None:
 
 def test_a_provider_of_bridge_says_the_model() -> None:
     """Fields of it that megatron-core's configuration lacks. No release of Bridge up to this one calls a scheduler."""
-    folder = verl_seam.FOLDER
-    wheel = wheel_or_skip(folder, "megatron-bridge", "0.6.2", "--python-version", "3.12")  # pip's own is not enough
+    wheel = wheel_or_skip(FRAMEWORKS, "megatron-bridge", "0.6.2", "--python-version", "3.12")  # pip's own is not enough
     with zipfile.ZipFile(wheel) as archive:
         sources = {name: archive.read(name).decode() for name in archive.namelist() if name.endswith(".py")}
     tree = ast.parse(sources["megatron/bridge/models/gpt_provider.py"])

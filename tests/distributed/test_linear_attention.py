@@ -6,7 +6,7 @@ import random
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 from typing import Any, cast
 
@@ -26,16 +26,12 @@ from dynamic_cp.types import FULL, LinearAttention, Mask, Sample, StateExchange,
 from dynamic_cp.types import STATE_EXCHANGES as WAYS
 from dynamic_cp.types.branches import Branches
 from dynamic_cp.types.linear_attention import LINEAR_KINDS
-from megatron.dynamic_cp.attention.linear import states
-from megatron.dynamic_cp.attention.linear.layer import LinearLayer
-from megatron.dynamic_cp.attention.linear.layout import LaneRows, gathered_rows, lane_rows
-from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps
+from megatron.dynamic_cp.attention.linear.layout import gathered_rows, lane_rows
 from megatron.dynamic_cp.attention.linear.thd import gated_delta_net_thd, mamba2_thd
 from megatron.dynamic_cp.attention.mechanisms.collectives import gathered_order
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.emulated_lanes import Board, EmulatedGroup, on_lanes
-from tests.distributed.faults import Plant, around
 from tests.distributed.harness import run_ranks
 from tests.distributed.linear_reference import REFERENCES, random_inputs, sizes_of
 from tests.placements import random_tree
@@ -160,7 +156,6 @@ class Whole:
 
 
 def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the largest relative error of a tensor."""
     pairs = list(zip(found, expected, strict=True))
     assert len(pairs) > 4
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
@@ -322,87 +317,3 @@ def test_what_states_cannot_follow_is_refused() -> None:
         )
         with pytest.raises(UnsupportedFeatureError, match=message):
             whole.lane(params)
-
-
-@around(StateRuns, "on_one_lane")
-def join_samples(_: Any, table: StateRuns) -> StateRuns:
-    """What a sample leaves behind is the state of the next one."""
-    return StateRuns(*(np.array([value]) for value in (0, 0, table.length.sum(), -1)))
-
-
-@around(LaneRows, "_links")
-def take_chunks_in_the_order_of_lanes(links_of: Any, self: LaneRows) -> Any:
-    links = links_of(self)
-    order = torch.arange(len(links.in_order))
-    return links._replace(in_order=order, by_lane=order)
-
-
-@around(states, "summaries")
-def leave_the_decay_out_of_transitions(
-    summaries: Any, kernel: LinearKernel, steps: Steps, runs: Runs
-) -> tuple[Tensor, Tensor]:
-    undecayed = steps._replace(decay_TH=torch.zeros_like(steps.decay_TH))
-    return summaries(kernel, undecayed, runs)[0], summaries(kernel, steps, runs)[1]
-
-
-@around(states, "_convolved")
-def convolve_chunks_alone(_: Any, layer: Any, x_TC: Tensor, rows: LaneRows, params: Any) -> Tensor:
-    return layer.convolved(x_TC, rows.runs)
-
-
-@around(LaneRows, "halo")
-def see_the_chunk_before_only(halo: Any, self: LaneRows, num_before: int) -> Any:
-    """The convolution of short chunks lacks what several lanes have."""
-    return halo(self, 1)
-
-
-@around(states, "summaries")
-def round_states_to_bfloat16(summaries: Any, *of: Any) -> tuple[Tensor, ...]:
-    return tuple(x.bfloat16().to(x.dtype) for x in summaries(*of))
-
-
-@around(states.StateChain, "gradients")
-def forget_gradients_of_states(_: Any, self: Any, grad: Tensor, of_all: Any) -> Tensor:
-    return torch.zeros_like(grad)
-
-
-@around(states, "transposed")
-def forget_to_transpose(_: Any, transition: Tensor) -> Tensor:
-    return transition
-
-
-@around(LinearLayer, "_grouped")
-def take_groups_in_rounds(_: Any, self: LinearLayer, x: Tensor) -> Tensor:
-    """Heads 0, 1, 2 have the groups 0, 1, 0 instead of 0, 0, 1."""
-    return x[:, [head % x.shape[1] for head in range(len(self.share.heads))]]
-
-
-FAULTS: dict[Plant, StateExchange] = {
-    join_samples: "heads",
-    take_groups_in_rounds: "states",
-    take_chunks_in_the_order_of_lanes: "states",
-    leave_the_decay_out_of_transitions: "states",
-    convolve_chunks_alone: "states",
-    see_the_chunk_before_only: "states",
-    round_states_to_bfloat16: "states",
-    forget_gradients_of_states: "states",
-    forget_to_transpose: "states",
-}
-
-
-@lru_cache
-def whole_of_four(kind: str) -> Whole:
-    return Whole(LAYERS[kind], (5, 33, 1, 8))
-
-
-@pytest.mark.by_day(
-    "join_samples", "leave_the_decay_out_of_transitions", "convolve_chunks_alone", "forget_to_transpose"
-)
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda fault: fault.__name__)
-def test_fault_is_noticed(plant: Plant) -> None:
-    for kind in ("gated_delta_net", "mamba2"):
-        if kind == "mamba2" and plant is forget_to_transpose:
-            continue  # its transition is a number
-        with plant():
-            found, _ = whole_of_four(kind).on_lanes(4, FAULTS[plant])
-        assert error(found, whole_of_four(kind).expected) > 1e-5, kind

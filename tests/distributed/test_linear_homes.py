@@ -19,7 +19,6 @@ from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.micro_batches import packed_buckets
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from tests.distributed.emulated_lanes import Board, EmulatedGroup, run_lanes
-from tests.distributed.faults import Plant, around
 from tests.distributed.test_linear_attention import LAYERS, Whole, error
 from tests.placements import random_placement, random_tree
 
@@ -28,7 +27,6 @@ BESIDE = 1
 
 
 def random_bucket(random: np.random.Generator, num_lanes: int, inner: int, most_tokens: int = 60) -> Bucket:
-    """Return a bucket of samples with and without branches."""
     lengths = random.integers(1, most_tokens, random.integers(1, 5)).tolist()
     samples = tuple(
         Sample(sample_id=7 + i, seqlen=n, mask=random_tree(random, n) if random.random() < 0.4 else None)
@@ -166,29 +164,3 @@ def test_samples_on_one_lane_send_nothing() -> None:
     found, sent = computed(whole_of("gated_delta_net", bucket), bucket)
     assert error(found, whole_of("gated_delta_net", bucket).expected) < 1e-10
     assert sent == [(0, 0), (0, 0)]
-
-
-@around(StateRuns, "of_placement")
-def go_on_from_the_run_before(of_placement: Any, *of_bucket: Any) -> StateRuns:
-    """Also where that is of another sample, or branch."""
-    runs = of_placement(*of_bucket)
-    return runs._replace(previous=np.arange(len(runs.lane)) - 1)
-
-
-@around(Tensor, "index_add_")
-def forget_what_branches_say(index_add_: Any, self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    """Of several runs that go on from one, the gradient of the last one alone reaches it."""
-    return self.index_copy_(dim, index, source) if source.ndim == 4 else index_add_(self, dim, index, source)
-
-
-@pytest.mark.parametrize("plant", [go_on_from_the_run_before, forget_what_branches_say], ids=lambda one: one.__name__)
-def test_fault_is_noticed(plant: Plant) -> None:
-    random = np.random.default_rng(2)
-    samples = tuple(Sample(sample_id=i, seqlen=n, mask=random_tree(random, n)) for i, n in enumerate((41, 60)))
-    bucket = replace(random_bucket(random, 3, 1), samples=samples, placement=random_placement(random, samples, 3, 1))
-    whole = whole_of("gated_delta_net", bucket)
-    found, _ = computed(whole, bucket)
-    assert error(found, whole.expected) < 1e-10
-    with plant():
-        found, _ = computed(whole, bucket)
-    assert error(found, whole.expected) > 1e-5

@@ -1,9 +1,9 @@
-"""Samples with masks of their own: attention equals a dense softmax, shared questions train as their samples apart."""
+"""Masks of samples and layers: attention equals a dense softmax, shared questions train as their samples apart."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 from unittest import mock
@@ -15,19 +15,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.types import (
     CAUSAL,
+    CP_COMM_TYPES,
     FULL,
     Bucket,
     CausalBlockwise,
+    CpCommType,
     KeyRanges,
     Lambda,
     Mask,
     Sample,
     SharedQuestion,
     Topology,
-    Tree,
     parse_mask,
 )
 from examples import torch_device_mesh
@@ -35,10 +36,10 @@ from examples.torch_device_mesh import VOCAB_SIZE, Document, TinyTransformer, lo
 from megatron.dynamic_cp.attention import packs
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens, shared_question
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
+from megatron.dynamic_cp.layout.sharding import count_held, shard_positions
 from megatron.dynamic_cp.repairs import cpu_backend
-from megatron.integrations.outside import Lanes, PlannedCollator, train_step
+from megatron.integrations.outside import Lanes, PlannedCollator, scaled_dot_product_attention, train_step
 from tests.distributed.bucket_attention import Shard, assert_equal_to_dense, attend
-from tests.distributed.faults import Plant, around
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.naive_attention import sees_of
 
@@ -117,61 +118,10 @@ def test_attention_equals_a_dense_softmax(pack: str, cp_size: int) -> None:
     assert_equal_to_dense(bucket_of(pack, cp_size), shards, layers_of(pack))
 
 
-@around(SharedQuestion, "rectangles")
-def drop_a_rectangle(rectangles: Any, self: SharedQuestion, seqlen: int) -> Any:
-    return rectangles(self, seqlen)[:2] + rectangles(self, seqlen)[3:]
-
-
-@around(Tree, "rectangles")
-def let_branches_see_a_sibling(rectangles: Any, self: Tree, seqlen: int) -> Any:
-    return tuple(
-        one._replace(num_columns=one.num_columns + 1) if not one.causal else one for one in rectangles(self, seqlen)
-    )
-
-
-@around(Lambda, "key_ranges")
-def widen_windows_by_one(key_ranges: Any, self: Lambda, seqlen: int) -> Any:
-    return key_ranges(Lambda(self.sink, self.window + 1), seqlen)
-
-
-@around(packs, "_with_padding")
-def give_rows_the_ranges_of_the_row_before(with_padding: Any, ranges: Any, padded: Any) -> Any:
-    return np.concatenate((ranges[:1], with_padding(ranges, padded)[:-1]))
-
-
-FAULTS: dict[Plant, tuple[str, ...]] = {
-    drop_a_rectangle: ("answers", "rectangles", "all kinds"),
-    let_branches_see_a_sibling: ("trees", "all kinds"),
-    widen_windows_by_one: ("windows", "blocks", "all kinds"),
-    give_rows_the_ranges_of_the_row_before: ("windows", "blocks", "ranges", "all kinds"),
-}
-
-
-def plant_and_attend() -> list[dict[str, Shard]]:
-    """Return pack -> shard of a lane alone, for each fault."""
-    initialize_model_parallel()
-    groups = DynamicCPGroups.build(Topology(num_lanes=1), timeout_s=30, exchanges=("a2a",))
-    found = []
-    for plant in FAULTS:
-        with plant():
-            found.append({name: attend([(bucket_of(name, 1),)], groups)[0] for name in PACKS})
-    return found
-
-
-def test_faults_are_noticed_where_they_matter_and_nowhere_else() -> None:
-    (of_faults,) = run_ranks(1, plant_and_attend)
-    for noticed, found in zip(FAULTS.values(), of_faults, strict=True):
-        for pack, shard in found.items():
-            wrong = pytest.raises(AssertionError, match="error") if pack in noticed else contextlib.nullcontext()
-            with wrong:
-                assert_equal_to_dense(bucket_of(pack, 1), [shard], CAUSAL)
-
-
 Words = Callable[[int], list[int]]
 
 
 def questions(words: Words) -> list[dict[str, Any]]:
-    """Return rows of prompts with their responses, one of them long."""
     lengths = ((300, (80, 60, 90, 40)), (40, (9, 30)), (2, (1,)))
     return [{"prompt_ids": words(p), "response_ids": [words(a) for a in answers]} for p, answers in lengths]
 
@@ -309,31 +259,6 @@ def test_a_tree_of_turns_trains_as_its_branches_apart(num_lanes: int, exchange: 
     assert_trains_as(train_apart("trees"), num_lanes, exchange, partial(collated, "trees"))
 
 
-@around(Tree, "segments")
-def count_prefixes_once(segments: Any, self: Tree) -> Any:
-    """The loss of a turn that branches share counts once, not once for each of them."""
-    return [one._replace(num_branches=1) for one in segments(self)]
-
-
-@around(Tree, "positions")
-def let_positions_go_on(_: Any, self: Tree, seqlen: int) -> Any:
-    """A branch goes on from the end of its sibling, not of its parent."""
-    return np.arange(seqlen)
-
-
-def plant_and_train(fault: Plant) -> Step:
-    with fault():
-        return train_together("a2a", partial(collated, "trees"))[0]
-
-
-@pytest.mark.by_day("count_prefixes_once", "let_branches_see_a_sibling")
-@pytest.mark.parametrize("fault", [count_prefixes_once, let_positions_go_on, let_branches_see_a_sibling])
-def test_faults_of_trees_are_noticed(fault: Plant) -> None:
-    _, expected = train_apart("trees")
-    ((_, found),) = run_ranks(1, plant_and_train, fault, shims_without=SHIMS, timeout_s=120)
-    assert max((found[name] - one).abs().max() / one.abs().max() for name, one in expected.items()) > 100 * TOLERANCE
-
-
 MASKS = (
     *((600, Lambda(8, 40)), (180, CausalBlockwise(32, 2)), (90, any_ranges(90)), (25, None), (1, Lambda(0, 1))),
     *((64, FULL), (33, Lambda(0, 4))),
@@ -372,3 +297,99 @@ def test_masks_that_no_exchange_serves_and_prompts_that_are_too_short_are_refuse
     ranks = run_ranks(2, refused, shims_without=SHIMS, timeout_s=120)
     assert ranks[0] == ranks[1]
     assert ranks[0][1].startswith("a prompt of 1 tokens has 1 responses, the shortest of 1: at least 2 tokens")
+
+
+NUM_LANES = 4
+# One token makes 7 of padding on four lanes, of which three then have nothing else.
+ON_FOUR, ON_TWO, ALONE = (1, 37, 2, 16, 9, 30, 5, 1), (6, 1, 8, 3, 23), (5, 1, 12)
+
+
+def bucket(first_lane: int, cp_size: int, seqlens: tuple[int, ...], exchange: CpCommType = "p2p") -> Bucket:
+    samples = tuple(Sample(sample_id=100 * first_lane + i, seqlen=n) for i, n in enumerate(seqlens))
+    inner = 2 if exchange == "a2a+p2p" else 1
+    return Bucket(first_lane=first_lane, cp_size=cp_size, samples=samples, cp_comm_type=exchange, inner_cp_size=inner)
+
+
+def steps(exchange: CpCommType) -> tuple[tuple[Bucket, ...], ...]:
+    """Return micro-batches of four lanes, of two with an empty place beside them, of single lanes and of 1 token."""
+    of_two: CpCommType = "p2p" if exchange == "a2a+p2p" else exchange
+    return (
+        (bucket(0, 4, ON_FOUR, exchange),),
+        (bucket(0, 2, ON_TWO, of_two), bucket(2, 2, (), of_two)),
+        tuple(bucket(lane, 1, ALONE) for lane in range(4)),
+        (bucket(0, 4, (1,), exchange),),
+    )
+
+
+Found = dict[CpCommType, list[Shard]]
+
+
+def attend_on_rank() -> tuple[Found, Found]:
+    """Return this lane's part of every micro-batch, by all exchanges and by portable blocks."""
+    initialize_model_parallel()
+    topology = Topology(num_lanes=NUM_LANES)
+    groups = DynamicCPGroups.build(topology, timeout_s=30, exchanges=CP_COMM_TYPES, inner_sizes=(2,))
+    found: Found = {exchange: attend(steps(exchange), groups, FULL) for exchange in CP_COMM_TYPES}
+    portable: Found = {"a2a+p2p": attend(steps("a2a+p2p"), groups, FULL, kernel="portable")}
+    return found, portable
+
+
+@lru_cache
+def on_ranks() -> list[tuple[Found, Found]]:
+    return run_ranks(NUM_LANES, attend_on_rank, timeout_s=60)
+
+
+def assert_all_equal_to_dense(exchange: CpCommType, ranks: Sequence[Found]) -> None:
+    for index, buckets in enumerate(steps(exchange)):
+        for one in buckets:
+            if one.samples:
+                assert_equal_to_dense(one, [ranks[lane][exchange][index] for lane in one.lanes], FULL)
+
+
+@pytest.mark.parametrize("exchange", CP_COMM_TYPES)
+def test_every_exchange_equals_a_dense_softmax(exchange: CpCommType) -> None:
+    ranks = [found for found, _ in on_ranks()]
+    assert_all_equal_to_dense(exchange, ranks)
+    empty = ranks[2][exchange][1]
+    assert all(torch.isfinite(x).all() for x in empty.tensors)
+
+
+def test_portable_blocks_compute_it_too() -> None:
+    """What a CUDA device computes in float32."""
+    assert_all_equal_to_dense("a2a+p2p", [portable for _, portable in on_ranks()])
+
+
+def test_a_call_that_asks_for_another_mask_than_was_planned_is_refused() -> None:
+    for mask, asked in ((FULL, True), (CAUSAL, False)):
+        params = packs.DynamicPackedSeqParams(positions=torch.arange(3), mask=mask)
+        with pytest.raises(UnsupportedFeatureError) as caught:
+            scaled_dot_product_attention(*torch.zeros(3, 1, 4, 3, 8), is_causal=asked, packed_seq_params=params)
+        assert f"is_causal={asked}" in str(caught.value)
+        assert f"only {mask} attention" in str(caught.value)
+        assert f"plan for a ModelShape with causal_attention={asked}" in str(caught.value)
+
+
+def test_labels_of_full_attention_are_needed_and_not_shifted() -> None:
+    problem = problem_for(1)
+    collate = PlannedCollator(replace(problem, model=replace(problem.model, causal_attention=False)), 0)
+    with pytest.raises(DataError, match=r"sample 1 has input_ids and 0 labels.*so give labels"):
+        collate([{"input_ids": [1], "labels": [2]}, {"input_ids": [1, 2]}])
+    packed = collate([{"input_ids": [4, 5, 6], "labels": [-100, 8, 9]}]).packed
+    assert packed.columns is not None
+    assert packed.loss_mask is not None
+    assert (packed.columns[:2].tolist(), packed.loss_mask.tolist()) == ([[4, 5, 6], [0, 8, 9]], [0.0, 1.0, 1.0])
+
+
+def test_a_lane_holds_what_is_no_padding_first() -> None:
+    counts = set()
+    for cp_size in (1, 2, 4, 8):
+        for padded in (2 * cp_size, 6 * cp_size):
+            for seqlen in range(1, padded + 1):
+                for rank in range(cp_size):
+                    held = shard_positions(padded, cp_size, rank) < seqlen
+                    count = count_held(seqlen, padded, cp_size, rank)
+                    assert held[:count].all()
+                    assert not held[count:].any() or cp_size == 1
+                    assert count == held.sum()
+                    counts.add((count == 0, count == len(held)))
+    assert counts >= {(True, False), (False, True), (False, False)}

@@ -198,7 +198,7 @@ def run_in_nano_batches(case: Case, see: Callable[[list[Any]], None] = lambda mo
         run_planned(PoolCase(case, None), model, *args)
         see(model)
 
-    return run_step(*case, None, schedule)
+    return run_step(*case, schedule)
 
 
 @around(NanoBatchedLayer, "attend_backward")
@@ -208,7 +208,6 @@ def swap_on_the_last_stage(attend: Any, self: NanoBatchedLayer, nano_batch: int)
 
 
 def run_swapped(case: Case) -> str:
-    """Return how a rank ended."""
     try:
         with swap_on_the_last_stage():
             run_in_nano_batches(case)

@@ -47,12 +47,11 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} 
 TOLERANCES = {"A_log": 2e-4, "dt_bias": 2e-4, "in_proj_a.weight": 2e-5, "in_proj_ba.weight": 2e-5}
 """Of gradients by decays: terms cancel, and transformers sums them in float32."""
 NUM_STEPS, GLOBAL_BATCH_SIZE, VOCAB_SIZE = 2, 12, 128
+SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4}
 _DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8},
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
 }
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2}
 FAMILIES = {
@@ -60,20 +59,13 @@ FAMILIES = {
     "Qwen3": {"tie_word_embeddings": True},
     "Qwen3Next": {
         **_DELTA,
-        "mlp_only_layers": [0],
-        "num_experts": 4,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
+        **{"mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 4},
+        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     },
     "Qwen3_5": _DELTA,
     "NemotronH": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "n_groups": 2,
-        "ssm_state_size": 8,
-        "time_step_min": 0.3,
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "time_step_min": 0.3},
     },
     "GraniteMoeHybrid": {
         **_MAMBA,
@@ -128,25 +120,19 @@ def test_windows_are_those_of_the_layers_of_transformers(name, config):
 def new_model(family, **config):
     import transformers
 
-    sizes = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": False,
-        **FAMILIES.get(family, {}),
-    }
+    sizes = {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "tie_word_embeddings": False}
+    kind = getattr(transformers, f"{family}{'Text' * (family == 'Qwen3_5')}Config")
+    config = kind(**{**SIZES, **sizes, **FAMILIES.get(family, {}), **config})
+    return away_from_the_start(getattr(transformers, f"{family}ForCausalLM"), config, 0.05)
+
+
+def away_from_the_start(kind, config, distance):
+    """Return a model whose norms are not 1 and whose biases are not 0."""
     torch.manual_seed(5)
-    model = getattr(transformers, f"{family}ForCausalLM")(
-        getattr(transformers, f"{family}{'Text' * (family == 'Qwen3_5')}Config")(**{**sizes, **config})
-    )
+    model = kind(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+            parameter.add_(torch.randn_like(parameter) * distance)
     return model
 
 
@@ -238,7 +224,6 @@ def test_planned_steps_equal_the_model_alone(family, wrapper):
 
 
 def train_rows(family, rows):
-    """Return loss and gradients of a step on rows of one rank."""
     accelerator = accelerator_of_rank()
     model = new_model(family)
     use_dynamic_cp(model)
@@ -272,25 +257,13 @@ def new_encoder(family, dropout=0.0):
 
     own = {"attention_probs_dropout_prob": dropout, "hidden_dropout_prob": 0.0}
     if family == "ModernBert":
-        own = {
-            "global_attn_every_n_layers": 1,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "cls_token_id": 1,
-            "sep_token_id": 2,
-        }
+        own = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+        own |= {"global_attn_every_n_layers": 1}
     torch.manual_seed(5)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        **own,
+    kind = getattr(transformers, f"{family}Config")
+    return getattr(transformers, f"{family}ForMaskedLM")(
+        kind(**SIZES, max_position_embeddings=512, pad_token_id=0, **own)
     )
-    return getattr(transformers, f"{family}ForMaskedLM")(config)
 
 
 def masked_samples():
@@ -317,7 +290,6 @@ def train_encoder_alone(family):
 
 
 def train_encoders():
-    """Return of each family the steps from plans, and the plans."""
     accelerator, found = accelerator_of_rank(), {}
     for family in ENCODERS:
         model = new_encoder(family)
@@ -378,22 +350,10 @@ def new_other(name):
     name, *switches = name.split(", ")
     kind = getattr(transformers, name)
     known = kind.config_class()
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    sizes |= {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 512,
-        "mask_token_id": 3,
-        "pad_token_id": 1,
-    }
-    sizes |= {"is_decoder": "Causal" in name} | _OTHER_NAMES
-    torch.manual_seed(5)
+    sizes = {"num_key_value_heads": 4, "max_position_embeddings": 512, "mask_token_id": 3, "pad_token_id": 1}
+    sizes |= SIZES | {"is_decoder": "Causal" in name} | _OTHER_NAMES
     config = {key: value for key, value in sizes.items() if hasattr(known, key)}
-    model = kind(kind.config_class(**config, **dict.fromkeys(switches, True)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
+    return away_from_the_start(kind, kind.config_class(**config, **dict.fromkeys(switches, True)), 0.2)
 
 
 def train_others(names):

@@ -16,14 +16,13 @@ from tests.distributed.layouts import (
     FACTORS,
     FAMILIES,
     FULL_RECOMPUTE,
+    case_in,
     covering_rows,
     layout_of,
     lines_of,
     pairs_of,
-    plan_in,
 )
 from tests.distributed.parity import (
-    BATCHES,
     Case,
     Layout,
     assert_all_equal_to_reference,
@@ -37,14 +36,11 @@ from tests.distributed.parity import (
 
 
 def cases_of(lines: Iterable[str], reference_of: Any, batch: str = "long_tail") -> dict[str, Case]:
-    cases = {}
-    for line in lines:
-        layout, samples = layout_of(line), BATCHES[batch]
-        expected = reference_of(layout, batch)
+    cases = {line: case_in(line, reference_of, batch) for line in lines}
+    for layout, _, _, expected in cases.values():
         if layout.variant == "deepseek":
             assert any(name.startswith("mtp.layers.0") for name in expected["expert_biases"]), "its module has experts"
             assert "decoder.layers.0.mlp.linear_fc1.weight" in expected["gradients"], "the first layer is dense"
-        cases[line] = Case(layout, samples, plan_in(line, samples), expected)
     return cases
 
 

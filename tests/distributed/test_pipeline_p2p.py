@@ -44,7 +44,6 @@ def run_and_count(trainee: Trainee, packed: PackedStep, *, forward_only: bool, *
 
 @contextmanager
 def counted_messages() -> Iterator[Counter[torch.dtype]]:
-    """Count the tensors that megatron-core sends between stages, by type."""
     sent: Counter[torch.dtype] = Counter()
     batched, single = dist.batch_isend_irecv, p2p_communication._p2p_ops
     pp_group = parallel_state.get_pipeline_model_parallel_group()
@@ -170,7 +169,6 @@ def run_with_tokens(layout: Layout, samples: Sequence[Sample], tokens_of_stage: 
 
 
 def plan_of_three(layout: Layout, samples: Sequence[Sample]) -> Plan:
-    """Return a plan of one sample per micro-batch."""
     micro_batches = [static_plan((sample,), layout, cp_size=1).micro_batches[0] for sample in samples]
     return Plan(topology=layout.topology, max_tokens_per_rank=100, micro_batches=tuple(micro_batches))
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
 from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
 from dynamic_cp.placement.narrow import placement_under
-from dynamic_cp.placement.programme import Programme, programmes_of
+from dynamic_cp.placement.programme import programmes_of
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, fetches_of, messages_of
 from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, decode_lane, encode_lanes
 from dynamic_cp.plans.validate import check_plan
@@ -48,7 +45,7 @@ from dynamic_cp.types import (
     Tree,
     parse_mask,
 )
-from megatron.dynamic_cp.attention import merge, placed_packs
+from megatron.dynamic_cp.attention import merge
 from megatron.dynamic_cp.attention.kernels import merging
 from megatron.dynamic_cp.attention.kernels.choice import CPU, KERNELS
 from megatron.dynamic_cp.attention.mechanisms import blocks
@@ -61,9 +58,8 @@ from megatron.dynamic_cp.data.micro_batches import COLUMNS, micro_batches, pack_
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.data.token_audit import check_tokens
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
-from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats, LayerCache
+from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
 from tests.distributed.emulated_lanes import Placed, attend_placed
-from tests.distributed.faults import Plant, around
 from tests.distributed.harness import initialize_model_parallel, run_ranks
 from tests.distributed.naive_attention import (
     DIM,
@@ -253,7 +249,6 @@ def attended(case: Case, lanes: Sequence[PlacedLane], **how: Any) -> list[Tensor
 
 
 def pairs_of(packs: Sequence[Pack]) -> int:
-    """Return the pairs of queries and keys that kernel calls are asked for."""
     total = 0
     for pack in packs:
         if pack.host_ranges is not None:
@@ -429,119 +424,6 @@ def test_bf16_is_summed_in_float32() -> None:
         assert min(errors()[2:]) > 7e-3, "the bounds are too wide to notice sums in bf16"
 
 
-# Faults that are easy to make.
-
-
-def other_programme(method: str, change: Callable[[Programme], Programme]) -> AbstractContextManager[Any]:
-    """Let a pass of every lane run a changed programme."""
-
-    @around(blocks.Blocks, method)
-    def changed(original: Any, self: Any, *args: Any) -> Any:
-        planned = self._params
-        placed = replace(planned.placed, programme=change(planned.placed.programme))
-        self._params = replace(planned, cache=LayerCache(placed))
-        return original(self, *args)
-
-    return changed()
-
-
-def without_tile(number: int) -> Callable[[Programme], Programme]:
-    """Return what leaves out one of the tiles of a programme, if it has so many."""
-
-    def change(programme: Programme) -> Programme:
-        counts = itertools.count()
-        tiles = tuple(tuple(tile for tile in division if next(counts) != number) for division in programme.tiles)
-        return programme._replace(tiles=tiles)
-
-    return change
-
-
-@pytest.mark.by_day("attend_backward")
-@pytest.mark.parametrize("method", ["attend", "attend_backward"])
-def test_every_tile_that_is_dropped_is_noticed(method: str) -> None:
-    """Forward output and log-sum-exp are wrong, backward the gradients alone."""
-    case = Case(3, 2, 4)
-    lanes = lanes_of(case)
-    most = max(sum(map(len, lane.programme.tiles)) for lane in lanes)
-    for number in range(0, most, 5):
-        with other_programme(method, without_tile(number)):
-            whole = attended(case, lanes)
-        with pytest.raises(AssertionError, match="output: error" if method == "attend" else "gradient of .*: error"):
-            assert_all_close(whole, case.expected)
-    assert most > 30
-
-
-def double_a_tile(programme: Programme) -> Programme:
-    """One of a lane's own tiles is computed in two divisions."""
-    num_own = len(programme.own)
-    own = [tile for division in programme.tiles for tile in division if max(tile) < num_own]
-    first, *others = programme.tiles
-    return programme._replace(tiles=(first, *(one if set(own[:1]) & set(one) else (*one, *own[:1]) for one in others)))
-
-
-def take_the_rows_before(programme: Programme) -> Programme:
-    """One of a lane's own homes is taken for the tokens before it."""
-    *others, last = programme.own
-    if not others:
-        return programme
-    held = (*others, last._replace(place=last.place - 1), *programme.held[len(programme.own) :])
-    return programme._replace(held=held)
-
-
-@around(placed_packs, "_key_ranges")
-def end_ranges_a_key_early(key_ranges: Any, *args: Any) -> Iterator[NDArray[np.int32]]:
-    for ranges in key_ranges(*args):
-        ranges[:, 1::2] -= ranges[:, 1::2] > ranges[:, ::2] + 1
-        yield ranges
-
-
-@around(blocks.Rounds, "give_back")
-def hand_on_before_adding_up(_: Any, self: Any, division: int) -> None:
-    """A relay gives back what it has before what its node gives it."""
-    self.begin(DELIVER, division)
-    self.finish(COLLECT, division)
-
-
-def keep_what_came(number: int) -> Plant:
-    """Let results of one round be lost."""
-
-    @around(blocks.Rounds, "finish")
-    def lose(finish: Any, self: Any, which: int, division: int) -> None:
-        if which == number and (division, which) in self._pending:
-            self._pending.pop((division, which)).wait()
-        else:
-            finish(self, which, division)
-
-    return lose
-
-
-FAULTS: dict[str, tuple[Plant, str]] = {
-    "a doubled tile, forward": (partial(other_programme, "attend", double_a_tile), "output"),
-    "a doubled tile, backward": (partial(other_programme, "attend_backward", double_a_tile), "gradient of queries"),
-    "a wrong row range, forward": (partial(other_programme, "attend", take_the_rows_before), "output"),
-    "a wrong row range, backward": (partial(other_programme, "attend_backward", take_the_rows_before), "gradient"),
-    "ranges that end a key early": (end_ranges_a_key_early, "output"),
-    "a relay that forgets to add up": (hand_on_before_adding_up, "output"),
-    "what a node gives back is lost": (keep_what_came(COLLECT), "output"),
-    "what other nodes give back is lost": (keep_what_came(DELIVER), "output"),
-    "a buffer that is not cleared": (partial(mock.patch.object, blocks.ForwardPass, "clear"), "output|log-sum-exp"),
-    "gradients that are not cleared": (partial(mock.patch.object, blocks.BackwardPass, "clear"), "gradient"),
-}
-
-
-@pytest.mark.by_day("a doubled tile, backward", "a relay that forgets to add up", "gradients that are not cleared")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_noticed(fault: str) -> None:
-    plant, what = FAULTS[fault]
-    case = Case(8, 4, 8)
-    lanes = lanes_of(case)
-    assert_all_close(attended(case, lanes), case.expected)
-    with plant():
-        whole = attended(case, lanes)
-    with pytest.raises(AssertionError, match=f"({what}).*: error"):
-        assert_all_close(whole, case.expected)
-
-
 # On ranks.
 
 
@@ -584,7 +466,6 @@ def plan_of(node_lanes: int) -> Plan:
 
 
 def lane_plans(plan: Plan) -> list[LanePlan]:
-    """Return what each lane is told, as it reads it."""
     planned = PlannedBatch(plan=plan, predicted_s=1.0, predicted_busy_s=(1.0,) * NUM_RANKS, reason="")
     return [decode_lane(message) for message in encode_lanes(plan, PlanFacts.of(planned))]
 

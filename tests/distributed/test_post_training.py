@@ -1,9 +1,11 @@
-"""Forward passes, losses and gradients of post-training equal a stock model that computes one response at a time."""
+"""Passes of post-training equal a stock model that computes one response at a time; bad input is one line."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,16 +13,31 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.types import Plan, Sample
+from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
+from dynamic_cp.types import Bucket, Plan, Sample
 from examples.torch_device_mesh import problem_for
+from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel
 from megatron.integrations.outside import Lanes
-from megatron.integrations.post_training.caller_order import PassOutputs
+from megatron.integrations.post_training.caller_order import OUTPUTS, CallerOrder, Columns, PassOutputs
+from megatron.integrations.post_training.losses import ResponseLoss, TokenLoss, check_loss
 from megatron.integrations.post_training.megatron_passes import MegatronPasses, TokenOutputs, add_value_head
+from megatron.integrations.post_training.objectives import (
+    dpo,
+    dpo_apart,
+    group_advantages,
+    gspo,
+    of_the_other,
+    ppo_clip,
+    reward_pairs,
+    sft,
+    value_regression,
+)
 from megatron.integrations.post_training.torch_passes import TorchPasses, head_log_probs, label_log_probs
 from tests.distributed import post_training, reference
-from tests.distributed.harness import initialize_model_parallel, run_ranks
+from tests.distributed.harness import initialize_model_parallel, refuses, run_ranks
+from tests.distributed.layouts import layout_of, lines
 from tests.distributed.outside import run_without_shims
 from tests.distributed.parity import (
     TOLERANCE,
@@ -41,32 +58,13 @@ BATCHES = {
     "plain_of_day": (post_training.plain_batch(), ("sft", "gspo", "values")),
     "pairs_of_day": (post_training.batch_of_pairs(), ("ppo", "dpo")),
 }
-TWO_LAYERS = {"num_layers": 2}
-EVERY_DAY = {
-    "dp4": Layout(4, config=TWO_LAYERS, exchange="mixed"),
-    "dp2_pairs": Layout(2, config=TWO_LAYERS, exchange="a2a"),
-    "pp2_critic": Layout(1, pp=2, config=TWO_LAYERS),
-    "tp2_sp": Layout(1, tp=2, sp=True, config=TWO_LAYERS | {"loss_chunk_tokens": 16}),
-}
-EACH_NIGHT = {
-    "dp4": Layout(4, config=TWO_LAYERS, exchange="mixed"),
-    "dp4_pairs": Layout(4, config=TWO_LAYERS, exchange="a2a"),
-    "dp2_pp2_critic": Layout(2, pp=2, config=TWO_LAYERS),
-    "dp2_tp2_sp": Layout(2, tp=2, sp=True, config=TWO_LAYERS | {"loss_chunk_tokens": 16}),
-    "dp2_pp2": Layout(2, pp=2, config=TWO_LAYERS, distributed_optimizer=True),
-    "dp2_ep2": Layout(2, ep=2, variant="moe_plain", config=TWO_LAYERS),
-    "dp4_hybrid_pairs": Layout(4, variant="delta", config=TWO_LAYERS, exchange="a2a"),
-    "dp2_placed": Layout(2, config=TWO_LAYERS),
-    "dp2_hybrid_placed": Layout(2, variant="delta", config=TWO_LAYERS),
-    "dp2_pp2_vpp2": Layout(2, pp=2, vpp=2, distributed_optimizer=True, overlap_grad_reduce=True),
-    "dp2_pp2_tied": Layout(2, pp=2, variant="llama_tied", config=TWO_LAYERS),
-    "tp2_learned_positions_critic": Layout(2, tp=2, variant="gpt2", config=TWO_LAYERS, overlap_grad_reduce=True),
-    "dp2_recompute_pairs": Layout(
-        2,
-        exchange="a2a",
-        config=TWO_LAYERS | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ),
-}
+EVERY_DAY = lines("four mixed; two a2a pairs; one pp2 layers=2 critic; one tp2 sp chunks_of_16")
+EACH_NIGHT = lines("""
+    four mixed; four a2a pairs; two pp2 layers=2 critic; two tp2 sp chunks_of_16; two pp2 layers=2 distributed
+    two ep2 moe_plain; four delta a2a pairs; two placed; two delta placed; two pp2 vpp2 distributed overlap
+    two pp2 layers=2 llama_tied; two tp2 gpt2 overlap critic; two full a2a pairs
+""")
+"""Layouts, and whether the batch is of pairs, and the model a critic."""
 
 
 def relative(found: Any, expected: Any) -> float:
@@ -99,7 +97,6 @@ def errors_of_results(outputs: PassOutputs, samples: tuple[Sample, ...], expecte
 
 
 def run_case(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any]) -> dict[str, float]:
-    """Return the errors of results, losses and gradients on this rank."""
     is_critic = "log_probs" not in expected["tokens"]
     add_head = partial(add_value_head, replaces_lm_head=is_critic)
     runtime = build_runtime(layout, samples, plan, expected, post_training.read_sample, add_head)
@@ -168,10 +165,11 @@ def judged():
         pytest.param(EACH_NIGHT, "", id="night", marks=pytest.mark.nightly),
     ],
 )
-def test_passes_equal_a_single_process(layouts: dict[str, Layout], of: str, judged) -> None:
+def test_passes_equal_a_single_process(layouts: list[str], of: str, judged) -> None:
     """Each kind of loss by day; at night every loss on every layout."""
     cases = {}
-    for name, layout in layouts.items():
+    for name in layouts:
+        layout = layout_of(name.removesuffix(" pairs").removesuffix(" critic"))
         samples, expected = judged(layout, ("pairs" if name.endswith("pairs") else "plain") + of)
         plan = placed_plan(samples, layout) if name.endswith("placed") else plan_of(samples, layout)
         cases[name] = (layout, samples, plan, critic_of(expected) if name.endswith("critic") else expected)
@@ -211,8 +209,8 @@ def train_with_an_idle_head(
 )
 def test_a_head_may_be_idle(outputs: TokenOutputs, name: str, judged) -> None:
     """Buckets of gradients that are reduced as backward goes wait for all their weights."""
-    samples, expected = judged(EVERY_DAY["dp4"], "plain_of_day")
-    layout = Layout(1, config=TWO_LAYERS, overlap_grad_reduce=True)
+    samples, expected = judged(Layout(4), "plain_of_day")
+    layout = Layout(1, overlap_grad_reduce=True)
     case = layout, samples, plan_of(samples, layout), expected, outputs, name
     ((losses, gradient, said),) = run_ranks(1, train_with_an_idle_head, *case)
     assert losses == pytest.approx([expected["losses"][name].value] * 2, rel=1e-5)
@@ -221,9 +219,8 @@ def test_a_head_may_be_idle(outputs: TokenOutputs, name: str, judged) -> None:
 
 
 def saved_heads(replaces_lm_head: bool) -> set[str]:
-    """Return what a checkpoint holds of the heads."""
     initialize_model_parallel()
-    _, chunks = build_chunks(Layout(1, config=TWO_LAYERS), reference.LLAMA)
+    _, chunks = build_chunks(Layout(1), reference.LLAMA)
     add_value_head(chunks, replaces_lm_head=replaces_lm_head)
     return {name for name in chunks[0].sharded_state_dict() if "decoder" not in name and "embedding" not in name}
 
@@ -288,3 +285,144 @@ def test_log_probs_over_chunks_hold_logits_of_a_chunk() -> None:
         assert relative(in_chunks.detach(), whole.detach()) < TOLERANCE
     expected = torch.log_softmax(head(hidden) / 0.7, -1)[0, torch.arange(50), labels[0]]
     assert relative(found[1][0][0, 0].detach(), expected.detach()) < TOLERANCE
+
+
+def refuse_in_passes() -> None:
+    """Each bad call is one line on every rank, after which the job goes on."""
+    lanes = Lanes.build(init_device_mesh("cpu", (2,)), problem_for(2), timeout_s=60)
+    model = DistributedDataParallel(post_training.plain_model(), process_group=lanes.mesh.get_group())
+    samples = [Sample(sample_id=5, seqlen=30), Sample(sample_id=2, seqlen=4)]
+    values = {sample.sample_id: post_training.read_sample(sample) for sample in samples}
+    step = lanes.step(samples, values.__getitem__)
+
+    def outputs(policy, batch):
+        logits = policy(batch["tokens"], batch["position_ids"], batch["packed_seq_params"])
+        return label_log_probs(logits, batch["labels"])
+
+    passes = TorchPasses(lanes=lanes, model=model, outputs=outputs)
+    weights = [np.ones(30), np.ones(4)]
+
+    def train(columns: Any, *says: str, loss: Any = None, of: Any = None, step: Any = step) -> None:
+        refuses(DynamicCPError, lambda: passes.train(step, of or samples, columns, loss or sft()), *says)
+
+    def forward(of: Any, *says: str) -> None:
+        refuses(DynamicCPError, lambda: passes.forward(step, of), *says)
+
+    def with_masks(mask: float, *ids: int) -> Any:
+        masked = {sample.sample_id: post_training.read_sample(sample) for sample in samples}
+        for sample_id in ids or masked:
+            masked[sample_id].loss_mask[:] = mask
+        return lanes.step(samples, masked.__getitem__)
+
+    too_short = {"weights": [np.ones(30 - lanes.lane), np.ones(4)]}
+    train(too_short, "29 values", "30 tokens and 1 response", "(rank 1)")
+    train({"weights": weights[:1]}, "1 entries", "2 samples of 2 responses")
+    not_finite = {"weights": [np.ones(30), np.full(4, np.nan)]}
+    train(not_finite, "4 values of 4 that are not finite", "at place 1")
+    train({"weights": [np.ones(30), np.full(4, float(lanes.lane))]}, "ranks disagree on the columns")
+    says = "reads 4 outputs and columns, 3 of them", "'reference_log_probs'", "'values', 'weights': have"
+    train({"weights": weights}, *says, loss=ppo_clip(kl=0.1))
+    train({"log_probs": weights}, "column 'log_probs'", "4 names that are taken")
+    mean = TokenLoss(of_tokens=lambda of: of["log_probs"].mean())
+    train({"weights": weights}, "a loss returned [] values for", "return one for each", loss=mean)
+    forward(samples[:: 1 - 2 * lanes.lane], "ranks disagree on the samples of a pass")
+    train({"weights": weights}, "divides by 0.0", loss=sft(mean=0.0))
+    says = "sample 5 has 1 response", "of 2 together", "data.shared_question"
+    train({"reference": [-1.0, -2.0]}, *says, loss=dpo())
+    longer = [Sample(sample_id=5, seqlen=31), samples[1]]
+    train({"weights": [np.ones(31), weights[1]]}, "sample 5 of 30 tokens", "2 samples", of=longer)
+    train({"weights": weights[:1] * 2}, "2 samples have 1 ids", of=samples[:1] * 2)
+    train({"weights": weights}, "0 tokens of the 2 responses", "loss masks", step=with_masks(0))
+    forward(samples[:1], "sample 2 of 4 tokens", "1 samples")
+    says = "34 tokens have a loss mask that is no whole number", "as a column"
+    train({"weights": weights}, *says, step=with_masks(0.5))
+    apart = {"reference": [0.0] * 2, "sides": [1.0, -1.0], "other_gains": [0.0] * 2}
+    says = "1 of 2 responses have 0 tokens with a loss", "number 1,"
+    train(apart, *says, loss=dpo_apart(), step=with_masks(0, 2))
+    says = "reads 'values' of each token, where 'entropies', 'log_probs', 'returns' are", "TorchPasses.names"
+    train({"returns": weights}, *says, loss=value_regression())
+    forward([*samples, Sample(sample_id=9, seqlen=3)], "3 of 37 tokens were not computed exactly once")
+
+
+def test_bad_input_is_one_line_on_all_ranks() -> None:
+    run_without_shims(2, refuse_in_passes)
+
+
+def check(loss: Any, *buckets: Bucket, outputs: tuple[str, ...] = OUTPUTS, **columns: Any) -> None:
+    order = CallerOrder(samples=post_training.batch_of_pairs())
+    check_loss(loss, order, Columns.of(order, columns), SimpleNamespace(buckets=buckets), outputs)
+
+
+def nothing(of: Any) -> Any:
+    return of
+
+
+OF_RESPONSES = ResponseLoss(
+    terms=lambda of: {"reference": of["log_probs"]}, of_responses=lambda of: of["reference"] / of["num_tokens"]
+)
+OF_TOKENS = [np.ones(sample.seqlen) for sample in post_training.batch_of_pairs()]
+GPT = SimpleNamespace(config=SimpleNamespace(mtp_num_layers=2), post_process=True, output_layer=None)
+
+
+class Model(ChunkedHeadModel):
+    def __init__(self, mtp_num_layers: int) -> None:
+        torch.nn.Module.__init__(self)
+        self.config, self.post_process = SimpleNamespace(mtp_num_layers=mtp_num_layers), True
+        self.output_layer = None
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (lambda: of_the_other([1.0, 2.0, 3.0], "aab"), ("pair 'b' has 1 response,", "2 are needed")),
+        (lambda: of_the_other([1.0, 2.0, 3.0], "aa"), ("3 responses have 2 pairs",)),
+        (lambda: group_advantages([1.0, 2.0, 3.0], "aba"), ("group 'b' has 1 response", "at least 2")),
+        (lambda: ResponseLoss(terms=nothing, of_responses=nothing, mean="tokens"), ("give 'samples' or a number",)),
+        (
+            lambda: check(OF_RESPONSES, Bucket(first_lane=1, cp_size=3, cp_comm_type="blocks")),
+            ("on 3 lanes from 1 on", "other exchanges than blocks"),
+        ),
+        (
+            lambda: check(dpo(), reference=OF_TOKENS),
+            ("reads 'reference' of each response, where 'num_tokens', 'sum' are", "a column of one value for each"),
+        ),
+        (
+            lambda: check(gspo(), advantages=OF_TOKENS, old_log_probs=OF_TOKENS),
+            ("reads 'advantages' of each response",),
+        ),
+        (
+            lambda: check(OF_RESPONSES, reference=np.ones(10)),
+            ("'reference' is computed of each response", "rename one"),
+        ),
+        (
+            lambda: check(TokenLoss(of_tokens=nothing), outputs=("margin",), margin=OF_TOKENS),
+            ("'margin' is computed of each token",),
+        ),
+        (lambda: check(sft(mean="token"), weights=OF_TOKENS), ("the mean is 'token': give 'tokens', 'samples'",)),
+        (lambda: check(sft(), weights=["a"] * 5), ("column 'weights' is not of numbers (could not convert",)),
+        (lambda: check(sft(), weights=["a"] * 10), ("column 'weights' is not of numbers (could not convert",)),
+        (
+            lambda: check(reward_pairs(), outputs=("log_probs", "entropies")),
+            ("reads 1 outputs and columns, 1 of them", "'values'", "have an output computed"),
+        ),
+        (lambda: TokenOutputs(log_probs=False).check([]), ("0 outputs",)),
+        (lambda: TokenOutputs().check([GPT]), ("SimpleNamespace", "DynamicCPGPTModel")),
+        (lambda: TokenOutputs().check([Model(2)]), ("2 modules of multi-token prediction", "with 0")),
+        (lambda: TokenOutputs(values=True).check([Model(0)]), ("0 value heads", "add_value_head")),
+        (lambda: TokenOutputs().check([Model(0)]), ("took the place of the LM head",)),
+    ],
+)
+def test_what_cannot_be_is_told(call: Callable[[], Any], parts: tuple[str, ...]) -> None:
+    refuses(DynamicCPError, call, *parts)
+
+
+def test_what_can_be_is_not_refused() -> None:
+    check(OF_RESPONSES, Bucket(first_lane=2, cp_size=2, cp_comm_type="blocks"))
+    check(sft(), weights=[torch.ones(len(each), dtype=torch.bfloat16) for each in OF_TOKENS])
+    check(sft(), weights=torch.ones(10, dtype=torch.bfloat16, requires_grad=True))
+    own = TokenLoss(of_tokens=lambda of: of["margin"], needs=("margin",), mean=np.int64(3))
+    check(own, outputs=("margin",))
+    check(TokenLoss(of_tokens=lambda of: of["log_probs"]), Bucket(first_lane=1, cp_size=3, cp_comm_type="blocks"))
+    unscaled = group_advantages([1.0, 4.0, 3.0, 3.0], "aabb", scales=False)
+    assert unscaled.tolist() == [-1.5, 1.5, 0.0, 0.0]
+    assert group_advantages([1.0, 4.0, 3.0, 3.0], "aabb")[2:].tolist() == [0.0, 0.0], "a group without a difference"

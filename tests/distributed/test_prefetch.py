@@ -158,7 +158,6 @@ def test_a_killed_worker_is_said_by_take_and_nowhere_else() -> None:
 
 
 def raising(error: BaseException) -> Iterator[None]:
-    """Return an iterator that fails when it is asked."""
     raise error
     yield
 

@@ -330,7 +330,6 @@ Plant = Callable[[ForeignIteratorWrapper, pytest.MonkeyPatch], None]
 
 
 def on_rank(rank: int, plant: Plant) -> Plant:
-    """Return a fault that one rank alone has."""
     return lambda wrapper, patched: plant(wrapper, patched) if dist.get_rank() == rank else None
 
 
@@ -348,7 +347,6 @@ def changing_item(number: int, change: Callable[[dict[str, Any]], Any]) -> Plant
 
 
 def giving(iterators: Any) -> Plant:
-    """Return the fault of other data iterators."""
     return lambda wrapper, _: setattr(wrapper._drawer, "_data_iterators", iterators)
 
 
@@ -367,8 +365,6 @@ def changing_in_transit(change: Callable[[torch.Tensor], torch.Tensor]) -> Plant
 
 
 def changing_plan(method: str, change: Callable[[Any], Any]) -> Plant:
-    """Return a fault in what a method of the plan source returns."""
-
     def plant(wrapper: ForeignIteratorWrapper, _: Any) -> None:
         original = getattr(wrapper._plan_source, method)
         setattr(wrapper._plan_source, method, lambda step: change(original(step)))

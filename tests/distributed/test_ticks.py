@@ -48,6 +48,7 @@ from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, schedu
 from megatron.dynamic_cp.step.schedule import run_schedule
 from tests.distributed import reference
 from tests.distributed.harness import run_ranks
+from tests.distributed.layouts import FULL_RECOMPUTE, layout_of, lines
 from tests.distributed.parity import (
     BATCHES,
     Case,
@@ -60,73 +61,57 @@ from tests.distributed.parity import (
 from tests.placements import random_placement
 from tests.sent_bytes import pool_bytes
 
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-EIGHT_LAYERS = {"num_layers": 8}
-NORMS_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
-LAYOUTS = {
-    "pp2_vpp2_full_recompute_in_one_stream": Layout(
-        2, pp=2, vpp=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True
-    ),
-    "pp2_relays_and_sinks": Layout(2, pp=2, ranks_per_node=1, variant="learned_offset", config=FULL_RECOMPUTE),
+
+class Ways(NamedTuple):
+    """How a layout is tried.
+
+    Attributes:
+        rows: micro-batches of the steps that are placed at random, on several lanes: with chunks too few for all
+            stages, or for the last group of them.
+        ping_pong: whether it is planned with ping-pong.
+        relays: servers to which what several use travels once, where none share a node.
+    """
+
+    rows: tuple[int, ...] = (4,)
+    ping_pong: tuple[bool, ...] = (True,)
+    relays: int = 0
+
+
+BOTH = (True, False)
+BY_DAY = {
+    "two pp2 vpp2 full distributed overlap": Ways(rows=(5,), ping_pong=(False,)),
+    "two pp2 nodes_of_1 learned_offset full": Ways(rows=(), relays=2),
 }
 EACH_NIGHT = {
-    "pp2_vpp2_full_recompute": LAYOUTS["pp2_vpp2_full_recompute_in_one_stream"],
-    "pp2_cut": Layout(1, pp=2),
-    "pp2_selective_recompute": Layout(2, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE, distributed_optimizer=True),
-    "pp2_relays": Layout(2, pp=2, ranks_per_node=1, config=FULL_RECOMPUTE),
-    "pp2_learned_offset": Layout(2, pp=2, variant="learned_offset"),
-    "pp2_one_lane": Layout(1, pp=2),
-    "pp2": Layout(2, pp=2, ranks_per_node=2),
-    "pp2_full_recompute": Layout(
-        2, pp=2, ranks_per_node=2, config=FULL_RECOMPUTE, distributed_optimizer=True, overlap_grad_reduce=True
-    ),
-    "pp2_vpp2": Layout(2, pp=2, vpp=2, ranks_per_node=2),
-    "pp2_learned_offset_full_recompute": Layout(2, pp=2, variant="learned_offset", config=FULL_RECOMPUTE),
-    "pp4": Layout(2, pp=4, ranks_per_node=4),
-    "pp4_tied": Layout(2, pp=4, variant="llama_tied", config=FULL_RECOMPUTE),
-    "pp2_four_lanes": Layout(4, pp=2, ranks_per_node=2, config=FULL_RECOMPUTE, overlap_grad_reduce=True),
-    "tp2_sp_pp2": Layout(2, tp=2, sp=True, pp=2),
-    "tp2_sp_pp2_distributed_optimizer": Layout(2, tp=2, sp=True, pp=2, distributed_optimizer=True),
-    "pp4_vpp2": Layout(2, pp=4, vpp=2, ranks_per_node=4, overlap_grad_reduce=True, config=EIGHT_LAYERS),
-    "pp4_vpp2_tied": Layout(2, pp=4, vpp=2, variant="llama_tied", config={**EIGHT_LAYERS, **FULL_RECOMPUTE}),
-    "tp2_sp_pp2_vpp2": Layout(2, tp=2, sp=True, pp=2, vpp=2, distributed_optimizer=True),
-    "pp2_vpp4": Layout(4, pp=2, vpp=4, config={**EIGHT_LAYERS, **SELECTIVE_RECOMPUTE}),
-    "pp2_vpp2_relays": Layout(4, pp=2, vpp=2, ranks_per_node=1, config=SELECTIVE_RECOMPUTE),
+    "two pp2 vpp2 full distributed overlap": Ways(rows=()),
+    "one pp2 cut": Ways(),
+    "two pp2 gpt2 again=core_attn distributed": Ways(),
+    "two pp2 nodes_of_1 full": Ways(ping_pong=BOTH, relays=2),
+    "two pp2 learned_offset": Ways(ping_pong=BOTH),
+    "one pp2": Ways(ping_pong=BOTH),
+    "two pp2 nodes_of_2": Ways(),
+    "two pp2 nodes_of_2 full distributed overlap": Ways(rows=()),
+    "two pp2 vpp2 nodes_of_2": Ways(rows=(1,)),
+    "two pp2 learned_offset full": Ways(),
+    "two pp4 nodes_of_4": Ways(),
+    "two pp4 llama_tied full": Ways(),
+    "four pp2 nodes_of_2 full overlap": Ways(),
+    "two tp2 sp pp2 distributed": Ways(),
+    "two pp4 vpp2 nodes_of_4 overlap layers=8": Ways(rows=(4, 6, 3)),
+    "two pp4 vpp2 llama_tied layers=8 full": Ways(rows=(5,)),
+    "two tp2 sp pp2 vpp2 distributed": Ways(),
+    "four pp2 vpp4 layers=8 again=core_attn": Ways(rows=(3,)),
+    "four pp2 vpp2 nodes_of_1 again=core_attn": Ways(relays=4),
 }
-IN_NANO_BATCHES = {
-    "pp2_cut_selective_recompute": Layout(1, pp=2, config=SELECTIVE_RECOMPUTE),
-    "tp2_sp_pp2_full_recompute": Layout(2, tp=2, sp=True, pp=2, config=FULL_RECOMPUTE, distributed_optimizer=True),
-    "tp2_sp_pp2_selective_recompute": Layout(2, tp=2, sp=True, pp=2, variant="gpt2", config=SELECTIVE_RECOMPUTE),
-    "pp2_norms_recomputed": Layout(2, pp=2, config=NORMS_RECOMPUTE),
-    "pp2_gated": Layout(2, pp=2, variant="gated"),
-    "pp2_off_by_one": Layout(2, pp=2, variant="off_by_one", config=SELECTIVE_RECOMPUTE),
-    "tp2_pp2_learned_offset": Layout(2, tp=2, pp=2, variant="learned_offset", config=SELECTIVE_RECOMPUTE),
-    "pp2_unrotated": Layout(2, pp=2, variant="unrotated"),
-    "pp2_fp32_residual": Layout(2, pp=2, variant="fp32_residual_gpt2"),
-}
+IN_NANO_BATCHES = dict.fromkeys(
+    lines("""
+        one pp2 again=core_attn cut; two tp2 sp pp2 full distributed; two tp2 sp pp2 gpt2 again=core_attn
+        two pp2 again=layernorm+mlp; two pp2 gated; two pp2 off_by_one again=core_attn
+        two tp2 pp2 learned_offset again=core_attn; two pp2 unrotated; two pp2 fp32_residual_gpt2
+    """),
+    Ways(),
+)
 """Ways through a layer that nano-batches have to take, too."""
-RANDOM_ROWS: dict[str, tuple[int, ...]] = {
-    "pp2_relays_and_sinks": (),
-    "pp2_full_recompute": (),
-    "pp2_vpp2": (1,),
-    "pp2_vpp2_full_recompute": (),
-    "pp2_vpp2_full_recompute_in_one_stream": (5,),
-    "pp4_vpp2": (4, 6, 3),
-    "pp4_vpp2_tied": (5,),
-    "pp2_vpp4": (3,),
-}
-"""Micro-batches of the steps that are placed at random, where they are not `ROWS`: with chunks too few for all stages,
-or for the last group of them."""
-ROWS = (4,)
-BATCHES_OF_THEIR_OWN = {"pp2_cut": "cut", "pp2_cut_selective_recompute": "cut"}
-PING_PONG = {
-    "pp2_vpp2_full_recompute_in_one_stream": (False,),
-    **dict.fromkeys(("pp2_one_lane", "pp2_relays", "pp2_learned_offset"), (True, False)),
-}
-"""Whether a layout is planned with ping-pong, where not (True,)."""
-RELAYS = {"pp2_relays": 2, "pp2_relays_and_sinks": 2, "pp2_vpp2_relays": 4}
-"""Servers to which what several use travels once, where none share a node."""
 
 
 Ticks = Mapping[Tick, tuple[Placement, Sequence[Sample]]]
@@ -146,23 +131,23 @@ class PoolCase(NamedTuple):
 
 @pytest.mark.parametrize(
     "layouts",
-    [LAYOUTS, *(pytest.param(one, marks=pytest.mark.nightly) for one in (EACH_NIGHT, IN_NANO_BATCHES))],
+    [BY_DAY, *(pytest.param(one, marks=pytest.mark.nightly) for one in (EACH_NIGHT, IN_NANO_BATCHES))],
     ids=["day", "night", "nano-batches"],
 )
-def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: Any) -> None:
+def test_ticks_equal_single_process(layouts: dict[str, Ways], reference_of: Any) -> None:
     """With tasks that are scattered at random, and with those that are planned."""
     cases: dict[int, dict[str, PoolCase]] = defaultdict(dict)
-    for name, layout in layouts.items():
-        batch = BATCHES_OF_THEIR_OWN.get(name, "long_tail")
+    for name, ways in layouts.items():
+        layout, batch = layout_of(name.removesuffix(" cut")), "cut" if name.endswith(" cut") else "long_tail"
         samples, expected = BATCHES[batch], reference_of(layout, batch)
         alike = cases[layout.topology.world_size]
-        for num_rows in RANDOM_ROWS.get(name, ROWS) if layout.lanes > 1 else ():
+        for num_rows in ways.rows if layout.lanes > 1 else ():
             plan, ticks = random_step(samples, layout, num_rows)
             # As one without ticks, which has any number of micro-batches where stages have one chunk.
             check_plan(replace(plan, topology=replace(plan.topology, vp_size=1)), samples)
             alike[f"{name}, {num_rows} random"] = PoolCase(Case(layout, samples, plan, expected), ticks)
-        for ping_pong in PING_PONG.get(name, (True,)):
-            plan = planned_step(samples, layout, ping_pong=ping_pong, relay_servers=RELAYS.get(name, 0))
+        for ping_pong in ways.ping_pong:
+            plan = planned_step(samples, layout, ping_pong=ping_pong, relay_servers=ways.relays)
             alike[f"{name}, planned, ping-pong {ping_pong}"] = PoolCase(Case(layout, samples, plan, expected), None)
     for world_size, alike in cases.items():
         ranks = run_ranks(world_size, run_by_ticks, alike, timeout_s=60 + 20 * len(alike))
@@ -182,7 +167,6 @@ def test_ticks_equal_single_process(layouts: dict[str, Layout], reference_of: An
 
 
 def repeats_attention_of(layout: Layout) -> bool:
-    """Return whether backward computes attention again."""
     config = layout.config
     return "recompute_granularity" in config and "core_attn" in config.get("recompute_modules", ["core_attn"])
 
@@ -200,7 +184,6 @@ def assert_bytes_are_those_of_the_plan(found: Sequence[Comparison], case: Case) 
 
 
 def stages_of(placement: Placement, lanes: int) -> Any:
-    """Return on which stage the queries of each tile are."""
     return placement.homes[placement.tiles[:, 0], 3] // lanes
 
 
@@ -282,9 +265,8 @@ def plan_of(micro_batches: Sequence[tuple[tuple[Sample, ...], Any]], layout: Lay
 
 
 def run_by_ticks(cases: Mapping[str, PoolCase]) -> dict[str, Comparison]:
-    """Return what a rank found in each case."""
     return {
-        name: run_step(*one.case, None, partial(run_planned if one.ticks is None else run_pool, one))
+        name: run_step(*one.case, partial(run_planned if one.ticks is None else run_pool, one))
         for name, one in in_jobs_of_their_own(cases)
     }
 
@@ -308,7 +290,6 @@ def run_planned(one: PoolCase, model: list[Any], step: StepData, forward_step_fu
 
 
 def run_pool(one: PoolCase, model: list[Any], step: StepData, forward_step_func: Callable[..., Any]) -> None:
-    """Run a step by its ticks."""
     layout, plan = one.case.layout, one.case.plan
     stage, lane = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
     member, num_members = stage * layout.lanes + lane, layout.pp * layout.lanes
@@ -450,13 +431,13 @@ def run_sabotaged(case: Case, sabotage: Callable[[], None]) -> Comparison | str:
 
     DynamicCPGroups.build = build  # type: ignore[method-assign]
     try:
-        return run_step(*case, None, run)
+        return run_step(*case, run)
     except DisagreementError as error:
         return str(error)
 
 
 def test_a_lost_tile_shows_in_losses_and_a_wrong_order_of_ticks_before_anything_is_sent(reference_of: Any) -> None:
-    case = sabotaged_case(EACH_NIGHT["pp2_one_lane"], reference_of)
+    case = sabotaged_case(Layout(1, pp=2), reference_of)
     lost = run_ranks(2, run_sabotaged, case, lose_a_tile, timeout_s=60)
     assert max(one.loss_error for one in lost) > 1e-3
     for said in run_ranks(2, run_sabotaged, case, swap_ticks, timeout_s=60):
@@ -470,6 +451,5 @@ def test_a_stage_that_runs_other_chunks_is_refused_before_anything_is_sent(refer
 
 
 def sabotaged_case(layout: Layout, reference_of: Any) -> Case:
-    """Return a planned step."""
     samples = BATCHES["long_tail"]
     return Case(layout, samples, planned_step(samples, layout), reference_of(layout, "long_tail"))

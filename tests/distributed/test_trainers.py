@@ -38,7 +38,6 @@ def rows() -> list[dict[str, list[int]]]:
 
 
 def padded(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Return what a collator of transformers would."""
     longest = max(len(row["input_ids"]) for row in batch)
     found: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "attention_mask": []}
     for row in batch:
@@ -101,7 +100,6 @@ def trainer_of(name: str, *, planned: bool, **changes: Any) -> Any:
 
 
 def kept_gradients() -> Any:
-    """Return a callback that keeps the gradients of each optimizer step."""
     from transformers import TrainerCallback
 
     class Keep(TrainerCallback):

@@ -24,7 +24,7 @@ from megatron.dynamic_cp.flags.linear_attention import parts_of_layers
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from tests.distributed import fake_apex, reference
 from tests.distributed.harness import RankError, initialize_model_parallel
-from tests.distributed.layouts import recomputing
+from tests.distributed.layouts import layout_of
 from tests.distributed.parity import (
     BATCHES,
     Comparison,
@@ -38,18 +38,10 @@ from tests.distributed.parity import (
 from tests.distributed.real_transformer_engine import quantization
 from tests.distributed.real_transformer_engine.engine import run_ranks_with
 from tests.distributed.real_transformer_engine.wheels import NEWEST, OLDEST, PINNED
-from tests.distributed.test_stock_linear_layers import config_of, import_without_triton, stock_layer
+from tests.distributed.test_hybrids import config_of, import_without_triton, stock_layer
 from tests.distributed.test_transformer_engine_attention import UNSET, state_of
 
-ONE_PRODUCT: dict[str, Any] = {"moe_grouped_gemm": True}
-FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-ALL = {"p2p", "a2a", "all_gather", "a2a+p2p"}
-
-
-def engine(lanes: int, exchange: str, **rest: Any) -> Layout:
-    return Layout(lanes, exchange=exchange, transformer_impl="transformer_engine", **rest)
+ALL = "p2p a2a all_gather a2a+p2p"
 
 
 def remember_calls() -> tuple[list[tuple[str, int, int]], list[Any]]:
@@ -82,7 +74,7 @@ def run_on_version(
     calls, modules = remember_calls()
     if "gradient_accumulation_fusion" in layout.config:
         fake_apex.install()  # for the output layer, which is megatron-core's
-    comparison = run_step(layout, samples, plan, expected, None)
+    comparison = run_step(layout, samples, plan, expected)
     return comparison, calls, [state_of(module) for module in modules]
 
 
@@ -96,8 +88,8 @@ def plan_for(layout: Layout, samples: tuple[Sample, ...], wanted: Set[str], over
     raise AssertionError(f"no plan with {wanted}")
 
 
-class EngineCase(NamedTuple):
-    """A step over TransformerEngine.
+class Asked(NamedTuple):
+    """What a step asks of a version of TransformerEngine.
 
     Attributes:
         exchanges: of the plan.
@@ -105,60 +97,42 @@ class EngineCase(NamedTuple):
     """
 
     version: str
-    layout: Layout
-    exchanges: Set[str] = frozenset({"p2p"})
+    exchanges: str = "p2p"
     asked: Set[str] | None = None
 
 
-TP2_SP: dict[str, Any] = {"tp": 2, "sp": True}
+ALL_AND_SHARES = {*ALL.split(), "shared alone"}
 CASES = {
-    "two_levels_wrapped_full_recompute": EngineCase(
-        PINNED, engine(4, "a2a+p2p", config=FULL_RECOMPUTE), {"a2a+p2p", "p2p"}, {"p2p", "shared p2p"}
-    ),
-    "all_four_few_kv_heads": EngineCase(NEWEST, engine(4, "mixed"), ALL, ALL | {"shared alone"}),
-    "a2a_wrapped": EngineCase(OLDEST, engine(4, "a2a", variant="gpt2"), {"a2a"}, {"shared alone"}),
-    "two_levels_selective_recompute": EngineCase(
-        "2.19.0", engine(4, "a2a+p2p", config=SELECTIVE_RECOMPUTE), {"a2a+p2p", "p2p"}
-    ),
-    "features": EngineCase("2.18.0", engine(2, "p2p", variant="all_of_engine")),
-    "tp2_sp": EngineCase(PINNED, engine(2, "a2a", **TP2_SP, variant="llama_8_heads"), {"a2a"}, {"shared alone"}),
-    "pp2_vpp2_distributed_optimizer": EngineCase(
-        "2.18.0", engine(2, "all_gather", pp=2, vpp=2, distributed_optimizer=True), {"all_gather"}
-    ),
-    "experts_ep2": EngineCase(PINNED, engine(2, "p2p", variant="moe", ep=2, config=ONE_PRODUCT)),
-    "shared_experts_tp2_sp_ep2": EngineCase(
-        NEWEST, engine(2, "p2p", variant="moe_sigmoid", **TP2_SP, ep=2, config=ONE_PRODUCT)
-    ),
-    "experts_one_after_the_other": EngineCase(NEWEST, engine(2, "p2p", variant="moe_sigmoid", **TP2_SP, ep=2)),
-    "experts_with_biases": EngineCase(OLDEST, engine(2, "p2p", variant="moe_biased", config=ONE_PRODUCT)),
-    "experts_full_recompute": EngineCase(NEWEST, engine(2, "p2p", variant="moe", config=ONE_PRODUCT | FULL_RECOMPUTE)),
-    "experts_ep2_fused_distributed_optimizer": EngineCase(
-        NEWEST, engine(2, "p2p", variant="moe", ep=2, distributed_optimizer=True, config=ONE_PRODUCT | FUSED)
-    ),
-    "multi_token_prediction": EngineCase(NEWEST, engine(2, "p2p", variant="mtp")),
-    "gated_delta_nets_selective_recompute": EngineCase(
-        NEWEST,
-        engine(4, "mixed", variant="delta_moe", distributed_optimizer=True, config=SELECTIVE_RECOMPUTE),
-        ALL,
-        ALL | {"shared alone"},
-    ),
-    "gated_delta_nets_tp2_pp2_vpp2": EngineCase(OLDEST, engine(1, "p2p", tp=2, pp=2, vpp=2, variant="delta"), set()),
-    "gated_delta_nets_multi_token_prediction": EngineCase(NEWEST, engine(2, "p2p", variant="delta_mtp")),
-    "gated_delta_nets_norms_dropped": EngineCase(
-        NEWEST, engine(2, "p2p", **TP2_SP, variant="delta", config=recomputing("core_attn", "gdn_norm_out"))
-    ),
-    "gated_delta_nets_with_norms_of_1_more": EngineCase(NEWEST, engine(2, "p2p", **TP2_SP, variant="delta_1p")),
-    "mamba_tp2_sp": EngineCase(PINNED, engine(2, "p2p", **TP2_SP, variant="mamba")),
-    "mamba_experts_fused_full_recompute": EngineCase(
-        NEWEST, engine(2, "p2p", ep=2, variant="mamba_moe", config=ONE_PRODUCT | FULL_RECOMPUTE | FUSED)
-    ),
+    "four a2a+p2p full": Asked(PINNED, "a2a+p2p p2p", {"p2p", "shared p2p"}),
+    "four mixed": Asked(NEWEST, ALL, ALL_AND_SHARES),
+    "four a2a gpt2": Asked(OLDEST, "a2a", {"shared alone"}),
+    "four a2a+p2p again=core_attn": Asked("2.19.0", "a2a+p2p p2p"),
+    "two all_of_engine": Asked("2.18.0"),
+    "two tp2 sp a2a llama_8_heads": Asked(PINNED, "a2a", {"shared alone"}),
+    "two pp2 vpp2 all_gather distributed": Asked("2.18.0", "all_gather"),
+    "two ep2 moe one_product": Asked(PINNED),
+    "two tp2 sp ep2 moe_sigmoid one_product": Asked(NEWEST),
+    "two tp2 sp ep2 moe_sigmoid": Asked(NEWEST),
+    "two moe_biased one_product": Asked(OLDEST),
+    "two moe one_product full": Asked(NEWEST),
+    "two ep2 moe one_product fused distributed": Asked(NEWEST),
+    "two mtp": Asked(NEWEST),
+    "four mixed delta_moe distributed again=core_attn": Asked(NEWEST, ALL, ALL_AND_SHARES),
+    "one tp2 pp2 vpp2 delta": Asked(OLDEST, ""),
+    "two delta_mtp": Asked(NEWEST),
+    "two tp2 sp delta again=core_attn+gdn_norm_out": Asked(NEWEST),
+    "two tp2 sp delta_1p": Asked(NEWEST),
+    "two tp2 sp mamba": Asked(PINNED),
+    "two ep2 mamba_moe one_product full fused": Asked(NEWEST),
 }
+"""Layout -> what it asks of which version."""
 
 
-@pytest.mark.by_day("all_four_few_kv_heads")
-@pytest.mark.parametrize("name", CASES)
-def test_step_equals_single_process(name: str, reference_of) -> None:
-    version, layout, exchanges, asked = CASES[name]
+@pytest.mark.by_day("four mixed")
+@pytest.mark.parametrize("line", CASES)
+def test_step_equals_single_process(line: str, reference_of) -> None:
+    version, words, asked = CASES[line]
+    layout, exchanges = layout_of(f"{line} engine"), {*words.split()}
     asked = exchanges if asked is None else asked
     samples, expected = BATCHES["long_tail"], reference_of(layout, "long_tail")
     plan = plan_for(layout, samples, exchanges, "a2a" if "shared alone" in asked else None)
@@ -216,31 +190,19 @@ def test_linear_layers_are_saved_as_by_megatron_cores_spec(kind: str) -> None:
         assert ours == theirs
 
 
-def in_fp8(recipe: str, form: str = "hybrid") -> dict[str, Any]:
-    return {"fp8": form, "fp8_recipe": recipe}
-
-
 CURRENT, BLOCKS, MX = "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"
 DELAYED = "TEDelayedScaling"
-TENSORWISE = in_fp8("tensorwise", "e4m3") | FULL_RECOMPUTE
-DELTA_TENSORWISE = {"variant": "delta_16_heads", "config": in_fp8("tensorwise") | FULL_RECOMPUTE}
-DELAYED_8_HEADS = {"variant": "llama_8_heads", "config": in_fp8("delayed") | SELECTIVE_RECOMPUTE}
-STAGES: dict[str, Any] = {"pp": 2, "vpp": 2, "distributed_optimizer": True}
-# Layout, exchanges of the plan, class of the recipe.
 IN_FP8 = {
-    "four_lanes_mxfp8": (engine(4, "mixed", config=in_fp8("mxfp8")), ALL, MX),
-    "tp2_sp_tensorwise_full_recompute": (engine(2, "p2p", **TP2_SP, config=TENSORWISE), {"p2p"}, CURRENT),
-    "gated_delta_nets_tp2_sp_tensorwise": (engine(2, "p2p", **TP2_SP, **DELTA_TENSORWISE), {"p2p"}, CURRENT),
-    "tp2_sp_blockwise": (engine(2, "p2p", **TP2_SP, config=in_fp8("blockwise")), {"p2p"}, BLOCKS),
-    "gated_delta_nets_mxfp8": (engine(2, "p2p", variant="delta_16_heads", config=in_fp8("mxfp8")), {"p2p"}, MX),
-    "pp2_vpp2_distributed_optimizer_blockwise": (
-        engine(2, "p2p", **STAGES, config=in_fp8("blockwise")),
-        {"p2p"},
-        BLOCKS,
-    ),
-    "tp2_sp_delayed": (engine(2, "a2a", **TP2_SP, **DELAYED_8_HEADS), {"a2a"}, DELAYED),
-    "four_lanes_delayed": (engine(4, "p2p", config=in_fp8("delayed")), {"p2p"}, DELAYED),
+    "four mixed fp8=mxfp8": (ALL, MX),
+    "two tp2 sp fp8=tensorwise e4m3 full": ("p2p", CURRENT),
+    "two tp2 sp delta_16_heads fp8=tensorwise full": ("p2p", CURRENT),
+    "two tp2 sp fp8=blockwise": ("p2p", BLOCKS),
+    "two delta_16_heads fp8=mxfp8": ("p2p", MX),
+    "two pp2 vpp2 distributed fp8=blockwise": ("p2p", BLOCKS),
+    "two tp2 sp a2a llama_8_heads fp8=delayed again=core_attn": ("a2a", DELAYED),
+    "four fp8=delayed": ("p2p", DELAYED),
 }
+"""Layout -> exchanges of the plan, and the class of the recipe."""
 
 Quantized = tuple[Comparison, list[quantization.Context], list[tuple[str, int]]]
 
@@ -248,18 +210,19 @@ Quantized = tuple[Comparison, list[quantization.Context], list[tuple[str, int]]]
 def run_in_fp8(layout: Layout, samples: tuple[Sample, ...], plan: Plan, expected: dict[str, Any]) -> Quantized:
     """Return (comparison, contexts that were entered, products in FP8) of this rank."""
     quantization.install()
-    comparison = run_step(layout, samples, plan, expected, None)
+    comparison = run_step(layout, samples, plan, expected)
     return comparison, quantization.entered, quantization.products
 
 
-@pytest.mark.by_day(f"{NEWEST}-tp2_sp_blockwise")
-@pytest.mark.parametrize("name", IN_FP8)
+@pytest.mark.by_day(f"{NEWEST}-two tp2 sp fp8=blockwise")
+@pytest.mark.parametrize("line", IN_FP8)
 @pytest.mark.parametrize("version", [PINNED, NEWEST])
-def test_products_in_fp8_get_whole_multiples(version: str, name: str, reference_of) -> None:
+def test_products_in_fp8_get_whole_multiples(version: str, line: str, reference_of) -> None:
     """Of what TransformerEngine asks for; they are computed exactly, so that nothing else may have changed."""
-    layout, exchanges, recipe = IN_FP8[name]
+    layout, (words, recipe) = layout_of(f"{line} engine"), IN_FP8[line]
     samples, expected = BATCHES["long_tail"], reference_of(layout, "long_tail")
-    plan = plan_for(layout, samples, exchanges.difference(missing_exchanges(CP_COMM_TYPES, version, "cuDNN")), None)
+    exchanges = {*words.split()} - {*missing_exchanges(CP_COMM_TYPES, version, "cuDNN")}
+    plan = plan_for(layout, samples, exchanges, None)
     empty = [bucket for bucket in plan.buckets if not bucket.samples]
     assert empty, "no place of padding alone"
     world = layout.topology.world_size
@@ -285,19 +248,19 @@ def test_products_in_fp8_get_whole_multiples(version: str, name: str, reference_
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("name", "alignment", "says"),
+    ("line", "alignment", "says"),
     [
-        ("tp2_sp_tensorwise_full_recompute", 1, "dimensions except the last to be divisible by 8"),
-        ("tp2_sp_tensorwise_full_recompute", 8, "a multiple of 16 is needed"),
-        ("four_lanes_mxfp8", 16, "cannot be quantized"),
-        ("tp2_sp_blockwise", 16, "cannot be gathered in FP8"),
+        ("two tp2 sp fp8=tensorwise e4m3 full", 1, "dimensions except the last to be divisible by 8"),
+        ("two tp2 sp fp8=tensorwise e4m3 full", 8, "a multiple of 16 is needed"),
+        ("four mixed fp8=mxfp8", 16, "cannot be quantized"),
+        ("two tp2 sp fp8=blockwise", 16, "cannot be gathered in FP8"),
     ],
 )
-def test_tokens_that_are_not_padded_for_fp8_are_noticed(name: str, alignment: int, says: str, reference_of) -> None:
+def test_tokens_that_are_not_padded_for_fp8_are_noticed(line: str, alignment: int, says: str, reference_of) -> None:
     """As in a plan for a topology that does not know of it."""
-    layout, exchanges, _ = IN_FP8[name]
+    layout, (words, _) = layout_of(f"{line} engine"), IN_FP8[line]
     samples, expected = BATCHES["long_tail"], reference_of(layout, "long_tail")
-    plan = plan_for(layout, samples, exchanges, None)
+    plan = plan_for(layout, samples, {*words.split()}, None)
     unaligned = replace(plan, topology=replace(plan.topology, token_alignment=alignment))
     with pytest.raises(RankError, match=says):
         run_ranks_with(NEWEST, layout.topology.world_size, run_in_fp8, layout, samples, unaligned, expected)

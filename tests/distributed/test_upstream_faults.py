@@ -30,7 +30,7 @@ from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.repairs import releases
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.layouts import FULL_RECOMPUTE
+from tests.distributed.layouts import layout_of, lines
 from tests.distributed.parity import (
     TOLERANCE,
     Case,
@@ -105,8 +105,8 @@ def lanes_without_targets() -> Case:
     return Case(layout, (chat, one, short, other), plan, {})
 
 
-def of_lengths(layout: Layout, *seqlens: int) -> Case:
-    samples = samples_of(*seqlens)
+def of_lengths(line: str, *seqlens: int) -> Case:
+    layout, samples = layout_of(line), samples_of(*seqlens)
     return Case(layout, samples, mixed_plan(samples, layout), {})
 
 
@@ -114,12 +114,12 @@ SITUATIONS = {
     # Means of shards (7452, 9), weights of later tokens (3), a rank without targets (1764).
     "no_targets": lanes_without_targets(),
     # Gathered logits (2); without padding of the vocabulary and smoothing (1).
-    "gathered": of_lengths(Layout(1, tp=2, variant="gathered"), 33, 17, 9),
-    "mtp_gathered": of_lengths(Layout(1, tp=2, variant="mtp_gathered"), 33, 17, 9),
+    "gathered": of_lengths("one tp2 gathered", 33, 17, 9),
+    "mtp_gathered": of_lengths("one tp2 mtp_gathered", 33, 17, 9),
     # Recomputed modules (4), padding and its counts over tensor-parallel ranks (5, 10).
-    "recomputed": of_lengths(Layout(1, tp=2, sp=True, variant="moe_mtp", config=FULL_RECOMPUTE), 21, 5, 3, 1),
+    "recomputed": of_lengths("one tp2 sp moe_mtp full", 21, 5, 3, 1),
     # Losses of each sample of a pack, padding beside it (6108).
-    "packs": of_lengths(Layout(2, ep=2, variant="moe_sigmoid"), 30, 11, 5, 3, 1),
+    "packs": of_lengths("two ep2 moe_sigmoid", 30, 11, 5, 3, 1),
 }
 WITHOUT_GATHERING = {"gathered": "llama", "mtp_gathered": "mtp"}
 
@@ -152,35 +152,28 @@ def test_the_second_lane_has_no_target_of_the_long_sample() -> None:
 
 
 # Learned sinks (7452, 8), biases of experts (5916), gates, latents, modules, and copies on another stage.
-NORMS_BY_DAY = {
-    "sinks": Layout(1, tp=2, variant="learned_offset"),
-    "experts": Layout(1, tp=2, sp=True, variant="gpt_oss"),
-    "experts_shared_out": Layout(1, tp=2, sp=True, ep=2, variant="gpt_oss"),
-    "distributed_optimizer": Layout(1, tp=2, sp=True, ep=2, variant="gpt_oss", distributed_optimizer=True),
-    "distributed_optimizer_of_experts": Layout(1, tp=2, sp=True, variant="moe_biased", distributed_optimizer=True),
-    "shared_expert": Layout(1, tp=2, sp=True, ep=2, variant="moe_top_1"),
-    "latents": Layout(1, tp=2, sp=True, ep=2, variant="deepseek"),
-    "stages": Layout(1, pp=2, variant="mtp_tied"),
-    "lanes": Layout(2, ep=2, variant="moe_biased"),
-    "lanes_with_distributed_optimizer": Layout(2, ep=2, variant="moe_biased", distributed_optimizer=True),
-}
-NORMS_BY_NIGHT = {name: Layout(1, tp=2, sp=True, variant=name) for name in reference.VARIANTS}
+NORMS_BY_DAY = lines("""
+    one tp2 learned_offset; one tp2 sp gpt_oss; one tp2 sp ep2 gpt_oss; one tp2 sp ep2 gpt_oss distributed
+    one tp2 sp moe_biased distributed; one tp2 sp ep2 moe_top_1; one tp2 sp ep2 deepseek; one pp2 mtp_tied
+    two ep2 moe_biased; two ep2 moe_biased distributed
+""")
+NORMS_BY_NIGHT = [f"one tp2 sp {name}" for name in reference.VARIANTS]
 
 
-def norms(layouts: dict[str, Layout]) -> dict[str, int]:
+def norms(names: list[str]) -> dict[str, int]:
     found = {}
-    for name, layout in in_jobs_of_their_own(layouts):
+    for name, layout in in_jobs_of_their_own({name: layout_of(name) for name in names}):
         initialize_model_parallel(layout.tp, layout.pp, None, layout.ep)
         _, chunks = build_chunks(layout, reference.VARIANTS[layout.variant])
         found[name] = counted_by_norm(chunks, distributed_optimizer=layout.distributed_optimizer)
     return found
 
 
-def sizes(layouts: dict[str, Layout]) -> dict[str, int]:
-    """Return the parameters of each model on one rank."""
+def sizes(names: list[str]) -> dict[str, int]:
     initialize_model_parallel()
     found = {}
-    for name, layout in layouts.items():
+    for name in names:
+        layout = layout_of(name)
         whole = Layout(1, variant=layout.variant, config={"num_layers": layout.num_layers})
         _, (chunk,) = build_chunks(whole, reference.VARIANTS[layout.variant])
         found[name] = sum(parameter.numel() for parameter in chunk.parameters())
@@ -188,29 +181,21 @@ def sizes(layouts: dict[str, Layout]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "layouts",
+    "names",
     [pytest.param(NORMS_BY_DAY, id="day"), pytest.param(NORMS_BY_NIGHT, id="night", marks=pytest.mark.nightly)],
 )
-def test_every_parameter_counts_once_in_the_norm_that_gradients_are_clipped_by(layouts: dict[str, Layout]) -> None:
+def test_every_parameter_counts_once_in_the_norm_that_gradients_are_clipped_by(names: list[str]) -> None:
     """On all ranks alike: by norms of their own they would train models that drift apart."""
-    (expected,) = run_ranks(1, sizes, layouts)
-    assert run_ranks(2, norms, layouts, timeout_s=240) == [expected, expected]
+    (expected,) = run_ranks(1, sizes, names)
+    assert run_ranks(2, norms, names, timeout_s=240) == [expected, expected]
 
 
-NORMS_OF_ENGINE = {
-    f"{variant} {ep} {is_one_product}": Layout(
-        1,
-        tp=2,
-        sp=True,
-        ep=ep,
-        variant=variant,
-        transformer_impl="transformer_engine",
-        config={"moe_grouped_gemm": is_one_product},
-    )
+NORMS_OF_ENGINE = [
+    f"one tp2 sp engine {variant}{ep}{product}"
     for variant in ("moe", "moe_biased", "moe_sigmoid", "moe_top_1")
-    for ep in (1, 2)
-    for is_one_product in (False, True)
-}
+    for ep in ("", " ep2")
+    for product in ("", " one_product")
+]
 
 
 @pytest.mark.nightly

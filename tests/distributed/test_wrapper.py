@@ -56,7 +56,6 @@ def wrap(
     chunks: Sequence[ChunkNeeds] = BOTH,
     read: Callable[[Sample], SampleTokens] = read_telling_tokens,
 ) -> list[Wrapped]:
-    """Wrap `samples` once with each plan."""
     initialize_model_parallel(topology.tp_size, topology.pp_size)
     groups = DynamicCPGroups.build(topology, timeout_s=30, exchanges=("p2p",))
     by_id = {sample.sample_id: sample for sample in samples}
@@ -233,7 +232,6 @@ def read_too_little(sample: Sample) -> SampleTokens:
 
 
 def one_each(*held: int) -> Plan:
-    """Return the plan whose lanes have these samples."""
     return one_row(FOUR_LANES, *(Bucket(first_lane=lane, samples=(SAMPLES[i],)) for lane, i in enumerate(held)))
 
 

@@ -21,14 +21,12 @@ KERNEL = 4
 
 
 def delta_rows(config: Any) -> dict[str, int]:
-    """Return the rows of the first projection of a whole gated delta net."""
     heads = config.linear_num_value_heads
     keys, values = config.linear_num_key_heads * config.linear_key_head_dim, heads * config.linear_value_head_dim
     return {"q": keys, "k": keys, "v": values, "z": values, "beta": heads, "alpha": heads}
 
 
 def mamba_rows(config: Any) -> dict[str, int]:
-    """Return the rows of the first projection of a whole Mamba-2."""
     keys, values = config.mamba_num_groups * config.mamba_state_dim, config.mamba_num_heads * config.mamba_head_dim
     return {"z": values, "x": values, "B": keys, "C": keys, "dt": config.mamba_num_heads}
 

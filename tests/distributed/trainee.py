@@ -62,7 +62,6 @@ class Trainee:
         return [entry["lm loss"] for entry in logged]
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return copies of all gradients by chunk and parameter."""
         return {
             f"{index}.{name}": parameter.main_grad.clone()
             for index, chunk in enumerate(self.model)

@@ -41,7 +41,6 @@ OF_EXPERTS = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, 
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference over the largest value."""
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
@@ -64,7 +63,6 @@ def stock_model(variant: reference.ModelVariant, groups: Any = None, **layout: A
 
 
 def size_of_stock(variant: reference.ModelVariant) -> int:
-    """Return the parameters of the whole model; runs on one rank."""
     initialize_model_parallel()
     return sum(parameter.numel() for parameter in stock_model(variant).parameters())
 

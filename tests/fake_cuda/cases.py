@@ -95,7 +95,6 @@ def job(rank: int, num_ranks: int, store: dist.Store | None = None) -> Iterator[
 
 
 def build_groups(num_lanes: int) -> DynamicCPGroups:
-    """Return the groups of a job of lanes only, warmed as at start-up."""
     return DynamicCPGroups.build(
         Topology(num_lanes=num_lanes),
         timeout_s=60.0,
@@ -107,7 +106,6 @@ def build_groups(num_lanes: int) -> DynamicCPGroups:
 
 
 def packed_step(rank: int, buckets: list[PackedBucket]) -> PackedStep:
-    """Return what `pack_step` gives for these buckets, on the host."""
     positions = torch.from_numpy(np.concatenate([shard for bucket in buckets for shard in shards_of(bucket, rank)]))
     return PackedStep(
         buckets=tuple(buckets),
@@ -156,7 +154,6 @@ def placed_bucket(rank: int, inner: int = 1, seed: int = 6, lanes_of_node: int =
 
 
 def buckets_of_lanes(rank: int, num_lanes: int) -> list[PackedBucket]:
-    """Return one bucket of each kind that is not placed."""
     return [
         bucket("p2p", rank, 1),
         bucket("p2p", rank, 2, seqlens=(1,)),
@@ -610,7 +607,6 @@ def once_for_each_kernel(check: Callable[..., float]) -> Callable[..., float]:
 
 
 def main(library_path: str, results: str, *names: str) -> None:
-    """Run the cases that are named."""
     runtime.install(Path(library_path))
     for module, name in ((torch_thd, "check_kernel"), (linear_check, "check_linear_kernel")):
         setattr(module, name, once_for_each_kernel(getattr(module, name)))

@@ -147,7 +147,6 @@ class _Play:
         self._connected: set[tuple[Communicator, int, int]] = set()
 
     def stuck(self) -> list[str]:
-        """Return where ranks wait for ever."""
         while sum(self._moves(rank) for rank in self._calls):
             pass
         return [line for rank in self._calls for line in self._waiting(rank)]

@@ -28,7 +28,6 @@ TIMED_OUT = -1
 
 
 def losses(output: str) -> list[float]:
-    """Return the loss of each iteration."""
     return [float(found) for found in re.findall(r"lm loss: ([0-9.E+-]+)", output)]
 
 

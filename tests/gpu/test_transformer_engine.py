@@ -82,7 +82,6 @@ def packed(seqlens: tuple[int, ...], groups: DynamicCPGroups) -> DynamicPackedSe
 
 
 def attend(attention: torch.nn.Module, inputs: list[Tensor], params: DynamicPackedSeqParams) -> list[Tensor]:
-    """Return out and the gradients of q, k and v."""
     qkv = [x.detach().requires_grad_() for x in inputs[:3]]
     out = attention(*qkv, None, packed_seq_params=params).view_as(inputs[3])
     return [out.detach(), *torch.autograd.grad(out, qkv, inputs[3])]

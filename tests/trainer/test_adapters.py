@@ -18,7 +18,6 @@ from dynamic_cp.pricing.reduction import Reduction
 from dynamic_cp.types import Adapters, DataParallel, PlanOptions, Problem, Topology
 from dynamic_cp.types.adapters import ADAPTED
 from megatron.integrations.weights.exporting import export_adapters, export_weights
-from tests.distributed.verl_seam import FOLDER
 from tests.trainer.test_weights import (
     DATA,
     TOLERANCE,
@@ -31,7 +30,7 @@ from tests.trainer.test_weights import (
     tensors_of,
 )
 from tests.trainer.training_ranks import losses, run_command, train
-from tests.wheels import alone, wheel_or_skip
+from tests.wheels import FRAMEWORKS, alone, wheel_or_skip
 
 __all__ = ["folder_of", "imported"]  # fixtures
 
@@ -112,8 +111,8 @@ def test_every_layout_goes_on_as_one_rank(case, of_models):
 @pytest.fixture(scope="module")
 def peft():
     """The released package, which is not installed."""
-    wheel, target = wheel_or_skip(FOLDER, "peft", PEFT), FOLDER / f"peft-{PEFT}-site"
-    with alone(FOLDER, target.name):
+    wheel, target = wheel_or_skip(FRAMEWORKS, "peft", PEFT), FRAMEWORKS / f"peft-{PEFT}-site"
+    with alone(FRAMEWORKS, target.name):
         if not target.exists():
             zipfile.ZipFile(wheel).extractall(target)
     with pytest.MonkeyPatch.context() as patched:

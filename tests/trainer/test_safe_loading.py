@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from dynamic_cp.errors import CheckpointError
 from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest, safe_loading
 from megatron.trainer.checkpoints.checkpoint_files import reporting
-from tests.distributed.harness import run_ranks
-from tests.distributed.test_agreement import outcome_of
+from tests.distributed.harness import outcome_of, run_ranks
 from tests.payload import Payload, planted, works
 from tests.trainer.training_ranks import run_command, train
 

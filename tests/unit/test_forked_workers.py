@@ -74,7 +74,6 @@ def start(folder: Path, files: dict[str, str], *words: str) -> subprocess.Popen[
 
 
 def end(running: subprocess.Popen[str], folder: Path) -> str:
-    """Return what a run said."""
     running.wait(timeout=120)
     return (folder / "said").read_text()
 

@@ -56,20 +56,19 @@ IMPORTED_FROM = ("pickle", "torch", "marshal", "importlib")
 LISTED = {
     # Pipes to processes that this one has started.
     ("dynamic_cp/search/planner_process.py", ".recv"): 3,
-    ("megatron/trainer/checkpoints/writer_process.py", "pickle.load"): 1,
-    ("megatron/trainer/data/scan.py", "pickle.load"): 1,
-    ("megatron/trainer/data/workers.py", "pickle.load"): 1,
+    ("megatron/trainer/checkpoints/saving.py", "pickle.load"): 1,
+    ("megatron/trainer/data/workers.py", "pickle.load"): 2,
     # What is unpickled may name the classes of a list of tensors only.
     ("megatron/trainer/checkpoints/safe_loading.py", "pickle.Unpickler"): 1,
     # Our own templates, every value escaped.
     ("dynamic_cp/decide/report/page.py", "Environment"): 1,
     # A tensor.
-    ("megatron/decide/calibration/links.py", ".recv"): 1,
+    ("megatron/decide/calibration/sections.py", ".recv"): 1,
     # The script that the user names.
     ("megatron/integrations/lm_adaptor/run.py", "exec"): 1,
     ("megatron/integrations/lm_adaptor/run.py", "compile"): 1,
     # Between the ranks of a job, when Megatron-LM saves; it does the same with the rest of the checkpoint.
-    ("megatron/integrations/lm_adaptor/random_states.py", ".all_gather_object"): 1,
+    ("megatron/integrations/lm_adaptor/session.py", ".all_gather_object"): 1,
 }
 
 
@@ -95,7 +94,7 @@ def test_every_place_that_could_run_what_it_reads_is_listed() -> None:
     files = [ROOT / "pretrain_gpt.py", *files_of("dynamic_cp", "megatron", "examples", "tools")]
     assert len(files) > 200
     found = Counter((relative(path), name) for path in files for name in calls_in(path))
-    assert found == LISTED, "replace it, or say in docs/trust.md and here why it can be trusted"
+    assert found == LISTED, "replace it, or say in SECURITY.md and here why it can be trusted"
 
 
 # Mechanisms: which of them a job may use is decided in one file.
@@ -112,7 +111,7 @@ HOMONYMS = {
     "dynamic_cp/decide/report/trace.py": "sends between pipeline stages are p2p, too",
     "dynamic_cp/decide/calibration/fit.py": "collectives that are measured",
     "dynamic_cp/decide/calibration/measurements.py": "collectives that are measured",
-    "megatron/decide/calibration/links.py": "collectives that are measured",
+    "megatron/decide/calibration/sections.py": "collectives that are measured",
     "megatron/integrations/weights/names.py": "widths of weights",
 }
 CLASSES = {type(mechanism).__name__ for mechanism in MECHANISMS.values()}

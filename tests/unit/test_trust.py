@@ -1,7 +1,7 @@
 """What a run reads is data: proofs that planted code is not run, and a list of the places that could run it.
 
 The job's store and peers: tests/distributed/test_agreement.py. Checkpoints: tests/trainer/test_safe_loading.py. What is
-trusted and what is not: docs/trust.md.
+trusted and what is not: SECURITY.md.
 """
 
 from __future__ import annotations
