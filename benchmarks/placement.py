@@ -29,14 +29,12 @@ from benchmarks.blocks.metric import traffic_of
 from dynamic_cp.arrays import Ints
 from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.placement.documents import Caps
-from dynamic_cp.placement.levels import caps_of, part_of
 from dynamic_cp.placement.placed import Placed, placed_of
-from dynamic_cp.placement.portfolio import candidates, search_placement
+from dynamic_cp.placement.portfolio import candidates, caps_of, part_of, search_placement
 from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.placement.runs import table_of
 from dynamic_cp.placement.tile_search import improve_tiles, state_of
-from dynamic_cp.placement.token_graph import Graph, blocks_of
+from dynamic_cp.placement.token_graph import Caps, TokenGraph, blocks_of
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import PlanOptions, Problem, Sample, Topology, parse_mask_rule
 
@@ -232,7 +230,7 @@ def partitioned(partition: Partition, samples: list[Sample], problem: PlacementP
     return placed_of(blocks, homes, lanes, problem)
 
 
-def part_and_repair(partition: Partition, graph: Graph, caps: Caps) -> tuple[Ints, Ints]:
+def part_and_repair(partition: Partition, graph: TokenGraph, caps: Caps) -> tuple[Ints, Ints]:
     num_vertices, num_parts = len(graph.tokens), len(caps.tokens)
     nets = [
         [vertex, *(num_vertices + graph.members[side, graph.starts[side, vertex] : graph.starts[side, vertex + 1]])]
@@ -251,7 +249,7 @@ def part_and_repair(partition: Partition, graph: Graph, caps: Caps) -> tuple[Int
     return homes, lanes
 
 
-def repair_tokens(graph: Graph, caps: Caps, homes: Ints, lanes: Ints) -> None:
+def repair_tokens(graph: TokenGraph, caps: Caps, homes: Ints, lanes: Ints) -> None:
     """Move whole rows, with their tiles there, from parts with too many tokens to those with the fewest."""
     for _ in range(len(homes)):
         held = np.bincount(homes, graph.tokens, len(caps.tokens))

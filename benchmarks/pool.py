@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 from emulated_nodes import run_anyway, sent_by_nic
 
-from dynamic_cp.pipeline.graph import needed_operation
-from dynamic_cp.pipeline.schedule import Operation, stage_operations
+from dynamic_cp.pipeline.schedule import Operation, needed_operation, stage_operations
 
 TIMES_AS_LONG = 64
 KINDS: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@
 
 or what the host takes, where that is longer. A kink is a step of an exchange that hides behind the attention of the
 whole bucket, so prices are not additive over samples. Mechanisms say in this form what attention takes;
-`pricing/terms.py` has it as numbers for compiled loops.
+`pricing/table.py` has it as numbers for compiled loops.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Placement, Sample, Tree, parse_mask_rule
 
 

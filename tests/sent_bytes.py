@@ -6,17 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.disaggregated.sent import bytes_of_tasks
-from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
-from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
 from dynamic_cp.mechanisms.registry import MECHANISMS
-from dynamic_cp.mechanisms.sent_bytes import SentBytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.mechanisms.transfers import SentBytes, heads_of_rank, kv_heads_of, lanes_in_one_node
 from dynamic_cp.models import catalog
 from dynamic_cp.pipeline.schedule import KINDS
-from dynamic_cp.plans.lane_tokens import lane_tokens
+from dynamic_cp.plans.padding import lane_tokens
 from dynamic_cp.pool.legal import servers_of
-from dynamic_cp.pool.plan import ticks_of
+from dynamic_cp.pool.tasks import ticks_of
 from dynamic_cp.types import Bucket, ModelShape, Plan, PlanOptions, Problem, Topology
 
 

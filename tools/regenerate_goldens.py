@@ -21,7 +21,7 @@ from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.plans.serialize import format_plan, parse_plan
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
-from dynamic_cp.pricing.reduction import Reduction
+from dynamic_cp.pricing.edges import Reduction
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import Bucket, CpCommType, Experts, Hardware, ModelShape, PlanOptions, Problem, Sample, Topology
 

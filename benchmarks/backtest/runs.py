@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.pricing.flops import batch_flops
+from dynamic_cp.pricing.work import batch_flops
 from dynamic_cp.types import Hardware, ModelShape, Recompute, StateDtypes, Topology
 
 FILE = Path(__file__).with_name("published.json")

@@ -25,7 +25,7 @@ from dynamic_cp.types import (
     Recompute,
     Sample,
 )
-from dynamic_cp.types.options import RecomputeModule
+from dynamic_cp.types.problem import RecomputeModule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from dynamic_cp.arrays import Ints
 from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.pricing.flops import plan_flops, tflops_per_rank
+from dynamic_cp.pricing.work import plan_flops, tflops_per_rank
 from dynamic_cp.types import Plan, PlanOptions, Topology
 
 POLICIES = ("static", "megatron-dev", "dynamic")

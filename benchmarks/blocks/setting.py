@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dynamic_cp.decide.workloads import draw_lengths
-from dynamic_cp.mechanisms.heads import heads_of_rank
-from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.mechanisms.transfers import heads_of_rank, lanes_in_one_node
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.placement.problem import PlacementProblem
 from dynamic_cp.pricing.cost_model import CostModel

@@ -15,11 +15,9 @@ from benchmarks.disaggregated.setting import K, batch
 from benchmarks.planner.report import Row, table
 from dynamic_cp.arrays import Ints
 from dynamic_cp.placement.sent import TokenBytes
-from dynamic_cp.pool.homes import TILE_TOKENS
-from dynamic_cp.pool.rows import even_homes, longest_first
+from dynamic_cp.pool.homes import TILE_TOKENS, even_homes, longest_first
 from dynamic_cp.pool.scheduler import Rules, schedule, work_of
-from dynamic_cp.pool.tasks import SERVER, Tasks
-from dynamic_cp.pool.tiling import tasks_of
+from dynamic_cp.pool.tasks import SERVER, Tasks, tasks_of
 from dynamic_cp.pool.traffic import Servers
 from dynamic_cp.types.placement import START, STOP
 

@@ -21,9 +21,9 @@ from dynamic_cp.mechanisms.placed_seconds import token_bytes
 from dynamic_cp.pipeline.schedule import KINDS
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.pool.legal import servers_of
-from dynamic_cp.pool.plan import ticks_of
 from dynamic_cp.pool.prices import TaskOptions
 from dynamic_cp.pool.search import plan_tasks
+from dynamic_cp.pool.tasks import ticks_of
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import Plan, Problem, Sample

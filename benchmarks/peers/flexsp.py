@@ -27,7 +27,7 @@ from benchmarks.peers.peer import PeerBucket, PeerResult, best_order, longest_fi
 from dynamic_cp.convex import Convex
 from dynamic_cp.plans.padding import padded_seqlen
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.terms import convex_of
+from dynamic_cp.pricing.table import convex_of
 from dynamic_cp.types import Sample
 
 MAX_CLASSES = 16

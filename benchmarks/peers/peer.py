@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.padding import padded_seqlens, round_up
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.lengths import squared_tokens
+from dynamic_cp.pricing.work import squared_tokens
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
 
 

@@ -21,15 +21,14 @@ import numpy as np
 from benchmarks.peers.peer import PeerResult, longest_first
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.heap import sift_down
-from dynamic_cp.packing.judge import build_plan, price_packing
-from dynamic_cp.packing.orders import in_orders
+from dynamic_cp.loops import sift_down
+from dynamic_cp.packing.durations import Packing
+from dynamic_cp.packing.judge import build_plan, in_orders, price_packing
 from dynamic_cp.packing.static import in_rows
-from dynamic_cp.packing.table import Packing
 from dynamic_cp.plans.padding import padded_seqlen, round_up
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.lengths import Lengths, density_of, lengths_of
-from dynamic_cp.pricing.terms import linear_parts
+from dynamic_cp.pricing.table import linear_parts
+from dynamic_cp.pricing.work import Lengths, density_of, lengths_of
 from dynamic_cp.types import Sample
 
 SWEEP = (1.0, 1.15, 1.3, 1.6, 2.0, 2.5)

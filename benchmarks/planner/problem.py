@@ -18,7 +18,7 @@ from typing import NamedTuple
 from dynamic_cp import types
 from dynamic_cp.arrays import Ints
 from dynamic_cp.pipeline.simulator import makespan_ns
-from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.pricing.allowed import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import Hardware, ModelShape, Plan, PlannedBatch, PlanOptions, Sample, SearchEffort, Topology

@@ -17,7 +17,7 @@ from benchmarks.planner.report import Row, table
 from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.pricing.flops import plan_flops, tflops_per_rank
+from dynamic_cp.pricing.work import plan_flops, tflops_per_rank
 from dynamic_cp.types import Plan, PlanOptions, Topology
 
 GITHUB, COMMON_CRAWL = (195.88, 289.32), (139.17, 174.39)

@@ -8,18 +8,16 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.mechanisms.heads import heads_of_rank
-from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.mechanism import Sharing, pairs_of_inner_groups
 from dynamic_cp.mechanisms.placed_seconds import token_bytes
 from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.mechanisms.transfers import heads_of_rank, lanes_in_one_node
 from dynamic_cp.placement.sent import Sent, TokenBytes, added
-from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.plans.padding import padded_of, rank_tokens
-from dynamic_cp.plans.state_runs import StateRuns
+from dynamic_cp.plans.padding import lane_tokens, padded_of, rank_tokens
+from dynamic_cp.plans.stretches import Stretches
 from dynamic_cp.pricing.cost_model import is_priced_lane_by_lane
-from dynamic_cp.pricing.linear_attention import sent_states
+from dynamic_cp.pricing.linear_prices import sent_states
 from dynamic_cp.types import Bucket, Mask, Plan, Problem, Topology
 
 
@@ -90,7 +88,7 @@ def _sent_by_linear_attention(bucket: Bucket, problem: Problem, layers: float) -
     sizes, element = linear.of_rank(problem.topology.tp_size), problem.options.element_bytes.exchanged
     multiple = problem.topology.rank_token_multiple
     if bucket.exchanges_states:
-        sent = sent_states(StateRuns.of_bucket(bucket, multiple), sizes, element)
+        sent = sent_states(Stretches.of_bucket(bucket, multiple), sizes, element)
         return sent._replace(num_bytes=layers * sent.num_bytes)
     of_lane = sum(padded_of(bucket, multiple)) / cp_size * sizes.heads_bytes(cp_size, element)
     sender, receiver = pairs_of_inner_groups(cp_size, cp_size)

@@ -9,9 +9,9 @@ from math import isfinite
 import numpy as np
 import numpy.typing as npt
 
-from dynamic_cp.pipeline.graph import edges_paid
+from dynamic_cp.pipeline.schedule import edges_paid
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.terms import prices_of
+from dynamic_cp.pricing.table import prices_of
 from dynamic_cp.types import is_power_of_two
 
 Floats = npt.NDArray[np.float64]
@@ -27,7 +27,7 @@ class Observation:
         cp_size, first_lane, cp_comm_type, inner_cp_size: as in `Bucket`; inner_cp_size 0 where it is not known.
         tokens, tokens_squared: sums over the padded lengths of the whole group.
         num_states: samples whose states of linear attention its lanes passed on, with branches as
-            `plans.state_runs.states_of_sample` counts them; 0: none, or heads were exchanged.
+            `plans.stretches.states_of_sample` counts them; 0: none, or heads were exchanged.
         stage, chunk: pipeline stage, and model chunk on it (0 without interleaving).
         forward_s, backward_s: seconds without waiting for other stages.
     """

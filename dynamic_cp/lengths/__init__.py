@@ -1,7 +1,7 @@
 """Lengths of samples, from files and from names.
 
-Read in this order: `streams` (pipes and standard input), `file`, `megatron_index`, `arrays`, `tables`, `parquet`
-(formats of files), `read` (any of them), `lognormal` (drawn lengths), `summary` (what they are like).
+Read in this order: `file` (its bytes and errors), `megatron_index` and `formats` (of files), `read` (any of them, and
+pipes), `distribution` (lengths to draw, and what given ones are like).
 """
 
 from typing import TYPE_CHECKING

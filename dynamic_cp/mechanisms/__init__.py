@@ -3,14 +3,10 @@
 A bucket says which one it uses by a value, `types.Attention`. Everyone who wants to know what that means asks the
 mechanism of that name. Read in this order:
 
-- `heads`: which heads a lane gets when heads are exchanged
-- `links`: which link a group of lanes uses
-- `sent_bytes`: what a rank sends, which prices are made of and the runtime counts
+- `transfers`: which link a group of lanes uses, which heads a lane gets, what a rank sends
 - `stage_attention`: what prices are made of, kernels and transfers of one pipeline stage
 - `mechanism`: what a mechanism answers: where it is possible, its price, its bytes, what the memory model needs
-- `ring`, `all_gather`, `all_to_all`, `two_levels`: the four exchanges
-- `latent_ring`: a ring of the latents of multi-latent attention
 - `placed_seconds`: what placed attention takes, lane by lane
 - `blocks`: attention cut into tiles, each on a lane of its own choice
-- `registry`: all mechanisms by name; a new one is added there and to `types.CpCommType`
+- `registry`: the five exchanges, and all mechanisms by name; a new one is added there and to `types.CpCommType`
 """

@@ -13,14 +13,13 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Convex, Linear
-from dynamic_cp.mechanisms.links import lanes_in_one_node, why_inner_groups_are_split
 from dynamic_cp.mechanisms.mechanism import LaneSeconds, Mechanism, Sharing, pairs_of_inner_groups
-from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.mechanisms.transfers import lanes_in_one_node, sent_bytes, why_inner_groups_are_split
 from dynamic_cp.types import CAUSAL, FULL, Bucket, Causal, Lambda, Mask, MicroBatch, Placement, Topology
 
 if TYPE_CHECKING:
-    from dynamic_cp.placement.lanes import Lanes
+    from dynamic_cp.placement.problem import Lanes
     from dynamic_cp.placement.sent import Sent, TokenBytes
 
 # `dynamic_cp.placement` is compiled: it is imported by what is called, as no command should wait for the compiler in
@@ -124,7 +123,7 @@ class Blocks(Mechanism):
         copies: int,
         mask: Mask = CAUSAL,
     ) -> Sent:
-        from dynamic_cp.placement.narrow import placement_under
+        from dynamic_cp.placement.cuts import placement_under
         from dynamic_cp.placement.sent import Sent, TokenBytes, sent_by_lanes
 
         assert bucket.placement is not None
@@ -153,7 +152,7 @@ class Blocks(Mechanism):
 
 def _groups_of(bucket: Bucket, node_lanes: int) -> Lanes:
     """Return the inner groups of a bucket; lanes where none exchange heads."""
-    from dynamic_cp.placement.lanes import Lanes
+    from dynamic_cp.placement.problem import Lanes
 
     inner = bucket.inner_cp_size
     return Lanes(bucket.num_inner_groups, bucket.first_lane // inner, node_lanes // inner)
@@ -161,8 +160,8 @@ def _groups_of(bucket: Bucket, node_lanes: int) -> Lanes:
 
 def _why_misplaced(placement: Placement, bucket: Bucket, lanes: Lanes) -> str | None:
     """Return why a placement does not compute what the masks of its layers and samples allow; None where it does."""
+    from dynamic_cp.placement.cuts import placement_under
     from dynamic_cp.placement.legal import why_misplaced
-    from dynamic_cp.placement.narrow import placement_under
 
     samples = bucket.samples
     masked = next((sample for sample in samples if sample.mask is not None), None)

@@ -14,10 +14,8 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.convex import Convex
-from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
-from dynamic_cp.mechanisms.links import lanes_in_one_node
-from dynamic_cp.mechanisms.sent_bytes import SentBytes, sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.mechanisms.transfers import SentBytes, heads_of_rank, kv_heads_of, lanes_in_one_node, sent_bytes
 from dynamic_cp.types import (
     CAUSAL,
     Bucket,
@@ -47,8 +45,8 @@ class Sharing(NamedTuple):
     """What limits which mechanisms the lanes of a group can use.
 
     Attributes:
-        heads: (query heads, KV heads) of a TP rank, of `heads.heads_of_rank`; None where they are not whole numbers.
-        node_lanes: the largest group whose lanes surely share a node (`links.lanes_in_one_node`).
+        heads: (query heads, KV heads) of a TP rank, by `heads_of_rank`; None where they are not whole numbers.
+        node_lanes: the largest group whose lanes surely share a node (`transfers.lanes_in_one_node`).
         allowed: inner sizes that may be chosen (`PlanOptions.inner_cp_sizes`); None = all.
         has_windows: some layers of the model have a window.
         has_latents: the model has multi-latent attention.
@@ -209,7 +207,7 @@ class Mechanism:
     def sent_bytes(
         self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int, latent_bytes: float = 0.0
     ) -> SentBytes:
-        """Return what a rank sends forward; arguments as those of `sent_bytes.sent_bytes`.
+        """Return what a rank sends forward; arguments as those of `transfers.sent_bytes`.
 
         Args:
             latent_bytes: of what the keys and values of a token are projected up from, for those that send it instead.

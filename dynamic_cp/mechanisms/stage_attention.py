@@ -6,7 +6,7 @@ faster. A kernel's rate saturates, rate(L) = rate_max * L / (L + L_half), so the
 a * (L^2 + L_half * L): linear in the sums of S and S^2 over the bucket. The exchange of step j+1 runs while step j
 computes.
 
-`sent_bytes.py` counts the bytes, `heads.py` says which heads change hands. The ring uses the NIC where the group spans
+`transfers.py` counts the bytes and says which heads change hands. The ring uses the NIC where the group spans
 nodes; of an all-to-all over nodes only the part that leaves the node does. Exchanges of keys and values carry twice the
 bytes backward (keys and values, and their gradients); all-to-alls carry as many as forward.
 """
@@ -18,8 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Convex, Kink, Linear, merged
-from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
-from dynamic_cp.mechanisms.sent_bytes import sent_bytes
+from dynamic_cp.mechanisms.transfers import heads_of_rank, kv_heads_of, sent_bytes
 from dynamic_cp.types import ACROSS_NODES, FULL, IN_NODE, Causal, Full, Hardware, Lambda, Problem, Stage
 
 _BACKWARD_FLOPS_OVER_FORWARD = 2.5

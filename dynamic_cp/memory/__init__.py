@@ -1,1 +1,1 @@
-"""Bytes of a rank: `activations` (of a layer), `communicators` (how many), `memory_model` (all of them; what fits)."""
+"""Bytes of a rank: `activations` (of a layer), `memory_model` (all of them, communicators too; what fits)."""

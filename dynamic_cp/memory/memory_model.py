@@ -5,7 +5,13 @@ fp32 gradient and 12 of fp32 master weight and Adam's moments, the 12 divided by
 optimizer (fp32 training: 4 + 4 + 8); less where `StateDtypes` say so. Of routed experts a rank has 1 / EP of
 those of a stage, and shares the 12 with the ranks that have the same. Activations: `activations.py`, times the tokens
 in flight on the stage, which come from the actual micro-batches of a plan and the order of the schedule.
-Communicators: `communicators.py`.
+
+Each process group that carries a tensor of a device has buffers of its own, a *communicator* of NCCL. NCCL makes one
+when a group is used for the first time. A rank uses these from the start: that of all ranks (outcomes,
+losses), of its TP ranks, of its pipeline stages, of its lanes (gradients), of the optimizer's norm, of tied embeddings,
+and of experts. CP groups, and rings and inner groups of mechanisms, are warmed at start, so that what they take is
+known before the first step; none is made later. Those that are created but never used (megatron-core creates some 20)
+take nothing.
 """
 
 from __future__ import annotations
@@ -19,17 +25,40 @@ import numpy as np
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.mechanisms.mechanism import Sharing
-from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
+from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of, chosen_inner_sizes
 from dynamic_cp.memory.activations import activation_bytes, chunk_bytes
-from dynamic_cp.memory.communicators import num_communicators
 from dynamic_cp.pipeline.schedule import peak_in_flight_tokens
 from dynamic_cp.plans.extension import kind_of, kind_of_all
-from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.plans.state_counts import room_for_runs
-from dynamic_cp.pricing.resolution import may_place
+from dynamic_cp.plans.padding import lane_tokens
+from dynamic_cp.pricing.allowed import may_place
 from dynamic_cp.setting import STATIC_POLICIES
-from dynamic_cp.types import Attention, Plan, Problem
+from dynamic_cp.types import Attention, ModelShape, Plan, PlanOptions, Problem, Topology
 from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
+
+
+def num_communicators(model: ModelShape, topology: Topology, options: PlanOptions, sharing: Sharing) -> int:
+    """Return how many communicators a rank of the stage with most of them makes."""
+    pp_size, is_alone = topology.pp_size, topology.world_size == 1
+    shares_table = model.share_embeddings_and_output_weights or model.mtp_num_layers > 0
+    of_megatron = (
+        2 * (not is_alone)  # of all ranks: the job's, and that of the optimizer's norm
+        + (topology.tp_size > 1)
+        # Interleaved stages send to each neighbour apart, so each is a pair; of two stages both are one pair.
+        + (pp_size > 1)
+        + (pp_size > 2 and topology.vp_size > 1)
+        + (pp_size > 1 and shares_table)
+        + (topology.num_lanes > 1)
+        + 2 * (topology.ep_size > 1)  # of the block, and of the ranks with the same experts
+    )
+    largest = options.largest_cp_size(topology)
+    sizes = [1 << k for k in range(1, largest.bit_length())]
+    used = [size for size in sizes if size >= options.min_cp_size]
+    mechanisms = [MECHANISMS[name] for name in options.cp_comm_types]
+    of_mechanisms = sum(mechanism.num_more_groups(size, sharing) for mechanism in mechanisms for size in used)
+    # Inner groups of a mechanism are CP groups of smaller sizes.
+    inner = chosen_inner_sizes(options.cp_comm_types, largest, sharing) if of_mechanisms else ()
+    return of_megatron + len({*used, *inner}) + of_mechanisms + (options.pool != "off")
+
 
 SAFETY_FRACTION = 0.92
 """Share of the memory left by hbm_reserved_bytes that planning uses; the rest is for fragmentation. An estimate."""
@@ -150,9 +179,9 @@ class MemoryModel:
                 lanes = slice(bucket.first_lane, bucket.first_lane + bucket.cp_size)
                 held[row, lanes] = tokens
                 if self._model.linear_attention is not None:
-                    from dynamic_cp.plans.state_runs import runs_with_states
+                    from dynamic_cp.plans.stretches import states_kept
 
-                    with_states[row, lanes] = runs_with_states(bucket, plan.topology.rank_token_multiple)
+                    with_states[row, lanes] = states_kept(bucket, plan.topology.rank_token_multiple)
                 exchanged[row, lanes] = self._exchange_bytes(max(tokens), bucket.cp_size, bucket.attention)
         topology = plan.topology
         states = peak_in_flight_tokens(with_states, topology.pp_size, topology.vp_size)
@@ -201,14 +230,18 @@ class MemoryModel:
         most = np.array([float(tokens_per_rank)])
         possible = attentions_of(self.options.cp_comm_types, cp_size, self._sharing)
         buffers = np.array([max((self._exchange_bytes(tokens_per_rank, cp_size, one) for one in possible), default=0)])
-        runs = room_for_runs(tokens_per_rank) if self._places_states else 0
-        states = peak_in_flight_tokens(self.full_micro_batches(runs), topology.pp_size, topology.vp_size)
+        num_states = 0
+        if self._places_states:
+            from dynamic_cp.plans.stretches import room_for_states
+
+            num_states = room_for_states(tokens_per_rank)
+        states = peak_in_flight_tokens(self.full_micro_batches(num_states), topology.pp_size, topology.vp_size)
         return tuple(
             self.worst_lane(
                 stage,
                 alive[stage].astype(np.float64),
                 most,
-                buffers + self._states_bytes(stage, states[stage], np.array([runs])),
+                buffers + self._states_bytes(stage, states[stage], np.array([num_states])),
                 alive[stage],
                 most,
             )

@@ -9,11 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.errors import InvalidInputError, did_you_mean
 from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.hardware_numbers import KIND_OF, checked_number, parse_number, with_settings
-from dynamic_cp.nearest import did_you_mean
 from dynamic_cp.types import Experts, Hardware, LinearAttention, ModelShape
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from dataclasses import fields, replace
 from functools import cache
 from typing import NamedTuple
 
-from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.nearest import did_you_mean
+from dynamic_cp.errors import InvalidInputError, did_you_mean
 from dynamic_cp.types import Hardware
 
 _LARGEST = 1e300

@@ -2,13 +2,12 @@
 
 Read in this order:
 
-- `padded` (rules of padding, compiled), `durations` (the one price that packers compare), `table` (what they return)
-- for their inner loops: `fit`
+- `durations`: rules of padding, compiled; the one price that packers compare; what they return
+- for rows of any width: `rows` (fills them)
 - without a pipeline: `nested`
-- an exact price for a packing, and the plan of it: `judge`
-- with a pipeline: `profile` (how long rows last), `rows` (fills them), `critical_path`, `lane_blocks` (all together)
-- without one, where lanes share experts: `level`
-- afterwards: `orders` of rows, `polish` by simulated annealing
+- an exact price for a packing, orders of its rows, and the plan of it: `judge`
+- with a pipeline: `profile` (how long rows last), `lane_blocks` (all together)
+- rows of even work, where lanes share experts, and of whole samples for placed attention and the pool: `level`
+- afterwards: `polish` by simulated annealing
 - what others do: `static`, `megatron_dev`
-- whole samples to rows of any width, for placed attention and the pool: `dealing`
 """

@@ -24,17 +24,15 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.packing.critical_path import simulate_blocks
-from dynamic_cp.packing.durations import Durations, bucket_ns, durations_of
+from dynamic_cp.packing.durations import Durations, Packing, bucket_ns, durations_of
 from dynamic_cp.packing.judge import grid_of_packing
-from dynamic_cp.packing.profile import SMALLEST_SHARE, Lanes, Work, best_profiles
-from dynamic_cp.packing.rows import Rows, alone_ns, fill_least
-from dynamic_cp.packing.table import Packing
-from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, pipeline_graph
+from dynamic_cp.packing.profile import SMALLEST_SHARE, LaneClasses, Work, best_profiles, simulate_blocks
+from dynamic_cp.packing.rows import RowTargets, alone_ns, fill_least
+from dynamic_cp.pipeline.schedule import BACKWARD, FORWARD, pipeline_graph
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.lengths import Lengths
-from dynamic_cp.pricing.terms import price, without_host
+from dynamic_cp.pricing.table import price, without_host
+from dynamic_cp.pricing.work import Lengths
 from dynamic_cp.types import largest_power_of_two
 
 _CLOSE_BLOCKS = 0.02
@@ -97,7 +95,7 @@ class _Blocks(NamedTuple):
 class _Candidate(NamedTuple):
     makespan_ns: float
     num_rows: int
-    lanes: Lanes
+    lanes: LaneClasses
     work_ns: Floats
     name: str
 
@@ -257,7 +255,7 @@ class _BlockPacker:
                 starts[num_rows, 0, -1.0] = _Candidate(0.0, num_rows, everywhere, np.zeros(0), name)
         return self.profiles([*starts.values()], self.effort.num_ranking_iterations)
 
-    def _lanes(self, num_rows: int, num_long: int, num_heavy: int, position: float) -> Lanes | None:
+    def _lanes(self, num_rows: int, num_long: int, num_heavy: int, position: float) -> LaneClasses | None:
         """Deal the longest `num_long` samples to `num_heavy` blocks; None when they do not fit there."""
         widths = self.blocks.num_lanes
         full = int(np.count_nonzero(widths == widths[0]))
@@ -275,7 +273,7 @@ class _BlockPacker:
             long_ns[:, block, rows] = alone_ns[:, samples]
         if (num_lanes[:, None] * long_ns.sum(axis=0)).sum() > 0.98 * self.total_ns and num_long > 1:
             return None
-        return Lanes(num_lanes, long_ns[FORWARD], long_ns[BACKWARD])
+        return LaneClasses(num_lanes, long_ns[FORWARD], long_ns[BACKWARD])
 
     def _alone_ns(self, num_samples: int) -> Floats:
         """Return [FORWARD or BACKWARD, sample] nanoseconds of the longest samples, each alone, without its overhead."""
@@ -294,7 +292,7 @@ class _BlockPacker:
         for num_rows in sorted({one.num_rows for one in candidates}):
             alike = [one for one in candidates if one.num_rows == num_rows]
             first_classes = np.cumsum([0, *(len(one.lanes.num_lanes) for one in alike)])
-            lanes = Lanes(*(np.concatenate(parts) for parts in zip(*(one.lanes for one in alike), strict=True)))
+            lanes = LaneClasses(*(np.concatenate(parts) for parts in zip(*(one.lanes for one in alike), strict=True)))
             graph = pipeline_graph(topology.pp_size, num_rows, topology.vp_size)
             makespans_ns, work_ns = best_profiles(graph, lanes, first_classes, self.work, num_iterations)
             works_ns = np.split(work_ns, first_classes[1:-1])
@@ -382,7 +380,7 @@ class _BlockPacker:
         self, targets: Floats, floors: Floats, low: float, high: float, num_steps: int
     ) -> tuple[Packing | None, float]:
         num_rows = targets.shape[1]
-        rows = Rows(np.repeat(self.blocks.num_lanes, num_rows), targets.ravel(), floors.ravel())
+        rows = RowTargets(np.repeat(self.blocks.num_lanes, num_rows), targets.ravel(), floors.ravel())
         factor, filling = fill_least(self.lengths, self.durations, self.alone, rows, (low, high), num_steps)
         if factor < 0:
             return None, factor

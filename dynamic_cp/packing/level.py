@@ -1,8 +1,8 @@
-"""Packs level rows without a pipeline, for lanes that share experts: in a row they wait for the longest of them.
+"""Packs rows of even work: for lanes that share experts, and whole samples for placed attention and the pool.
 
-A *slot* is one row of one block of lanes. Slots are filled one after the other, each as long as a common target or as
-the longest sample that is left needs, so that long samples are together and short ones are. Slots then go to the
-blocks, the longest first to the block that ends first.
+Lanes that share experts wait for the longest of a row. A *slot* is one row of one block of lanes. Slots are filled one
+after the other, each as long as a common target or as the longest sample that is left needs, so that long samples are
+together and short ones are. Slots then go to the blocks, the longest first to the block that ends first.
 
 What is made level is the time that lanes compute apart (`durations.apart_durations_of`): experts take the mean of what
 all lanes of a block hold.
@@ -10,7 +10,7 @@ all lanes of a block hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import product
 from math import ceil
@@ -18,13 +18,36 @@ from math import ceil
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.packing.durations import apart_durations_of, bucket_ns
+from dynamic_cp.packing.durations import Packing, apart_durations_of, bucket_ns
 from dynamic_cp.packing.judge import grid_of_packing
 from dynamic_cp.packing.lane_blocks import cut, widths_of
-from dynamic_cp.packing.rows import Rows, alone_ns, fill_least
-from dynamic_cp.packing.table import Packing
+from dynamic_cp.packing.rows import RowTargets, alone_ns, fill_least
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.lengths import Lengths
+from dynamic_cp.pricing.work import Lengths
+
+
+def deal(
+    items: Iterable[tuple[int, float]], num_rows: int, most_tokens: float
+) -> tuple[list[list[int]], Floats] | None:
+    """Return ([row] -> positions of its items, [row] its work); None: one has no room. An empty row has room for any.
+
+    Args:
+        items: (tokens, work) of each, in the order in which they are dealt.
+        num_rows: rows, some of which may stay empty.
+        most_tokens: of a row with more than one item.
+    """
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    held, load = np.zeros(num_rows), np.zeros(num_rows)
+    for position, (tokens, work) in enumerate(items):
+        fits = (held + tokens <= most_tokens) | (held == 0)
+        if not fits.any():
+            return None
+        row = int(np.where(fits, load, np.inf).argmin())
+        rows[row].append(position)
+        held[row] += tokens
+        load[row] += work
+    return rows, load
+
 
 _ROW_FACTORS = {"fast": (1.0, 1.3, 1.8, 2.6), "thorough": (1.0, 1.1, 1.2, 1.3, 1.5, 1.8, 2.2, 2.6, 3.2)}
 """Common targets, as an even share of so many times the fewest rows that hold all tokens."""
@@ -60,7 +83,7 @@ def pack_level(lengths: Lengths, cost_model: CostModel, base: int, fewest_rows: 
         for low, steps in ((1.0, 0), (_LOWEST, _STEPS)):
             # Row by row over all blocks, so that the last slots are those that stay empty.
             slot_lanes = np.tile(num_lanes, num_rows)
-            slots = Rows(slot_lanes, np.full(len(slot_lanes), target_ns), np.zeros(len(slot_lanes)))
+            slots = RowTargets(slot_lanes, np.full(len(slot_lanes), target_ns), np.zeros(len(slot_lanes)))
             least, filling = fill_least(lengths, durations, alone, slots, (low, 1.0), steps, slack)
             if least < 0:
                 break

@@ -29,9 +29,8 @@ import numpy as np
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InfeasibleSampleError
-from dynamic_cp.packing.fit import first_at_most, first_unused, next_unused, skip
-from dynamic_cp.packing.padded import padded_seqlen
-from dynamic_cp.packing.table import Packing
+from dynamic_cp.packing.durations import Packing, padded_seqlen
+from dynamic_cp.packing.rows import first_at_most, first_unused, next_unused, skip
 from dynamic_cp.plans import padding
 from dynamic_cp.pricing.table import PriceTable
 

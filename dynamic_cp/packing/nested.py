@@ -26,13 +26,11 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.heap import find_room, push, sift_down
-from dynamic_cp.packing.durations import Durations, bucket_ns, sample_ns
-from dynamic_cp.packing.fit import longest_that_fits, next_unused, skip
-from dynamic_cp.packing.padded import padded_seqlen
-from dynamic_cp.packing.table import Packing
-from dynamic_cp.pricing.lengths import Lengths, density_of
-from dynamic_cp.pricing.terms import growth_while_hidden
+from dynamic_cp.loops import find_room, push, sift_down
+from dynamic_cp.packing.durations import Durations, Packing, bucket_ns, padded_seqlen, sample_ns
+from dynamic_cp.packing.rows import longest_that_fits, next_unused, skip
+from dynamic_cp.pricing.table import growth_while_hidden
+from dynamic_cp.pricing.work import Lengths, density_of
 
 _WORTHWHILE_GAIN = 0.98
 """A larger CP size must take at most this share of the time of the smaller one."""

@@ -13,16 +13,15 @@ import numpy as np
 
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Ints
+from dynamic_cp.loops import draw, next_state, share
+from dynamic_cp.packing.durations import Packing, padded_seqlen, sums_of_buckets, without_empty_rows
 from dynamic_cp.packing.judge import PricedPacking, fill_grid, num_microbatches_of
 from dynamic_cp.packing.judge import makespan_ns as exact_makespan_ns
-from dynamic_cp.packing.padded import padded_seqlen, sums_of_buckets
-from dynamic_cp.packing.table import Packing, without_empty_rows
-from dynamic_cp.pipeline.graph import Graph, pipeline_graph
 from dynamic_cp.pipeline.longest_path import Grid, end_times
+from dynamic_cp.pipeline.schedule import Graph, pipeline_graph
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.lengths import Lengths
 from dynamic_cp.pricing.table import PriceTable, best_options
-from dynamic_cp.xorshift import draw, next_state, share
+from dynamic_cp.pricing.work import Lengths
 
 _Slots = tuple[Ints, Ints, Ints, Ints]
 """[sample] -> bucket; [bucket] -> row, first lane, log2 of CP size. A slot without samples is no bucket."""

@@ -13,13 +13,11 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
-from dynamic_cp.heap import find_room, sift_down
-from dynamic_cp.packing.durations import Durations, bucket_ns
-from dynamic_cp.packing.padded import padded_seqlen
-from dynamic_cp.packing.table import Packing
+from dynamic_cp.loops import find_room, sift_down
+from dynamic_cp.packing.durations import Durations, Packing, bucket_ns, padded_seqlen
 from dynamic_cp.plans import padding
-from dynamic_cp.pricing.capacity import capacity_tokens
-from dynamic_cp.pricing.lengths import Lengths, density_of
+from dynamic_cp.pricing.allowed import capacity_tokens
+from dynamic_cp.pricing.work import Lengths, density_of
 from dynamic_cp.types import is_power_of_two
 
 if TYPE_CHECKING:

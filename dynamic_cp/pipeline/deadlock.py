@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dynamic_cp.errors import IllegalPlanError
-from dynamic_cp.pipeline.graph import needed_operation
-from dynamic_cp.pipeline.schedule import KINDS, Operation
+from dynamic_cp.pipeline.schedule import KINDS, Operation, needed_operation
 
 LaneOperations = Mapping[tuple[int, int], Sequence[Operation]]
 """(stage, lane) -> what it runs, in order."""
 
 
-class Step(NamedTuple):
+class BucketOperation(NamedTuple):
     """One operation of one stage on one bucket (its index in the micro-batch)."""
 
     stage: int
@@ -28,7 +27,7 @@ class Step(NamedTuple):
 
 def resolve(
     operations: LaneOperations, groups: Sequence[Sequence[range]], pp_size: int, vp_size: int
-) -> tuple[Step, ...]:
+) -> tuple[BucketOperation, ...]:
     """Return all operations in an order in which they can run.
 
     Args:
@@ -44,7 +43,7 @@ def resolve(
     bucket_of_lane = [{lane: index for index, lanes in enumerate(row) for lane in lanes} for row in groups]
     position = dict.fromkeys(operations, 0)
     done: set[tuple[int, Operation, int]] = set()  # stage, operation, bucket
-    steps: list[Step] = []
+    steps: list[BucketOperation] = []
 
     def next_operation(place: tuple[int, int]) -> Operation | None:
         return operations[place][position[place]] if position[place] < len(operations[place]) else None
@@ -70,7 +69,7 @@ def resolve(
         index = bucket_of_lane[operation.micro_batch][lane]
         members = groups[operation.micro_batch][index]
         done.add((stage, operation, index))
-        steps.append(Step(stage, operation, index))
+        steps.append(BucketOperation(stage, operation, index))
         for member in members:
             position[stage, member] += 1
         neighbours = {stage, (stage + 1) % pp_size, (stage - 1) % pp_size}

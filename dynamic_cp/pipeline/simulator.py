@@ -1,7 +1,7 @@
 """Exact times of a plan: the longest path through the schedules of all stages and lanes.
 
 A bucket starts an operation on a stage when its input has arrived and the stage is free on ALL its lanes; each of them
-ends it when its own work is done. Lanes that share experts start and end together as well (`coupling`). There is no
+ends it when its own work is done. Lanes that share experts start and end together as well (`longest_path`). There is no
 other barrier: neither between micro-batches nor between lanes that share neither bucket nor experts. Times are whole
 nanoseconds, so two candidates compare the same on every CPU.
 
@@ -18,15 +18,14 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import IllegalPlanError, UnsupportedFeatureError
-from dynamic_cp.pipeline.coupling import couple_lanes, waiting_groups
 from dynamic_cp.pipeline.deadlock import LaneOperations, resolve
-from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, Graph, pipeline_graph, places_of
-from dynamic_cp.pipeline.longest_path import Grid, end_times, longest_path_ns
+from dynamic_cp.pipeline.longest_path import Grid, couple_lanes, end_times, longest_path_ns, waiting_groups
+from dynamic_cp.pipeline.schedule import BACKWARD, FORWARD, Graph, pipeline_graph, places_of
 from dynamic_cp.pipeline.timeline import Timeline, durations_ns
 from dynamic_cp.plans.extension import kind_of
-from dynamic_cp.plans.lane_tokens import lane_tokens_of
+from dynamic_cp.plans.padding import lane_tokens_of
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs, nanoseconds
-from dynamic_cp.pricing.reduction import Edges
+from dynamic_cp.pricing.edges import Edges
 from dynamic_cp.types import Plan, Topology
 
 

@@ -25,10 +25,17 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.pipeline.deadlock import LaneOperations
-from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, Graph, places_of
 from dynamic_cp.pipeline.longest_path import Grid
-from dynamic_cp.pipeline.schedule import Operation, most_alive_tokens, peak_in_flight_tokens
-from dynamic_cp.plans.lane_tokens import lane_tokens_of
+from dynamic_cp.pipeline.schedule import (
+    EMBEDDING,
+    HEAD,
+    Graph,
+    Operation,
+    most_alive_tokens,
+    peak_in_flight_tokens,
+    places_of,
+)
+from dynamic_cp.plans.padding import lane_tokens_of
 from dynamic_cp.types import Bucket, Plan
 
 

@@ -7,23 +7,15 @@ and outputs (a *row*) or keys and values (a *column*) once to each node and lane
 - `order`: sorting and searching in compiled loops
 - `runs`: masks as runs of rows, and how many pairs lie between two stretches of a sample
 - `legal`: whether a placement computes what masks allow, once, and nothing else
-- `lanes`: the lanes of a placement, and how many a node has
-- `relays`: who fetches for a node what several of its lanes use
-- `transport`: what lanes fetch and give back, over which link, and in which division
+- `problem`: what a micro-batch is placed for, and the lanes of a placement
+- `transport`: what lanes fetch and give back, over which link and which relays, and in which division
 - `divisions`: when what tiles need is there, and which division they are in
-- `cuts`: homes cut to what is used of them, and shared out where many use them
-- `narrow`: layers with a window between homes of layers without
-- `sent`: bytes that lanes send each other
-- `buffers`: where what a lane fetches lies
+- `cuts`: homes cut to what is used of them or shared out; layers with a window between homes of layers without
+- `sent`: bytes that lanes send each other, and how long programmes take
 - `programme`: what each lane does, as plain data that travels to it
-- `times`: how long the programmes take
-- `problem`: what a micro-batch is placed for
-- `token_graph`: a micro-batch as a graph of blocks and tiles
-- `documents`: where a search begins, whole documents where they fit
+- `token_graph`: a micro-batch as a graph of blocks and tiles, and where a search begins
 - `row_search`: moves blocks with all tiles of their queries
 - `tile_search`: moves tiles by rows and columns
-- `levels`: all that over nodes, then over the lanes of each node
-- `evening`: cuts blocks so that tokens come out even
-- `placed`: the result as arrays
-- `portfolio`: the ways to place by name, and the candidates of a micro-batch
+- `placed`: tokens that come out even, and the result as arrays
+- `portfolio`: the ways to place by name, over nodes and then over lanes, and the candidates of a micro-batch
 """

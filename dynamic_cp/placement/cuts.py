@@ -1,7 +1,12 @@
-"""Homes cut in parts: where lanes use only some of what they would fetch, and where one lane has to send too much.
+"""Homes cut in parts, and layers with a window between the homes of layers without.
 
-Parts of a home stay where it was, or go to other lanes of its node; a tile of parts is computed where that of the homes
-was, as far as the mask allows a pair in it. So lanes compute what they did, and fetch less, or from more lanes.
+Homes are cut where lanes use only some of what they would fetch, and where one lane has to send too much. Parts of a
+home stay where it was, or go to other lanes of its node; a tile of parts is computed where that of the homes was, as
+far as the mask allows a pair in it. So lanes compute what they did, and fetch less, or from more lanes.
+
+Where only some layers have a window, homes and tiles are placed for the layers without, which take longer. A layer with
+a window then has the same homes, and each tile where its queries are: homes hold equal numbers of tokens, so the work
+in the window is as even, and only keys travel, a window for each stretch of neighbouring homes.
 """
 
 from __future__ import annotations
@@ -13,12 +18,12 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Bools, Floats, Ints
-from dynamic_cp.placement.divisions import LinkRates
-from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.placement.divisions import COMMON, LinkRates, Schedule, divided
 from dynamic_cp.placement.legal import tiles_between, with_masks
 from dynamic_cp.placement.order import ascending, sorted_by
-from dynamic_cp.placement.runs import FIRST_ROW, ROW_STOP, Runs, runs_of, seen_in_run
-from dynamic_cp.types import Mask, Placement, Sample
+from dynamic_cp.placement.problem import Lanes
+from dynamic_cp.placement.runs import FIRST_ROW, ROW_STOP, RowRuns, runs_of, seen_in_run
+from dynamic_cp.types import Lambda, Mask, Placement, Sample
 from dynamic_cp.types.placement import COLUMN, HOLDER, LANE, ROW, SAMPLE, START, STOP
 
 _NUM_STEPS = 32
@@ -139,7 +144,7 @@ def _tiles_of(tiles: Ints, rows: Ints, columns: Ints, num_homes: int) -> Ints:
 
 
 @compiled
-def _ends_of_use(runs: Runs, homes: Ints, tiles: Ints, steps: Ints) -> Bools:
+def _ends_of_use(runs: RowRuns, homes: Ints, tiles: Ints, steps: Ints) -> Bools:
     """Return [stride, home, step] where parts of a home that a lane fetches begin or end to be used by it.
 
     Args:
@@ -179,7 +184,7 @@ def _ends_of_use(runs: Runs, homes: Ints, tiles: Ints, steps: Ints) -> Bools:
 
 
 @compiled
-def _first_runs(runs: Runs, homes: Ints) -> Ints:
+def _first_runs(runs: RowRuns, homes: Ints) -> Ints:
     """Return [home] the first run with rows in it."""
     first_runs = np.empty(len(homes), np.int64)
     run = 0
@@ -309,3 +314,27 @@ def _shared_out(
             of_lane[best] += sent_s[home] * size / (homes[home, STOP] - homes[home, START])
             tokens[best] += size
     return holder  # type: ignore[no-any-return]
+
+
+def placement_under(placement: Placement, samples: Sequence[Sample], mask: Mask, lanes: Lanes) -> Placement:
+    """Return what layers with `mask` compute of a placement: it itself, or with their own tiles between its homes.
+
+    Args:
+        samples: of its bucket.
+        mask: one of its `layer_masks`; any mask where it has none.
+        lanes: of the placement.
+    """
+    if not placement.layer_masks or mask == placement.layer_masks[0]:
+        return placement
+    assert isinstance(mask, Lambda)
+    return narrowed(placement, samples, mask, lanes)
+
+
+def narrowed(placement: Placement, samples: Sequence[Sample], mask: Lambda, lanes: Lanes) -> Placement:
+    """Return the placement of layers with a window, from one of layers that see more; arguments as above."""
+    found = tiles_between(Placement(placement.homes, placement.tiles[:0]), samples, mask)
+    holder = placement.homes[:, HOLDER]
+    tiles = np.column_stack([found.rows, found.columns, holder[found.rows], np.zeros(len(found.rows), np.int64)])
+    whole = Cut(Placement(placement.homes, tiles.astype(np.int32), (mask,)), found.touched)
+    cut = trimmed(whole, samples, mask)
+    return divided(cut.placement, cut.touched, lanes, COMMON, Schedule.of(placement.num_divisions))

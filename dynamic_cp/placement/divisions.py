@@ -15,9 +15,9 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.heap import pop, sift_down
-from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.loops import pop, sift_down
 from dynamic_cp.placement.order import ascending, sorted_by
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.types import Placement
 from dynamic_cp.types.placement import DIVISION, HOLDER, LANE, START, STOP
 

@@ -1,11 +1,26 @@
-"""What a micro-batch is placed for."""
+"""What a micro-batch is placed for, and the lanes of a placement."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import require_at_least
+
+
+class Lanes(NamedTuple):
+    """Neighbouring lanes, or the inner groups of a bucket that take their place.
+
+    Attributes:
+        number: of the bucket.
+        first: place of its first one among all; decides where nodes begin.
+        of_node: of a node.
+    """
+
+    number: int
+    first: int
+    of_node: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

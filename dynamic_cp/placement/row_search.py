@@ -12,10 +12,9 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.documents import Caps, Held
+from dynamic_cp.loops import draw, next_state
 from dynamic_cp.placement.order import total_of
-from dynamic_cp.placement.token_graph import Graph
-from dynamic_cp.xorshift import draw, next_state
+from dynamic_cp.placement.token_graph import Caps, PartLoads, TokenGraph
 
 _NUM_PARTNERS = 8
 """Vertices of the wanted part that are tried in exchange."""
@@ -42,18 +41,18 @@ class _Rows(NamedTuple):
         held: by each part.
     """
 
-    graph: Graph
+    graph: TokenGraph
     vertex_work: Floats
     pushed: Ints
     parts: Ints
     users: Ints
-    held: Held
+    held: PartLoads
     caps: Caps
     prices: Prices
 
 
 @compiled
-def pushed_rows(graph: Graph, num_parts: int) -> Ints:
+def pushed_rows(graph: TokenGraph, num_parts: int) -> Ints:
     """Return [vertex] -> 1 where its queries go to the keys: fetching keys that few others need would cost more."""
     tokens = total_of(graph.tokens)
     pushed = np.zeros(len(graph.tokens), np.int64)
@@ -70,7 +69,7 @@ def pushed_rows(graph: Graph, num_parts: int) -> Ints:
 
 
 @compiled
-def work_of_vertices(graph: Graph, pushed: Ints) -> Floats:
+def work_of_vertices(graph: TokenGraph, pushed: Ints) -> Floats:
     """Return [vertex] -> touched pairs of the tiles that go where it goes."""
     work = np.zeros(len(graph.tokens))
     for tile in range(len(graph.work)):
@@ -80,7 +79,14 @@ def work_of_vertices(graph: Graph, pushed: Ints) -> Floats:
 
 @compiled
 def improve_rows(
-    graph: Graph, vertex_work: Floats, pushed: Ints, parts: Ints, caps: Caps, prices: Prices, num_sweeps: int, seed: int
+    graph: TokenGraph,
+    vertex_work: Floats,
+    pushed: Ints,
+    parts: Ints,
+    caps: Caps,
+    prices: Prices,
+    num_sweeps: int,
+    seed: int,
 ) -> None:
     """Change `parts` [vertex] where that saves bytes, until nothing does or for `num_sweeps` sweeps."""
     num_vertices, num_parts = len(parts), len(caps.tokens)
@@ -155,9 +161,9 @@ def _exchange(rows: _Rows, vertex: int, wanted: int, most: float, saved: Floats,
 
 
 @compiled
-def _held_by(graph: Graph, vertex_work: Floats, parts: Ints, num_parts: int) -> Held:
+def _held_by(graph: TokenGraph, vertex_work: Floats, parts: Ints, num_parts: int) -> PartLoads:
     """Return what each part holds."""
-    held = Held(np.zeros(num_parts), np.zeros(num_parts))
+    held = PartLoads(np.zeros(num_parts), np.zeros(num_parts))
     for vertex in range(len(parts)):
         held.tokens[parts[vertex]] += graph.tokens[vertex]
         held.work[parts[vertex]] += vertex_work[vertex]
@@ -165,7 +171,7 @@ def _held_by(graph: Graph, vertex_work: Floats, parts: Ints, num_parts: int) -> 
 
 
 @compiled
-def _users_of_keys(graph: Graph, pushed: Ints, parts: Ints, num_parts: int) -> Ints:
+def _users_of_keys(graph: TokenGraph, pushed: Ints, parts: Ints, num_parts: int) -> Ints:
     """Return [vertex, part] -> why the part has its keys: one for each row there that sees them, one for its home."""
     users = np.zeros((len(parts), num_parts), np.int64)
     for vertex in range(len(parts)):
@@ -178,7 +184,7 @@ def _users_of_keys(graph: Graph, pushed: Ints, parts: Ints, num_parts: int) -> I
 
 
 @compiled
-def _saved_by_moving(graph: Graph, is_pushed: int, vertex: int, here: int, users: Ints, saved: Floats) -> None:
+def _saved_by_moving(graph: TokenGraph, is_pushed: int, vertex: int, here: int, users: Ints, saved: Floats) -> None:
     """Fill `saved` [part] with the bytes that are saved by moving a vertex there."""
     saved[:] = 0.0
     left = 0.0
@@ -205,7 +211,7 @@ def _saved_by_moving(graph: Graph, is_pushed: int, vertex: int, here: int, users
 
 @compiled
 def _relief(
-    here: int, there: int, more_tokens: float, more_work: float, held: Held, caps: Caps, prices: Prices
+    here: int, there: int, more_tokens: float, more_work: float, held: PartLoads, caps: Caps, prices: Prices
 ) -> float:
     """Return what is saved above the caps, in bytes, by moving so much from one part to another."""
     tokens, work = held
@@ -222,7 +228,14 @@ def _relief(
 
 @compiled
 def _move(
-    graph: Graph, vertex_work: Floats, is_pushed: int, vertex: int, there: int, parts: Ints, users: Ints, held: Held
+    graph: TokenGraph,
+    vertex_work: Floats,
+    is_pushed: int,
+    vertex: int,
+    there: int,
+    parts: Ints,
+    users: Ints,
+    held: PartLoads,
 ) -> None:
     here = parts[vertex]
     users[vertex, here] -= 1

@@ -24,6 +24,7 @@ from dynamic_cp.types.plan import Sample
 if TYPE_CHECKING:
     from dynamic_cp.types.masks import Ranges
 
+
 FIRST_ROW, ROW_STOP, BEGIN, END, BEGIN_STEP, END_STEP = range(6)
 """Columns of runs: rows from the first to before the stop, the keys of the first of them, and what each row adds."""
 SUB_TILE = 128
@@ -32,7 +33,7 @@ _MIN_BLOCK = 64
 """Changes of a mask that lie closer together, in tokens, count as one."""
 
 
-class Runs(NamedTuple):
+class RowRuns(NamedTuple):
     """The runs of some samples.
 
     Attributes:
@@ -61,13 +62,13 @@ class Tiles(NamedTuple):
     touched: Ints
 
 
-def runs_of(samples: Sequence[Sample]) -> Runs:
+def runs_of(samples: Sequence[Sample]) -> RowRuns:
     """Return the runs of `samples`; those without a mask are causal."""
     tables = [table_of(sample.mask or CAUSAL, sample.seqlen) for sample in samples]
     starts = np.zeros(len(tables) + 1, np.int64)
     np.cumsum([len(table) for table in tables], out=starts[1:])
     seqlens = np.fromiter((sample.seqlen for sample in samples), np.int64, len(samples))
-    return Runs(seqlens, starts, np.concatenate(tables))
+    return RowRuns(seqlens, starts, np.concatenate(tables))
 
 
 @lru_cache(maxsize=4096)
@@ -119,7 +120,7 @@ def _keys_of(run: Ints, row: int) -> tuple[int, int]:
 
 
 @compiled
-def cut_samples(runs: Runs, block_size: int) -> tuple[Ints, Ints]:
+def cut_samples(runs: RowRuns, block_size: int) -> tuple[Ints, Ints]:
     """Return ([sample + 1] -> cut, [cut] token): where samples are cut into blocks, their two ends included.
 
     Samples of up to `block_size` tokens are one block. Others are cut where their mask changes, and between in equal
@@ -158,7 +159,7 @@ def cut_samples(runs: Runs, block_size: int) -> tuple[Ints, Ints]:
 
 
 @compiled
-def _changes(runs: Runs, sample: int, block_size: int) -> Ints:
+def _changes(runs: RowRuns, sample: int, block_size: int) -> Ints:
     """Return the tokens at which rows or keys of a sample begin to be treated in another way, and its end."""
     seqlen = runs.seqlens[sample]
     first, stop = runs.starts[sample], runs.starts[sample + 1]
@@ -183,7 +184,7 @@ def _changes(runs: Runs, sample: int, block_size: int) -> Ints:
 
 
 @compiled
-def count_tiles(runs: Runs, starts: Ints, cuts: Ints) -> Tiles:
+def count_tiles(runs: RowRuns, starts: Ints, cuts: Ints) -> Tiles:
     """Return the tiles between the blocks of each sample, which lie between two cuts.
 
     Args:

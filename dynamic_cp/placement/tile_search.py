@@ -18,9 +18,8 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.documents import Caps
 from dynamic_cp.placement.order import ascending
-from dynamic_cp.placement.token_graph import Graph
+from dynamic_cp.placement.token_graph import Caps, TokenGraph
 
 _LEAST = 0.5
 """Bytes, at their prices, that a move has to save."""
@@ -28,7 +27,7 @@ _LEAST_PRICE, _MOST_PRICE = 0.5, 4.0
 """Of a byte for a part that needs at most this many times the mean, and at least this many times."""
 
 
-class State(NamedTuple):
+class TileState(NamedTuple):
     """Where vertices and tiles are, and what follows from it.
 
     Attributes:
@@ -76,7 +75,7 @@ class Limits(NamedTuple):
 
 
 @compiled
-def state_of(graph: Graph, homes: Ints, lanes: Ints, num_parts: int) -> State:
+def state_of(graph: TokenGraph, homes: Ints, lanes: Ints, num_parts: int) -> TileState:
     """Return the state in which vertices and tiles are there."""
     users = np.zeros((2, len(homes), num_parts), np.int64)
     tokens, work = np.zeros(num_parts), np.zeros(num_parts)
@@ -87,11 +86,11 @@ def state_of(graph: Graph, homes: Ints, lanes: Ints, num_parts: int) -> State:
         for side in range(2):
             users[side, graph.ends[side, tile], lanes[tile]] += 1
         work[lanes[tile]] += graph.work[tile]
-    return State(homes, lanes, users, tokens, work, np.ones(num_parts))
+    return TileState(homes, lanes, users, tokens, work, np.ones(num_parts))
 
 
 @compiled
-def transfers(graph: Graph, state: State) -> tuple[Floats, Floats]:
+def transfers(graph: TokenGraph, state: TileState) -> tuple[Floats, Floats]:
     """Return [part] -> bytes that it needs from others, and that others need from it, each block once for each part."""
     num_parts = len(state.work)
     needed, given = np.zeros(num_parts), np.zeros(num_parts)
@@ -106,7 +105,7 @@ def transfers(graph: Graph, state: State) -> tuple[Floats, Floats]:
 
 
 @compiled
-def _follow_needs(graph: Graph, state: State) -> None:
+def _follow_needs(graph: TokenGraph, state: TileState) -> None:
     """Let prices follow, half way, what parts need over the mean."""
     needed, _ = transfers(graph, state)
     num_parts = len(needed)
@@ -117,7 +116,7 @@ def _follow_needs(graph: Graph, state: State) -> None:
 
 
 @compiled
-def improve_tiles(graph: Graph, state: State, caps: Caps, num_rounds: int) -> None:
+def improve_tiles(graph: TokenGraph, state: TileState, caps: Caps, num_rounds: int) -> None:
     """Change `state` until no part is above its cap of work and no move saves bytes, or for `num_rounds` rounds."""
     num_vertices, num_parts = len(state.homes), len(caps.work)
     line = Line(np.empty(num_parts), np.empty(1), np.empty(num_parts), np.empty(num_parts))
@@ -137,7 +136,9 @@ def improve_tiles(graph: Graph, state: State, caps: Caps, num_rounds: int) -> No
 
 
 @compiled
-def _weigh_line(graph: Graph, state: State, side: int, vertex: int, here: int, least: float, line: Line) -> None:
+def _weigh_line(
+    graph: TokenGraph, state: TileState, side: int, vertex: int, here: int, least: float, line: Line
+) -> None:
     """Fill in what moving the tiles of a line away from a part would do; those are `glad` that save `least` bytes."""
     line.glad_bytes[:] = 0.0
     line.bytes[:] = 0.0
@@ -168,7 +169,9 @@ def _weigh_line(graph: Graph, state: State, side: int, vertex: int, here: int, l
 
 
 @compiled
-def _move_line(graph: Graph, state: State, side: int, vertex: int, here: int, there: int, limits: Limits) -> float:
+def _move_line(
+    graph: TokenGraph, state: TileState, side: int, vertex: int, here: int, there: int, limits: Limits
+) -> float:
     """Move tiles of a line within `limits`; return the touched pairs that moved."""
     least, excess, room = limits
     moved = 0.0
@@ -194,7 +197,7 @@ def _move_line(graph: Graph, state: State, side: int, vertex: int, here: int, th
 
 
 @compiled
-def _improve_line(graph: Graph, state: State, caps: Caps, side: int, vertex: int, line: Line) -> int:
+def _improve_line(graph: TokenGraph, state: TileState, caps: Caps, side: int, vertex: int, line: Line) -> int:
     """Move the tiles of a line from each part that has some to where it saves most; return the number of moves."""
     num_moves = 0
     num_parts = len(caps.work)
@@ -218,7 +221,7 @@ def _improve_line(graph: Graph, state: State, caps: Caps, side: int, vertex: int
 
 
 @compiled
-def _relieve(graph: Graph, state: State, caps: Caps, here: int, line: Line, ratios: Floats) -> int:
+def _relieve(graph: TokenGraph, state: TileState, caps: Caps, here: int, line: Line, ratios: Floats) -> int:
     """Move tiles from a part above its cap at the least bytes per touched pair; return the number of moves."""
     num_vertices = len(state.homes)
     num_moves, num_lines = 0, 0
@@ -244,7 +247,7 @@ def _relieve(graph: Graph, state: State, caps: Caps, here: int, line: Line, rati
 
 @compiled
 def _cheapest_relief(
-    graph: Graph, state: State, caps: Caps, number: int, here: int, line: Line
+    graph: TokenGraph, state: TileState, caps: Caps, number: int, here: int, line: Line
 ) -> tuple[float, int, float]:
     """Return (bytes per touched pair, part or -1, what a tile has to save) of the best move of a line from a part.
 
@@ -273,7 +276,7 @@ def _cheapest_relief(
 
 
 @compiled
-def _improve_homes(graph: Graph, state: State, caps: Caps) -> int:
+def _improve_homes(graph: TokenGraph, state: TileState, caps: Caps) -> int:
     """Move homes, without tiles, to where more of their tiles are, as far as tokens allow; return how many moved."""
     num_moves = 0
     for vertex in range(len(state.homes)):

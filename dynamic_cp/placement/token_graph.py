@@ -1,6 +1,10 @@
-"""A micro-batch as a graph: vertices are blocks of tokens, a tile joins the block of its queries to that of its keys.
+"""A micro-batch as a graph, and where a search of its placement begins.
 
-Long samples are cut into blocks; short ones share a vertex (a *bin*), so that the search has few of them.
+Vertices are blocks of tokens, a tile joins the block of its queries to that of its keys. Long samples are cut into
+blocks; short ones share a vertex (a *bin*), so that the search has few of them.
+
+A search begins with whole documents in parts where they fit, and the others split over few parts. A *part* is a node,
+or a lane of one node. Each has a cap of tokens and one of work, in touched pairs.
 """
 
 from __future__ import annotations
@@ -12,14 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp._jit import compiled
-from dynamic_cp.arrays import Ints
-from dynamic_cp.placement.order import sorted_by
-from dynamic_cp.placement.runs import Runs, Tiles, count_tiles, cut_samples, runs_of
+from dynamic_cp.arrays import Floats, Ints
+from dynamic_cp.placement.order import ascending, sorted_by
+from dynamic_cp.placement.runs import RowRuns, Tiles, count_tiles, cut_samples, runs_of
 from dynamic_cp.types.masks import Mask
 from dynamic_cp.types.plan import Sample
 
 
-class Graph(NamedTuple):
+class TokenGraph(NamedTuple):
     """Vertices and tiles, for compiled loops. All numbers are whole.
 
     Attributes:
@@ -40,7 +44,7 @@ class Graph(NamedTuple):
     members: Ints
 
 
-class Blocks(NamedTuple):
+class TokenBlocks(NamedTuple):
     """The blocks of a micro-batch, its tiles, and both as a graph.
 
     Attributes:
@@ -55,19 +59,19 @@ class Blocks(NamedTuple):
     """
 
     order: Ints
-    runs: Runs
+    runs: RowRuns
     starts: Ints
     cuts: Ints
     tiles: Tiles
     num_own: int
     num_own_tiles: int
     bins: Ints
-    graph: Graph
+    graph: TokenGraph
 
 
 def blocks_of(
     samples: Sequence[Sample], block_size: int, row_bytes: int, column_bytes: int, *, share_bins: bool = True
-) -> Blocks:
+) -> TokenBlocks:
     """Return the blocks of `samples`.
 
     Args:
@@ -86,7 +90,9 @@ def blocks_of(
     num_own_tiles = int(np.searchsorted(tiles.rows, num_own, side="left"))
     bins = _fill_bins(runs.seqlens[num_long:], block_size) if share_bins else np.arange(len(samples) - num_long)
     graph = _graph_of(starts, cuts, tiles, num_long, (num_own, num_own_tiles), bins, (row_bytes, column_bytes))
-    return Blocks(np.array(order, np.int64), runs, starts, cuts, tiles, num_own, num_own_tiles, bins + num_own, graph)
+    return TokenBlocks(
+        np.array(order, np.int64), runs, starts, cuts, tiles, num_own, num_own_tiles, bins + num_own, graph
+    )
 
 
 def canonical_order(samples: Sequence[Sample]) -> list[int]:
@@ -124,7 +130,7 @@ def _fill_bins(seqlens: Ints, block_size: int) -> Ints:
 def _graph_of(
     starts: Ints, cuts: Ints, tiles: Tiles, num_long: int, own: tuple[int, int], bins: Ints,
     token_bytes: tuple[int, int],
-) -> Graph:  # fmt: skip
+) -> TokenGraph:  # fmt: skip
     """Return the graph; `own` counts vertices and tiles of long samples, `token_bytes` are of rows and columns."""
     num_own, num_own_tiles = own
     num_bins = 0
@@ -155,7 +161,7 @@ def _graph_of(
 
 
 @compiled
-def graph_of(tokens: Ints, documents: Ints, net_bytes: Ints, ends: Ints, work: Ints) -> Graph:
+def graph_of(tokens: Ints, documents: Ints, net_bytes: Ints, ends: Ints, work: Ints) -> TokenGraph:
     """Return the graph of these vertices and tiles."""
     num_vertices, num_tiles = len(tokens), len(work)
     starts = np.empty((2, num_vertices + 1), np.int64)
@@ -166,4 +172,163 @@ def graph_of(tokens: Ints, documents: Ints, net_bytes: Ints, ends: Ints, work: I
             members[side, tile] = order[tile]
         for vertex in range(num_vertices + 1):
             starts[side, vertex] = firsts[vertex]
-    return Graph(tokens, documents, net_bytes, ends, work, starts, members)
+    return TokenGraph(tokens, documents, net_bytes, ends, work, starts, members)
+
+
+class Caps(NamedTuple):
+    """What parts may hold.
+
+    Attributes:
+        tokens, work: [part].
+    """
+
+    tokens: Floats
+    work: Floats
+
+
+class PartLoads(NamedTuple):
+    """What parts hold so far.
+
+    Attributes:
+        tokens, work: [part].
+    """
+
+    tokens: Floats
+    work: Floats
+
+
+@compiled
+def place_documents(graph: TokenGraph, vertex_work: Floats, caps: Caps, is_spread: bool) -> Ints:
+    """Return [vertex] -> part.
+
+    Args:
+        graph: vertices and tiles.
+        vertex_work: [vertex] what is computed where it lies.
+        caps: of the parts.
+        is_spread: how a document is split: its heaviest vertices first, each to the emptiest of its parts; otherwise
+            one stretch of it after the other.
+    """
+    num_vertices, num_parts = len(graph.tokens), len(caps.tokens)
+    parts = np.empty(num_vertices, np.int64)
+    held = PartLoads(np.zeros(num_parts), np.zeros(num_parts))
+    firsts = _first_vertices(graph.documents)
+    sizes, shares = np.zeros((2, len(firsts) - 1)), np.empty(len(firsts) - 1)
+    all_tokens, all_work = 0.0, 0.0
+    for part in range(num_parts):
+        all_tokens += caps.tokens[part]
+        all_work += caps.work[part]
+    for document in range(len(shares)):
+        for vertex in range(firsts[document], firsts[document + 1]):
+            sizes[0, document] += graph.tokens[vertex]
+            sizes[1, document] += vertex_work[vertex]
+        shares[document] = -max(sizes[0, document] / all_tokens, sizes[1, document] / all_work)
+    for document in ascending(shares):
+        first, stop = firsts[document], firsts[document + 1]
+        part, fits = emptiest(sizes[0, document], sizes[1, document], held, caps)
+        if fits or stop - first == 1:
+            parts[first:stop] = part
+            held.tokens[part] += sizes[0, document]
+            held.work[part] += sizes[1, document]
+            continue
+        chosen = _fewest_parts(sizes[0, document], sizes[1, document], held, caps)
+        if is_spread:
+            by_work = ascending(-vertex_work[first:stop])
+            by_work += first
+            _fill_emptiest(by_work, chosen, graph.tokens, vertex_work, held, caps, parts)
+        else:
+            _fill_in_order(first, stop, chosen, graph.tokens, vertex_work, held, caps, parts)
+    return parts
+
+
+@compiled
+def _first_vertices(documents: Ints) -> Ints:
+    """Return [document + 1] -> its first vertex."""
+    firsts = np.empty(len(documents) + 1, np.int64)
+    count = 0
+    for vertex in range(len(documents)):
+        if vertex == 0 or documents[vertex] != documents[vertex - 1]:
+            firsts[count] = vertex
+            count += 1
+    firsts[count] = len(documents)
+    return firsts[: count + 1]
+
+
+@compiled
+def emptiest(more_tokens: float, more_work: float, held: PartLoads, caps: Caps) -> tuple[int, bool]:
+    """Return (the part that is least full with so much more, whether it then keeps its caps)."""
+    tokens, work = held
+    best, least = 0, np.inf
+    for part in range(len(tokens)):
+        fill = max((tokens[part] + more_tokens) / caps.tokens[part], (work[part] + more_work) / caps.work[part])
+        if fill < least:
+            best, least = part, fill
+    return best, least <= 1.0
+
+
+@compiled
+def _fewest_parts(more_tokens: float, more_work: float, held: PartLoads, caps: Caps) -> Ints:
+    """Return those parts with the most room, as few as hold so much more, at least two of several."""
+    tokens, work = held
+    fill = np.empty(len(tokens))
+    for part in range(len(tokens)):
+        fill[part] = max(tokens[part] / caps.tokens[part], work[part] / caps.work[part])
+    order = ascending(fill)
+    count, free_tokens, free_work = 0, 0.0, 0.0
+    while count < len(order) and (count < 2 or free_tokens < more_tokens or free_work < more_work):
+        part = order[count]
+        free_tokens += max(0.0, caps.tokens[part] - tokens[part])
+        free_work += max(0.0, caps.work[part] - work[part])
+        count += 1
+    return order[:count]
+
+
+@compiled
+def _fill_emptiest(
+    vertices: Ints, chosen: Ints, vertex_tokens: Ints, vertex_work: Floats, held: PartLoads, caps: Caps, parts: Ints
+) -> None:
+    """Put one vertex after the other into the emptiest of the chosen parts."""
+    tokens, work = held
+    for vertex in vertices:
+        best, least = chosen[0], np.inf
+        for part in chosen:
+            fill = max(
+                (tokens[part] + vertex_tokens[vertex]) / caps.tokens[part],
+                (work[part] + vertex_work[vertex]) / caps.work[part],
+            )
+            if fill < least:
+                best, least = part, fill
+        parts[vertex] = best
+        tokens[best] += vertex_tokens[vertex]
+        work[best] += vertex_work[vertex]
+
+
+@compiled
+def _fill_in_order(
+    first: int,
+    stop: int,
+    chosen: Ints,
+    vertex_tokens: Ints,
+    vertex_work: Floats,
+    held: PartLoads,
+    caps: Caps,
+    parts: Ints,
+) -> None:
+    """Fill one of the chosen parts after the other; what no longer fits goes to the emptiest."""
+    tokens, work = held
+    place = 0
+    for vertex in range(first, stop):
+        while place < len(chosen):
+            part = chosen[place]
+            if (
+                tokens[part] + vertex_tokens[vertex] <= caps.tokens[part]
+                and work[part] + vertex_work[vertex] <= caps.work[part]
+            ):
+                break
+            place += 1
+        if place == len(chosen):
+            rest = np.arange(vertex, stop)
+            _fill_emptiest(rest, chosen, vertex_tokens, vertex_work, held, caps, parts)
+            return
+        parts[vertex] = part
+        tokens[part] += vertex_tokens[vertex]
+        work[part] += vertex_work[vertex]

@@ -2,7 +2,7 @@
 
 A plan of 4096 lanes is a megabyte; a lane's part of it some hundred bytes. Rank 0 publishes one message per lane,
 so that the traffic of a step grows with the samples, not with samples times ranks. But for placed buckets of hybrids:
-there each lane knows all runs that states pass through (`state_runs`), some kilobytes on 64 lanes.
+there each lane knows all runs that states pass through (`stretches`), some kilobytes on 64 lanes.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class LanePlan:
         buckets: that hold this lane, one per micro-batch; placed ones with those samples only that the lane works with,
             and without the placement: `parts` has what the lane does.
         parts: micro-batch -> what its mechanism lets only this lane know (`Mechanism.lane_parts`), where it does; with
-            the bucket's `StateRuns` where placed ones pass on states.
+            the bucket's `Stretches` where placed ones pass on states.
         facts: of the whole plan.
         extension: texts of what else this lane does, which the plan's kind reads (`PlanKind.encode`); (): nothing.
     """
@@ -144,9 +144,9 @@ def _parts(bucket: Bucket, topology: Topology) -> Sequence[object] | None:
     parts = MECHANISMS[bucket.cp_comm_type].lane_parts(bucket, topology)
     if parts is None or not bucket.exchanges_states:
         return parts
-    from dynamic_cp.plans.state_runs import StateRuns  # few jobs pass on states
+    from dynamic_cp.plans.stretches import Stretches  # few jobs pass on states
 
-    runs = StateRuns.of_placement(bucket, topology.rank_token_multiple)
+    runs = Stretches.of_placement(bucket, topology.rank_token_multiple)
     return [[part, runs.known_to(lane).as_json()] for lane, part in enumerate(parts)]
 
 

@@ -1,7 +1,7 @@
-"""Padded lengths of a bucket: the one place that knows how much padding a plan costs.
+"""Padded lengths of a bucket, and the tokens of each of its lanes: the one place that knows how much padding costs.
 
 The inner loops of packing compile `padded_seqlen`, `rank_multiple` and `missing_tokens` as they stand here
-(`packing/padded.py`). This file itself needs neither numba nor numpy, so that every rank can import it.
+(`packing/durations.py`). This file itself needs no numba, so that every rank can import it.
 
 Each sample is padded after planning to a multiple of 2 * cp_size (the two zigzag chunks of every rank) if cp_size > 1,
 and not at all if cp_size == 1. With sequence parallelism the tokens of a rank are then rounded up to a multiple of
@@ -13,14 +13,15 @@ that rest is added to the last sample. Padding before planning to 2 * DP * CP, a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+import numpy as np
+
+from dynamic_cp.arrays import Ints
+from dynamic_cp.mechanisms.registry import MECHANISMS
 from dynamic_cp.types import Bucket, MicroBatch, Plan
 
-if TYPE_CHECKING:
-    from dynamic_cp.arrays import Ints
-
-    Lengths = TypeVar("Lengths", int, Ints)
+Lengths = TypeVar("Lengths", int, Ints)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -74,7 +75,7 @@ def padded_of(bucket: Bucket, rank_token_multiple: int = 1) -> tuple[int, ...]:
 
 
 def rank_tokens(bucket: Bucket, rank_token_multiple: int = 1) -> int:
-    """Return the padded tokens of a rank of `bucket`, on average; `plans.lane_tokens` knows those of each lane."""
+    """Return the padded tokens of a rank of `bucket`, on average; `lane_tokens` knows those of each lane."""
     if bucket.cp_size == rank_token_multiple == 1:  # most buckets: nothing is padded
         return sum([sample.seqlen for sample in bucket.samples]) or 1
     multiple = sample_multiple(bucket.cp_size)
@@ -112,3 +113,23 @@ def padding_fraction(plan: Plan) -> float:
     """Return the share of padding in all tokens that the plan computes (0 = none)."""
     total = sum(micro_batch_padded_tokens(mb, plan.topology.rank_token_multiple) for mb in plan.micro_batches)
     return 1.0 - plan.num_tokens / total if total else 0.0
+
+
+def lane_tokens(bucket: Bucket, rank_token_multiple: int = 1) -> tuple[int, ...]:
+    """Return the padded tokens of each lane of `bucket`: those of every rank of the lane."""
+    if bucket.placement is not None:
+        return placed_tokens(bucket, rank_token_multiple)
+    even = rank_tokens(bucket, rank_token_multiple)
+    return (even,) if bucket.cp_size == 1 else MECHANISMS[bucket.cp_comm_type].lane_tokens(bucket, even)
+
+
+def lane_tokens_of(plan: Plan) -> Ints:
+    """Return [micro-batch, lane] -> padded tokens of a rank."""
+    multiple = plan.topology.rank_token_multiple
+    return np.array(
+        [
+            [tokens for bucket in micro_batch.buckets for tokens in lane_tokens(bucket, multiple)]
+            for micro_batch in plan.micro_batches
+        ],
+        np.int64,
+    )

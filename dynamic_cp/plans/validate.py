@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.mechanisms.registry import MECHANISMS, masks_are_served_by
 from dynamic_cp.plans.extension import kind_of
-from dynamic_cp.plans.lane_tokens import lane_tokens
+from dynamic_cp.plans.padding import lane_tokens
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample
 
 _SHOWN_SAMPLES = 4

@@ -33,7 +33,7 @@ Repeats = Literal["nothing", "attention", "layers"]
 _KINDS: tuple[What, ...] = ("launch", "attend", "wait")
 
 
-class Step(NamedTuple):
+class LayerStep(NamedTuple):
     """One step of a layer; prints as `launch 0 of layer 3 backward`.
 
     Attributes:
@@ -52,7 +52,7 @@ class Step(NamedTuple):
         return f"{self.what} {self.slot} of layer {self.layer} {'backward' if self.is_backward else 'forward'}"
 
 
-def steps_of(num_layers: int, *, is_backward: bool, repeats: Repeats) -> list[Step]:
+def steps_of(num_layers: int, *, is_backward: bool, repeats: Repeats) -> list[LayerStep]:
     """Return the steps of all layers of a stage in one tick, in their order.
 
     Args:
@@ -61,8 +61,8 @@ def steps_of(num_layers: int, *, is_backward: bool, repeats: Repeats) -> list[St
     layers = range(num_layers)[:: -1 if is_backward else 1]
     is_repeated = is_backward and repeats != "nothing"
     # What of earlier layers is left, and the repeated forward pass of the layer that comes.
-    steps: list[Step] = []
-    waits: list[Step] = []
+    steps: list[LayerStep] = []
+    waits: list[LayerStep] = []
     again = _by_kind(layers[0], is_backward=False) if is_repeated else _NONE
     steps += again.launches + again.attends
     for place, layer in enumerate(layers):
@@ -81,16 +81,18 @@ def steps_of(num_layers: int, *, is_backward: bool, repeats: Repeats) -> list[St
 class _ByKind(NamedTuple):
     """[slot] the steps of one layer in one direction."""
 
-    launches: list[Step]
-    attends: list[Step]
-    waits: list[Step]
+    launches: list[LayerStep]
+    attends: list[LayerStep]
+    waits: list[LayerStep]
 
 
 _NONE = _ByKind([], [], [])
 
 
 def _by_kind(layer: int, *, is_backward: bool) -> _ByKind:
-    return _ByKind(*([Step(what, layer, is_backward, slot) for slot in range(NUM_NANO_BATCHES)] for what in _KINDS))
+    return _ByKind(
+        *([LayerStep(what, layer, is_backward, slot) for slot in range(NUM_NANO_BATCHES)] for what in _KINDS)
+    )
 
 
 @lru_cache(maxsize=64)

@@ -15,24 +15,17 @@ import numpy as np
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
 from dynamic_cp.memory.memory_model import MemoryModel
-from dynamic_cp.pipeline.graph import edges_paid
-from dynamic_cp.pipeline.schedule import KINDS
+from dynamic_cp.pipeline.schedule import KINDS, edges_paid
 from dynamic_cp.plans.padding import placed_share, round_up
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pool.homes import homes_in_nano_batches
-from dynamic_cp.pool.legal import fetched_in_ticks, most_fetched, servers_of
-from dynamic_cp.pool.memory import peak_in_ticks
-from dynamic_cp.pool.plan import pool_of
+from dynamic_cp.pool.homes import even_homes, even_rows, homes_in_nano_batches, longest_first
+from dynamic_cp.pool.legal import fetched_in_ticks, most_fetched, peak_in_ticks, servers_of
 from dynamic_cp.pool.prices import TaskOptions, TickPrices, TickSeconds
-from dynamic_cp.pool.rows import even_homes, even_rows, longest_first
 from dynamic_cp.pool.scheduler import Rules, schedule
-from dynamic_cp.pool.shifts import num_shifts, shifted_tasks
-from dynamic_cp.pool.tasks import PoolTasks, Tasks
-from dynamic_cp.pool.ticks import Tick, Unit, tick_order
-from dynamic_cp.pool.tiling import tasks_of
-from dynamic_cp.pool.timeline import TickSpan, TickTime, edges_of_ticks, tick_timeline
+from dynamic_cp.pool.tasks import PoolTasks, Tasks, num_shifts, pool_of, shifted_tasks, tasks_of
+from dynamic_cp.pool.ticks import Tick, TickSpan, TickTime, Unit, edges_of_ticks, tick_order, tick_timeline
 from dynamic_cp.pool.traffic import Servers
-from dynamic_cp.pricing.capacity import capacity_tokens
+from dynamic_cp.pricing.allowed import capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
 from dynamic_cp.types import BY_PLACEMENT, Bucket, MicroBatch, Placement, Plan, PlannedBatch, Sample, Topology
 from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP
@@ -363,7 +356,7 @@ def running_in(tick: Tick, topology: Topology, rows: Sequence[TaskRow]) -> Runni
 class _Made:
     """Tasks of ticks, each made once: with chunks the same micro-batches meet again, also one stage further on.
 
-    There they are the same on other servers (`shifts`).
+    There they are the same on other servers (`tasks.num_shifts`).
     """
 
     def __init__(self, search: TaskSearch) -> None:

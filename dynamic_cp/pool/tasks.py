@@ -9,19 +9,24 @@ and runs placements does so with tasks.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamic_cp._jit import compiled
+from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.mechanisms.transfers import lanes_in_one_node
+from dynamic_cp.pipeline.schedule import KINDS
+from dynamic_cp.pool.ticks import Tick, tick_order
+from dynamic_cp.types import Plan, Sample, Topology
 from dynamic_cp.types.counts import counted, require_at_least
 from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP, Placement
 
-if TYPE_CHECKING:  # as in `placement`
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Ints = NDArray[np.int64]
-    Int32s = NDArray[np.int32]
+Int32s = NDArray[np.int32]
 
 SERVER, NANO_BATCH = 4, 5
 """Columns of `Tasks.rows`, behind those of homes (`types.placement`)."""
@@ -78,14 +83,10 @@ class Tasks:
     @property
     def tokens(self) -> Ints:
         """[row] -> its tokens."""
-        import numpy as np
-
         return (self.rows[:, STOP] - self.rows[:, START]).astype(np.int64)
 
     def placement(self) -> Placement:
         """Return the same as homes and tiles, a row with all of its sample up to itself; nano-batches are divisions."""
-        import numpy as np
-
         rows = self.rows.astype(np.int64)
         firsts = np.concatenate([[0], np.flatnonzero(np.diff(rows[:, SAMPLE])) + 1]) if len(rows) else np.zeros(0, int)
         counts = np.diff(firsts, append=len(rows))
@@ -146,8 +147,6 @@ def parse_tasks(text: str) -> Tasks:
     Raises:
         InvalidInputError: it is none.
     """
-    import numpy as np
-
     if _TEXT.fullmatch(text) is None:
         raise InvalidInputError(
             f"tasks {text[:40]!r} are none: write sample.start.stop.holder.server.nano_batch,... with whole numbers"
@@ -161,8 +160,6 @@ def parse_tasks(text: str) -> Tasks:
 
 def runs_of(rows: Ints | Int32s) -> Ints:
     """Return [run, (sample, start, stop, server, nano-batch)]: neighbouring rows that share those."""
-    import numpy as np
-
     if not len(rows):
         return np.zeros((0, 5), np.int64)
     same = (rows[1:, (SAMPLE, SERVER, NANO_BATCH)] == rows[:-1, (SAMPLE, SERVER, NANO_BATCH)]).all(axis=1)
@@ -171,3 +168,108 @@ def runs_of(rows: Ints | Int32s) -> Ints:
     return np.concatenate(
         [rows[begins][:, (SAMPLE, START)], rows[ends][:, [STOP]], rows[begins][:, (SERVER, NANO_BATCH)]], axis=1
     ).astype(np.int64)
+
+
+_SERVER, _NANO_BATCH = 3, 4
+"""Columns of tasks that do not say who holds them, behind SAMPLE, START and STOP."""
+
+
+def tasks_of(homes: Ints, tasks: Sequence[Ints]) -> Tasks:
+    """Return the tasks of each nano-batch, cut where homes are.
+
+    Args:
+        homes: int64 [home, (sample, start, stop, holder)], by sample and start.
+        tasks: [nano-batch] -> int64 [task, (sample, start, stop, server)], of all nano-batches each token once.
+    """
+    with_nano_batch = np.concatenate(
+        [np.insert(of_nano_batch, 4, nano_batch, axis=1) for nano_batch, of_nano_batch in enumerate(tasks)]
+    )
+    with_nano_batch = with_nano_batch[np.lexsort((with_nano_batch[:, START], with_nano_batch[:, SAMPLE]))]
+    return Tasks(_overlaid(homes, with_nano_batch).astype(np.int32))
+
+
+@compiled
+def _overlaid(homes: Ints, tasks: Ints) -> Ints:
+    """Return [row, 6] of both tilings of the samples, in the order of samples and tokens."""
+    rows = np.empty((len(homes) + len(tasks), 6), np.int64)
+    count, home, task = 0, 0, 0
+    while home < len(homes) and task < len(tasks):
+        start, stop = max(homes[home, START], tasks[task, START]), min(homes[home, STOP], tasks[task, STOP])
+        server, nano_batch = tasks[task, _SERVER], tasks[task, _NANO_BATCH]
+        rows[count] = homes[home, SAMPLE], start, stop, homes[home, HOLDER], server, nano_batch
+        count += 1
+        if homes[home, STOP] == stop:
+            home += 1
+        if tasks[task, STOP] == stop:
+            task += 1
+    return rows[:count]
+
+
+def pool_of(plan: Plan) -> PoolTasks:
+    """Return the pool of a plan that has one."""
+    assert isinstance(plan.extension, PoolTasks), "the plan has no pool"
+    return plan.extension
+
+
+def ticks_of(plan: Plan) -> Iterator[tuple[Tick, Tasks]]:
+    """Yield each tick with its tasks, in the order in which they run."""
+    pool, topology = pool_of(plan), plan.topology
+    for tick in tick_order(topology.pp_size, topology.vp_size, plan.num_microbatches):
+        yield tick, (pool.forward if tick.kind == KINDS[0] else pool.backward)[tick.number]
+
+
+def micro_batches_of(plan: Plan, tick: Tick) -> list[tuple[int, int]]:
+    """Return (stage, micro-batch) of what a tick runs, by stage."""
+    pp_size, vp_size = plan.topology.pp_size, plan.topology.vp_size
+    units = [tick.unit(stage, pp_size, vp_size, plan.num_microbatches) for stage in range(pp_size)]
+    return [(stage, unit.micro_batch) for stage, unit in enumerate(units) if unit is not None]
+
+
+def samples_of(plan: Plan, tick: Tick) -> list[Sample]:
+    """Return the samples of a tick, as its tasks count them."""
+    rows = (row for _, row in micro_batches_of(plan, tick))
+    return [sample for row in rows for sample in plan.micro_batches[row].buckets[0].samples]
+
+
+def num_shifts(topology: Topology) -> int:
+    """Return on how many stages a tick may begin and be the same; 1: nothing is, or there are no chunks."""
+    are_alike = topology.vp_size > 1 and topology.num_lanes % lanes_in_one_node(topology) == 0
+    return topology.pp_size if are_alike else 1
+
+
+def shifted_tasks(tasks: Tasks, num_samples: Sequence[int], shift: int, topology: Topology) -> Tasks:
+    """Return tasks whose micro-batches are `shift` stages further on.
+
+    Args:
+        tasks: of a tick, samples counted by stage.
+        num_samples: [stage] of the other tick.
+    """
+    pp_size = topology.pp_size
+    now = np.cumsum([0, *num_samples])
+    moved = [
+        np.arange(now[stage], now[stage + 1]) for stage in ((earlier + shift) % pp_size for earlier in range(pp_size))
+    ]
+    rows = tasks.rows.astype(np.int64)
+    rows[:, SAMPLE] = np.concatenate(moved)[rows[:, SAMPLE]]
+    servers = (HOLDER, SERVER)
+    rows[:, servers] = (rows[:, servers] + shift * topology.num_lanes) % (pp_size * topology.num_lanes)
+    return Tasks(rows[np.lexsort((rows[:, START], rows[:, SAMPLE]))].astype(np.int32))
+
+
+def shifted_programmes(programmes: Sequence[list[Any]], shift: int, topology: Topology) -> list[list[Any]]:
+    """Return [server] what each does where micro-batches are `shift` stages further on.
+
+    Args:
+        programmes: [server] `Programme.as_json`; servers know the same samples by the same numbers.
+    """
+    num_servers, ahead = topology.pp_size * topology.num_lanes, shift * topology.num_lanes
+
+    def side(peers: list[Any]) -> list[Any]:
+        return sorted(([(peer + ahead) % num_servers, entries] for peer, entries in peers), key=lambda one: one[0])
+
+    found = []
+    for server in range(num_servers):
+        held, tiles, exchanges, *rest = programmes[(server - ahead) % num_servers]
+        moved = [[division, when, side(sends), side(receives)] for division, when, sends, receives in exchanges]
+        found.append([held, tiles, moved, *rest])
+    return found

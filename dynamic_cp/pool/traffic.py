@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.transport import NUM_ROUNDS, Fetches, Messages, fetches_used
 from dynamic_cp.pool.tasks import NANO_BATCH, SERVER, Tasks
 from dynamic_cp.types import ACROSS_NODES, IN_NODE

@@ -21,15 +21,12 @@ import numpy as np
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
-from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.plans.padding import padded_of
-from dynamic_cp.plans.state_counts import samples_passed_on
-from dynamic_cp.pricing.capacity import token_capacity
-from dynamic_cp.pricing.lengths import squared_tokens
-from dynamic_cp.pricing.reduction import Reduction
+from dynamic_cp.plans.padding import lane_tokens, padded_of
+from dynamic_cp.pricing.allowed import token_capacity
+from dynamic_cp.pricing.edges import Reduction
 from dynamic_cp.pricing.stage import StagePrices, make_table
-from dynamic_cp.pricing.table import best_option, duration_ns
-from dynamic_cp.pricing.terms import price
+from dynamic_cp.pricing.table import best_option, duration_ns, price
+from dynamic_cp.pricing.work import squared_tokens
 from dynamic_cp.types import (
     Attention,
     Bucket,
@@ -109,7 +106,8 @@ class CostModel:
     def bucket_cost(self, bucket: Bucket) -> BucketCost:
         """Return the seconds of `bucket` with its padding; an empty place costs its minimal padding sequence.
 
-        What lanes that share experts compute together is not in it: that takes what all of them hold (`coupling`).
+        What lanes that share experts compute together is not in it: that takes what all of them hold
+        (`longest_path.couple_lanes`).
         """
         padded = padded_of(bucket, self.topology.rank_token_multiple)
         squares = squared_tokens(bucket.samples, padded, self.model)
@@ -131,6 +129,8 @@ class CostModel:
         Raises:
             UnsupportedFeatureError: a bucket passes on states of a model without linear attention.
         """
+        from dynamic_cp.plans.stretches import samples_passed_on  # few jobs pass on states
+
         numbers = np.array([*map(samples_passed_on, buckets)])
         if numbers.any() and self.model.linear_attention is None:
             bucket = buckets[int(numbers.argmax())]
@@ -173,7 +173,7 @@ class CostModel:
             cp_size: lanes of the group.
             first_lane: its first lane; decides which link the exchange uses.
             tokens: sum of the (padded) lengths.
-            tokens_squared: sum of the squares of the (padded) lengths, by density (`lengths.squared_tokens`).
+            tokens_squared: sum of the squares of the (padded) lengths, by density (`work.squared_tokens`).
             cp_comm_type: exchange; None = the fastest of the options.
             inner_cp_size: of the exchange; None = what it implies, a2a+p2p: the largest possible.
 

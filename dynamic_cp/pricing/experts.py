@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dynamic_cp.mechanisms.links import lanes_in_one_node, links_of
+from dynamic_cp.mechanisms.transfers import lanes_in_one_node, links_of
 from dynamic_cp.types import ACROSS_NODES, Problem, Stage, Topology
 
 LAUNCH_SHARE = 0.25

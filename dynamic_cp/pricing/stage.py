@@ -3,13 +3,13 @@
 linear    = LIN * (tokens / cp + T0)          T0: a short pack does not fill the device
 tensor    = TPC * tokens / cp                 collectives of tensor and sequence parallelism
 copying   = CPY * tokens / cp                 copies of tokens for routed experts, and back (`experts.py`)
-attention, exposed                            `mechanisms/`, and linear attention by heads (`linear_attention.py`)
+attention, exposed                            `mechanisms/`, and linear attention by heads (`linear_prices.py`)
 forward   = overhead + linear + tensor + copying + attention + exposed, or what the host takes if that is more
 backward  = the same at their backward ratios + what recomputation repeats (full: forward, in block the share of its
             layers; selective: attention and exposed, and of linear, tensor and copying those of the MLP or of experts)
 
 Routed experts themselves are on top: here, where a lane has all that its tokens meet, else between lanes
-(`pipeline/coupling.py`).
+(`pipeline/longest_path.py`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Convex, Linear, merged
-from dynamic_cp.mechanisms.links import lanes_in_one_node, links_of
 from dynamic_cp.mechanisms.mechanism import LaneSeconds, Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
 from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.mechanisms.transfers import lanes_in_one_node, links_of
 from dynamic_cp.plans.padding import sample_multiple
-from dynamic_cp.pricing.capacity import may_span_all, token_capacity
+from dynamic_cp.pricing.allowed import may_span_all, token_capacity
 from dynamic_cp.pricing.edges import edges_s_per_token, tensor_s_per_token
 from dynamic_cp.pricing.experts import ExpertPrice, copying_s_per_token, expert_prices, launched_layers
-from dynamic_cp.pricing.table import PriceTable
-from dynamic_cp.pricing.terms import NUM_TERMS, terms_of
+from dynamic_cp.pricing.table import NUM_TERMS, PriceTable, terms_of
 from dynamic_cp.types import (
     ACROSS_NODES,
     Attention,
@@ -49,7 +48,7 @@ _Terms = tuple[list[float], list[float]]
 
 
 if TYPE_CHECKING:
-    from dynamic_cp.pricing.linear_attention import StageLinearAttention
+    from dynamic_cp.pricing.linear_prices import StageLinearAttention
 
 
 class _Floor(NamedTuple):
@@ -303,7 +302,7 @@ def _linear_attention_of(stage: Stage, problem: Problem) -> StageLinearAttention
     sizes = problem.model.linear_attention
     if sizes is None:
         return None
-    from dynamic_cp.pricing.linear_attention import StageLinearAttention
+    from dynamic_cp.pricing.linear_prices import StageLinearAttention
 
     return StageLinearAttention(stage, sizes, problem)
 

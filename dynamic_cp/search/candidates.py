@@ -10,20 +10,25 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.mechanisms.ring import Ring
-from dynamic_cp.packing.durations import Durations, apart_durations_of, bucket_ns, durations_of
-from dynamic_cp.packing.judge import PricedPacking, grid_of_priced, makespan_ns, num_microbatches_of
+from dynamic_cp.mechanisms.registry import Ring
+from dynamic_cp.packing.durations import (
+    Durations,
+    Packing,
+    apart_durations_of,
+    bucket_ns,
+    durations_of,
+    without_empty_rows,
+)
+from dynamic_cp.packing.judge import ORDERS, PricedPacking, grid_of_priced, in_orders, makespan_ns, num_microbatches_of
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
 from dynamic_cp.packing.nested import pack_nested, row_counts
-from dynamic_cp.packing.orders import ORDERS, in_orders
 from dynamic_cp.packing.static import check_static_cp_size, fewest_rows, pack_balanced, pack_next_fit
-from dynamic_cp.packing.table import Packing, without_empty_rows
 from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.plans.padding import round_up
-from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.pricing.allowed import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.lengths import Lengths, densities_of
-from dynamic_cp.pricing.terms import linear_parts
+from dynamic_cp.pricing.table import linear_parts
+from dynamic_cp.pricing.work import Lengths, densities_of
 from dynamic_cp.types import ModelShape, Sample
 
 _NUM_NESTED_JUDGED = 2

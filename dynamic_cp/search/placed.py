@@ -12,31 +12,22 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamic_cp.mechanisms.blocks import why_too_much_fetched
-from dynamic_cp.mechanisms.links import lanes_in_one_node
 from dynamic_cp.mechanisms.placed_seconds import link_rates
 from dynamic_cp.mechanisms.registry import MECHANISMS
+from dynamic_cp.mechanisms.transfers import lanes_in_one_node
 from dynamic_cp.memory.activations import tokens_of_states
-from dynamic_cp.packing.dealing import deal
+from dynamic_cp.packing.level import deal
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.placement.cuts import Cut, spread, trimmed
 from dynamic_cp.placement.divisions import LinkRates, Schedule, divided
-from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import with_masks
 from dynamic_cp.placement.portfolio import Maker, candidates
-from dynamic_cp.placement.problem import PlacementProblem
+from dynamic_cp.placement.problem import Lanes, PlacementProblem
 from dynamic_cp.placement.programme import buffer_tokens_of
 from dynamic_cp.plans.padding import placed_tokens, round_up
-from dynamic_cp.plans.state_counts import room_for_runs
-from dynamic_cp.plans.state_runs import runs_with_states
+from dynamic_cp.plans.stretches import room_for_states, states_kept
 from dynamic_cp.pricing.cost_model import CostModel, is_priced_lane_by_lane, lane_costs
-from dynamic_cp.types import (
-    BY_PLACEMENT,
-    Bucket,
-    MicroBatch,
-    Placement,
-    Plan,
-    Sample,
-)
+from dynamic_cp.types import BY_PLACEMENT, Bucket, MicroBatch, Placement, Plan, Sample
 from dynamic_cp.types.counts import MAX_COUNT
 from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 
@@ -118,7 +109,7 @@ def placed_rows(
     in_time = _num_in_time(step_s, cost_model)
     kept = [row if may_stay else None for row, may_stay in zip(rows, fixed, strict=True)]
     levels = _levels(samples, len(rows), in_time, cost_model)
-    plans = [_Rows("", of_rows, kept), *(_Rows("level ", level, [None] * len(level)) for level in levels)]
+    plans = [_PlanRows("", of_rows, kept), *(_PlanRows("level ", level, [None] * len(level)) for level in levels)]
     num_distinct = len({_names_of(row) for each in plans for row in each.samples})
     num_each = min(_MOST_CANDIDATES[cost_model.options.search], in_time) // num_distinct
     if num_each < _FEWEST_EACH:
@@ -160,7 +151,7 @@ def _levels(
 
 
 def _placed_quickly(
-    plans: Sequence[_Rows], num_distinct: int, in_time: int, cost_model: CostModel
+    plans: Sequence[_PlanRows], num_distinct: int, in_time: int, cost_model: CostModel
 ) -> Iterator[PlacedRows]:
     """Yield `plans` placed by ways that search nothing, and then the fastest of them once more as time remains.
 
@@ -190,7 +181,7 @@ def _num_in_time(step_s: float, cost_model: CostModel) -> int:
     return int(per_s * max(_SHORTEST_STEP_S, step_s) / cost_model.topology.num_lanes)
 
 
-class _Rows(NamedTuple):
+class _PlanRows(NamedTuple):
     """A plan to place: its name for the user, the samples of each row, and the row itself where it may stay."""
 
     name: str
@@ -219,7 +210,7 @@ def _names_of(row: Sequence[Sample]) -> tuple[int, ...]:
     return tuple(sorted(sample.sample_id for sample in row))
 
 
-def _in_full(each: _Rows, place: _Place, cost_model: CostModel) -> Iterator[PlacedRows]:
+def _in_full(each: _PlanRows, place: _Place, cost_model: CostModel) -> Iterator[PlacedRows]:
     """Yield the rows and as many empty ones as the schedule needs; nothing if one of them is not there."""
     topology, name = cost_model.topology, each.name
     rows = [_faster(row, place(of_row), cost_model) for row, of_row in zip(each.kept, each.samples, strict=True)]
@@ -461,8 +452,8 @@ def _fits(bucket: Bucket, cost_model: CostModel) -> bool:
     topology, options = cost_model.topology, cost_model.options
     held = np.array(placed_tokens(bucket, topology.rank_token_multiple), np.float64)
     if bucket.exchanges_states:
-        runs = np.array(runs_with_states(bucket, topology.rank_token_multiple))
-        more = np.maximum(runs - room_for_runs(options.max_tokens_per_rank), 0)
+        runs = np.array(states_kept(bucket, topology.rank_token_multiple))
+        more = np.maximum(runs - room_for_states(options.max_tokens_per_rank), 0)
         held += more / CHUNKS_PER_LANE * tokens_of_states(cost_model.model, topology, options)
     return bool(held.max() <= options.max_tokens_per_rank)
 

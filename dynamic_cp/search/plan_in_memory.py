@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from dynamic_cp.errors import MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
-from dynamic_cp.pricing.capacity import allowed_cp_sizes
+from dynamic_cp.pricing.allowed import allowed_cp_sizes
 from dynamic_cp.search.search import plan_batch
 from dynamic_cp.types import PlannedBatch, PlanOptions, Problem, Sample
 

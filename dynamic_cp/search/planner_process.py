@@ -33,8 +33,7 @@ from dynamic_cp.packing.static import check_static_cp_size
 from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.lane_plan import PlanFacts, encode_lanes
 from dynamic_cp.plans.serialize import dumps
-from dynamic_cp.pricing.capacity import allowed_cp_sizes, widest_bucket
-from dynamic_cp.pricing.resolution import exchanges_of_policy
+from dynamic_cp.pricing.allowed import allowed_cp_sizes, exchanges_of_policy, widest_bucket
 from dynamic_cp.search.search import check_feasible, plan_batch
 from dynamic_cp.types import BY_PLACEMENT, Hardware, Mask, Problem, Sample
 

@@ -21,9 +21,8 @@ from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.plans.extension import kind_planned
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pricing.capacity import widest_bucket
+from dynamic_cp.pricing.allowed import Resolved, may_place, resolve, widest_bucket
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.resolution import Resolved, may_place, resolve
 from dynamic_cp.search.candidates import Batch, Candidate, Search, as_packed, batch_of
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES
 from dynamic_cp.types import (

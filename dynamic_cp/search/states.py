@@ -16,10 +16,10 @@ import numpy as np
 from dynamic_cp.arrays import Bools, Floats, Ints
 from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.packing.judge import PricedPacking, grid_of_priced, makespan_of_grid_ns, price_packing
-from dynamic_cp.plans.state_counts import STATES_OF_A_SCAN, scans_of_branches, states_of_sample
+from dynamic_cp.plans.stretches import STATES_OF_A_SCAN, states_of_sample, stretches_of_branches
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.lengths import Lengths
-from dynamic_cp.pricing.terms import prices_of
+from dynamic_cp.pricing.table import prices_of
+from dynamic_cp.pricing.work import Lengths
 from dynamic_cp.search.candidates import Batch, Candidate, Judged, as_packed
 from dynamic_cp.types import Problem
 from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
@@ -35,7 +35,7 @@ def with_room_for_branches(packers: CostModel, problem: Problem, batch: Batch) -
     Packers know tokens alone, and states of linear attention that a lane scans by itself are no tokens. The limit stays
     where the longest sample would not fit under a lower one.
     """
-    runs, (longest, *_), options = scans_of_branches(batch.samples), batch.samples, packers.options
+    runs, (longest, *_), options = stretches_of_branches(batch.samples), batch.samples, packers.options
     if not runs:
         return packers
     of_run = STATES_OF_A_SCAN / CHUNKS_PER_LANE * tokens_of_states(packers.model, packers.topology, options)

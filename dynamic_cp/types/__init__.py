@@ -6,10 +6,9 @@ A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_
 stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
 this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `branches`, `mask_rules`, `placement`,
 `linear_attention`, `plan`, then what a batch is planned for: `layers`, `stage_layers`, `experts`, `linear_layers`,
-`model`, `hardware`, `options`, `state`, `adapters`, `data_parallel`, `problem`.
+`model`, `hardware`, `data_parallel`, `problem`.
 """
 
-from dynamic_cp.types.adapters import Adapters
 from dynamic_cp.types.attention import (
     ACROSS_NODES,
     AUTO,
@@ -37,7 +36,7 @@ from dynamic_cp.types.counts import (
     is_power_of_two,
     largest_power_of_two,
 )
-from dynamic_cp.types.data_parallel import SHARDED, DataParallel
+from dynamic_cp.types.data_parallel import DTYPES_OF, FP32_STATE, SHARDED, Adapters, DataParallel, StateDtypes
 from dynamic_cp.types.experts import EXPERT_IMBALANCE, Experts, layers_with_experts
 from dynamic_cp.types.hardware import (
     Hardware,
@@ -59,7 +58,16 @@ from dynamic_cp.types.masks import (
 from dynamic_cp.types.model import (
     ModelShape,
 )
-from dynamic_cp.types.options import (
+from dynamic_cp.types.placement import Placement, parse_placement
+from dynamic_cp.types.plan import (
+    Bucket,
+    MicroBatch,
+    Plan,
+    PlanExtension,
+    PlannedBatch,
+    Sample,
+)
+from dynamic_cp.types.problem import (
     AUTO_CHUNK_TOKENS,
     EVERY_LAYER,
     NOISE_MARGIN,
@@ -71,26 +79,18 @@ from dynamic_cp.types.options import (
     STATE_EXCHANGE_USES,
     PlanOptions,
     PoolUse,
+    Problem,
     Recompute,
     RecomputedLayers,
     RecomputeMethod,
     RecomputeModule,
     SearchEffort,
     StateExchangeUse,
+    allowed_exchanges,
     chunk_tokens,
+    with_exchanges,
 )
-from dynamic_cp.types.placement import Placement, parse_placement
-from dynamic_cp.types.plan import (
-    Bucket,
-    MicroBatch,
-    Plan,
-    PlanExtension,
-    PlannedBatch,
-    Sample,
-)
-from dynamic_cp.types.problem import Problem, allowed_exchanges, with_exchanges
 from dynamic_cp.types.stage_layers import PipelineLayers
-from dynamic_cp.types.state import DTYPES_OF, FP32_STATE, StateDtypes
 from dynamic_cp.types.topology import (
     MAX_LANES,
     Topology,

@@ -45,7 +45,7 @@ class Placement:
         tiles: int32 [tile, (ROW, COLUMN, LANE, DIVISION)]. None in plans with a pool, whose tasks say who computes
             (`Plan.pool`).
         layer_masks: different masks of layers, where some have a window. The tiles are those of the first; layers with
-            another one keep the homes (`dynamic_cp.placement.narrow`). (): one causal or full mask for all layers.
+            another one keep the homes (`dynamic_cp.placement.cuts`). (): one causal or full mask for all layers.
     """
 
     homes: Int32s

@@ -1,19 +1,271 @@
-"""What a global batch is planned for."""
+"""What a global batch is planned for, and what the user allows the planner."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Literal, NamedTuple, get_args
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.types.attention import AUTO, AUTO_ALONE, CpCommType, check_latents, exchanges_of
+from dynamic_cp.types.attention import AUTO, AUTO_ALONE, TRAITS, CpCommType, check_latents, exchanges_of
+from dynamic_cp.types.counts import is_power_of_two, require_at_least
 from dynamic_cp.types.data_parallel import SHARDED, DataParallel
 from dynamic_cp.types.hardware import Hardware
 from dynamic_cp.types.model import ModelShape
-from dynamic_cp.types.options import EVERY_LAYER, PlanOptions, StateExchangeUse
 from dynamic_cp.types.plan import Sample
 from dynamic_cp.types.topology import Topology
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE_MODES: tuple[str, ...] = get_args(Recompute)
+RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "gdn_norm_out"]
+RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = get_args(RecomputeModule)
+"""What selective recomputation may repeat in backward: attention with its exchange, the MLP of dense layers, both norms
+of a layer, router and experts with their exchange, gate and norm of what a gated delta net finds."""
+RecomputeMethod = Literal["uniform", "block"]
+RECOMPUTE_METHODS: tuple[str, ...] = get_args(RecomputeMethod)
+
+SearchEffort = Literal["fast", "thorough", "exact"]
+SEARCH_EFFORTS: tuple[str, ...] = get_args(SearchEffort)
+
+StateExchangeUse = Literal["auto", "heads", "states"]
+STATE_EXCHANGE_USES: tuple[str, ...] = get_args(StateExchangeUse)
+
+PoolUse = Literal["off", "auto", "always"]
+POOL_USES: tuple[str, ...] = get_args(PoolUse)
+
+AUTO_CHUNK_TOKENS = 1024
+"""Tokens of a TP rank's share of the vocabulary whose logits exist at once: 1.25 GB in bf16 of 152k words, while the
+head's products are still as fast as with more. An estimate."""
+
+NOISE_MARGIN = 0.04
+"""Share by which ticks last longer than planned, for a barrier of 64 servers in every layer at 2% jitter, of which
+plans without such a barrier pay 0.8% themselves (`python -m benchmarks.disaggregated --only noise`)."""
+
+
+class ElementBytes(NamedTuple):
+    """Bytes of an element of each kind of tensor.
+
+    Attributes:
+        activation: what layers keep, and send between TP ranks.
+        residual: what goes from layer to layer, and to the next stage.
+        exchanged: queries, keys, values and outputs that lanes of a CP group send each other.
+        weight: parameters; gradients and optimizer state have their own constants.
+    """
+
+    activation: int
+    residual: int
+    exchanged: int
+    weight: int
+
+
+class RecomputedLayers(NamedTuple):
+    """Which layers full recomputation computes again; Megatron's --recompute-method and --recompute-num-layers.
+
+    Attributes:
+        method: "uniform", all layers, in units of num_layers that are computed again at once; "block", the first
+            num_layers of every model chunk, one by one, and the others keep their activations.
+        num_layers: at least 1.
+    """
+
+    method: RecomputeMethod = "uniform"
+    num_layers: int = 1
+
+    def share_of(self, chunks: Sequence[float]) -> float:
+        """Return the share that is computed again of the layers of `chunks`."""
+        if self.method == "uniform" or not sum(chunks):
+            return 1.0
+        return sum(min(self.num_layers, layers) for layers in chunks) / sum(chunks)
+
+    def check(self, chunks: Sequence[float]) -> None:
+        """Refuse what model chunks of so many layers cannot have.
+
+        Raises:
+            InvalidInputError: more layers than the largest chunk has, or units that do not divide one of them.
+        """
+        number, largest = self.num_layers, max(chunks)
+        if number > max(1, largest):
+            raise InvalidInputError(
+                f"--recompute-num-layers {number} is more than the {largest:g} layers of a model chunk: "
+                f"give at most {int(largest)}",
+                recompute_num_layers=number,
+                layers_per_chunk=largest,
+            )
+        uneven = [layers for layers in sorted(set(chunks)) if layers % number]
+        if self.method == "uniform" and number > 1 and uneven:
+            raise InvalidInputError(
+                f"the layers of a model chunk, {uneven[0]:g} is not a multiple of --recompute-num-layers {number}: "
+                "change one of them",
+                recompute_num_layers=number,
+                layers_per_chunk=uneven[0],
+            )
+
+
+EVERY_LAYER = RecomputedLayers()
+"""All layers, one by one: what full recomputation is where nothing else is said."""
+
+
+def _require_known(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InvalidInputError(f"{name} {value!r} is unknown: use one of {', '.join(known)}")
+
+
+def chunk_tokens(given: int | str, tp_size: int) -> int:
+    """Return the tokens of a chunk of the loss that --loss-chunk-tokens gives, 0: of all tokens at once.
+
+    Raises:
+        InvalidInputError: it is negative.
+    """
+    if isinstance(given, str):  # auto
+        return AUTO_CHUNK_TOKENS * tp_size
+    if given < 0:
+        raise InvalidInputError(
+            f"--loss-chunk-tokens is {given}, it must be at least 0: give tokens or auto, or leave it out",
+            name="loss_chunk_tokens",
+            value=given,
+        )
+    return given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What the user allows the planner.
+
+    Attributes:
+        max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch.
+        min_cp_size, max_cp_size: allowed CP sizes (powers of two); max_cp_size None = the topology's largest.
+        static_cp_size: CP size of the static policies (comparison and fallback); divides num_lanes.
+        cp_comm_types: exchanges that a bucket with cp_size > 1 may use; the first wins a tie. ("auto",): those of
+            --cp-comm-type auto, which a `Problem` has in its place.
+        inner_cp_sizes: inner sizes that a2a+p2p and blocks may use, powers of two above 1; None: see `Sharing.of`.
+        recompute: activation recomputation of the run.
+        recompute_modules: what selective recomputation repeats; without it they say nothing.
+        recompute_layers: which layers full recomputation repeats.
+        loss_chunk_tokens: tokens whose logits exist at once, which backward computes again; 0: all, and it does not.
+        tp_comm_overlap: TP collectives overlap with GEMMs (--tp-comm-overlap), in buffers of one shape.
+        bytes_per_element: bytes of an activation or a weight (2 for bf16, 4 for fp32); by kind: `element_bytes`.
+        fp32_residual: the residual takes 4 bytes whatever the others take.
+        search: how long to look for a plan: "fast" (milliseconds), "thorough" (some ten times as long), or "exact": of
+            the dynamic policy until it is proven the fastest, which only tiny batches can be.
+        pool: whether servers of all stages may compute attention in ticks: never, where that is faster by simulation,
+            or always. Of the dynamic policy.
+        state_exchange: how lanes may share layers with linear attention: "heads" in all buckets of several lanes,
+            "states" in those whose states fit under the limit, or "auto", in each bucket what is faster.
+        noise_margin: share by which ticks last longer than planned, >= 0.
+        ping_pong: layers of a pool run in two nano-batches, of which one computes while the other travels.
+    """
+
+    max_tokens_per_rank: int
+    min_cp_size: int = 1
+    max_cp_size: int | None = None
+    static_cp_size: int | None = None
+    cp_comm_types: tuple[CpCommType, ...] = AUTO_ALONE
+    inner_cp_sizes: tuple[int, ...] | None = None
+    recompute: Recompute = "none"
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    recompute_layers: RecomputedLayers = EVERY_LAYER
+    loss_chunk_tokens: int = 0
+    tp_comm_overlap: bool = False
+    bytes_per_element: int = 2
+    fp32_residual: bool = False
+    search: SearchEffort = "fast"
+    pool: PoolUse = "off"
+    noise_margin: float = NOISE_MARGIN
+    ping_pong: bool = True
+    state_exchange: StateExchangeUse = "auto"
+
+    def __post_init__(self) -> None:
+        require_at_least(1, max_tokens_per_rank=self.max_tokens_per_rank, bytes_per_element=self.bytes_per_element)
+        require_at_least(0, loss_chunk_tokens=self.loss_chunk_tokens)
+        for name in ("min_cp_size", "max_cp_size"):
+            value = getattr(self, name)
+            if value is not None and not is_power_of_two(value):
+                raise InvalidInputError(
+                    f"{name} {value} is not a power of two: use 1, 2, 4, ...", name=name, value=value
+                )
+        for value in self.inner_cp_sizes or ():
+            if not is_power_of_two(value) or value == 1:
+                raise InvalidInputError(
+                    f"inner_cp_sizes: {value} is not a power of two above 1: use 2, 4, ...", value=value
+                )
+        self._check_recompute()
+        _require_known("search", self.search, SEARCH_EFFORTS)
+        _require_known("pool", self.pool, POOL_USES)
+        _require_known("state_exchange", self.state_exchange, STATE_EXCHANGE_USES)
+        if self.search == "exact" and self.pool != "off":
+            raise UnsupportedFeatureError(
+                f"search exact proves no plans with a pool, and pool is {self.pool!r}: leave the pool out "
+                "(--dynamic-cp-pool off), or use search thorough",
+                pool=self.pool,
+            )
+        if not self.noise_margin >= 0:
+            raise InvalidInputError(
+                f"noise_margin is {self.noise_margin}, at least 0 is needed: give a share such as {NOISE_MARGIN}"
+            )
+        if not isinstance(self.cp_comm_types, tuple) or not self.cp_comm_types:
+            raise InvalidInputError(
+                f"cp_comm_types is {self.cp_comm_types!r}, a tuple with at least 1 exchange is needed: "
+                f"use some of {', '.join(TRAITS)}"
+            )
+        for index, exchange in enumerate(self.cp_comm_types if self.cp_comm_types != AUTO_ALONE else ()):
+            if exchange not in TRAITS or exchange in self.cp_comm_types[:index]:
+                what = "unknown" if exchange not in TRAITS else "there twice"
+                raise InvalidInputError(
+                    f"cp_comm_types: {exchange!r} is {what}: use {AUTO}, or some of {', '.join(TRAITS)}, each once",
+                    cp_comm_type=exchange,
+                )
+
+    def largest_cp_size(self, topology: Topology) -> int:
+        """Return the largest CP size that a bucket may have."""
+        return min(self.max_cp_size or topology.max_cp_size, topology.max_cp_size)
+
+    def _check_recompute(self) -> None:
+        _require_known("recompute", self.recompute, RECOMPUTE_MODES)
+        if unknown := [name for name in self.recompute_modules if name not in RECOMPUTE_MODULES]:
+            raise InvalidInputError(
+                f"recompute_modules: {unknown[0]!r} is unknown: use some of {', '.join(RECOMPUTE_MODULES)}"
+            )
+        method, number = self.recompute_layers
+        _require_known("recompute method", method, RECOMPUTE_METHODS)
+        require_at_least(1, recompute_num_layers=number)
+        if self.recompute_layers == EVERY_LAYER:
+            return
+        if self.recompute != "full":
+            raise InvalidInputError(
+                f"--recompute-method {method} --recompute-num-layers {number} says which layers full recomputation "
+                f"repeats, it is {self.recompute}: use full recomputation, or leave them out",
+                recompute=self.recompute,
+                recompute_num_layers=number,
+            )
+        if self.pool != "off":
+            raise UnsupportedFeatureError(
+                f"in a pool all ranks recompute layer by layer, it is --recompute-method {method} "
+                f"--recompute-num-layers {number}: use uniform and 1, or leave the pool out",
+                pool=self.pool,
+            )
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether every layer is computed again, so that no more can be."""
+        return self.recompute == "full" and self.recompute_layers.method == "uniform"
+
+    @property
+    def repeated(self) -> frozenset[RecomputeModule]:
+        """What backward computes again, of block recomputation in the first layers of a model chunk alone."""
+        if self.recompute == "full":
+            return frozenset(RECOMPUTE_MODULES)
+        return frozenset(self.recompute_modules) if self.recompute == "selective" else frozenset()
+
+    @property
+    def element_bytes(self) -> ElementBytes:
+        """Bytes of an element of each kind of tensor."""
+        residual = 4 if self.fp32_residual else self.bytes_per_element
+        return ElementBytes(
+            activation=self.bytes_per_element,
+            residual=residual,
+            exchanged=self.bytes_per_element,
+            weight=self.bytes_per_element,
+        )
 
 
 def allowed_exchanges(

@@ -27,7 +27,7 @@ from dynamic_cp.pool import layer_steps
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass, Rounds
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError, LaneMessages
 from megatron.dynamic_cp.attention.placed_packs import PlacedPacks
-from megatron.dynamic_cp.pool import chains
+from megatron.dynamic_cp.pool import layer_pass
 from megatron.dynamic_cp.pool.layer_pass import LayerPass, mirrored, tag_of
 from megatron.dynamic_cp.pool.nano_batches import NanoBatchedLayer
 from tests.distributed.faults import around
@@ -313,7 +313,7 @@ def run_chains() -> list[Any]:
     """Return [chain, whether it would record gradients] in their order, and the message of one that failed."""
     found: list[Any] = []
     begun = [
-        chains.begin(lambda number=number: found.append([number, torch.is_grad_enabled()]), CPU) for number in "ab"
+        layer_pass.begin_chain(lambda number=number: found.append([number, torch.is_grad_enabled()]), CPU) for number in "ab"
     ]
     for one in reversed(begun):
         one.wait()
@@ -321,8 +321,8 @@ def run_chains() -> list[Any]:
     def fail() -> None:
         raise ExchangeError("lost")
 
-    failing = chains.begin(fail, CPU)
-    chains.begin(lambda: None, CPU).wait()
+    failing = layer_pass.begin_chain(fail, CPU)
+    layer_pass.begin_chain(lambda: None, CPU).wait()
     with pytest.raises(ExchangeError) as caught:
         failing.wait()
     return [*found, str(caught.value)]
@@ -387,8 +387,8 @@ def test_on_a_gpu_a_chain_is_queued_at_once_and_keeps_what_it_reads_until_it_is_
         "stream": on,
         "Stream": lambda device: side,
     }
-    with mock.patch.multiple(torch.cuda, **replaced), mock.patch.dict(chains._streams, clear=True):
-        chain = chains.begin(work, side.device)
+    with mock.patch.multiple(torch.cuda, **replaced), mock.patch.dict(layer_pass._streams, clear=True):
+        chain = layer_pass.begin_chain(work, side.device)
         assert told == [
             "the side stream waits for the main stream",
             "on the side stream",
@@ -400,8 +400,8 @@ def test_on_a_gpu_a_chain_is_queued_at_once_and_keeps_what_it_reads_until_it_is_
         assert told[4:] == ["the main stream waits for what the side stream has so far"]
         gc.collect()
         assert alive[0]() is None
-        chains.begin(work, side.device)
-        assert list(chains._streams.values()) == [side]
+        layer_pass.begin_chain(work, side.device)
+        assert list(layer_pass._streams.values()) == [side]
 
 
 def test_layers_read_all_of_a_gradient() -> None:

@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from torch.utils.flop_counter import FlopCounterMode
 
-from dynamic_cp.pricing.flops import batch_flops
+from dynamic_cp.pricing.work import batch_flops
 from dynamic_cp.types import ModelShape
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.step.loss import forward_step, sum_of_losses

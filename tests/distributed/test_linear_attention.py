@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.placement.programme import Programme
-from dynamic_cp.plans.state_runs import StateRuns
-from dynamic_cp.pricing.linear_attention import sent_states
+from dynamic_cp.plans.stretches import Stretches
+from dynamic_cp.pricing.linear_prices import sent_states
 from dynamic_cp.types import FULL, LinearAttention, Mask, Sample, StateExchange, parse_mask
 from dynamic_cp.types import STATE_EXCHANGES as WAYS
 from dynamic_cp.types.branches import Branches
@@ -213,7 +213,7 @@ def test_lanes_send_what_is_planned(kind: str) -> None:
             assert error(found, whole.expected) < 1e-4
         of_tokens = sum(seqlens) / cp_size * sizes.heads_bytes(cp_size, 4)
         assert [sum(one) / cp_size for one in zip(*sent["heads"], strict=True)] == [of_tokens] * 2
-        planned = sent_states(StateRuns.of_chunks(seqlens, cp_size), sizes, 4).of_lanes(np.zeros(cp_size, np.int64))
+        planned = sent_states(Stretches.of_chunks(seqlens, cp_size), sizes, 4).of_lanes(np.zeros(cp_size, np.int64))
         assert sent["states"] == [*zip(*planned.sum(axis=1).tolist(), strict=True)]
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes
-from dynamic_cp.plans.state_runs import StateRuns
-from dynamic_cp.pricing.linear_attention import sent_states
+from dynamic_cp.plans.stretches import Stretches
+from dynamic_cp.pricing.linear_prices import sent_states
 from dynamic_cp.types import Bucket, MicroBatch, Plan, PlannedBatch, Sample, Topology
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.data.micro_batches import packed_buckets
@@ -105,7 +105,7 @@ def test_homes_anywhere_equal_samples_token_after_token(kind: str, num_lanes: in
         assert error(found, whole.expected) < 1e-10, str(bucket)
         found, sent = computed(whole, bucket, dtype=torch.float32)
         assert error(found, whole.expected) < 1e-3
-        planned = sent_states(StateRuns.of_placement(bucket), whole.sizes, 4)
+        planned = sent_states(Stretches.of_placement(bucket), whole.sizes, 4)
         of_lanes = planned.of_lanes(np.zeros(bucket.cp_size, np.int64)).sum(axis=1)
         assert np.allclose(sent, of_lanes.T, rtol=1e-12, atol=0), "a lane sends something else than is planned"
 
@@ -144,7 +144,7 @@ def homes(*of_lanes: Sequence[tuple[int, int, int]]) -> Bucket:
 
 def test_runs_are_homes_that_adjoin() -> None:
     """Lane 0 has the begin of sample 0, in two homes, and all of sample 1; lane 1 has the end of sample 0."""
-    runs = StateRuns.of_placement(homes([(0, 0, 4), (0, 4, 6), (1, 0, 3)], [(0, 6, 9)]), rank_token_multiple=4)
+    runs = Stretches.of_placement(homes([(0, 0, 4), (0, 4, 6), (1, 0, 3)], [(0, 6, 9)]), rank_token_multiple=4)
     assert [column.tolist() for column in runs] == [
         [0, 1, 0, 0, 1],
         [0, 0, 6, 9, 3],
@@ -154,7 +154,7 @@ def test_runs_are_homes_that_adjoin() -> None:
     assert runs.is_linked.tolist() == [True, True, False, False, False]
     assert runs.num_linked.tolist() == [1, 1]
     assert runs.depth.tolist() == [0, 1, 0, 0, 0]
-    assert StateRuns.read(runs.as_json()).as_json() == runs.as_json()
+    assert Stretches.read(runs.as_json()).as_json() == runs.as_json()
     known = runs.known_to(1)
     assert [column.tolist() for column in known] == [[0, 1, 1], [0, 0, 3], [6, 3, 1], [-1, 0, -1]]
 

@@ -16,8 +16,8 @@ from dynamic_cp.errors import DisagreementError
 from dynamic_cp.mechanisms.blocks import AGAIN_KEYS, AGAIN_QUERIES, COLLECTED_KEYS, FETCHED_KEYS, FETCHED_QUERIES
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE
 from dynamic_cp.plans.padding import placed_share
-from dynamic_cp.pool.layer_steps import Repeats, Step, steps_of
-from dynamic_cp.pool.server_ticks import decode_ticks, encode_ticks
+from dynamic_cp.pool.layer_steps import LayerStep, Repeats, steps_of
+from dynamic_cp.pool.text import decode_ticks, encode_ticks
 from dynamic_cp.types.placement import ROW
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
@@ -123,11 +123,11 @@ def test_backward_mirrors_forward_step_by_step() -> None:
         "launch 1 of layer 1 forward",
     ]
     back = {"launch": "wait", "attend": "attend", "wait": "launch"}
-    expected = [Step(back[step.what], step.layer, True, 1 - step.slot) for step in reversed(forward)]
+    expected = [LayerStep(back[step.what], step.layer, True, 1 - step.slot) for step in reversed(forward)]
     assert steps_of(3, is_backward=True, repeats="nothing") == expected
 
 
-def brief(steps: list[Step]) -> str:
+def brief(steps: list[LayerStep]) -> str:
     """Return steps in a line; those of a layer that is computed again begin with +."""
     return " ".join(f"{'' if one.is_backward else '+'}{one.what}{one.slot}/{one.layer}" for one in steps)
 
@@ -157,7 +157,7 @@ def test_what_is_repeated_runs_beside_the_layer_behind_and_nothing_is_lost(repea
         assert [one for one in steps if one.is_backward] == steps_of(3, is_backward=True, repeats="nothing")
     # Of every layer attention is there again before its gradient goes out.
     for layer in range(3):
-        last, first = Step("wait", layer, False, 1), Step("launch", layer, True, 0)
+        last, first = LayerStep("wait", layer, False, 1), LayerStep("launch", layer, True, 0)
         assert steps.index(first) == steps.index(last) + 1
     assert steps_of(3, is_backward=False, repeats=repeats) == steps_of(3, is_backward=False, repeats="nothing")
 
@@ -182,11 +182,11 @@ def test_mirrored_transfers_take_the_way_back() -> None:
 
 def test_a_step_out_of_turn_and_one_left_over_are_refused_with_both() -> None:
     step_order = StepOrder(steps_of(1, is_backward=False, repeats="nothing"), "iteration 3")
-    step_order.take(Step("launch", 0, False, 0))
+    step_order.take(LayerStep("launch", 0, False, 0))
     with pytest.raises(
         DisagreementError, match=r"iteration 3: attend 0 .* as step 1 of 6, which is launch 1 of layer 0"
     ):
-        step_order.take(Step("attend", 0, False, 0))
+        step_order.take(LayerStep("attend", 0, False, 0))
     with pytest.raises(DisagreementError, match=r"1 steps of layers in two nano-batches ran, the tick has 6"):
         step_order.finish()
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
-from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.placement.cuts import placement_under
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
-from dynamic_cp.placement.narrow import placement_under
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import programmes_of
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, fetches_of, messages_of
 from dynamic_cp.plans.lane_plan import LanePlan, PlanFacts, decode_lane, encode_lanes

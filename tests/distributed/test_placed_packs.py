@@ -12,8 +12,8 @@ import torch
 
 from dynamic_cp.placement.cuts import Cut, spread, trimmed
 from dynamic_cp.placement.divisions import COMMON, Schedule, divided
-from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Lambda, Mask, Placement, Sample, SharedQuestion
 from megatron.dynamic_cp.attention.kernels.choice import CPU

@@ -25,7 +25,7 @@ from megatron.dynamic_cp.attention.mechanisms.transfers import (
 from megatron.dynamic_cp.groups import first_exchange as warm_up
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks, two_level_blocks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
-from megatron.dynamic_cp.pool import chains
+from megatron.dynamic_cp.pool import layer_pass
 from tests import patience
 from tests.distributed.harness import initialize_model_parallel, refuses, run_ranks
 
@@ -353,7 +353,7 @@ def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
         "messages_of_all": lambda params: all_to_all_messages(
             [[x_THD]] * 2, [[Expected((2, 1, 4), x_THD.dtype)]] * 2, params
         ),
-        "chain": lambda params: chains.begin(
+        "chain": lambda params: layer_pass.begin(
             LaneMessages([], [(1, [Expected((2, 1, 4), x_THD.dtype)])], params, 5).wait, x_THD.device
         ).wait(),
     }

@@ -21,17 +21,16 @@ from megatron.core.utils import get_model_config
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
 from dynamic_cp.models import catalog
-from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import Programme, programmes_of
-from dynamic_cp.plans.lane_tokens import lane_tokens_of
-from dynamic_cp.plans.padding import placed_share
+from dynamic_cp.plans.padding import lane_tokens_of, placed_share
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pool.layer_steps import Step
-from dynamic_cp.pool.plan import ticks_of
+from dynamic_cp.pool.layer_steps import LayerStep
 from dynamic_cp.pool.prices import TaskOptions
 from dynamic_cp.pool.search import plan_tasks
-from dynamic_cp.pool.server_ticks import ServerTicks
+from dynamic_cp.pool.tasks import ticks_of
+from dynamic_cp.pool.text import ServerTicks
 from dynamic_cp.pool.ticks import Tick, tick_order
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import CAUSAL, Bucket, MicroBatch, Placement, Plan, PlanOptions, Problem, Sample
@@ -275,7 +274,7 @@ def run_planned(one: PoolCase, model: list[Any], step: StepData, forward_step_fu
     """Run a step as training does."""
     lane = parallel_state.get_data_parallel_rank()
     rank_tokens = lane_tokens_of(one.case.plan)[:, lane].tolist()
-    taken: list[Step] = []
+    taken: list[LayerStep] = []
     with mock.patch.object(StepOrder, "take", lambda self, step: (taken.append(step), take(self, step))):
         run_schedule(
             model, step, 1 << 20, forward_only=False, rank_tokens=rank_tokens, verify_messages=True,

@@ -36,7 +36,7 @@ from megatron.core import parallel_state
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from dynamic_cp.decide.calibration.measurements import Measurement
-from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import Programme, programmes_of
 from dynamic_cp.placement.transport import ACROSS, INSIDE
 from dynamic_cp.plans.lane_plan import PlanFacts, lane_plan
@@ -57,7 +57,7 @@ from megatron.dynamic_cp.data.micro_batches import PackedBucket, PackedStep, mic
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, boundaries
 from megatron.dynamic_cp.plans.planner import Planner
-from megatron.dynamic_cp.pool import chains
+from megatron.dynamic_cp.pool import layer_pass
 from megatron.integrations.post_training.caller_order import OUTPUTS, agreed_order
 from megatron.integrations.post_training.losses import Objective, agreed_columns, count_tokens
 from megatron.trainer.data import index_once
@@ -507,7 +507,7 @@ def faults() -> Notes:
         def chain() -> None:
             with FakeGPU():
                 keys, total = torch.ones(3, device=device), torch.zeros(3, device=device)
-                chains.begin(lambda: total.add_(keys), device).wait()
+                layer_pass.begin_chain(lambda: total.add_(keys), device).wait()
                 total.sum()
 
         chain()

@@ -20,13 +20,11 @@ from dynamic_cp.memory.activations import tokens_of_states
 from dynamic_cp.pipeline.schedule import stage_operations
 from dynamic_cp.pipeline.simulator import makespan_ns, simulate
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
-from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.plans.padding import padding_fraction
+from dynamic_cp.plans.padding import lane_tokens, padding_fraction
 from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_plan
-from dynamic_cp.plans.state_counts import room_for_runs, runs_of_branches
-from dynamic_cp.plans.state_runs import StateRuns
+from dynamic_cp.plans.stretches import Stretches, cuts_by_branches, room_for_states
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.pricing.allowed import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.search import POLICIES, plan_global_batch
 from dynamic_cp.types import (
@@ -321,10 +319,10 @@ def check_hybrid_case(case: Case, seed: int) -> Counter[str]:
     multiple = case.topology.rank_token_multiple
 
     def fits(bucket: Bucket) -> bool:
-        num_runs = 2 * len(bucket.samples) + sum(map(runs_of_branches, bucket.samples))  # however branches lie
+        num_runs = 2 * len(bucket.samples) + sum(map(cuts_by_branches, bucket.samples))  # however branches lie
         if bucket.placement is not None:
-            room = room_for_runs(case.options.max_tokens_per_rank)
-            num_runs = np.maximum(StateRuns.of_placement(bucket, multiple).num_linked - room, 0)
+            room = room_for_states(case.options.max_tokens_per_rank)
+            num_runs = np.maximum(Stretches.of_placement(bucket, multiple).num_linked - room, 0)
         held = np.array(lane_tokens(bucket, multiple)) + num_runs * of_run
         return bool(held.max() <= case.options.max_tokens_per_rank * (1 + 1e-12))
 

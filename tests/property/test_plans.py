@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from dynamic_cp.errors import InfeasibleSampleError
 from dynamic_cp.plans.padding import rank_tokens
-from dynamic_cp.pricing.capacity import allowed_cp_sizes
+from dynamic_cp.pricing.allowed import allowed_cp_sizes
 from dynamic_cp.search.search import POLICIES, check_feasible
 from dynamic_cp.types import CP_COMM_TYPES, PlanOptions, Sample, Topology
 from tests.property.instances import (

@@ -14,9 +14,9 @@ from dynamic_cp.errors import CheckpointError, DynamicCPError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.reduction import Reduction
+from dynamic_cp.pricing.edges import Reduction
 from dynamic_cp.types import Adapters, DataParallel, PlanOptions, Problem, Topology
-from dynamic_cp.types.adapters import ADAPTED
+from dynamic_cp.types.data_parallel import ADAPTED
 from megatron.integrations.weights.exporting import export_adapters, export_weights
 from tests.trainer.test_weights import (
     DATA,

@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from dynamic_cp.errors import CheckpointError
 from dynamic_cp.plans.padding import padded_seqlens
-from dynamic_cp.pricing.reduction import ddp_bucket_size
+from dynamic_cp.pricing.edges import ddp_bucket_size
 from megatron.dynamic_cp.repairs import patches
 from megatron.dynamic_cp.step.loss import sum_of_losses
 from megatron.trainer.checkpoints import checkpoint_files, interchange

@@ -20,7 +20,7 @@ from megatron.core.optimizer import distrib_optimizer
 
 from dynamic_cp.memory.memory_model import MemoryModel, StageMemory
 from dynamic_cp.models import catalog
-from dynamic_cp.pricing.reduction import ddp_bucket_size
+from dynamic_cp.pricing.edges import ddp_bucket_size
 from dynamic_cp.types import Problem, StateDtypes
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.repairs import patches

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dynamic_cp.errors import CheckpointError, InvalidInputError
-from dynamic_cp.pricing.reduction import ddp_bucket_size
+from dynamic_cp.pricing.edges import ddp_bucket_size
 from megatron.dynamic_cp.agreement import verify
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds, for_chunk
 from megatron.trainer.ending import exits

@@ -16,8 +16,8 @@ from benchmarks.planner.frozen import (
     frozen_topology,
 )
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
-from dynamic_cp.pricing.lengths import Lengths
-from dynamic_cp.pricing.reduction import Reduction
+from dynamic_cp.pricing.edges import Reduction
+from dynamic_cp.pricing.work import Lengths
 from dynamic_cp.types import Bucket, Hardware, MicroBatch, ModelShape, Plan, PlanOptions, Problem, Sample, Topology
 
 __all__ = [

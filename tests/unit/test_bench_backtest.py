@@ -14,8 +14,7 @@ from benchmarks.backtest import causes, errors, layouts, variable
 from benchmarks.backtest.runs import FILE, IN_FULL, Run, read_runs
 from benchmarks.backtest.steps import modelled, plan_of, problem_of, slower
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pricing.edges import tensor_s_per_token
-from dynamic_cp.pricing.reduction import Reduction
+from dynamic_cp.pricing.edges import Reduction, tensor_s_per_token
 from dynamic_cp.types import StateDtypes
 
 

@@ -13,7 +13,7 @@ from benchmarks.blocks.baselines import baselines
 from benchmarks.blocks.rings import Ring, chunked, ring_seconds
 from benchmarks.blocks.setting import H100_NODES, PAPER_NODES, Setting, masked
 from benchmarks.planner.report import Row
-from dynamic_cp.pricing.terms import price
+from dynamic_cp.pricing.table import price
 from dynamic_cp.types import CausalBlockwise, Lambda
 
 ONE_NODE = Setting(num_nodes=1, node_lanes=4, num_tokens=65536)

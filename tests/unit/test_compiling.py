@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamic_cp import _jit
-from dynamic_cp._one_compiler import OneCompiler
+from dynamic_cp._jit import OneCompiler
 
 pytest.importorskip("numba")
 

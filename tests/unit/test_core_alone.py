@@ -53,8 +53,8 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 """
 OF_FEW = {
-    *("dynamic_cp.placement", "dynamic_cp.search.placed", "dynamic_cp.search.states", "dynamic_cp.plans.state_runs"),
-    *("dynamic_cp.pricing.linear_attention", "dynamic_cp.mechanisms.placed_seconds"),
+    *("dynamic_cp.placement", "dynamic_cp.search.placed", "dynamic_cp.search.states", "dynamic_cp.plans.stretches"),
+    *("dynamic_cp.pricing.linear_prices", "dynamic_cp.mechanisms.placed_seconds"),
     *("megatron.dynamic_cp.attention.placed_packs", "megatron.dynamic_cp.attention.mechanisms.blocks"),
     *("megatron.dynamic_cp.attention.linear.thd", "megatron.dynamic_cp.model.linear_layers"),
     *("megatron.trainer.data.chat", "megatron.trainer.data.chat_format"),

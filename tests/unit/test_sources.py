@@ -16,7 +16,7 @@ import pytest
 
 from dynamic_cp import _jit
 from dynamic_cp.mechanisms.registry import MECHANISMS
-from dynamic_cp.pipeline.graph import pipeline_graph
+from dynamic_cp.pipeline.schedule import pipeline_graph
 from dynamic_cp.types import TRAITS
 from tests.unit.sources import PACKAGES, ROOT, by_class, files_of, is_kernel, module_of, nodes_of, relative, text_of
 
@@ -100,7 +100,7 @@ def test_every_place_that_could_run_what_it_reads_is_listed() -> None:
 # Mechanisms: which of them a job may use is decided in one file.
 
 
-COMPARE = {"dynamic_cp/pricing/resolution.py": "decides"}
+COMPARE = {"dynamic_cp/pricing/allowed.py": "decides"}
 LIST = {
     **COMPARE,
     "dynamic_cp/types/attention.py": "the table of their traits",

@@ -29,13 +29,13 @@ from dynamic_cp.convex import Convex
 from dynamic_cp.decide.bounds import bound_at
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.memory.activations import tokens_of_states
-from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, pipeline_graph
+from dynamic_cp.pipeline.schedule import EMBEDDING, HEAD, pipeline_graph
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.padding import padded_seqlen, round_up
-from dynamic_cp.plans.state_counts import states_of_sample
+from dynamic_cp.plans.stretches import states_of_sample
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.lengths import lengths_of
-from dynamic_cp.pricing.terms import CONSTANT, convex_of, prices_of
+from dynamic_cp.pricing.table import CONSTANT, convex_of, prices_of
+from dynamic_cp.pricing.work import lengths_of
 from dynamic_cp.types import STATE_EXCHANGES, Bucket, MicroBatch, Plan, Sample
 
 _FEASIBLE = 2

@@ -19,8 +19,8 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.decide.bounds.ways import Ways
-from dynamic_cp.pricing.lengths import Lengths
-from dynamic_cp.pricing.terms import price
+from dynamic_cp.pricing.table import price
+from dynamic_cp.pricing.work import Lengths
 from dynamic_cp.types import Topology
 
 _MAX_COUNTS = 64

@@ -27,9 +27,8 @@ from dynamic_cp.decide.bounds.work import Work, least_work, sum_of_least
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.lengths import Lengths, density_of, lengths_of
-from dynamic_cp.pricing.table import PriceTable
-from dynamic_cp.pricing.terms import price
+from dynamic_cp.pricing.table import PriceTable, price
+from dynamic_cp.pricing.work import Lengths, density_of, lengths_of
 from dynamic_cp.types import Sample, Topology
 
 Effort = Literal["quick", "report", "exhaustive"]

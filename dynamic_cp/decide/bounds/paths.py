@@ -27,7 +27,7 @@ import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.pipeline.graph import EMBEDDING, HEAD, Graph, pipeline_graph
+from dynamic_cp.pipeline.schedule import EMBEDDING, HEAD, Graph, pipeline_graph
 
 NUM_DIRECTIONS = 5
 """Directions (1 - t, t) of (forward, backward), t = 0, 1/4, .. 1, in which the work is bounded."""

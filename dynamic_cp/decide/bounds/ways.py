@@ -8,9 +8,8 @@ import numpy as np
 
 from dynamic_cp._jit import compiled, inlined
 from dynamic_cp.arrays import Floats, Ints
-from dynamic_cp.pricing import terms as of_prices
-from dynamic_cp.pricing.table import PriceTable
-from dynamic_cp.pricing.terms import CONSTANT, NUM_KINKS, NUM_TERMS, PER_TOKEN, kink_at, linear_parts, price
+from dynamic_cp.pricing import table as of_prices
+from dynamic_cp.pricing.table import CONSTANT, NUM_KINKS, NUM_TERMS, PER_TOKEN, PriceTable, kink_at, linear_parts, price
 
 
 class Ways(NamedTuple):
@@ -20,7 +19,7 @@ class Ways(NamedTuple):
         cp_sizes: [way] lanes.
         longest: [way] tokens of the longest sample that may run so.
         capacities: [way] true tokens that a bucket may hold.
-        terms: [way, forward or backward, NUM_TERMS] seconds, of `pricing.terms.price`: at least so much it takes.
+        terms: [way, forward or backward, NUM_TERMS] seconds, of `pricing.table.price`: at least so much it takes.
         level_terms: the same of a bucket in a mean over all lanes of a plan, with all that its tokens cost at experts
             that other lanes share; `terms` have only what it brings by itself.
         floors_s: [forward or backward] what every bucket pays at least.

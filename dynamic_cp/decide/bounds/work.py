@@ -22,8 +22,8 @@ import numpy as np
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.decide.bounds.ways import Ways
-from dynamic_cp.pricing.lengths import Lengths, density_of
-from dynamic_cp.pricing.terms import NUM_KINKS, kink_at, kinks_of, line_below
+from dynamic_cp.pricing.table import NUM_KINKS, kink_at, kinks_of, line_below
+from dynamic_cp.pricing.work import Lengths, density_of
 
 _MAX_GROUPS = 256
 """Samples that the search for lambdas looks at; the sum itself is taken over all."""

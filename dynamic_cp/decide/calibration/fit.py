@@ -27,7 +27,7 @@ from dynamic_cp.decide.calibration.measurements import Calibration, FitError, Me
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.edges import LOSS_BACKWARD_BYTES_PER_LOGIT, LOSS_FORWARD_BYTES_PER_LOGIT
-from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD
+from dynamic_cp.pricing.linear_prices import BACKWARD_OVER_FORWARD
 from dynamic_cp.types import Hardware, PlanOptions, Problem, Topology
 
 BUCKET_LAYERS = 2

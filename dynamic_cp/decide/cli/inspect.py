@@ -24,7 +24,7 @@ from dynamic_cp.decide.cli.parameters import (
 from dynamic_cp.decide.cli.tables import can_draw, console, make_table, progress
 from dynamic_cp.decide.files import STDOUT, check_suffix, check_writable, write_json, write_text
 from dynamic_cp.errors import DynamicCPError, InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.lengths.streams import is_pipe, name_of, piped_bytes
+from dynamic_cp.lengths.read import is_pipe, name_of, piped_bytes
 from dynamic_cp.models import catalog
 from dynamic_cp.models.hardware_numbers import KIND_OF
 from dynamic_cp.types import Sample, counted

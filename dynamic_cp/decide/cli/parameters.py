@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 from dynamic_cp.decide.cli.flag_names import with_own_flags
 from dynamic_cp.decide.tried import sizes_in
 from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputError
-from dynamic_cp.lengths.streams import STDIN, is_pipe
+from dynamic_cp.lengths.read import STDIN, is_pipe
 from dynamic_cp.models import catalog
 from dynamic_cp.models.layers import LayerFeatures, hardware_of_layers, is_of_local_layers
 from dynamic_cp.setting import TP_OVERLAPS, TpOverlap

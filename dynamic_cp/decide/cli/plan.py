@@ -27,8 +27,7 @@ from dynamic_cp.decide.cli.parameters import (
 from dynamic_cp.decide.cli.tables import Progress, can_draw, console, heading, note, percent, progress, seconds
 from dynamic_cp.decide.cli.tuned import searched, shared_of, space_of, why_fastest
 from dynamic_cp.decide.files import STDOUT, check_apart, check_writable, write_json, write_text
-from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.nearest import did_you_mean
+from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError, did_you_mean
 from dynamic_cp.types import Hardware, Plan, PlannedBatch, PoolUse, Problem, counted
 from dynamic_cp.types.stage_layers import in_words
 
@@ -124,8 +123,8 @@ def _plan(
     # Imported here: the planner's compiled code takes longer to import than all the rest.
     from dynamic_cp.plans.padding import padding_fraction
     from dynamic_cp.plans.serialize import digest
+    from dynamic_cp.pricing.allowed import problem_of_prices
     from dynamic_cp.pricing.cost_model import CostModel
-    from dynamic_cp.pricing.resolution import problem_of_prices
     from dynamic_cp.search.plan_in_memory import options_in_memory, plan_in_memory
 
     (samples,) = batches = batch.draw()
@@ -298,7 +297,7 @@ def _memory_figures(plan: Plan, memory: Any, hardware: Hardware) -> dict[str, An
 
 def _flops_figures(planned: PlannedBatch, problem: Problem) -> dict[str, Any]:
     """Return rates of true tokens and model FLOPs; hardware_flops has padding and recomputation in it."""
-    from dynamic_cp.pricing.flops import mfu, plan_flops, tflops_per_rank
+    from dynamic_cp.pricing.work import mfu, plan_flops, tflops_per_rank
 
     true, padded = plan_flops(problem.model, planned.plan, problem.options.recompute, problem.recomputed_share())
     seconds, num_ranks = planned.predicted_s, planned.plan.topology.world_size

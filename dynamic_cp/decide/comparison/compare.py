@@ -20,14 +20,12 @@ from functools import partial
 from dynamic_cp.decide.comparison.job import Job, SweepJob, batch_outcome, rates
 from dynamic_cp.decide.comparison.parts import PricesByPart
 from dynamic_cp.decide.comparison.values import BatchOutcome, Comparison, OtherPrice, PolicyOutcome
-from dynamic_cp.errors import InvalidInputError, MemoryLimitError
-from dynamic_cp.nearest import did_you_mean
+from dynamic_cp.errors import InvalidInputError, MemoryLimitError, did_you_mean
 from dynamic_cp.plans.padding import padding_fraction
-from dynamic_cp.pool.choice import choose, task_options_of
+from dynamic_cp.pool.kind import choose, task_options_of
 from dynamic_cp.pool.prices import TaskOptions
 from dynamic_cp.pool.search import PlannedTasks, plan_tasks
-from dynamic_cp.pricing.capacity import allowed_cp_sizes
-from dynamic_cp.pricing.resolution import options_serving
+from dynamic_cp.pricing.allowed import allowed_cp_sizes, options_serving
 from dynamic_cp.search.plan_in_memory import fits_and_seconds, options_in_memory
 from dynamic_cp.search.search import POLICIES, plan_problem
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting

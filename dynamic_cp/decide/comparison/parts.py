@@ -24,9 +24,8 @@ from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.plans.padding import padded_of
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel, is_priced_lane_by_lane
-from dynamic_cp.pricing.flops import length_sums
-from dynamic_cp.pricing.lengths import squared_tokens
-from dynamic_cp.pricing.terms import prices_of
+from dynamic_cp.pricing.table import prices_of
+from dynamic_cp.pricing.work import length_sums, squared_tokens
 from dynamic_cp.types import Bucket, Plan, Problem, Topology
 
 _FREE_BYTES_PER_S = 1e30

@@ -20,8 +20,8 @@ from dynamic_cp.decide.report.page import Picture, picture, render
 from dynamic_cp.decide.report.placed import placed_section
 from dynamic_cp.pipeline.timeline import Timeline
 from dynamic_cp.plans.serialize import format_cp_sizes
+from dynamic_cp.pricing.allowed import problem_of_prices
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.resolution import problem_of_prices
 from dynamic_cp.types import ModelShape, Problem, Sample, counted
 
 LABELS = (

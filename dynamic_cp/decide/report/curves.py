@@ -27,8 +27,7 @@ from dynamic_cp.decide.report.drawing import (
 from dynamic_cp.decide.report.theme import Theme
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.flops import batch_flops, length_sums
-from dynamic_cp.pricing.lengths import squared_tokens
+from dynamic_cp.pricing.work import batch_flops, length_sums, squared_tokens
 from dynamic_cp.types import Hardware, ModelShape, Sample
 
 if TYPE_CHECKING:

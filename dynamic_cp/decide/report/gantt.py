@@ -23,8 +23,7 @@ from dynamic_cp.decide.report.drawing import (
     time_unit,
 )
 from dynamic_cp.decide.report.theme import Theme
-from dynamic_cp.pipeline.graph import places_of
-from dynamic_cp.pipeline.schedule import KINDS
+from dynamic_cp.pipeline.schedule import KINDS, places_of
 from dynamic_cp.pipeline.timeline import Timeline, durations_ns
 from dynamic_cp.types import counted, largest_power_of_two
 

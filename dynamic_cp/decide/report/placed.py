@@ -28,8 +28,8 @@ from dynamic_cp.decide.report.placed_tiles import MAX_SAMPLES, placed_tiles, sam
 from dynamic_cp.decide.report.theme import Theme
 from dynamic_cp.decide.sent import nodes_of, sent_by_bucket
 from dynamic_cp.mechanisms.placed_seconds import work_of_tiles
-from dynamic_cp.placement.lanes import Lanes
-from dynamic_cp.placement.narrow import placement_under
+from dynamic_cp.placement.cuts import placement_under
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.sent import Sent
 from dynamic_cp.types import Bucket, Causal, Full, Lambda, Mask, Placement, Plan, Problem, counted
 from dynamic_cp.types.placement import LANE

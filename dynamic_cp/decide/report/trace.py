@@ -22,12 +22,10 @@ from dynamic_cp.arrays import Ints
 from dynamic_cp.decide.files import write_whole
 from dynamic_cp.decide.report.run import MeasuredSpan
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.pipeline.graph import FORWARD
-from dynamic_cp.pipeline.schedule import Operation
+from dynamic_cp.pipeline.schedule import FORWARD, Operation
 from dynamic_cp.pipeline.timeline import Span, Timeline, durations_ns
-from dynamic_cp.plans.lane_tokens import lane_tokens_of
-from dynamic_cp.pool.plan import ticks_of
-from dynamic_cp.pool.tasks import SERVER
+from dynamic_cp.plans.padding import lane_tokens_of
+from dynamic_cp.pool.tasks import SERVER, ticks_of
 from dynamic_cp.types.placement import HOLDER
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from dynamic_cp.decide.comparison.job import SweepJob
 from dynamic_cp.decide.comparison.values import OtherPrice, speedup_of
 from dynamic_cp.decide.sweep.space import MORE_ROOM, Refused
 from dynamic_cp.errors import InfeasibleSampleError, UnsupportedFeatureError
-from dynamic_cp.pricing.linear_attention import core_flops_per_s
+from dynamic_cp.pricing.linear_prices import core_flops_per_s
 from dynamic_cp.search.search import plan_batch
 from dynamic_cp.setting import STATIC_POLICIES, Setting
 from dynamic_cp.types import Hardware

@@ -14,7 +14,7 @@ from dynamic_cp.decide.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECO
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.pool.prices import refuse_model
-from dynamic_cp.pricing.resolution import exchanges_of_policy
+from dynamic_cp.pricing.allowed import exchanges_of_policy
 from dynamic_cp.setting import POOL_POLICIES, Setting
 from dynamic_cp.types import EVERY_LAYER, CpCommType, ModelShape, RecomputedLayers, Topology, chunk_tokens
 from dynamic_cp.types.stage_layers import is_level

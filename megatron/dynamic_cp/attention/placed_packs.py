@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dynamic_cp.placement.programme import Held, Programme
 from dynamic_cp.placement.transport import INSIDE
-from dynamic_cp.plans.state_runs import StateRuns
+from dynamic_cp.plans.stretches import Stretches
 from dynamic_cp.types import CAUSAL, FULL, Mask, Sample
 from dynamic_cp.types.placement import COLUMN, ROW
 from megatron.dynamic_cp.attention.packs import Pack, pairs_of_ranges, to_device
@@ -72,7 +72,7 @@ class PlacedLane:
     inner_cp_size: int = 1
     inner_rank: int = 0
     first_in_group: int = 0
-    state_runs: StateRuns | None = None
+    state_runs: Stretches | None = None
 
     @property
     def homes(self) -> list[Home]:

@@ -263,7 +263,7 @@ def _packed(bucket: Bucket, plan: LanePlan, part: Any) -> PackedBucket:
     multiple = plan.facts.rank_token_multiple
     if part is not None:
         from dynamic_cp.placement.programme import Programme
-        from dynamic_cp.plans.state_runs import StateRuns
+        from dynamic_cp.plans.stretches import Stretches
         from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 
         part, runs = part if bucket.exchanges_states else (part, None)
@@ -275,7 +275,7 @@ def _packed(bucket: Bucket, plan: LanePlan, part: Any) -> PackedBucket:
             num_tokens=num_tokens,
             inner_cp_size=bucket.inner_cp_size,
             inner_rank=(plan.lane - bucket.first_lane) % bucket.inner_cp_size,
-            state_runs=None if runs is None else StateRuns.read(runs),
+            state_runs=None if runs is None else Stretches.read(runs),
         )
         return replace(shape, padded_seqlens=(num_tokens,), placed=placed)
     return replace(

@@ -6,7 +6,7 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import Adapters
-from dynamic_cp.types.adapters import ADAPTED, OF_LINEAR, OF_MLP
+from dynamic_cp.types.data_parallel import ADAPTED, OF_LINEAR, OF_MLP
 from megatron.dynamic_cp.flags import linear_attention
 from megatron.dynamic_cp.flags.exclusions import ADAPTERS, refuse_pairs
 from megatron.dynamic_cp.flags.experts import num_experts

@@ -28,7 +28,7 @@ def with_exchange_sizes(settings: PlanningSettings, query_heads: int) -> Plannin
         InvalidInputError: an inner size or a CP size that the exchange cannot have; the message has both numbers.
         UnsupportedFeatureError: the exchange does not serve layers with windows.
     """
-    from dynamic_cp.mechanisms.links import lanes_in_one_node  # here: it imports numpy
+    from dynamic_cp.mechanisms.transfers import lanes_in_one_node  # here: it imports numpy
 
     exchange, exchanges = settings.cp_comm_type, settings.exchanges
     node_lanes = lanes_in_one_node(settings.topology)

@@ -11,7 +11,7 @@ from dynamic_cp.errors import DisagreementError, InvalidInputError
 from dynamic_cp.pipeline.schedule import KINDS
 from dynamic_cp.plans.lane_plan import LanePlan
 from dynamic_cp.plans.padding import placed_share
-from dynamic_cp.pool.server_ticks import decode_ticks
+from dynamic_cp.pool.text import decode_ticks
 from dynamic_cp.pool.ticks import Tick
 from megatron.dynamic_cp.attention.placed_packs import PlacedLane
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups

@@ -8,22 +8,129 @@ Backward runs the programme mirrored: columns that both nano-batches use are fet
 their gradients given back with those of the first. Every member of the group takes the same steps in the same order
 (`dynamic_cp.pool.layer_steps`), also those without tokens; a rank on which another one comes up says so before it sends
 anything (`StepOrder`).
+
+*Chains* of transfers go on beside what is computed: once the first one is there, the second one begins.
+Between them something is copied or added up, which nobody but this rank can do. On CPU ranks a thread does it, for all
+chains of the process, in their order. It is a daemon: a process that ends does not wait for it. On a GPU the whole
+chain is queued at once on a stream of its own, where waiting for NCCL holds up that stream alone.
+
+Ranks begin their chains at the same steps of a tick. A chain waits for messages that others send at its step, outside
+chains or in theirs, and for the chains before it; so the earliest one of all ranks never waits for a later one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
 
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.placement.transport import ACROSS, COLLECT, DELIVER, INSIDE, NUM_ROUNDS
-from dynamic_cp.pool.layer_steps import NUM_NANO_BATCHES, Step, What
+from dynamic_cp.pool.layer_steps import NUM_NANO_BATCHES, LayerStep, What
 from megatron.dynamic_cp.attention.mechanisms.blocks import BackwardPass, ForwardPass, Rounds
 from megatron.dynamic_cp.attention.mechanisms.transfers import LaneMessages
 from megatron.dynamic_cp.attention.placed_packs import PlacedPacks
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.measuring.nvtx import span
-from megatron.dynamic_cp.pool import chains
+
+Work = Callable[[], Any]
+"""Waits for a transfer and begins the next one. Returns what the device may still read or write when it returns."""
+
+
+class Chain(Protocol):
+    """A chain that has begun."""
+
+    def wait(self) -> None:
+        """Wait until its second transfer has begun; raise what kept it from that."""
+
+
+def begin_chain(work: Work, device: torch.device) -> Chain:
+    """Begin a chain behind those before it, and behind what this thread has queued on `device` so far."""
+    if device.type == "cuda":
+        return _OnStream(work, _stream_of(device))
+    chain = _InThread(work)
+    _thread().put(chain)
+    return chain
+
+
+class _InThread:
+    """A chain on a CPU rank."""
+
+    def __init__(self, work: Work) -> None:
+        self._work: Work | None = work
+        self._error: BaseException | None = None
+        self._is_done = threading.Event()
+
+    def run(self) -> None:
+        """Do the work; an error is kept for who waits."""
+        assert self._work is not None
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+        self._work = None  # which has the buffers of a layer
+        self._is_done.set()
+
+    def wait(self) -> None:
+        """See Chain.wait."""
+        self._is_done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class _OnStream:
+    """A chain on a GPU.
+
+    What its work returns was made on another stream, whose allocator must not have the memory back before that stream
+    has waited for this one. What is made here goes back to this stream, whose next chain waits for all that was queued
+    elsewhere before it uses it again.
+    """
+
+    def __init__(self, work: Work, stream: torch.cuda.Stream) -> None:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            self._kept = work()
+        self._end = stream.record_event()
+        self._device = stream.device
+
+    def wait(self) -> None:
+        """See Chain.wait; it is the current stream that waits."""
+        torch.cuda.current_stream(self._device).wait_event(self._end)
+        self._kept = None
+
+
+_threads: list[SimpleQueue[_InThread]] = []
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _thread() -> SimpleQueue[_InThread]:
+    """Return what the thread of this process takes its chains from."""
+    if not _threads:
+        _threads.append(SimpleQueue())
+        threading.Thread(target=_run, args=(_threads[0],), name="chains of transfers", daemon=True).start()
+    return _threads[0]
+
+
+def _run(chains: SimpleQueue[_InThread]) -> None:
+    with torch.no_grad():  # a thread has its own mode
+        while True:
+            chains.get().run()
+
+
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+# A forked process has no thread but the one that forked.
+os.register_at_fork(after_in_child=_threads.clear)
+
 
 _BACK = {ACROSS: DELIVER, INSIDE: COLLECT, COLLECT: INSIDE, DELIVER: ACROSS}
 """Round -> the one that takes the opposite way."""
@@ -38,10 +145,10 @@ class StepOrder:
         steps: all of them; label: where in the run this is, for messages.
     """
 
-    def __init__(self, steps: Sequence[Step], label: str) -> None:
+    def __init__(self, steps: Sequence[LayerStep], label: str) -> None:
         self.steps, self._label, self._next = tuple(steps), label, 0
 
-    def take(self, step: Step) -> None:
+    def take(self, step: LayerStep) -> None:
         """Raise DisagreementError unless `step` is the next one."""
         planned = self.steps[self._next] if self._next < len(self.steps) else None
         if step != planned:
@@ -76,7 +183,7 @@ def mirrored(packs: PlacedPacks) -> PlacedPacks:
 def tag_of(layer: int, is_backward: bool, which: int, slot: int) -> int:
     """Return the tag of the messages of a round, from 1 to 32; 0 is that of all other ones.
 
-    Rounds that are begun by the thread of `chains` and by the one that computes have no common order. Of each direction
+    Rounds that are begun by the thread of chains and by the one that computes have no common order. Of each direction
     at most two layers are under way on a rank, neighbours; a later one with the same tags begins when all of an earlier
     one is sent, so that messages with one tag keep their order.
     """
@@ -107,7 +214,7 @@ class LayerPass:
         self._layer, self._is_backward = layer, is_backward
         self._rounds = Rounds(one, packs.rounds, params, partial(tag_of, layer, is_backward))
         self._device = params.positions.device
-        self._chains: dict[tuple[int, int], chains.Chain] = {}
+        self._chains: dict[tuple[int, int], Chain] = {}
 
     def launch(self, slot: int) -> None:
         """Begin to send what others fetch of a nano-batch, over relays, too."""
@@ -132,7 +239,7 @@ class LayerPass:
         """Begin a round, and the one behind it: at once where nothing of the first one is handed on."""
         self._rounds.begin(first, slot)
         if self._packs.relays:
-            self._chains[first, slot] = chains.begin(partial(self._hand_on, first, slot), self._device)
+            self._chains[first, slot] = begin_chain(partial(self._hand_on, first, slot), self._device)
         else:
             self._rounds.begin(_BEHIND[first], slot)
 
@@ -163,4 +270,4 @@ class LayerPass:
         {"launch": self.launch, "attend": self.attend, "wait": self.wait}[what](slot)
 
     def _take(self, what: What, slot: int) -> None:
-        self._step_order.take(Step(what, self._layer, self._is_backward, slot))
+        self._step_order.take(LayerStep(what, self._layer, self._is_backward, slot))

@@ -32,8 +32,7 @@ from torch.autograd import Variable
 
 from dynamic_cp.errors import DisagreementError
 from dynamic_cp.learning.observations import Observation
-from dynamic_cp.plans.state_counts import states_of_sample
-from dynamic_cp.pricing.lengths import squared_tokens
+from dynamic_cp.pricing.work import squared_tokens
 from dynamic_cp.types import TRAITS, ModelShape, Sample
 from megatron.dynamic_cp.agreement.verify import collective_device
 from megatron.dynamic_cp.step import loss
@@ -233,6 +232,8 @@ def _num_states(params: Any) -> float:
         return 0.0
     if params.masked_samples is None:
         return float(len(params.seqlens))
+    from dynamic_cp.plans.stretches import states_of_sample  # few jobs pass on states of branches
+
     return sum(states_of_sample(sample, params.local_cp_size) for sample in params.masked_samples)
 
 

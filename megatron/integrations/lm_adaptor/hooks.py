@@ -172,7 +172,7 @@ def validate_args(adaptor: Adaptor, original: Any, args: Any, *more: Any, **kwar
         args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
         adaptor.planned = flags.planned(adaptor.asked, args)
         if args.ddp_bucket_size is None and args.ddp_num_buckets is None:
-            from dynamic_cp.pricing.reduction import ddp_bucket_size
+            from dynamic_cp.pricing.edges import ddp_bucket_size
 
             args.ddp_bucket_size = ddp_bucket_size(args.data_parallel_size, adaptor.asked.context_parallel_size)
     return validated

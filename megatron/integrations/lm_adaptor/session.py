@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import log_single_rank
 
 from dynamic_cp.errors import DataError
-from dynamic_cp.pricing.flops import batch_flops
+from dynamic_cp.pricing.work import batch_flops
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import collective_device, run_on_all_ranks
 from megatron.dynamic_cp.attention.linear.kernels import prepare_linear_kernel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
 
-from dynamic_cp.types.adapters import ADAPTED
+from dynamic_cp.types.data_parallel import ADAPTED
 from megatron.dynamic_cp.flags.experts import BALANCING, DEFAULTS, expert_flag, layer_freq
 from megatron.dynamic_cp.flags.fp8 import ALIGNMENTS, FORMATS
 from megatron.dynamic_cp.flags.latent_attention import ROPE_TYPES

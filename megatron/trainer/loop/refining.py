@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from dynamic_cp.learning.coefficients import Coefficients
-from dynamic_cp.learning.multipliers import Multipliers
+from dynamic_cp.learning.multipliers import Coefficients, Multipliers
 from dynamic_cp.learning.observations import Observation
 from dynamic_cp.learning.refinement import refine
 from dynamic_cp.types import Hardware

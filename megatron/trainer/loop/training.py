@@ -19,7 +19,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.plans.global_batch import GlobalBatch
-from dynamic_cp.pricing.flops import batch_flops
+from dynamic_cp.pricing.work import batch_flops
 from megatron.dynamic_cp.agreement import phase
 from megatron.dynamic_cp.agreement.verify import keep_beating
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, Step

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
-from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.pricing.allowed import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.types import CpCommType, Hardware, ModelShape, Problem
 from dynamic_cp.types.counts import counted
 from megatron.dynamic_cp.flags.settings import PlanningSettings

@@ -21,7 +21,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.pricing.reduction import ddp_bucket_size
+from dynamic_cp.pricing.edges import ddp_bucket_size
 from dynamic_cp.types import DTYPES_OF, Topology
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel

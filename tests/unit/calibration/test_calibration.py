@@ -18,7 +18,7 @@ from dynamic_cp.decide.calibration.measurements import SECTIONS, FitError, Point
 from dynamic_cp.decide.calibration.picture import save_picture
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.catalog import hardware_as_dict, load_hardware
-from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD
+from dynamic_cp.pricing.linear_prices import BACKWARD_OVER_FORWARD
 from dynamic_cp.types import Hardware, LinearAttention, ModelShape, PlanOptions, Sample, Topology
 
 MODEL = ModelShape(

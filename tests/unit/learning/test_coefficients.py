@@ -7,8 +7,7 @@ import json
 import pytest
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.learning.coefficients import Coefficients
-from dynamic_cp.learning.multipliers import Multipliers
+from dynamic_cp.learning.multipliers import Coefficients, Multipliers
 from tests.unit.support import TINY_HARDWARE
 
 FIRST, SECOND = Multipliers(linear=1.5), Multipliers(linear=1.25, exchange=2.0)

@@ -18,7 +18,7 @@ from dynamic_cp.decide import cli
 from dynamic_cp.decide.cli.parameters import KINDS
 from dynamic_cp.decide.workloads import draw_lengths
 from dynamic_cp.errors import DataError, UnsupportedFeatureError
-from dynamic_cp.lengths import streams
+from dynamic_cp.lengths import read
 from dynamic_cp.lengths.read import READERS, read_length_array, read_lengths
 from tests import patience
 from tests.unit.lengths.test_lengths import ARRAY, LENGTHS, index_bytes
@@ -60,8 +60,8 @@ def test_a_pipe_that_nobody_writes_to(tmp_path: Path) -> None:
     started_s, began_s = time.monotonic(), patience.now_s()
     with pytest.raises(DataError, match=r"nobody writes to .*pipe\.txt"):
         read_lengths(tmp_path / "pipe.txt")
-    assert time.monotonic() - started_s >= streams.FIRST_BYTE_S
-    assert patience.now_s() - began_s < streams.FIRST_BYTE_S + 5
+    assert time.monotonic() - started_s >= read.FIRST_BYTE_S
+    assert patience.now_s() - began_s < read.FIRST_BYTE_S + 5
 
 
 def test_a_slow_writer_is_waited_for(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_an_index_needs_a_file(tmp_path: Path) -> None:
 
 
 def test_endless_devices_are_not_read_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_MAX_BYTES", 1 << 24)
+    monkeypatch.setattr(read, "_MAX_BYTES", 1 << 24)
     with pytest.raises(DataError, match=r"/dev/zero is a device, and no end of it is in sight: give a file"):
         read_lengths("/dev/zero")
 

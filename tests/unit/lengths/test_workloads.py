@@ -21,7 +21,7 @@ from dynamic_cp.decide.workloads import (
     workload_source,
 )
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
-from dynamic_cp.lengths.summary import describe
+from dynamic_cp.lengths.distribution import describe
 from tests.unit.support import CASES
 
 DATA = Path(dynamic_cp.__file__).parent / "data" / "lengths"

@@ -21,15 +21,14 @@ from dynamic_cp.errors import (
 from dynamic_cp.mechanisms.blocks import MOST_FETCHED, why_too_much_fetched
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models import catalog
-from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import why_misplaced
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes
-from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.plans.padding import padding_fraction
+from dynamic_cp.plans.padding import lane_tokens, padding_fraction
 from dynamic_cp.plans.validate import check_plan
+from dynamic_cp.pricing.allowed import exchanges_of_policy, options_serving
 from dynamic_cp.pricing.cost_model import CostModel, lane_costs
-from dynamic_cp.pricing.resolution import exchanges_of_policy, options_serving
 from dynamic_cp.search.planner_process import static_fallback
 from dynamic_cp.search.search import check_feasible, plan_global_batch, plan_problem
 from dynamic_cp.types import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.mechanisms.heads import heads_of_rank, kv_heads_of
+from dynamic_cp.mechanisms.transfers import heads_of_rank, kv_heads_of
 from dynamic_cp.types import Bucket
 from tests.sent_bytes import sent_by
 from tests.unit.support import TINY_MODEL

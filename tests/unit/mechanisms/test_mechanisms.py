@@ -6,8 +6,8 @@ import pytest
 
 from dynamic_cp.mechanisms.mechanism import Sharing
 from dynamic_cp.mechanisms.registry import MECHANISMS, attentions_of
-from dynamic_cp.mechanisms.sent_bytes import sent_bytes
 from dynamic_cp.mechanisms.stage_attention import StageAttention
+from dynamic_cp.mechanisms.transfers import sent_bytes
 from dynamic_cp.types import CHOICES, CP_COMM_TYPES, Attention, Bucket, Topology
 from tests.unit.support import TINY_MODEL, problem_of
 

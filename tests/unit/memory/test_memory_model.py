@@ -9,7 +9,7 @@ import pytest
 
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.mechanism import Sharing
-from dynamic_cp.memory import communicators
+from dynamic_cp.memory import memory_model
 from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.memory.memory_model import SAFETY_FRACTION, MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
@@ -127,7 +127,7 @@ def test_communicators_that_are_made(topology, options, num_communicators):
     model = replace(MODEL, num_layers=16)
     options = replace(OPTIONS, **options)
     sharing = Sharing.of(model, topology, options)
-    assert communicators.num_communicators(model, topology, options, sharing) == num_communicators
+    assert memory_model.num_communicators(model, topology, options, sharing) == num_communicators
 
 
 def test_stages_that_share_a_table_have_one_more_communicator():

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dynamic_cp.packing.durations import Durations
-from dynamic_cp.packing.table import Packing
+from dynamic_cp.packing.durations import Durations, Packing
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import PlanOptions, Problem, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from dynamic_cp.packing.critical_path import simulate_blocks
-from dynamic_cp.pipeline.graph import BACKWARD, FORWARD, pipeline_graph
+from dynamic_cp.packing.profile import simulate_blocks
 from dynamic_cp.pipeline.longest_path import Grid, longest_path_ns
+from dynamic_cp.pipeline.schedule import BACKWARD, FORWARD, pipeline_graph
 
 BLOCKS = np.array([0, 4, 6]), np.array([4, 2, 1])
 

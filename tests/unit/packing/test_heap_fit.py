@@ -8,10 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from dynamic_cp.heap import sift_down, sift_up
-from dynamic_cp.packing.durations import bucket_ns, durations_of
-from dynamic_cp.packing.fit import first_unused, longest_that_fits, next_unused, skip
-from dynamic_cp.packing.padded import padded_seqlen
+from dynamic_cp.loops import sift_down, sift_up
+from dynamic_cp.packing.durations import bucket_ns, durations_of, padded_seqlen
+from dynamic_cp.packing.rows import first_unused, longest_that_fits, next_unused, skip
 from dynamic_cp.types import Topology
 from tests.unit.packing.packings import descending
 from tests.unit.support import causal, tiny_cost_model

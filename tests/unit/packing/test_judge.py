@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from dynamic_cp.packing.durations import Packing, sums_of_buckets
 from dynamic_cp.packing.judge import build_plan, grid_of_packing, makespan_ns, num_microbatches_of, price_packing
-from dynamic_cp.packing.padded import sums_of_buckets
-from dynamic_cp.packing.table import Packing
 from dynamic_cp.pipeline.simulator import grid_of
 from dynamic_cp.pipeline.simulator import makespan_ns as simulated_ns
 from dynamic_cp.plans.padding import padded_seqlens, rank_multiple, sample_multiple

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import InfeasibleSampleError
+from dynamic_cp.packing.durations import Packing
 from dynamic_cp.packing.megatron_dev import pack_megatron_dev
-from dynamic_cp.packing.table import Packing
 from dynamic_cp.pipeline.simulator import makespan_ns
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.plans.validate import check_plan

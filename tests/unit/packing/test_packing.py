@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.packing.durations import bucket_ns, durations_of, sample_ns
-from dynamic_cp.packing.padded import padded_seqlen
-from dynamic_cp.packing.table import Packing, pyramid, reordered
+from dynamic_cp.packing.durations import Packing, bucket_ns, durations_of, padded_seqlen, pyramid, reordered, sample_ns
 from dynamic_cp.plans.padding import padded_seqlens
-from dynamic_cp.pricing.capacity import allowed_cp_sizes, capacity_tokens
+from dynamic_cp.pricing.allowed import allowed_cp_sizes, capacity_tokens
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.table import duration_ns
 from dynamic_cp.types import PlanOptions, Problem, Topology

@@ -8,11 +8,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dynamic_cp.packing.durations import durations_of
+from dynamic_cp.packing.durations import Packing, durations_of
 from dynamic_cp.packing.judge import makespan_ns
 from dynamic_cp.packing.polish import _is_legal, _move, _one_slot_a_sample, polish
 from dynamic_cp.packing.static import pack_next_fit
-from dynamic_cp.packing.table import Packing
 from dynamic_cp.search.candidates import Search, batch_of
 from dynamic_cp.types import Topology
 from tests.unit.packing.packings import check_packing, descending

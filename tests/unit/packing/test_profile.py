@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from dynamic_cp.packing.profile import Lanes, Work, _cross, _run, best_profiles
-from dynamic_cp.pipeline.graph import pipeline_graph
+from dynamic_cp.packing.profile import LaneClasses, Work, _cross, _run, best_profiles
 from dynamic_cp.pipeline.longest_path import Grid, longest_path_ns
+from dynamic_cp.pipeline.schedule import pipeline_graph
 
 SHAPES = [(2, 1, 1), (2, 5, 1), (4, 3, 1), (4, 9, 1), (2, 4, 2), (3, 6, 2), (4, 8, 3)]
 
@@ -53,7 +53,7 @@ def profile(pp_size, num_rows, vp_size, lanes, total_ns, empty_ns=0.0, ratio=2.0
 def profiles(pp_size, num_rows, vp_size, candidates, total_ns, empty_ns=0.0, ratio=2.0, num_iterations=250):
     return best_profiles(
         pipeline_graph(pp_size, num_rows, vp_size),
-        Lanes(*(np.concatenate(parts) for parts in zip(*candidates, strict=True))),
+        LaneClasses(*(np.concatenate(parts) for parts in zip(*candidates, strict=True))),
         np.cumsum([0, *(len(one.num_lanes) for one in candidates)]),
         Work(total_ns, ratio, (empty_ns, 2 * empty_ns), vp_size),
         num_iterations,
@@ -63,7 +63,7 @@ def profiles(pp_size, num_rows, vp_size, candidates, total_ns, empty_ns=0.0, rat
 def lanes_of(num_lanes, long_ns, ratio=2.0):
     """`long_ns`: [class][row] forward + backward."""
     long_ns = np.array(long_ns, float)
-    return Lanes(np.array(num_lanes, float), long_ns / (1 + ratio), long_ns * ratio / (1 + ratio))
+    return LaneClasses(np.array(num_lanes, float), long_ns / (1 + ratio), long_ns * ratio / (1 + ratio))
 
 
 def test_all_work_is_in_the_profile():

@@ -7,9 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from dynamic_cp.packing.durations import bucket_ns, durations_of, sample_ns
-from dynamic_cp.packing.rows import Rows, alone_ns, fill_least
-from dynamic_cp.packing.table import Packing
+from dynamic_cp.packing.durations import Packing, bucket_ns, durations_of, sample_ns
+from dynamic_cp.packing.rows import RowTargets, alone_ns, fill_least
 from dynamic_cp.types import Topology
 from tests.unit.packing.packings import check_packing, contents, descending
 from tests.unit.support import causal, tiny_cost_model
@@ -25,7 +24,7 @@ def filled(lengths, row_lanes, targets, floors=None, low=1.0, high=1.0, num_step
     seqlens, durations = descending(lengths), durations or setting()
     alone = alone_ns(causal(seqlens), durations, max(row_lanes).bit_length())
     floors = np.zeros(len(targets)) if floors is None else np.array(floors, float)
-    rows = Rows(np.array(row_lanes), np.array(targets, float), floors)
+    rows = RowTargets(np.array(row_lanes), np.array(targets, float), floors)
     factor, filling = fill_least(causal(seqlens), durations, alone, rows, (low, high), num_steps)
     if factor < 0:
         return factor, None

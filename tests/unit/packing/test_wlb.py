@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.peers.wlb import SWEEP, packings_like_wlb
 from dynamic_cp.packing.durations import durations_of
-from dynamic_cp.packing.judge import grid_of_packing, makespan_ns
-from dynamic_cp.packing.orders import ORDERS, in_orders, least_ns
+from dynamic_cp.packing.judge import ORDERS, grid_of_packing, in_orders, least_ns, makespan_ns
 from dynamic_cp.packing.static import pack_balanced
 from dynamic_cp.types import Topology
 from tests.unit.packing.packings import check_packing, contents, deep_cost_model, descending

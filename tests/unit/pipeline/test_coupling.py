@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import IllegalPlanError
-from dynamic_cp.pipeline.coupling import waiting_groups
+from dynamic_cp.pipeline.longest_path import waiting_groups
 from dynamic_cp.pipeline.schedule import stage_operations
 from dynamic_cp.pipeline.simulator import grid_of, makespan_ns, simulate
 from dynamic_cp.plans.padding import rank_tokens

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import IllegalPlanError
-from dynamic_cp.pipeline.graph import pipeline_graph
 from dynamic_cp.pipeline.longest_path import end_times
-from dynamic_cp.pipeline.schedule import Operation, stage_operations
+from dynamic_cp.pipeline.schedule import Operation, pipeline_graph, stage_operations
 from dynamic_cp.pipeline.simulator import grid_of, makespan_ns, simulate
 from dynamic_cp.pricing.cost_model import BucketCost
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology

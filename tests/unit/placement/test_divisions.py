@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.placement.divisions import COMMON, LinkRates, Schedule, divided
-from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.transport import ACROSS, INSIDE, fetches_of, messages_of
 from dynamic_cp.types import CAUSAL, Lambda, Placement
 from tests.placements import random_lanes, random_placement, random_samples

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import why_misplaced
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import Programme, buffer_tokens_of, programmes_of
-from dynamic_cp.placement.sent import TokenBytes, sent_by_lanes
-from dynamic_cp.placement.times import lane_ends_s
+from dynamic_cp.placement.sent import TokenBytes, lane_ends_s, sent_by_lanes
 from dynamic_cp.placement.transport import (
     ACROSS,
     COLLECT,

@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import programmes_of
 from dynamic_cp.placement.transport import ACROSS, INSIDE, fetches_of, messages_of
 from dynamic_cp.types import Placement

@@ -8,8 +8,8 @@ import numpy as np
 
 from dynamic_cp.placement.cuts import Cut, spread
 from dynamic_cp.placement.divisions import LinkRates
-from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between, why_misplaced
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.transport import fetches_of, messages_of
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, Placement, Sample, SharedQuestion
 from tests.placements import random_lanes, random_placement, random_samples

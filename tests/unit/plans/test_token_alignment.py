@@ -14,8 +14,7 @@ from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.pipeline.simulator import makespan_ns
-from dynamic_cp.plans.lane_tokens import lane_tokens
-from dynamic_cp.plans.padding import padded_of, rank_tokens
+from dynamic_cp.plans.padding import lane_tokens, padded_of, rank_tokens
 from dynamic_cp.plans.serialize import digest, dumps, loads, topology_from_dict, topology_to_dict
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel

@@ -9,8 +9,7 @@ import numpy as np
 from dynamic_cp.arrays import Ints
 from dynamic_cp.pool.homes import TILE_TOKENS, homes_in_nano_batches, quota_homes
 from dynamic_cp.pool.scheduler import Rules, schedule
-from dynamic_cp.pool.tasks import Tasks
-from dynamic_cp.pool.tiling import tasks_of
+from dynamic_cp.pool.tasks import Tasks, tasks_of
 
 NONE = np.zeros((0, 4), np.int64)
 

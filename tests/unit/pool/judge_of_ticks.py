@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamic_cp.errors import IllegalPlanError
-from dynamic_cp.pipeline.graph import needed_operation
-from dynamic_cp.pipeline.schedule import KINDS, Operation
+from dynamic_cp.pipeline.schedule import KINDS, Operation, needed_operation
 
 StageTicks = Sequence[Sequence[Operation | None]]
 """[stage][tick] -> what the stage runs; None: it only serves."""

@@ -14,12 +14,11 @@ from dynamic_cp.decide.cli import main
 from dynamic_cp.decide.comparison import compare_policies, to_dict
 from dynamic_cp.errors import InfeasibleSampleError, MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.memory.memory_model import MemoryModel
-from dynamic_cp.plans.lane_tokens import lane_tokens_of
+from dynamic_cp.plans.padding import lane_tokens_of
 from dynamic_cp.plans.serialize import plan_from_dict
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pool.choice import choose
-from dynamic_cp.pool.legal import most_fetched
-from dynamic_cp.pool.memory import peak_in_ticks
+from dynamic_cp.pool.kind import choose
+from dynamic_cp.pool.legal import most_fetched, peak_in_ticks
 from dynamic_cp.pool.prices import TaskOptions
 from dynamic_cp.pool.tasks import SERVER
 from dynamic_cp.pool.ticks import num_ticks

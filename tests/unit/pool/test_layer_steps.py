@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.arrays import Floats
-from dynamic_cp.pool.layer_steps import Repeats, Step, seconds_of_steps, step_table, steps_of
+from dynamic_cp.pool.layer_steps import LayerStep, Repeats, seconds_of_steps, step_table, steps_of
 
 REPEATS: tuple[Repeats, ...] = ("nothing", "attention", "layers")
 
@@ -22,7 +22,7 @@ def test_every_step_comes_once_and_after_what_it_needs(num_layers: int, is_backw
     steps = steps_of(num_layers, is_backward=is_backward, repeats=repeats)
     passes = (False, True) if is_backward and repeats != "nothing" else (is_backward,)
     wanted = {
-        Step(what, layer, one, slot)
+        LayerStep(what, layer, one, slot)
         for what in ("launch", "attend", "wait")  # type: ignore[misc]
         for layer in range(num_layers)
         for one in passes
@@ -39,10 +39,10 @@ def test_every_step_comes_once_and_after_what_it_needs(num_layers: int, is_backw
             assert at[step] > at[step._replace(slot=0)]
         if step.is_backward and repeats != "nothing":
             # Gradients need what is computed again: whole layers before they leave, attention before it is attended to.
-            assert at[step._replace(what="launch", slot=0)] > at[Step("attend", step.layer, False, 1)]
+            assert at[step._replace(what="launch", slot=0)] > at[LayerStep("attend", step.layer, False, 1)]
         following = step.layer + (-1 if step.is_backward else 1)
         if step.what == "wait" and 0 <= following < num_layers and step.is_backward == is_backward:
-            assert at[Step("launch", following, step.is_backward, step.slot)] > at[step]
+            assert at[LayerStep("launch", following, step.is_backward, step.slot)] > at[step]
 
 
 def test_the_next_layer_is_computed_again_beside_this_one() -> None:
@@ -51,13 +51,13 @@ def test_the_next_layer_is_computed_again_beside_this_one() -> None:
         steps = steps_of(4, is_backward=True, repeats=repeats)  # type: ignore[arg-type]
         at = {step: place for place, step in enumerate(steps)}
         for layer in (1, 2, 3):
-            launched, attended = at[Step("launch", layer, True, 1)], at[Step("attend", layer, True, 0)]
+            launched, attended = at[LayerStep("launch", layer, True, 1)], at[LayerStep("attend", layer, True, 0)]
             between = steps[launched + 1 : attended]
-            assert between == [Step("launch", layer - 1, False, slot) for slot in (0, 1)]
+            assert between == [LayerStep("launch", layer - 1, False, slot) for slot in (0, 1)]
 
 
 def event_by_event(
-    steps: Sequence[Step], ahead: Floats, behind: Floats, attention: Floats, there: Floats, back: Floats
+    steps: Sequence[LayerStep], ahead: Floats, behind: Floats, attention: Floats, there: Floats, back: Floats
 ) -> float:
     """Return when the last server ends: servers are processes, which wait for messages of all others."""
     num_servers = ahead.shape[1]

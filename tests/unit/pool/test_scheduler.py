@@ -14,15 +14,14 @@ from benchmarks.disaggregated.paper import homes_in_order
 from benchmarks.disaggregated.sent import bytes_of_tasks
 from dynamic_cp.arrays import Floats, Ints
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import why_misplaced
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.programme import programmes_of
 from dynamic_cp.placement.sent import TokenBytes
 from dynamic_cp.placement.transport import ACROSS, INSIDE, fetches_of
 from dynamic_cp.pool.homes import homes_in_nano_batches, quota_homes
 from dynamic_cp.pool.scheduler import schedule, work_of
-from dynamic_cp.pool.shifts import shifted_tasks
-from dynamic_cp.pool.tasks import NANO_BATCH, SERVER, TASKS_PER_DOCUMENT, Tasks, parse_tasks, runs_of
+from dynamic_cp.pool.tasks import NANO_BATCH, SERVER, TASKS_PER_DOCUMENT, Tasks, parse_tasks, runs_of, shifted_tasks
 from dynamic_cp.pool.traffic import Servers, fetches_of_tasks, relay_order
 from dynamic_cp.types import Sample, Topology
 from dynamic_cp.types.placement import HOLDER, ROW, SAMPLE, START, STOP

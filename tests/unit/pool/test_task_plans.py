@@ -24,25 +24,19 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware, load_model
 from dynamic_cp.pipeline.schedule import KINDS
 from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.placement.lanes import Lanes
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.plans import serialize
 from dynamic_cp.plans.lane_plan import PlanFacts, decode_lane, encode_lanes, lane_plan
-from dynamic_cp.plans.lane_tokens import lane_tokens_of
+from dynamic_cp.plans.padding import lane_tokens_of
 from dynamic_cp.plans.validate import check_plan
-from dynamic_cp.pool.homes import homes_in_nano_batches
-from dynamic_cp.pool.legal import homes_in_tick, homes_of, servers_of, why_too_much_fetched
-from dynamic_cp.pool.memory import peak_in_ticks
-from dynamic_cp.pool.plan import micro_batches_of, pool_of, samples_of, ticks_of
-from dynamic_cp.pool.prices import TaskOptions, TickPrices
-from dynamic_cp.pool.rows import longest_first
+from dynamic_cp.pool.homes import homes_in_nano_batches, longest_first
+from dynamic_cp.pool.legal import homes_in_tick, homes_of, peak_in_ticks, servers_of, why_too_much_fetched
+from dynamic_cp.pool.prices import TaskOptions, TickPrices, task_seconds
 from dynamic_cp.pool.scheduler import Rules, schedule
 from dynamic_cp.pool.search import PlannedTasks, TaskSearch, _planned, plan_tasks
-from dynamic_cp.pool.seconds import task_seconds
-from dynamic_cp.pool.server_ticks import decode_ticks
-from dynamic_cp.pool.tasks import NANO_BATCH, SERVER, Tasks
-from dynamic_cp.pool.ticks import Tick, num_ticks, tick_order
-from dynamic_cp.pool.tiling import tasks_of
-from dynamic_cp.pool.timeline import TickTime, tick_timeline
+from dynamic_cp.pool.tasks import NANO_BATCH, SERVER, Tasks, micro_batches_of, pool_of, samples_of, tasks_of, ticks_of
+from dynamic_cp.pool.text import decode_ticks
+from dynamic_cp.pool.ticks import Tick, TickTime, num_ticks, tick_order, tick_timeline
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import (
     BY_PLACEMENT,

@@ -8,7 +8,7 @@ import pytest
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.terms import convex_of
+from dynamic_cp.pricing.table import convex_of
 from dynamic_cp.types import (
     EVERY_LAYER,
     Bucket,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dynamic_cp.models.catalog import load_model
-from dynamic_cp.pricing.flops import batch_flops, length_sums, mfu, plan_flops, tflops_per_rank
+from dynamic_cp.pricing.work import batch_flops, length_sums, mfu, plan_flops, tflops_per_rank
 from dynamic_cp.types import Bucket, MicroBatch, ModelShape, Plan, Topology
 from tests.unit.support import TINY_HARDWARE, samples_of
 

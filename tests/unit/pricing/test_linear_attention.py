@@ -16,13 +16,12 @@ from dynamic_cp.learning.observations import Observation, PricedObservations
 from dynamic_cp.memory.activations import activation_bytes, tokens_of_states
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
-from dynamic_cp.plans.state_counts import room_for_runs, samples_passed_on
-from dynamic_cp.plans.state_runs import StateRuns, runs_with_states
+from dynamic_cp.plans.stretches import Stretches, room_for_states, samples_passed_on, states_kept
+from dynamic_cp.pricing.allowed import problem_of_prices
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.flops import batch_flops
-from dynamic_cp.pricing.linear_attention import BACKWARD_OVER_FORWARD, StageLinearAttention, sent_states
-from dynamic_cp.pricing.resolution import problem_of_prices
+from dynamic_cp.pricing.linear_prices import BACKWARD_OVER_FORWARD, StageLinearAttention, sent_states
 from dynamic_cp.pricing.stage import _linear_attention_of
+from dynamic_cp.pricing.work import batch_flops
 from dynamic_cp.search.plan_in_memory import plan_in_memory
 from dynamic_cp.search.search import plan_global_batch, plan_problem
 from dynamic_cp.types import (
@@ -289,7 +288,7 @@ def test_homes_pay_for_runs_that_pass_on_states_and_for_what_they_send():
     first = 100 * summary + 32 * (summary + core) + carried
     assert kernels[0].tolist() == pytest.approx([first, first + 100 * summary])
     assert kernels[1, 1] - kernels[1, 0] == pytest.approx(100 * BACKWARD_OVER_FORWARD * core)
-    sent = sent_states(StateRuns.of_placement(bucket), SIZES, 2)
+    sent = sent_states(Stretches.of_placement(bucket), SIZES, 2)
     # Each has half of the heads: a summary there, a state back, of its run and of the other's; and 3 tokens to lane 1.
     states = (SIZES.summary_bytes + SIZES.state_bytes) / 2
     halo = 3 * SIZES.convolved_channels * 2
@@ -303,11 +302,11 @@ def test_branches_count_as_runs_that_pass_on_states():
     bucket = Bucket(first_lane=0, cp_size=2, samples=(tree,), state_exchange="states")
     assert samples_passed_on(bucket) == 1 + 4 / 4
     # Chunks of 16 tokens: lane 0 has the first and, as two branches, the last; lane 1 the second and two leaves.
-    assert list(runs_with_states(bucket)) == [2, 3]
+    assert list(states_kept(bucket)) == [2, 3]
     # Each of the five segments is half of a run that is passed on; by heads a lane has half of the heads.
-    assert runs_with_states(replace(bucket, state_exchange="heads")) == [2, 2]
-    assert runs_with_states(Bucket(first_lane=0, samples=(tree, *samples_of([9])))) == [3]
-    assert runs_with_states(Bucket(first_lane=0, samples=tuple(samples_of([9])))) == [0]
+    assert states_kept(replace(bucket, state_exchange="heads")) == [2, 2]
+    assert states_kept(Bucket(first_lane=0, samples=(tree, *samples_of([9])))) == [3]
+    assert states_kept(Bucket(first_lane=0, samples=tuple(samples_of([9])))) == [0]
     problem = problem_of(2)
     prices = CostModel(problem)
     plain = replace(bucket, samples=tuple(samples_of([64])))
@@ -326,7 +325,7 @@ def test_placed_plans_pass_on_states_for_which_memory_has_room():
     assert all(bucket.exchanges_states for bucket in spread)
     prices = CostModel(problem_of_prices(problem))
     assert lower_bound(batch, prices).seconds <= planned.predicted_s
-    assert max(max(runs_with_states(bucket)) for bucket in spread) <= room_for_runs(2048) == 6
+    assert max(max(states_kept(bucket)) for bucket in spread) <= room_for_states(2048) == 6
     memory = MemoryModel(problem)
     (peak,), (most,) = memory.peak(planned.plan), memory.peak_at(2048, 4)
     assert peak.total_bytes <= most.total_bytes

@@ -9,8 +9,8 @@ import pytest
 
 from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Convex, Kink, Linear
-from dynamic_cp.mechanisms.links import lanes_in_one_node, links_of
-from dynamic_cp.pricing import terms as prices
+from dynamic_cp.mechanisms.transfers import lanes_in_one_node, links_of
+from dynamic_cp.pricing import table as prices
 from dynamic_cp.pricing.cost_model import CostModel, nanoseconds
 from dynamic_cp.pricing.table import best_option, duration_ns
 from dynamic_cp.types import PlanOptions, Problem, Topology

@@ -9,7 +9,7 @@ import pytest
 
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.reduction import Edges, Reduction
+from dynamic_cp.pricing.edges import Edges, Reduction
 from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import DataParallel, PlanOptions, Problem, Topology
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, samples_of

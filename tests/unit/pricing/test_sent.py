@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dynamic_cp.decide.sent import nodes_of, sent_by_bucket, sent_by_plan
-from dynamic_cp.plans.lane_tokens import lane_tokens
+from dynamic_cp.plans.padding import lane_tokens
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import EVERY_LAYER, Bucket, MicroBatch, Plan, PlanOptions, Problem, RecomputedLayers, Topology
 from tests.sent_bytes import sent_by

@@ -10,8 +10,8 @@ import numpy as np
 from dynamic_cp.decide.comparison import Comparison, compare_policies
 from dynamic_cp.pipeline.simulator import simulate
 from dynamic_cp.pipeline.timeline import Timeline
-from dynamic_cp.placement.lanes import Lanes
 from dynamic_cp.placement.legal import tiles_between
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.placement.sent import Sent, TokenBytes, sent_by_lanes
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import CAUSAL, Bucket, Lambda, Placement, PlanOptions, Sample, Topology

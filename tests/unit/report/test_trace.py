@@ -14,7 +14,7 @@ import pytest
 from dynamic_cp.decide.report.run import MeasuredSpan, read_spans
 from dynamic_cp.decide.report.trace import measured_trace_events, trace_events, write_trace
 from dynamic_cp.errors import DataError, InvalidInputError
-from dynamic_cp.plans.lane_tokens import lane_tokens
+from dynamic_cp.plans.padding import lane_tokens
 from tests.unit.report.support import comparison, timelines
 from tests.unit.report.trace_format_check import check_events
 

@@ -15,7 +15,7 @@ from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, MemoryLi
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.plans.global_batch import GlobalBatch
 from dynamic_cp.plans.padding import rank_tokens
-from dynamic_cp.pricing.capacity import allowed_cp_sizes
+from dynamic_cp.pricing.allowed import allowed_cp_sizes
 from dynamic_cp.search.plan_arrays import PlanArrays
 from dynamic_cp.types import PlanOptions, Problem, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, samples_of, tiny_cost_model

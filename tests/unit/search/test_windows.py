@@ -12,13 +12,13 @@ from dynamic_cp.decide.sent import sent_by_bucket
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import MECHANISMS, serving_windows
 from dynamic_cp.mechanisms.stage_attention import StageAttention
-from dynamic_cp.placement.lanes import Lanes
-from dynamic_cp.placement.narrow import narrowed
+from dynamic_cp.placement.cuts import narrowed
+from dynamic_cp.placement.problem import Lanes
 from dynamic_cp.plans.lane_plan import PlanFacts
 from dynamic_cp.plans.serialize import dumps, loads
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.flops import batch_flops, length_sums, plan_flops
+from dynamic_cp.pricing.work import batch_flops, length_sums, plan_flops
 from dynamic_cp.search.planner_process import static_fallback
 from dynamic_cp.search.search import plan_global_batch, plan_problem
 from dynamic_cp.types import (

@@ -13,7 +13,7 @@ from dynamic_cp.plans.serialize import digest, dumps, format_plan, loads, parse_
 from dynamic_cp.plans.validate import check_plan
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.experts import expert_prices
-from dynamic_cp.pricing.flops import batch_flops
+from dynamic_cp.pricing.work import batch_flops
 from dynamic_cp.types import Bucket, Experts, Plan, Sample, Topology, parse_placement
 from megatron.dynamic_cp.flags.experts import experts_of
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, plan_of_buckets, problem_of

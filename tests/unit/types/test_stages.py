@@ -12,7 +12,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.learning.observations import Observation, PricedObservations
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pricing.cost_model import CostModel
-from dynamic_cp.pricing.flops import batch_flops
+from dynamic_cp.pricing.work import batch_flops
 from dynamic_cp.types import FULL, Layer, ModelShape, Stage, Topology
 from dynamic_cp.types.stage_layers import _splits, best_split, flags_of, in_words, is_level
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, pipeline_layers

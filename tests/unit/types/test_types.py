@@ -9,7 +9,7 @@ import pytest
 
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.catalog import load_hardware, load_model
-from dynamic_cp.pricing.reduction import Reduction
+from dynamic_cp.pricing.edges import Reduction
 from dynamic_cp.types import CP_COMM_TYPES, Bucket, DataParallel, PlanOptions, Problem, StateDtypes, Topology
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL, problem_of
 

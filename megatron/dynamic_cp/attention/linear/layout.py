@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynamic_cp.plans.state_runs import StateRuns
+from dynamic_cp.plans.stretches import Stretches
 from megatron.dynamic_cp.attention.linear.recurrence import Runs
 from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
@@ -89,7 +89,7 @@ class Level(NamedTuple):
 
 
 class LinkedRuns(NamedTuple):
-    """Linked runs (`StateRuns.is_linked`) of all lanes, in their order.
+    """Linked runs (`Stretches.is_linked`) of all lanes, in their order.
 
     Attributes:
         counts: [lane] how many it has.
@@ -117,7 +117,7 @@ class LaneRows:
         has_links: whether a run of any lane goes on from another one.
     """
 
-    def __init__(self, table: StateRuns, index: LaneIndex | None, device: torch.device) -> None:
+    def __init__(self, table: Stretches, index: LaneIndex | None, device: torch.device) -> None:
         self.table, self.index, self._device = table, index, device
         self._own = table.of_lane(self._lane)
         self.runs = Runs.build(table.length[self._own].tolist(), device)
@@ -199,7 +199,7 @@ class LaneRows:
     def _halo(self, num_before: int) -> Halo:
         table, lane = self.table, self._lane
         before = table.before(num_before)
-        owner, user = table.lane[before.source], table.lane[before.run]
+        owner, user = table.lane[before.source], table.lane[before.stretch]
         lengths = table.length[self._own]
         num_rows = int(lengths.sum())
         # Of this lane's runs, in the order of its rows: where what comes before them is once it has come.
@@ -212,7 +212,7 @@ class LaneRows:
         at[owner[mine] != lane] = arrived
         slot_of = np.full(len(table.lane), -1)
         slot_of[self._own] = np.arange(len(self._own))
-        slot = slot_of[before.run[mine]]
+        slot = slot_of[before.stretch[mine]]
         num_of_run = np.bincount(slot, minlength=len(lengths))
         # Rows and those before them, sorted by run: those before it first.
         rows = np.concatenate([at[np.argsort(slot, kind="stable")], np.arange(num_rows)])
@@ -287,8 +287,8 @@ def gathered_rows(params: DynamicPackedSeqParams, device: torch.device) -> Gathe
     return params.cache.once("rows of all lanes", make)
 
 
-def _table(params: DynamicPackedSeqParams) -> StateRuns:
+def _table(params: DynamicPackedSeqParams) -> Stretches:
     if params.placed is not None:
         return params.placed.state_runs
     masks = None if params.masked_samples is None else [sample.mask for sample in params.masked_samples]
-    return StateRuns.of_chunks(params.padded_seqlens, params.cp_group.size(), masks)
+    return Stretches.of_chunks(params.padded_seqlens, params.cp_group.size(), masks)

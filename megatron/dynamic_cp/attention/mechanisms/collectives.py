@@ -10,7 +10,7 @@ proper zigzag shard over the outer lanes, and the ring of lanes with equal index
 fewer heads. Around blocks, the lanes of an inner group hold what it has in equal runs, and lanes with equal index do
 the rest. The output goes back by another all-to-all; backward does the same in reverse, two collectives again.
 
-Every lane gets the same number of query heads, and the KV heads that they use (`dynamic_cp.mechanisms.heads` has the
+Every lane gets the same number of query heads, and the KV heads that they use (`dynamic_cp.mechanisms.transfers` has the
 rule). With fewer KV heads than lanes a KV head goes to several lanes, and the owner of a token adds up their gradients.
 
 Order of gathered rows: a zigzag over cp lanes is a zigzag over outer lanes of zigzags over inner lanes: lane k * inner
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dynamic_cp.mechanisms.heads import kv_heads_of
+from dynamic_cp.mechanisms.transfers import kv_heads_of
 from megatron.dynamic_cp.attention.mechanisms.executor import (
     ShardExecutor,
     joined,

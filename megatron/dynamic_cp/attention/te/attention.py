@@ -31,7 +31,7 @@ from megatron.core.utils import get_te_version
 from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from dynamic_cp.mechanisms.sent_bytes import sent_bytes
+from dynamic_cp.mechanisms.transfers import sent_bytes
 from dynamic_cp.types import CAUSAL, CpCommType
 from megatron.dynamic_cp.attention.mechanisms.collectives import HeadExchange
 from megatron.dynamic_cp.attention.te.support import (

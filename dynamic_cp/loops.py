@@ -1,6 +1,12 @@
-"""A binary heap of items by their keys, least key first, ties by item: for compiled loops that change keys in place."""
+"""What compiled loops share: a binary heap whose keys change in place, and random numbers.
+
+A heap has items ordered by their keys, the least key first, ties by item. Random numbers are the same ones in every
+process, with and without numba.
+"""
 
 from __future__ import annotations
+
+import numpy as np
 
 from dynamic_cp._jit import compiled
 from dynamic_cp.arrays import Floats, Ints
@@ -66,3 +72,24 @@ def find_room(
         push(minus_room, parked, num_parked, pop(keys, items, num_items))
         num_items, num_parked = num_items - 1, num_parked + 1
     return num_items, num_parked
+
+
+@compiled
+def next_state(state: int) -> int:
+    """Return the next state of a 64-bit xorshift generator. Source: Marsaglia 2003, "Xorshift RNGs"."""
+    state ^= state << np.uint64(13)
+    state ^= state >> np.uint64(7)
+    state ^= state << np.uint64(17)
+    return state
+
+
+@compiled
+def share(state: int) -> float:
+    """Return a number in [0, 1)."""
+    return float(state >> np.uint64(11)) / 9007199254740992.0
+
+
+@compiled
+def draw(state: int, bound: int) -> int:
+    """Return an integer in 0 .. bound - 1."""
+    return int(share(state) * bound)

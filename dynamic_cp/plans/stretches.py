@@ -1,13 +1,12 @@
-"""Runs of linear attention: stretches of a lane's tokens, and behind which other one each begins.
+"""Stretches of linear attention: tokens of a lane that a state passes in one go, and how many states lanes keep.
 
-A state passes from token to token, so through a run in one go. A run ends where the next token of its sample lies on
-another lane or not right behind, and where branches of a sample part: each of them begins with the state behind the
-same prefix.
+A state passes from token to token. A stretch ends where the next token of its sample lies on another lane or not right
+behind, and where branches of a sample part: each branch begins with the state behind the same prefix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import ceil
 from typing import Any, NamedTuple
@@ -16,38 +15,73 @@ import numpy as np
 
 from dynamic_cp.arrays import Bools, Ints
 from dynamic_cp.plans.padding import padded_of, placed_tokens
-from dynamic_cp.plans.state_counts import STATES_OF_A_SCAN, scans_of_branches
-from dynamic_cp.types import Bucket
+from dynamic_cp.types import Bucket, Sample
 from dynamic_cp.types.branches import Branches
 from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 from dynamic_cp.types.masks import Mask
 from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP
 
+STATES_OF_A_SCAN = 0.5
+"""Memory of a stretch of a branch that a lane scans by itself, over that of one whose states are passed on: the lane
+keeps the state before it, and no summary, which is at least as large."""
+
+
+def cuts_by_branches(sample: Sample) -> int:
+    """Return how many more stretches a sample has than chunks: each further segment cuts one in two."""
+    return len(sample.mask.shape()[0]) - 1 if isinstance(sample.mask, Branches) else 0
+
+
+def stretches_of_branches(samples: Iterable[Sample]) -> int:
+    """Return the stretches of the samples that have branches, where one lane has all of a sample."""
+    return sum(1 + more for more in map(cuts_by_branches, samples) if more)
+
+
+def states_of_sample(sample: Sample, cp_size: int = 1) -> float:
+    """Return how many plain samples a sample counts as where its states are passed on: branches add to it.
+
+    The stretches of branches are spread over `cp_size` lanes; with the default they may all lie on one.
+    """
+    return 1 + cuts_by_branches(sample) / (CHUNKS_PER_LANE * cp_size)
+
+
+def samples_passed_on(bucket: Bucket) -> float:
+    """Return how many plain samples those of a bucket count as; 0 where the bucket passes on no states."""
+    return sum(states_of_sample(one, bucket.cp_size) for one in bucket.samples) if bucket.exchanges_states else 0.0
+
+
+def room_for_states(max_tokens_per_rank: int) -> int:
+    """Return the number of stretches whose states have room beside so many tokens, where attention may be placed.
+
+    A lane holds at least one stretch of a sample that fills all lanes, so these may not count as tokens.
+    """
+    return 4 + max_tokens_per_rank // 1024
+
 
 class Before(NamedTuple):
-    """Tokens right before runs, int64 [token]: those of a run together, the farthest first.
+    """Tokens right before stretches, int64 [token]: those of a stretch together, the farthest first.
 
     Attributes:
-        run: that they are before.
-        source: run that has the token.
-        row: which of the rows of that run's lane it is.
+        stretch: that they are before.
+        source: stretch that has the token.
+        row: which of the rows of that stretch's lane it is.
     """
 
-    run: Ints
+    stretch: Ints
     source: Ints
     row: Ints
 
 
-class StateRuns(NamedTuple):
-    """The runs of all lanes of a bucket, which all lanes know; every row is in one, padding too.
+class Stretches(NamedTuple):
+    """The stretches of all lanes of a bucket, which all lanes know; every row of a lane is in one, padding too.
 
-    In the order of samples and their tokens, so that a run comes behind the one that it goes on from. int64 [run].
+    In the order of samples and their tokens, so that a stretch comes behind the one that it goes on from. Each column
+    is int64 [stretch].
 
     Attributes:
         lane: that holds it.
         row: its first one among the rows of the lane.
         length: its rows, at least 1.
-        previous: run behind which it begins; -1: it begins with zeros.
+        previous: stretch behind which it begins; -1: it begins with a state of zeros.
     """
 
     lane: Ints
@@ -56,7 +90,7 @@ class StateRuns(NamedTuple):
     previous: Ints
 
     @classmethod
-    def of_bucket(cls, bucket: Bucket, rank_token_multiple: int = 1) -> StateRuns:
+    def of_bucket(cls, bucket: Bucket, rank_token_multiple: int = 1) -> Stretches:
         """Return those of a bucket; `rank_token_multiple`: what the tokens of a lane are padded to."""
         if bucket.placement is not None:
             return cls.of_placement(bucket, rank_token_multiple)
@@ -66,7 +100,7 @@ class StateRuns(NamedTuple):
     @classmethod
     def of_chunks(
         cls, padded_seqlens: Sequence[int], cp_size: int, masks: Sequence[Mask | None] | None = None
-    ) -> StateRuns:
+    ) -> Stretches:
         """Return those of samples that lie zigzag on the lanes: lane r has chunks r and 2 * cp_size - 1 - r of each.
 
         Args:
@@ -90,7 +124,7 @@ class StateRuns(NamedTuple):
         return cls._of_pieces(pieces, dict(enumerate(masks or ())))
 
     @classmethod
-    def of_placement(cls, bucket: Bucket, rank_token_multiple: int = 1) -> StateRuns:
+    def of_placement(cls, bucket: Bucket, rank_token_multiple: int = 1) -> Stretches:
         """Return those of a placed bucket; lanes of an inner group hold equal parts of its tokens, one after the other.
 
         Args:
@@ -118,8 +152,8 @@ class StateRuns(NamedTuple):
         return found._with_padding(on_lane)
 
     @classmethod
-    def _of_pieces(cls, pieces: Ints, masks: dict[int, Mask | None]) -> StateRuns:
-        """Return runs of pieces [piece, (sample, first token, the one after the last, lane, row)], ordered by tokens.
+    def _of_pieces(cls, pieces: Ints, masks: dict[int, Mask | None]) -> Stretches:
+        """Return stretches of pieces, int64 [piece, (sample, first token, one after the last, lane, row)], by tokens.
 
         Args:
             masks: sample -> its mask, where it brings one.
@@ -139,9 +173,9 @@ class StateRuns(NamedTuple):
 
     @property
     def is_linked(self) -> Bools:
-        """[run] whether it goes on from another one, or another one from it: its lanes pass on states.
+        """[stretch] whether it goes on from another one, or another one from it: its lanes pass on states.
 
-        Where there are such, of a lane without any its shortest run counts: then all lanes do the same.
+        Where any stretch does, the shortest one of a lane without such counts, too: then all lanes do the same.
         """
         linked = self.previous >= 0
         linked[self.previous[linked]] = True
@@ -153,44 +187,44 @@ class StateRuns(NamedTuple):
         return linked
 
     def of_lane(self, lane: int) -> Ints:
-        """Return the runs of a lane, in the order of its rows."""
-        runs = np.flatnonzero(self.lane == lane)
-        return runs[np.argsort(self.row[runs])]
+        """Return the stretches of a lane, in the order of its rows."""
+        own = np.flatnonzero(self.lane == lane)
+        return own[np.argsort(self.row[own])]
 
     def before(self, num_tokens: int) -> Before:
-        """Return the `num_tokens` tokens before each run, fewer where its sample begins."""
-        run, back = (part.ravel() for part in np.indices((len(self.lane), num_tokens)))
+        """Return the `num_tokens` tokens before each stretch, fewer where its sample begins."""
+        stretch, back = (part.ravel() for part in np.indices((len(self.lane), num_tokens)))
         back = num_tokens - back
-        source = self.previous[run]
+        source = self.previous[stretch]
         while (short := (source >= 0) & (back > self.length[source])).any():
             back = np.where(short, back - self.length[source], back)
             source = np.where(short, self.previous[source], source)
         there = source >= 0
-        run, back, source = run[there], back[there], source[there]
-        return Before(run, source, self.row[source] + self.length[source] - back)
+        stretch, back, source = stretch[there], back[there], source[there]
+        return Before(stretch, source, self.row[source] + self.length[source] - back)
 
     def rows_in_order(self) -> Ints:
-        """Return the rows of all lanes, counted lane after lane, in the order of runs."""
+        """Return the rows of all lanes, counted lane after lane, in the order of stretches."""
         on_lane = np.bincount(self.lane, self.length).astype(np.int64)
         first = (np.cumsum(on_lane) - on_lane)[self.lane] + self.row
         in_order = np.cumsum(self.length) - self.length
         return np.repeat(first - in_order, self.length) + np.arange(self.length.sum())
 
-    def on_one_lane(self) -> StateRuns:
-        """Return what is left of the runs on a lane that has the rows of all, in the order of runs."""
+    def on_one_lane(self) -> Stretches:
+        """Return the stretches that are left where one lane has the rows of all, in the order of stretches."""
         row = np.cumsum(self.length) - self.length
         return self._replace(lane=np.zeros_like(self.lane), row=row)._merged()
 
-    def known_to(self, lane: int) -> StateRuns:
-        """Return what a lane has to know: all linked runs, in whose states it has a share, and its others."""
+    def known_to(self, lane: int) -> Stretches:
+        """Return what a lane has to know: all linked stretches, in whose states it has a share, and its others."""
         kept = np.flatnonzero(self.is_linked | (self.lane == lane))
         number = np.full(len(self.lane) + 1, -1)
         number[kept] = np.arange(len(kept))
-        known = StateRuns(*(column[kept] for column in self))
+        known = Stretches(*(column[kept] for column in self))
         return known._replace(previous=number[known.previous])
 
-    def _merged(self) -> StateRuns:
-        """Return the same with runs joined that lie one behind the other on a lane, and where no branch begins."""
+    def _merged(self) -> Stretches:
+        """Return the same with stretches joined that lie one behind the other on a lane, and where no branch begins."""
         before = np.arange(len(self.lane)) - 1
         num_following = np.bincount(self.previous[self.previous >= 0], minlength=len(self.lane))
         goes_on = (self.previous == before) & (before >= 0) & (num_following[before] == 1)
@@ -198,54 +232,54 @@ class StateRuns(NamedTuple):
         first = np.flatnonzero(~goes_on)
         number = np.cumsum(~goes_on) - 1
         previous = self.previous[first]
-        return StateRuns(
+        return Stretches(
             self.lane[first],
             self.row[first],
             np.add.reduceat(self.length, first),
             np.where(previous >= 0, number[previous], -1),
         )
 
-    def _with_padding(self, on_lane: Ints) -> StateRuns:
-        """Return the same with a run of padding at the end of lanes that hold fewer tokens than these."""
+    def _with_padding(self, on_lane: Ints) -> Stretches:
+        """Return the same with a stretch of padding at the end of lanes that hold fewer tokens than these."""
         held = np.bincount(self.lane, self.length, len(on_lane)).astype(np.int64)
         padded = np.flatnonzero(held < on_lane)
         more = padded, held[padded], (on_lane - held)[padded], np.full(len(padded), -1)
-        return StateRuns(*(np.concatenate(both) for both in zip(self, more, strict=True)))
+        return Stretches(*(np.concatenate(both) for both in zip(self, more, strict=True)))
 
     @property
     def num_linked(self) -> Ints:
-        """[lane] runs whose states are passed on."""
+        """[lane] stretches whose states are passed on."""
         return np.bincount(self.lane, self.is_linked, self.num_lanes).astype(np.int64)
 
     @property
     def depth(self) -> Ints:
-        """[run] how many runs there are before it on the way to it."""
+        """[stretch] number of stretches on the way to it."""
         depth = np.zeros(len(self.lane), np.int64)
-        for run in np.flatnonzero(self.previous >= 0).tolist():
-            depth[run] = depth[self.previous[run]] + 1
+        for stretch in np.flatnonzero(self.previous >= 0).tolist():
+            depth[stretch] = depth[self.previous[stretch]] + 1
         return depth
 
     def as_json(self) -> list[list[int]]:
-        """Return them as what JSON holds; `StateRuns.read` takes it."""
+        """Return them as what JSON holds; `Stretches.read` takes it."""
         return [column.tolist() for column in self]
 
     @classmethod
-    def read(cls, data: Any) -> StateRuns:
+    def read(cls, data: Any) -> Stretches:
         """Return what `as_json` wrote."""
         return cls(*(np.array(column, np.int64) for column in data))
 
 
-def runs_with_states(bucket: Bucket, rank_token_multiple: int = 1) -> Sequence[int]:
-    """Return of how many runs that are passed on the states are that each lane of a bucket keeps.
+def states_kept(bucket: Bucket, rank_token_multiple: int = 1) -> Sequence[int]:
+    """Return, for each lane of a bucket, the number of states it keeps, in stretches whose states are passed on.
 
-    Where none are, lanes keep those of branches, and where they exchange heads those of their share.
+    Where none are passed on, lanes keep those of branches; where lanes exchange heads, of their share of the heads.
     """
     if not bucket.exchanges_states:
-        of_branches = ceil(STATES_OF_A_SCAN * scans_of_branches(bucket.samples) / bucket.cp_size)
+        of_branches = ceil(STATES_OF_A_SCAN * stretches_of_branches(bucket.samples) / bucket.cp_size)
         return [of_branches] * bucket.cp_size
-    if bucket.placement is None and not scans_of_branches(bucket.samples):
+    if bucket.placement is None and not stretches_of_branches(bucket.samples):
         return [CHUNKS_PER_LANE * len(bucket.samples)] * bucket.cp_size
-    numbers: list[int] = StateRuns.of_bucket(bucket, rank_token_multiple).num_linked.tolist()
+    numbers: list[int] = Stretches.of_bucket(bucket, rank_token_multiple).num_linked.tolist()
     return numbers
 
 

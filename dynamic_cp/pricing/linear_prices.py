@@ -1,21 +1,22 @@
 """Seconds of linear attention on one pipeline stage, all its layers, and of the two ways in which lanes share it.
 
-In one direction, for T tokens and N samples of a bucket on cp lanes,
+`core` are the seconds of a token's products, `conv` those of its convolution, `again` those of one more pass of the
+kernel. In one direction, T tokens and N samples of a bucket on cp lanes take
 
     alone   T * (core + conv)
     heads   T * (core * most heads of a lane / heads + conv / cp) + two all-to-alls of T / cp tokens
     states  T / cp * (core + conv + again) + N * (composing + tokens of chunks that are not full + messages)
 
-of T tokens of a lane, R of its runs linked (`plans.state_runs`) where attention is placed,
+Where attention is placed, a lane with T tokens takes, with R of its stretches linked (`plans.stretches`),
 
     homes   T * (core + conv) + linked tokens * again + R * (composing + half a chunk) + messages
 
 Nothing hides the exchanges. So both ways are linear in tokens, and states in samples as well: packers, who know tokens
 alone, take heads; `search.states` chooses for each bucket of the finished packing.
 
-Backward, core products are BACKWARD_OVER_FORWARD times those forward. States: forward computes the summaries of chunks
-in a pass of the kernel of its own (`again`); backward computes the kernel's backward pass twice, once for the gradients
-of the states before chunks.
+Backward, core products are BACKWARD_OVER_FORWARD times those forward. With states, forward computes the summaries of
+chunks in one more pass of the kernel; backward runs the kernel's backward pass twice, once for the gradients of the
+states before chunks.
 
 Limits: of composing states only the FLOPs are priced, not the few launches for each doubling of the chunks. A kernel
 walks through the chunks of a sample one after the other, with heads and samples as its only parallelism; how far that
@@ -30,14 +31,16 @@ import numpy as np
 
 from dynamic_cp.arrays import Floats
 from dynamic_cp.convex import Linear
-from dynamic_cp.mechanisms.links import lanes_in_one_node
+from dynamic_cp.mechanisms.transfers import lanes_in_one_node
 from dynamic_cp.placement.sent import Sent
-from dynamic_cp.plans.state_runs import StateRuns
+from dynamic_cp.plans.stretches import Stretches
 from dynamic_cp.types import ACROSS_NODES, IN_NODE, Bucket, Hardware, LinearAttention, Problem, Stage
 from dynamic_cp.types.linear_attention import CHUNK_TOKENS, CHUNKS_PER_LANE
 
 BACKWARD_OVER_FORWARD = 2.5
 """Products backward over forward: twice as many, and what a chunk keeps too much of is computed again. An estimate."""
+_OVER_FORWARD = 1.0, BACKWARD_OVER_FORWARD
+"""Core products over those forward, (forward, backward)."""
 _CONVOLUTION_PASSES = 2, 4
 """Passes of the convolved channels through memory, (forward, backward)."""
 _SHARE_OF_GEMMS = 0.25
@@ -81,8 +84,8 @@ class LaneLinear(NamedTuple):
     host_s: Floats
 
 
-def sent_states(runs: StateRuns, sizes: LinearAttention, element_bytes: int) -> Sent:
-    """Return what lanes send each other in one layer: tokens before runs, and states of linked ones.
+def sent_states(stretches: Stretches, sizes: LinearAttention, element_bytes: int) -> Sent:
+    """Return what lanes send each other in one layer: tokens before stretches, and states of linked ones.
 
     Forward: summaries to the lane that composes a share of the heads, and states back. Backward: gradients of states,
     out and back; the matrices A stay where they were composed.
@@ -90,13 +93,13 @@ def sent_states(runs: StateRuns, sizes: LinearAttention, element_bytes: int) -> 
     Args:
         sizes: of a layer on a tensor-parallel rank; element_bytes: of a number of its channels.
     """
-    num_lanes = runs.num_lanes
-    before = runs.before(sizes.kernel_size - 1)
-    owner, user = runs.lane[before.source], runs.lane[before.run]
+    num_lanes = stretches.num_lanes
+    before = stretches.before(sizes.kernel_size - 1)
+    owner, user = stretches.lane[before.source], stretches.lane[before.stretch]
     halo = np.bincount(owner * num_lanes + user, minlength=num_lanes**2).reshape(num_lanes, num_lanes)
     halo_bytes = halo * float(sizes.convolved_channels * element_bytes)
     share = np.array([len(sizes.heads_of_lane(lane, num_lanes)) for lane in range(num_lanes)]) / sizes.num_heads
-    out, back = np.outer(runs.num_linked, share), np.outer(share, runs.num_linked)
+    out, back = np.outer(stretches.num_linked, share), np.outer(share, stretches.num_linked)
     forward = sizes.summary_bytes * out + sizes.state_bytes * back + halo_bytes
     backward = sizes.state_bytes * (out + back) + halo_bytes.T
     sender, receiver = np.nonzero(~np.eye(num_lanes, dtype=np.bool_))
@@ -120,42 +123,29 @@ class StageLinearAttention:
         self._rate = core_flops_per_s(hardware)
         self._core_s = self._seconds(self.sizes.core_flops)
         self._summary_s = self._seconds(self.sizes.summary_flops)
-        self._prices: dict[tuple[bool, int, int], Both] = {}
         self._bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
 
     def alone(self) -> Both:
         """Return what one lane takes."""
         forward, backward = (
             LinearSeconds(Linear(0.0, times * self._core_s + conv))
-            for times, conv in zip(self._times, self._conv_s(1), strict=True)
+            for times, conv in zip(_OVER_FORWARD, self._conv_s(1), strict=True)
         )
         return forward, backward
 
     def by_heads(self, cp_size: int, link: int) -> Both:
         """Return what a group takes whose lanes exchange heads."""
-        return self._once(False, cp_size, link)
-
-    def by_states(self, cp_size: int, link: int) -> Both:
-        """Return what a group takes whose lanes pass on states."""
-        return self._once(True, cp_size, link)
-
-    def _once(self, passes_on_states: bool, cp_size: int, link: int) -> Both:
-        place = passes_on_states, cp_size, link
-        if place not in self._prices:
-            self._prices[place] = (self._by_states if passes_on_states else self._by_heads)(cp_size, link)
-        return self._prices[place]
-
-    def _by_heads(self, cp_size: int, link: int) -> Both:
         core = self._core_s * self.sizes.most_heads(cp_size) / self.sizes.num_heads
         sent = self.sizes.heads_bytes(cp_size, self._element_bytes.exchanged) / cp_size
         exchange = Linear(2 * self._latency_s, self.layers * sent * self._s_per_byte(cp_size, link))
         forward, backward = (
             LinearSeconds(Linear(0.0, times * core + conv / cp_size).plus(exchange), host_s=self._host_s(2))
-            for times, conv in zip(self._times, self._conv_s(cp_size), strict=True)
+            for times, conv in zip(_OVER_FORWARD, self._conv_s(cp_size), strict=True)
         )
         return forward, backward
 
-    def _by_states(self, cp_size: int, link: int) -> Both:
+    def by_states(self, cp_size: int, link: int) -> Both:
+        """Return what a group takes whose lanes pass on states."""
         sizes = self.sizes
         computed = self._core_s + self._summary_s, 2 * BACKWARD_OVER_FORWARD * self._core_s
         composing = self._seconds(sizes.composing_flops(cp_size))
@@ -178,26 +168,26 @@ class StageLinearAttention:
     def of_homes(self, bucket: Bucket, rank_token_multiple: int, *, with_exchange: bool) -> LaneLinear:
         """Return what the lanes of a placed bucket take, which pass on states from home to home.
 
-        Runs that go on from none, and none from them, are computed as on a lane alone.
+        Stretches that go on from none, and none from them, are computed as on a lane alone.
 
         Args:
             with_exchange: with what lanes send each other.
         """
         sizes, hardware = self.sizes, self._hardware
-        runs = StateRuns.of_placement(bucket, rank_token_multiple)
-        linked = runs.is_linked
-        num_linked = runs.num_linked
-        linked_tokens = np.bincount(runs.lane, runs.length * linked, bucket.cp_size)
+        stretches = Stretches.of_placement(bucket, rank_token_multiple)
+        linked, num_linked = stretches.is_linked, stretches.num_linked
+        linked_tokens = np.bincount(stretches.lane, stretches.length * linked, bucket.cp_size)
         core, summary = self._core_s, self._summary_s
         again = np.array([summary, BACKWARD_OVER_FORWARD * core])
-        times = np.array(self._times)
-        carried_s = self._seconds(sizes.carrying_flops(int(runs.depth.max()) + 1)) * num_linked.sum() / bucket.cp_size
+        times = np.array(_OVER_FORWARD)
+        carried_s = self._seconds(sizes.carrying_flops(int(stretches.depth.max()) + 1))
+        carried_s *= num_linked.sum() / bucket.cp_size
         half_chunks = CHUNK_TOKENS / 2 * num_linked
         constant_s = np.outer(again, linked_tokens + half_chunks) + np.outer(times * core, half_chunks) + carried_s
         host_s = np.zeros_like(constant_s)
         if with_exchange and linked.any():
             nodes = (bucket.first_lane + np.arange(bucket.cp_size)) // self._node_lanes
-            sent = sent_states(runs, sizes, self._element_bytes.exchanged).of_lanes(nodes)
+            sent = sent_states(stretches, sizes, self._element_bytes.exchanged).of_lanes(nodes)
             per_byte = 1.0 / np.array(self._bandwidths)
             constant_s += 3 * self._latency_s + self.layers * np.einsum("dln,l->dn", sent, per_byte)
             # Unlike a collective, each message is a call of its own.
@@ -205,10 +195,6 @@ class StageLinearAttention:
             host_s += self.layers * 3 * others * hardware.host_message_s_per_layer
         per_token_s = times * core + np.array(self._conv_s(1))
         return LaneLinear(constant_s, per_token_s, host_s)
-
-    @property
-    def _times(self) -> tuple[float, float]:
-        return 1.0, BACKWARD_OVER_FORWARD
 
     @property
     def _latency_s(self) -> float:
