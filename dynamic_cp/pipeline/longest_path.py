@@ -11,7 +11,6 @@ the experts take (`pricing/experts.py`): the same on all of them. There is no ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -179,19 +178,3 @@ def _experts_s(tokens: Floats, block: int, terms: Floats, imbalance: float) -> f
         seconds = terms[CONSTANT] + terms[PER_MEAN] * mean
         slowest_s = max(slowest_s, seconds + terms[PER_ROUTED] * routed)
     return slowest_s
-
-
-def waiting_groups(groups: Sequence[range], block: int) -> list[range]:
-    """Return the lanes that wait for each other, block by block of `block` lanes that share experts.
-
-    Args:
-        groups: lanes of the buckets of a micro-batch, in order; they tile the lanes.
-    """
-    found: list[range] = []
-    first = end = 0
-    for group in groups:
-        end = max(end, -(-group.stop // block) * block)
-        if group.stop == end:
-            found.append(range(first, end))
-            first = end
-    return found

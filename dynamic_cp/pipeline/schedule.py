@@ -1,8 +1,7 @@
 """The operations of a pipeline: in which order Megatron-Core runs them, and what each of them waits for and pays.
 
-An `Operation` prints as `chunk F|B micro_batch` ("0F3", "1B0") and parses back; one of a later part of the sequences
-adds `.part` ("0F3.1"). The list depends on stage, pp_size, num_microbatches and vp_size only, so it is the same for all
-lanes of a stage.
+An `Operation` prints as `chunk F|B micro_batch` ("0F3", "1B0") and parses back. The list depends on stage, pp_size,
+num_microbatches and vp_size only, so it is the same for all lanes of a stage.
 
 A model chunk of a stage is virtual stage g = chunk * pp_size + stage. An operation waits for what its own stage runs
 before it, and for its input:
@@ -40,26 +39,22 @@ class Operation(NamedTuple):
 
     Attributes:
         kind, micro_batch, chunk: which.
-        part: of its sequences, for schedules that cut them; plans have whole ones, part 0.
     """
 
     kind: Kind
     micro_batch: int
     chunk: int = 0
-    part: int = 0
 
     def __str__(self) -> str:
-        return f"{self.chunk}{self.kind}{self.micro_batch}" + (f".{self.part}" if self.part else "")
+        return f"{self.chunk}{self.kind}{self.micro_batch}"
 
     @classmethod
     def parse(cls, text: str) -> Operation:
         """Return the operation that prints as `text`; InvalidInputError when none does."""
-        match = re.fullmatch(r"(\d+)([FB])(\d+)(?:\.([1-9]\d*))?", text)
+        match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
         if match is None:
-            raise InvalidInputError(
-                f"{text!r} is no operation: write chunk, F or B, micro-batch, like 0F3; a later part like 0F3.1"
-            )
-        return cls("F" if match[2] == "F" else "B", int(match[3]), int(match[1]), int(match[4] or 0))
+            raise InvalidInputError(f"{text!r} is no operation: write chunk, F or B, micro-batch, like 0F3")
+        return cls("F" if match[2] == "F" else "B", int(match[3]), int(match[1]))
 
 
 @lru_cache(maxsize=4096)

@@ -5,8 +5,7 @@ ends it when its own work is done. Lanes that share experts start and end togeth
 other barrier: neither between micro-batches nor between lanes that share neither bucket nor experts. Times are whole
 nanoseconds, so two candidates compare the same on every CPU.
 
-The rules stand in `longest_path`, the compiled kernel for Megatron-Core's schedule. Lists of operations that differ
-from lane to lane first need an order in which they can run (`deadlock.resolve`) and go through a plain loop.
+The rules stand in `longest_path`, the compiled kernel for Megatron-Core's schedule, which all lanes of a stage run.
 
 Limits: a group's operation is one event (how its lanes wait for each other inside it is part of its price); a hop takes
 no time of its sender and links are not shared.
@@ -18,9 +17,8 @@ import numpy as np
 
 from dynamic_cp.arrays import Ints
 from dynamic_cp.errors import IllegalPlanError, UnsupportedFeatureError
-from dynamic_cp.pipeline.deadlock import LaneOperations, resolve
-from dynamic_cp.pipeline.longest_path import Grid, couple_lanes, end_times, longest_path_ns, waiting_groups
-from dynamic_cp.pipeline.schedule import BACKWARD, FORWARD, Graph, pipeline_graph, places_of
+from dynamic_cp.pipeline.longest_path import Grid, couple_lanes, end_times, longest_path_ns
+from dynamic_cp.pipeline.schedule import BACKWARD, FORWARD, Graph, pipeline_graph
 from dynamic_cp.pipeline.timeline import Timeline, durations_ns
 from dynamic_cp.plans.extension import kind_of
 from dynamic_cp.plans.padding import lane_tokens_of
@@ -29,28 +27,19 @@ from dynamic_cp.pricing.edges import Edges
 from dynamic_cp.types import Plan, Topology
 
 
-def simulate(
-    plan: Plan, cost_model: CostModel, operations: LaneOperations | None = None, *, grid: Grid | None = None
-) -> Timeline:
+def simulate(plan: Plan, cost_model: CostModel, *, grid: Grid | None = None) -> Timeline:
     """Return the timeline of `plan`.
 
     Args:
         plan: a plan that passes `check_plan`.
         cost_model: prices of its buckets.
-        operations: what each (stage, lane) runs; None = Megatron-Core's schedule, the same list on every lane.
         grid: `grid_of(plan, cost_model)` where the caller has it; pricing takes longer than simulating.
-
-    Raises:
-        IllegalPlanError: `operations` are incomplete or deadlock; the message names the stuck actions.
     """
     topology = plan.topology
     grid = grid_of(plan, cost_model) if grid is None else grid
     graph = pipeline_graph(topology.pp_size, plan.num_microbatches, topology.vp_size)
     ends_ns = np.empty((len(graph.kind), topology.num_lanes), np.int64)
-    if operations is None:
-        end_times(graph, grid, ends_ns)
-    else:
-        _end_times_of_lists(plan, grid, graph, operations, ends_ns)
+    end_times(graph, grid, ends_ns)
     edges = _edges(topology, grid, graph, ends_ns)
     return Timeline(
         plan=plan,
@@ -58,7 +47,6 @@ def simulate(
         graph=graph,
         ends_ns=ends_ns,
         gradient_reduction_s=cost_model.reduction.exposed_s(edges, float(ends_ns.max()) / 1e9),
-        lane_operations=operations,
     )
 
 
@@ -135,25 +123,3 @@ def grid_of(plan: Plan, cost_model: CostModel) -> Grid:
     if plan.topology.expert_lanes > 1:
         couple_lanes(grid, lane_tokens_of(plan).astype(np.float64), cost_model.table, vp_size)
     return grid
-
-
-def _end_times_of_lists(plan: Plan, grid: Grid, graph: Graph, operations: LaneOperations, ends_ns: Ints) -> None:
-    """Fill `ends_ns` ([operation of `graph`, lane]) for lanes that run the lists `operations`."""
-    topology = plan.topology
-    groups = [
-        waiting_groups([bucket.lanes for bucket in micro_batch.buckets], topology.expert_lanes)
-        for micro_batch in plan.micro_batches
-    ]
-    steps = resolve(operations, groups, topology.pp_size, topology.vp_size)
-    durations = durations_ns(grid, graph)
-    index_of = {place: index for index, place in enumerate(places_of(graph))}
-    free_ns = np.zeros((topology.pp_size, topology.num_lanes), np.int64)
-    for stage, operation, bucket_index in steps:
-        group = groups[operation.micro_batch][bucket_index]
-        lanes = slice(group.start, group.stop)
-        at = index_of[stage, operation]
-        sender = graph.sender[at]
-        start_ns = free_ns[stage, lanes].max()
-        if sender >= 0:
-            start_ns = max(start_ns, (ends_ns[sender, lanes] + grid.hop_ns[operation.micro_batch, lanes]).max())
-        ends_ns[at, lanes] = free_ns[stage, lanes] = start_ns + durations[at, lanes]

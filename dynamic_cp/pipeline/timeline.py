@@ -24,14 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynamic_cp.arrays import Ints
-from dynamic_cp.pipeline.deadlock import LaneOperations
 from dynamic_cp.pipeline.longest_path import Grid
 from dynamic_cp.pipeline.schedule import (
     EMBEDDING,
     HEAD,
     Graph,
     Operation,
-    most_alive_tokens,
     peak_in_flight_tokens,
     places_of,
 )
@@ -123,7 +121,6 @@ class Timeline:
         graph: the operations of all stages and what each waits for.
         ends_ns: [operation, lane] -> its end; the iteration starts at 0.
         gradient_reduction_s: what reducing gradients and gathering parameters add.
-        lane_operations: the lists that each (stage, lane) ran; None = Megatron-Core's.
     """
 
     plan: Plan
@@ -131,7 +128,6 @@ class Timeline:
     graph: Graph
     ends_ns: Ints
     gradient_reduction_s: float
-    lane_operations: LaneOperations | None = None
 
     def __repr__(self) -> str:
         return f"<Timeline: {self.iteration_s:.4g} s, {self.plan.describe()}>"
@@ -194,13 +190,7 @@ class Timeline:
     def peak_in_flight_tokens(self) -> Ints:
         """[stage, lane] -> most padded tokens alive, once per model chunk (`schedule.peak_in_flight_tokens`)."""
         topology = self.plan.topology
-        tokens = lane_tokens_of(self.plan)
-        if self.lane_operations is None:
-            return peak_in_flight_tokens(tokens, topology.pp_size, topology.vp_size)
-        peak = np.zeros((topology.pp_size, topology.num_lanes), np.int64)
-        for (stage, lane), todo in self.lane_operations.items():
-            peak[stage, lane] = most_alive_tokens(todo, tokens[:, lane : lane + 1])[0]
-        return peak
+        return peak_in_flight_tokens(lane_tokens_of(self.plan), topology.pp_size, topology.vp_size)
 
     @property
     def spans(self) -> tuple[Span, ...]:

@@ -9,12 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynamic_cp.errors import IllegalPlanError
-from dynamic_cp.pipeline.longest_path import waiting_groups
 from dynamic_cp.pipeline.schedule import stage_operations
 from dynamic_cp.pipeline.simulator import grid_of, makespan_ns, simulate
 from dynamic_cp.plans.padding import rank_tokens
-from dynamic_cp.pricing.cost_model import CostModel
+from dynamic_cp.pricing.cost_model import BucketCost, CostModel
 from dynamic_cp.pricing.experts import ranks_of_block_in_node
 from dynamic_cp.types import Bucket, Experts, MicroBatch, Plan, PlanOptions, Problem, Sample, Topology
 from tests.unit.pipeline.event_simulator import play
@@ -120,12 +118,11 @@ def test_the_price_and_an_independent_event_driven_simulation(seed):
         ]
         expected = play(plan, costs, lists, longer, groups)
         assert expected.finished
-        for operations in (None, lists):
-            timeline = simulate(plan, model, operations)
-            assert timeline.makespan_ns == expected.makespan_ns == makespan_ns(plan, model)
-            for name in ("busy_ns", "pipeline_bubble_ns", "cp_wait_ns", "dp_wait_ns"):
-                found = Counter({place: int(ns) for place, ns in np.ndenumerate(getattr(timeline.split, name)) if ns})
-                assert found == +getattr(expected, name), name
+        timeline = simulate(plan, model)
+        assert timeline.makespan_ns == expected.makespan_ns == makespan_ns(plan, model)
+        for name in ("busy_ns", "pipeline_bubble_ns", "cp_wait_ns", "dp_wait_ns"):
+            found = Counter({place: int(ns) for place, ns in np.ndenumerate(getattr(timeline.split, name)) if ns})
+            assert found == +getattr(expected, name), name
         seen["pipelines"] += pp_size > 1
         seen["interleaved"] += topology.vp_size > 1
         seen["TP ranks share experts"] += tp_size > 1
@@ -177,25 +174,16 @@ def test_experts_of_one_lane_are_part_of_its_price():
         assert one == pytest.approx(one_s + tensor + more - nothing, rel=1e-9)
 
 
-def test_groups_that_wait():
-    assert waiting_groups([range(0, 1), range(1, 2), range(2, 4)], 1) == [range(0, 1), range(1, 2), range(2, 4)]
-    assert waiting_groups([range(0, 1), range(1, 2), range(2, 4)], 2) == [range(0, 2), range(2, 4)]
-    assert waiting_groups([range(0, 4), range(4, 5), range(5, 8)], 2) == [range(0, 4), range(4, 8)]
-
-
-def test_another_order_on_one_lane_of_a_block_deadlocks():
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_another_order_on_one_lane_of_a_block_deadlocks(ep_size):
     """Two micro-batches of CP size 1: without EP lanes may run them in any order, with EP only in the same one."""
-    rows = tuple(MicroBatch(buckets=tuple(Bucket(first_lane=lane) for lane in range(2))) for _ in range(2))
-    for ep_size in (1, 2):
-        topology = Topology(num_lanes=2, ep_size=ep_size)
-        plan = Plan(topology=topology, max_tokens_per_rank=64, micro_batches=rows)
-        lists = megatron_lists(plan)
-        model = CostModel(Problem(topology=topology, model=MODEL, hardware=HARDWARE, options=OPTIONS))
-        simulate(plan, model, lists)
-        first, last = lists[0, 1][:2], lists[0, 1][2:]
-        lists[0, 1] = [*last, *first]
-        if ep_size == 1:
-            assert simulate(plan, model, lists).makespan_ns == makespan_ns(plan, model)
-        else:
-            with pytest.raises(IllegalPlanError, match=r"stage 0 lane 0 at .* waits for lane 1, which is at"):
-                simulate(plan, model, lists)
+    samples = [Sample(sample_id=index, seqlen=8) for index in range(4)]
+    buckets = [Bucket(first_lane=index % 2, samples=(sample,)) for index, sample in enumerate(samples)]
+    rows = MicroBatch(buckets=tuple(buckets[:2])), MicroBatch(buckets=tuple(buckets[2:]))
+    plan = Plan(topology=Topology(num_lanes=2, ep_size=ep_size), max_tokens_per_rank=64, micro_batches=rows)
+    lists = megatron_lists(plan)
+    groups = [{lane: waiting_with(lane, row, ep_size) for lane in range(2)} for row in rows]
+    costs = dict.fromkeys(range(4), BucketCost(1e-3, 2e-3, 0.0))
+    assert play(plan, costs, lists, waiting=groups).finished
+    lists[0, 1] = [*lists[0, 1][2:], *lists[0, 1][:2]]
+    assert play(plan, costs, lists, waiting=groups).finished == (ep_size == 1)

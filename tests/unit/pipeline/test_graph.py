@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import dynamic_cp
-from dynamic_cp.pipeline.deadlock import resolve
 from dynamic_cp.pipeline.schedule import (
     EMBEDDING,
     HEAD,
@@ -64,8 +63,7 @@ def test_the_order_is_every_list_in_an_order_that_can_run(pp, m, vp):
         assert graph.sender[index] == index_of[needed.stage, needed.operation] < index
         num_hops += 1
     assert num_hops == 2 * m * (pp * vp - 1)
-    lists = {(stage, 0): stage_operations(stage, pp, m, vp) for stage in range(pp)}
-    assert len(resolve(lists, [[range(1)]] * m, pp, vp)) == len(places) == 2 * m * pp * vp
+    assert len(places) == 2 * m * pp * vp
 
 
 @pytest.mark.parametrize(("pp", "m", "vp"), SHAPES)

@@ -1,4 +1,4 @@
-"""The longest path against an independent event-driven simulation, closed forms and deadlocks."""
+"""The longest path against an independent event-driven simulation and closed forms."""
 
 from __future__ import annotations
 
@@ -122,11 +122,10 @@ def test_lanes_of_a_group_may_take_unequal_times():
         places = {("FB"[kind], row, lane): int(ns) * MS for (kind, row, lane), ns in np.ndenumerate(longer)}
         lists = megatron_lists(plan)
         expected = play(plan, costs, lists, Counter(places))
-        for operations in (None, lists):
-            timeline = simulate(plan, GivenCosts(costs), operations, grid=uneven)
-            assert timeline.makespan_ns == expected.makespan_ns
-            for name in ("busy_ns", "pipeline_bubble_ns", "cp_wait_ns", "dp_wait_ns"):
-                assert by_place(getattr(timeline.split, name)) == +getattr(expected, name), name
+        timeline = simulate(plan, GivenCosts(costs), grid=uneven)
+        assert timeline.makespan_ns == expected.makespan_ns
+        for name in ("busy_ns", "pipeline_bubble_ns", "cp_wait_ns", "dp_wait_ns"):
+            assert by_place(getattr(timeline.split, name)) == +getattr(expected, name), name
         busy_us = sum(event.duration_us for event in timeline.events)
         assert busy_us * 1e3 == pytest.approx(timeline.split.busy_ns.sum())
         assert max(span.end_ns for span in timeline.spans) == timeline.makespan_ns
@@ -137,16 +136,6 @@ def test_lanes_of_a_group_may_take_unequal_times():
         )
         seen["several stages"] += plan.topology.pp_size > 1
     assert min(seen.values()) > 50, seen
-
-
-def test_given_lists_equal_the_kernel_where_they_are_megatrons():
-    rng = random.Random(2)
-    for _ in range(100):
-        plan, costs = random_case(rng)
-        ours = simulate(plan, GivenCosts(costs))
-        given = simulate(plan, GivenCosts({}), megatron_lists(plan), grid=grid_of(plan, GivenCosts(costs)))
-        assert (ours.ends_ns == given.ends_ns).all()
-        assert (ours.peak_in_flight_tokens == given.peak_in_flight_tokens).all()
 
 
 def test_the_kernel_without_compilation_gives_the_same_times():
@@ -234,58 +223,15 @@ def test_in_flight_tokens_are_padded_and_of_one_rank():
     )
     model = GivenCosts(dict.fromkeys(range(5), BucketCost(1e-3, 1e-3, 0.0)))
     assert simulate(plan, model).peak_in_flight_tokens.tolist() == [[11, 6, 10], [7, 4, 9]]
-    lists = megatron_lists(plan)
-    for stage in (0, 1):  # lane 2, alone, turns the order round on both stages: the same peaks
-        lists[stage, 2] = tuple(Operation(op.kind, 1 - op.micro_batch) for op in lists[stage, 2])
-    lists[0, 0] = lists[0, 1] = stage_operations(1, 2, 2)  # lanes 0 and 1 keep one micro-batch at a time
-    assert simulate(plan, model, lists).peak_in_flight_tokens.tolist() == [[7, 4, 10], [7, 4, 9]]
 
 
-def test_one_swap_on_one_lane_deadlocks_and_names_the_stuck_actions():
+@pytest.mark.parametrize("lane", [1, 2])
+def test_another_order_deadlocks_only_on_a_lane_that_shares_a_group(lane):
     plan = plan_of([[(0, 2), (2, 1)], [(0, 2), (2, 1)]], Topology(num_lanes=3))
     lists = megatron_lists(plan)
-    lists[0, 1] = tuple(Operation(op.kind, 1 - op.micro_batch) for op in lists[0, 1])
+    lists[0, lane] = tuple(Operation(op.kind, 1 - op.micro_batch) for op in lists[0, lane])
     costs = dict.fromkeys(range(4), BucketCost(1e-3, 2e-3, 0.0))
-    with pytest.raises(IllegalPlanError) as caught:
-        simulate(plan, GivenCosts(costs), lists)
-    assert caught.value.stuck == {(0, 0): Operation("F", 0), (0, 1): Operation("F", 1)}
-    assert "stage 0 lane 0 at 0F0 waits for lane 1, which is at 0F1" in str(caught.value)
-    assert "stage 0 lane 1 at 0F1 waits for lane 0, which is at 0F0" in str(caught.value)
-    assert not play(plan, costs, lists).finished
-
-
-def test_lanes_without_a_common_group_may_differ_in_order():
-    plan = plan_of([[(0, 1), (1, 1)], [(0, 1), (1, 1)]], Topology(num_lanes=2))
-    lists = megatron_lists(plan)
-    lists[0, 1] = tuple(Operation(op.kind, 1 - op.micro_batch) for op in lists[0, 1])
-    costs = {index: BucketCost((index + 1) * 1e-3, 1e-3, 0.0) for index in range(4)}
-    assert simulate(plan, GivenCosts(costs), lists).makespan_ns == play(plan, costs, lists).makespan_ns
-
-
-def test_a_backward_before_its_forward_is_named():
-    plan = plan_of([[(0, 1)]], Topology(num_lanes=1, pp_size=2))
-    lists = {(0, 0): (Operation("B", 0), Operation("F", 0)), (1, 0): (Operation("F", 0), Operation("B", 0))}
-    with pytest.raises(IllegalPlanError, match="stage 0 lane 0 at 0B0 waits for 0B0 on stage 1"):
-        simulate(plan, GivenCosts({0: BucketCost(1e-3, 1e-3, 0.0)}), lists)
-
-
-def test_lists_that_are_not_the_whole_work_are_refused():
-    plan = plan_of([[(0, 1), (1, 1)]] * 2, Topology(num_lanes=2))
-    model = GivenCosts(dict.fromkeys(range(4), BucketCost(1e-3, 1e-3, 0.0)))
-    lists = megatron_lists(plan)
-    with pytest.raises(IllegalPlanError, match=r"stage 0 lane 1 runs 0B1 0 times, it must be 1"):
-        simulate(plan, model, {**lists, (0, 1): lists[0, 1][:-1]})
-    with pytest.raises(IllegalPlanError, match=r"stage 0 lane 1 runs 0F0 2 times, it must be 1"):
-        simulate(plan, model, {**lists, (0, 1): (*lists[0, 1], Operation("F", 0))})
-    with pytest.raises(IllegalPlanError, match=r"stage 0 lane 0 runs 1F0 1 times, it must be 0"):
-        simulate(plan, model, {**lists, (0, 0): (*lists[0, 0], Operation("F", 0, 1))})
-    cut = [*lists[0, 1][:-1], Operation("B", 1, part=2)]
-    with pytest.raises(IllegalPlanError, match=r"stage 0 lane 1 runs 0B1\.2, part 2 of micro-batch 1: .* part 0 only"):
-        simulate(plan, model, {**lists, (0, 1): cut})
-    with pytest.raises(IllegalPlanError, match=r"1 \(stage, lane\) places, 2 are needed; stage 0 lane 1 is left out"):
-        simulate(plan, model, {(0, 0): lists[0, 0]})
-    with pytest.raises(IllegalPlanError, match=r"stage 1 lane 0 is not in the plan"):
-        simulate(plan, model, {**lists, (1, 0): lists[0, 0]})
+    assert play(plan, costs, lists).finished == (lane == 2)
 
 
 def test_a_plan_that_does_not_tile_its_lanes_is_refused_before_the_kernel():
@@ -294,30 +240,3 @@ def test_a_plan_that_does_not_tile_its_lanes_is_refused_before_the_kernel():
         model = GivenCosts(dict.fromkeys(range(4), BucketCost(1e-3, 1e-3, 0.0)))
         with pytest.raises(IllegalPlanError, match="micro-batch 1 covers"):
             makespan_ns(plan, model)
-
-
-@pytest.mark.by_day("1")
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_random_swaps_agree_with_the_event_driven_simulation(seed):
-    rng = random.Random(seed)
-    deadlocks = finished = 0
-    for _ in range(50):
-        plan, costs = random_case(rng)
-        lists = megatron_lists(plan)
-        place = rng.choice(sorted(lists))
-        operations = list(lists[place])
-        index = rng.randrange(len(operations) - 1)
-        operations[index], operations[index + 1] = operations[index + 1], operations[index]
-        lists[place] = tuple(operations)
-        expected = play(plan, costs, lists)
-        if not expected.finished:
-            deadlocks += 1
-            with pytest.raises(IllegalPlanError, match="deadlock"):
-                simulate(plan, GivenCosts(costs), lists)
-            continue
-        finished += 1
-        timeline = simulate(plan, GivenCosts(costs), lists)
-        assert timeline.makespan_ns == expected.makespan_ns
-        for name in ("busy_ns", "pipeline_bubble_ns", "cp_wait_ns", "dp_wait_ns"):
-            assert by_place(getattr(timeline.split, name)) == +getattr(expected, name), name
-    assert min(deadlocks, finished) > 6
