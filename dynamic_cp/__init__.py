@@ -35,30 +35,10 @@ if TYPE_CHECKING:  # type checkers read these; at run time `__getattr__` imports
     from dynamic_cp.search.search import plan_global_batch
 
 __all__ = [
-    "Bucket",
-    "CostModel",
-    "DynamicCPError",
-    "Hardware",
-    "MemoryModel",
-    "MicroBatch",
-    "ModelShape",
-    "Plan",
-    "PlanArrays",
-    "PlanOptions",
-    "PlannedBatch",
-    "Problem",
-    "Sample",
-    "StateDtypes",
-    "Topology",
-    "check_plan",
-    "format_plan",
-    "load_hardware",
-    "load_model",
-    "lower_bound",
-    "plan_global_batch",
-    "plan_lengths",
-    "simulate",
-]
+    "Bucket", "CostModel", "DynamicCPError", "Hardware", "MemoryModel", "MicroBatch", "ModelShape", "Plan",
+    "PlanArrays", "PlanOptions", "PlannedBatch", "Problem", "Sample", "StateDtypes", "Topology", "check_plan",
+    "format_plan", "load_hardware", "load_model", "lower_bound", "plan_global_batch", "plan_lengths", "simulate",
+]  # fmt: skip
 
 _moved.install()
 
