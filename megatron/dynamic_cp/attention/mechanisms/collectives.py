@@ -10,8 +10,8 @@ proper zigzag shard over the outer lanes, and the ring of lanes with equal index
 fewer heads. Around blocks, the lanes of an inner group hold what it has in equal runs, and lanes with equal index do
 the rest. The output goes back by another all-to-all; backward does the same in reverse, two collectives again.
 
-Every lane gets the same number of query heads, and the KV heads that they use (`dynamic_cp.mechanisms.transfers` has the
-rule). With fewer KV heads than lanes a KV head goes to several lanes, and the owner of a token adds up their gradients.
+Every lane gets the same number of query heads, and the KV heads that they use (the rule: `transfers.kv_heads_of`).
+With fewer KV heads than lanes a KV head goes to several lanes, and the owner of a token adds up their gradients.
 
 Order of gathered rows: a zigzag over cp lanes is a zigzag over outer lanes of zigzags over inner lanes: lane k * inner
 + i holds chunks k * inner + i and 2 * cp - 1 - k * inner - i, so the lanes of inner group k together hold chunks k and
