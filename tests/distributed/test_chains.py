@@ -313,7 +313,8 @@ def run_chains() -> list[Any]:
     """Return [chain, whether it would record gradients] in their order, and the message of one that failed."""
     found: list[Any] = []
     begun = [
-        layer_pass.begin_chain(lambda number=number: found.append([number, torch.is_grad_enabled()]), CPU) for number in "ab"
+        layer_pass.begin_chain(lambda number=number: found.append([number, torch.is_grad_enabled()]), CPU)
+        for number in "ab"
     ]
     for one in reversed(begun):
         one.wait()
