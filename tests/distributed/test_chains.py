@@ -274,7 +274,7 @@ def test_a_relay_that_dies_ends_all_with_an_error_that_names_the_place(reference
 
 BLOCKED = """
 import sys, torch, torch.distributed as dist
-from megatron.dynamic_cp.pool import chains
+from megatron.dynamic_cp.pool.layer_pass import begin_chain
 from megatron.trainer.ending.exits import leave
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
@@ -282,7 +282,7 @@ dist.barrier()
 if rank == 1:
     sys.stdin.read()
 tensor = torch.zeros(4)
-chains.begin(lambda: dist.irecv(tensor, 1).wait(), torch.device("cpu"))
+begin_chain(lambda: dist.irecv(tensor, 1).wait(), torch.device("cpu"))
 print("waits", flush=True)
 sys.stdin.readline()
 leave(3)  # as pretrain_gpt.py does with an error
