@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from megatron.integrations.lm_adaptor.data import (
     LaneSampler,
     build_loader,
     end_workers,
-    ignoring,
+    ignore,
     only_item,
     trimmed,
 )
@@ -97,7 +98,7 @@ def test_workers_that_ignore_a_signal_end_when_they_are_told() -> None:
     """The interpreter ends child processes by SIGTERM when it leaves, and waits for them without limit."""
     sampler = LaneSampler(num_samples=4, consumed_samples=0, global_batch_size=2, lane=0, num_lanes=1)
     data = [{"tokens": torch.arange(3)} for _ in range(4)]
-    loader = build_loader(data, sampler, num_workers=1, worker_init=ignoring(signal.SIGTERM))  # type: ignore[arg-type]
+    loader = build_loader(data, sampler, num_workers=1, worker_init=partial(ignore, signal.SIGTERM))  # type: ignore[arg-type]
     assert len(next(iter(loader))["tokens"]) == 3
     (worker,) = multiprocessing.active_children()
     worker.terminate()

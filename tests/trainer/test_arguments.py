@@ -1,28 +1,40 @@
-"""Every wrong flag or pair of flags is answered by one message that names both numbers and the remedy."""
+"""A command line is read into settings that nobody changes; what cannot be, or cannot be together, one line refuses."""
 
 from __future__ import annotations
 
+import ast
+import operator
+import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, fields, is_dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dynamic_cp import errors
 from dynamic_cp.errors import DynamicCPError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
-from dynamic_cp.types import CP_COMM_TYPES
+from dynamic_cp.types import AUTO_CHUNK_TOKENS, CP_COMM_TYPES, StateDtypes
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.flags.exclusions import NEEDS
+from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED, check_supported
+from megatron.dynamic_cp.flags.table import flags_of
 from megatron.dynamic_cp.repairs import releases
+from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data import tokenizer
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import ALREADY_SO, build_parser, parse_args
-from megatron.trainer.flags.settings import Settings
+from megatron.trainer.flags.settings import TABLE, Settings
 from megatron.trainer.flags.validation import checked_settings
 from megatron.trainer.setup.planned_runtime import _hardware_name
 from megatron.trainer.setup.run import data_config
+from tests.faults.job import Job
 from tests.trainer.commandline import command_line
 
 
@@ -272,3 +284,208 @@ def test_kernels_of_the_layers_are_priced(device: str, impl: str, asked: str | N
     assert _hardware_name(settings, torch.device(device), LayerChoice(impl=impl, reason="")) == expected
     rates = [load_hardware(name).attention_flops_per_s for name in ("h100-local", "h100")]
     assert 1.4 < rates[1] / rates[0] < 1.8
+
+
+MEGATRON = Path(__file__).parents[2] / "megatron"
+SEES_PARSED_ARGUMENTS = {
+    "trainer/flags/validation.py": "makes settings of them",
+    "trainer/checkpoints/interchange.py": "Megatron-LM's checkpoints hold its arguments",
+    "integrations/weights/described.py": "the same",
+    "integrations/lm_adaptor/counts.py": "Megatron-LM's own arguments",
+    "integrations/lm_adaptor/flags.py": "Megatron-LM's own arguments",
+    "integrations/lm_adaptor/hooks.py": "Megatron-LM's own arguments",
+    "integrations/lm_adaptor/scheduler.py": "Megatron-LM's own arguments",
+    "integrations/lm_adaptor/session.py": "Megatron-LM's own arguments",
+    "integrations/lm_adaptor/varlen.py": "Megatron-LM's own arguments",
+}
+KEPT_IN_PLANNING = {
+    "seq_length": "seq_length",
+    "expert_model_parallel_size": "topology",
+    "tensor_model_parallel_size": "topology",
+    "pipeline_model_parallel_size": "topology",
+    "sequence_parallel": "topology",
+    "use_distributed_optimizer": "data_parallel",
+    "overlap_grad_reduce": "data_parallel",
+    "overlap_param_gather": "data_parallel",
+    **{field.name: "data_parallel" for field in fields(StateDtypes)},
+    "distributed_timeout_minutes": "exchange_timeout_s",
+    "recompute_granularity": "recompute",
+    "recompute_modules": "recompute_modules",
+}
+ONLY_DECIDE = {
+    "group_query_attention",
+    "recompute_activations",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "lr_warmup_fraction",
+    "lr_warmup_iters",
+    "lr_decay_iters",
+    "lr_wsd_decay_iters",
+    "micro_batch_size",
+    "ckpt_format",
+    "moe_token_dispatcher_type",
+}
+"""Flags that only decide what others become, that have one value, or that are accepted without effect."""
+
+
+def groups(settings: Settings) -> list[object]:
+    """Return the groups of settings."""
+    return [value for field in fields(settings) if is_dataclass(value := getattr(settings, field.name))]
+
+
+def test_settings_cannot_change() -> None:
+    settings = parse_args(command_line(), 4)
+    assert len(groups(settings)) == 9
+    for group in (settings, *groups(settings)):
+        for field in fields(group):  # type: ignore[arg-type]
+            with pytest.raises(FrozenInstanceError):
+                setattr(group, field.name, None)
+    with pytest.raises(TypeError):
+        operator.setitem(settings.arguments, "lr", 1.0)  # type: ignore[arg-type]
+
+
+def test_every_flag_is_a_setting_once() -> None:
+    rows = [(settings, row) for settings in TABLE for row in flags_of(settings)]
+    destinations = [row.destination for _, row in rows]
+    assert len(rows) > 150
+    assert len(destinations) == len(set(destinations))
+    assert set(destinations) == {action.dest for action in build_parser()._actions if action.help != "==SUPPRESS=="} - {
+        "help"
+    }
+    kept = {settings: {field.name for field in fields(settings)} for settings in TABLE}
+    parsed_only = {row.destination for settings, row in rows if row.field not in kept[settings]}
+    assert parsed_only == ONLY_DECIDE | set(KEPT_IN_PLANNING)
+    assert set(KEPT_IN_PLANNING.values()) <= kept[PlanningSettings]
+    assert {type(group) for group in groups(parse_args(command_line(), 4))} == set(TABLE)
+
+
+def test_what_is_written_down_of_a_run_has_every_flag_completed() -> None:
+    words = "--dynamic-cp --cp-comm-type a2a --recompute-activations --lr-warmup-fraction 0.25 --split 90,10,0"
+    words += " --loss-chunk-tokens auto"
+    line = " ".join(command_line(words)).replace("--lr-warmup-iters 2", "")
+    arguments = parse_args(line.split(), 8).arguments
+    parsed = {action.dest for action in build_parser()._actions if action.default != "==SUPPRESS=="}
+    assert parsed <= set(arguments)
+    completed = {
+        "max_seqlen_per_dp_cp_rank": 128,
+        "max_dynamic_cp_size": 4,
+        "dynamic_cp_inner_sizes": None,
+        "loss_chunk_tokens": AUTO_CHUNK_TOKENS,
+        "recompute_granularity": "selective",
+        "lr_warmup_samples": 24,
+        "kv_channels": 16,
+        "world_size": 8,
+        "ranks_per_node": 8,
+        "split": "90,10,0",
+    }
+    assert {name: arguments[name] for name in completed} == completed
+    auto = parse_args(command_line("--dynamic-cp --max-seqlen-per-dp-cp-rank auto"), 4)
+    assert (auto.planning.max_tokens_per_rank, auto.arguments["max_seqlen_per_dp_cp_rank"]) == (None, "auto")
+
+
+def test_only_the_command_line_sees_parsed_arguments() -> None:
+    seen = set()
+    for path in sorted(MEGATRON.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        names |= {node.id for node in nodes if isinstance(node, ast.Name)}
+        if "Namespace" in names:
+            seen.add(path.relative_to(MEGATRON).as_posix())
+    assert seen == set(SEES_PARSED_ARGUMENTS)
+
+
+ROWS = Path(__file__).with_name("refused_flags.txt")
+HEAD = re.compile(r"(?:(\d+) ranks?(?:, (\d+) on a node)?: )?(?:without (.*?): )?(.*)")
+
+
+def cases() -> Iterator[object]:
+    """Yield (head, kind of error, pattern) of each row."""
+    section = head = ""
+    for line in filter(None, ROWS.read_text(encoding="utf-8").splitlines()):
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif line.startswith("    "):
+            name, _, kind = section.partition(": ")
+            yield pytest.param(head, kind or "DynamicCPError", line.strip(), id=f"{name}: {head}")
+        elif not line.startswith("#"):
+            head = line
+
+
+def words_of(head: str) -> tuple[list[str], int, str | None]:
+    """Return the words of the command line, the number of ranks, and how many are on a node if the row says it."""
+    world_size, on_a_node, without, flags = HEAD.fullmatch(head).groups(default="")
+    kept = [word for word in command_line() if word not in without.split()]
+    return [*kept, *flags.split()], int(world_size or 4), on_a_node or None
+
+
+@pytest.mark.parametrize(("head", "kind", "pattern"), list(cases()))
+def test_flags_that_cannot_be_are_told_at_once(
+    head: str, kind: str, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, world_size, on_a_node = words_of(head)
+    if on_a_node is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", on_a_node)
+    with pytest.raises(getattr(errors, kind)) as caught:
+        parse_args(words, world_size)
+    said = str(caught.value)
+    assert re.search(pattern, said), said
+    assert "\n" not in said
+
+
+def test_the_rows_are_read_whole() -> None:
+    found = list(cases())
+    assert len(found) == sum(line.startswith("    ") for line in ROWS.read_text(encoding="utf-8").splitlines()) > 200
+    without = [word for word in command_line("--lr 1") if word != "--swiglu"]
+    assert words_of("8 ranks, 2 on a node: without --swiglu: --lr 1") == (without, 8, "2")
+
+
+ONE_LAYER = (
+    "--dynamic-cp --max-seqlen-per-dp-cp-rank 128 --num-layers 1 --lr-warmup-iters 0 --lr-decay-iters 8 --split 1,0,0"
+)
+
+
+@pytest.fixture
+def odd_folder(tmp_path: Path) -> Path:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this file system has names in UTF-8 only")
+    return folder
+
+
+@pytest.mark.nightly
+def test_folders_of_a_run_may_have_names_that_are_not_utf8(tmp_path: Path, odd_folder: Path) -> None:
+    data = odd_folder / "data"
+    data.mkdir()
+    for number in range(40):
+        (data / f"{number}.txt").write_text("some words " * (1 + number % 9))
+    words = command_line(
+        ONE_LAYER,
+        f"--data-path {data} --data-cache-path {odd_folder}/cache --dynamic-cp-dump {odd_folder}/dump",
+        f"--save {odd_folder}/saved --load {odd_folder}/saved --save-interval 1 --async-save --exit-interval 2",
+    )
+    for last in (2, 4):
+        with Job(tmp_path / "logs", words, ranks=1) as job:
+            (ended,) = job.wait(60.0)
+        assert ended.code == 0, ended.output
+        assert "Logging error" not in ended.output
+        assert "caf\\udce9/saved" in ended.output
+        assert checkpoint_files.latest(f"{odd_folder}/saved").name == f"iter_{last:07d}"
+    assert len(list((odd_folder / "cache").glob("*.lengths"))) == 1
+    assert (odd_folder / "dump" / "plans.jsonl").stat().st_size > 0
+    with Job(tmp_path / "logs", [*words, "--dynamic-cp-replay", f"{odd_folder}/none"], ranks=1) as job:
+        (ended,) = job.wait(60.0)
+    assert ended.code == 2
+    assert "error: --dynamic-cp-replay: cannot read " in ended.output
+
+
+@pytest.mark.parametrize(
+    ("flag", "more"), [("--tensorboard-dir", ""), ("--profile-dir", "--profile --use-pytorch-profiler")]
+)
+def test_writers_that_need_utf8_are_refused_by_their_flag(flag: str, more: str) -> None:
+    folder = os.fsdecode(b"/runs/caf\xe9")
+    with pytest.raises(InvalidInputError) as raised:
+        parse_args(command_line(ONE_LAYER, "--mock-data", more, flag, folder), 1)
+    assert f"{flag} '/runs/caf\\udce9' is not UTF-8" in str(raised.value)
+    str(raised.value).encode()

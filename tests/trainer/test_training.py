@@ -9,6 +9,7 @@ import math
 import os
 import signal
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import _wrap_exception
 from torch.nn import functional
 
+from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.types import AUTO_CHUNK_TOKENS
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.ending import exits
 from megatron.trainer.flags.arguments import parse_args
@@ -28,6 +31,8 @@ from megatron.trainer.setup import run
 from tests.distributed.harness import run_ranks
 from tests.trainer.commandline import SMALL, command_line
 from tests.trainer.conftest import SAVED, TO_LAST
+from tests.trainer.test_fusions import WORDS, as_eager_functions, losses_of
+from tests.trainer.test_memory import AUTO, limit_of
 from tests.trainer.training_ranks import Ended, _command_on_one_rank, _train_one_rank, losses, run_command, train
 
 # Four ranks where it matters that lanes exchange in groups of four, two where it does not.
@@ -343,3 +348,84 @@ def test_a_disk_that_refuses_one_rank_ends_all_with_one_message(tmp_path, step):
     for part in (f"--{step} {tmp_path}", "rank 1", "No space left", f"another --{step}"):
         assert part in said[0]
     assert step == "load" or f"the disk of {tmp_path} " in said[0]
+
+
+RAMP = "--rampup-batch-size 4 4 12"
+
+
+def settings_of(flags: str) -> Any:
+    words = command_line("--lr-warmup-iters 0", flags)
+    if "--train-samples" in flags:
+        index = words.index("--train-iters")
+        del words[index : index + 2]
+    return parse_args(words, 2)
+
+
+def test_the_schedule_counts_samples_of_the_ramp() -> None:
+    """Sizes 4, 4, 8 (8 consumed: two of the two shares of 6 are one), 12, ..."""
+    settings = settings_of(f"{RAMP} --lr-warmup-iters 2 --lr-decay-iters 5")
+    training, optimizer = settings.training, settings.optimizer
+    sizes = [training.batch_sizes.at(consumed) for consumed in (0, 4, 8, 16, 28)]
+    assert sizes == [4, 4, 8, 12, 12]
+    assert (training.train_iters, training.train_samples) == (8, 4 + 4 + 8 + 5 * 12)
+    assert (optimizer.lr_warmup_samples, optimizer.lr_decay_samples) == (8, 40)
+    training = settings_of(f"{RAMP} --train-samples 30").training
+    assert (training.train_iters, training.train_samples, training.train_samples_left_out) == (4, 28, 2)
+    with pytest.raises(InvalidInputError, match="--train-samples 3 is less than the 4 that --rampup-batch-size begins"):
+        settings_of(f"{RAMP} --train-samples 3")
+
+
+@pytest.mark.nightly
+def test_a_run_that_grows_resumes_where_it_was(uninterrupted: Any, resumed: Any) -> None:
+    """The planner is two steps ahead, and a replica draws the same samples: the ramp is a function of what was used."""
+    words = f"{ON_TWO} {RAMP}"
+    records = resumed(words, rel=0.0, abs=0.0)
+    assert [records[iteration].num_samples for iteration in sorted(records)] == [8, 12]
+    static = train(2, words.replace("--dynamic-cp", "--context-parallel-size 2"), "--train-iters 4 --lr-decay-iters 8")
+    assert [static[iteration].num_samples for iteration in sorted(static)] == [4, 4, 8, 12]
+    assert losses(static) == pytest.approx(uninterrupted(words, 2), rel=2e-5)
+
+
+CHUNKED_RUN = (
+    "--mock-data --dynamic-cp --max-seqlen-per-dp-cp-rank 128 --train-iters 3 --eval-iters 1 --eval-interval 2"
+)
+CHUNK = "--loss-chunk-tokens 48"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "--mtp-num-layers 1",
+        "--pipeline-model-parallel-size 2 --dynamic-cp-pool always",
+        "--bf16 --untie-embeddings-and-output-weights --recompute-granularity full --grad-reduce-in-bf16",
+    ],
+)
+def test_losses_are_those_of_a_run_without_chunks(extra):
+    plain, chunked = (losses(train(2, CHUNKED_RUN, extra, more)) for more in ("", CHUNK))
+    assert chunked[0] == plain[0]
+    assert chunked == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.nightly
+def test_chunks_of_a_fused_loss():
+    words = command_line(WORDS, "--bf16 --tensor-model-parallel-size 2 --cross-entropy-loss-fusion")
+    plain, chunked = (run_ranks(2, losses_of, [*words, *more], as_eager_functions) for more in ([], CHUNK.split()))
+    assert chunked == [pytest.approx(one, rel=1e-4) for one in plain]
+
+
+def test_auto_limits_rise():
+    whole, chunked = (limit_of(f"{AUTO} {more}", 8e6) for more in ("", "--loss-chunk-tokens 16"))
+    assert chunked > whole
+
+
+def test_what_chunks_can_be():
+    def chunk_of(words, world_size=4):
+        return parse_args(command_line(words), world_size).planning.options(64).loss_chunk_tokens
+
+    assert chunk_of("") == chunk_of("--loss-chunk-tokens 0") == 0
+    assert chunk_of("--loss-chunk-tokens 300") == 300
+    assert chunk_of("--loss-chunk-tokens auto --tensor-model-parallel-size 2") == 2 * AUTO_CHUNK_TOKENS
+    assert chunk_of("--bf16 --cross-entropy-loss-fusion --loss-chunk-tokens 8") == 8

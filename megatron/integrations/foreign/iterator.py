@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from megatron.core.utils import unwrap_model
 
 from dynamic_cp.errors import DisagreementError, UnsupportedFeatureError
 from dynamic_cp.plans.lane_plan import LanePlan
-from dynamic_cp.types import Plan, Sample
 from megatron.dynamic_cp.agreement.verify import agree, collective_device, run_on_all_ranks
 from megatron.dynamic_cp.attention.te.support import why_no_masks
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
@@ -36,30 +35,12 @@ from megatron.dynamic_cp.data.micro_batches import (
 from megatron.dynamic_cp.data.token_audit import combine
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
-from megatron.dynamic_cp.plans.plan_source import check_whole
+from megatron.dynamic_cp.plans.plan_source import PlanSource, check_whole
 from megatron.integrations.foreign import rerouting
 from megatron.integrations.foreign.draw import BatchDrawer, DataIterators, DrawnBatch
 from megatron.integrations.foreign.rerouting import Incoming, ReroutingStats, in_phase
 
 Verify = Literal["off", "digest", "full"]
-
-
-class Plans(Protocol):
-    """What is asked of a source of plans; `megatron.dynamic_cp.plans.plan_source.PlanSource` is one."""
-
-    lookahead: int
-
-    def request(self, step: int, samples: Sequence[Sample]) -> None:
-        """Ask for a plan; only rank 0's samples matter."""
-
-    def take(self, step: int) -> LanePlan:
-        """Return this lane's part of the plan."""
-
-    def whole(self, step: int) -> Plan:
-        """Return the whole plan; only with verify="full"."""
-
-    def close(self) -> None:
-        """Stop fetching plans."""
 
 
 class ForeignIteratorWrapper:
@@ -98,7 +79,7 @@ class ForeignIteratorWrapper:
         self,
         data_iterator: DataIterators,
         *,
-        plan_source: Plans,
+        plan_source: PlanSource,
         groups: DynamicCPGroups,
         chunks: Sequence[ChunkNeeds],
         global_batch_size: int,
@@ -307,7 +288,7 @@ def wrap_data_iterator(
     data_iterator: DataIterators,
     model: Sequence[torch.nn.Module],
     *,
-    plan_source: Plans,
+    plan_source: PlanSource,
     groups: DynamicCPGroups,
     global_batch_size: int,
     drop_last: bool = True,

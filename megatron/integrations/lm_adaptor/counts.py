@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -17,10 +16,8 @@ from dynamic_cp.plans.lane_plan import PlanFacts
 from dynamic_cp.plans.serialize import format_cp_sizes
 from megatron.dynamic_cp.model.experts import routers
 from megatron.dynamic_cp.step.schedule import Routing
-from megatron.integrations.foreign.iterator import ForeignIteratorWrapper
-from megatron.integrations.foreign.rerouting import in_phase
 from megatron.integrations.lm_adaptor import checkout
-from megatron.trainer.reporting.log import Interval, StepRecord, of_plan, plan_scalars
+from megatron.trainer.reporting.log import Interval, StepRecord, plan_scalars
 
 
 class Samples(NumMicroBatchesCalculator):
@@ -83,50 +80,6 @@ class StepFlops:
     def start_interval(self) -> None:
         """Begin the next log interval with the next step."""
         self._is_over = True
-
-
-def record_step(
-    iteration: int,
-    wrapper: ForeignIteratorWrapper,
-    *,
-    losses: Mapping[str, Any],
-    learning_rate: float | None,
-    grad_norm: float | None,
-    elapsed_s: float,
-    flops: float,
-    device: torch.device,
-    routing: Routing | None = None,
-) -> StepRecord:
-    """Return what the latest step of `wrapper` did, the same on every rank except `wait_s`; one all-reduce of the job.
-
-    Args:
-        losses: what Megatron-LM logs; empty before the last pipeline stage. The first one is recorded.
-        learning_rate, grad_norm: None where nothing is trained.
-        elapsed_s: of the whole step.
-        flops: of the whole job.
-        device: of the all-reduce.
-        routing: of tokens to experts.
-    """
-    assert wrapper.plan is not None
-    stats = wrapper.stats
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    if losses and dist.get_rank() == dist.get_world_size() - 1:
-        sums[0] = next(iter(losses.values()))
-    sums[1] = wrapper.exchange_stats.bytes_sent
-    with in_phase(f"the sums of iteration {iteration}"):
-        dist.all_reduce(sums)
-        loss, exchanged_bytes = sums.tolist()
-    return StepRecord(
-        **of_plan(wrapper.plan.facts),
-        loss=loss,
-        grad_norm=0.0 if grad_norm is None else float(grad_norm),
-        learning_rate=0.0 if learning_rate is None else float(learning_rate),
-        elapsed_s=elapsed_s,
-        wait_s=stats.draw_s + stats.plan_wait_s + stats.reroute_s,
-        flops=flops,
-        exchanged_bytes=int(exchanged_bytes),
-        routing=routing,
-    )
 
 
 def tell_tracker(routing: Routing, chunks: Iterable[torch.nn.Module], num_micro_batches: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,12 +84,8 @@ def trimmed(item: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     return cut
 
 
-def ignoring(number: int) -> Callable[[int], None]:
-    """Return what a worker process begins with, so that it outlives the signal with which a run is asked to save."""
-    return partial(_ignore, number)
-
-
-def _ignore(number: int, _worker: int) -> None:
+def ignore(number: int, _worker: int) -> None:
+    """Begin a worker process so that it outlives the signal with which a run is asked to save."""
     signal.signal(number, signal.SIG_IGN)
 
 

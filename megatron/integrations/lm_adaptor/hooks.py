@@ -313,7 +313,7 @@ def build_pretraining_data_loader(adaptor: Adaptor, original: Any, dataset: Any,
 
             keep_random_states(loader)
         return loader
-    from megatron.integrations.lm_adaptor.data import LaneSampler, build_loader, ignoring
+    from megatron.integrations.lm_adaptor.data import LaneSampler, build_loader, ignore
 
     groups = adaptor.session.runtime.groups
     sampler = LaneSampler(
@@ -323,7 +323,7 @@ def build_pretraining_data_loader(adaptor: Adaptor, original: Any, dataset: Any,
         lane=groups.lane,
         num_lanes=groups.num_lanes,
     )
-    outlive = ignoring(args.exit_signal) if args.exit_signal_handler else None
+    outlive = functools.partial(ignore, args.exit_signal) if args.exit_signal_handler else None
     loader = build_loader(dataset, sampler, num_workers=args.num_workers, worker_init=outlive)
     adaptor.loaders.append(loader)
     return loader

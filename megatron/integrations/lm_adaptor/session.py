@@ -26,13 +26,14 @@ from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
 from megatron.dynamic_cp.step.schedule import Routing, run_schedule, sum_over_routers
 from megatron.integrations.foreign.iterator import ForeignIteratorWrapper, wrap_data_iterator
-from megatron.integrations.lm_adaptor.counts import StepFlops, plan_line, record_step, tell_tracker
+from megatron.integrations.foreign.rerouting import in_phase
+from megatron.integrations.lm_adaptor.counts import StepFlops, plan_line, tell_tracker
 from megatron.integrations.lm_adaptor.data import LaneIterator
 from megatron.integrations.lm_adaptor.flags import Planned, model_shape, with_heads
 from megatron.trainer.checkpoints.interchange import COEFFICIENTS
 from megatron.trainer.checkpoints.state import Position
 from megatron.trainer.loop.refining import Refining
-from megatron.trainer.reporting.log import StepRecord, dump_entry
+from megatron.trainer.reporting.log import StepRecord, dump_entry, of_plan
 from megatron.trainer.setup import layers
 from megatron.trainer.setup.planned_runtime import PlannedRuntime, first_hardware
 
@@ -229,19 +230,34 @@ class Session:
         grad_norm: float | None,
         elapsed_s: float,
     ) -> StepRecord:
-        """Return what an iteration did; dump it, and refine the cost model when it is due. Collective.
+        """Return what an iteration did, the same on every rank except `wait_s`; dump it, and refine the cost model.
 
-        Args: as `record_step`.
+        Collective: one all-reduce of the job, more where the cost model is refined.
+
+        Args:
+            losses: what Megatron-LM logs; empty before the last pipeline stage. The first one is recorded.
+            learning_rate, grad_norm: None where nothing is trained.
+            elapsed_s: of the whole step.
         """
-        record = record_step(
-            iteration,
-            self._wrappers[TRAIN],
-            losses=losses,
-            learning_rate=learning_rate,
-            grad_norm=grad_norm,
+        wrapper = self._wrappers[TRAIN]
+        assert wrapper.plan is not None
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if losses and dist.get_rank() == dist.get_world_size() - 1:
+            sums[0] = next(iter(losses.values()))
+        sums[1] = wrapper.exchange_stats.bytes_sent
+        with in_phase(f"the sums of iteration {iteration}"):
+            dist.all_reduce(sums)
+            loss, exchanged_bytes = sums.tolist()
+        stats = wrapper.stats
+        record = StepRecord(
+            **of_plan(wrapper.plan.facts),
+            loss=loss,
+            grad_norm=0.0 if grad_norm is None else float(grad_norm),
+            learning_rate=0.0 if learning_rate is None else float(learning_rate),
             elapsed_s=elapsed_s,
+            wait_s=stats.draw_s + stats.plan_wait_s + stats.reroute_s,
             flops=self.flops.latest,
-            device=self.device,
+            exchanged_bytes=int(exchanged_bytes),
             routing=self._routing,
         )
         if self.runtime.dump is not None:

@@ -19,7 +19,6 @@ from megatron.core.transformer import TransformerConfig
 from dynamic_cp.errors import DataError, InvalidInputError
 from dynamic_cp.types import Hardware, Sample
 from megatron.dynamic_cp.agreement.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
-from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags import adapters
@@ -202,7 +201,14 @@ def set_up(settings: Settings) -> Run:
     device = initialize(settings)
     set_up_logging()
     save_lock = _take_folders(settings)
-    layer_choice, fused = _layers(settings, device), _fusions(settings, device)
+    layer_choice = layers.choose(
+        layer_needs(settings.model, settings.planning),
+        device,
+        fused_adam=settings.planning.data_parallel.state.use_precision_aware_optimizer,
+    )
+    fused = fusions.choose(settings.model, device)
+    for choice in (layer_choice, fused):
+        logger.info("%s", choice.describe())
     hardware = first_hardware(settings.planning, device, layer_choice)
     data = load_data(settings, device)
     if data.splits.train.has_masks:
@@ -247,22 +253,6 @@ def set_up(settings: Settings) -> Run:
 def _masked_batch(stream: SampleStream, settings: Settings) -> Sequence[Sample]:
     """Return the first global batch where samples may have masks: that these cannot be planned shows at the start."""
     return stream.global_batch(0, settings.training.batch_sizes.at(0)) if stream.has_masks else ()
-
-
-def _layers(settings: Settings, device: torch.device) -> LayerChoice:
-    choice = layers.choose(
-        layer_needs(settings.model, settings.planning),
-        device,
-        fused_adam=settings.planning.data_parallel.state.use_precision_aware_optimizer,
-    )
-    logger.info("%s", choice.describe())
-    return choice
-
-
-def _fusions(settings: Settings, device: torch.device) -> fusions.Fusions:
-    choice = fusions.choose(settings.model, device)
-    logger.info("%s", choice.describe())
-    return choice
 
 
 def _take_folders(settings: Settings) -> SaveLock | None:
