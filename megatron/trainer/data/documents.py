@@ -22,15 +22,13 @@ if TYPE_CHECKING:
 class StoredDocuments(Source):
     """The documents of an entry of --data-path, whose tokens its index holds: the files themselves are not read.
 
-    Columns of the index beside those of `files.FileTable` and those of `Questions`:
-        tokens: of all documents, one after the other.
+    Columns of the index beside those of `files.FileTable`, int64:
+        tokens: of all documents, one after the other (uint16 or int32).
         lengths, first_tokens: [D], tokens of each document, and before it.
         file_documents: [F + 1], documents before each file.
-        file_units: [F], what of `records.UNITS` a record of each file of lines is.
-        blanks, file_blanks: for each blank line how many documents come before it, and blank lines before each file.
-        continued: the documents that are of the line of the document before.
-        learned, first_targets: where not all is learned: the tokens at which what is learned begins and ends, in turn;
-            and [D], the first token of each document that is.
+        file_blanks: [F + 1], blank lines before each file; only of lines, as all that follows.
+        file_units: [F], what of `records.UNITS` a record of each file is.
+        learned, first_targets: as the others those of `tokenizing.TokenizedLines`; none where all is learned.
 
     Args:
         name: what to call all of them in messages.
@@ -140,11 +138,7 @@ class Questions:
     """The prompts with responses, and the trees, among the documents of an index, and their masks.
 
     A document is the prompt and its responses, one after the other, as many tokens as its samples predict and one. A
-    tree is its parts, depth first: what all share, and as answers those that begin where it branches. Columns of the
-    index, none for text files:
-        questions: [Q], the documents that are prompts with responses.
-        num_answers: [Q], how many responses each has.
-        answers, depths: tokens of the responses, one after the other, and of a tree how often what is above branches.
+    tree is its parts, depth first: what all share, and as answers those that begin where it branches.
     """
 
     def __init__(self, index: DataIndex) -> None:

@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,13 +43,7 @@ COLUMNS = (
 
 
 class Lines(NamedTuple):
-    """Whole lines of a file.
-
-    Attributes:
-        file: its row in the table.
-        content: the lines.
-        num_bytes: of the file that they took.
-    """
+    """Whole lines of the file in row `file` of the table, of which they took `num_bytes`."""
 
     path: str
     file: int
@@ -73,19 +67,6 @@ class Texts(NamedTuple):
 
     def __str__(self) -> str:
         return self.paths[0]
-
-
-class _OfLines(Protocol):
-    """What was found in lines; the first malformed one, counted from 0, and what is wrong with it."""
-
-    @property
-    def num_lines(self) -> int: ...
-    @property
-    def error(self) -> tuple[int, str] | None: ...
-
-
-Piece = TypeVar("Piece", Lines, Texts)
-Found = TypeVar("Found", bound=_OfLines)
 
 
 class TokenizedLines(NamedTuple):
@@ -187,13 +168,13 @@ def tokenize_texts(piece: Texts, tokenizer: TextTokenizer, dtype: str) -> Tokeni
         DataError: a file that is no longer what was listed, or a tokenizer that cannot be loaded.
     """
     tokens, lengths, num_replaced = [np.empty(0, dtype)], [], 0
+    are_bytes = isinstance(tokenizer, ByteTokenizer)
     for text, is_binary in texts_of(piece):
         if is_binary:
             lengths.append(-1)
             continue
-        found = tokenizer.encode(text)
-        if not isinstance(tokenizer, ByteTokenizer):
-            num_replaced += not _is_utf8(text)
+        num_replaced += not (are_bytes or _is_utf8(text))
+        found = np.frombuffer(text, np.uint8) if are_bytes else tokenizer.encode(text)
         tokens += [found.astype(dtype), np.array([tokenizer.eod], dtype)]
         lengths.append(len(found) + 1)
     return TokenizedTexts(np.concatenate(tokens), lengths, num_replaced)
@@ -203,10 +184,12 @@ def texts_of(piece: Texts) -> Iterator[tuple[bytes, bool]]:
     """Yield the content of each file, and whether it is binary: has a NUL in its first 8 KiB; errors as above."""
     for path, size_bytes in zip(piece.paths, piece.sizes_bytes, strict=True):
         with open(path, "rb") as file:
-            text = file.read()
-        if len(text) != size_bytes:
+            text = file.read(SNIFFED_BYTES)
+            is_binary = b"\0" in text
+            text += b"" if is_binary else file.read()
+        if not is_binary and len(text) != size_bytes:
             raise shortened_file(path, len(text), size_bytes)
-        yield text, b"\0" in text[:SNIFFED_BYTES]
+        yield text, is_binary
 
 
 def _is_utf8(text: bytes) -> bool:
@@ -254,10 +237,14 @@ def texts_of_files(files: DocumentFiles, table: FileTable, piece_bytes: int) -> 
 
 
 def mapped(
-    function: Callable[..., Any], pieces: Iterable[Piece], arguments: tuple[Any, ...], num_processes: int, root: str
-) -> Generator[tuple[Piece, Any], None, None]:
+    function: Callable[..., Any],
+    pieces: Iterable[Lines | Texts],
+    arguments: tuple[Any, ...],
+    num_processes: int,
+    root: str,
+) -> Generator[tuple[Any, Any], None, None]:
     """Yield each piece and function(piece, *arguments); an OSError there is a DataError. Close it after an error."""
-    waiting: deque[Piece] = deque()
+    waiting: deque[Lines | Texts] = deque()
 
     def tasks() -> Iterator[tuple[Any, ...]]:
         for piece in pieces:
@@ -269,25 +256,19 @@ def mapped(
             yield waiting.popleft(), found
 
 
-def checked_lines(units: Sequence[str], results: Iterable[tuple[Lines, Found]]) -> Iterator[tuple[Lines, Found]]:
-    """Yield what was found in each piece.
+def checked_lines(units: Sequence[str], results: Iterable[tuple[Lines, Any]]) -> Iterator[tuple[Lines, Any]]:
+    """Yield the results of lines, which have `num_lines` and `error` as `TokenizedLines` does.
 
     Raises:
         DataError: the first malformed line, by its number in its file.
     """
-    num_lines: dict[int, int] = {}
+    num_lines = [0] * len(units)
     for piece, found in results:
-        before = num_lines.get(piece.file, 0)
         if found.error is not None:
             line, what = found.error
-            raise DataError(f"{piece.path} {units[piece.file]} {before + line + 1}{what}")
-        num_lines[piece.file] = before + found.num_lines
+            raise DataError(f"{piece.path} {units[piece.file]} {num_lines[piece.file] + line + 1}{what}")
+        num_lines[piece.file] += found.num_lines
         yield piece, found
-
-
-def num_processes_for(num_bytes: int, bytes_per_process: int) -> int:
-    """Return how many processes are worth their start."""
-    return max(1, min(num_usable_cpus(), MAX_PROCESSES, num_bytes // bytes_per_process))
 
 
 def write_index(
