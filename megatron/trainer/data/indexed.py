@@ -100,7 +100,7 @@ class IndexedDocuments(Source):
             path = self._prefix + suffix
             found = _signs(self._prefix, suffix)
             if found != self._files[path]:
-                raise changed_file(path, self._files[path].size_bytes, found.size_bytes)
+                raise _changed(path, self._files[path].size_bytes, found.size_bytes)
 
     def _find_documents_without_eod(self) -> NDArray[np.bool_]:
         """Return [document] -> whether it gets an EOD; empty ones follow the probed ones, if those agree."""
@@ -144,6 +144,16 @@ class IndexedDocuments(Source):
         return f"{self._prefix}: {count(len(self.lengths), '.bin/.idx document')}, {eod}"
 
 
+def _changed(path: str, bytes_before: int, bytes_now: int) -> DataError:
+    """Return the error of a file that is no longer what it was at the start; with equal sizes, its time has told."""
+    how = (
+        f"has {bytes_now} bytes but had {bytes_before} when it was indexed"
+        if bytes_now != bytes_before
+        else f"was written again after it was indexed (it has {bytes_now} bytes as before, and another time)"
+    )
+    return DataError(f"{path} {how}: the data must not change during a run; restart to index it again")
+
+
 class _Signs(NamedTuple):
     """What a change of a file changes."""
 
@@ -169,13 +179,3 @@ def _read_index(prefix: str, bin_bytes: int) -> MegatronIndex:
             "copy both files again or make them again with preprocess_data.py"
         )
     return index
-
-
-def changed_file(path: str, indexed_bytes: int, found_bytes: int) -> DataError:
-    """Return the error of a file that is no longer what it was at the start; with equal sizes, its time has told."""
-    how = (
-        f"has {found_bytes} bytes but had {indexed_bytes} when it was indexed"
-        if found_bytes != indexed_bytes
-        else f"was written again after it was indexed (it has {found_bytes} bytes as before, and another time)"
-    )
-    return DataError(f"{path} {how}: the data must not change during a run; restart to index it again")

@@ -115,12 +115,11 @@ class SampleIndex:
         seqlens: NDArray[np.int64] = np.minimum(self.num_predicted[rows] - starts, self.seq_length)
         return seqlens
 
-    def read(self, number: int) -> NDArray[np.int64]:
-        """Return the seqlen + 1 tokens of a sample: all but the last are its input, all but the first its labels."""
-        return self.source.read(*self._piece(number))
+    def read(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+        """Return the seqlen + 1 tokens of a sample, and which of them are learned; None: all.
 
-    def read_targeted(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
-        """Return what `read` does, and which of these tokens are learned; None: all."""
+        All but the last are its input, all but the first its labels.
+        """
         return self.source.read_targeted(*self._piece(number))
 
     def masks(self, numbers: NDArray[np.int64]) -> list[Branches | None]:
@@ -200,7 +199,7 @@ class ShuffledDataset:
     def read(self, draw: int) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
         """Return the seqlen + 1 tokens of the sample of `draw`, and which of them are learned; None: all."""
         ((part, numbers, _),) = self._by_part(np.array([draw]))
-        return part.read_targeted(int(numbers[0]))
+        return part.read(int(numbers[0]))
 
     def _by_part(self, draws: NDArray[np.int64]) -> Iterator[tuple[SampleIndex, NDArray[np.int64], NDArray[np.bool_]]]:
         """Yield each part that has samples of `draws`, the numbers of these there, and which of `draws` they are."""

@@ -160,7 +160,7 @@ class SampleStream:
                 digest.update(part.num_predicted.tobytes() + part.documents.tobytes())
                 num_probes = min(part.num_samples, max(1, NUM_PROBED_SAMPLES // len(parts)))
                 for number in np.linspace(0, part.num_samples - 1, num_probes).round().astype(np.int64).tolist():
-                    tokens, is_target = part.read_targeted(number)
+                    tokens, is_target = part.read(number)
                     digest.update(tokens.astype(np.int64).tobytes())
                     if is_target is not None:
                         digest.update(is_target.tobytes())

@@ -409,3 +409,75 @@ def test_long_scans_tell_how_far_they_are(tmp_path, messages, monkeypatch):
     assert "80/160 bytes" in terminal.getvalue()
     assert len(ticks) >= 10
     assert load_index(entry.index.path).digest == entry.index.digest
+
+
+CHAT = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "good answer"}]}\n'
+CONTENTS = {
+    "text": {f"{name}.txt": b"some text" for name in "abcdefghijkl"},
+    "jsonl": {"a.jsonl": b'{"text": "one"}\n{"text": "three"}\n', "b.jsonl": b'{"text": "seven"}\n'},
+    "chat": {"a.jsonl": CHAT, "b.jsonl": CHAT * 3},
+    "prompts": {"a.jsonl": b'{"prompt": "why?", "responses": ["so", "or so"]}\n' * 3},
+}
+
+
+def write(folder, kind):
+    """Write data an hour old; return how to train on them, and their files."""
+    options = {"sft": True, "overlong": "drop", "seq_length": 512} if kind == "chat" else {}
+    data = config(write_files(folder, CONTENTS[kind]), **options)
+    paths = [folder / name for name in CONTENTS[kind]]
+    an_hour_ago = time.time() - 3600
+    for path in paths:
+        os.utime(path, (an_hour_ago, an_hour_ago))
+    return data, paths
+
+
+def read_all(stream):
+    """Return tokens and loss masks of an epoch."""
+    samples = [stream.read(sample.sample_id) for sample in stream.global_batch(0, stream.num_samples)]
+    return [(one.tokens.tolist(), one.loss_mask.tolist()) for one in samples]
+
+
+@pytest.mark.parametrize("change", [lambda path: path.write_bytes(path.read_bytes()[::-1]), Path.unlink])
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_what_was_tokenized_does_not_change_with_its_files(tmp_path, kind, change):
+    """Neither for a run under way nor for another host, which need not have them."""
+    data, paths = write(tmp_path, kind)
+    entries = build.index_entries(data)
+    stream = build_splits(data, entries).train
+    before = read_all(stream)
+    assert len(before) >= 3
+    for path in paths:
+        change(path)
+    assert read_all(stream) == read_all(build_splits(data, entries).train) == before
+
+
+@pytest.mark.parametrize("kept_bytes", [64, None], ids=["cut", "zeros"])
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_an_index_that_is_written_under_way_is_named(tmp_path, kind, kept_bytes):
+    """It is mapped: zeros would be read as lengths and places, and reading behind a new end kills the process."""
+    data, _ = write(tmp_path, kind)
+    stream = build_splits(data).train
+    read_all(stream)
+    (path,) = (tmp_path / HIDDEN_FOLDER).iterdir()
+    size_bytes = path.stat().st_size
+    if kept_bytes is None:
+        path.write_bytes(bytes(size_bytes))
+        how = f"was written again (it has {size_bytes} bytes as before, and another time)"
+    else:
+        os.truncate(path, kept_bytes)
+        how = f"has {kept_bytes} bytes and had {size_bytes}"
+    with pytest.raises(DataError) as raised:
+        read_all(stream)
+    said = f"{path}, the index of the data, {how} when this run began: nothing may write it during a run; "
+    assert str(raised.value) == said + "restart, and the data are indexed again"
+    read_all(build_splits(data).train)
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.with_suffix(".new").replace(path)])
+def test_an_index_that_is_replaced_or_removed_stays_for_those_who_have_it(tmp_path, change):
+    data, _ = write(tmp_path, "jsonl")
+    stream = build_splits(data).train
+    (path,) = (tmp_path / HIDDEN_FOLDER).iterdir()
+    path.with_suffix(".new").write_bytes(b"of another job")
+    change(path)
+    read_all(stream)

@@ -9,8 +9,10 @@ import pickle
 import random
 import re
 import struct
+import time
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from dynamic_cp.errors import DataError
 from dynamic_cp.lengths import megatron_index
 from dynamic_cp.lengths.megatron_index import HEADER, MAGIC, read_megatron_index
+from megatron.trainer.data import indexed
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.data.indexed import IndexedDocuments
 from megatron.trainer.data.tokenizer import ByteTokenizer, NullTokenizer
@@ -319,3 +322,49 @@ def test_pickling_leaves_the_open_files_behind(tmp_path):
     copy = pickle.loads(pickle.dumps(source))
     assert copy._dataset is None
     np.testing.assert_array_equal(copy.read(1, 0, 5), before)
+
+
+def set_age(path, seconds):
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("age_s", [0, 1800, 7200], ids=["now", "brought from later", "brought from before"])
+def test_a_bin_or_idx_that_is_written_again_is_noticed(tmp_path, monkeypatch, suffix, age_s):
+    monkeypatch.setattr(indexed, "LOOKED_AT_EVERY_S", 0.0)
+    prefix = write_indexed(tmp_path)
+    path = Path(f"{prefix}{suffix}")
+    set_age(path, 3600)
+    stream = build_splits(config(prefix)).train
+    assert epoch_tokens(stream)
+    path.write_bytes(path.read_bytes())
+    set_age(path, age_s)
+    with pytest.raises(DataError) as raised:
+        epoch_tokens(stream)
+    size_bytes = path.stat().st_size
+    said = f"{path} was written again after it was indexed (it has {size_bytes} bytes as before, and another time): "
+    assert str(raised.value) == f"{said}the data must not change during a run; restart to index it again"
+
+
+def test_mapped_files_are_looked_at_when_opened_and_once_a_second(tmp_path, monkeypatch):
+    prefix = write_indexed(tmp_path)
+    path = Path(f"{prefix}.bin")
+    set_age(path, 3600)
+    source = IndexedDocuments(str(prefix), ByteTokenizer())
+    looks, now_s = [], time.monotonic() + 10
+    real = indexed._signs
+    monkeypatch.setattr(indexed, "_signs", lambda prefix, suffix: looks.append(suffix) or real(prefix, suffix))
+    monkeypatch.setattr(indexed, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for _ in range(5):
+        for document in (0, 1):
+            source.read(document, 0, 2)
+        now_s += 0.4
+    assert looks == [".bin", ".idx"] * 2
+    set_age(path, 0)
+    source.read(0, 0, 2)
+    with pytest.raises(DataError, match="was written again"):
+        pickle.loads(pickle.dumps(source)).read(0, 0, 2)
+    now_s += 1
+    with pytest.raises(DataError, match="was written again"):
+        source.read(0, 0, 2)

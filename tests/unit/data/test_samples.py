@@ -29,7 +29,7 @@ def predicted(index):
     labels = Counter()
     seqlens = index.seqlens(np.arange(index.num_samples))
     for number in range(index.num_samples):
-        tokens = index.read(number)
+        tokens, _ = index.read(number)
         assert len(tokens) == seqlens[number] + 1
         assert 1 <= seqlens[number] <= index.seq_length
         labels.update(tokens[1:].tolist())
@@ -69,7 +69,7 @@ def test_ranges_of_documents_share_the_samples_out(lengths, seq_length, data):
 
 def test_pieces_are_consecutive():
     index = build([0, 8], 3)
-    assert [index.read(number).tolist() for number in range(index.num_samples)] == [
+    assert [index.read(number)[0].tolist() for number in range(index.num_samples)] == [
         [1000, 1001, 1002, 1003],
         [1003, 1004, 1005, 1006],
         [1006, 1007],

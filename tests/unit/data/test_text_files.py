@@ -115,29 +115,9 @@ def test_json_among_other_files_is_text_with_a_warning(tmp_path, caplog):
     assert "1 of 2 files are JSON and are read as plain text" in caplog.text
 
 
-TEXTS = ["plain", "naïve ☃ 𝄞", "", "two\nlines", "x" * 500]
-
-
 def write_lines(path, lines, newline=b"\n"):
     path.write_bytes(newline.join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
     return path
-
-
-def utf8(text):
-    return text.encode()
-
-
-@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
-def test_documents_are_the_text_fields(tmp_path, newline):
-    path = write_lines(tmp_path / "a.jsonl", [{"id": 1, "text": text} for text in TEXTS], newline)
-    source = open_documents(path)
-    assert source.lengths.tolist() == [len(utf8(text)) + 1 for text in TEXTS]
-    for document, text in enumerate(TEXTS):
-        whole = [*utf8(text), EOD]
-        assert source.read(document, 0, len(whole)).tolist() == whole
-        for start in range(0, len(whole), 3):
-            for stop in (start + 1, len(whole)):
-                assert source.read(document, start, stop).tolist() == whole[start:stop]
 
 
 def test_a_byte_order_mark_and_another_key(tmp_path):
