@@ -97,34 +97,62 @@ def find_files(entry: str, config: DataConfig, tokenizer: Tokenizer) -> Document
         DataError: nothing there.
         InvalidInputError: a tokenizer that cannot read text.
     """
+    if _is_indexed(entry):
+        if config.sft:
+            raise InvalidInputError(f"--sft reads chats from JSONL: {entry} is .bin/.idx data, which has no loss mask")
+        return None
+    root, pattern, paths = _listed(entry, config)
+    if not isinstance(tokenizer, TextTokenizer):
+        raise InvalidInputError(
+            f"--tokenizer-type {config.tokenizer} cannot read text, and {entry} is not .bin/.idx data: "
+            "use HuggingFaceTokenizer or ByteTokenizer"
+        )
+    num_json = sum(path.endswith(FOLDER_SUFFIXES if os.path.isdir(entry) else JSON_SUFFIXES) for path in paths)
+    kind = "jsonl" if num_json == len(paths) else "text"
+    if config.sft and kind == "text":
+        raise InvalidInputError(
+            f"--sft reads chats from JSONL, {entry} has {len(paths) - num_json} other files: name those with chats, or "
+            "choose them with --data-glob"
+        )
+    if num_json and kind == "text":
+        logger.warning(
+            "%s: %d of %d files are JSON and are read as plain text like the others; "
+            "give them a --data-path entry of their own to train on their text fields",
+            entry,
+            num_json,
+            len(paths),
+        )
+    assert all(path.startswith(root) for path in paths)
+    names = tuple(path[len(root) :] for path in paths)
+    return DocumentFiles(name=entry, kind=kind, root=root, pattern=pattern, names=names)
+
+
+def _is_indexed(entry: str) -> bool:
+    """Return whether an entry is .bin/.idx data."""
     prefix, suffix = os.path.splitext(entry)
+    if suffix in (".idx", ".bin") and not glob.has_magic(entry) and not os.path.isdir(entry):
+        if not any(map(os.path.exists, (entry, prefix + ".idx", prefix + ".bin"))):
+            raise _missing(entry)
+        return True
+    return not os.path.exists(entry) and any(os.path.exists(entry + end) for end in (".idx", ".bin"))
+
+
+def _listed(entry: str, config: DataConfig) -> tuple[str, str, list[str]]:
+    """Return what all files of an entry begin with, the pattern behind that, and the files."""
     if os.path.isdir(entry):
         paths = list_files(entry, config.data_glob)
         if not paths:
             raise DataError(f"{entry} has no file that matches {config.data_glob}: give another folder or --data-glob")
-        return _files(entry, os.path.join(entry, ""), config.data_glob, paths, FOLDER_SUFFIXES, config, tokenizer)
-    if suffix in (".idx", ".bin") and not glob.has_magic(entry):
-        if not os.path.exists(entry) and not any(map(os.path.exists, (prefix + ".idx", prefix + ".bin"))):
-            raise _missing(entry)
-        _refuse_chats(entry, config)
-        return None
-    folder, name = os.path.split(entry)
+        return os.path.join(entry, ""), config.data_glob, paths
     if os.path.exists(entry):
-        return _files(entry, os.path.join(folder, ""), name, [entry], JSON_SUFFIXES, config, tokenizer)
-    if os.path.exists(entry + ".idx") or os.path.exists(entry + ".bin"):
-        _refuse_chats(entry, config)
-        return None
+        folder, name = os.path.split(entry)
+        return os.path.join(folder, ""), name, [entry]
     paths = sorted(path for path in glob.glob(entry, recursive=True) if not os.path.isdir(path))
     if not paths:
         raise _missing(entry)
     before_magic = entry[: next(end for end in range(len(entry) + 1) if glob.has_magic(entry[:end]))]
     root = before_magic[: before_magic.rfind("/") + 1]
-    return _files(entry, root, entry[len(root) :], paths, JSON_SUFFIXES, config, tokenizer)
-
-
-def _refuse_chats(entry: str, config: DataConfig) -> None:
-    if config.sft:
-        raise InvalidInputError(f"--sft reads chats from JSONL: {entry} is .bin/.idx data, which has no loss mask")
+    return root, entry[len(root) :], paths
 
 
 def _missing(entry: str) -> DataError:
@@ -132,40 +160,6 @@ def _missing(entry: str) -> DataError:
         f"--data-path {entry} does not exist, neither as file, folder or glob nor as {entry}.idx: "
         f"check the path (the current folder is {os.getcwd()})"
     )
-
-
-def _files(
-    name: str,
-    root: str,
-    pattern: str,
-    paths: Sequence[str],
-    json_suffixes: tuple[str, ...],
-    config: DataConfig,
-    tokenizer: Tokenizer,
-) -> DocumentFiles:
-    if not isinstance(tokenizer, TextTokenizer):
-        raise InvalidInputError(
-            f"--tokenizer-type {config.tokenizer} cannot read text, and {name} is not .bin/.idx data: "
-            "use HuggingFaceTokenizer or ByteTokenizer"
-        )
-    num_json = sum(path.endswith(json_suffixes) for path in paths)
-    kind = "jsonl" if num_json == len(paths) else "text"
-    if config.sft and kind == "text":
-        raise InvalidInputError(
-            f"--sft reads chats from JSONL, {name} has {len(paths) - num_json} other files: name those with chats, or "
-            "choose them with --data-glob"
-        )
-    if num_json and kind == "text":
-        logger.warning(
-            "%s: %d of %d files are JSON and are read as plain text like the others; "
-            "give them a --data-path entry of their own to train on their text fields",
-            name,
-            num_json,
-            len(paths),
-        )
-    assert all(path.startswith(root) for path in paths)
-    names = tuple(path[len(root) :] for path in paths)
-    return DocumentFiles(name=name, kind=kind, root=root, pattern=pattern, names=names)
 
 
 def list_files(folder: str, pattern: str) -> list[str]:

@@ -7,7 +7,7 @@ A null in one is taken for a key that is missing, as tables have it. `chat` read
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -115,45 +115,6 @@ def is_chat(value: Mapping[str, Any]) -> bool:
     return any(field in value for field in _FIELDS_OF_CHATS) or isinstance(value.get(PROMPT), list)
 
 
-def content_of_line(line: bytes, json_key: str) -> tuple[str | Question | list[Turn], tuple[str, ...]]:
-    """Return the text of a line, or its prompt and responses, or prompt and completion, or turns, all of them texts.
-
-    Behind it are the line's `unread_keys`.
-
-    Raises:
-        LineError: no JSON object with a string under `json_key`, or with a prompt and responses, or turns; or with two.
-    """
-    value = object_of_line(line, f'{{"{json_key}": "..."}}')
-    if RESPONSES in value and json_key != RESPONSES:
-        question = question_of(value, json_key)
-        if not isinstance(question.prompt, str):
-            raise LineError(
-                f": field {PROMPT!r} is a {type(question.prompt).__name__}, not a string: write it as one text"
-                + (", or read it as messages with --sft" if isinstance(question.prompt, list) else "")
-            )
-        return question, unread_keys(value, PROMPT, RESPONSES)
-    if TURNS in value and json_key != TURNS:
-        if (other := next((name for name in (json_key, PROMPT) if name in value), None)) is not None:
-            raise LineError(f" has {TURNS!r} and {other!r}: leave {other!r} out, or give it alone")
-        return turns_of(value[TURNS]), unread_keys(value, TURNS)
-    if json_key not in value:
-        refuse_preferences(value)
-        prompt, completion = value.get(PROMPT), value.get(COMPLETION)
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return Question(prompt, (completion,)), unread_keys(value, PROMPT, COMPLETION)
-        raise LineError(
-            f" has no field {json_key!r} (it has {', '.join(map(repr, list(value)[:5])) or 'none'}): "
-            "name the text field with --json-key" + (", or read chats with --sft" if is_chat(value) else "")
-        )
-    text = value[json_key]
-    if not isinstance(text, str):
-        raise LineError(
-            f": field {json_key!r} is a {type(text).__name__}, not a string: "
-            "repair the line or name another field with --json-key"
-        )
-    return text, unread_keys(value, json_key)
-
-
 def question_of(value: dict[str, Any], other: str) -> Question:
     """Return the prompt, of whatever type, and the responses of a line's object.
 
@@ -181,6 +142,18 @@ def question_of(value: dict[str, Any], other: str) -> Question:
                 "remove it"
             )
     return Question(value[PROMPT], tuple(responses))
+
+
+def _completion_of(value: dict[str, Any], json_key: str) -> Question:
+    """Return the prompt and the completion of a line without a text; LineError where it has none."""
+    refuse_preferences(value)
+    prompt, completion = value.get(PROMPT), value.get(COMPLETION)
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Question(prompt, (completion,))
+    raise LineError(
+        f" has no field {json_key!r} (it has {', '.join(map(repr, list(value)[:5])) or 'none'}): "
+        "name the text field with --json-key" + (", or read chats with --sft" if is_chat(value) else "")
+    )
 
 
 def check_prompt(num_tokens: int) -> None:
@@ -242,44 +215,6 @@ def _checked(name: str, given: Any) -> dict[str, Any]:
     return turn
 
 
-def parts_of(turns: Sequence[Turn], lengths: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return tokens and depth of each part of a tree but the first; without a branching of what follows the prompt.
-
-    A part begins where the tree branches.
-
-    Args:
-        lengths: tokens of each turn.
-
-    Raises:
-        LineError: fewer than 2 tokens before the first branching; or nothing but the first token is learned; or more
-            levels than masks have.
-    """
-    parts: list[list[int]] = []
-    first_target = num_targets = length = 0
-    for turn, num_tokens in zip(turns, lengths, strict=True):
-        if turn.begins:
-            parts.append([0, turn.depth])
-        parts[-1][0] += num_tokens
-        learned = num_tokens - (not length) if turn.learned else 0  # nothing predicts the first of all
-        if learned and not num_targets:
-            first_target = max(length, 1)
-        num_targets += learned
-        length += num_tokens
-    if parts[0][0] < 2 or not num_targets:
-        raise LineError(
-            f": its turns have {parts[0][0]} tokens before they branch, and {num_targets} learned ones behind the "
-            "first: at least 2 and 1 are needed"
-        )
-    if len(parts) == 1:
-        return (length - first_target,), (1,)
-    if (levels := 1 + max(depth for _, depth in parts)) > MOST_LEVELS:
-        raise LineError(
-            f": its turns have {levels} levels, at most {MOST_LEVELS} are supported: cut it in several lines"
-        )
-    sizes, depths = zip(*parts[1:], strict=True)
-    return sizes, depths
-
-
 class Document(NamedTuple):
     """A text or a chat as tokens, or a prompt and its responses one after the other, or the turns of a tree.
 
@@ -320,13 +255,34 @@ class TextReader:
         """Return the one document of a line.
 
         Raises:
-            LineError: there is neither a text nor a prompt with responses, nor turns.
+            LineError: no JSON object with a string under `json_key`, or with a prompt and responses, or a prompt and a
+                completion, or turns; or with two of them.
         """
-        content, unread = content_of_line(line, self.json_key)
-        if isinstance(content, str):
-            return [Document(self._ended(content), unread=unread)]
-        document = self.question(content) if isinstance(content, Question) else self._tree(content)
-        return [document._replace(unread=unread)]
+        key = self.json_key
+        value = object_of_line(line, f'{{"{key}": "..."}}')
+        read: tuple[str, ...] = (key,)
+        if RESPONSES in value and key != RESPONSES:
+            question, read = question_of(value, key), (PROMPT, RESPONSES)
+            if not isinstance(question.prompt, str):
+                raise LineError(
+                    f": field {PROMPT!r} is a {type(question.prompt).__name__}, not a string: write it as one text"
+                    + (", or read it as messages with --sft" if isinstance(question.prompt, list) else "")
+                )
+            document = self.question(question)
+        elif TURNS in value and key != TURNS:
+            if (other := next((name for name in (key, PROMPT) if name in value), None)) is not None:
+                raise LineError(f" has {TURNS!r} and {other!r}: leave {other!r} out, or give it alone")
+            document, read = self._tree(turns_of(value[TURNS])), (TURNS,)
+        elif key not in value:
+            document, read = self.question(_completion_of(value, key)), (PROMPT, COMPLETION)
+        elif isinstance(value[key], str):
+            document = Document(self._ended(value[key]))
+        else:
+            raise LineError(
+                f": field {key!r} is a {type(value[key]).__name__}, not a string: "
+                "repair the line or name another field with --json-key"
+            )
+        return [document._replace(unread=unread_keys(value, *read))]
 
     def question(self, content: Question) -> Document:
         """Return a prompt and its responses, all of them texts; LineError where the prompt is too short."""
@@ -337,10 +293,28 @@ class TextReader:
         return Document(tokens, np.arange(len(tokens)) >= len(prompt), tuple(map(len, responses)))
 
     def _tree(self, turns: list[Turn]) -> Document:
+        """Return a tree, whose parts begin where it branches; one that does not is a prompt and what follows it."""
         tokens = [self._ended(one.text) if one.ends else self.tokenizer.encode(encode(one.text)) for one in turns]
-        lengths = [*map(len, tokens)]
-        is_target = np.repeat([one.learned for one in turns], lengths)
-        return Document(np.concatenate(tokens), is_target, *parts_of(turns, lengths))
+        is_target = np.repeat([one.learned for one in turns], [*map(len, tokens)])
+        parts: list[list[int]] = []  # tokens and depth of each
+        for turn, own in zip(turns, tokens, strict=True):
+            if turn.begins:
+                parts.append([0, turn.depth])
+            parts[-1][0] += len(own)
+        num_targets = int(is_target[1:].sum())  # nothing predicts the first of all
+        if parts[0][0] < 2 or not num_targets:
+            raise LineError(
+                f": its turns have {parts[0][0]} tokens before they branch, and {num_targets} learned ones behind the "
+                "first: at least 2 and 1 are needed"
+            )
+        if (levels := 1 + max(depth for _, depth in parts)) > MOST_LEVELS:
+            raise LineError(
+                f": its turns have {levels} levels, at most {MOST_LEVELS} are supported: cut it in several lines"
+            )
+        if len(parts) == 1:
+            parts.append([len(is_target) - 1 - int(is_target[1:].argmax()), 1])
+        sizes, depths = zip(*parts[1:], strict=True)
+        return Document(np.concatenate(tokens), is_target, sizes, depths)
 
     def _ended(self, text: str) -> NDArray[np.int64]:
         return np.append(self.tokenizer.encode(encode(text)), self.tokenizer.eod)
