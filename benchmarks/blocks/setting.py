@@ -95,7 +95,8 @@ class Setting:
 
     @property
     def placement_problem(self) -> PlacementProblem:
-        query_bytes, kv_bytes = self.cost_model.bytes_per_token()
+        attention = self.cost_model.stage.attention
+        query_bytes, kv_bytes = attention.query_bytes, attention.kv_bytes
         return PlacementProblem(
             num_lanes=self.num_lanes,
             node_lanes=self.node_lanes,

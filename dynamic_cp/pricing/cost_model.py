@@ -30,10 +30,7 @@ from dynamic_cp.pricing.work import squared_tokens
 from dynamic_cp.types import (
     Attention,
     Bucket,
-    Causal,
     CpCommType,
-    Full,
-    Lambda,
     MicroBatch,
     Problem,
     SearchEffort,
@@ -73,7 +70,8 @@ class CostModel:
         table: all prices as arrays.
         attentions: row of `table.terms` -> how the lanes of a bucket that pays it compute attention.
         first_row_of_states: rows of `table.terms` from this on are of buckets that pass on states (`with_rows`).
-        state_shifts: those of the stage.
+        stage: prices of a stage by their parts, for what is priced otherwise than bucket by bucket.
+        state_shifts, mask: those of the stage.
         sharing: what limits that.
         reduction: of gradients, and gathering of parameters, once a step.
 
@@ -90,12 +88,12 @@ class CostModel:
     def __init__(self, problem: Problem) -> None:
         self.model, self.topology, self.options = problem.model, problem.topology, problem.options
         check_latents(self.options.cp_comm_types, self.model.kv_lora_rank)
-        self._stage = StagePrices(problem)
-        self.sharing = self._stage.sharing
+        self.stage = StagePrices(problem)
+        self.sharing = self.stage.sharing
         self.reduction = Reduction.of(problem)
-        self.table, self.attentions = make_table(problem, self._stage)
+        self.table, self.attentions = make_table(problem, self.stage)
         self.first_row_of_states = len(self.attentions)
-        self.state_shifts = self._stage.state_shifts
+        self.state_shifts, self.mask = self.stage.state_shifts, self.stage.mask
         if not self.table.capacities.any():
             for cp_size in (1 << k for k in range(len(self.table.capacities))):
                 if token_capacity(cp_size, self.topology, self.options):
@@ -180,21 +178,8 @@ class CostModel:
         Raises:
             UnsupportedFeatureError: an exchange or inner size that this CP size cannot use.
         """
-        return self._cost(cp_size, first_lane, tokens, tokens_squared, cp_comm_type, inner_cp_size, is_level=True)
-
-    def _cost(
-        self,
-        cp_size: int,
-        first_lane: int,
-        tokens: float,
-        tokens_squared: float,
-        cp_comm_type: str | None,
-        inner_cp_size: int | None,
-        *,
-        is_level: bool,
-    ) -> BucketCost:
         terms, row = self._price(
-            cp_size, first_lane, tokens, tokens_squared, cp_comm_type, inner_cp_size, is_level=is_level
+            cp_size, first_lane, tokens, tokens_squared, cp_comm_type, inner_cp_size, is_level=True
         )
         return self._seconds(terms, row, cp_size, tokens, tokens_squared)
 
@@ -235,21 +220,7 @@ class CostModel:
         if with_padding:
             tokens = lane_tokens(bucket, self.topology.rank_token_multiple)
         how = {"with_exchange": with_exchange, "with_host": with_host}
-        return self._stage.lane_costs(bucket, micro_batch, tokens, **how), tokens
-
-    @property
-    def stage(self) -> StagePrices:
-        """Prices of a stage by their parts, for what is priced otherwise than bucket by bucket."""
-        return self._stage
-
-    @property
-    def mask(self) -> Causal | Full | Lambda:
-        """Mask of the layers, of those without a window where only some have one."""
-        return self._stage.mask
-
-    def bytes_per_token(self) -> tuple[float, float]:
-        """Return what one token sends in a forward pass of a stage: queries with outputs, and keys with values."""
-        return self._stage.bytes_per_token()
+        return self.stage.lane_costs(bucket, micro_batch, tokens, **how), tokens
 
     def _with_edges(self, forward_s: float, backward_s: float, rank_tokens: float) -> BucketCost:
         embedding_forward, embedding_backward, head_forward, head_backward = self._edges
@@ -326,7 +297,7 @@ class CostModel:
         attention = self._check_possible((cp_comm_type,), cp_size, inner_cp_size)
         assert MECHANISMS[attention.cp_comm_type].has_closed_form, "`lane_costs` prices the others"
         link = self.place(cp_size, first_lane)[1]
-        return np.array([self._stage.terms(attention, cp_size, link, is_level=is_level)]), 0
+        return np.array([self.stage.terms(attention, cp_size, link, is_level=is_level)]), 0
 
     def _best_row(self, cp_size: int, first_lane: int, tokens: float, tokens_squared: float) -> int:
         k, link = self.place(cp_size, first_lane)

@@ -34,9 +34,6 @@ from dynamic_cp.types import (
     ACROSS_NODES,
     Attention,
     Bucket,
-    Causal,
-    Full,
-    Lambda,
     MicroBatch,
     Problem,
     Stage,
@@ -74,6 +71,8 @@ class StagePrices:
     """One pipeline stage's layers, those of the stage with most weights: the numbers of one row of the table.
 
     Attributes:
+        attention: of the stage, all its layers.
+        mask: of the layers, of those without a window where only some have one.
         sharing: what limits how lanes can share out heads.
         experts: price of the routed experts (forward, backward).
         expert_lanes: lanes that share them; imbalance: of what they get.
@@ -89,7 +88,8 @@ class StagePrices:
         stages = model.stages(topology.pp_size)
         heaviest = max(range(len(stages)), key=lambda index: stages[index].sum(lambda layer: layer.linear_weights))
         stage = stages[heaviest]
-        self._attention = StageAttention(stage, problem, node_lanes)
+        self.attention = StageAttention(stage, problem, node_lanes)
+        self.mask = self.attention.mask
         self._linear_attention = _linear_attention_of(stage, problem)
         self._rank_token_multiple = topology.rank_token_multiple
         self._hardware = hardware
@@ -126,7 +126,7 @@ class StagePrices:
             launched * hardware.host_backward_s_per_layer + self._host_overhead_s,
         )
         # Once more is one step more.
-        self._host_attention_s = self._attention.layers * hardware.host_ring_step_s_per_layer
+        self._host_attention_s = self.attention.layers * hardware.host_ring_step_s_per_layer
         self.state_shifts = self._states_over_heads(topology)
 
     def terms(self, of: Attention, cp_size: int, link: int, *, is_level: bool = False) -> _Terms:
@@ -161,16 +161,6 @@ class StagePrices:
         return _terms_of_both((forward, backward))
 
     @property
-    def mask(self) -> Causal | Full | Lambda:
-        """Mask of the layers, of those without a window where only some have one."""
-        return self._attention.mask
-
-    @property
-    def attention(self) -> StageAttention:
-        """Attention of the stage, all its layers."""
-        return self._attention
-
-    @property
     def repeats_attention(self) -> bool:
         """Whether backward computes attention again, with what its forward pass exchanges."""
         return self._is_full or "core_attn" in self._repeated
@@ -179,10 +169,6 @@ class StagePrices:
         """Return (forward, backward) of all that is not attention, for the tokens of a rank; with recomputation."""
         forward, backward = self._with_attention((Convex(Linear()), Convex(Linear())), 1)
         return forward.linear, backward.linear
-
-    def bytes_per_token(self) -> tuple[float, float]:
-        """Return (queries with outputs, keys with values) of a token, all layers."""
-        return self._attention.query_bytes, self._attention.kv_bytes
 
     def lane_costs(
         self,
@@ -202,9 +188,9 @@ class StagePrices:
         """
         mechanism = MECHANISMS[bucket.cp_comm_type]
         if with_exchange:
-            attention = mechanism.lane_seconds(self._attention, bucket, micro_batch)
+            attention = mechanism.lane_seconds(self.attention, bucket, micro_batch)
         else:
-            kernels_s = mechanism.kernel_seconds(self._attention, bucket)
+            kernels_s = mechanism.kernel_seconds(self.attention, bucket)
             attention = LaneSeconds(kernels_s, np.zeros_like(kernels_s))
         per_token_s = np.zeros(2)
         if self._linear_attention is not None:
@@ -291,10 +277,10 @@ class StagePrices:
 
     def _attention_of(self, of: Attention, cp_size: int, link: int) -> tuple[Convex, Convex]:
         if cp_size == 1:
-            return self._attention.alone()
+            return self.attention.alone()
         mechanism, inner = MECHANISMS[of.cp_comm_type], of.inner_cp_size
         price = mechanism.price if mechanism.has_closed_form else mechanism.floor
-        return price(self._attention, cp_size, inner, self.sharing.copies(inner), link)
+        return price(self.attention, cp_size, inner, self.sharing.copies(inner), link)
 
 
 def _linear_attention_of(stage: Stage, problem: Problem) -> StageLinearAttention | None:

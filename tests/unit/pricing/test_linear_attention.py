@@ -119,7 +119,7 @@ def test_ring_steps_and_latency_are_those_of_layers_with_attention():
     alone = replace(problem, model=replace(TINY_MODEL, num_layers=1))
     assert CostModel(problem).stage.attention.layers == 1
     assert CostModel(problem).stage.attention.latency_s == CostModel(alone).stage.attention.latency_s
-    assert CostModel(problem).bytes_per_token() == CostModel(alone).bytes_per_token()
+    assert CostModel(problem).stage.attention.kv_bytes == CostModel(alone).stage.attention.kv_bytes
 
 
 def test_a_host_launches_messages_of_linear_attention():
