@@ -179,9 +179,9 @@ def activation_bytes(
 
 @lru_cache(maxsize=64)
 def tokens_of_states(model: ModelShape, topology: Topology, options: PlanOptions) -> float:
-    """Return as how many tokens of a rank a sample counts whose bucket passes on states: its states take as much.
+    """Return the number of tokens of a rank that take as much memory as the states which a sample passes on.
 
-    0 without linear attention. Stages have as many layers of each kind, so their layers say it for all.
+    0 without linear attention. All stages have as many layers of each kind, so one number holds for all.
     """
     (stage,) = model.stages(1)
     kinds = {layer: activation_bytes(model, topology, options, layer) for _, layer in stage.layers}

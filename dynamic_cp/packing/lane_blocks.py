@@ -286,7 +286,7 @@ class _BlockPacker:
         return parts_ns
 
     def profiles(self, candidates: Sequence[_Candidate], num_iterations: int) -> list[_Candidate]:
-        """Return `candidates`, in some order, with the best profiles that so many iterations find."""
+        """Return `candidates`, in some order, each with its best profile after `num_iterations`."""
         topology = self.cost_model.topology
         found = []
         for num_rows in sorted({one.num_rows for one in candidates}):

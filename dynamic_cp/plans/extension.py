@@ -15,21 +15,21 @@ from dynamic_cp.types import Bucket, Plan, PlanExtension, PlannedBatch, PlanOpti
 
 
 class PlanKind(NamedTuple):
-    """What a kind of plan adds.
+    """The functions of a kind of plan.
 
     Attributes:
-        check: refuses a plan whose other rules hold (`validate.check_plan`) with IllegalPlanError.
-        why_illegal: why lanes of a bucket cannot run it, in place of what mechanisms say; None where they can.
-        to_dict, from_dict: the extension of a plan as what JSON can hold, and back; InvalidInputError: it is none.
-        settings: what the first line of the text of a plan has of an extension.
-        lines: what comes behind the lines of micro-batches; placements: as of `serialize.format_plan`.
-        parse: takes its settings out of those of a text, and its lines; returns the other lines and its JSON.
+        check: refuses a plan that keeps all other rules (`validate.check_plan`) with IllegalPlanError.
+        why_illegal: returns why the lanes of a bucket cannot run it, in place of its mechanism; None where they can.
+        to_dict, from_dict: the extension of a plan to JSON and back; InvalidInputError: it is none.
+        settings: the settings of an extension in the first line of a plan's text.
+        lines: the lines of an extension, behind those of micro-batches; `placements` as for `serialize.format_plan`.
+        parse: takes the extension's settings out of those of a text; returns the other lines, and its JSON.
         encode: [lane] texts for `LanePlan.extension`.
-        why_no_timeline: why the simulator of the stock schedules has none of such a plan.
-        peak: of a `MemoryModel` and a plan: memory of every stage.
-        peak_at: of a `MemoryModel` and tokens per rank: the most that any plan of this limit needs.
-        least_at: the same: the least that plans of this limit may need; what that is in words, and the memory.
-        plan: a batch of a job whose options ask for this kind, or let it be chosen where it is faster.
+        why_no_timeline: why the simulator of Megatron-Core's schedules cannot simulate such a plan.
+        peak: memory of every stage, from a `MemoryModel` and a plan.
+        peak_at: the most memory that any plan needs, from a `MemoryModel` and a limit of tokens per rank.
+        least_at: the least memory that plans of such a limit may need: what that is, in words, and the memory.
+        plan: plans a batch of a job whose options ask for this kind, or allow it where it is faster.
     """
 
     check: Callable[[Plan], None]

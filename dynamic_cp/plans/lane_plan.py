@@ -1,8 +1,8 @@
 """What one lane needs of a plan: its own buckets and the figures of the whole, small enough to send to every rank.
 
 A plan of 4096 lanes is a megabyte; a lane's part of it some hundred bytes. Rank 0 publishes one message per lane,
-so that the traffic of a step grows with the samples, not with samples times ranks. But for placed buckets of hybrids:
-there each lane knows all runs that states pass through (`stretches`), some kilobytes on 64 lanes.
+so that the traffic of a step grows with the samples, not with samples times ranks. Placed buckets of hybrids are an
+exception: each lane knows all stretches that states pass through (`stretches`), some kilobytes on 64 lanes.
 """
 
 from __future__ import annotations

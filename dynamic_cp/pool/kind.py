@@ -70,7 +70,7 @@ def choose(
 
 
 def task_options_of(options: PlanOptions) -> TaskOptions:
-    """Return what task plans of a run may be."""
+    """Return the options of task plans of a run."""
     tile_tokens = TILE_TOKENS if options.max_tokens_per_rank >= _SMALL * TILE_TOKENS else _SMALL_TILE_TOKENS
     return TaskOptions(ping_pong=options.ping_pong, noise_margin=options.noise_margin, tile_tokens=tile_tokens)
 

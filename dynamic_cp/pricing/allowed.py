@@ -58,7 +58,7 @@ def capacity_tokens(cp_size: int, topology: Topology, options: PlanOptions) -> i
 
 
 def may_span_all(topology: Topology, options: PlanOptions) -> bool:
-    """Return whether a bucket may span all lanes, of which there may be any number but one."""
+    """Return whether a bucket may span all lanes: any number of them, but more than one."""
     return topology.num_lanes > 1 and options.largest_cp_size(topology) == topology.max_cp_size
 
 
@@ -101,10 +101,10 @@ def may_place(topology: Topology, options: PlanOptions) -> bool:
 def exchanges_of_policy(
     policy: str, allowed: tuple[CpCommType, ...], model: ModelShape, samples: Iterable[Sample] = ()
 ) -> tuple[CpCommType, ...]:
-    """Return what plans of a policy take of the allowed mechanisms: only dynamic ones are placed.
+    """Return the allowed mechanisms that plans of a policy use: only dynamic plans are placed.
 
-    Where only placed attention is allowed, others take the ring and a2a, or a2a and an all-gather where layers have
-    windows, as far as these serve the masks of `samples`: none needs communicators besides those of the CP sizes.
+    Where only placed attention is allowed, other policies use the ring and a2a, or with windows a2a and an all-gather,
+    as far as these serve the masks of `samples`: they need no communicators besides those of the CP sizes.
     """
     if policy == "dynamic" or not all(map(is_placed, allowed)):
         return allowed
@@ -113,13 +113,13 @@ def exchanges_of_policy(
 
 
 def packed_exchanges(allowed: tuple[CpCommType, ...], model: ModelShape) -> tuple[CpCommType, ...]:
-    """Return what packers choose from, who know closed forms only; where none is allowed they guess."""
+    """Return the mechanisms that packers choose from: those with closed forms, or a guess where none is allowed."""
     known = tuple(name for name in allowed if not is_placed(name))
     return known or (serves_any_size(has_windows=model.window is not None),)
 
 
 def problem_of_prices(problem: Problem) -> Problem:
-    """Return what a cost model needs that prices all plans: packers guess, and static ones stay, by what they know."""
+    """Return the problem of a cost model that prices all plans, also those that packers guess and static ones."""
     allowed = problem.options.cp_comm_types
     names = tuple(dict.fromkeys((*packed_exchanges(allowed, problem.model), *allowed)))
     return replace(problem, options=replace(problem.options, cp_comm_types=names))
@@ -131,13 +131,13 @@ class Resolved:
 
     Attributes:
         options: of its plans; of the mechanisms those that serve its samples.
-        priced: by what candidates are compared: `options` with mechanisms that have closed forms.
+        priced: `options` with mechanisms that have closed forms, by which candidates are compared.
         packed: `priced` for packers; their limit of tokens is higher where nothing that they know holds the longest
             sample.
         places: micro-batches may be placed.
         is_guess: candidates only say which samples lie together: their mechanism is not allowed, or they hold too much.
-        tries_ring_alone: a search for the ring alone is made, too.
-        proves: the best packing is proven the fastest, or a faster one is found.
+        tries_ring_alone: packers also search for the ring alone.
+        proves: the exact search proves the best packing, or finds a faster one.
     """
 
     options: PlanOptions
@@ -150,7 +150,7 @@ class Resolved:
 
 
 def resolve(problem: Problem, samples: Sequence[Sample]) -> Resolved:
-    """Return what plans of a batch may use: what problem.options allow and the policy takes, as far as it serves it.
+    """Return what plans of a batch may use: what its options allow, its policy takes and its samples need.
 
     Args:
         samples: of the batch, the longest first.
@@ -214,10 +214,10 @@ def options_serving(samples: Iterable[Sample], model: ModelShape, options: PlanO
     for one lane if none does.
 
     Raises:
-        UnsupportedFeatureError: none does, and a sample is too long for one lane, or plans must use several; or
-            attention is placed and lanes may not pass on states of linear attention; or samples bring masks that
-            these cannot follow; or samples bring masks and
-            the model's attention is not causal, or has windows through which they are no such masks.
+        UnsupportedFeatureError: no mechanism serves the batch, and a sample is too long for one lane or plans must use
+            several; attention is placed, and lanes may not pass on states of linear attention; samples bring masks
+            that states of linear attention cannot follow; samples bring masks, and attention of the model is not
+            causal or has windows through which they are no masks.
     """
     samples = tuple(samples)
     _check_states_follow(options, model)

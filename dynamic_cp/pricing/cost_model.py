@@ -121,8 +121,9 @@ class CostModel:
         return self.model.linear_attention is not None and self.options.state_exchange != "heads"
 
     def states_over_heads(self, buckets: Sequence[Bucket]) -> Floats:
-        """Return [bucket, forward or backward, NUM_TERMS] by which terms differ from those of exchanged heads: of
-        buckets that pass on states, of others nothing.
+        """Return the differences of terms from those of exchanged heads, [bucket, forward or backward, NUM_TERMS].
+
+        0 for buckets that pass on no states.
 
         Raises:
             UnsupportedFeatureError: a bucket passes on states of a model without linear attention.

@@ -261,8 +261,9 @@ class StagePrices:
         return shifts
 
     def _mixers_of(self, of: Attention, cp_size: int, link: int) -> tuple[Convex, Convex]:
-        """Return attention and linear attention, of which lanes exchange heads, with both exchanges; of placed ones the
-        least, with nothing exchanged.
+        """Return the price of attention and linear attention with their exchanges, of heads for linear attention.
+
+        Placed attention is priced at the least that it takes, with nothing exchanged.
         """
         both, linear = self._attention_of(of, cp_size, link), self._linear_attention
         if linear is None:

@@ -57,8 +57,8 @@ class Judged(NamedTuple):
         candidate: which one.
         prices: of `priced`, with rows of the buckets that pass on states.
         grid: its durations; makespan_ns: what they come to.
-        num_states: buckets that pass on states, of `num_shared` that have several lanes.
-        num_too_large: that were to pass on states, and whose states do not fit.
+        num_states: buckets that pass on states, among the `num_shared` that have several lanes.
+        num_too_large: buckets that should pass on states, but whose states do not fit.
     """
 
     candidate: Candidate
@@ -72,7 +72,7 @@ class Judged(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The less the better: states that a run asks for come before time."""
+        """Less is better: passing on states where the run asks for it comes before time."""
         return self.num_too_large, self.makespan_ns
 
     @property
@@ -122,9 +122,9 @@ class Search:
         return found
 
     def by_the_ring(self) -> Iterator[Candidate]:
-        """Yield what a fast search for the ring alone finds, with the fastest exchange of each bucket and as it is.
+        """Yield the best packing of a fast search for the ring alone, with the fastest exchange of each bucket and as is.
 
-        Prices of all exchanges lead a search elsewhere, at times to slower plans; so they never are.
+        Prices of all exchanges can lead a search to slower plans; with this one plans are never slower than the ring's.
         """
         best = Search(self.batch, self.cost_model.with_only(Ring.name, search="fast")).ranking("dynamic")[0]
         name = f"{best.name} as ring"

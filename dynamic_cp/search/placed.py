@@ -1,4 +1,4 @@
-"""Plans whose micro-batches are placed: each is cut into blocks that lie where simulation says they cost least."""
+"""Plans whose micro-batches are placed: each is cut into blocks, which lie where simulation says they cost least."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ _NUM_SCHEDULED, _EACH_SCHEDULED = 4, 4
 _NUM_SEARCHED_AGAIN, _EACH_SEARCHED_AGAIN, _MORE_SEEDS = 2, 8, (1, 2)
 """Placements that are searched again with other seeds, so many, one of each few; and these seeds."""
 _FAR, _NUM_ROUNDS = 1.2, 2
-"""A way to exchange heads is slow if its fastest placement takes so many times as long as another's, after so many."""
+"""An inner size is given up if, after `_NUM_ROUNDS` candidates, its fastest placement takes `_FAR` times as long as
+another's."""
 _TOKEN_TOLERANCE = 0.05
 """Share by which a lane may hold more tokens than the mean: linear layers wait for the fullest."""
 _ROW_FILL = 0.97
@@ -56,21 +57,22 @@ _ROW_FILL = 0.97
 _MORE_ROWS = (1.2, 1.5, 2.0, 3.0, 4.0)
 """Numbers of level rows for a pipeline, as multiples of the fewest."""
 _CANDIDATES_PER_S, _MOST_CANDIDATES = {"fast": 1600, "thorough": 51200}, {"fast": 200, "thorough": 1024}
-"""Candidates that are tried for a plan, by lanes and for each second of its step, and in all. One takes about 0.25 ms
-for each lane, with its share of schedules and searches: planning takes less than half as long as a step."""
+"""Candidates that are tried for a plan: lanes times candidates for each second of its step, and the most in all. A
+candidate takes about 0.25 ms for each lane, with its share of schedules and searches, so that planning takes less than
+half as long as a step."""
 _FEWEST_EACH, _FEWEST_AGAIN = 8, 4
-"""Where rows have fewer candidates, all are placed by quick ones only, and those of the fastest plan share the rest,
-where they have at least so many."""
+"""If fewer than `_FEWEST_EACH` candidates a row are left, all rows are placed by quick ways only. The remaining
+candidates go to the rows of the fastest plan, if each gets at least `_FEWEST_AGAIN`."""
 _EACH_QUICKLY = 2
-"""As many candidates take as long as a row placed by quick ones: greedily where there is not even time for these."""
+"""A row placed by quick ways takes as long as so many candidates; without time for these, it is placed greedily."""
 _QUICK, _NUM_QUICK_AMONG = ("greedy", "zigzag"), 4
-"""Ways to place that search nothing, which on many lanes takes four times as long; they are among so many first."""
+"""Ways to place that search nothing, which take a quarter of the time on many lanes; they are among so many first."""
 _SHORTEST_STEP_S = 0.25
 """Steps that take less are planned as if they took so long: few do on devices that need such plans."""
 _INNER_SIZES = (1, 2, 8, 4)
 """Sparse masks mostly do best without an exchange of heads, others with one over a node, so that fewer bytes cross."""
 _HOPELESS = 1.15
-"""A plan is not placed where its longest row would take this many times as long, as far as a few placements show."""
+"""A plan is not placed if its longest row would take this many times as long in each of a few placements."""
 
 
 class PlacedRows(NamedTuple):
@@ -393,7 +395,7 @@ class _Tried:
         return {one.grouping for one in self._tries} - within
 
     def add(self, grouping: _Grouping, make: Maker, seed: int = 0, schedule: Schedule = _SCHEDULES[0]) -> None:
-        """Try a placement cut to what is used, and with what many use shared out besides."""
+        """Try a placement cut to what lanes use of homes, and one in which homes that many use are shared out, too."""
         model, mask = self._cost_model.model, self._cost_model.mask
         placed = make(seed)
         tiles = np.zeros((len(placed.tiles), Placement.columns), np.int32)

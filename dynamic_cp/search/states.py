@@ -1,8 +1,8 @@
 """Which buckets of a packing pass on states of linear attention instead of exchanging heads.
 
 Packers know the tokens of buckets, and price an exchange of heads. States cost by the sample, so a finished packing is
-gone through bucket by bucket: one passes on states where those that it keeps fit under the token limit, and where that
-is faster forward and backward, so that no plan gets slower; faster or not where a run asks for states.
+gone through bucket by bucket. A bucket passes on states if they fit under the token limit and neither direction gets
+slower, so no plan gets slower. `--state-exchange states` drops the second condition.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dynamic_cp.types import Problem
 from dynamic_cp.types.linear_attention import CHUNKS_PER_LANE
 
 _SAVED = 0.1
-"""Share of a step that passing on states may save, so that kinds of candidates which are so much slower, each by its
-fastest one, are tried, too: 0.2 found no faster plan in 32 batches, 0.05 lost up to 4 %."""
+"""Share of a step that passing on states may save. The fastest candidate of each kind is tried with states if it is
+slower by no more than that. Of 32 batches 0.2 found no faster plan in any, 0.05 lost up to 4 %."""
 
 
 def with_room_for_branches(packers: CostModel, problem: Problem, batch: Batch) -> CostModel:
@@ -47,7 +47,7 @@ def with_room_for_branches(packers: CostModel, problem: Problem, batch: Batch) -
 
 
 def judged(ranking: Sequence[Candidate], batch: Batch, limit: int) -> Judged:
-    """Return the fastest candidate once its buckets exchange what is faster.
+    """Return the fastest candidate, each of whose buckets exchanges heads or states, whichever is faster.
 
     Args:
         ranking: the fastest first by heads, of lanes that may pass on states.
@@ -80,7 +80,7 @@ class _Passing(NamedTuple):
     Attributes:
         lengths: of the samples.
         branches: [sample] runs of its branches, in samples of one lane.
-        tokens_of_sample: as how many tokens of a rank the states of one count.
+        tokens_of_sample: tokens of a rank that take as much memory as the states of a sample.
         limit: of tokens and states together.
     """
 

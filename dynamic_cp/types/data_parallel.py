@@ -186,5 +186,5 @@ class DataParallel:
 
 
 SHARDED = DataParallel(overlap_grad_reduce=True, overlap_param_gather=True)
-"""A job that shards the optimizer, with its collectives beside the passes: what command and functions take where
-nothing else is said, as the lines have it that a sweep prints. Megatron-LM's flags are off where they are not given."""
+"""A job that shards the optimizer and overlaps its collectives with the passes: the default of the command and of
+functions, and what the launch lines of a sweep say. Megatron-LM's own flags are off unless they are given."""

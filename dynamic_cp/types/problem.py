@@ -21,7 +21,7 @@ RECOMPUTE_MODES: tuple[str, ...] = get_args(Recompute)
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "gdn_norm_out"]
 RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = get_args(RecomputeModule)
 """What selective recomputation may repeat in backward: attention with its exchange, the MLP of dense layers, both norms
-of a layer, router and experts with their exchange, gate and norm of what a gated delta net finds."""
+of a layer, router and experts with their exchange, gate and norm of the output of a gated delta net."""
 RecomputeMethod = Literal["uniform", "block"]
 RECOMPUTE_METHODS: tuple[str, ...] = get_args(RecomputeMethod)
 
