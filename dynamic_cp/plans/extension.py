@@ -47,10 +47,8 @@ class PlanKind(NamedTuple):
     plan: Callable[[Problem, Sequence[Sample]], PlannedBatch]
 
 
-_MODULES: Mapping[str, str] = {"pool": "dynamic_cp.pool.kind"}
-"""Kind -> the module whose `KIND` it is."""
-_FIRST_SETTINGS: Mapping[str, str] = {"tile_tokens": "pool"}
-"""Setting in the text of a plan -> its kind."""
+_POOL, _SETTING_OF_POOL = "pool", "tile_tokens"
+"""The one kind that there is, and a setting in the texts of its plans."""
 
 
 def kind_of(plan: Plan) -> PlanKind | None:
@@ -60,23 +58,23 @@ def kind_of(plan: Plan) -> PlanKind | None:
 
 def kind_named(name: str) -> PlanKind:
     """Return a kind by its name, importing it."""
-    kind: PlanKind = importlib.import_module(_MODULES[name]).KIND
+    kind: PlanKind = importlib.import_module(f"dynamic_cp.{name}.kind").KIND
     return kind
 
 
 def kind_in_json(data: Mapping[str, Any]) -> str | None:
     """Return the kind of the plan that is written in `data`; None: there is nothing beside micro-batches."""
-    return next((name for name in _MODULES if name in data), None)
+    return _POOL if _POOL in data else None
 
 
 def kind_in_text(settings: Mapping[str, Any]) -> str | None:
     """Return the kind of the plan whose text has these settings; None: there is nothing beside micro-batches."""
-    return next((name for setting, name in _FIRST_SETTINGS.items() if setting in settings), None)
+    return _POOL if _SETTING_OF_POOL in settings else None
 
 
 def kind_planned(options: PlanOptions) -> PlanKind | None:
     """Return the kind that plans of a job may be; None: there is nothing beside micro-batches."""
-    return None if options.pool == "off" else kind_named("pool")
+    return None if options.pool == "off" else kind_named(_POOL)
 
 
 def kind_of_all(options: PlanOptions) -> PlanKind | None:

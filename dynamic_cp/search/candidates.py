@@ -122,7 +122,7 @@ class Search:
         return found
 
     def by_the_ring(self) -> Iterator[Candidate]:
-        """Yield the best packing of a fast search for the ring alone, with the fastest exchange of each bucket and as is.
+        """Yield the best packing of a fast search for the ring alone: with each bucket's fastest exchange, and as is.
 
         Prices of all exchanges can lead a search to slower plans; with this one plans are never slower than the ring's.
         """

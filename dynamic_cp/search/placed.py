@@ -1,4 +1,4 @@
-"""Plans whose micro-batches are placed: each is cut into blocks, which lie where simulation says they cost least."""
+"""Plans whose micro-batches are placed: cut into blocks, which lie where simulation says they cost least."""
 
 from __future__ import annotations
 

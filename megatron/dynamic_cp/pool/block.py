@@ -1,7 +1,7 @@
 """Layers of a stage in two nano-batches of a micro-batch: one is computed while the attention of the other travels.
 
 A nano-batch is some rows of the hidden states; norms, projections and MLPs do not see which. Between them attention
-goes out and comes back (`attention.nano_batches`), and the end of a layer is one stretch with the beginning of the next
+goes out and comes back (`nano_batches`), and the end of a layer is one stretch with the beginning of the next
 one:
 
     before 0, launch 0, before 1, launch 1, attend 0, attend 1,
@@ -9,6 +9,8 @@ one:
 
 With full recomputation forward runs the same way and keeps what goes into each layer (`_RunTwice`). Backward goes from
 layer to layer, and beside the gradients of each the one before is computed again as far as its attention (`_Repeated`).
+
+Shapes: T local tokens of a nano-batch, H heads, D channels of a head.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ out before the gradients of this one are computed. `layer_pass.StepOrder` proves
 
 Tokens go from node to node in buffers of the layer (`NanoBatchedLayer`), not as tensors of the graph: a node gets
 *tickets*, empty tensors, of those that must have run before it.
+
+Shapes: T local tokens of a nano-batch, H heads, D channels of a head.
 """
 
 from __future__ import annotations

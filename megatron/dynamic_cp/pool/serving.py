@@ -1,4 +1,7 @@
-"""Attention of other ranks' tokens, by a rank that brings none of its own: a stage without a micro-batch in a tick."""
+"""Attention of other ranks' tokens, by a rank that brings none of its own: a stage without a micro-batch in a tick.
+
+Shapes: T local tokens, of which there are none, H heads.
+"""
 
 from __future__ import annotations
 
