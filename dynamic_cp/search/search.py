@@ -58,7 +58,18 @@ def plan_global_batch(
     policy: str = "dynamic",
     data_parallel: DataParallel = SHARDED,
 ) -> PlannedBatch:
-    """Return `plan_problem` of these arguments."""
+    """Return `plan_problem` of a problem with these arguments.
+
+    Args:
+        samples: one global batch, in any order; sample_id is the input order of the static policy.
+        topology, model, hardware: what runs it.
+        options: limits and effort; min_cp_size and max_cp_size bind the dynamic policy, static_cp_size the static ones.
+        policy: one of `POLICIES`.
+        data_parallel: how lanes share gradients and the state of the optimizer.
+
+    Raises:
+        DynamicCPError: as `plan_problem`.
+    """
     samples = tuple(samples)
     options = with_exchanges(options, model, samples)
     problem = Problem(
@@ -75,14 +86,10 @@ def plan_global_batch(
 def plan_problem(problem: Problem, samples: Iterable[Sample]) -> PlannedBatch:
     """Return the fastest legal plan of `problem.policy` by simulation; a pure function of its arguments.
 
-    Args:
-        samples: one global batch; their order does not matter, sample_id is the input order of the static policy.
-        topology, model, hardware: what runs it.
-        options: limits and effort; min_cp_size and max_cp_size bind the dynamic policy, static_cp_size the static ones.
-        policy: one of `POLICIES`. "dynamic" has the others among its candidates and is never slower: the static ones
-            at every allowed CP size that holds the longest sample. Nor is it slower than a fast search that may use the
-            ring only, where options.cp_comm_types allow the ring. With linear attention that is so of lanes which
-            exchange heads; which buckets pass on states is chosen afterwards, and makes no plan slower.
+    The policy "dynamic" has the others among its candidates and is never slower: the static ones at every allowed CP
+    size that holds the longest sample. Nor is it slower than a fast search for the ring alone, where the options allow
+    the ring. With linear attention this holds while lanes exchange heads; which buckets pass on states instead is
+    chosen afterwards, and makes no plan slower.
 
     Raises:
         InvalidInputError: no samples, a sample_id twice, an unknown policy, CP sizes that contradict each other.
@@ -150,7 +157,7 @@ def _check_policy(policy: str) -> None:
 
 
 def _prices(problem: Problem, batch: Batch, resolved: Resolved) -> CostModel:
-    """Return what compares candidates and placements; refuse a batch that nothing allowed can hold or compute."""
+    """Return the prices of candidates and placements; refuse a batch that nothing allowed can hold or compute."""
     topology, options = problem.topology, resolved.options
     has_size = problem.policy in STATIC_POLICIES and options.static_cp_size is not None
     if not has_size:
