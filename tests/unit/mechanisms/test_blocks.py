@@ -47,6 +47,7 @@ from dynamic_cp.types import (
     parse_mask_rule,
 )
 from tests.placements import random_placement, random_samples
+from tests.unit.placement.instances import placement_of
 from tests.unit.support import CURVED_HARDWARE, TINY_HARDWARE, TINY_MODEL, plan_of_buckets, samples_of
 
 MODEL = replace(TINY_MODEL, num_layers=8)
@@ -69,10 +70,6 @@ def masked(lengths: list[int], rng: random.Random) -> list[Sample]:
     rules = [parse_mask_rule("shared_question:4x0.2"), lambda _: Lambda(8, 64), lambda _: CausalBlockwise(32, 1)]
     rules += [lambda _: None, lambda _: FULL]
     return [Sample(sample_id=i, seqlen=n, mask=rng.choice(rules)(n)) for i, n in enumerate(lengths)]
-
-
-def placement_of(homes: list[tuple], tiles: list[tuple]) -> Placement:
-    return Placement(np.array(homes, np.int32), np.array(tiles, np.int32))
 
 
 def placed_plan(samples: Sequence[Sample], placement: Placement | None, num_lanes: int, limit: int = 64) -> Plan:

@@ -10,6 +10,8 @@ import heapq
 from collections import Counter
 from typing import NamedTuple
 
+from dynamic_cp.pipeline.schedule import stage_operations
+
 
 class Played(NamedTuple):
     """Nanoseconds by (stage, lane); `finished` is false when the lists deadlock."""
@@ -20,6 +22,16 @@ class Played(NamedTuple):
     pipeline_bubble_ns: Counter
     cp_wait_ns: Counter
     dp_wait_ns: Counter
+
+
+def megatron_lists(plan) -> dict:
+    """Return (stage, lane) -> the operations that it runs, in Megatron-Core's order."""
+    topology = plan.topology
+    return {
+        (stage, lane): stage_operations(stage, topology.pp_size, plan.num_microbatches, topology.vp_size)
+        for stage in range(topology.pp_size)
+        for lane in range(topology.num_lanes)
+    }
 
 
 def play(plan, costs, lists, longer_ns=None, waiting=None) -> Played:

@@ -9,13 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynamic_cp.pipeline.schedule import stage_operations
 from dynamic_cp.pipeline.simulator import grid_of, makespan_ns, simulate
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.pricing.cost_model import BucketCost, CostModel
 from dynamic_cp.pricing.experts import ranks_of_block_in_node
 from dynamic_cp.types import Bucket, Experts, MicroBatch, Plan, PlanOptions, Problem, Sample, Topology
-from tests.unit.pipeline.event_simulator import play
+from tests.unit.pipeline.event_simulator import megatron_lists, play
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL
 
 EXPERTS = Experts(num_experts=16, topk=2, ffn_hidden_size=64, shared_ffn_hidden_size=32)
@@ -138,15 +137,6 @@ def grid_ns(plan: Plan, model: CostModel, direction: int, row: int, lane: int) -
 
 
 grid_ns.of = None
-
-
-def megatron_lists(plan: Plan) -> dict[tuple[int, int], list]:
-    topology = plan.topology
-    return {
-        (stage, lane): list(stage_operations(stage, topology.pp_size, plan.num_microbatches, topology.vp_size))
-        for stage in range(topology.pp_size)
-        for lane in range(topology.num_lanes)
-    }
 
 
 def test_experts_of_one_lane_are_part_of_its_price():

@@ -11,11 +11,11 @@ import pytest
 
 from dynamic_cp.errors import IllegalPlanError
 from dynamic_cp.pipeline.longest_path import end_times
-from dynamic_cp.pipeline.schedule import Operation, pipeline_graph, stage_operations
+from dynamic_cp.pipeline.schedule import Operation, pipeline_graph
 from dynamic_cp.pipeline.simulator import grid_of, makespan_ns, simulate
 from dynamic_cp.pricing.cost_model import BucketCost
 from dynamic_cp.types import Bucket, MicroBatch, Plan, Sample, Topology
-from tests.unit.pipeline.event_simulator import play
+from tests.unit.pipeline.event_simulator import megatron_lists, play
 from tests.unit.support import GivenCosts, plan_of
 
 MS = 1_000_000
@@ -53,15 +53,6 @@ def random_case(rng: random.Random):
         for sample in plan.samples
     }
     return plan, costs
-
-
-def megatron_lists(plan):
-    topology = plan.topology
-    return {
-        (stage, lane): stage_operations(stage, topology.pp_size, plan.num_microbatches, topology.vp_size)
-        for stage in range(topology.pp_size)
-        for lane in range(topology.num_lanes)
-    }
 
 
 def by_place(array):

@@ -8,7 +8,7 @@ import numpy as np
 
 from dynamic_cp.placement.placed import Placed
 from dynamic_cp.placement.problem import PlacementProblem
-from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, KeyRanges, Lambda, Mask, Sample, SharedQuestion
+from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, KeyRanges, Lambda, Mask, Placement, Sample, SharedQuestion
 
 LENGTHS = (1, 2, 17, 64, 127, 128, 129, 200, 300, 512, 700)
 
@@ -99,3 +99,7 @@ def touched_by(seen: np.ndarray) -> np.ndarray:
     padded[:size, :size] = seen
     touched = padded.reshape(num_sub_tiles, 128, num_sub_tiles, 128).any((1, 3))
     return np.kron(touched, np.ones((128, 128), bool))[:size, :size]
+
+
+def placement_of(homes: list[tuple[int, ...]], tiles: list[tuple[int, ...]]) -> Placement:
+    return Placement(np.array(homes, np.int32), np.array(tiles, np.int32).reshape(-1, 4))

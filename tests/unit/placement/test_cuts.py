@@ -14,7 +14,7 @@ from dynamic_cp.placement.cuts import Cut, trimmed
 from dynamic_cp.placement.legal import tiles_between, why_misplaced, with_masks
 from dynamic_cp.types import CAUSAL, FULL, CausalBlockwise, KeyRanges, Lambda, Mask, Placement, Sample, parse_mask_rule
 from tests.placements import random_placement
-from tests.unit.placement.instances import dense, random_ranges, touched_by
+from tests.unit.placement.instances import dense, placement_of, random_ranges, touched_by
 
 SEEDS = range(40)
 MASKS: dict[str, Callable[[np.random.Generator, int], Mask | None]] = {
@@ -143,10 +143,6 @@ def ends_of_use(steps: dict[tuple[int, int, int], np.ndarray], stride: int) -> s
         for (_, _, home), used in steps.items()
         for place in np.flatnonzero(np.diff(in_strides(used, stride)))
     }
-
-
-def placement_of(homes: list[tuple[int, ...]], tiles: list[tuple[int, ...]]) -> Placement:
-    return Placement(np.array(homes, np.int32), np.array(tiles, np.int32).reshape(-1, 4))
 
 
 def parents_of(placement: Placement, whole: Placement) -> list[int]:

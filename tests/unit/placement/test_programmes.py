@@ -26,6 +26,7 @@ from dynamic_cp.placement.transport import (
 from dynamic_cp.types import CAUSAL, FULL, Placement, Sample, parse_placement
 from dynamic_cp.types.placement import COLUMN, ROW
 from tests.placements import random_placement, random_samples
+from tests.unit.placement.instances import placement_of
 
 SEEDS = range(40)
 
@@ -36,10 +37,6 @@ def drawn(seed: int) -> tuple[tuple[Sample, ...], Placement, int, int]:
     num_lanes, node_lanes = int(random.integers(2, 10)), int(random.choice([1, 2, 3, 4, 8]))
     samples = random_samples(random)
     return samples, random_placement(random, samples, num_lanes, int(random.integers(1, 5))), num_lanes, node_lanes
-
-
-def placement_of(homes: list[tuple[int, ...]], tiles: list[tuple[int, ...]]) -> Placement:
-    return Placement(np.array(homes, np.int32), np.array(tiles, np.int32).reshape(-1, 4))
 
 
 TWO = (Sample(sample_id=7, seqlen=10), Sample(sample_id=8, seqlen=4))
