@@ -2,12 +2,14 @@
 
 python -m tools.feature_map
 
-A file belongs to a feature if its path matches the feature's pattern. A folder of which every file matches is listed
-as a folder. tests/unit/test_docs.py compares the page with what this writes.
+A file belongs to a feature if its path matches one pattern of the feature, or the first paragraph of its docstring
+another. A folder of which every file matches is listed as a folder. tests/unit/test_docs.py compares the page with what
+this writes.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Sequence
@@ -21,11 +23,12 @@ END = "<!-- end features -->"
 
 
 class Feature(NamedTuple):
-    """A row: what it is called, the page (with an anchor) on which it stands, and the paths of its files."""
+    """A row: its name, the page (with an anchor) on which it stands, what its files are called, and what they say."""
 
     name: str
     page: str
     paths: str
+    says: str = "(?!)"  # nothing
 
 
 FEATURES = (
@@ -41,10 +44,10 @@ FEATURES = (
         "features.md#linear-attention",
         r"/linear/|linear_(attention|layers|homes)|/gated|mamba|hybrid|state_runs|/states",
     ),
-    Feature("experts", "features.md#experts", r"expert|router|(?<!re)routing"),
-    Feature("multi-latent attention", "features.md#multi-latent-attention", r"latent"),
-    Feature("multi-token prediction", "features.md#multi-token-prediction", r"multi_token|future_columns"),
-    Feature("windows and sinks", "how-to/decide.md#layers-with-windows", r"window|sink"),
+    Feature("experts", "features.md#experts", r"expert|router|(?<!re)routing", r"\bexperts\b"),
+    Feature("multi-latent attention", "features.md#multi-latent-attention", r"latent", r"\blatents?\b"),
+    Feature("multi-token prediction", "features.md#multi-token-prediction", r"multi_token", r"multi-token"),
+    Feature("windows and sinks", "how-to/decide.md#layers-with-windows", r"window|sink", r"\b[Ww]indows?\b"),
     Feature("TransformerEngine, FP8", "GPU.md#transformerengine", r"/te/|fp8|transformer_engine|engine_import"),
     Feature("attention kernels", "GPU.md#attention-without-transformerengine", r"attention/kernels/|kernels|triton"),
     Feature(
@@ -99,6 +102,11 @@ def files_below(*tops: str) -> list[str]:
     return [path for path in paths if not path.endswith("/__init__.py")]
 
 
+def says(path: str) -> str:
+    """Return the first paragraph of a file's docstring."""
+    return (ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
+
+
 def listed(paths: Sequence[str], everything: Sequence[str]) -> str:
     """Return paths as Markdown: a folder in the place of its files where all of them are there."""
     names: list[str] = []
@@ -116,10 +124,11 @@ def listed(paths: Sequence[str], everything: Sequence[str]) -> str:
 def table() -> str:
     """Return the table, one row for each feature."""
     product = files_below("dynamic_cp", "megatron")
+    said = {path: says(path) for path in product}
     tests = [path for path in files_below("tests") if "/test_" in path]
     rows = ["| feature | core | leaf | tests |", "| --- | --- | --- | --- |"]
     for feature in FEATURES:
-        found = [path for path in product if re.search(feature.paths, path)]
+        found = [one for one in product if re.search(feature.paths, one) or re.search(feature.says, said[one])]
         in_leaves = [path for path in found if path.startswith(LEAVES)]
         cells = (
             listed([path for path in found if path not in in_leaves], product),
