@@ -1,10 +1,8 @@
 """What lanes exchange: over which link, which heads each gets, and how many bytes a rank sends.
 
-Prices are made of these rules, and the runtime counts by them.
+Prices are made of these rules, and the runtime exchanges and counts by them.
 
-Which heads a lane gets when heads are exchanged by all-to-all: the one rule that prices and the runtime share.
-
-The `inner_cp_size` lanes of an inner group share out the heads of their TP rank: lane i computes query heads
+Heads. The `inner_cp_size` lanes of an inner group share out the heads of their TP rank: lane i computes query heads
 i * query_heads / inner_cp_size and the following, on the tokens of the whole inner group. It needs the KV heads that
 serve them. Where inner_cp_size does not divide the KV heads, every KV head is first repeated (each copy next to the
 last, as repeat_interleave does) the least number of times that makes them divisible,
@@ -21,10 +19,9 @@ Backward, the gradients of the copies of a KV head are summed where they come fr
 
 Example: 32 query heads and 4 KV heads on 8 lanes: 2 copies of each, so 8, one for every lane with its 4 query heads.
 
-Bytes that a rank sends in the exchange of one layer's attention: what prices are made of and the runtime counts.
-
-With cp lanes in inner groups of u (p2p, all_gather: u = 1; a2a: u = cp), n = cp / u members of the outer ring, T tokens
-of the bucket, so T / cp of a rank, and KV heads repeated `copies` times (`heads.py`):
+Bytes of one layer's attention. With cp lanes in inner groups of u (p2p, all_gather: u = 1; a2a: u = cp), n = cp / u
+members of the outer ring, T tokens of the bucket, so T / cp of a rank, and KV heads repeated `copies` times, a rank
+sends
 
     inner all-to-alls   4 (Q, K, V before, O after), together (u - 1) / u of T / cp * (Q + O + copies * (K + V)) bytes
     outer ring          n - 1 steps of T / cp * copies * (K + V) bytes; all_gather sends the same at once

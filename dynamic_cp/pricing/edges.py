@@ -2,10 +2,9 @@
 
 All are optional: a hardware file without their coefficient leaves them at 0.
 
-What lanes exchange once a step, and how much of it no computation hides.
-
-A step reduces the gradients of every rank over all lanes, and gathers the parameters that the optimizer changed; one
-whose state the lanes do not share changes all of them on each, from whole gradients, which take twice the bytes. With
+Once a step, lanes exchange gradients and parameters, some of which computation hides. A step reduces the gradients of
+every rank over all lanes, and gathers the parameters that the optimizer changed. An optimizer whose state the lanes do
+not share changes all parameters on each lane, from whole gradients, which take twice the bytes. With
 `--overlap-grad-reduce` a stage sends the gradients of a bucket once all lanes have them: the first stage's first chunk
 during its last backward pass, every other chunk (which Megatron-Core does not cut into buckets) as a whole behind its
 own. `--overlap-param-gather` mirrors that ahead of the first forward passes. What is exposed lies between the end of
