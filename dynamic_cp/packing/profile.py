@@ -69,7 +69,7 @@ def best_profiles(
         path is rows 1 and 2 on the first stage, then rows 2 and 3 on the second: 18 ns. It crosses row 2 twice, so row
         2 shrinks most, and all are scaled to 12 ns again. Rows of 4 ns each end after 16 ns.
 
-        >>> lanes = Lanes(np.ones(1), np.zeros((1, 3)), np.zeros((1, 3)))
+        >>> lanes = LaneClasses(np.ones(1), np.zeros((1, 3)), np.zeros((1, 3)))
         >>> work = Work(total_ns=12.0, backward_over_forward=0.0, empty_ns=(0.0, 0.0), vp_size=1)
         >>> best_profiles(pipeline_graph(2, 3, 1), lanes, np.array([0, 1]), work, 250)[0].round(1).tolist()
         [16.0]

@@ -79,15 +79,9 @@ def work_of_vertices(graph: TokenGraph, pushed: Ints) -> Floats:
 
 @compiled
 def improve_rows(
-    graph: TokenGraph,
-    vertex_work: Floats,
-    pushed: Ints,
-    parts: Ints,
-    caps: Caps,
-    prices: Prices,
-    num_sweeps: int,
-    seed: int,
-) -> None:
+    graph: TokenGraph, vertex_work: Floats, pushed: Ints, parts: Ints, caps: Caps, prices: Prices,
+    num_sweeps: int, seed: int,
+) -> None:  # fmt: skip
     """Change `parts` [vertex] where that saves bytes, until nothing does or for `num_sweeps` sweeps."""
     num_vertices, num_parts = len(parts), len(caps.tokens)
     users = _users_of_keys(graph, pushed, parts, num_parts)

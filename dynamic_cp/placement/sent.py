@@ -5,11 +5,10 @@ their gradients and log-sum-exp; given back are outputs with log-sum-exp, and ba
 fetched column brings keys and values; backward gives their gradients back. What crosses to a node once and is handed on
 there counts on both links.
 
-How long the programmes of a placement take: every lane's end, with what its transfers and its neighbours cost it.
-
-A lane computes its divisions one after the other. What division t + 1 fetches from its own node travels while it
-computes division t, what t + 2 fetches from other nodes, too; results go back while later divisions compute. Links to
-other nodes and links inside the node work at the same time, each sends and receives one round after the other.
+The time of a programme is when each lane ends, with what its transfers and its neighbours cost it. A lane computes its
+divisions one after the other. What division t + 1 fetches from its own node travels while it computes division t, what
+t + 2 fetches from other nodes, too; results go back while later divisions compute. Links to other nodes and links
+inside the node work at the same time, each sends and receives one round after the other.
 """
 
 from __future__ import annotations
