@@ -120,7 +120,7 @@ FAULTS = {
     "a framework's groups lose a sample": Fault(
         "            overflow += more\n",
         "            del more\n",
-        "tests/unit/scheduler tests/megatron_lm/test_groups.py",
+        "tests/unit/scheduler tests/megatron_lm/test_scheduler.py",
     ),
     "results of a pass lie as lanes hold them": Fault(
         "np.where(shard < sample.seqlen, self.starts[index] + shard, self.num_tokens)",
