@@ -269,7 +269,7 @@ class ForeignIteratorWrapper:
 
 
 def chunks_of(model: Sequence[torch.nn.Module]) -> tuple[ChunkNeeds, ...]:
-    """Return what each model chunk reads, bare or wrapped (DDP, Float16Module).
+    """Return the columns that each model chunk reads, bare or wrapped (DDP, Float16Module).
 
     Raises:
         UnsupportedFeatureError: a model with multi-token prediction.

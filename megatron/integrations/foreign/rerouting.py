@@ -53,7 +53,7 @@ def in_phase(name: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class ReroutingStats:
-    """What re-routing took on this rank since the latest `wrap` began.
+    """Bytes and seconds of re-routing on this rank since the latest `wrap` began.
 
     Attributes:
         bytes_sent: token data sent to other lanes; bytes_broadcast: to the other TP ranks, by TP rank 0.
@@ -68,7 +68,7 @@ class ReroutingStats:
 
 
 class SentColumns(NamedTuple):
-    """What the lanes agreed to send of a global batch.
+    """The columns of a global batch that the lanes agreed to send.
 
     Attributes:
         names: columns that travel, in the order of COLUMNS.
@@ -85,7 +85,7 @@ class SentColumns(NamedTuple):
 
 
 def columns_to_send(num_positions: int, num_masks: int, num_labels: int, num_made_labels: int) -> SentColumns:
-    """Return what has to travel: what does not follow from the lengths.
+    """Return the columns that must be sent: those that do not follow from the lengths.
 
     Args:
         num_positions, num_masks, num_labels: samples of the global batch that came with each of these.
@@ -141,7 +141,7 @@ def exchange_directory(
 
 
 def read_directory(claims: NDArray[np.int64], samples: Sequence[ForeignSample], step: int) -> list[Destination]:
-    """Return where each drawn sample goes.
+    """Return the destination of each drawn sample.
 
     Raises:
         DisagreementError: a sample that is not in exactly one bucket with its own length.
@@ -170,9 +170,7 @@ def read_directory(claims: NDArray[np.int64], samples: Sequence[ForeignSample], 
 
 
 class Outgoing(NamedTuple):
-    """What leaves a lane: int32 words [n, columns], ordered by the lane that they go to and by sample; rows for each
-    lane.
-    """
+    """The rows that leave a lane: int32 words [n, columns], by the lane that they go to and by sample; rows a lane."""
 
     words: NDArray[np.int32]
     rows: list[int]
@@ -212,7 +210,7 @@ class Incoming:
 
 
 def incoming(plan: LanePlan, step: int, num_lanes: int) -> Incoming:
-    """Return what arrives at the plan's lane, in the order of `outgoing`.
+    """Return the rows that arrive at the plan's lane, in the order of `outgoing`.
 
     Raises:
         DisagreementError: a sample that no lane drew for this step.
@@ -275,7 +273,7 @@ def broadcast(
     device: torch.device,
     stats: ReroutingStats,
 ) -> Tensor:
-    """Return what TP rank 0 holds as `words`, on all its TP ranks. Collective over the TP group, one broadcast."""
+    """Return TP rank 0's `words` on all TP ranks. Collective over the TP group, one broadcast."""
     if group.size() == 1:
         assert words is not None
         return words

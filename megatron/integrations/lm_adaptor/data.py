@@ -121,7 +121,7 @@ def end_workers(loader: DataLoader[Any]) -> None:
 
 
 class LaneIterator:
-    """What Megatron-LM passes around as a data iterator; on every rank, also on those that do not read.
+    """The data iterator that Megatron-LM passes around; on every rank, also on those that do not read.
 
     Attributes:
         name: "train", "validation" or "test".

@@ -150,7 +150,7 @@ def replaced_in(version: str) -> list[Replacement]:
 
 
 def find(replacement: Replacement) -> Any:
-    """Return what a replacement takes the place of.
+    """Return the function or class that a replacement takes the place of.
 
     Raises:
         UnsupportedFeatureError: it is not there; the message names it.

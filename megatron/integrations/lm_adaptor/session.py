@@ -1,4 +1,4 @@
-"""What stays the same while Megatron-LM trains: groups, planner, one wrapped iterator per data set; and its steps.
+"""A run's objects that Megatron-LM does not know: groups, planner, a wrapped iterator per data set; and its steps.
 
 Megatron-LM's checkpoints have the random states of the first lane: lanes with equal shapes draw the same number of
 random numbers, so one state serves all of them. With dynamic CP each lane computes different tokens, so its dropout
@@ -230,7 +230,7 @@ class Session:
         grad_norm: float | None,
         elapsed_s: float,
     ) -> StepRecord:
-        """Return what an iteration did, the same on every rank except `wait_s`; dump it, and refine the cost model.
+        """Return the record of an iteration, equal on all ranks but for `wait_s`; dump it, and refine the cost model.
 
         Collective: one all-reduce of the job, more where the cost model is refined.
 

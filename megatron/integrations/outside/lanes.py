@@ -25,7 +25,7 @@ from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LaneStep:
-    """What one lane trains on in one step.
+    """The part of a step that one lane trains on.
 
     Attributes:
         plan: this lane's part of the plan.

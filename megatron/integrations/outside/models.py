@@ -47,7 +47,7 @@ class Trial:
     num_linear_layers = 0
 
     def attend_linearly(self, hidden_states: Tensor) -> Tensor:
-        """Return nothing found: linear attention knows no positions, and what it is given is seen further on."""
+        """Return zeros: positions do not enter linear attention, and the next attention shows what it was given."""
         self.num_linear_layers += 1
         return torch.zeros_like(hidden_states)
 
@@ -212,8 +212,8 @@ def _gated_delta_net(module: Any, sizes: LinearAttention, x_TC: Tensor, params: 
         beta, alpha = module.in_proj_b(x_TC), module.in_proj_a(x_TC)
     decay = -module.A_log.float().exp() * softplus(alpha.float() + module.dt_bias)
     weight = module.conv1d.weight.to(convolved.dtype)  # as autocast has it
-    found = gated_delta_net_thd(convolved, beta.sigmoid(), decay, weight, params, sizes)
-    normed = module.norm(found.flatten(0, 1), z.reshape(-1, sizes.value_size))
+    out_THD = gated_delta_net_thd(convolved, beta.sigmoid(), decay, weight, params, sizes)
+    normed = module.norm(out_THD.flatten(0, 1), z.reshape(-1, sizes.value_size))
     out: Tensor = module.out_proj(normed.view(len(x_TC), -1))
     return out
 
@@ -236,8 +236,8 @@ def _mamba2(module: Any, sizes: LinearAttention, x_TC: Tensor, params: DynamicPa
     weight, bias = (
         None if one is None else one.to(convolved.dtype) for one in (module.conv1d.weight, module.conv1d.bias)
     )
-    found = mamba2_thd(convolved, dt, module.A_log, module.D, weight, bias, params, sizes)
-    out: Tensor = module.out_proj(module.norm(found.flatten(1), gate).to(x_TC.dtype))
+    out_THD = mamba2_thd(convolved, dt, module.A_log, module.D, weight, bias, params, sizes)
+    out: Tensor = module.out_proj(module.norm(out_THD.flatten(1), gate).to(x_TC.dtype))
     return out
 
 

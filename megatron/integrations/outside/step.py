@@ -119,7 +119,7 @@ LossSum = Callable[[torch.nn.Module, dict[str, Any]], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step came to, equal on all lanes.
+    """The figures of a step, equal on all lanes.
 
     Attributes:
         loss: mean over all tokens with a loss.

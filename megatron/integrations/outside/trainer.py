@@ -56,7 +56,7 @@ class RawBatch:
 
 
 class PlannedInputs(dict[str, Any]):
-    """What the Trainer takes for the inputs of one accumulation step.
+    """The inputs of one accumulation step, for the Trainer.
 
     Its "input_ids" are this rank's tokens in it, for what the Trainer counts.
 

@@ -1,4 +1,4 @@
-"""Post-training on planned micro-batches: what samples bring, what passes give back, and losses of one's own.
+"""Post-training on planned micro-batches: what samples bring, what passes give back, and losses of your own.
 
     old = passes.forward(step, samples)                         # log-probs, ..., in the order of `samples`
     columns = {"advantages": [...], "old_log_probs": old.tokens["log_probs"]}
@@ -9,5 +9,5 @@ counts: a sample, each response of a prompt that several share (`data.shared_que
 turns (`data.turns`).
 
 Read in this order: `caller_order` (where each token is in the caller's order; columns there, outputs back), `losses`
-(the socket), `objectives` (losses that are written in it), `torch_passes`, `megatron_passes`.
+(how to write a loss), `objectives` (losses), `torch_passes`, `megatron_passes`.
 """

@@ -76,7 +76,7 @@ class CallerOrder:
         return hashlib.sha256(repr(self.samples).encode()).hexdigest()
 
     def of_lane(self, plan: LanePlan, device: torch.device) -> list[LocalTokens]:
-        """Return where the tokens of each micro-batch of a lane are, on `device`.
+        """Return the local tokens of each micro-batch of a lane, on `device`.
 
         Raises:
             DisagreementError: the plan holds another sample.
@@ -179,7 +179,7 @@ class LocalTokens:
 
 
 OUTPUTS = ("log_probs", "entropies", "values")
-"""What models compute of tokens."""
+"""Outputs of a model for each token."""
 RESERVED = (*OUTPUTS, "num_tokens")
 
 Values = Mapping[str, Tensor]

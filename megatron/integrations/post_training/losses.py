@@ -1,4 +1,4 @@
-"""The socket for losses of one's own: over tokens, or over whole responses that lie on several lanes.
+"""Losses of your own: over tokens, or over whole responses that lie on several lanes.
 
     tokens (outputs of the model and columns, each [T])  -> a loss of each token                       TokenLoss
     tokens -> terms [T] -> their sums over each response, on all its lanes -> a loss of each response  ResponseLoss
@@ -128,7 +128,7 @@ def check_loss(
 
 
 def _try(loss: Loss, columns: Columns, outputs: Sequence[str]) -> None:
-    """Compute a loss of zeros, to find what it lacks before a pass does."""
+    """Compute a loss of zeros: what it lacks shows before a pass."""
     zeros = torch.zeros(1 if isinstance(loss, TokenLoss) else loss.group_size or 1)
     tokens = _Named("token", dict.fromkeys(outputs, zeros), dict.fromkeys(columns.names, zeros))
     if isinstance(loss, TokenLoss):
@@ -140,7 +140,7 @@ def _try(loss: Loss, columns: Columns, outputs: Sequence[str]) -> None:
 
 
 class _Named(dict[str, Tensor]):
-    """What a loss reads of each token, or of each response: what is computed, and what is known.
+    """The values that a loss reads for each token, or for each response: computed ones, and given ones.
 
     Raises:
         DataError: a name is there twice; or one that is read is not there.
@@ -213,11 +213,11 @@ class Objective:
 
     @property
     def scale(self) -> float:
-        """What a share is multiplied by, where a runtime divides by `num_tokens`."""
+        """Factor of a share where a runtime divides by `num_tokens`."""
         return self.num_tokens / self.divisor
 
     def share(self, outputs: Values, loss_mask: Tensor, local: LocalTokens, params: DynamicPackedSeqParams) -> Tensor:
-        """Return what a lane's tokens of a micro-batch share in the loss; the sum over the job, / divisor, is the loss.
+        """Return a lane's part in the loss of a micro-batch; the sum over the job, / divisor, is the loss.
 
         Collective over the micro-batch's CP group where the loss is of responses, in backward, too.
 

@@ -43,7 +43,7 @@ _OF_LM_HEAD = ("log_probs", "entropies")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutputs:
-    """What is computed of hidden states: rows of one tensor.
+    """The outputs that are computed of hidden states: rows of one tensor.
 
     Attributes:
         log_probs: the LM head's "log_probs" of the labels, and "entropies".
@@ -175,7 +175,7 @@ _Batch = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassResult:
-    """What a training pass came to, the same on all ranks.
+    """The figures of a training pass, the same on all ranks.
 
     Attributes:
         loss: of the global batch.

@@ -1,4 +1,4 @@
-"""Losses of post-training, each a few lines in the socket, and what they need from the host."""
+"""Losses of post-training, each a few lines, and the columns of theirs that the host computes."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def commit(
     """Write the manifest of `partial`, give the folder its name and point the tracker at it.
 
     Args:
-        run: JSON values to find again in the manifest.
+        run: JSON values that the manifest keeps.
         written: records of files that were hashed as they were written.
     """
     final = partial.with_name(_name(iteration))

@@ -48,7 +48,7 @@ def values_for_megatron_lm(
     scheduler: Mapping[str, Any],
     coefficients: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what Megatron-LM wants to find beside weights and optimizer.
+    """Return the values that Megatron-LM reads beside weights and optimizer.
 
     Args:
         arguments: flags of this run under Megatron-LM's names.
@@ -74,7 +74,7 @@ def values_for_megatron_lm(
 
 
 def read_run(folder: Path, model: Mapping[str, Any], *, weights_only: bool) -> dict[str, Any] | None:
-    """Return what the manifest of one of our checkpoints would say of Megatron-LM's checkpoint `folder`.
+    """Return the run values of Megatron-LM's checkpoint `folder`, as the manifest of one of ours has them.
 
     None: it is none of Megatron-LM's. On one rank; reads the folder's common values.
 

@@ -107,7 +107,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
 
 
 def saved_data_identity(load_dir: str) -> dict[str, Any]:
-    """Return what the latest checkpoint below `load_dir` says of its data, {} where there is none; for rank 0.
+    """Return the data identity of the latest checkpoint below `load_dir`, {} where there is none; for rank 0.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -136,7 +136,7 @@ def _find(
 
 
 def _found(value: list[Any] | None) -> tuple[Path, dict[str, Any]] | None:
-    """Return what `_find` found, from JSON."""
+    """Return the result of `_find`, from JSON."""
     if value is None:
         return None
     folder, run = value

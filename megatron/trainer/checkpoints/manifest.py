@@ -105,10 +105,10 @@ _END = b'"\n}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint folder holds.
+    """The content of a checkpoint folder.
 
     Attributes:
-        run: JSON values, what whoever saved wants to find again.
+        run: JSON values that a load needs: iteration, schedule, identity, layout.
         files: by their path in the folder.
     """
 

@@ -100,7 +100,7 @@ def read_common(folder: Path) -> Any:
 
 
 def open_tensors(folder: Path) -> tuple[FileSystemReader, Metadata]:
-    """Return what reads the tensors of a checkpoint, on this rank alone, and the list of them.
+    """Return a reader of the tensors of a checkpoint, for this rank alone, and the list of them.
 
     Raises:
         CheckpointError: the list is damaged or more than data, or the checkpoint is of another format.
@@ -153,7 +153,7 @@ class _Reader(FileSystemReader):
         return common
 
     def _common_object(self) -> Any:
-        """Return where they are among the tensors; None: in a file of their own."""
+        """Return the place of the common values among the tensors; None: in a file of their own."""
         if (Path(self.path) / COMMON).exists() or not (Path(self.path) / METADATA).exists():
             return None
         found = self.read_metadata().storage_data.get(MetadataIndex(COMMON_OBJECT))
@@ -209,7 +209,7 @@ class _ShardedPart(TorchDistLoadShardedStrategy):
 
 
 def _failing_together(load: Callable[[], T]) -> T:
-    """Return what `load` returns on this rank. Collective.
+    """Return the result of `load` on this rank. Collective.
 
     Raises:
         CheckpointException: of any rank, with the causes of all; on every rank.

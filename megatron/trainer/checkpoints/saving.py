@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class WriteResults:
-    """What the process says at its end, through a file in memory: of any size, and gone with the last that has it open.
+    """The results of the process, in a file in memory: of any size, and gone with the last that has it open.
 
     In place of megatron-core's queue, which lives in a manager process that imports the program anew and outlives a
     rank that is killed.
@@ -148,7 +148,7 @@ class WriterProcess:
 
     @property
     def files(self) -> dict[str, FileRecord]:
-        """What this rank wrote for the request that was finalized last, by name."""
+        """Records of this rank's files of the request that was finalized last, by name."""
         return self._results.files
 
 
@@ -287,7 +287,7 @@ class Saver:
         logger.info("saved %s in %.1f s, training waited %.1f s", folder, now_s - unnamed.started_s, held_up_s)
 
     def _request(self, partial: Path, position: Position) -> AsyncRequest:
-        """Return how megatron-core writes the state of this rank, after planning that with the others."""
+        """Return megatron-core's request to write the state of this rank, after planning it with the other ranks."""
         state = sharded_model(self._trainable)
         state["optimizer"] = sharded_optimizer(self._trainable.optimizer, state)
         state["rng"] = sharded_rng(rng_state())
@@ -315,7 +315,7 @@ class Saver:
 
 
 def _of_all_ranks(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
-    """Return what all ranks wrote; collective.
+    """Return the files of all ranks; collective.
 
     Args:
         files: what this rank wrote, by name.
@@ -327,7 +327,7 @@ def _of_all_ranks(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
 
 
 def _run_values(trainable: Trainable, position: Position) -> dict[str, Any]:
-    """Return what the manifest says of the run at this moment."""
+    """Return the run values of the manifest, as they are at this moment."""
     return {
         "iteration": position.iteration,
         "consumed_samples": position.consumed_samples,

@@ -64,7 +64,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Trainable:
-    """What a checkpoint saves and loads.
+    """The parts of a run that a checkpoint saves and loads.
 
     Attributes:
         chunks: unwrapped model chunks of this pipeline stage.
@@ -173,7 +173,7 @@ def sharded_rng(state: dict[str, Any] | None) -> ShardedObject:
 
 
 def optimizer_kind(optimizer: MegatronOptimizer) -> str:
-    """Return how `optimizer` stores its float32 weights: "distributed", "plain_16bit" or "plain_fp32"."""
+    """Return the kind of storage of float32 weights in `optimizer`: "distributed", "plain_16bit" or "plain_fp32"."""
     inner = _all_of(optimizer)[0]
     if isinstance(inner, DistributedOptimizer):
         return "distributed"

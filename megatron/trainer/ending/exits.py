@@ -61,7 +61,7 @@ def listen() -> None:
 def fail() -> None:
     """Remember that there is an error to be reported.
 
-    Before the ranks are connected all find the same error, and rank 0 is there to say it: a signal ends the others.
+    Before the ranks are connected all have the same error and rank 0 says it, so a signal may end the others.
     """
     global _is_failing
     if not _is_failing:

@@ -112,7 +112,7 @@ def _reporting_stalls(timeout_s: float) -> Iterator[None]:
     began_s = time.monotonic()
 
     def seconds() -> float:
-        """Return how long this rank has been in its phase, not counting what the process did before its run."""
+        """Return the seconds of this rank in its phase, not counting what the process did before its run."""
         return min(phase.seconds(), time.monotonic() - began_s)
 
     def watch() -> None:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class Refining:
     """Measures buckets, where a dump or a refinement wants that, and keeps the coefficients of the run.
 
-    Rank 0 alone computes them, so that no other CPU's arithmetic can find others.
+    Only rank 0 computes them: the arithmetic of another CPU could give other values.
 
     Args:
         model: chunks of this rank, as the schedule gets them.
@@ -69,7 +69,7 @@ class Refining:
         self.forward_step: ForwardStep = forward_step if self._times is None else self._times.forward_step
 
     def hardware(self, iteration: int) -> Hardware:
-        """Return what `iteration` is planned with."""
+        """Return the hardware that `iteration` is planned with."""
         return self._coefficients.hardware(iteration)
 
     def end_step(self, iteration: int) -> None:
@@ -108,7 +108,7 @@ class Refining:
 
 
 def _open_spans(folder: str | None) -> JsonLines | None:
-    """Return what this rank writes its passes to, None without a dump."""
+    """Return the file of this rank's passes, None without a dump."""
     if folder is None:
         return None
     try:

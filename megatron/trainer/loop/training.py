@@ -161,7 +161,7 @@ def _pretrain(settings: Settings, on_step: Callable[[int, StepRecord], None] | N
 
 
 def _first_position(run: Run) -> Position:
-    """Return where training begins: that of the checkpoint to go on from, which is loaded, or the start."""
+    """Return the first position: that of the checkpoint to go on from, which is loaded, or the start."""
     position, checkpoints = None, run.settings.checkpoints
     if checkpoints.load is not None:
         phase.enter("loading the checkpoint")
@@ -183,7 +183,7 @@ def _first_position(run: Run) -> Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """What every iteration uses.
+    """The objects that every iteration uses.
 
     Attributes:
         wrapper: of the training data.

@@ -67,7 +67,7 @@ class StepRecord:
 
 
 def of_plan(facts: PlanFacts) -> dict[str, Any]:
-    """Return what the plan of a step says of its record, field -> value."""
+    """Return the fields of a step's record that its plan gives, field -> value."""
     return {
         "predicted_s": facts.predicted_s,
         "planner_s": facts.planner_s,

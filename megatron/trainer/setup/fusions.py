@@ -72,7 +72,7 @@ def _replace(module: Any, name: str, caller_of: Callable[[Any], Callable[..., An
 
 
 def _plain(compiled: Any) -> Callable[..., Any]:
-    """Return what `compiled` was made of."""
+    """Return the plain function that `compiled` was made of."""
     plain = compiled.__wrapped__
 
     @functools.wraps(plain)
@@ -143,7 +143,7 @@ _ON_CPU = "CPU ranks, unless a flag asks for it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusions:
-    """What is fused.
+    """The fusions of a run.
 
     Attributes:
         gradient_accumulation: matrix products add weight gradients to their buffers.

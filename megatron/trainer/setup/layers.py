@@ -28,7 +28,7 @@ BATCHED_RING = "NVTE_BATCH_MHA_P2P_COMM"
 
 
 def compute_capability(device: torch.device) -> Capability | None:
-    """Return that of a CUDA device, None for the CPU."""
+    """Return the compute capability of a CUDA device, None for the CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 

@@ -34,7 +34,7 @@ from megatron.trainer.setup import memory
 
 
 def first_hardware(settings: PlanningSettings, device: torch.device, layers: LayerChoice) -> Hardware:
-    """Return what the cost model begins with, which rank 0 reads for all; collective.
+    """Return the hardware that the cost model begins with, which rank 0 reads for all; collective.
 
     Raises:
         DynamicCPError: no such hardware, or it lacks the memory that `auto` needs; the same on every rank.
@@ -57,7 +57,7 @@ def _hardware_name(settings: PlanningSettings, device: torch.device, layers: Lay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRuntime:
-    """What plans a run and what its plans run on.
+    """The planner of a run and what its plans run on.
 
     Attributes:
         settings: as the flags say them.
@@ -100,7 +100,7 @@ class PlannedRuntime:
         hardware: Hardware,
         has_masks: bool = False,
     ) -> PlannedRuntime:
-        """Return what all ranks know before the model is built; without a planner yet. Collective.
+        """Return the runtime before the model is built, without a planner yet. Collective.
 
         Args:
             arguments: all flags of the run under their names.
@@ -111,7 +111,7 @@ class PlannedRuntime:
             DynamicCPError: the token limit does not fit into memory, or a dump cannot be written or read; the same on
                 every rank.
         """
-        # Every rank would find the same; rank 0 says it for all, so that none can differ or fail alone.
+        # Every rank would compute the same; rank 0 does so for all, so that none can differ or fail alone.
         limit = run_on_rank_zero(
             lambda: memory.max_tokens_per_rank(settings, model_shape, hardware, layers.left_out, has_masks=has_masks),
             int,
@@ -150,7 +150,7 @@ class PlannedRuntime:
 
     @property
     def problem(self) -> Problem:
-        """What is planned, before any hardware file is refined."""
+        """The problem to plan, before any hardware file is refined."""
         return Problem(
             topology=self.topology,
             model=self.model_shape,
@@ -211,7 +211,7 @@ class PlannedRuntime:
         return f"planner ready after {ready_s:.1f} s, {self.settings.search} search"
 
     def plan_source(self, name: str, hardware_of: Callable[[int], Hardware] | None = None) -> PlanSource:
-        """Return where this rank gets plans from.
+        """Return the source of this rank's plans.
 
         Args:
             name: unique in the job.
@@ -252,7 +252,7 @@ class PlannedRuntime:
 def _dump_and_replay(
     settings: PlanningSettings, options: PlanOptions, arguments: Mapping[str, Any], model_shape: ModelShape
 ) -> tuple[RunDump | None, RecordedPlans | None]:
-    """Return what rank 0 writes plans to and takes them from; collective, because either may fail there.
+    """Return rank 0's dump and recorded plans; collective, because either may fail there.
 
     Raises:
         DynamicCPError: a folder that cannot be written or read; the same on every rank.

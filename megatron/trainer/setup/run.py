@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def data_config(settings: Settings) -> DataConfig:
-    """Return what the settings say of the data.
+    """Return the data's part of the settings.
 
     Raises:
         DynamicCPError: there are none, or they contradict each other.
@@ -114,7 +114,7 @@ def _chat_date(settings: Settings) -> str:
 
 
 def data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
-    """Return what two runs must share to see the same samples: lengths, order, probes of the contents; not the path."""
+    """Return the values that runs of the same samples share: lengths, order, probes of contents; no path."""
     return {
         "seed": config.seed,
         "split": config.split,
@@ -128,7 +128,7 @@ def data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What stays the same during a run."""
+    """The parts of a run that stay the same."""
 
     settings: Settings
     runtime: PlannedRuntime
@@ -153,7 +153,7 @@ class Run:
     def iterator_wrapper(
         self, stream: SampleStream, name: str, hardware_of: Callable[[int], Hardware] | None = None
     ) -> DataIteratorWrapper:
-        """Return what plans global batches of `stream` and builds this rank's micro-batches of them; close it."""
+        """Return a wrapper that plans global batches of `stream` and builds this rank's micro-batches; close it."""
         return DataIteratorWrapper(
             plan_source=self.runtime.plan_source(name, hardware_of),
             read_sample=stream.read,
@@ -301,7 +301,7 @@ def _trainable(
 
 
 def _scalars(settings: LoggingSettings, arguments: Mapping[str, Any]) -> Scalars:
-    """Return what rank 0 writes figures to, a silent one on the other ranks; collective, because it may fail there."""
+    """Return rank 0's writer of figures, a silent one on the other ranks; collective, because it may fail there."""
     scalars = [Scalars()]
 
     def start() -> None:

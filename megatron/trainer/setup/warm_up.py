@@ -68,7 +68,7 @@ def warm_up_packs(
     max_tokens_per_rank: int,
     query_heads: int,
 ) -> list[PackedBucket]:
-    """Return what a lane attends to, in an order that all lanes of a block share.
+    """Return the packs that a lane attends to, in an order that all lanes of a block share.
 
     Args:
         blocks: (first lane, size) of the lane's groups.
