@@ -26,7 +26,7 @@ import pytest
 import torch.distributed as dist
 
 from dynamic_cp import load_model
-from megatron.integrations.frameworks import TESTED
+from megatron.integrations import TESTED
 from megatron.integrations.scheduler.groups import Groups, check_groups
 from megatron.integrations.scheduler.job import MODEL, PP
 from megatron.integrations.scheduler.planned import PlainScheduler

@@ -36,7 +36,7 @@ from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.data.micro_batches import micro_batches
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
 from megatron.dynamic_cp.layout.packed_seq_params import ExchangeStats
-from megatron.integrations.frameworks import untested
+from megatron.integrations import untested
 from megatron.integrations.outside.collator import COLUMNS, read_row
 from megatron.integrations.outside.hugging_face import lanes_of, model_inputs, problem_of, use_dynamic_cp
 from megatron.integrations.outside.lanes import Lanes, LaneStep

@@ -6,7 +6,7 @@ import importlib
 import logging
 
 from dynamic_cp.errors import UnsupportedFeatureError
-from megatron.integrations.frameworks import untested
+from megatron.integrations import untested
 from megatron.integrations.scheduler.job import Job
 from megatron.integrations.scheduler.planned import scheduler_class
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.grpo_groups import BATCHES, LAYOUTS, gain, geometric_mean, rollouts
 from dynamic_cp.errors import InfeasibleSampleError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.pricing.cost_model import CostModel
-from megatron.integrations import frameworks
+from megatron import integrations
 from megatron.integrations.scheduler import planned, register
 from megatron.integrations.scheduler.groups import check_groups, groups_ns, groups_of_greedy
 from megatron.integrations.scheduler.job import MODEL, Job, job_of
@@ -213,9 +213,9 @@ def test_an_import_registers_what_the_environment_says(
 def test_a_release_that_was_not_tested_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
     versions = iter(["0.9.1", "1.0.0"])
-    monkeypatch.setattr(frameworks.importlib.metadata, "version", lambda package: next(versions))
-    assert frameworks.untested("verl") == []
-    assert frameworks.untested("verl") == ["verl 1.0.0 was not tested with the planner, 0.9.1 was"]
+    monkeypatch.setattr(integrations.importlib.metadata, "version", lambda package: next(versions))
+    assert integrations.untested("verl") == []
+    assert integrations.untested("verl") == ["verl 1.0.0 was not tested with the planner, 0.9.1 was"]
 
 
 def test_a_driver_plans_where_neither_torch_nor_megatron_core_is_installed() -> None:
