@@ -21,6 +21,7 @@ from megatron.dynamic_cp.data.micro_batches import PackedStep
 from megatron.dynamic_cp.step.pipeline_p2p import PlannedP2PCommunicator, message_orders
 from tests.distributed import reference
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
+from tests.distributed.layouts import layout_of
 from tests.distributed.parity import BATCHES, Layout, build_chunks, mixed_plan, samples_of, static_plan
 from tests.distributed.trainee import Trainee
 
@@ -83,14 +84,7 @@ def run_both(
     return outcomes
 
 
-LAYOUTS = {
-    "pp2": Layout(1, pp=2),
-    "pp2_two_lanes": Layout(2, pp=2),
-    "pp2_vpp2": Layout(1, pp=2, vpp=2),
-    "pp4": Layout(1, pp=4),
-    "tp2_sp_pp2": Layout(1, tp=2, sp=True, pp=2),
-    "pp2_bf16": Layout(1, pp=2, config={"bf16": True, "params_dtype": torch.bfloat16}),
-}
+LINES = ("one pp2", "two pp2", "one pp2 vpp2", "one pp4", "one tp2 sp pp2", "one pp2 bf16")
 
 
 def expected_messages(layout: Layout, num_microbatches: int, forward_only: bool) -> int:
@@ -99,10 +93,10 @@ def expected_messages(layout: Layout, num_microbatches: int, forward_only: bool)
     return borders * num_microbatches * (1 if forward_only else 2)
 
 
-@pytest.mark.by_day("pp2_vpp2")
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_planned_shapes_change_nothing_but_messages(name: str) -> None:
-    layout, samples = LAYOUTS[name], BATCHES["long_tail"]
+@pytest.mark.by_day("one pp2 vpp2")
+@pytest.mark.parametrize("line", LINES)
+def test_planned_shapes_change_nothing_but_messages(line: str) -> None:
+    layout, samples = layout_of(line), BATCHES["long_tail"]
     plans = [mixed_plan(samples, layout)]
     if layout.vpp == 1:
         plans.append(static_plan(samples, layout, cp_size=layout.lanes))  # one micro-batch: fewer than stages
@@ -143,7 +137,7 @@ def check_equal(layout: Layout, outcomes: Sequence[dict[str, Any]]) -> None:
 @pytest.mark.nightly
 def test_interleaving_without_overlap() -> None:
     """The handshake aborts here on gloo (it is always batched); with planned shapes unequal lengths are right."""
-    layout, samples = LAYOUTS["pp2_vpp2"], BATCHES["long_tail"]
+    layout, samples = layout_of("one pp2 vpp2"), BATCHES["long_tail"]
     plans = [mixed_plan(samples, layout)]
     settings = {"overlap_p2p_comm": False, "batch_p2p_comm": False}
     ranks = run_ranks(2, run_both, layout, plans, samples, settings, False, timeout_s=60)
@@ -174,21 +168,21 @@ def plan_of_three(layout: Layout, samples: Sequence[Sample]) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens", "says"),
+    ("line", "tokens", "says"),
     [
         (
-            "pp4",
+            "one pp4",
             [[5, 9, 30], [5, 9, 30], [5, 8, 30], [5, 9, 30]],
             "stage 1 sends message 1 as (9, 1, 128), stage 2 expects (8, 1, 128)",
         ),
-        ("pp2", [[5, 9, 30], [5, 9]], "stage 0 sends 3 messages, stage 1 expects 2"),
-        ("pp2", [[5, 9, 30, 7]] * 2, "is done with 3 of 4 messages"),
+        ("one pp2", [[5, 9, 30], [5, 9]], "stage 0 sends 3 messages, stage 1 expects 2"),
+        ("one pp2", [[5, 9, 30, 7]] * 2, "is done with 3 of 4 messages"),
     ],
     ids=["lengths", "numbers", "unfinished"],
 )
-def test_plans_that_do_not_fit_are_found_on_all_stages(name: str, tokens: list[list[int]], says: str) -> None:
+def test_plans_that_do_not_fit_are_found_on_all_stages(line: str, tokens: list[list[int]], says: str) -> None:
     """Those of neighbours that differ before they exchange anything."""
-    layout = LAYOUTS[name]
+    layout = layout_of(line)
     messages = run_ranks(layout.pp, run_with_tokens, layout, samples_of(5, 9, 30), tokens, timeout_s=60)
     assert all(says in message for message in messages)
 
@@ -213,7 +207,7 @@ def run_wrong_plan(layout: Layout, samples: Sequence[Sample], tokens: Sequence[i
 )
 def test_wrong_plan_is_caught_by_its_sender(tokens: list[int], message: str) -> None:
     """All stages believe the same wrong plan: the sender stops before the neighbour reads other numbers."""
-    layout, samples = LAYOUTS["pp2"], samples_of(5, 9, 30)
+    layout, samples = layout_of("one pp2"), samples_of(5, 9, 30)
     with pytest.raises(RankError, match=re.escape(message)):
         run_ranks(2, run_wrong_plan, layout, samples, tokens, timeout_s=20)
 

@@ -382,20 +382,6 @@ def test_a_tick_with_other_tokens_than_the_micro_batch_is_refused_before_anythin
         move_to(PlacedLane(programme=nothing, samples=(), num_tokens=6), params)
 
 
-def lose_a_tile() -> None:
-    """Let the last stage forget one of its tiles of a forward tick."""
-    real = lane_ticks.decode_ticks
-
-    def decode(text: str) -> ServerTicks:
-        ticks = real(text)
-        (first, *others), *_ = ticks
-        tiles = tuple(division[:-1] for division in first.programme.tiles)
-        return ticks._replace(forward=(first._replace(programme=first.programme._replace(tiles=tiles)), *others))
-
-    if parallel_state.get_pipeline_model_parallel_rank() == 1:
-        lane_ticks.decode_ticks = decode
-
-
 def swap_ticks() -> None:
     """Let every rank take the second forward tick for the first one."""
     real = lane_ticks.decode_ticks
@@ -435,10 +421,8 @@ def run_sabotaged(case: Case, sabotage: Callable[[], None]) -> Comparison | str:
         return str(error)
 
 
-def test_a_lost_tile_shows_in_losses_and_a_wrong_order_of_ticks_before_anything_is_sent(reference_of: Any) -> None:
+def test_a_wrong_order_of_ticks_is_refused_before_anything_is_sent(reference_of: Any) -> None:
     case = sabotaged_case(Layout(1, pp=2), reference_of)
-    lost = run_ranks(2, run_sabotaged, case, lose_a_tile, timeout_s=60)
-    assert max(one.loss_error for one in lost) > 1e-3
     for said in run_ranks(2, run_sabotaged, case, swap_ticks, timeout_s=60):
         assert re.search(r"tick F0 of lane 0 on stage \d holds \d+ tokens, its micro-batch (none|\d) has \d+", said)
 

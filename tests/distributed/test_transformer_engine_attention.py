@@ -1,33 +1,39 @@
 """Attention over TransformerEngine's own Python of several versions: each exchange, mixed CP sizes, against float64.
 
 One module attends to micro-batches of changing groups and exchanges, then their backward passes run, last first, as in
-a pipeline. What a CPU does not show is counted: bytes that are sent, and where the host would wait for the device.
+a pipeline. What a CPU does not show is counted: bytes that are sent, and where the host would wait for the device. At
+start-up attention is compared with plain products: what is wrong ends the run, on all ranks alike.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
-from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.errors import DynamicCPError, UnsupportedFeatureError
 from dynamic_cp.types import CP_COMM_TYPES, FULL, CpCommType, Sample, Topology
 from megatron.dynamic_cp.attention.te.support import LACKS_MASKS, missing_exchanges, provider, why_no_masks
+from megatron.dynamic_cp.groups.attention_check import TOLERANCE, check_attention
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats
 from megatron.dynamic_cp.layout.sharding import packed_shard_positions
+from megatron.dynamic_cp.repairs import releases
 from tests.distributed import reference
 from tests.distributed.harness import initialize_model_parallel
-from tests.distributed.real_transformer_engine import counts, extension
+from tests.distributed.real_transformer_engine import counts, extension, flash_attn
 from tests.distributed.real_transformer_engine.engine import run_ranks_with
-from tests.distributed.real_transformer_engine.wheels import NEWEST, PINNED, VERSIONS
+from tests.distributed.real_transformer_engine.extension import NAN
+from tests.distributed.real_transformer_engine.wheels import NEWEST, OLDEST, PINNED, VERSIONS
 from tests.gpu import judge
 from tests.gpu.judge import error_in_norm, exact
 
@@ -216,123 +222,6 @@ def test_every_exchange_equals_float64(num_lanes: int, version: str, kv_heads: t
     assert check(version, num_lanes, "cuDNN", kv_heads) == {}, "the host would wait"
 
 
-# What may go wrong between a micro-batch and TransformerEngine: an assertion of what stands in for its kernels notices
-# it, or the numbers do, or what is counted.
-
-
-def set_otherwise(change: Callable[[Any, list[int], Any], tuple[Any, list[int], Any]]) -> Callable[..., None]:
-    """Return a fault in the group, its ranks or the stream that a module is given."""
-
-    def plant(attention: Any, params: DynamicPackedSeqParams) -> None:
-        set_group = attention.set_context_parallel_group
-
-        def wrong(group: Any, ranks: list[int], stream: Any, exchange: str) -> None:
-            set_group(*(change(group, ranks, stream) if group else (group, ranks, stream)), exchange)
-
-        attention.set_context_parallel_group = wrong
-
-    return plant
-
-
-def tell_otherwise(change: Callable[[DynamicPackedSeqParams], dict[str, Any]]) -> Callable[..., None]:
-    """Return a fault in what a module is told of a micro-batch."""
-    return lambda attention, params: vars(params).update(change(params))
-
-
-def valid_boundaries(params: DynamicPackedSeqParams, first: int) -> dict[str, torch.Tensor]:
-    """Let sequences from `first` on end where their padding begins, as megatron-core's own batches do."""
-    boundaries = params.cu_seqlens_q.clone()
-    for index in range(first, len(params.seqlens)):
-        boundaries[index + 1] = boundaries[index] + params.seqlens[index]
-    return {"cu_seqlens_q": boundaries, "cu_seqlens_kv": boundaries}
-
-
-def leave_the_group_set(attention: Any, params: DynamicPackedSeqParams) -> None:
-    set_group = attention.set_context_parallel_group
-    attention.set_context_parallel_group = lambda group, *rest: None if group is None else set_group(group, *rest)
-
-
-def have_everything_done_natively(attention: Any, params: DynamicPackedSeqParams) -> None:
-    from megatron.dynamic_cp.attention.te import attention as ours
-
-    ours.provider = lambda *_args, **_kwargs: "native"
-
-
-def go_back_over_another_group(attention: Any, params: DynamicPackedSeqParams) -> None:
-    """As if the backward pass took the group that another micro-batch set."""
-    from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
-
-    ring = context_parallel.AttnFuncWithCPAndKVP2P
-    backward = ring.backward
-
-    def wrong(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.cp_group, ctx.cp_global_ranks = dist.group.WORLD, [0, 1, 2, 3]
-        return backward(ctx, *grads)
-
-    ring.backward = staticmethod(wrong)
-
-
-def ring(cp_size: int, shape: dict[str, Any]) -> Case:
-    return Case(exchange="p2p", cp_size=cp_size, **shape)
-
-
-def with_boundaries(first: int) -> Callable[..., None]:
-    return tell_otherwise(lambda params: valid_boundaries(params, first % len(params.seqlens)))
-
-
-TWO_LEVELS = Case(exchange="a2a+p2p", cp_size=4, **ONE)
-copied_boundaries = tell_otherwise(lambda params: {"cu_seqlens_q_padded": params.cu_seqlens_q.clone()})
-longest_valid = tell_otherwise(lambda params: dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(params.seqlens)))
-reversed_ranks = set_otherwise(lambda group, ranks, stream: (group, ranks[::-1], stream))
-swapped_levels = set_otherwise(lambda group, ranks, stream: (group[::-1], ranks, stream))
-group_of_the_job = set_otherwise(lambda group, ranks, stream: (dist.group.WORLD, [0, 1, 2, 3], stream))
-no_stream = set_otherwise(lambda group, ranks, stream: (group, ranks, None))
-TOLD = "cuDNN is told max_seqlen_q 17, a sequence has 18"
-LACKED = "thd format is not supported with hierarchical CP"
-FAULTS: dict[str, tuple[str, Case, Callable[..., None], str]] = {
-    "valid boundaries, 2.11": (PINNED, ring(4, PACK), with_boundaries(0), "equal dot_product_attention.py:forward"),
-    "valid last boundary, 2.11": (PINNED, ring(4, ONE), with_boundaries(-1), "off by nan"),
-    "valid boundaries, 2.20": (NEWEST, ring(4, PACK), with_boundaries(0), "slow path"),
-    "copied boundaries": (NEWEST, ring(4, WHOLE), copied_boundaries, "slow path"),
-    "longest valid length": (NEWEST, ring(4, ONE), longest_valid, TOLD),
-    "reversed ranks": (NEWEST, ring(4, ONE), reversed_ranks, "Pair is not connected|Connection|off by"),
-    "swapped levels": (NEWEST, TWO_LEVELS, swapped_levels, "is not part of group"),
-    "the job's group": (PINNED, ring(2, ONE), group_of_the_job, "halves of an odd length"),
-    "another group's backward": (NEWEST, ring(2, ONE), go_back_over_another_group, "list index out of range"),
-    "a group left set": (PINNED, ring(4, ONE), leave_the_group_set, "a group was left set"),
-    "an exchange that a version lacks": (PINNED, TWO_LEVELS, have_everything_done_natively, LACKED),
-    "no stream": (PINNED, ring(4, ONE), no_stream, "TransformerEngine was given no stream"),
-}
-
-
-def what_is_noticed(fault: str) -> str:
-    """Return what this rank notices of a fault; "" if nothing."""
-    _, case, plant, _ = FAULTS[fault]
-    groups = groups_of(4, (case.exchange,))
-    attention, batch = attention_of(2), MicroBatch(case, 2, groups, 0)
-    counts.waits.clear()
-    plant(attention, batch.params)
-    try:
-        batch.forward(attention)
-        batch.backward()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    if state_of(attention) != UNSET:
-        return "a group was left set"
-    error = batch.error()
-    if not error <= EXACT:
-        return f"off by {error}"
-    return " ".join([*counts.waits, *(["slow path"] if counts.slow_paths else [])])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_noticed(fault: str) -> None:
-    version, _, _, noticed = FAULTS[fault]
-    said = run_ranks_with(version, 4, what_is_noticed, fault, timeout_s=60)
-    assert any(re.search(noticed, one) for one in said), said
-
-
 def refuse_and_fail() -> list[tuple[Any, ...]]:
     """Return the states of all modules after their forward pass failed over a group, with a share of heads too."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -404,3 +293,121 @@ def run_the_tests_of_a_gpu(cp_sizes: tuple[int, ...]) -> int:
 def test_the_tests_of_a_gpu_are_right_themselves(version: str) -> None:
     """They have not run on one; bounds are those of bfloat16, which is what is computed in."""
     assert run_ranks_with(version, 1, run_the_tests_of_a_gpu, (2, 4, 8)) == [8]
+
+
+CPU = torch.device("cpu")
+
+
+def check_on_this_rank(
+    exchanges: tuple[CpCommType, ...], believed: str | None = None, scaled: int | None = None, unwritten: float = NAN
+) -> str:
+    """Return what start-up logs, or its error.
+
+    Args:
+        believed: kernel that this project takes for the one that computes, if another one.
+        scaled: rank whose attention scales scores otherwise.
+        unwritten: what is in memory that flash-attn leaves as it was.
+    """
+    flash_attn.unwritten = unwritten
+    initialize_model_parallel()
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron.dynamic_cp.attention.te.attention import TransformerEngineAttention
+
+    num_lanes = dist.get_world_size()
+    groups = DynamicCPGroups.build(Topology(num_lanes=num_lanes), timeout_s=30, exchanges=exchanges, inner_sizes=(2,))
+    attention = TransformerEngineAttention(
+        reference.transformer_config(reference.LLAMA), 1, AttnMaskType.causal, "self"
+    )
+    attention._kernel = believed or attention._kernel
+    if dist.get_rank() == scaled:
+        attention.fused_attention.softmax_scale *= 1.5
+    try:
+        return check_attention([torch.nn.Sequential(attention)], groups, exchanges, CPU)
+    except DynamicCPError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.by_day("2")
+@pytest.mark.parametrize(
+    ("num_lanes", "version", "kernel", "exchanges", "compared"),
+    [
+        # Alone; in 2 lanes p2p, a2a, all_gather; in 4 lanes these and a2a+p2p.
+        (2, NEWEST, "cuDNN", ("p2p", "all_gather", "a2a"), 4),
+        (4, NEWEST, "cuDNN", CP_COMM_TYPES, 8),
+        (4, PINNED, "flash-attn 2", WITHOUT_ALL_GATHER, 6),
+        (4, NEWEST, "flash-attn 2", WITHOUT_ALL_GATHER, 6),
+        (4, OLDEST, "cuDNN", ("p2p",), 3),
+    ],
+)
+def test_what_is_right_is_told(
+    num_lanes: int, version: str, kernel: str, exchanges: tuple[CpCommType, ...], compared: int
+) -> None:
+    for said in run_ranks_with(version, num_lanes, check_on_this_rank, exchanges, kernel=kernel, timeout_s=60):
+        assert said.startswith(f"attention of TransformerEngine {version} with {kernel} checked: {compared} exchanges")
+        assert float(re.search(r"at most (\S+) of the norm", said)[1]) < TOLERANCE / 100
+
+
+@pytest.mark.by_day(f"2-{NEWEST}")
+@pytest.mark.parametrize("version", ["2.18.0", NEWEST])
+@pytest.mark.parametrize("num_lanes", [2, 3])
+def test_a_wrong_exchange_ends_the_start_on_all_ranks(num_lanes: int, version: str) -> None:
+    """A kernel that nobody knew to be wrong, or to be the one; lane 2 of 3 is alone and has nothing to compare."""
+    said = run_ranks_with(
+        version, num_lanes, check_on_this_rank, CP_COMM_TYPES, "cuDNN", None, 0.0, kernel="flash-attn 2", timeout_s=60
+    )
+    (text,) = {re.sub(r" \(rank \d\)$", "", one) for one in said}
+    assert text.startswith(
+        f"UnsupportedFeatureError: TransformerEngine {version} with cuDNN computes something else than attention here: "
+        "with all_gather over 2 lanes the output is off by "
+    )
+    assert float(re.search(r"off by (\S+) of its norm, 0.02 is allowed", text)[1]) > 0.3
+    assert "p2p over" not in text
+    assert "Use --cp-comm-type p2p, --transformer-impl local or another version" in text
+
+
+def test_a_kernel_that_is_known_to_be_wrong_is_not_called() -> None:
+    """Where nobody looked before: plans from elsewhere."""
+    for said in run_ranks_with(NEWEST, 2, check_on_this_rank, ("all_gather",), kernel="flash-attn 2", timeout_s=60):
+        assert said.startswith("UnsupportedFeatureError: --cp-comm-type all_gather with packed sequences needs cuDNN")
+
+
+@pytest.mark.nightly
+def test_attention_that_is_wrong_alone_is_told_so() -> None:
+    (said,) = run_ranks_with(NEWEST, 1, check_on_this_rank, CP_COMM_TYPES, None, 0, timeout_s=60)
+    assert "on one lane alone the output is off by" in said
+    assert "Use --transformer-impl local or another version" in said
+
+
+def fail_in_two_ways() -> tuple[str, str]:
+    """Return what is said where rank 1 is wrong, and where cuDNN fails."""
+    wrong = check_on_this_rank(("p2p",), None, 1)
+    parallel_state.destroy_model_parallel()
+    with (
+        mock.patch.object(releases, "two_cudnns", return_value="/a and /b"),
+        mock.patch(
+            "megatron.dynamic_cp.attention.te.attention.TransformerEngineAttention.forward",
+            side_effect=RuntimeError("cuDNN Error: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"),
+        ),
+    ):
+        return wrong, check_on_this_rank(("p2p",))
+
+
+def test_one_rank_that_is_wrong_ends_all_and_two_cudnns_are_named_where_attention_fails() -> None:
+    """Rank 0's gradients of keys and values are sums with rank 1's; no other exchange would do."""
+    wrong, failed = zip(*run_ranks_with(NEWEST, 2, fail_in_two_ways, timeout_s=60), strict=True)
+    assert len(set(wrong)) == 1
+    assert "with p2p over 2 lanes the gradient of the keys is off by" in wrong[0]
+    assert "Use --transformer-impl local or another version" in wrong[0]
+    for said in failed:
+        assert said.startswith("UnsupportedFeatureError"), said
+        assert "two versions of cuDNN are loaded, from /a and /b" in said
+
+
+def test_two_cudnns_are_found_in_the_maps_of_a_process(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text("7f r-xp 0 8:1 1 /site/nvidia/cudnn/lib/libcudnn.so.9\n7f r-xp 0 8:1 2 /lib/libcudnn_ops.so.9\n")
+    assert releases.two_cudnns(maps) == ""
+    maps.write_text(maps.read_text() + "7f r-xp 0 8:1 3 /lib/libcudnn.so.9.14.0\n")
+    assert releases.two_cudnns(maps) == "/lib and /site/nvidia/cudnn/lib"
+    assert releases.two_cudnns(tmp_path / "none") == ""

@@ -22,7 +22,8 @@ from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 from tests import patience
 from tests.distributed.harness import initialize_model_parallel, run_ranks
-from tests.distributed.parity import Layout, fixed_plan, mixed_plan
+from tests.distributed.layouts import layout_of
+from tests.distributed.parity import fixed_plan, mixed_plan
 from tests.distributed.reference import SampleTokens
 
 BOTH = (ChunkNeeds(tokens=True, labels=True),)
@@ -88,19 +89,10 @@ def facts(batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-LAYOUTS = {
-    "one_lane": Layout(1),
-    "four_lanes": Layout(4),
-    "three_lanes": Layout(3, exchange="all_gather"),
-    "two_lanes_tp2": Layout(2, tp=2),
-    "two_lanes_tp2_sp": Layout(2, tp=2, sp=True),
-}
-
-
-@pytest.mark.by_day("three_lanes", "two_lanes_tp2_sp")
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_token_comes_out_once(name: str) -> None:
-    layout = LAYOUTS[name]
+@pytest.mark.by_day("three all_gather", "two tp2 sp")
+@pytest.mark.parametrize("line", ["one", "four", "three all_gather", "two tp2", "two tp2 sp"])
+def test_every_token_comes_out_once(line: str) -> None:
+    layout = layout_of(line)
     plans = [mixed_plan(SAMPLES, layout, seed) for seed in range(4)]
     ranks = run_ranks(layout.topology.world_size, wrap, layout.topology, SAMPLES, plans, timeout_s=60)
     expected = Counter(int(token) for sample in SAMPLES for token in read_telling_tokens(sample).tokens)

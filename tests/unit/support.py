@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -26,6 +28,7 @@ __all__ = [
     "TINY_HARDWARE",
     "TINY_MODEL",
     "GivenCosts",
+    "assert_has_places",
     "causal",
     "frozen_cost_model",
     "plan_of",
@@ -150,3 +153,11 @@ def frozen_cost_model(max_tokens_per_rank: int, **sizes: int) -> UnpaddedCostMod
 def causal(seqlens: Iterable[int]) -> Lengths:
     """Return samples of these lengths, descending, with the mask of the layers."""
     return Lengths(np.asarray(seqlens, np.int64), None)
+
+
+def assert_has_places(page: Path, tables: dict[str, str]) -> None:
+    """A page of figures has each of these tables and no other."""
+    text = page.read_text(encoding="utf-8")
+    assert set(re.findall(r"<!-- begin (\S+) -->", text)) == set(tables)
+    assert all(table in text for table in tables.values())
+    assert "nan" not in text

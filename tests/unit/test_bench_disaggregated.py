@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from benchmarks.disaggregated import noise, queues, scheduler, steps
 from benchmarks.disaggregated.setting import K, batch, documents, model_of
 from benchmarks.planner.report import Row
 from dynamic_cp.types import Sample
+from tests.unit.support import assert_has_places
 
 QUICK = command.QUICK_CASE
 
@@ -77,7 +77,4 @@ def test_the_page_has_a_place_for_every_table(row: Row, tmp_path: Path, monkeypa
     for section in command.SECTIONS:
         tables |= command.tables_of(section, quick=True)
     command.write(tmp_path, tables)
-    page = (tmp_path / "figures" / "disaggregated.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"<!-- begin (\S+) -->", page)) == set(tables)
-    assert all(text in page for text in tables.values())
-    assert "nan" not in page
+    assert_has_places(tmp_path / "figures" / "disaggregated.md", tables)

@@ -169,7 +169,7 @@ def check_not_run(words: list[str]) -> None:
         # Measuring takes minutes and changes this process for CPU ranks; tests/distributed/test_profile.py runs it.
         context = profile.make_context("profile", words[words.index("--model") :])
         assert context.params["output"]
-    elif words[:2] == ["dynamic-cp", "first-day"]:  # it takes minutes; tests/distributed/test_first_day.py runs it
+    elif words[:2] == ["dynamic-cp", "first-day"]:  # it takes minutes; tests/distributed/test_profile.py runs it
         assert first_day.make_context("first-day", words[2:]).params["output"]
     elif words[:2] == ["dynamic-cp", "weights"]:  # they need a model; tests/trainer/test_weights.py runs them
         context = weights.commands[words[2]].make_context(words[2], words[3:])

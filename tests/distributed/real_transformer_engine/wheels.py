@@ -9,8 +9,6 @@ is neither there nor on the index are skipped and say so.
 from __future__ import annotations
 
 import compileall
-import functools
-import importlib.util
 import os
 import re
 import shutil
@@ -33,25 +31,10 @@ _ATTENTION = "transformer_engine/pytorch/attention/dot_product_attention"
 _TYPES = re.compile(r"(?<=[\[(])(?=torch\.(b?float16), torch\.(b?float16)\b)")
 
 
-@functools.cache
-def why_missing(version: str) -> str | None:
-    """Return why a version cannot be imported; None once it lies in the folder."""
-    if importlib.util.find_spec("pydantic") is None:
-        return "it imports pydantic, which is not installed"
-    return wheels.why_missing(FOLDER, PACKAGE, version)
-
-
-def wheel_of(version: str) -> Path:
-    """Return where the wheel of a version lies, or will."""
-    return FOLDER / f"{PACKAGE}-{version}-py3-none-any.whl"
-
-
 def wheel_or_skip(version: str) -> Path:
     """Return the wheel of a version; the test is skipped where it cannot be had."""
-    why = why_missing(version)
-    if why is not None:
-        pytest.skip(f"no wheel of TransformerEngine {version}: {why}")
-    return wheel_of(version)
+    pytest.importorskip("pydantic", reason="TransformerEngine imports pydantic, which is not installed")
+    return wheels.wheel_or_skip(FOLDER, PACKAGE, version)
 
 
 def unpacked(version: str) -> Path:
@@ -62,7 +45,7 @@ def unpacked(version: str) -> Path:
             return target
         with tempfile.TemporaryDirectory(dir=FOLDER) as name:
             there = Path(name) / "unpacked"
-            with zipfile.ZipFile(wheel_of(version)) as wheel:
+            with zipfile.ZipFile(wheel_or_skip(version)) as wheel:
                 wheel.extractall(there, [one for one in wheel.namelist() if "/jax/" not in one])
             num_edits = 0
             for file in ("utils.py", "backends.py"):
@@ -78,4 +61,4 @@ def unpacked(version: str) -> Path:
 
 if __name__ == "__main__":
     for number in VERSIONS:
-        print(number, why_missing(number) or wheel_of(number))
+        print(number, wheels.why_missing(FOLDER, PACKAGE, number) or wheels.wheel_of(FOLDER, PACKAGE, number))
