@@ -353,7 +353,7 @@ def wait_for_a_hung_peer() -> dict[str, tuple[str, float]]:
         "messages_of_all": lambda params: all_to_all_messages(
             [[x_THD]] * 2, [[Expected((2, 1, 4), x_THD.dtype)]] * 2, params
         ),
-        "chain": lambda params: layer_pass.begin(
+        "chain": lambda params: layer_pass.begin_chain(
             LaneMessages([], [(1, [Expected((2, 1, 4), x_THD.dtype)])], params, 5).wait, x_THD.device
         ).wait(),
     }

@@ -396,9 +396,11 @@ def swap_ticks() -> None:
 
 def forget_chunks() -> None:
     """Let the last stage run its micro-batches as if it had one chunk."""
-    real = kind.KIND.pack
+    real = kind.STEPS.pack
     if parallel_state.get_pipeline_model_parallel_rank() == 1:
-        kind.KIND = kind.KIND._replace(pack=lambda plan, stage, vp_size, rank_tokens: real(plan, stage, 1, rank_tokens))
+        kind.STEPS = kind.STEPS._replace(
+            pack=lambda plan, stage, vp_size, rank_tokens: real(plan, stage, 1, rank_tokens)
+        )
 
 
 def run_sabotaged(case: Case, sabotage: Callable[[], None]) -> Comparison | str:
