@@ -75,9 +75,9 @@ FAULTS = {
         f"{FAKE_CUDA} -k never_waits",
     ),
     "a ring uses keys before they are there": Fault(
-        "            for work in self._pending:\n                work.wait()\n"
-        "        except RuntimeError as error:\n            raise _failed(self._group,",
-        "            pass\n        except RuntimeError as error:\n            raise _failed(self._group,",
+        "with _failures_named(self._group, self._params):\n            for work in self._pending:\n"
+        "                work.wait()\n",
+        "with _failures_named(self._group, self._params):\n            pass\n",
         f"{FAKE_CUDA} -k never_waits",
     ),
     "places of a pass are copied to the device while the host waits": Fault(

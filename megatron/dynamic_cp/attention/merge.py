@@ -17,7 +17,7 @@ from megatron.dynamic_cp.attention.packs import Pack
 
 
 class _Selected:
-    """Rows of some tensors; those of the last pack are kept, because steps with the same rows follow each other."""
+    """Selects rows of some tensors, and keeps the last selection: neighbouring steps mostly have the same rows."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._tensors = tensors
@@ -52,7 +52,7 @@ class RowSums:
         self._is_first = True
 
     def over(self, q_THD: Tensor) -> RowSums:
-        """Return sums of nothing yet for other queries, with the same kernel: output 0, log-sum-exp -inf."""
+        """Return empty sums for other queries, with the same kernel: output 0, log-sum-exp -inf."""
         sums = RowSums(q_THD, self._kernel, self._scale)
         sums._is_first = False
         sums.out_THD = torch.zeros_like(q_THD, dtype=SUM_DTYPE)
@@ -60,7 +60,7 @@ class RowSums:
         return sums
 
     def take(self, sums: RowSums) -> None:
-        """Make the first rows of `sums` these ones."""
+        """Take over the first rows of `sums`."""
         self._is_first = False
         self.out_THD, self.lse_HT = sums.out_THD[: self._num_rows], sums.lse_HT[:, : self._num_rows].contiguous()
 
@@ -84,7 +84,7 @@ class RowSums:
         merge_into(self.out_THD, self.lse_HT, rows, out_THD, lse_HT)
 
     def add_offset(self, offset_H: Tensor) -> None:
-        """Let every row see one more score of a value of 0, once all packs are added; backward needs no more than that.
+        """Let every row see one more score, of a value of 0; after all packs. Backward needs only what is saved anyway.
 
         Args:
             offset_H: the score, for each head.
@@ -100,13 +100,13 @@ def with_offset(out_THD: Tensor, lse_HT: Tensor, offset_H: Tensor) -> tuple[Tens
 
 
 def offset_gradient(offset_H: Tensor, grad_THD: Tensor, out_THD: Tensor, lse_TH: Tensor) -> Tensor:
-    """Return the gradient of the offset of `with_offset`, float32 [heads]: minus its share of what rows get."""
+    """Return the gradient of the offset of `with_offset`, float32 [heads]."""
     share_TH = torch.exp(offset_H.to(SUM_DTYPE) - lse_TH)
     return -(share_TH * (grad_THD.to(SUM_DTYPE) * out_THD.to(SUM_DTYPE)).sum(dim=-1)).sum(dim=0)
 
 
 class RowGradients:
-    """What the backward pass of any pack needs of its rows, and their gradient as it grows.
+    """The tensors of rows that the backward pass of any pack needs, and the gradient of queries, summed over packs.
 
     Attributes:
         tensors: gradient of the output, queries and output, [T, heads, dim], and log-sum-exp, float32 [T, heads].
@@ -124,7 +124,7 @@ class RowGradients:
         self._is_first = True
 
     def over(self, grad_THD: Tensor, q_THD: Tensor, out_THD: Tensor, lse_TH: Tensor) -> RowGradients:
-        """Return gradients of nothing yet for other rows, with the same kernel: every row starts at 0."""
+        """Return gradients of 0 for other rows, with the same kernel."""
         rows = RowGradients(grad_THD, q_THD, out_THD, lse_TH.t(), self._kernel, self._scale)
         rows._is_first = False
         rows.grad_q_THD = torch.zeros_like(q_THD, dtype=SUM_DTYPE)
@@ -136,18 +136,18 @@ class RowGradients:
         return offset_gradient(offset_H, grad_THD, out_THD, lse_TH)
 
     def take(self, rows: RowGradients) -> None:
-        """Make the first rows of `rows` these ones."""
+        """Take over the first rows of `rows`."""
         self._is_first = False
         self.grad_q_THD = rows.grad_q_THD[: self._num_rows]
 
     def attend(self, pack: Pack, kv_2SHD: Tensor, total_2SHD: Tensor | None = None) -> Tensor:
         """Return the gradient of kv_2SHD from `pack`, in its dtype, and add its rows' to `grad_q_THD`.
 
-        The dtype is enough: a key or value gets one or two shares here, the ring adds the rest. Where it gets more, in
-        many packs or in many sequences of one, give a float32 total.
+        A key or value gets one or two shares here, and the ring adds the rest: its own dtype is enough. Where it gets
+        more, from many packs or many sequences of one, give a float32 total.
 
         Args:
-            total_2SHD: of other packs, added to and returned.
+            total_2SHD: sum over other packs, added to and returned.
         """
         grad, query, out, lse_TH = self._rows.of(pack.rows)
         key, value = _columns(kv_2SHD, pack)

@@ -38,7 +38,7 @@ class Blocks(ShardExecutor):
 
     @staticmethod
     def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
-        """Return one that makes the group, and messages; lanes of two nodes connect at the first one that they have."""
+        # A shift makes the group; lanes of two nodes connect at the first message that they have.
         return (("shift", params.cp_group), ("messages", params.cp_group))
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,12 +61,11 @@ class Blocks(ShardExecutor):
         return one.grad_2SHD[:, : kv_2THD.shape[1]].to(kv_2THD.dtype)
 
     def leave_gradients(self, grad_q_THD: Tensor, grad_2THD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the three apart."""
         return grad_q_THD, grad_2THD[0], grad_2THD[1]
 
 
 def placed_packs(params: DynamicPackedSeqParams, device: torch.device) -> PlacedPacks:
-    """Return the programme of the lane on the device, made by the first layer with a mask that asks."""
+    """Return the lane's programme with its tensors; made by the first layer with a mask that asks."""
     packs: PlacedPacks = params.once("placed", lambda: params.placed.packs(device, params.mask))
     return packs
 
@@ -74,20 +73,21 @@ def placed_packs(params: DynamicPackedSeqParams, device: torch.device) -> Placed
 class _Pass(Protocol):
     """One direction of one layer. Tensors have the tokens that the lane works with as their first dimension.
 
-    `fetched` are read by those who send what is fetched, and written by those who fetch it; both as (of rows, of
-    columns).
+    Attributes:
+        fetched: (tensors of rows, tensors of columns) that travel: lanes that send read them, lanes that fetch write
+            them.
     """
 
     fetched: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
     def clear(self, one: Message) -> None:
-        """Begin the sums of what was fetched, whose places had others before."""
+        """Set the sums of fetched tokens to 0: their buffers held other tokens before."""
 
     def given_back(self, one: Message) -> list[Tensor]:
-        """Return the sums of what is given back, in the dtypes in which they travel."""
+        """Return the sums that are given back, in the dtypes in which they travel."""
 
     def to_come_back(self, one: Message) -> list[Expected]:
-        """Return what another lane's `given_back` is like."""
+        """Return shapes and dtypes of another lane's `given_back`."""
 
     def add(self, one: Message, came: Sequence[Tensor], *, is_collected: bool) -> None:
         """Add sums that came back; `is_collected`: from the node."""
@@ -97,7 +97,7 @@ class _Pass(Protocol):
 
 
 class Fetched(NamedTuple):
-    """What a lane works with in forward and its gradients need, too: queries [S, heads, dim], kv_2SHD."""
+    """What a forward pass fetched and its backward pass needs, too: queries [S, heads, dim], kv_2SHD."""
 
     queries: Tensor
     kv_2SHD: Tensor
@@ -134,19 +134,19 @@ class ForwardPass:
 
     @property
     def kept(self) -> Fetched:
-        """What the gradients of the same layer need, without sums."""
+        """What the backward pass of the same layer needs, without sums."""
         return Fetched(self.sums.queries, self._kv_2SHD)
 
 
 class BackwardPass:
     """Gradients of all rows and columns that the lane works with.
 
-    `fetched` are gradients of outputs, queries, outputs and log-sum-exp of rows, keys and values of columns; behind a
-    forward pass neither queries nor columns.
+    `fetched` are gradients of outputs, queries, outputs and log-sum-exp of rows, and keys and values of columns; with
+    `kept` neither queries nor columns.
 
     Args:
-        keeps_apart: what neighbours give back of columns is added to a sum of its own. A column that later divisions
-            use may get some of it while they are computed: elsewhere, and so always in the same order.
+        keeps_apart: gradients of columns that neighbours give back are added to a sum of their own. They may arrive
+            while later divisions use the column; added apart, they are always added in the same order.
         kept: by a forward pass of the same programme, just run: it is not fetched again.
     """
 
@@ -264,7 +264,7 @@ class Rounds:
         self._pending[division, which] = LaneMessages(sends, receives, self._params, self._tag_of(which, division))
 
     def finish(self, which: int, division: int) -> LaneMessages | None:
-        """Wait for a round, and put what came where it belongs; return what the device reads it from."""
+        """Wait for a round, and put what it brought where it belongs; return the messages, which the device reads."""
         pending = self._pending.pop((division, which), None)
         if pending is None:
             return None
@@ -283,16 +283,16 @@ class Rounds:
         self.begin(DELIVER, division)
 
     def _fetched(self, one: Message) -> list[Tensor]:
-        """Return what another lane fetches."""
+        """Return the tensors that another lane fetches."""
         return [buffer.index_select(0, tokens) for buffer, tokens in self._buffers(one)]
 
     def _buffers(self, one: Message) -> list[tuple[Tensor, Tensor]]:
-        """Return what is fetched of what, and which tokens of it."""
+        """Return the tensors that are fetched, each with the tokens that travel."""
         rows, columns = self._pass.fetched
         return [*((buffer, one.rows) for buffer in rows), *((buffer, one.columns) for buffer in columns)]
 
     def _to_be_fetched(self, one: Message) -> list[Expected]:
-        """Return what another lane's `_fetched` is like."""
+        """Return shapes and dtypes of another lane's `_fetched`."""
         return [Expected((len(tokens), *buffer.shape[1:]), buffer.dtype) for buffer, tokens in self._buffers(one)]
 
 
@@ -310,5 +310,4 @@ class HeadsAroundBlocks(HeadsAround, Blocks):
 
     @staticmethod
     def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
-        """Return the all-to-all of the inner group, and one that makes the group of all lanes."""
         return (("all-to-all", params.heads_group), *Blocks.transfers(params))

@@ -100,7 +100,6 @@ class AllGather(ShardExecutor):
 
     @staticmethod
     def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
-        """Return the gathering over the whole group."""
         return (("gather", params.cp_group),)
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,13 +110,11 @@ class AllGather(ShardExecutor):
         return q_THD, torch.stack((k_THD, v_THD), dim=1)
 
     def attend(self, sums: RowSums, kv: Tensor) -> None:
-        """Add up over the keys of all lanes."""
         gathered_2SHD = self._in_sequence_order(kv)
         for pack in gathered_packs(self._params, kv.device):
             sums.attend(pack, gathered_2SHD)
 
     def attend_backward(self, rows: RowGradients, kv: Tensor) -> Tensor:
-        """Return the gradient of what this lane brought."""
         gathered_2SHD = self._in_sequence_order(kv)
         grad_2SHD = None
         for pack in gathered_packs(self._params, kv.device):
@@ -127,7 +124,6 @@ class AllGather(ShardExecutor):
         return reduce_scatter_tokens(from_sequence_order(grad, row_order(self._params, kv.device)), self._params)
 
     def leave_gradients(self, grad_q_THD: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the three apart."""
         if grad.dim() == 4:
             return grad_q_THD, grad[:, 0], grad[:, 1]
         return grad_q_THD, grad[..., : self._key_width], grad[..., self._key_width :]
@@ -208,11 +204,9 @@ class HeadsAround(ShardExecutor):
         return exchange.split(exchange.scatter_heads(q_THD, exchange.sent_kv(k_THD), exchange.sent_kv(v_THD)))
 
     def leave(self, out_RHD: Tensor) -> Tensor:
-        """Return the shard's output, of all heads."""
         return self._exchange.gather_heads(out_RHD).flatten(1, 2)
 
     def enter_gradient(self, grad_THD: Tensor) -> Tensor:
-        """Return the gradient of this lane's heads."""
         return self._exchange.scatter_heads(grad_THD)
 
     def leave_gradients(self, grad_q_RHD: Tensor, grad_2RHD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,5 +223,4 @@ class HeadsAroundRing(HeadsAround, Ring):
 
     @staticmethod
     def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
-        """Return the all-to-all of the inner group, and the shift round the ring of outer lanes."""
         return (("all-to-all", params.heads_group), *Ring.transfers(params))

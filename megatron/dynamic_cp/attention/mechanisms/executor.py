@@ -1,4 +1,4 @@
-"""What the executor of a mechanism must do, for one layer of one micro-batch.
+"""How a mechanism computes attention, for one layer of one micro-batch: the six steps of an executor.
 
     enter -> attend -> leave, and backward: enter_gradient -> attend_backward -> leave_gradients
 
@@ -22,7 +22,7 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 
 class Executor(Protocol):
-    """One way.
+    """A mechanism at work.
 
     Args:
         query_heads, kv_heads: of a tensor-parallel rank.
@@ -44,7 +44,7 @@ class Executor(Protocol):
 
     @staticmethod
     def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
-        """Return what it connects the lanes of which groups with; None: there are no other lanes."""
+        """Return the transfers that it does, each with its group; None: there are no other lanes."""
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries that this lane computes and the keys and values that it brings, from its shards."""
@@ -84,7 +84,7 @@ def joined_gradient(grad_2SHD: Tensor, kv_SHD: Tensor) -> Tensor:
 
 
 class ShardExecutor:
-    """What executors share whose lanes compute the queries of their zigzag shards: rows come and go as they are."""
+    """An executor whose lanes compute the queries of their own shards: rows come and go as they are."""
 
     heads = slice(None)
     takes_narrow_values = False
@@ -93,9 +93,7 @@ class ShardExecutor:
         self._params = params
 
     def leave(self, out_THD: Tensor) -> Tensor:
-        """Return what is the shard's already."""
         return out_THD
 
     def enter_gradient(self, grad_THD: Tensor) -> Tensor:
-        """Return what is the shard's already."""
         return grad_THD

@@ -51,7 +51,6 @@ class Ring(ShardExecutor):
 
     @staticmethod
     def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
-        """Return the shift round the ring."""
         return (("shift", params.ring_group),)
 
     def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +61,6 @@ class Ring(ShardExecutor):
         return q_THD, torch.stack((k_THD, v_THD))
 
     def attend(self, sums: RowSums, kv_2THD: Tensor) -> None:
-        """Add up over all keys of the ring."""
         params = self._params
         size, rank = params.ring_size, params.ring_rank
         spare: Tensor | None = None
@@ -120,7 +118,6 @@ class Ring(ShardExecutor):
         return grad_2THD if sent.dim() == 4 else joined_gradient(grad_2THD, sent)
 
     def leave_gradients(self, grad_q_THD: Tensor, grad_2THD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the three apart."""
         if grad_2THD.dim() == 4:
             return grad_q_THD, grad_2THD[0], grad_2THD[1]
         return grad_q_THD, grad_2THD[..., : self._key_width], grad_2THD[..., self._key_width :]

@@ -5,9 +5,10 @@ Shapes: T local tokens, P lanes of the group, H heads, D channels of a head.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,20 +26,27 @@ class ExchangeError(RuntimeError):
     """A transfer inside a CP group failed or timed out; the message names the group and the place in the run."""
 
 
-def _failed(group: dist.ProcessGroup, params: DynamicPackedSeqParams, error: RuntimeError) -> ExchangeError:
-    ranks = dist.get_process_group_ranks(group)
-    return ExchangeError(f"exchange in {group.group_desc} (ranks {ranks}) failed at {params.label}: {error}")
+@contextlib.contextmanager
+def _failures_named(group: dist.ProcessGroup, params: DynamicPackedSeqParams) -> Iterator[None]:
+    """Raise what torch raises in the body as an ExchangeError that names the group and the place in the run."""
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
+        raise ExchangeError(
+            f"exchange in {group.group_desc} (ranks {ranks}) failed at {params.label}: {error}"
+        ) from error
 
 
 class RingShift:
-    """A transfer to the next lane of `group` and from the previous one; `wait()` returns what came.
+    """A transfer to the next lane of `group` and from the previous one; `wait()` returns the tensor received.
 
     It runs beside what is computed until `wait()`: on gloo's threads, or on NCCL's own CUDA stream, which starts after
     the work queued so far and which `wait()` makes the current stream wait for.
 
     Args:
-        into: where what comes is put; it may be in use by work that is queued. torch gives the memory of a transfer's
-            tensors back only when the device is done with it, and the host is far ahead of that.
+        into: the buffer to receive into; queued work may still use it. torch frees the memory of a transfer's tensors
+            only when the device is done with it, and the host is far ahead of that.
     """
 
     def __init__(
@@ -49,29 +57,25 @@ class RingShift:
         self._group, self._params = group, params
         self._sent = tensor.contiguous()  # stays referenced until the transfer is done
         self._received = torch.empty_like(self._sent) if into is None else into
-        try:
+        with _failures_named(group, params):
             self._pending = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, self._sent, following, group),
                     dist.P2POp(dist.irecv, self._received, preceding, group),
                 ]
             )
-        except RuntimeError as error:
-            raise _failed(group, params, error) from error
         params.stats.bytes_sent += self._sent.nbytes
 
     def wait(self) -> Tensor:
         """Return the tensor of the previous lane; the one sent may be overwritten from now on."""
-        try:
+        with _failures_named(self._group, self._params):
             for work in self._pending:
                 work.wait()
-        except RuntimeError as error:
-            raise _failed(self._group, self._params, error) from error
         return self._received
 
 
 class Expected(NamedTuple):
-    """A tensor that is to come."""
+    """Shape and dtype of a tensor that is received."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -87,7 +91,7 @@ _POSTING = threading.Lock()
 
 
 class LaneMessages:
-    """One message to each of some members of a group and one from each of some; `wait()` returns what came.
+    """One message to each of some members of a group and one from each of some; `wait()` returns those received.
 
     A message is bytes, so that tensors of several dtypes travel at once. Runs beside what is computed, as `RingShift`.
 
@@ -121,19 +125,15 @@ class LaneMessages:
             if len(message)
         ]
         with _POSTING:
-            try:
+            with _failures_named(group, params):
                 self._pending = dist.batch_isend_irecv(operations) if operations else []
-            except RuntimeError as error:
-                raise _failed(group, params, error) from error
             params.stats.bytes_sent += sum(sent.nbytes for sent in self._sent)
 
     def wait(self) -> list[list[Tensor]]:
         """Return the tensors of each member of `receives`."""
-        try:
+        with _failures_named(self._params.cp_group, self._params):
             for work in self._pending:
                 work.wait()
-        except RuntimeError as error:
-            raise _failed(self._params.cp_group, self._params, error) from error
         pairs = zip(self._received, self._receives, strict=True)
         return [_of_message(received, expected) for received, expected in pairs]
 
@@ -159,11 +159,8 @@ def all_gather_tokens(x_THD: Tensor, params: DynamicPackedSeqParams) -> Tensor:
     group = params.cp_group
     x_THD = x_THD.contiguous()
     gathered = x_THD.new_empty((group.size() * len(x_THD), *x_THD.shape[1:]))
-    try:
-        with span("gathering keys and values"):
-            dist.all_gather_into_tensor(gathered, x_THD, group=group)
-    except RuntimeError as error:
-        raise _failed(group, params, error) from error
+    with _failures_named(group, params), span("gathering keys and values"):
+        dist.all_gather_into_tensor(gathered, x_THD, group=group)
     params.stats.bytes_sent += x_THD.nbytes * (group.size() - 1)
     return gathered
 
@@ -173,11 +170,8 @@ def reduce_scatter_tokens(x_THD: Tensor, params: DynamicPackedSeqParams) -> Tens
     group = params.cp_group
     x_THD = x_THD.contiguous()
     scattered = x_THD.new_empty((len(x_THD) // group.size(), *x_THD.shape[1:]))
-    try:
-        with span("scattering gradients"):
-            dist.reduce_scatter_tensor(scattered, x_THD, group=group)
-    except RuntimeError as error:
-        raise _failed(group, params, error) from error
+    with _failures_named(group, params), span("scattering gradients"):
+        dist.reduce_scatter_tensor(scattered, x_THD, group=group)
     params.stats.bytes_sent += scattered.nbytes * (group.size() - 1)
     return scattered
 
@@ -186,11 +180,8 @@ def all_to_all_heads(x_PTHD: Tensor, group: dist.ProcessGroup, params: DynamicPa
     """Return what each lane of `group` has for this one, [P, T, ...], given what this one has for each."""
     x_PTHD = x_PTHD.contiguous()
     received = torch.empty_like(x_PTHD)
-    try:
-        with span("exchanging heads"):
-            dist.all_to_all_single(received, x_PTHD, group=group)
-    except RuntimeError as error:
-        raise _failed(group, params, error) from error
+    with _failures_named(group, params), span("exchanging heads"):
+        dist.all_to_all_single(received, x_PTHD, group=group)
     params.stats.bytes_sent += x_PTHD.nbytes // group.size() * (group.size() - 1)
     return received
 
@@ -210,11 +201,8 @@ def all_to_all_messages(
     lengths = [sum(tensor.nbytes for tensor in message) for message in messages]
     expected_lengths = [sum(one.nbytes for one in message) for message in expected]
     received = sent.new_empty(sum(expected_lengths))
-    try:
-        with span("exchanging heads or states"):
-            dist.all_to_all_single(received, sent, expected_lengths, lengths, group=group)
-    except RuntimeError as error:
-        raise _failed(group, params, error) from error
+    with _failures_named(group, params), span("exchanging heads or states"):
+        dist.all_to_all_single(received, sent, expected_lengths, lengths, group=group)
     params.stats.bytes_sent += len(sent) - lengths[group.rank()]
     pairs = zip(received.split(expected_lengths), expected, strict=True)
     return [_of_message(part, message) for part, message in pairs]
