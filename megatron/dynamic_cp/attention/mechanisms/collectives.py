@@ -35,12 +35,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynamic_cp.mechanisms.transfers import kv_heads_of
-from megatron.dynamic_cp.attention.mechanisms.executor import (
-    ShardExecutor,
-    joined,
-    joined_gradient,
-    padded_apart,
-)
+from megatron.dynamic_cp.attention.mechanisms.executor import KeyValueExecutor, ShardExecutor
 from megatron.dynamic_cp.attention.mechanisms.ring import Ring
 from megatron.dynamic_cp.attention.mechanisms.transfers import (
     Transfer,
@@ -89,25 +84,18 @@ def from_sequence_order(x_SHD: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(x_SHD, memory_format=torch.contiguous_format).index_copy_(0, order, x_SHD)
 
 
-class AllGather(ShardExecutor):
+class AllGather(KeyValueExecutor):
     """The gathering as an `executor.Executor`: q, k and v stay the lane's zigzag shards.
 
     Backward needs these, not what was gathered: it gathers again, so that memory stays that of a shard.
     """
 
     grows_with_group = True
-    takes_narrow_values = True
+    stacked_dim = 1
 
     @staticmethod
     def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
         return (("gather", params.cp_group),)
-
-    def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the shard's queries, and keys and values as kv_T2HD, joined where values are narrower."""
-        self._key_width = k_THD.shape[-1]
-        if v_THD.shape[-1] < k_THD.shape[-1]:
-            return q_THD, joined(k_THD, v_THD)
-        return q_THD, torch.stack((k_THD, v_THD), dim=1)
 
     def attend(self, sums: RowSums, kv: Tensor) -> None:
         gathered_2SHD = self._in_sequence_order(kv)
@@ -120,18 +108,13 @@ class AllGather(ShardExecutor):
         for pack in gathered_packs(self._params, kv.device):
             grad_2SHD = rows.attend(pack, gathered_2SHD, grad_2SHD)
         assert grad_2SHD is not None
-        grad = grad_2SHD.transpose(0, 1) if kv.dim() == 4 else joined_gradient(grad_2SHD, kv)
+        grad = grad_2SHD.transpose(0, 1) if kv.dim() == 4 else self.joined_gradient(grad_2SHD, kv)
         return reduce_scatter_tokens(from_sequence_order(grad, row_order(self._params, kv.device)), self._params)
-
-    def leave_gradients(self, grad_q_THD: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if grad.dim() == 4:
-            return grad_q_THD, grad[:, 0], grad[:, 1]
-        return grad_q_THD, grad[..., : self._key_width], grad[..., self._key_width :]
 
     def _in_sequence_order(self, kv: Tensor) -> Tensor:
         """Return the keys and values of all lanes as kv_2SHD, sequence by sequence."""
         gathered = all_gather_tokens(kv, self._params).index_select(0, row_order(self._params, kv.device))
-        return gathered.transpose(0, 1) if kv.dim() == 4 else padded_apart(gathered, self._key_width)
+        return gathered.transpose(0, 1) if kv.dim() == 4 else self.padded_apart(gathered)
 
 
 class HeadExchange:

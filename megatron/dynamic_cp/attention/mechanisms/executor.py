@@ -65,24 +65,6 @@ class Executor(Protocol):
         """Return the gradients of the shards of q, k and v."""
 
 
-def joined(k_THD: Tensor, v_THD: Tensor) -> Tensor:
-    """Return keys and values as one tensor to send: side by side in each head, whatever widths they have."""
-    return torch.cat((k_THD, v_THD), dim=-1)
-
-
-def padded_apart(kv_SHD: Tensor, key_width: int) -> Tensor:
-    """Return kv_2SHD of what `joined` made, values padded to the width of keys, as kernels need them."""
-    values = kv_SHD[..., key_width:]
-    padded = torch.nn.functional.pad(values, (0, key_width - values.shape[-1]))
-    return torch.stack((kv_SHD[..., :key_width], padded))
-
-
-def joined_gradient(grad_2SHD: Tensor, kv_SHD: Tensor) -> Tensor:
-    """Return the gradient of what `joined` made from that of its `padded_apart`."""
-    value_width = kv_SHD.shape[-1] - grad_2SHD.shape[-1]
-    return joined(grad_2SHD[0], grad_2SHD[1, ..., :value_width])
-
-
 class ShardExecutor:
     """An executor whose lanes compute the queries of their own shards: rows come and go as they are."""
 
@@ -97,3 +79,40 @@ class ShardExecutor:
 
     def enter_gradient(self, grad_THD: Tensor) -> Tensor:
         return grad_THD
+
+
+class KeyValueExecutor(ShardExecutor):
+    """A `ShardExecutor` whose lanes send each other keys and values.
+
+    Values that are narrower than keys are joined with them, side by side in each head; kernels get them padded.
+
+    Attributes:
+        stacked_dim: of keys and values that are not joined.
+    """
+
+    takes_narrow_values = True
+    stacked_dim: ClassVar[int]
+
+    def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the shard's queries, and its keys and values stacked or joined."""
+        self._key_width = k_THD.shape[-1]
+        if v_THD.shape[-1] < k_THD.shape[-1]:
+            return q_THD, torch.cat((k_THD, v_THD), dim=-1)
+        return q_THD, torch.stack((k_THD, v_THD), dim=self.stacked_dim)
+
+    def leave_gradients(self, grad_q_THD: Tensor, grad_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of the shards of q, k and v."""
+        if grad_kv.dim() == 4:
+            return grad_q_THD, grad_kv.select(self.stacked_dim, 0), grad_kv.select(self.stacked_dim, 1)
+        return grad_q_THD, grad_kv[..., : self._key_width], grad_kv[..., self._key_width :]
+
+    def padded_apart(self, kv_SHD: Tensor) -> Tensor:
+        """Return kv_2SHD of joined keys and values, values padded to the width of keys."""
+        values = kv_SHD[..., self._key_width :]
+        padded = torch.nn.functional.pad(values, (0, self._key_width - values.shape[-1]))
+        return torch.stack((kv_SHD[..., : self._key_width], padded))
+
+    def joined_gradient(self, grad_2SHD: Tensor, kv_SHD: Tensor) -> Tensor:
+        """Return the gradient of joined keys and values from that of their `padded_apart`."""
+        value_width = kv_SHD.shape[-1] - grad_2SHD.shape[-1]
+        return torch.cat((grad_2SHD[0], grad_2SHD[1, ..., :value_width]), dim=-1)

@@ -30,12 +30,7 @@ from torch.distributed import ProcessGroup
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.attention.kernels.merging import SUM_DTYPE
-from megatron.dynamic_cp.attention.mechanisms.executor import (
-    ShardExecutor,
-    joined,
-    joined_gradient,
-    padded_apart,
-)
+from megatron.dynamic_cp.attention.mechanisms.executor import KeyValueExecutor
 from megatron.dynamic_cp.attention.mechanisms.transfers import RingShift, Transfer
 from megatron.dynamic_cp.attention.merge import RowGradients, RowSums
 from megatron.dynamic_cp.attention.packs import ring_packs
@@ -43,22 +38,15 @@ from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 from megatron.dynamic_cp.measuring.nvtx import span
 
 
-class Ring(ShardExecutor):
+class Ring(KeyValueExecutor):
     """The ring as an `executor.Executor`: q, k and v stay the lane's zigzag shards."""
 
-    takes_narrow_values = True
+    stacked_dim = 0
     grows_with_group = False  # the same few shapes, once more for each lane
 
     @staticmethod
     def transfers(params: DynamicPackedSeqParams) -> tuple[tuple[Transfer, ProcessGroup | None], ...]:
         return (("shift", params.ring_group),)
-
-    def enter(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the shard's queries, and keys and values as kv_2THD, joined where values are narrower."""
-        self._key_width = k_THD.shape[-1]
-        if v_THD.shape[-1] < k_THD.shape[-1]:
-            return q_THD, joined(k_THD, v_THD)
-        return q_THD, torch.stack((k_THD, v_THD))
 
     def attend(self, sums: RowSums, kv_2THD: Tensor) -> None:
         params = self._params
@@ -111,16 +99,11 @@ class Ring(ShardExecutor):
 
     def keys_and_values(self, sent: Tensor) -> Tensor:
         """Return kv_2THD of a lane from what it sends round, here themselves or joined."""
-        return sent if sent.dim() == 4 else padded_apart(sent, self._key_width)
+        return sent if sent.dim() == 4 else self.padded_apart(sent)
 
     def gradient_of_sent(self, grad_2THD: Tensor, sent: Tensor) -> Tensor:
         """Return the gradient of `sent` from that of its `keys_and_values`."""
-        return grad_2THD if sent.dim() == 4 else joined_gradient(grad_2THD, sent)
-
-    def leave_gradients(self, grad_q_THD: Tensor, grad_2THD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if grad_2THD.dim() == 4:
-            return grad_q_THD, grad_2THD[0], grad_2THD[1]
-        return grad_q_THD, grad_2THD[..., : self._key_width], grad_2THD[..., self._key_width :]
+        return grad_2THD if sent.dim() == 4 else self.joined_gradient(grad_2THD, sent)
 
 
 def _start_shift(tensor: Tensor, params: DynamicPackedSeqParams, into: Tensor | None) -> RingShift:
