@@ -29,28 +29,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Open = Callable[[str], AbstractContextManager[Any]]
-
-
-class Bucket(Protocol):
-    """What a span says of a bucket; `DynamicPackedSeqParams` has it."""
-
-    @property
-    def local_cp_size(self) -> int | None:
-        """Lanes of its group."""
-
-    @property
-    def cp_comm_type(self) -> str:
-        """How they exchange keys and values."""
-
-    @property
-    def padded_seqlens(self) -> tuple[int, ...]:
-        """Padded lengths of its sequences over the whole group."""
 
 
 class _Off:
@@ -85,13 +69,16 @@ def span(label: str, *values: object) -> AbstractContextManager[Any]:
     return _open(label % values if values else label)
 
 
-def bucket_span(what: str, bucket: Bucket) -> AbstractContextManager[Any]:
-    """Return the span of `what` (such as "forward") of a bucket, with its CP size, exchange and tokens per rank."""
+def bucket_span(what: str, params: Any) -> AbstractContextManager[Any]:
+    """Return the span of `what` (such as "forward") of a bucket, with its CP size, exchange and tokens per rank.
+
+    Args:
+        params: of its micro-batch, a `DynamicPackedSeqParams`.
+    """
     if _open is None:
         return _OFF
-    cp_size = bucket.local_cp_size or 1
-    num_tokens = sum(bucket.padded_seqlens) // cp_size
-    return _open(f"{what}, cp {cp_size} {bucket.cp_comm_type}, {num_tokens} tokens")
+    num_tokens = sum(params.padded_seqlens) // params.local_cp_size
+    return _open(f"{what}, cp {params.local_cp_size} {params.cp_comm_type}, {num_tokens} tokens")
 
 
 def attention_backward(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:

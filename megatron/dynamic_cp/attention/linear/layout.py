@@ -6,8 +6,8 @@ is computed like them. Everything is made on the host, once for each micro-batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,6 @@ from dynamic_cp.plans.stretches import Stretches
 from megatron.dynamic_cp.attention.linear.recurrence import Runs
 from megatron.dynamic_cp.attention.packs import to_device
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
-
-Kept = TypeVar("Kept")
 
 
 class LaneIndex(NamedTuple):
@@ -122,7 +120,7 @@ class LaneRows:
         self._own = table.of_lane(self._lane)
         self.runs = Runs.build(table.length[self._own].tolist(), device)
         self.has_links = bool((table.previous >= 0).any())
-        self._kept: dict[str, object] = {}
+        self._halos: dict[int, Halo] = {}
 
     @property
     def _lane(self) -> int:
@@ -130,54 +128,18 @@ class LaneRows:
 
     def halo(self, num_before: int) -> Halo:
         """Return the `num_before` tokens before each run; where runs are shorter, those are in several."""
-        return self._once(f"{num_before} tokens before", lambda: self._halo(num_before))
+        if num_before not in self._halos:
+            self._halos[num_before] = self._halo(num_before)
+        return self._halos[num_before]
 
-    @property
+    @cached_property
     def linked(self) -> Runs:
         """Those of this lane that are linked, where any are."""
-        return self._once("linked runs", lambda: self._runs_of(self._is_linked))
+        return self._runs_of(self._is_linked)
 
-    @property
+    @cached_property
     def alone(self) -> Alone | None:
         """The others, where any are."""
-        return self._once("runs alone", self._alone)
-
-    @property
-    def levels(self) -> list[Level]:
-        """All runs, where this lane has all rows, those first that go on from none."""
-        return self._once("levels", lambda: [*self._levels()])
-
-    @property
-    def by_row(self) -> Tensor:
-        """Where each row is among those of all levels, int64."""
-        return self._once("rows of levels", lambda: torch.cat([level.rows for level in self.levels]).argsort())
-
-    @property
-    def links(self) -> LinkedRuns:
-        """The runs that states pass through."""
-        return self._once("links", self._links)
-
-    @property
-    def _is_linked(self) -> NDArray[np.bool_]:
-        return self.table.is_linked[self._own]
-
-    def _runs_of(self, which: NDArray[np.bool_]) -> Runs:
-        return self.runs if which.all() else Runs.build(self.table.length[self._own[which]].tolist(), self._device)
-
-    def _levels(self) -> Iterator[Level]:
-        table, depth = self.table, self.table.depth
-        number = np.zeros_like(depth)
-        for level in range(int(depth.max()) + 1):
-            runs = np.flatnonzero(depth == level)
-            number[runs] = np.arange(len(runs))
-            rows = np.repeat(depth == level, table.length)  # runs are in the order of rows
-            lengths = table.length[runs].tolist()
-            previous = number[table.previous[runs]]
-            yield Level(
-                Runs.build(lengths, self._device), self._on_device(np.flatnonzero(rows)), self._on_device(previous)
-            )
-
-    def _alone(self) -> Alone | None:
         is_linked = self._is_linked
         if is_linked.all():
             return None
@@ -187,11 +149,58 @@ class LaneRows:
         rows = (self._on_device(values) for values in (first, second))
         return Alone(*rows, self._runs_of(~is_linked), self._on_device(np.argsort(order)))
 
-    def _once(self, name: str, make: Callable[[], Kept]) -> Kept:
-        if name not in self._kept:
-            self._kept[name] = make()
-        kept: Kept = self._kept[name]  # type: ignore[assignment]
-        return kept
+    @cached_property
+    def levels(self) -> list[Level]:
+        """All runs, where this lane has all rows, those first that go on from none."""
+        table, depth = self.table, self.table.depth
+        number = np.zeros_like(depth)
+        levels = []
+        for level in range(int(depth.max()) + 1):
+            runs = np.flatnonzero(depth == level)
+            number[runs] = np.arange(len(runs))
+            rows = np.repeat(depth == level, table.length)  # runs are in the order of rows
+            of_level = Runs.build(table.length[runs].tolist(), self._device)
+            previous = self._on_device(number[table.previous[runs]])
+            levels.append(Level(of_level, self._on_device(np.flatnonzero(rows)), previous))
+        return levels
+
+    @cached_property
+    def by_row(self) -> Tensor:
+        """Where each row is among those of all levels, int64."""
+        return torch.cat([level.rows for level in self.levels]).argsort()
+
+    @cached_property
+    def links(self) -> LinkedRuns:
+        """The runs that states pass through."""
+        return self._links()
+
+    def _links(self) -> LinkedRuns:
+        table = self.table
+        linked = np.flatnonzero(table.is_linked)
+        number = np.full(len(table.lane), -1)
+        number[linked] = np.arange(len(linked))
+        previous = np.where(table.previous[linked] >= 0, number[table.previous[linked]], -1)
+        by_lane = np.lexsort((table.row[linked], table.lane[linked]))
+        following = np.flatnonzero(previous >= 0)
+        jumps, first = [], previous
+        while (later := np.flatnonzero(first >= 0)).size:
+            jumps.append((self._on_device(later), self._on_device(first[later])))
+            first = np.where(first >= 0, first[first], -1)
+        return LinkedRuns(
+            counts=tuple(np.bincount(table.lane[linked], minlength=table.num_lanes).tolist()),
+            in_order=self._on_device(np.argsort(by_lane)),
+            by_lane=self._on_device(by_lane),
+            following=self._on_device(following),
+            previous=self._on_device(previous[following]),
+            jumps=tuple(jumps),
+        )
+
+    @property
+    def _is_linked(self) -> NDArray[np.bool_]:
+        return self.table.is_linked[self._own]
+
+    def _runs_of(self, which: NDArray[np.bool_]) -> Runs:
+        return self.runs if which.all() else Runs.build(self.table.length[self._own[which]].tolist(), self._device)
 
     def _on_device(self, values: NDArray[np.int64]) -> Tensor:
         return to_device(np.ascontiguousarray(values), self._device)
@@ -227,27 +236,6 @@ class LaneRows:
             extended=self._on_device(rows[order]),
             runs=Runs.build((lengths + num_of_run).tolist(), self._device),
             own=self._on_device(np.arange(num_rows) + np.repeat(np.cumsum(num_of_run), lengths)),
-        )
-
-    def _links(self) -> LinkedRuns:
-        table = self.table
-        linked = np.flatnonzero(table.is_linked)
-        number = np.full(len(table.lane), -1)
-        number[linked] = np.arange(len(linked))
-        previous = np.where(table.previous[linked] >= 0, number[table.previous[linked]], -1)
-        by_lane = np.lexsort((table.row[linked], table.lane[linked]))
-        following = np.flatnonzero(previous >= 0)
-        jumps, first = [], previous
-        while (later := np.flatnonzero(first >= 0)).size:
-            jumps.append((self._on_device(later), self._on_device(first[later])))
-            first = np.where(first >= 0, first[first], -1)
-        return LinkedRuns(
-            counts=tuple(np.bincount(table.lane[linked], minlength=table.num_lanes).tolist()),
-            in_order=self._on_device(np.argsort(by_lane)),
-            by_lane=self._on_device(by_lane),
-            following=self._on_device(following),
-            previous=self._on_device(previous[following]),
-            jumps=tuple(jumps),
         )
 
 
