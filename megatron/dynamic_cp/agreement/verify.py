@@ -37,6 +37,7 @@ _GONE = (
     "Network is unreachable",
 )
 _OF_GLOO = re.compile(rf"{_PLACE}.*({'|'.join(_GONE)})")
+T = TypeVar("T")
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -54,9 +55,6 @@ def words_of(error: BaseException) -> str:
     """Return the first line of what `error` says, without the place in gloo's sources and gloo's advice."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(_PLACE, "", first).split(". This is typically", 1)[0].rstrip(". ")
-
-
-T = TypeVar("T")
 
 
 def collective_device() -> torch.device:

@@ -16,6 +16,9 @@ from dynamic_cp.types import CAUSAL, STATE_EXCHANGES, CpCommType, Mask, Sample, 
 
 NUM_COLUMNS = 3
 """Tokens, labels and position ids."""
+Kept = TypeVar("Kept")
+Levels = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+"""(Lanes that exchange heads, lanes that pass keys and values round); None: no lanes do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,12 +71,6 @@ except ImportError:  # loops outside Megatron need torch only: `megatron.integra
         max_seqlen_kv: int | None = None
         local_cp_size: int | None = None
         cp_group: dist.ProcessGroup | None = None
-
-
-Kept = TypeVar("Kept")
-
-Levels = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
-"""(Lanes that exchange heads, lanes that pass keys and values round); None: no lanes do."""
 
 
 @dataclass

@@ -16,6 +16,13 @@ import torch
 
 from dynamic_cp.types import Topology
 
+_IDLE = (3, 4)
+"""Columns of /proc/stat in which a core has nothing to do: idle, and waiting for a disk (proc(5))."""
+_COLUMNS = 8
+"""Further ones are parts of these: guests."""
+_IDLE_SHARE = 0.1
+"""Share of the cores: if this much was idle, no process lacked CPU time."""
+
 
 def free_bytes(device: torch.device, *, swaps: bool = False) -> int | None:
     """Return the free memory of the device, swaps: of a CPU with its free swap; None if it cannot be told."""
@@ -27,14 +34,6 @@ def free_bytes(device: torch.device, *, swaps: bool = False) -> int | None:
         return None
     counted = ("MemAvailable:", "SwapFree:") if swaps else ("MemAvailable:",)
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(counted)) or None
-
-
-_IDLE = (3, 4)
-"""Columns of /proc/stat in which a core has nothing to do: idle, and waiting for a disk (proc(5))."""
-_COLUMNS = 8
-"""Further ones are parts of these: guests."""
-_IDLE_SHARE = 0.1
-"""Share of the cores: if this much was idle, no process lacked CPU time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from megatron.dynamic_cp.flags.layer_outputs import choices
 
+_Added = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
+_Change = Callable[[Tensor], Tensor]
+
 
 class TorchNorm:
     """Builds the norm that `config.normalization` names, over the last dim of size `hidden_size`.
@@ -121,9 +124,6 @@ def squared_relu(x: Tensor) -> Tensor:
     return torch.relu(x).square()
 
 
-_Added = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
-
-
 def add_to_residual(training: bool, _fused: bool) -> _Added:
     """Return the function that adds the output of attention or MLP; in a layer spec as `get_bias_dropout_add`.
 
@@ -138,9 +138,6 @@ def add_to_residual(training: bool, _fused: bool) -> _Added:
         return residual + torch.nn.functional.dropout(x, p=prob, training=training)
 
     return add
-
-
-_Change = Callable[[Tensor], Tensor]
 
 
 def change_outputs(chunk: Any, flags: Any) -> None:

@@ -39,6 +39,9 @@ TOGETHER = "convolved"
 """Of a token's sections those together that are convolved."""
 DECAY_RANGE = 1.0, 16.0
 """Of which decay rates are drawn, as in megatron-core."""
+STEP_RANGE = 0.001, 0.1
+"""Of which steps dt are drawn, by their logarithm; and the norm's epsilon: as in megatron-core, which has no flags."""
+EPSILON = 1e-5
 
 
 class Projections(NamedTuple):
@@ -301,11 +304,6 @@ class DynamicCPGatedDelta(LinearAttentionLayer):
             return (self.out_norm(found) * silu(z.to(exact))).to(found.dtype)
 
         return again(gated, found, sections["z"].unflatten(-1, (self.sizes.num_heads, -1))).flatten(1)
-
-
-STEP_RANGE = 0.001, 0.1
-"""Of which steps dt are drawn, by their logarithm; and the norm's epsilon: as in megatron-core, which has no flags."""
-EPSILON = 1e-5
 
 
 class DynamicCPMamba(LinearAttentionLayer):

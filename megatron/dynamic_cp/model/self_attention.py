@@ -24,6 +24,7 @@ from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 _TABLE_STEP_TOKENS = 4096
+_GROUPS = ("tp", "cp", "pp", "ep", "expt_tp")
 
 
 class OneRotaryTable(torch.nn.Module):
@@ -116,9 +117,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
         first, second = rotated.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
     return torch.cat((rotated * cos + turned * sin, passed), dim=-1)
-
-
-_GROUPS = ("tp", "cp", "pp", "ep", "expt_tp")
 
 
 def check_groups(given: ProcessGroupCollection | None) -> None:

@@ -19,6 +19,9 @@ from pathlib import Path
 
 from dynamic_cp.errors import UnsupportedFeatureError
 
+_SHOWN = 200
+"""Characters of what TransformerEngine says."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
@@ -183,10 +186,6 @@ def _imported() -> str:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-
-
-_SHOWN = 200
-"""Characters of what TransformerEngine says."""
 
 
 def check_engine() -> None:

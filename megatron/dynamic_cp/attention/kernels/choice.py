@@ -45,6 +45,14 @@ logger = logging.getLogger(__name__)
 
 Forward = Callable[[Tensor, Tensor, Tensor, Pack, float], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Pack, float], tuple[Tensor, Tensor, Tensor]]
+# --attention-backend, in Megatron-LM's words.
+BACKENDS = ("auto", "flash", "fused", "unfused")
+# bfloat16 rounds each of out and gradients to 3 digits: 0.2 to 0.6 % of their norm.
+TOLERANCE = 0.02
+# Local tokens of three sequences: the shortest that a ring has, one beside a power of two, one of several blocks.
+_SEQLENS = (2, 66, 522)
+_WINDOW = Lambda(3, 100)
+_NAMES = ("output", "log-sum-exp", "gradient of the queries", "gradient of the keys", "gradient of the values")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +125,6 @@ FLASH = Kernel(name="flash", forward=kernels_flash.forward, backward=kernels_fla
 CUDNN = Kernel(name="cudnn", forward=kernels_cudnn.forward, backward=kernels_cudnn.backward)
 TRITON = Kernel(name="triton", forward=kernels_ranged.forward, backward=kernels_ranged.backward, serves_ranges=True)
 KERNELS = {kernel.name: kernel for kernel in (CPU, FLASH, CUDNN, PORTABLE, TRITON)}
-
-# --attention-backend, in Megatron-LM's words.
-BACKENDS = ("auto", "flash", "fused", "unfused")
 
 
 @lru_cache
@@ -200,14 +205,6 @@ def _choice(backend: str, device: torch.device, dtype: torch.dtype, head_dim: in
 
 def _unsupported(what: str, backend: str) -> UnsupportedFeatureError:
     return UnsupportedFeatureError(f"--attention-backend {backend} {what}", flag="--attention-backend")
-
-
-# bfloat16 rounds each of out and gradients to 3 digits: 0.2 to 0.6 % of their norm.
-TOLERANCE = 0.02
-# Local tokens of three sequences: the shortest that a ring has, one beside a power of two, one of several blocks.
-_SEQLENS = (2, 66, 522)
-_WINDOW = Lambda(3, 100)
-_NAMES = ("output", "log-sum-exp", "gradient of the queries", "gradient of the keys", "gradient of the values")
 
 
 def check_kernel(

@@ -17,6 +17,10 @@ SUM_DTYPE = torch.float32
 """Of what is added up over parts."""
 
 
+_PROGRAM_ELEMENTS = 4096
+"""Of the output that one program merges."""
+
+
 def merged(out_THD: Tensor, lse_HT: Tensor, other_THD: Tensor, other_HT: Tensor) -> tuple[Tensor, Tensor]:
     """Return out and log-sum-exp over the keys of both, in SUM_DTYPE; overwrites both outputs if they are so already.
 
@@ -33,10 +37,6 @@ def merged(out_THD: Tensor, lse_HT: Tensor, other_THD: Tensor, other_HT: Tensor)
 def for_weights(lse_HT: Tensor) -> Tensor:
     """Return the log-sum-exp with which exp(score - it) is 0 for rows without a key, and not no number."""
     return lse_HT.masked_fill(lse_HT == -torch.inf, torch.inf)
-
-
-_PROGRAM_ELEMENTS = 4096
-"""Of the output that one program merges."""
 
 
 def merge_into(out_THD: Tensor, lse_HT: Tensor, rows: Tensor | None, other_THD: Tensor, other_HT: Tensor) -> None:

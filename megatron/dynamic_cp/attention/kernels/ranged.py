@@ -31,6 +31,10 @@ from megatron.dynamic_cp.attention.packs import Pack, dense_heads, to_device
 from megatron.dynamic_cp.layout.packed_seq_params import boundaries
 
 Ints, Int64s = NDArray[np.int32], NDArray[np.int64]
+MAX_HEAD_DIM = 256
+MIN_CAPABILITY = (8, 0)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_LOG2_E = 1.4426950408889634
 
 
 class Touched(NamedTuple):
@@ -160,12 +164,6 @@ def _cut(seqlens: tuple[int, ...], size: int, column_seqlens: tuple[int, ...]) -
     first = starts[sequence] + (np.arange(numbers.sum()) - first_tiles[sequence]) * size
     last = np.minimum(first + size, starts[sequence] + np.array(seqlens)[sequence])
     return np.stack((first, last, first_columns[sequence]), axis=1), first_tiles
-
-
-MAX_HEAD_DIM = 256
-MIN_CAPABILITY = (8, 0)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_LOG2_E = 1.4426950408889634
 
 
 class Cut(NamedTuple):

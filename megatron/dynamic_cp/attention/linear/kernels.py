@@ -40,6 +40,15 @@ FUNCTIONS = {
 MOST_KEY_SIZE = 256
 """The widest keys that its gated delta rule takes."""
 _INSTALL = f"install it with pip install 'fla-core[cuda]=={RELEASE}'"
+logger = logging.getLogger(__name__)
+TOLERANCE = 0.05
+"""Of the norm; bfloat16 rounds products of states to 2 or 3 digits, a mistake is of the size of what is compared."""
+_LENGTHS = (2, 66, 522)
+_GATES = (("decays", "betas"), ("decays",))
+_INPUTS = [
+    ("what is convolved", "its weights", "its biases", "queries", "keys", "values", *gates, "the states before runs")
+    for gates in _GATES
+]
 
 
 def why_not(device: torch.device, sizes: LinearAttention) -> str | None:
@@ -103,9 +112,6 @@ def convolve(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, runs: Runs)
 FLA = LinearKernel(name="fla", convolve=convolve, scan=scan)
 
 
-logger = logging.getLogger(__name__)
-
-
 @lru_cache
 def choose_linear_kernel(device: torch.device, sizes: LinearAttention) -> LinearKernel:
     """Return the kernel of linear attention on `device` and log why, once; called at start-up, too, to end there.
@@ -121,16 +127,6 @@ def choose_linear_kernel(device: torch.device, sizes: LinearAttention) -> Linear
         raise UnsupportedFeatureError(f"layers of linear attention find no kernel: flash-linear-attention {obstacle}")
     logger.info("linear attention kernel %s: on %s", FLA.name, torch.cuda.get_device_name(device))
     return FLA
-
-
-TOLERANCE = 0.05
-"""Of the norm; bfloat16 rounds products of states to 2 or 3 digits, a mistake is of the size of what is compared."""
-_LENGTHS = (2, 66, 522)
-_GATES = (("decays", "betas"), ("decays",))
-_INPUTS = [
-    ("what is convolved", "its weights", "its biases", "queries", "keys", "values", *gates, "the states before runs")
-    for gates in _GATES
-]
 
 
 def prepare_linear_kernel(sizes: LinearAttention, dtype: torch.dtype, device: torch.device) -> float:

@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from dynamic_cp.types import LinearAttention
 from megatron.dynamic_cp.attention.linear.recurrence import LinearKernel, Runs, Steps, state_dtype
 
+NORM_EPSILON = 1e-6
+
 
 def computed_again(compute: Callable[..., Tensor], *given: Tensor) -> Tensor:
     """Return `compute(*given)`, which backward computes again of `given`; nothing in it is random.
@@ -39,9 +41,6 @@ def keeps_by_hooks() -> bool:
             return False
     except RuntimeError:
         return True
-
-
-NORM_EPSILON = 1e-6
 
 
 class Share(NamedTuple):

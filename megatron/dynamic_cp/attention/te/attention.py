@@ -45,6 +45,8 @@ from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
+Group = dist.ProcessGroup | list[dist.ProcessGroup] | None
+
 
 class ScatterHeads(torch.autograd.Function):
     """(q_THD, k_THD, v_THD) -> this lane's heads of all rows of the inner group, (q_RHD, k_RHD, v_RHD)."""
@@ -75,9 +77,6 @@ class GatherHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None]:
         return ctx.exchange.scatter_heads(grad_THD), None
-
-
-Group = dist.ProcessGroup | list[dist.ProcessGroup] | None
 
 
 class TransformerEngineAttention(TEDotProductAttention):  # type: ignore[misc]

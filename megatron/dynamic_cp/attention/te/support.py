@@ -45,6 +45,26 @@ FLASH_4_OVER_LANES_SINCE = (2, 19)
 """First version of TransformerEngine that computes over a CP group with flash-attn 4."""
 
 NO_FLASH_ATTN = "no flash-attn that it accepts is installed (pip install flash-attn)"
+Release = tuple[int, int]
+OLDEST: Release = (2, 9)
+"""What megatron-core 0.16.1 asks for at least."""
+NEWEST: Release = (2, 20)
+"""Up to which tests go; setup.py asks for no newer one."""
+PERMITTED_SINCE: dict[CpCommType, Release] = {"p2p": OLDEST, "a2a": (2, 11), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
+"""First version whose attention over a CP group does this exchange with packed sequences."""
+NATIVE_SINCE: dict[CpCommType, Release] = {**PERMITTED_SINCE, "a2a": (2, 18)}
+"""First version that we let do it. Until 2.17 a2a puts rows in order by a Python loop over sequences and lanes, which
+reads each boundary from the device: the host waits thousands of times a step. From 2.18 it is one kernel."""
+NOT_SERVED: Mapping[Kernel | None, frozenset[CpCommType]] = MappingProxyType(
+    {"flash-attn 2": frozenset({"all_gather"}), "flash-attn 4": frozenset({"a2a+p2p"})}
+)
+"""Exchanges that TransformerEngine does not do with a kernel. all_gather has to say apart where the keys of a sequence
+begin and how many a query sees; flash-attn 2 takes one number for both, TransformerEngine calls it all the same, and
+what comes out is wrong. For a2a+p2p it never takes flash-attn 4."""
+WRAPPED: frozenset[CpCommType] = frozenset({"a2a", "a2a+p2p"})
+"""Exchanges that our wrapper does around any version."""
+LACKS_MASKS = "TransformerEngine's attention, which this model has, computes the mask of its layers only"
+Provider = Literal["native", "wrapped"]
 
 
 def choose_kernel(backend: str, capability: Capability, *, flash_attn: FlashAttn | None) -> tuple[Kernel | None, str]:
@@ -97,36 +117,6 @@ def installed_flash_attn(capability: Capability, release: tuple[int, int]) -> Fl
     if release >= FLASH_4_OVER_LANES_SINCE and flags.v4_is_installed and capability >= (9, 0):
         return 4
     return 2 if flags.is_installed else None
-
-
-Release = tuple[int, int]
-
-OLDEST: Release = (2, 9)
-"""What megatron-core 0.16.1 asks for at least."""
-
-NEWEST: Release = (2, 20)
-"""Up to which tests go; setup.py asks for no newer one."""
-
-PERMITTED_SINCE: dict[CpCommType, Release] = {"p2p": OLDEST, "a2a": (2, 11), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
-"""First version whose attention over a CP group does this exchange with packed sequences."""
-
-NATIVE_SINCE: dict[CpCommType, Release] = {**PERMITTED_SINCE, "a2a": (2, 18)}
-"""First version that we let do it. Until 2.17 a2a puts rows in order by a Python loop over sequences and lanes, which
-reads each boundary from the device: the host waits thousands of times a step. From 2.18 it is one kernel."""
-
-NOT_SERVED: Mapping[Kernel | None, frozenset[CpCommType]] = MappingProxyType(
-    {"flash-attn 2": frozenset({"all_gather"}), "flash-attn 4": frozenset({"a2a+p2p"})}
-)
-"""Exchanges that TransformerEngine does not do with a kernel. all_gather has to say apart where the keys of a sequence
-begin and how many a query sees; flash-attn 2 takes one number for both, TransformerEngine calls it all the same, and
-what comes out is wrong. For a2a+p2p it never takes flash-attn 4."""
-
-WRAPPED: frozenset[CpCommType] = frozenset({"a2a", "a2a+p2p"})
-"""Exchanges that our wrapper does around any version."""
-
-LACKS_MASKS = "TransformerEngine's attention, which this model has, computes the mask of its layers only"
-
-Provider = Literal["native", "wrapped"]
 
 
 def release_of(version: str) -> Release:
