@@ -8,7 +8,7 @@ A packed step is two flat tensors and a short list, so that it moves between pro
 from __future__ import annotations
 
 import importlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -195,8 +195,7 @@ def pack_step(
         DataError: a sample that is not as long as the plan says, or what `read_sample` raises.
         UnsupportedFeatureError: a sample with a mask of its own, and multi-token prediction.
     """
-    packed, positions = packed_buckets(plan), []
-    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in [*COLUMNS, *_names_of_depths(num_depths)]}
+    packed, positions, read = packed_buckets(plan), [], []
     for bucket, of_lane in zip(plan.buckets, packed, strict=True):
         if num_depths:
             _check_has_future(bucket)
@@ -206,15 +205,14 @@ def pack_step(
         places += shards[len(places) :]
         positions += places
         if read_sample is not None:
-            for name, part in read_shard(bucket, shards, places, read_sample, num_depths).items():
-                columns[name].append(part)
-    joined = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
+            read.append(read_shard(bucket, shards, places, read_sample, num_depths))
+    joined = {name: np.concatenate([part[name] for part in read]) for name in (read[0] if read else ())}
     pool = pool_steps(plan.extension)
     return PackedStep(
         buckets=tuple(packed),
         positions=torch.from_numpy(np.concatenate(positions)),
         cu_seqlens=torch.from_numpy(np.concatenate([boundaries(bucket.padded_seqlens) for bucket in packed])),
-        columns=torch.from_numpy(np.stack([joined[name] for name in COLUMNS[:3]])) if joined else None,
+        columns=torch.from_numpy(np.stack([joined[name] for name in COLUMNS[:NUM_COLUMNS]])) if joined else None,
         loss_mask=torch.from_numpy(joined["loss_mask"]) if joined else None,
         **(_future_of(joined, num_depths) if joined and num_depths else {}),
         extension=pool and pool.pack(plan, stage, vp_size, [bucket.rank_tokens for bucket in packed]),
@@ -222,18 +220,13 @@ def pack_step(
 
 
 def _future_of(joined: Mapping[str, NDArray[Any]], num_depths: int) -> dict[str, Tensor]:
-    names = _names_of_depths(num_depths)
-    columns = np.stack([joined[name] for name in names if not name.startswith("loss_mask")])
-    masks = np.stack([joined[name] for name in names if name.startswith("loss_mask")])
+    depths = range(1, num_depths + 1)
+    columns = np.stack([joined[f"{name} {depth}"] for depth in depths for name in COLUMNS[:NUM_COLUMNS]])
+    masks = np.stack([joined[f"loss_mask {depth}"] for depth in depths])
     return {
         "future_columns": torch.from_numpy(columns).unflatten(0, (num_depths, NUM_COLUMNS)),
         "future_loss_mask": torch.from_numpy(masks),
     }
-
-
-def _names_of_depths(num_depths: int) -> list[str]:
-    """Return the columns of all depths, those of `FutureColumns` in their order."""
-    return [f"{name} {depth}" for depth in range(1, num_depths + 1) for name in COLUMNS]
 
 
 def _check_has_future(bucket: Bucket) -> None:
@@ -304,16 +297,16 @@ def read_shard(
     read_sample: ReadSample,
     num_depths: int = 0,
 ) -> dict[str, NDArray[Any]]:
-    """Return tokens, labels, loss mask and position ids of the local tokens, 0 in all of them for padding.
+    """Return COLUMNS of the local tokens, 0 in all of them for padding.
 
-    Also those of the tokens 1 to `num_depths` places further on in the same sample, each name with its depth; 0 where
+    Also "tokens 1", "labels 1" and so on: of the token 1 to `num_depths` places further on in the same sample, 0 where
     the sample has ended.
 
     Args:
         shards: for each sequence of the pack which of its tokens this rank holds.
         places: their positions, of `_positions`.
     """
-    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in [*COLUMNS, *_names_of_depths(num_depths)]}
+    columns = defaultdict[str, list[NDArray[Any]]](list)
     held = zip(bucket.samples, shards, strict=False)
     read = [_read(sample, read_sample) if len(shard) else _EMPTY_PLACE for sample, shard in held]
     read += [_EMPTY_PLACE] * (len(shards) - len(read))
