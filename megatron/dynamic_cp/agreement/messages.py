@@ -77,7 +77,7 @@ def decode_error(message: bytes, place: str) -> DynamicCPError:
 
 
 def all_gather_bytes(mine: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return what each rank of `group` (default: all) gives, in the order of its ranks. Collective.
+    """Return the bytes of each rank of `group` (default: all), in the order of its ranks. Collective.
 
     Args:
         device: where the group's tensors live.

@@ -56,7 +56,7 @@ def token_limit() -> int | None:
 
 
 def current() -> str:
-    """Return what was entered last."""
+    """Return the phase that was entered last."""
     return _current
 
 

@@ -64,7 +64,7 @@ class SeenKeys(NamedTuple):
 
 
 def row_blocks(ranges: NDArray[np.int32], block_rows: int) -> tuple[RowBlock, ...]:
-    """Return what each block of `block_rows` rows sees, of ranges [rows, 4] none of whose rows names a key twice."""
+    """Return the keys that each block of rows sees, from ranges [rows, 4] that name no key of a row twice."""
     return tuple(
         _row_block(slice(start, min(start + block_rows, len(ranges))), ranges[start : start + block_rows])
         for start in range(0, len(ranges), block_rows)
@@ -209,7 +209,7 @@ def dense_heads(x_THD: Tensor) -> Tensor:
 
 
 def ring_packs(params: DynamicPackedSeqParams, kv_rank: int, device: torch.device) -> list[Pack]:
-    """Return what this lane computes when it holds the keys and values of lane `kv_rank` of its ring: mostly one."""
+    """Return the packs that this lane computes with the keys and values of lane `kv_rank` of its ring: mostly one."""
     samples = params.masked_samples
     if isinstance(params.mask, Lambda):
         assert params.ring_size == 1, "windows are planned for one lane or a2a"
@@ -357,7 +357,7 @@ def _full_packs(
 
 
 def gathered_packs(params: DynamicPackedSeqParams, device: torch.device) -> list[Pack]:
-    """Return what this lane computes over the keys of its whole group, which lie in the order of the sequences.
+    """Return the packs that this lane computes with the keys of its whole group, in the order of the sequences.
 
     Full: one pack. With a window: one, in which each row has its range of keys. Causal: a lane holds two chunks of each
     sequence. First come the diagonal squares of both, then what lies before the second chunk, then what lies before the
@@ -397,7 +397,7 @@ def gathered_packs(params: DynamicPackedSeqParams, device: torch.device) -> list
 
 
 def _windowed_pack(mask: Mask, padded_seqlens: Sequence[int], size: int, rank: int, device: torch.device) -> Pack:
-    """Return what the zigzag shard of a lane computes over the gathered keys."""
+    """Return the pack of a lane's zigzag shard against the gathered keys."""
     shards = (packed_shard_positions((seqlen,), size, rank) for seqlen in padded_seqlens)
     ranges = [mask.key_ranges(seqlen)[shard] for seqlen, shard in zip(padded_seqlens, shards, strict=True)]
     return Pack.build([len(one) for one in ranges], padded_seqlens, device=device, key_ranges=np.concatenate(ranges))

@@ -116,7 +116,7 @@ def executor_of(params: DynamicPackedSeqParams, query_heads: int, kv_heads: int,
 
 
 def executor_class(params: DynamicPackedSeqParams) -> type[Executor] | None:
-    """Return what computes the exchange of a micro-batch; None: nothing here does."""
+    """Return the executor for the exchange of a micro-batch; None: there is none here."""
     if params.cp_comm_type == BY_PLACEMENT:
         from megatron.dynamic_cp.attention.mechanisms.blocks import Blocks, HeadsAroundBlocks
 

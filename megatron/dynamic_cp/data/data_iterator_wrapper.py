@@ -66,7 +66,7 @@ class StepData(_Counted):
         chunks: Sequence[ChunkNeeds],
         run: RunStep | None = None,
     ) -> StepData:
-        """Return what the chunks of this rank read of the micro-batches of a plan."""
+        """Return the iterators of this rank's chunks over the micro-batches of a plan, and its counts."""
         facts = plan.facts
         data = cls(
             [for_chunk(batches, needs) for needs in chunks],

@@ -99,7 +99,7 @@ class ChunkNeeds:
 
     @classmethod
     def of(cls, chunk: torch.nn.Module) -> ChunkNeeds:
-        """Return what a bare GPTModel reads."""
+        """Return the needs of a bare GPTModel."""
         num_depths = (chunk.config.mtp_num_layers or 0) if getattr(chunk, "mtp_process", False) else 0
         return cls(tokens=chunk.pre_process or num_depths > 0, labels=chunk.post_process, num_depths=num_depths)
 
@@ -174,7 +174,7 @@ class PackedStep:
         return replace(self, **moved)
 
     def future(self, part: slice) -> FutureColumns | None:
-        """Return what modules of multi-token prediction read of some local tokens; None where there are none."""
+        """Return the columns of some local tokens for multi-token prediction; None: there are no such modules."""
         if self.future_columns is None or self.future_loss_mask is None:
             return None
         return FutureColumns(columns=self.future_columns[..., part], loss_mask=self.future_loss_mask[..., part])

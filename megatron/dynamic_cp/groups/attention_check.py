@@ -129,7 +129,7 @@ def _compared_exchanges(exchanges: Sequence[CpCommType]) -> list[CpCommType]:
 def _judge(
     attention: torch.nn.Module, groups: DynamicCPGroups, exchanges: Sequence[CpCommType], device: torch.device
 ) -> str:
-    """Return what `check_attention` does on this rank."""
+    """Return this rank's line of `check_attention`."""
     compared, worst, wrong = 0, 0.0, dict[str, str]()
     for one in compare_attention(attention, groups, exchanges, device):
         compared += 1
@@ -167,7 +167,7 @@ def _inputs(
 
 
 def _attend(attention: torch.nn.Module, inputs: Sequence[Tensor], params: DynamicPackedSeqParams) -> list[Tensor]:
-    """Return what `NAMES` says, of this lane's rows."""
+    """Return the tensors that NAMES names, of this lane's rows."""
     *qkv, grad = (x.detach() for x in inputs)
     qkv = [x.requires_grad_() for x in qkv]
     try:
@@ -186,7 +186,7 @@ def _attend(attention: torch.nn.Module, inputs: Sequence[Tensor], params: Dynami
 def _plain_attention(
     inputs: tuple[Tensor, ...], rows: Tensor, seqlens: tuple[int, ...], group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """Return what `NAMES` says, of this lane's rows, in float64: causal attention, each sequence by itself.
+    """Return the tensors that NAMES names, of this lane's rows, in float64: causal attention, sequence by sequence.
 
     A lane attends to whole sequences with its own queries, so that nothing but a sum of gradients is exchanged.
     """

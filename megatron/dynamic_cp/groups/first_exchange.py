@@ -95,7 +95,7 @@ def warm_up(
 def _messages(
     own: Tensor, group: dist.ProcessGroup, ranks_per_node: int, params: DynamicPackedSeqParams
 ) -> tuple[Tensor, list[int]]:
-    """Return what came from the other ranks of the node, and what is expected of them.
+    """Return the numbers received from the other ranks of the node, and those expected.
 
     Two ranks connect when they first have something to send, which would stall a step for each pair, in the middle of
     the layers of all others.

@@ -176,7 +176,7 @@ class DynamicPackedSeqParams(PackedSeqParams):
 
     @classmethod
     def checked(cls, params: object) -> DynamicPackedSeqParams:
-        """Return what a layer was given, if it is of this class.
+        """Return the parameters that a layer was given, if they are of this class.
 
         Raises:
             TypeError: it is megatron-core's, or None.

@@ -38,7 +38,7 @@ class TokenOwners(NamedTuple):
 
 
 def token_owners(params: DynamicPackedSeqParams) -> TokenOwners:
-    """Return whose the local tokens are. Computed by the first layer that asks."""
+    """Return the sequences of the local tokens. Computed by the first layer that asks."""
 
     def make() -> TokenOwners:
         if params.placed is not None:

@@ -64,7 +64,7 @@ class Adapter(nn.Module):
         weight.copy_(whole[:, first : first + share])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is added to the layer's output; x is its input."""
+        """Return the adapter's part of the layer's output; x is the layer's input."""
         inner = self.linear_in(x)
         if self._splits_outputs and self._sequence_parallel:
             inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=self._group)

@@ -123,7 +123,7 @@ class ChunkedHead(NamedTuple):
             yield slice(first, first + step)
 
     def of_chunk(self, values: Tensor, rows: slice) -> Tensor:
-        """Return those of [1, T] values that belong to rows of all parts, in the order of the chunk's logits."""
+        """Return the values, of all [1, T], for some rows of all parts, in the order of the chunk's logits."""
         return values.view(self.num_parts, -1)[:, rows].reshape(1, -1)
 
     def joined(self, chunks: Sequence[Tensor]) -> Tensor:
@@ -186,7 +186,7 @@ class _WeightGradient:
             self._sum += gradient
 
     def total(self) -> Tensor | None:
-        """Return what is left to add to the weight's gradient."""
+        """Return the part of the weight's gradient that autograd still has to add."""
         if self._main_grad is not None and self.alias.requires_grad:
             return self.alias.new_zeros(()).expand_as(self.alias)  # what waits for a gradient has to see one
         return self._sum

@@ -222,7 +222,7 @@ class NumberedExperts(SequentialMLP):
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Return what experts make of their tokens, weighted, [tokens, hidden size].
+        """Return the weighted outputs of the experts, [tokens, hidden size].
 
         Args:
             tokens: [tokens, hidden size], those of the first expert first.

@@ -80,7 +80,7 @@ class DynamicCPMultiTokenLayer(MultiTokenPredictionLayer):
 
 
 def future_of(params: DynamicPackedSeqParams | None) -> FutureColumns:
-    """Return what the modules read of a micro-batch.
+    """Return the columns of a micro-batch that the modules read.
 
     Raises:
         TypeError: it does not bring them.

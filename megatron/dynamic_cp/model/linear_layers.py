@@ -243,7 +243,7 @@ def _shared_out(values: Tensor) -> torch.nn.Parameter:
 
 
 def _cut_in_sections(whole: ShardedTensor, rows: Mapping[str, int], cuts: Offsets) -> ShardedTensorFactory:
-    """Return what saves and loads a matrix in sections, each cut by TP by itself, under the section's name.
+    """Return the factory that saves and loads a matrix in sections, each cut by TP by itself, under its own name.
 
     Args:
         rows: section -> its rows on this rank.

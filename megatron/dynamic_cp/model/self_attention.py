@@ -192,7 +192,7 @@ class DynamicCPSelfAttention(SelfAttention):
     def queries_keys_values(
         self, hidden_states: Tensor, rotary_pos_emb: Tensor | None, params: DynamicPackedSeqParams
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return what attention needs, [T, heads, dim] each, and the gate of its output where there is one.
+        """Return queries, keys and values, [T, heads, dim] each, and the gate of the output where there is one.
 
         Args:
             hidden_states: as of `forward`; rotary_pos_emb: the whole frequency table.

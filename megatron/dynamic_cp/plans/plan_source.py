@@ -188,7 +188,7 @@ class PlanSource:
                 self._arrived.notify_all()
 
     def _fetch(self, store: dist.Store, step: int) -> LanePlan | DynamicCPError | None:
-        """Return what was published for this lane, None when the source was closed before."""
+        """Return this lane's plan or error from the store; None: the source was closed before it came."""
         key = lane_key(self._key(step), self._lane)
         crowd = max(1.0, dist.get_world_size() / RANKS_PER_PAUSE)
         pause_s, longest_s = 0.001 * crowd, 0.02 * crowd

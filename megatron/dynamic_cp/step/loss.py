@@ -51,7 +51,7 @@ def forward_step(
 
 
 def run_forward(batch: dict[str, Any], model: torch.nn.Module) -> Tensor:
-    """Return what a model chunk makes of a micro-batch: hidden states, on the last stage what it computes of them."""
+    """Return a model chunk's output for a micro-batch: hidden states, on the last stage losses or `token_outputs`."""
     params = batch["packed_seq_params"]
     phase.enter_micro_batch(params.label, len(params.positions))
     with span("%s", params.label), bucket_span("forward", params):

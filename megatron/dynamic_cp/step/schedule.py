@@ -56,7 +56,7 @@ class Routing:
 
 
 def sum_over_routers(chunks: Sequence[torch.nn.Module], device: torch.device) -> Routing | None:
-    """Return what routers counted since the last call; None for a dense model. One all-reduce over the job.
+    """Return the sums of all routers since the last call; None for a dense model. One all-reduce over the job.
 
     Args:
         chunks: of this rank.

@@ -149,7 +149,7 @@ def kernel_for(q_THD: Tensor, backend: str = "auto") -> Kernel:
 
 
 def kernel_of(pack: Pack, kernel: Kernel, q_THD: Tensor) -> Kernel:
-    """Return what computes `pack` in a run that has chosen `kernel`."""
+    """Return the kernel for `pack` in a run that has chosen `kernel`."""
     if pack.key_ranges is None or kernel.serves_ranges:
         return kernel
     return ranged_kernel(q_THD.device, q_THD.dtype, q_THD.shape[-1])
@@ -157,7 +157,7 @@ def kernel_of(pack: Pack, kernel: Kernel, q_THD: Tensor) -> Kernel:
 
 @lru_cache
 def ranged_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """Return what computes packs with ranges of keys beside a kernel that knows none; log it, once."""
+    """Return the kernel for packs with ranges of keys, beside one that knows no ranges; log it, once."""
     obstacle = kernels_ranged.why_not(device, dtype, head_dim)
     if obstacle is None:
         logger.info("attention kernel %s: where tokens see ranges of keys", TRITON.name)

@@ -103,7 +103,7 @@ def _calls(seen: SeenKeys, block: RowBlock) -> Iterator[tuple[tuple[slice, ...],
 
 
 def _added(sees: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return what is added to the scores."""
+    """Return the mask as torch adds it to the scores: 0 where a key is seen, else -inf."""
     return None if sees is None else torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -torch.inf)
 
 

@@ -99,7 +99,7 @@ def _ranges_of(pack: Pack) -> Ints:
 def _touched(
     ranges: Ints, row_seqlens: tuple[int, ...], column_seqlens: tuple[int, ...], num_rows: int, num_columns: int
 ) -> tuple[Any, ...]:
-    """Return what `Tiles` has behind the ranges, `Touched` as three arrays."""
+    """Return the attributes of `Tiles` behind the ranges, `Touched` as three arrays."""
     of_rows, _ = _cut(row_seqlens, num_rows, column_seqlens)
     of_columns, first_column_tiles = _cut(column_seqlens, num_columns, column_seqlens)
     row_tile = np.repeat(np.arange(len(of_rows)), of_rows[:, 1] - of_rows[:, 0])
@@ -131,7 +131,7 @@ def _touched(
 def _are_full(
     ranges: Ints, of_rows: Int64s, of_columns: Int64s, rows: Int64s, columns: Int64s, num_columns: int
 ) -> NDArray[np.bool_]:
-    """Return of which touched tiles all rows see all columns in the same one of their two ranges."""
+    """Return whether all rows of each touched tile see all its columns in the same one of their two ranges."""
     first = of_columns[columns, 0] - of_rows[rows, 2]
     last = of_columns[columns, 1] - of_rows[rows, 2]
     whole = last - first == num_columns

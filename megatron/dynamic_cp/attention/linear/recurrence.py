@@ -98,13 +98,13 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], scale: float) -> Steps:
-        """Return those whose `tensors` are these."""
+        """Return the steps whose `tensors` are these."""
         q_THK, k_THK, v_THV, decay_TH, *beta = tensors
         return cls(q_THK, k_THK, v_THV, decay_TH, beta[0] if beta else None, scale)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what states, summaries and decays are in: at least float32."""
+    """Return the dtype of states, summaries and decays: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 

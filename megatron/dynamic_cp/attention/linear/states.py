@@ -44,7 +44,7 @@ Messages = Sequence[Sequence[Tensor]]
 
 
 def exchanged(messages: Messages, expected: Sequence[Sequence[Expected]], params: DynamicPackedSeqParams) -> Messages:
-    """Return what each lane has for this one, given what this one has for each; gradients go the other way."""
+    """Return the messages of all lanes to this one, given its messages to them; gradients go the other way."""
     flat = [tensor for message in messages for tensor in message]
     return _by_lane(_Exchange.apply(expected, params, *flat), len(messages))
 
@@ -69,7 +69,7 @@ class _Exchange(torch.autograd.Function):
 def _between_lanes(
     messages: Messages, expected: Sequence[Sequence[Expected]], params: DynamicPackedSeqParams
 ) -> Messages:
-    """Return what each lane has for this one; others of the process group are no part of it."""
+    """Return the messages of the bucket's lanes to this one; other lanes of the process group have none."""
     placed = params.placed
     if placed is None:
         return all_to_all_messages(messages, expected, params)

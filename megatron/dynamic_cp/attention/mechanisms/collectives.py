@@ -193,7 +193,7 @@ class HeadsAround(ShardExecutor):
         return self._exchange.scatter_heads(grad_THD)
 
     def leave_gradients(self, grad_q_RHD: Tensor, grad_2RHD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return those of the shards, of all heads, by one exchange."""
+        """Return the gradients of the shards, of all heads, by one exchange."""
         grad_RHD = torch.cat((grad_q_RHD, grad_2RHD[0], grad_2RHD[1]), dim=1)
         return self._exchange.split_gradient(self._exchange.gather_heads(grad_RHD))
 

@@ -179,7 +179,7 @@ class LatentRing(Ring):
     up: UpProjection
 
     def keys_and_values(self, sent: Tensor) -> Tensor:
-        """Return those that a lane's latents are projected up to."""
+        """Return the keys and values that a lane's latents are projected up to."""
         return self.up.keys_and_values(sent)
 
     def gradient_of_sent(self, grad_2THD: Tensor, sent: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ def reduce_scatter_tokens(x_THD: Tensor, params: DynamicPackedSeqParams) -> Tens
 
 
 def all_to_all_heads(x_PTHD: Tensor, group: dist.ProcessGroup, params: DynamicPackedSeqParams) -> Tensor:
-    """Return what each lane of `group` has for this one, [P, T, ...], given what this one has for each."""
+    """Return the parts that the lanes of `group` send to this one, [P, T, ...], given those that it sends to them."""
     x_PTHD = x_PTHD.contiguous()
     received = torch.empty_like(x_PTHD)
     with _failures_named(group, params), span("exchanging heads"):
@@ -189,7 +189,7 @@ def all_to_all_heads(x_PTHD: Tensor, group: dist.ProcessGroup, params: DynamicPa
 def all_to_all_messages(
     messages: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Expected]], params: DynamicPackedSeqParams
 ) -> list[list[Tensor]]:
-    """Return the tensors that each lane of the CP group has for this one, given those that this one has for each.
+    """Return the tensors that each lane of the CP group sends to this one, given those that it sends to each.
 
     As `all_to_all_heads`, but messages are bytes, as those of `LaneMessages`, and may be of different lengths or empty.
 

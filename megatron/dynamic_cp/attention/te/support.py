@@ -133,7 +133,7 @@ def shown(release: Release) -> str:
 
 
 def untested() -> str:
-    """Return what to say of a version above NEWEST."""
+    """Return the words for a version above NEWEST."""
     return f"newer than {shown(NEWEST)}, up to which tests go"
 
 
@@ -173,7 +173,7 @@ def provider(
 
 
 def missing_exchanges(exchanges: Sequence[CpCommType], version: str, kernel: Kernel | None) -> tuple[CpCommType, ...]:
-    """Return those of `exchanges` that neither this version with this kernel nor the wrapper does."""
+    """Return the exchanges that neither this version with this kernel nor the wrapper does."""
     release, not_served = release_of(version), NOT_SERVED.get(kernel, ())
     return tuple(one for one in exchanges if one not in WRAPPED and (release < NATIVE_SINCE[one] or one in not_served))
 
