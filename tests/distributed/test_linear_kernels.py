@@ -19,12 +19,14 @@ import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.memory.activations import activation_bytes
 from dynamic_cp.types import LinearAttention, ModelShape, PlanOptions, StateExchange, Topology
 from megatron.dynamic_cp.attention.linear import kernels, states, thd
 from megatron.dynamic_cp.attention.linear.kernels import check_linear_kernel
+from megatron.dynamic_cp.attention.linear.layer import keeps_by_hooks
 from megatron.dynamic_cp.attention.linear.portable import PORTABLE
 from megatron.dynamic_cp.attention.linear.recurrence import Runs, Steps
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
@@ -319,3 +321,17 @@ def test_a_layer_keeps_what_the_memory_model_says(kind: str, repeated: list[str]
     )
     for (cp_size, way), kept in zip(LANES, found, strict=True):
         assert kept == pytest.approx(expected_bytes(sizes, options, way), rel=0.1), (cp_size, way)
+
+
+def test_checkpoints_that_are_not_reentrant_are_told_by_their_hooks() -> None:
+    told = []
+
+    def tell(x: Tensor) -> Tensor:
+        told.append(keeps_by_hooks())
+        return x * x
+
+    x = torch.ones(2, requires_grad=True)
+    tell(x).sum().backward()
+    checkpoint(tell, x, use_reentrant=False).sum().backward()
+    assert told == [False, True, True], "once, and in both passes of a checkpoint"
+    assert not keeps_by_hooks(), "asking changes nothing"
