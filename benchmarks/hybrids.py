@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 
-from dynamic_cp.decide.cli.tuned import exchanges_tried
+from dynamic_cp.decide.cli.parameters import exchanges_tried
 from dynamic_cp.decide.comparison.job import SweepJob
 from dynamic_cp.decide.sweep import Point, Space, evaluate, sweep
 from dynamic_cp.decide.sweep.evaluate import fastest_first

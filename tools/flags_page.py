@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from dynamic_cp.decide.cli.app import COMMANDS, TRAINING_COMMANDS, group
-from dynamic_cp.decide.cli.parameters import Argument
+from dynamic_cp.decide.cli.options import Argument
 from megatron.dynamic_cp.flags.exclusions import EXCLUSIONS, NEEDS
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED
 from megatron.trainer.flags.arguments import ALREADY_SO, build_parser

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from dynamic_cp import plan_global_batch, plan_lengths
-from dynamic_cp.decide.cli.parameters import job_of
-from dynamic_cp.decide.cli.simulate import DEFAULT_POLICIES
+from dynamic_cp.decide.cli.parameters import DEFAULT_POLICIES, JobInput
 from dynamic_cp.decide.cli.simulate import command as simulate
 from dynamic_cp.decide.comparison import compare_policies
 from dynamic_cp.decide.comparison.job import SweepJob
@@ -77,7 +76,7 @@ def defaults_of(asked: Any) -> dict[str, Any]:
 def test_where_nothing_is_said_all_plan_alike() -> None:
     words = ["--lengths", "github", "--global-batch-size", "8", "--lanes", "4"]
     given = simulate.make_context("simulate", words).params
-    job = job_of(given)
+    job = JobInput.of(given)
     of_command = {field.name: getattr(job.options, field.name) for field in fields(PlanOptions)}
     of_command |= {field.name: getattr(job.topology, field.name) for field in fields(Topology)}
     of_command |= {"hardware": job.hardware, "data_parallel": job.data_parallel, "policy": "dynamic"}

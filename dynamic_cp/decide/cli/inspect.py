@@ -9,18 +9,8 @@ from pathlib import Path
 import click
 from click.shell_completion import get_completion_class
 
-from dynamic_cp.decide.cli.parameters import (
-    KINDS,
-    SET,
-    Argument,
-    Command,
-    Names,
-    check_name,
-    json_option,
-    one_option,
-    options_in,
-    output_option,
-)
+from dynamic_cp.decide.cli.options import Argument, Names, json_option, option, options_in, output_option, subcommand
+from dynamic_cp.decide.cli.parameters import KINDS, SET, check_name
 from dynamic_cp.decide.cli.tables import can_draw, console, make_table, progress
 from dynamic_cp.decide.files import STDOUT, check_suffix, check_writable, write_json, write_text
 from dynamic_cp.errors import DynamicCPError, InvalidInputError, UnsupportedFeatureError
@@ -30,21 +20,21 @@ from dynamic_cp.models.hardware_numbers import KIND_OF
 from dynamic_cp.types import Sample, counted
 
 
-@click.command(
+@subcommand(
     "check",
-    cls=Command,
-    epilog="""\b
-Examples:
+    """
   dynamic-cp check plan.json
   dynamic-cp check plan.json --lengths lengths.npy
   dynamic-cp plan --lengths lengths.npy --lanes 8 --tp 2 --output - | dynamic-cp check -
 """,
 )
 @click.argument("plan", cls=Argument, metavar="PLAN.json", help="Plan that `plan --output` wrote, or - for stdin.")
-@click.option(
-    "--lengths",
-    type=Names("FILE", tuple),
-    help=f"File of the lengths that the plan must hold, in the order of its sample numbers ({KINDS}).",
+@options_in(
+    "Options",
+    lengths=option(
+        f"File of the lengths that the plan must hold, in the order of its sample numbers ({KINDS}).",
+        Names("FILE", tuple),
+    ),
 )
 def check(plan: str, lengths: str | None) -> None:
     """Judge whether PLAN.json is legal: buckets tile the lanes, limits are kept, every sample is there once.
@@ -95,11 +85,9 @@ _LISTED = {
 }
 
 
-@click.command(
+@subcommand(
     "hardware",
-    cls=Command,
-    epilog="""\b
-Examples:
+    """
   dynamic-cp hardware                            # the bundled ones
   dynamic-cp hardware h100 > mine.json
   dynamic-cp hardware h100 --set bandwidth_across_nodes=12.5GB/s --name cloud --output cloud.json
@@ -113,8 +101,8 @@ Examples:
     metavar="[NAME|FILE]",
     help="Hardware to print; without one the bundled ones are listed.",
 )
-@options_in("Changes", SET, one_option("--name", "called", metavar="NAME", help="Name that the file gives it."))
-@output_option(False, "File to write instead of stdout.", "FILE.json")
+@options_in("Changes", settings=SET, called=option("Name that the file gives it.", flag="--name", metavar="NAME"))
+@output_option("File to write instead of stdout.", "FILE.json")
 def hardware(hardware: str | None, settings: tuple[str, ...], called: str | None, output: str | None) -> None:
     """Print a complete hardware file: every number of the cost and memory model with its source beside it.
 
@@ -150,16 +138,14 @@ SCHEMA_VERSION = 1
 _STYLES = {"ok": ("✓", "ok", "green"), "note": ("•", "note", "yellow"), "broken": ("✗", "broken", "bold red")}
 
 
-@click.command(
+@subcommand(
     "doctor",
-    cls=Command,
-    epilog="""\b
-Examples:
+    """
   dynamic-cp doctor
   dynamic-cp doctor --quick --json -
 """,
 )
-@click.option("--quick", is_flag=True, help="Skip the checks that import torch.")
+@options_in("Options", quick=option("Skip the checks that import torch.", bool))
 @json_option
 def doctor(quick: bool, json: str | None) -> None:
     """Check Python, packages, the planner's compiled code, GPUs and the training side.
@@ -197,11 +183,9 @@ def doctor(quick: bool, json: str | None) -> None:
         )
 
 
-@click.command(
+@subcommand(
     "completion",
-    cls=Command,
-    epilog="""\b
-Examples:
+    """
   eval "$(dynamic-cp completion bash)"                               # in ~/.bashrc
   eval "$(dynamic-cp completion zsh)"                                # in ~/.zshrc
   dynamic-cp completion fish > ~/.config/fish/completions/dynamic-cp.fish

@@ -10,20 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dynamic_cp.decide.cli.parameters import (
-    CUT_OPTIONS,
-    KINDS,
-    LENGTHS,
-    MAX_SAMPLES,
+from dynamic_cp.decide.cli.options import (
     Argument,
-    BatchInput,
-    Command,
     json_option,
-    one_option,
+    option,
     options_in,
+    options_of,
     output_option,
-    workload_names,
+    subcommand,
 )
+from dynamic_cp.decide.cli.parameters import KINDS, LENGTHS, MAX_SAMPLES, BatchInput, workload_names
 from dynamic_cp.decide.cli.tables import bar, can_draw, console, grouped, heading, make_table, percent, progress, tokens
 from dynamic_cp.decide.files import STDOUT, check_apart, check_suffix, check_writable, write_json, write_whole
 from dynamic_cp.errors import DataError, InvalidInputError, UnsupportedFeatureError
@@ -40,11 +36,9 @@ LENGTHS_GROUP = "dynamic_cp.lengths"
 """Entry points of what counts tokens; it is part of the training side, which knows texts and chats."""
 
 
-@click.command(
+@subcommand(
     "lengths",
-    cls=Command,
-    epilog="""\b
-Examples:
+    """
   dynamic-cp lengths                             # the bundled workloads
   dynamic-cp lengths my_lengths.csv
   dynamic-cp lengths github sft_short
@@ -63,26 +57,20 @@ Examples:
 )
 @options_in(
     "Drawing",
-    one_option(
-        "--samples",
-        type=int,
-        metavar="N",
-        help=f"Number of samples to draw. [default: all of a file, {DEFAULT_SAMPLES} of a workload]",
-    ),
-    one_option("--seed", type=int, metavar="N", help="Seed of the draw. [default: 0]"),
-    *CUT_OPTIONS,
+    samples=option(f"Number of samples to draw. [default: all of a file, {DEFAULT_SAMPLES} of a workload]", int),
+    seed=option("Seed of the draw. [default: 0]", int),
 )
+@options_of(BatchInput, "Drawing", "max_seqlen overlong")
 @options_in(
     "Text and chats",
-    one_option(
-        "--tokenizer",
+    tokenizer=option(
+        "Folder with tokenizer.json, to count the tokens of texts and chats in JSONL, parquet and text files.",
         metavar="DIR",
-        help="Folder with tokenizer.json, to count the tokens of texts and chats in JSONL, parquet and text files.",
     ),
-    one_option("--json-key", metavar="KEY", help="Field that holds a text. [default: text]"),
-    one_option("--chat-template", metavar="NAME|FILE", help="Template of chats. [default: the tokenizer's own]"),
+    json_key=option("Field that holds a text. [default: text]", metavar="KEY"),
+    chat_template=option("Template of chats. [default: the tokenizer's own]", metavar="NAME|FILE"),
 )
-@output_option(False, "Write the lengths themselves, for --lengths of other commands.", "FILE.npy|.txt")
+@output_option("Write the lengths themselves, for --lengths of other commands.", "FILE.npy|.txt")
 @json_option
 def command(
     lengths: tuple[str, ...],

@@ -9,16 +9,9 @@ from typing import Any
 
 import click
 
-from dynamic_cp.decide.cli.parameters import (
-    Command,
-    batch_options,
-    job_options,
-    one_option,
-    options_in,
-    output_option,
-    planner_options,
-)
-from dynamic_cp.decide.cli.simulate import DEFAULT_BATCHES, compared, policy_option
+from dynamic_cp.decide.cli.options import option, options_in, output_option, subcommand
+from dynamic_cp.decide.cli.parameters import batch_options, job_options, planner_options, policy_option
+from dynamic_cp.decide.cli.simulate import DEFAULT_BATCHES, compared
 from dynamic_cp.decide.cli.tables import progress
 from dynamic_cp.decide.files import check_suffix, check_writable, write_text
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
@@ -49,31 +42,22 @@ def require_batch(ctx: click.Context, given: Mapping[str, Any]) -> None:
         raise click.UsageError("Missing option '--lengths' (or '--run DIR' for a training run).", ctx)
 
 
-@click.command(
+@subcommand(
     "report",
-    cls=Command,
-    epilog="""\b
-Examples:
+    """
   dynamic-cp report --lengths github --global-batch-size 256 --gpus 32 --output report.html
   dynamic-cp report --run runs/dump --output run.html
 """,
 )
 @options_in(
     "Training run",
-    one_option(
-        "--run",
-        metavar="DIR",
-        help="Folder of a run's --dynamic-cp-dump, to compare measured and predicted times.",
-    ),
+    run=option("Folder of a run's --dynamic-cp-dump, to compare measured and predicted times.", metavar="DIR"),
 )
-@batch_options(several=True, default_batches=DEFAULT_BATCHES, required=False)
-@job_options()
-@options_in(
-    "Planner",
-    policy_option("Policies to compare, comma-separated; also pool and with-pool."),
-)
+@batch_options(default_batches=DEFAULT_BATCHES, required=False)
+@job_options
+@options_in("Planner", policy=policy_option("Policies to compare, comma-separated; also pool and with-pool."))
 @planner_options
-@output_option(True, "HTML page to write.", "FILE.html")
+@output_option("HTML page to write.", "FILE.html", required=True)
 def report(run: str | None, policy: str, output: str, **given: Any) -> None:
     """Write one HTML file that needs no network: a comparison as by `simulate`, with pictures, or a training run.
 
@@ -96,7 +80,7 @@ def report(run: str | None, policy: str, output: str, **given: Any) -> None:
         page = render_run_report(read_run(run), command=again, inputs={"run": run, **read_about(run)})
     else:
         require_batch(ctx, given)
-        comparison, batch = compared(policy, given)
+        comparison, batch, _ = compared(policy, given)
         inputs = {**batch.as_dict(), **given, "hardware": comparison.hardware_name}
         given_inputs = {name: value for name, value in inputs.items() if value not in (None, ())}
         with progress("drawing") as steps:
@@ -121,11 +105,9 @@ def _command_line(ctx: click.Context) -> str:
     return " ".join(words)
 
 
-@click.command(
+@subcommand(
     "trace",
-    cls=Command,
-    epilog="""\b
-Examples:
+    """
   dynamic-cp trace --lengths github --global-batch-size 64 --lanes 8 --pp 4 --tp 2 --output trace.json
   dynamic-cp trace --lengths lengths.npy --gpus 8 --policy dynamic,balanced --output trace.json.gz
   dynamic-cp trace --run runs/dump --iterations 3-5 --output measured.json.gz
@@ -133,21 +115,17 @@ Examples:
 )
 @options_in(
     "Training run",
-    one_option("--run", metavar="DIR", help="Folder of a run's --dynamic-cp-dump, to show its iterations as measured."),
-    one_option("--iterations", metavar="A-B", help="Iterations of --run to show. [default: all]"),
+    run=option("Folder of a run's --dynamic-cp-dump, to show its iterations as measured.", metavar="DIR"),
+    iterations=option("Iterations of --run to show. [default: all]", metavar="A-B"),
 )
-@batch_options(several=False, required=False)
-@job_options()
+@batch_options(required=False)
+@job_options
 @options_in(
-    "Planner",
-    policy_option("Policies to show, comma-separated, one below the other.", default="dynamic"),
+    "Planner", policy=policy_option("Policies to show, comma-separated, one below the other.", default="dynamic")
 )
 @planner_options
-@options_in(
-    "Output",
-    one_option("--first-lanes", type=int, metavar="N", help="Number of lanes to show, from 0 on. [default: all]"),
-)
-@output_option(True, "Trace to write, compressed if it ends in .gz.", "FILE.json")
+@options_in("Output", first_lanes=option("Number of lanes to show, from 0 on. [default: all]", int))
+@output_option("Trace to write, compressed if it ends in .gz.", "FILE.json", required=True)
 def trace(
     run: str | None, iterations: str | None, policy: str, output: str, first_lanes: int | None, **given: Any
 ) -> None:
@@ -167,7 +145,7 @@ def trace(
     require_batch(click.get_current_context(), given)
     if first_lanes is not None:
         _check_first_lanes(first_lanes, given["lanes"] or given["gpus"] or first_lanes)
-    comparison, batch = compared(policy, given, with_verdict=False)
+    comparison, batch, _ = compared(policy, given, with_verdict=False)
     if first_lanes is not None:
         _check_first_lanes(first_lanes, min(one.setting.topology.num_lanes for one in comparison.policies))
     from dynamic_cp.decide.report.trace import Event, tick_events, trace_events, write_trace

@@ -1,22 +1,20 @@
-"""Options that several commands share, and the values that they stand for."""
+"""What several commands are given: options of a global batch and of a job, and the values that they stand for."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
-from click.shell_completion import CompletionItem
 
-from dynamic_cp.decide.cli.flag_names import with_own_flags
-from dynamic_cp.decide.tried import sizes_in
-from dynamic_cp.errors import DynamicCPError, IllegalPlanError, InvalidInputError
+from dynamic_cp.decide.cli.options import Names, Numbers, TokensOrAuto, option, options_in, options_of, taken
+from dynamic_cp.decide.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
+from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.lengths.read import STDIN, is_pipe
 from dynamic_cp.models import catalog
 from dynamic_cp.models.layers import LayerFeatures, hardware_of_layers, is_of_local_layers
@@ -32,6 +30,7 @@ from dynamic_cp.types import (
     RECOMPUTE_MODES,
     SEARCH_EFFORTS,
     STATE_EXCHANGE_USES,
+    CpCommType,
     DataParallel,
     Hardware,
     ModelShape,
@@ -56,6 +55,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from dynamic_cp.decide.sweep import Space, SweepJob
+
 DEFAULT_MAX_SEQLEN = 131072
 MAX_SAMPLES = 10_000_000
 """Samples of one global batch: more would take gigabytes and minutes."""
@@ -63,103 +64,13 @@ MAX_BATCHES = 1000
 OVERLONG = ("truncate", "drop", "split", "error")
 KINDS = ".npy, .txt, .csv, .jsonl, .parquet, .idx"
 """Files that `lengths.read_length_array` reads (which imports numpy)."""
+CP_COMM_TYPE = AUTO
+"""Default exchange of a given layout."""
+DEFAULT_POLICIES = "dynamic,static,balanced,megatron-dev"
 
+Batches = tuple[tuple[Sample, ...], ...]
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_Values = TypeVar("_Values")
-
-
-class Option(click.Option):
-    """An option that --help shows in a section of its own."""
-
-    def __init__(self, *args: Any, section: str = "", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.section = section
-
-
-class Argument(click.Argument):
-    """An argument that --help explains."""
-
-    section = "Arguments"
-
-    def __init__(self, *args: Any, help: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.text = help
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """Return what --help shows."""
-        return self.make_metavar(ctx), self.text
-
-
-class Command(click.Command):
-    """A command whose --help has sections and keeps its examples as they are, and whose errors name its options."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take the words of the command line; an error says whose they are, which click forgets for some."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.UsageError as error:
-            error.ctx = error.ctx or ctx
-            raise
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error of the planner comes out with the names that were typed."""
-        try:
-            return super().invoke(ctx)
-        except IllegalPlanError:
-            raise
-        except DynamicCPError as error:
-            options = {name for parameter in self.params for name in parameter.opts}
-            error.args = (with_own_flags(str(error), options),)
-            raise
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options section by section."""
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                sections.setdefault(getattr(parameter, "section", "") or "Options", []).append(record)
-        first, last = sections.pop("Arguments", []), sections.pop("Options", [])
-        for title, records in [("Arguments", first), *sections.items(), ("Options", last)]:
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
-
-
-class TokensOrAuto(click.ParamType[Any]):
-    """A number of tokens, or 'auto' for what memory holds."""
-
-    name = "tokens"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Return the number, or 'auto'."""
-        if value == "auto" or isinstance(value, int):
-            return cast("int | str", value)
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither a number of tokens nor 'auto'", param, ctx)
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return what --help shows."""
-        return "N|auto"
-
-
-class Names(click.ParamType[Any]):
-    """A name out of a list that shells complete, or a path; the reader of the value judges it."""
-
-    def __init__(self, metavar: str, names: Callable[[], Sequence[str]]) -> None:
-        self.name = metavar
-        self._names = names
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return what --help shows."""
-        return self.name
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Return the names that begin so, then files."""
-        found = [CompletionItem(name) for name in self._names() if name.startswith(incomplete)]
-        return [*found, CompletionItem(incomplete, type="file")]
+_Input = TypeVar("_Input", bound="RunInput")
 
 
 def workload_names() -> tuple[str, ...]:
@@ -172,412 +83,9 @@ def workload_names() -> tuple[str, ...]:
 LENGTHS = Names("FILE|NAME", workload_names)
 
 
-def _section(title: str, *options: Any) -> Callable[[_Command], _Command]:
-    def add(command: _Command) -> _Command:
-        for names, settings in reversed(options):
-            command = click.option(*names, cls=Option, section=title, **settings)(command)
-        return command
-
-    return add
-
-
-def _option(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return names, settings
-
-
-CUT_OPTIONS = (
-    _option(
-        "--max-seqlen",
-        type=int,
-        metavar="TOKENS",
-        help=f"Longest sample that is drawn. [default: {DEFAULT_MAX_SEQLEN} for a workload, no limit for a file]",
-    ),
-    _option(
-        "--overlong",
-        type=click.Choice(OVERLONG),
-        help="What to do with drawn documents longer than --max-seqlen. [default: truncate]",
-    ),
-)
-"""How what is drawn is cut."""
-
-
-MASK = _option(
-    "--mask",
-    default=CAUSAL.name,
-    show_default=True,
-    metavar="MASK",
-    help="Which keys of its sample a token attends to: causal, full, lambda:SINK,WINDOW (tokens), "
-    "causal_blockwise:BLOCK,LOCAL[,SINK] (tokens of a block, blocks), shared_question:4x0.2 (4 answers, a prompt of "
-    "0.2 of the tokens), or tree:2x4x0.2 (so at several levels). To plan with: pretrain_gpt.py trains causal, "
-    "prompts whose lines have responses, and trees of turns.",
-)
-
-
-def batch_options(
-    *, several: bool, default_batches: int = 1, required: bool = True, with_mask: bool = True
-) -> Callable[[_Command], _Command]:
-    """Add the options that say which global batches there are."""
-    options = [
-        _option(
-            "--lengths",
-            required=required,
-            type=LENGTHS,
-            help=f"File of lengths ({KINDS}), which is one global batch unless "
-            "--global-batch-size draws from it, or - for stdin; a bundled workload to draw from (`dynamic-cp lengths` "
-            "lists them); or lognormal:mean=..,sigma=..",
-        ),
-        _option("--global-batch-size", type=int, metavar="N", help="Number of samples to draw, with replacement."),
-    ]
-    if several:
-        options.append(
-            _option(
-                "--batches",
-                type=int,
-                metavar="N",
-                help=f"Number of global batches to draw. [default: {default_batches}]",
-            )
-        )
-    options += [
-        _option(
-            "--seed",
-            type=int,
-            metavar="N",
-            help="Seed of the first batch; each further batch takes the next number. [default: 0]",
-        ),
-        *CUT_OPTIONS,
-    ]
-    if with_mask:
-        options.append(MASK)
-    return _section("Global batch", *options)
-
-
-SET = _option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Override a number of the hardware, such as bandwidth_across_nodes=12.5GB/s; may be given several times.",
-)
-MODEL_AND_HARDWARE = (
-    _option(
-        "--model",
-        default="llama-3-8b",
-        show_default=True,
-        type=Names("NAME|FILE", catalog.model_names),
-        help=f"Model: {', '.join(catalog.model_names())}, a file like those or a Hugging Face config.json.",
-    ),
-    _option(
-        "--hardware",
-        default="h100",
-        show_default=True,
-        type=Names("NAME|FILE", catalog.hardware_names),
-        help=f"Hardware: {', '.join(catalog.hardware_names())}, or a file (`dynamic-cp hardware` writes one). Of a "
-        "model that trains with local layers only, h100 and h200 are those of these layers.",
-    ),
-    SET,
-)
-OF_MODEL = (
-    _option(
-        "--mtp-num-layers",
-        type=int,
-        metavar="N",
-        help="Modules of multi-token prediction behind the last layer; Qwen3-Next and Qwen3.5 are published with one, "
-        "which their files here leave out. [default: as the model file says]",
-    ),
-    _option(
-        "--expert-imbalance",
-        type=float,
-        metavar="X",
-        help="Tokens that routing sends to the rank which gets most, over their mean: time and memory of experts are "
-        f"for so many. [default: as the model file says, else {DEFAULT_IMBALANCE}]",
-    ),
-)
-
-
-def why_local(model: str, hardware: str) -> str | None:
-    """Return why a model, by name or file, trains with local layers; None: it trains with TransformerEngine's."""
-    if is_of_local_layers(hardware):
-        return f"hardware {hardware}"
-    return LayerFeatures.of(catalog.load_model(model), catalog.load_architecture(model)).why_local
-
-
-def trained_hardware(model: str, hardware: str) -> str:
-    """Return the bundled hardware of the layers that a model trains with, and say so where it is another; or a file."""
-    why = why_local(model, hardware)
-    name = hardware_of_layers(hardware, is_local=why is not None)
-    if name != hardware:
-        click.echo(f"dynamic-cp: {model} trains with local layers ({why}): --hardware {name} is taken", err=True)
-    return name
-
-
-def load_model(name: str, hardware: str, expert_imbalance: float | None, mtp_num_layers: int | None) -> ModelShape:
-    """Return a model by name or file as it trains, with the imbalance of its experts and the modules that are given."""
-    model = catalog.load_model(name)
-    if model.experts is not None and why_local(name, hardware) is not None:
-        model = dataclasses.replace(model, experts=dataclasses.replace(model.experts, grouped=False))
-    if mtp_num_layers is not None:
-        try:
-            model = dataclasses.replace(model, mtp_num_layers=mtp_num_layers)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"--mtp-num-layers {mtp_num_layers}: {error}", **error.details) from error
-    if expert_imbalance is None:
-        return model
-    if model.experts is None:
-        raise InvalidInputError(f"--expert-imbalance is {expert_imbalance}, {name} has no experts: leave it out")
-    return dataclasses.replace(model, experts=dataclasses.replace(model.experts, imbalance=expert_imbalance))
-
-
-def check_name(name: str | None) -> None:
-    """Refuse a --name of hardware that tables cannot show; None is none given."""
-    if name is not None and not (name.strip() and name.isprintable()):
-        raise InvalidInputError(f"--name is {name!r}, which no table can show: give it a name")
-
-
-RANKS_PER_NODE = _option(
-    "--ranks-per-node", type=int, default=8, show_default=True, metavar="N", help="Number of GPUs in a node."
-)
-NO_DISTRIBUTED_OPTIMIZER = _option(
-    "--no-distributed-optimizer", is_flag=True, help="Have every lane hold the whole optimizer state."
-)
-LOSS_CHUNK = _option(
-    "--loss-chunk-tokens",
-    type=TokensOrAuto(),
-    default=0,
-    show_default=True,
-    help="LM head and loss over chunks of so many tokens, which the backward pass computes again, so that no more "
-    f"logits exist at once; auto: {AUTO_CHUNK_TOKENS} times --tp; 0: all tokens.",
-)
-TP_OVERLAP = _option(
-    "--tp-overlap",
-    type=click.Choice(TP_OVERLAPS),
-    default="none",
-    show_default=True,
-    help="Jobs of --gpus whose TP collectives overlap with GEMMs (--tp-comm-overlap): none, as pretrain_gpt.py runs "
-    "them; static ones alone, as if padding every pack to one shape cost nothing; or all.",
-)
-NO_OVERLAP_GRAD_REDUCE = _option(
-    "--no-overlap-grad-reduce",
-    is_flag=True,
-    help="Reduce gradients and gather parameters with nothing beside them, as without --overlap-grad-reduce and "
-    "--overlap-param-gather.",
-)
-_KEPT = {
-    "main_grads_dtype": "gradients",
-    "main_params_dtype": "master weights",
-    "exp_avg_dtype": "the first moment",
-    "exp_avg_sq_dtype": "the second moment",
-}
-STATE = (
-    _option(
-        "--grad-reduce-in-bf16",
-        is_flag=True,
-        help="Keep and reduce gradients in bf16, not in fp32: half of their memory and of what is sent.",
-    ),
-    _option(
-        "--use-precision-aware-optimizer",
-        is_flag=True,
-        help="Step by TransformerEngine's FusedAdam: its state has the dtypes below, an fp32 master weight takes 2 "
-        "bytes beside the bf16 weight, and gradients in bf16 need no copy in fp32.",
-    ),
-    *(
-        _option(
-            f"--{name.replace('_', '-')}",
-            type=click.Choice(dtypes),
-            default="fp32",
-            show_default=True,
-            help=f"With it: dtype of {_KEPT[name]}.",
-        )
-        for name, dtypes in DTYPES_OF.items()
-    ),
-)
-"""Options of `types.StateDtypes`."""
-
-
-def _searched(given: str) -> str:
-    """Return the default of an option whose values --gpus searches."""
-    return f"[default: {given}; with --gpus the fastest]"
-
-
-def job_options() -> Callable[[_Command], _Command]:
-    """Add the options that describe the job."""
-    return _section(
-        "Job",
-        _option(
-            "--gpus",
-            type=int,
-            metavar="N",
-            help="Number of ranks: every policy gets its own fastest layout among those that the options below allow.",
-        ),
-        _option(
-            "--lanes",
-            type=int,
-            metavar="N",
-            help="Number of lanes (data-parallel x context-parallel positions: GPUs / (TP x PP)) of one given layout, "
-            "instead of --gpus.",
-        ),
-        *MODEL_AND_HARDWARE,
-        _option(
-            "--tp",
-            type=int,
-            metavar="N",
-            help=f"Tensor-parallel size; above 1 with sequence parallelism. {_searched('1')}",
-        ),
-        _option("--pp", type=int, metavar="N", help=f"Number of pipeline stages. {_searched('1')}"),
-        _option("--vpp", type=int, metavar="N", help=f"Number of model chunks per stage. {_searched('1')}"),
-        _option(
-            "--ep",
-            type=int,
-            metavar="N",
-            help=f"Number of neighbouring ranks that share the experts of a layer: 1, 2, 4, ... {_searched('1')}",
-        ),
-        *OF_MODEL,
-        RANKS_PER_NODE,
-        _option(
-            "--recompute",
-            type=click.Choice(RECOMPUTE_MODES),
-            help="What the backward pass recomputes to save memory: nothing, core attention, or whole layers. "
-            f"{_searched('none')}",
-        ),
-        _option(
-            "--recompute-method",
-            type=click.Choice(RECOMPUTE_METHODS),
-            help="Which layers --recompute full recomputes: all, in units of so many, or the first so many of every "
-            "model chunk, and the others keep their activations. [default: uniform]",
-        ),
-        _option("--recompute-num-layers", type=int, metavar="N", help="Number of these layers. [default: 1]"),
-        LOSS_CHUNK,
-        NO_DISTRIBUTED_OPTIMIZER,
-        NO_OVERLAP_GRAD_REDUCE,
-        *STATE,
-        TP_OVERLAP,
-        _option(
-            "--max-tokens-per-rank",
-            type=TokensOrAuto(),
-            default="auto",
-            show_default=True,
-            help="Largest number of padded tokens of a rank in a micro-batch; auto: as many as memory holds.",
-        ),
-    )
-
-
-CP_COMM_TYPE = AUTO
-"""Default exchange of a given layout."""
-
-
-def exchange_option(default: str) -> Any:
-    """Return --cp-comm-type; `default`: what its help says."""
-    return _option(
-        "--cp-comm-type",
-        type=click.Choice(CHOICES),
-        help="Exchange inside a CP group; latent: of multi-latent attention only, a ring of latents; blocks: each tile "
-        "of attention on a lane of its own; auto: the fastest for every bucket, blocks only under a --mask or where "
-        f"layers have windows. [default: {default}]",
-    )
-
-
-STATE_EXCHANGE = _option(
-    "--state-exchange",
-    type=click.Choice(STATE_EXCHANGE_USES),
-    default=STATE_EXCHANGE_USES[0],
-    show_default=True,
-    help="How lanes share layers of linear attention: heads by an all-to-all each way, or states passed between the "
-    "chunks of a sample, where these fit under the token limit; auto: for every bucket what is faster.",
-)
-
-
-def check_state_exchange(use: str, model: ModelShape, cp_comm_type: str | None) -> StateExchangeUse:
-    """Return the value of --state-exchange.
-
-    Raises:
-        InvalidInputError: no default, and the model has no linear attention or --cp-comm-type does not go with it.
-    """
-    if use != STATE_EXCHANGE_USES[0] and model.linear_attention is None:
-        raise InvalidInputError(
-            f"--state-exchange {use} is for layers with linear attention, and the model has none: give the --model of "
-            "a hybrid, or leave it out"
-        )
-    if use == "heads" and cp_comm_type is not None and is_placed(cp_comm_type):
-        raise InvalidInputError(
-            f"--state-exchange heads needs equal chunks of a sample on all lanes, and --cp-comm-type {cp_comm_type} "
-            "places attention anywhere: leave one of them out"
-        )
-    return cast(StateExchangeUse, use)
-
-
-SEARCH = _option(
-    "--search",
-    type=click.Choice(SEARCH_EFFORTS),
-    default="fast",
-    show_default=True,
-    help="How long to search; thorough takes about ten times as long, for a better plan of a pipeline; "
-    "exact proves the dynamic plan of a tiny batch the fastest.",
-)
-
-planner_options = _section(
-    "Planner",
-    SEARCH,
-    exchange_option(f"{CP_COMM_TYPE}; with --gpus auto or p2p, whichever is faster"),
-    STATE_EXCHANGE,
-    _option(
-        "--static-cp-size",
-        type=int,
-        metavar="N",
-        help="CP size of static and balanced. [default: the fastest that holds the longest sample; plan with --lanes: "
-        "the smallest]",
-    ),
-)
-"""Adds the options of the planner."""
-
-json_option = _section(
-    "Output", _option("--json", metavar="FILE|-", help="Write the figures as JSON ('-': to stdout, instead of text).")
-)
-"""Adds --json."""
-
-
-def output_option(required: bool, help: str, metavar: str = "FILE") -> Callable[[_Command], _Command]:
-    """Add --output."""
-    return _section("Output", _option("--output", required=required, metavar=metavar, help=help))
-
-
-def options_in(title: str, *options: Any) -> Callable[[_Command], _Command]:
-    """Add `options` (of `one_option`) in a section."""
-    return _section(title, *options)
-
-
-one_option = _option
-
-
-def noise_margin_option() -> Any:
-    """Return --noise-margin, of commands that plan pools."""
-    return _option(
-        "--noise-margin",
-        type=float,
-        default=NOISE_MARGIN,
-        show_default=True,
-        metavar="SHARE",
-        help="By which ticks of a pool last longer than planned: every layer waits for the slowest of all servers, at "
-        "2% jitter 4% longer with 64 of them.",
-    )
-
-
-def ping_pong_option() -> Any:
-    """Return --no-ping-pong, of commands that plan pools."""
-    return _option(
-        "--no-ping-pong",
-        is_flag=True,
-        help="Compute layers in a pool whole, not in two nano-batches of which one travels while the other computes.",
-    )
-
-
-def taken(given: Mapping[str, Any], values: type[_Values]) -> _Values:
-    """Return `values` filled from the options of the same names."""
-    names = {field.name for field in dataclasses.fields(cast(Any, values))}
-    return values(**{name: value for name, value in given.items() if name in names})
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchInput:
-    """Options of `batch_options`.
+    """Which global batches there are.
 
     Attributes:
         known: the lengths in the file, where somebody has read it already.
@@ -585,12 +93,25 @@ class BatchInput:
     """
 
     lengths: str
-    global_batch_size: int | None = None
-    batches: int | None = None
-    seed: int | None = None
-    max_seqlen: int | None = None
-    overlong: str | None = None
-    mask: str = CAUSAL.name
+    global_batch_size: int | None = option("Number of samples to draw, with replacement.", int)
+    batches: int | None = option("Number of global batches to draw. [default: {batches}]", int)
+    seed: int | None = option("Seed of the first batch; each further batch takes the next number. [default: 0]", int)
+    max_seqlen: int | None = option(
+        f"Longest sample that is drawn. [default: {DEFAULT_MAX_SEQLEN} for a workload, no limit for a file]",
+        int,
+        metavar="TOKENS",
+    )
+    overlong: str | None = option(
+        "What to do with drawn documents longer than --max-seqlen. [default: truncate]", OVERLONG
+    )
+    mask: str = option(
+        "Which keys of its sample a token attends to: causal, full, lambda:SINK,WINDOW (tokens), "
+        "causal_blockwise:BLOCK,LOCAL[,SINK] (tokens of a block, blocks), shared_question:4x0.2 (4 answers, a prompt "
+        "of 0.2 of the tokens), or tree:2x4x0.2 (so at several levels). To plan with: pretrain_gpt.py trains causal, "
+        "prompts whose lines have responses, and trees of turns.",
+        default=CAUSAL.name,
+        metavar="MASK",
+    )
     known: NDArray[np.int64] | None = None
     size_flag: str = "--global-batch-size"
 
@@ -703,58 +224,126 @@ class BatchInput:
         }
 
 
-def data_parallel_of(given: Mapping[str, Any]) -> DataParallel:
-    """Return how lanes share gradients and optimizer state, from the options of a job."""
-    is_sharded, overlaps = not given["no_distributed_optimizer"], not given["no_overlap_grad_reduce"]
-    return DataParallel(
-        distributed_optimizer=is_sharded,
-        overlap_grad_reduce=overlaps,
-        overlap_param_gather=overlaps and is_sharded,
-        state=taken(given, StateDtypes),
+def batch_options(
+    *, default_batches: int | None = None, required: bool = True, with_mask: bool = True
+) -> Callable[[_Command], _Command]:
+    """Add the options that say which global batches there are; default_batches: of a command that takes several."""
+    lengths = option(
+        f"File of lengths ({KINDS}), which is one global batch unless --global-batch-size draws from it, or - for "
+        "stdin; a bundled workload to draw from (`dynamic-cp lengths` lists them); or lognormal:mean=..,sigma=..",
+        LENGTHS,
+        required=required,
     )
+    several = " batches" if default_batches else ""
+    names = f"global_batch_size{several} seed max_seqlen overlong{' mask' if with_mask else ''}"
+    drawn = options_of(BatchInput, "Global batch", names, batches=str(default_batches))
+    return lambda command: options_in("Global batch", lengths=lengths)(drawn(command))
 
 
-def said_of(data_parallel: DataParallel) -> dict[str, Any]:
-    """Return what JSON says of it; of adapters the command has no options."""
-    return {name: value for name, value in asdict(data_parallel).items() if name != "adapters"}
+_KEPT = {
+    "main_grads_dtype": "gradients",
+    "main_params_dtype": "master weights",
+    "exp_avg_dtype": "the first moment",
+    "exp_avg_sq_dtype": "the second moment",
+}
+STATE = {
+    "grad_reduce_in_bf16": option(
+        "Keep and reduce gradients in bf16, not in fp32: half of their memory and of what is sent.", bool
+    ),
+    "use_precision_aware_optimizer": option(
+        "Step by TransformerEngine's FusedAdam: its state has the dtypes below, an fp32 master weight takes 2 bytes "
+        "beside the bf16 weight, and gradients in bf16 need no copy in fp32.",
+        bool,
+    ),
+    **{name: option(f"With it: dtype of {_KEPT[name]}.", dtypes, "fp32") for name, dtypes in DTYPES_OF.items()},
+}
+"""Options of `types.StateDtypes`."""
+
+
+SET = option(
+    "Override a number of the hardware, such as bandwidth_across_nodes=12.5GB/s; may be given several times.",
+    flag="--set",
+    multiple=True,
+    metavar="NAME=VALUE",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobInput:
-    """Options of `job_options` and `planner_options`; those of `DataParallel` are one value."""
+class RunInput:
+    """What a job of a given layout and a search have in common."""
 
-    gpus: int | None
-    lanes: int | None
-    model: str
-    hardware: str
-    tp: int | None
-    pp: int | None
-    vpp: int | None
-    ep: int | None
-    ranks_per_node: int
-    recompute: str | None
-    recompute_method: str | None
-    recompute_num_layers: int | None
-    loss_chunk_tokens: int | str
-    data_parallel: DataParallel
-    tp_overlap: TpOverlap
-    max_tokens_per_rank: int | str
-    settings: tuple[str, ...] = ()
-    search: str = "fast"
-    cp_comm_type: str | None = None
-    state_exchange: str = STATE_EXCHANGE_USES[0]
-    static_cp_size: int | None = None
-    mask: str = CAUSAL.name
-    expert_imbalance: float | None = None
-    mtp_num_layers: int | None = None
+    model: str = option(
+        f"Model: {', '.join(catalog.model_names())}, a file like those or a Hugging Face config.json.",
+        Names("NAME|FILE", catalog.model_names),
+        "llama-3-8b",
+    )
+    hardware: str = option(
+        f"Hardware: {', '.join(catalog.hardware_names())}, or a file (`dynamic-cp hardware` writes one). Of a "
+        "model that trains with local layers only, h100 and h200 are those of these layers.",
+        Names("NAME|FILE", catalog.hardware_names),
+        "h100",
+    )
+    settings: tuple[str, ...] = SET
+    mtp_num_layers: int | None = option(
+        "Modules of multi-token prediction behind the last layer; Qwen3-Next and Qwen3.5 are published with one, "
+        "which their files here leave out. [default: as the model file says]",
+        int,
+    )
+    expert_imbalance: float | None = option(
+        "Tokens that routing sends to the rank which gets most, over their mean: time and memory of experts are "
+        f"for so many. [default: as the model file says, else {DEFAULT_IMBALANCE}]",
+        float,
+        metavar="X",
+    )
+    ranks_per_node: int = option("Number of GPUs in a node.", int, 8)
+    loss_chunk_tokens: int | str = option(
+        "LM head and loss over chunks of so many tokens, which the backward pass computes again, so that no more "
+        f"logits exist at once; auto: {AUTO_CHUNK_TOKENS} times --tp; 0: all tokens.",
+        TokensOrAuto(),
+        0,
+    )
+    no_distributed_optimizer: bool = option("Have every lane hold the whole optimizer state.", bool)
+    no_overlap_grad_reduce: bool = option(
+        "Reduce gradients and gather parameters with nothing beside them, as without --overlap-grad-reduce and "
+        "--overlap-param-gather.",
+        bool,
+    )
+    state: StateDtypes = field(default_factory=StateDtypes)
+    tp_overlap: TpOverlap = option(
+        "Jobs of --gpus whose TP collectives overlap with GEMMs (--tp-comm-overlap): none, as pretrain_gpt.py runs "
+        "them; static ones alone, as if padding every pack to one shape cost nothing; or all.",
+        TP_OVERLAPS,
+        "none",
+    )
+    search: SearchEffort = option(
+        "How long to search; thorough takes about ten times as long, for a better plan of a pipeline; "
+        "exact proves the dynamic plan of a tiny batch the fastest.",
+        SEARCH_EFFORTS,
+        "fast",
+    )
+    cp_comm_type: str | None = option(
+        "Exchange inside a CP group; latent: of multi-latent attention only, a ring of latents; blocks: each tile "
+        "of attention on a lane of its own; auto: the fastest for every bucket, blocks only under a --mask or where "
+        "layers have windows. [default: {exchange}]",
+        CHOICES,
+    )
+    state_exchange: str = option(
+        "How lanes share layers of linear attention: heads by an all-to-all each way, or states passed between the "
+        "chunks of a sample, where these fit under the token limit; auto: for every bucket what is faster.",
+        STATE_EXCHANGE_USES,
+        STATE_EXCHANGE_USES[0],
+    )
+
+    @classmethod
+    def of(cls: type[_Input], given: Mapping[str, Any]) -> _Input:
+        """Return the values of the options of a command; says on stderr where other hardware is taken."""
+        hardware = trained_hardware(given["model"], given["hardware"])
+        return taken({**given, "hardware": hardware, "state": taken(given, StateDtypes)}, cls)
 
     @cached_property
-    def model_shape(self) -> ModelShape:
-        """The model; with --lanes in stages that are unlike where they have to be."""
-        model = load_model(self.model, self.hardware, self.expert_imbalance, self.mtp_num_layers)
-        if self.lanes is None or model.num_layers % (self.topology.pp_size * self.topology.vp_size) == 0:
-            return model
-        return model.in_stages(self.topology.pp_size, self.topology.vp_size)
+    def whole_model(self) -> ModelShape:
+        """The model as it trains, with the imbalance of its experts and the modules that are given."""
+        return load_model(self.model, self.hardware, self.expert_imbalance, self.mtp_num_layers)
 
     @cached_property
     def hardware_values(self) -> Hardware:
@@ -767,14 +356,122 @@ class JobInput:
         return self.hardware_values.name if self.settings else self.hardware
 
     @property
-    def effort(self) -> SearchEffort:
-        """How long to look for plans."""
-        return cast(SearchEffort, self.search)
+    def data_parallel(self) -> DataParallel:
+        """How lanes share gradients and optimizer state."""
+        is_sharded, overlaps = not self.no_distributed_optimizer, not self.no_overlap_grad_reduce
+        return DataParallel(
+            distributed_optimizer=is_sharded,
+            overlap_grad_reduce=overlaps,
+            overlap_param_gather=overlaps and is_sharded,
+            state=self.state,
+        )
+
+    @property
+    def said_of_data_parallel(self) -> dict[str, Any]:
+        """What JSON says of `data_parallel`; of adapters the command has no options."""
+        return {name: value for name, value in asdict(self.data_parallel).items() if name != "adapters"}
 
     @property
     def states(self) -> StateExchangeUse:
-        """How lanes may share layers of linear attention."""
-        return check_state_exchange(self.state_exchange, self.model_shape, self.cp_comm_type)
+        """How lanes may share layers of linear attention.
+
+        Raises:
+            InvalidInputError: no default, and the model has none or --cp-comm-type does not go with it.
+        """
+        use, exchange = self.state_exchange, self.cp_comm_type
+        if use != STATE_EXCHANGE_USES[0] and self.whole_model.linear_attention is None:
+            raise InvalidInputError(
+                f"--state-exchange {use} is for layers with linear attention, and the model has none: give the "
+                "--model of a hybrid, or leave it out"
+            )
+        if use == "heads" and exchange is not None and is_placed(exchange):
+            raise InvalidInputError(
+                f"--state-exchange heads needs equal chunks of a sample on all lanes, and --cp-comm-type {exchange} "
+                "places attention anywhere: leave one of them out"
+            )
+        return cast(StateExchangeUse, use)
+
+    @property
+    def exchanges(self) -> tuple[tuple[CpCommType, ...], ...]:
+        """The sets of exchanges that a search tries."""
+        return exchanges_tried(self.cp_comm_type, self.whole_model, self.states)
+
+    def check_memory_is_known(self) -> None:
+        """Refuse hardware that does not say what fits; InvalidInputError: it has no hbm_bytes."""
+        if not self.hardware_values.hbm_bytes:
+            raise InvalidInputError(
+                f"hardware {self.hardware_values.name!r} gives no hbm_bytes, so nothing says what fits: use another "
+                "--hardware, or simulate with --lanes and --max-tokens-per-rank"
+            )
+
+    def shared_by_settings(self, batch: BatchInput, batches: Batches) -> SweepJob:
+        """Return what all settings share that are searched."""
+        from dynamic_cp.decide.sweep import SweepJob
+
+        self.check_memory_is_known()
+        return SweepJob(
+            batches=batches,
+            max_seqlen=batch.longest_tokens(batches),
+            model=self.whole_model,
+            hardware=self.hardware_values,
+            search=self.search,
+            data_parallel=self.data_parallel,
+            tp_overlap=self.tp_overlap,
+            state_exchange=self.states,
+        )
+
+
+_SEARCHED = "; with --gpus the fastest]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobInput(RunInput):
+    """A job of a given layout (--lanes), or of the fastest one (--gpus)."""
+
+    gpus: int | None = option(
+        "Number of ranks: every policy gets its own fastest layout among those that the options below allow.", int
+    )
+    lanes: int | None = option(
+        "Number of lanes (data-parallel x context-parallel positions: GPUs / (TP x PP)) of one given layout, "
+        "instead of --gpus.",
+        int,
+    )
+    tp: int | None = option(f"Tensor-parallel size; above 1 with sequence parallelism. [default: 1{_SEARCHED}", int)
+    pp: int | None = option(f"Number of pipeline stages. [default: 1{_SEARCHED}", int)
+    vpp: int | None = option(f"Number of model chunks per stage. [default: 1{_SEARCHED}", int)
+    ep: int | None = option(
+        f"Number of neighbouring ranks that share the experts of a layer: 1, 2, 4, ... [default: 1{_SEARCHED}", int
+    )
+    recompute: str | None = option(
+        "What the backward pass recomputes to save memory: nothing, core attention, or whole layers. "
+        f"[default: none{_SEARCHED}",
+        RECOMPUTE_MODES,
+    )
+    recompute_method: str | None = option(
+        "Which layers --recompute full recomputes: all, in units of so many, or the first so many of every "
+        "model chunk, and the others keep their activations. [default: uniform]",
+        RECOMPUTE_METHODS,
+    )
+    recompute_num_layers: int | None = option("Number of these layers. [default: 1]", int)
+    max_tokens_per_rank: int | str = option(
+        "Largest number of padded tokens of a rank in a micro-batch; auto: as many as memory holds.",
+        TokensOrAuto(),
+        "auto",
+    )
+    static_cp_size: int | None = option(
+        "CP size of static and balanced. [default: the fastest that holds the longest sample; plan with --lanes: "
+        "the smallest]",
+        int,
+    )
+    mask: str = CAUSAL.name
+
+    @cached_property
+    def model_shape(self) -> ModelShape:
+        """The model; with --lanes in stages that are unlike where they have to be."""
+        model = self.whole_model
+        if self.lanes is None or model.num_layers % (self.topology.pp_size * self.topology.vp_size) == 0:
+            return model
+        return model.in_stages(self.topology.pp_size, self.topology.vp_size)
 
     @cached_property
     def topology(self) -> Topology:
@@ -823,7 +520,7 @@ class JobInput:
             recompute=cast(Recompute, self.recompute or "none"),
             recompute_layers=self.recompute_layers,
             loss_chunk_tokens=chunk_tokens(self.loss_chunk_tokens, self.topology.tp_size),
-            search=self.effort,
+            search=self.search,
             state_exchange=self.states,
         )
 
@@ -879,8 +576,171 @@ class JobInput:
                 f"{model.ffn_hidden_size}, a node {self.ranks_per_node} GPUs): change {change}"
             )
 
+    @property
+    def space(self) -> Space:
+        """What --gpus searches: all that the other options leave open."""
+        from dynamic_cp.decide.sweep import Space
 
-def job_of(given: Mapping[str, Any]) -> JobInput:
-    """Return the options of a job."""
-    hardware = trained_hardware(given["model"], given["hardware"])
-    return taken({**given, "hardware": hardware, "data_parallel": data_parallel_of(given)}, JobInput)
+        def alone(value: Any) -> Any:
+            return None if value is None else (value,)
+
+        assert self.gpus is not None
+        recompute = "block" if self.recompute_method == "block" else self.recompute
+        return Space(
+            num_gpus=self.gpus,
+            ranks_per_node=self.ranks_per_node,
+            tp_sizes=alone(self.tp),
+            pp_sizes=alone(self.pp),
+            vp_sizes=alone(self.vpp),
+            ep_sizes=alone(self.ep),
+            limits=None if self.limit_from_memory else alone(self.max_tokens_per_rank),
+            recompute=alone(recompute) or RECOMPUTED,
+            recompute_num_layers=self.recompute_num_layers,
+            loss_chunk_tokens=self.loss_chunk_tokens,
+            exchanges=self.exchanges,
+            static_cp_size=self.static_cp_size,
+        )
+
+
+def job_options(command: _Command) -> _Command:
+    """Add the options that describe a job."""
+    layout = "gpus lanes model hardware settings tp pp vpp ep mtp_num_layers expert_imbalance ranks_per_node"
+    memory = "recompute recompute_method recompute_num_layers loss_chunk_tokens"
+    names = f"{layout} {memory} no_distributed_optimizer no_overlap_grad_reduce"
+    for add in (
+        options_of(JobInput, "Job", "tp_overlap max_tokens_per_rank"),
+        options_in("Job", **STATE),
+        options_of(JobInput, "Job", names),
+    ):
+        command = add(command)
+    return command
+
+
+planner_options = options_of(
+    JobInput,
+    "Planner",
+    "search cp_comm_type state_exchange static_cp_size",
+    exchange=f"{CP_COMM_TYPE}; with --gpus auto or p2p, whichever is faster",
+)
+"""Adds the options of the planner."""
+
+POOL = {
+    "noise_margin": option(
+        "By which ticks of a pool last longer than planned: every layer waits for the slowest of all servers, at "
+        "2% jitter 4% longer with 64 of them.",
+        float,
+        NOISE_MARGIN,
+        metavar="SHARE",
+    ),
+    "no_ping_pong": option(
+        "Compute layers in a pool whole, not in two nano-batches of which one travels while the other computes.", bool
+    ),
+}
+"""Options of commands that plan pools."""
+
+
+def policy_option(help: str, default: str = DEFAULT_POLICIES) -> Any:
+    """Return --policy of several names."""
+    return option(help, default=default, metavar="NAME,..")
+
+
+_PARTS = " and ".join(f"1/{divisor}" for divisor in LIMIT_DIVISORS[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepInput(RunInput):
+    """What a sweep searches; None: all that makes sense."""
+
+    gpus: int = option("Number of GPUs of the job.", int, required=True)
+    tp: tuple[int, ...] | None = option(
+        "Tensor-parallel sizes to try. [default: powers of two inside a node]", Numbers()
+    )
+    pp: tuple[int, ...] | None = option(
+        "Numbers of pipeline stages to try. [default: powers of two up to the layers]", Numbers()
+    )
+    vpp: tuple[int, ...] | None = option(
+        f"Numbers of model chunks per stage to try. [default: those of 1 to {MAX_VP_SIZE} that are whole layers]",
+        Numbers(),
+    )
+    ep: tuple[int, ...] | None = option(
+        "Numbers of ranks that share experts to try. [default: powers of two that divide the experts]", Numbers()
+    )
+    recompute: str = option(
+        "What the backward pass may recompute to save memory; block: the first layers of every model chunk, as "
+        "few as hold a limit.",
+        default=",".join(RECOMPUTED),
+        metavar="MODE,..",
+    )
+    max_tokens_per_rank: tuple[int, ...] | None = option(
+        f"Token limits to try. [default: what memory holds, {_PARTS} of it]", Numbers()
+    )
+    policy: str = policy_option("Policies to compare, comma-separated, each at its own fastest setting.")
+    jobs: int | None = option("Number of processes. [default: one per CPU]", int)
+
+    @property
+    def space(self) -> Space:
+        """What is searched."""
+        from dynamic_cp.decide.sweep import Space
+
+        return Space(
+            num_gpus=self.gpus,
+            ranks_per_node=self.ranks_per_node,
+            tp_sizes=self.tp,
+            pp_sizes=self.pp,
+            vp_sizes=self.vpp,
+            ep_sizes=self.ep,
+            limits=self.max_tokens_per_rank,
+            recompute=tuple(word.strip() for word in self.recompute.split(",")),
+            loss_chunk_tokens=self.loss_chunk_tokens,
+            exchanges=self.exchanges,
+        )
+
+
+def why_local(model: str, hardware: str) -> str | None:
+    """Return why a model, by name or file, trains with local layers; None: it trains with TransformerEngine's."""
+    if is_of_local_layers(hardware):
+        return f"hardware {hardware}"
+    return LayerFeatures.of(catalog.load_model(model), catalog.load_architecture(model)).why_local
+
+
+def trained_hardware(model: str, hardware: str) -> str:
+    """Return the bundled hardware of the layers that a model trains with, and say so where it is another; or a file."""
+    why = why_local(model, hardware)
+    name = hardware_of_layers(hardware, is_local=why is not None)
+    if name != hardware:
+        click.echo(f"dynamic-cp: {model} trains with local layers ({why}): --hardware {name} is taken", err=True)
+    return name
+
+
+def load_model(name: str, hardware: str, expert_imbalance: float | None, mtp_num_layers: int | None) -> ModelShape:
+    """Return a model by name or file as it trains, with the imbalance of its experts and the modules that are given."""
+    model = catalog.load_model(name)
+    if model.experts is not None and why_local(name, hardware) is not None:
+        model = replace(model, experts=replace(model.experts, grouped=False))
+    if mtp_num_layers is not None:
+        try:
+            model = replace(model, mtp_num_layers=mtp_num_layers)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"--mtp-num-layers {mtp_num_layers}: {error}", **error.details) from error
+    if expert_imbalance is None:
+        return model
+    if model.experts is None:
+        raise InvalidInputError(f"--expert-imbalance is {expert_imbalance}, {name} has no experts: leave it out")
+    return replace(model, experts=replace(model.experts, imbalance=expert_imbalance))
+
+
+def check_name(name: str | None) -> None:
+    """Refuse a --name of hardware that tables cannot show; None is none given."""
+    if name is not None and not (name.strip() and name.isprintable()):
+        raise InvalidInputError(f"--name is {name!r}, which no table can show: give it a name")
+
+
+def exchanges_tried(
+    cp_comm_type: str | None, model: ModelShape, state_exchange: StateExchangeUse
+) -> tuple[tuple[CpCommType, ...], ...]:
+    """Return the sets of exchanges that a sweep tries for a value of --cp-comm-type; None: all it has.
+
+    `auto` is what it is in a run of `model`, whose memory has to hold what any of them keeps.
+    """
+    allowed = allowed_exchanges(cp_comm_type or AUTO, model, state_exchange=state_exchange)
+    return (allowed, *EXCHANGES[1:]) if cp_comm_type is None else (allowed,)

@@ -5,27 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from dynamic_cp.decide.cli.parameters import (
-    BatchInput,
-    Command,
-    JobInput,
-    batch_options,
-    job_of,
-    job_options,
-    json_option,
-    noise_margin_option,
-    one_option,
-    options_in,
-    output_option,
-    ping_pong_option,
-    planner_options,
-    said_of,
-    taken,
-)
+from dynamic_cp.decide.cli.options import json_option, option, options_in, output_option, subcommand, taken
+from dynamic_cp.decide.cli.parameters import POOL, BatchInput, JobInput, batch_options, job_options, planner_options
 from dynamic_cp.decide.cli.tables import Progress, can_draw, console, heading, note, percent, progress, seconds
-from dynamic_cp.decide.cli.tuned import searched, shared_of, space_of, why_fastest
+from dynamic_cp.decide.cli.tuned import searched, why_fastest
 from dynamic_cp.decide.files import STDOUT, check_apart, check_writable, write_json, write_text
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError, did_you_mean
 from dynamic_cp.types import Hardware, Plan, PlannedBatch, PoolUse, Problem, counted
@@ -39,34 +22,29 @@ _SHOWN_LINES = 8
 """Micro-batches that the terminal shows."""
 
 
-@click.command(
+@subcommand(
     "plan",
-    cls=Command,
-    epilog="""\b
-Examples:
+    """
   dynamic-cp plan --lengths lengths.npy --gpus 16
   dynamic-cp plan --lengths github --global-batch-size 512 --lanes 64 --tp 2 --recompute full --bound
   dynamic-cp plan --lengths lengths.txt --lanes 4 --tp 4 --max-tokens-per-rank 8192 --output plan.json
 """,
 )
-@batch_options(several=False)
-@job_options()
+@batch_options()
+@job_options
 @options_in(
     "Planner",
-    one_option(
-        "--policy",
+    policy=option(
+        "Policy to plan with: dynamic, or for comparison static, balanced or megatron-dev; with a pipeline also "
+        "pool (servers of all stages compute attention) and with-pool (dynamic, or a pool where it is faster).",
         default="dynamic",
         metavar="NAME",
-        show_default=True,
-        help="Policy to plan with: dynamic, or for comparison static, balanced or megatron-dev; with a pipeline also "
-        "pool (servers of all stages compute attention) and with-pool (dynamic, or a pool where it is faster).",
     ),
-    noise_margin_option(),
-    ping_pong_option(),
-    one_option("--bound", is_flag=True, help="Also give a lower bound on the time of all plans, and time / bound."),
+    **POOL,
+    bound=option("Also give a lower bound on the time of all plans, and time / bound.", bool),
 )
 @planner_options
-@output_option(False, "Write the plan alone, for `dynamic-cp check` and for ranks.", "FILE.json")
+@output_option("Write the plan alone, for `dynamic-cp check` and for ranks.", "FILE.json")
 @json_option
 def command(
     policy: str,
@@ -86,7 +64,7 @@ def command(
     check_writable(output)
     check_writable(json)
     check_apart(output=output, json=json)
-    batch, job = taken(given, BatchInput), job_of(given)
+    batch, job = taken(given, BatchInput), JobInput.of(given)
     with progress("planning") as steps:
         steps(0, 3, "lengths")
         from dynamic_cp.search.search import POLICIES
@@ -133,8 +111,8 @@ def _plan(
     if job.gpus is None:
         topology, options, limit_from_memory = job.topology, job.options, job.limit_from_memory
     else:
-        shared = shared_of(job, batch, batches)
-        found = searched(space_of(job), shared, (policy,), steps)
+        shared = job.shared_by_settings(batch, batches)
+        found = searched(job.space, shared, (policy,), steps)
         setting = found.best[policy].setting
         model = replace(model, pipeline_layers=setting.pipeline_layers)
         topology, options, limit_from_memory = setting.topology, shared.options_of(setting), False
@@ -183,7 +161,7 @@ def _inputs(batch: BatchInput, job: JobInput, problem: Problem) -> dict[str, Any
         "hardware": job.hardware_name,
         **job_to_dict(problem.topology, problem.options, problem.model),
         **batch.as_dict(),
-        **said_of(job.data_parallel),
+        **job.said_of_data_parallel,
         "gpus": job.gpus,
         "tp_overlap": job.tp_overlap,
     }

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
+from dynamic_cp.decide.cli.options import json_option, options_in, subcommand, taken
 from dynamic_cp.decide.cli.parameters import (
+    POOL,
     BatchInput,
-    Command,
+    JobInput,
     batch_options,
-    data_parallel_of,
-    job_of,
     job_options,
-    json_option,
-    noise_margin_option,
-    one_option,
-    options_in,
-    ping_pong_option,
     planner_options,
-    said_of,
-    taken,
+    policy_option,
 )
 from dynamic_cp.decide.cli.tables import console, progress
-from dynamic_cp.decide.cli.tuned import searched, shared_of, space_of
+from dynamic_cp.decide.cli.tuned import searched
 from dynamic_cp.decide.files import STDOUT, check_writable, write_json
 from dynamic_cp.types import NOISE_MARGIN
 
@@ -31,35 +23,26 @@ if TYPE_CHECKING:
     from dynamic_cp.decide.comparison import Comparison
 
 DEFAULT_BATCHES = 8
-DEFAULT_POLICIES = "dynamic,static,balanced,megatron-dev"
 
 
-def policy_option(help: str, default: str = DEFAULT_POLICIES) -> Any:
-    """Return --policy of several names."""
-    return one_option("--policy", default=default, show_default=True, metavar="NAME,..", help=help)
-
-
-@click.command(
+@subcommand(
     "simulate",
-    cls=Command,
-    epilog="""\b
-Examples:
+    """
   dynamic-cp simulate --lengths github --global-batch-size 256 --gpus 64
   dynamic-cp simulate --lengths lengths.npy --global-batch-size 512 --lanes 8 --pp 4 --batches 16
   dynamic-cp simulate --lengths github --global-batch-size 64 --lanes 16 --tp 2 \\
       --policy dynamic,balanced,megatron-dev --json comparison.json
 """,
 )
-@batch_options(several=True, default_batches=DEFAULT_BATCHES)
-@job_options()
+@batch_options(default_batches=DEFAULT_BATCHES)
+@job_options
 @options_in(
     "Planner",
-    policy_option(
+    policy=policy_option(
         "Policies to compare, comma-separated; also, with attention as tasks of servers of all stages, pool and "
         "with-pool."
     ),
-    noise_margin_option(),
-    ping_pong_option(),
+    **POOL,
 )
 @planner_options
 @json_option
@@ -73,15 +56,15 @@ def command(policy: str, noise_margin: float, no_ping_pong: bool, json: str | No
     --static-cp-size sets another.
     """
     check_writable(json)
-    comparison, batch = compared(policy, given, noise_margin=noise_margin, ping_pong=not no_ping_pong)
+    comparison, batch, job = compared(policy, given, noise_margin=noise_margin, ping_pong=not no_ping_pong)
     if json:
         from dynamic_cp.decide.comparison import to_dict
 
         settings = {
-            **said_of(data_parallel_of(given)),
-            "max_tokens_per_rank": given["max_tokens_per_rank"],
-            "gpus": given["gpus"],
-            "tp_overlap": given["tp_overlap"],
+            **job.said_of_data_parallel,
+            "max_tokens_per_rank": job.max_tokens_per_rank,
+            "gpus": job.gpus,
+            "tp_overlap": job.tp_overlap,
         }
         write_json(json, to_dict(comparison, {**batch.as_dict(), **settings}))
     if json != STDOUT:
@@ -104,7 +87,7 @@ def compared(
     noise_margin: float = NOISE_MARGIN,
     ping_pong: bool = True,
     with_verdict: bool = True,
-) -> tuple[Comparison, BatchInput]:
+) -> tuple[Comparison, BatchInput, JobInput]:
     """Return the comparison that the options ask for, and the options of its batches; shows progress.
 
     Args:
@@ -115,14 +98,14 @@ def compared(
 
     names = policies_in(policy)
     tasks = TaskOptions(noise_margin=noise_margin, ping_pong=ping_pong)
-    batch, job = taken(given, BatchInput), job_of(given)
+    batch, job = taken(given, BatchInput), JobInput.of(given)
     job.check()
     with progress("comparing") as steps:
         steps(0, 1, "lengths")
         batches = batch.draw(DEFAULT_BATCHES)
         if job.gpus is not None:
-            shared = shared_of(job, batch, batches)
-            found = searched(space_of(job), shared, names, steps, with_other_prices=with_verdict)
+            shared = job.shared_by_settings(batch, batches)
+            found = searched(job.space, shared, names, steps, with_other_prices=with_verdict)
             comparison = compare_settings(
                 shared,
                 found.settings,
@@ -131,7 +114,7 @@ def compared(
                 other_prices=found.other_prices,
                 progress=steps,
             )
-            return comparison, batch
+            return comparison, batch, job
         comparison = compare_policies(
             batches,
             topology=job.topology,
@@ -146,4 +129,4 @@ def compared(
             task_options=tasks,
             progress=steps,
         )
-    return comparison, batch
+    return comparison, batch, job

@@ -6,41 +6,14 @@ import shlex
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from dynamic_cp.decide.cli.parameters import (
-    LOSS_CHUNK,
-    MODEL_AND_HARDWARE,
-    NO_DISTRIBUTED_OPTIMIZER,
-    NO_OVERLAP_GRAD_REDUCE,
-    OF_MODEL,
-    RANKS_PER_NODE,
-    SEARCH,
-    STATE,
-    STATE_EXCHANGE,
-    TP_OVERLAP,
-    BatchInput,
-    Command,
-    batch_options,
-    check_state_exchange,
-    data_parallel_of,
-    exchange_option,
-    json_option,
-    load_model,
-    one_option,
-    options_in,
-    said_of,
-    taken,
-    trained_hardware,
-)
-from dynamic_cp.decide.cli.simulate import policies_in, policy_option
+from dynamic_cp.decide.cli.options import json_option, options_in, options_of, subcommand, taken
+from dynamic_cp.decide.cli.parameters import STATE, BatchInput, SweepInput, batch_options
+from dynamic_cp.decide.cli.simulate import policies_in
 from dynamic_cp.decide.cli.tables import console, progress
-from dynamic_cp.decide.cli.tuned import check_memory_is_known, exchanges_tried, searched
+from dynamic_cp.decide.cli.tuned import searched
 from dynamic_cp.decide.files import STDOUT, check_writable, write_json
-from dynamic_cp.decide.tried import LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models import catalog
-from dynamic_cp.types import Hardware, ModelShape
 
 if TYPE_CHECKING:
     from dynamic_cp.decide.comparison import Comparison
@@ -52,91 +25,33 @@ DEFAULT_BATCHES = 4
 _LINE = 92
 _CHANGED_HARDWARE = "hardware.json"
 """What the trainer reads in place of --set."""
-_PARTS = " and ".join(f"1/{divisor}" for divisor in LIMIT_DIVISORS[1:])
 
 
-class Numbers(click.ParamType[tuple[int, ...]]):
-    """Whole numbers with commas between."""
-
-    name = "N,.."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Return the numbers."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(dict.fromkeys(int(word) for word in value.split(",")))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of whole numbers such as 1,2,4", param, ctx)
-        if min(numbers) < 1 and param is not None:
-            raise InvalidInputError(f"{param.opts[0]} is {min(numbers)}, at least 1 is needed: change it")
-        return numbers
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return what --help shows."""
-        return self.name
-
-
-@click.command(
+@subcommand(
     "sweep",
-    cls=Command,
-    epilog="""\b
-Examples:
+    """
   dynamic-cp sweep --lengths github --global-batch-size 512 --gpus 64
   dynamic-cp sweep --lengths lengths.npy --gpus 16 --model llama-2-13b --tp 2,4 --pp 1,2,4
   dynamic-cp sweep --lengths github --global-batch-size 512 --gpus 64 --policy balanced   # without dynamic CP
 """,
 )
-@batch_options(several=True, default_batches=DEFAULT_BATCHES, with_mask=False)
-@options_in(
+@batch_options(default_batches=DEFAULT_BATCHES, with_mask=False)
+@options_of(
+    SweepInput,
     "Job",
-    one_option("--gpus", required=True, type=int, metavar="N", help="Number of GPUs of the job."),
-    *MODEL_AND_HARDWARE,
-    *OF_MODEL,
-    RANKS_PER_NODE,
-    NO_DISTRIBUTED_OPTIMIZER,
-    NO_OVERLAP_GRAD_REDUCE,
-    *STATE,
-    TP_OVERLAP,
+    "gpus model hardware settings mtp_num_layers expert_imbalance ranks_per_node no_distributed_optimizer "
+    "no_overlap_grad_reduce",
 )
-@options_in(
+@options_in("Job", **STATE)
+@options_of(SweepInput, "Job", "tp_overlap")
+@options_of(
+    SweepInput,
     "What is tried",
-    one_option("--tp", type=Numbers(), help="Tensor-parallel sizes to try. [default: powers of two inside a node]"),
-    one_option(
-        "--pp", type=Numbers(), help="Numbers of pipeline stages to try. [default: powers of two up to the layers]"
-    ),
-    one_option(
-        "--vpp",
-        type=Numbers(),
-        help=f"Numbers of model chunks per stage to try. [default: those of 1 to {MAX_VP_SIZE} that are whole layers]",
-    ),
-    one_option(
-        "--ep",
-        type=Numbers(),
-        help="Numbers of ranks that share experts to try. [default: powers of two that divide the experts]",
-    ),
-    one_option(
-        "--recompute",
-        default=",".join(RECOMPUTED),
-        show_default=True,
-        metavar="MODE,..",
-        help="What the backward pass may recompute to save memory; block: the first layers of every model chunk, as "
-        "few as hold a limit.",
-    ),
-    LOSS_CHUNK,
-    one_option(
-        "--max-tokens-per-rank",
-        type=Numbers(),
-        help=f"Token limits to try. [default: what memory holds, {_PARTS} of it]",
-    ),
-    exchange_option("auto or p2p, whichever is faster"),
-    STATE_EXCHANGE,
-    policy_option("Policies to compare, comma-separated, each at its own fastest setting."),
-    SEARCH,
-    one_option("--jobs", type=int, metavar="N", help="Number of processes. [default: one per CPU]"),
+    "tp pp vpp ep recompute loss_chunk_tokens max_tokens_per_rank cp_comm_type state_exchange policy search jobs",
+    exchange="auto or p2p, whichever is faster",
 )
 @json_option
-def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given: Any) -> None:
+def command(json: str | None, **given: Any) -> None:
     """Search layouts and limits for a number of GPUs; say which is fastest and whether dynamic CP pays there.
 
     Policies are compared, each at its own fastest setting: the last line has the best static setting, the dynamic one
@@ -144,72 +59,35 @@ def command(json: str | None, gpus: int, jobs: int | None, policy: str, **given:
     the flags to start it. Settings that cannot run are counted, with the reason.
     """
     check_writable(json)
-    if jobs is not None and jobs < 1:
-        raise InvalidInputError(f"--jobs is {jobs}, at least 1 is needed: change it")
-    policies = policies_in(policy)
-    batch = taken(given, BatchInput)
-    model = load_model(given["model"], given["hardware"], given["expert_imbalance"], given["mtp_num_layers"])
-    given["hardware"] = trained_hardware(given["model"], given["hardware"])
-    hardware = catalog.load_hardware(given["hardware"], given["settings"])
-    architecture = catalog.load_architecture(given["model"])
-    check_memory_is_known(hardware)
+    if given["jobs"] is not None and given["jobs"] < 1:
+        raise InvalidInputError(f"--jobs is {given['jobs']}, at least 1 is needed: change it")
+    policies = policies_in(given["policy"])
+    batch, run = taken(given, BatchInput), SweepInput.of(given)
+    architecture = catalog.load_architecture(run.model)
+    run.check_memory_is_known()
     with progress("sweeping") as steps:
         steps(0, 1, "lengths")
         from dynamic_cp.decide.comparison import compare_settings
 
-        space = _space(gpus, model, given)
-        job = _job(batch, model, hardware, given)
-        found = searched(space, job, policies, steps, jobs)
-        names = given["model"], hardware.name if given["settings"] else given["hardware"]
-        settings, other_prices = found.settings, found.other_prices
-        comparison = compare_settings(job, settings, names=names, other_prices=other_prices, progress=steps)
+        space = run.space
+        job = run.shared_by_settings(batch, batch.draw(DEFAULT_BATCHES))
+        found = searched(space, job, policies, steps, run.jobs)
+        names, other_prices = (run.model, run.hardware_name), found.other_prices
+        comparison = compare_settings(job, found.settings, names=names, other_prices=other_prices, progress=steps)
     refusal = _why_no_line(found, job, architecture)
-    flags = [] if refusal else _flags(found.front[0], job, architecture, given)
+    flags = [] if refusal else _flags(found.front[0], job, architecture, run)
     if json:
-        inputs = _inputs(batch, space, job, given) | {"policies": policies}
+        inputs = _inputs(batch, space, job, run) | {"policies": policies}
         write_json(json, _as_dict(found, comparison, inputs, flags, refusal))
     if json != STDOUT:
         from dynamic_cp.decide.cli.comparison_tables import LaunchLine, show_sweep
 
-        notes = _notes(given["model"], job, architecture)
-        line = LaunchLine(flags=flags, refusal=refusal, notes=notes, before=_hardware_command(given))
+        notes = _notes(run.model, job, architecture)
+        line = LaunchLine(flags=flags, refusal=refusal, notes=notes, before=_hardware_command(run))
         show_sweep(found, comparison, batch, line, console())
 
 
-def _space(gpus: int, model: ModelShape, given: dict[str, Any]) -> Space:
-    from dynamic_cp.decide.sweep import Space
-
-    return Space(
-        num_gpus=gpus,
-        ranks_per_node=given["ranks_per_node"],
-        tp_sizes=given["tp"],
-        pp_sizes=given["pp"],
-        vp_sizes=given["vpp"],
-        ep_sizes=given["ep"],
-        limits=given["max_tokens_per_rank"],
-        recompute=tuple(word.strip() for word in given["recompute"].split(",")),
-        loss_chunk_tokens=given["loss_chunk_tokens"],
-        exchanges=exchanges_tried(given["cp_comm_type"], model, given["state_exchange"]),
-    )
-
-
-def _job(batch: BatchInput, model: ModelShape, hardware: Hardware, given: dict[str, Any]) -> SweepJob:
-    from dynamic_cp.decide.sweep import SweepJob
-
-    batches = batch.draw(DEFAULT_BATCHES)
-    return SweepJob(
-        batches=batches,
-        max_seqlen=batch.longest_tokens(batches),
-        model=model,
-        hardware=hardware,
-        search=given["search"],
-        data_parallel=data_parallel_of(given),
-        tp_overlap=given["tp_overlap"],
-        state_exchange=check_state_exchange(given["state_exchange"], model, given["cp_comm_type"]),
-    )
-
-
-def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any]) -> dict[str, Any]:
+def _inputs(batch: BatchInput, space: Space, job: SweepJob, run: SweepInput) -> dict[str, Any]:
     as_given = (
         *("tp", "pp", "vpp", "ep", "expert_imbalance", "mtp_num_layers", "max_tokens_per_rank"),
         *("cp_comm_type", "state_exchange", "model", "hardware"),
@@ -219,13 +97,13 @@ def _inputs(batch: BatchInput, space: Space, job: SweepJob, given: dict[str, Any
         "batches": len(job.batches),
         "gpus": space.num_gpus,
         "ranks_per_node": space.ranks_per_node,
-        **said_of(job.data_parallel),
+        **run.said_of_data_parallel,
         "tp_overlap": job.tp_overlap,
         "search": job.search,
         "recompute": space.recompute,
         "loss_chunk_tokens": space.loss_chunk_tokens,
-        **{name: given[name] for name in as_given},
-        "set": given["settings"],
+        **{name: getattr(run, name) for name in as_given},
+        "set": run.settings,
     }
 
 
@@ -240,7 +118,7 @@ def _why_no_line(found: Sweep, job: SweepJob, architecture: Architecture | None)
     return f"pretrain_gpt.py does not train this model: {reason}" if reason else ""
 
 
-def _flags(point: Point, job: SweepJob, architecture: Architecture | None, given: dict[str, Any]) -> list[str]:
+def _flags(point: Point, job: SweepJob, architecture: Architecture | None, run: SweepInput) -> list[str]:
     """Return the lines of the command that starts `point`."""
     from dynamic_cp.decide.sweep.flags import launch_flags, launcher
 
@@ -248,7 +126,7 @@ def _flags(point: Point, job: SweepJob, architecture: Architecture | None, given
         point.setting,
         model=job.model,
         architecture=architecture,
-        hardware_name=_CHANGED_HARDWARE if given["settings"] else given["hardware"],
+        hardware_name=_CHANGED_HARDWARE if run.settings else run.hardware,
         max_seqlen=job.max_seqlen,
         global_batch_size=len(job.batches[0]),
         options=job.options_of(point.setting),
@@ -258,12 +136,12 @@ def _flags(point: Point, job: SweepJob, architecture: Architecture | None, given
     return [f"{launcher(point.setting)} pretrain_gpt.py", *lines]
 
 
-def _hardware_command(given: dict[str, Any]) -> str:
+def _hardware_command(run: SweepInput) -> str:
     """Return the command that writes the hardware file which the launch line names; nothing without --set."""
-    if not given["settings"]:
+    if not run.settings:
         return ""
-    changes = " ".join(f"--set {shlex.quote(one)}" for one in given["settings"])
-    return f"dynamic-cp hardware {shlex.quote(given['hardware'])} {changes} --output {_CHANGED_HARDWARE}"
+    changes = " ".join(f"--set {shlex.quote(one)}" for one in run.settings)
+    return f"dynamic-cp hardware {shlex.quote(run.hardware)} {changes} --output {_CHANGED_HARDWARE}"
 
 
 def _wrapped(flags: tuple[str, ...]) -> list[str]:

@@ -4,94 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from dynamic_cp.decide.cli.parameters import BatchInput, JobInput
 from dynamic_cp.decide.cli.tables import Progress
-from dynamic_cp.decide.tried import EXCHANGES, RECOMPUTED
-from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types import (
-    AUTO,
-    CpCommType,
-    Hardware,
-    ModelShape,
     Sample,
-    StateExchangeUse,
-    allowed_exchanges,
 )
 
 if TYPE_CHECKING:
     from dynamic_cp.decide.sweep import Found, Space, Sweep, SweepJob
 
 Batches = tuple[tuple[Sample, ...], ...]
-
-
-def check_memory_is_known(hardware: Hardware) -> None:
-    """Refuse hardware that does not say what fits.
-
-    Raises:
-        InvalidInputError: it has no hbm_bytes.
-    """
-    if not hardware.hbm_bytes:
-        raise InvalidInputError(
-            f"hardware {hardware.name!r} gives no hbm_bytes, so nothing says what fits: use another --hardware, or "
-            "simulate with --lanes and --max-tokens-per-rank"
-        )
-
-
-def exchanges_tried(
-    cp_comm_type: str | None, model: ModelShape, state_exchange: StateExchangeUse
-) -> tuple[tuple[CpCommType, ...], ...]:
-    """Return the sets of exchanges that a sweep tries for a value of --cp-comm-type; None: all it has.
-
-    `auto` is what it is in a run of `model`, whose memory has to hold what any of them keeps.
-    """
-    allowed = allowed_exchanges(cp_comm_type or AUTO, model, state_exchange=state_exchange)
-    return (allowed, *EXCHANGES[1:]) if cp_comm_type is None else (allowed,)
-
-
-def space_of(job: JobInput) -> Space:
-    """Return what --gpus searches: all that the other options leave open."""
-    from dynamic_cp.decide.sweep import Space
-
-    def alone(value: Any) -> Any:
-        return None if value is None else (value,)
-
-    assert job.gpus is not None
-    recompute = "block" if job.recompute_method == "block" else job.recompute
-    return Space(
-        num_gpus=job.gpus,
-        ranks_per_node=job.ranks_per_node,
-        tp_sizes=alone(job.tp),
-        pp_sizes=alone(job.pp),
-        vp_sizes=alone(job.vpp),
-        ep_sizes=alone(job.ep),
-        limits=None if job.limit_from_memory else alone(job.max_tokens_per_rank),
-        recompute=alone(recompute) or RECOMPUTED,
-        recompute_num_layers=job.recompute_num_layers,
-        loss_chunk_tokens=job.loss_chunk_tokens,
-        exchanges=exchanges_tried(job.cp_comm_type, job.model_shape, job.states),
-        static_cp_size=job.static_cp_size,
-    )
-
-
-def shared_of(job: JobInput, batch: BatchInput, batches: Batches) -> SweepJob:
-    """Return what all settings share that --gpus searches."""
-    from dynamic_cp.decide.sweep import SweepJob
-
-    check_memory_is_known(job.hardware_values)
-    return SweepJob(
-        batches=batches,
-        max_seqlen=batch.longest_tokens(batches),
-        model=job.model_shape,
-        hardware=job.hardware_values,
-        search=job.effort,
-        state_exchange=job.states,
-        data_parallel=job.data_parallel,
-        tp_overlap=job.tp_overlap,
-    )
 
 
 def searched(

@@ -12,7 +12,8 @@ from typing import Any
 
 import click
 
-from dynamic_cp.decide.cli.parameters import SET, Command, Names, one_option, options_in
+from dynamic_cp.decide.cli.options import Names, option, options_in, subcommand
+from dynamic_cp.decide.cli.parameters import SET
 from dynamic_cp.decide.files import write_json, write_text
 from dynamic_cp.decide.first_day.day import SMALL_MODEL, Day
 from dynamic_cp.decide.first_day.page import page_of
@@ -32,11 +33,9 @@ _HARDWARE = {"H200": "h200", "A100-SXM4-40GB": "a100-40gb", "A100-PCIE-40GB": "a
 """Part of a GPU's name -> the bundled file that is nearest; h100 for others."""
 
 
-@click.command(
+@subcommand(
     "first-day",
-    cls=Command,
-    epilog="""\b
-Examples:
+    """
   dynamic-cp first-day --output runs/first-day           # all GPUs of this node; without one, CPU ranks
   dynamic-cp first-day --output runs/first-day --again calibration
 Then: train with --dynamic-cp-hardware runs/first-day/hardware.json
@@ -44,50 +43,37 @@ Then: train with --dynamic-cp-hardware runs/first-day/hardware.json
 )
 @options_in(
     "Job",
-    one_option(
-        "--model",
-        type=Names("NAME|FILE", catalog.model_names),
-        help="Model, of which as many layers are trained as memory holds: a bundled name or a file. "
+    model=option(
+        "Model, of which as many layers are trained as memory holds: a bundled name or a file. "
         "[default: llama-3-8b, a small one on CPU ranks]",
+        Names("NAME|FILE", catalog.model_names),
     ),
-    one_option(
-        "--ranks",
-        type=click.IntRange(1),
-        metavar="N",
-        show_default="its GPUs, or up to 4 CPU ranks",
-        help="Number of ranks on this node.",
-    ),
-    one_option(
-        "--tp",
-        type=click.IntRange(1),
-        metavar="N",
-        show_default="2 on 4 GPUs and more, else 1",
-        help="Tensor-parallel size of all parts.",
-    ),
-    one_option(
-        "--hardware",
-        type=Names("NAME|FILE", catalog.hardware_names),
-        help="Hardware to start from. [default: the bundled one that is nearest; if its memory is another, --set "
+    ranks=option("Number of ranks on this node.", click.IntRange(1), show_default="its GPUs, or up to 4 CPU ranks"),
+    tp=option("Tensor-parallel size of all parts.", click.IntRange(1), show_default="2 on 4 GPUs and more, else 1"),
+    hardware=option(
+        "Hardware to start from. [default: the bundled one that is nearest; if its memory is another, --set "
         "hbm_bytes=48GB]",
+        Names("NAME|FILE", catalog.hardware_names),
     ),
-    SET,
-    one_option(
-        "--max-tokens",
-        type=click.IntRange(512),
-        metavar="N",
+    settings=SET,
+    max_tokens=option(
+        "Limit of padded tokens of a rank in one micro-batch.",
+        click.IntRange(512),
         show_default="8192, or 1024 on CPU ranks",
-        help="Limit of padded tokens of a rank in one micro-batch.",
     ),
-    one_option("--quick", is_flag=True, help="Calibrate with less and for a shorter time, and train fewer steps."),
+    quick=option("Calibrate with less and for a shorter time, and train fewer steps.", bool),
 )
 @options_in(
     "Parts",
-    one_option("--output", required=True, metavar="DIR", help="Folder of the page, the hardware file, logs and dumps."),
-    one_option("--again", type=click.Choice(tuple(PARTS)), multiple=True,
-               help="Part to run again, though it ended well; may be given several times."),
-    one_option("--timeout", type=click.FloatRange(min=0, min_open=True), default=20.0, show_default=True,
-               metavar="MINUTES", help="Time after which a part is ended and has failed."),
-)  # fmt: skip
+    output=option("Folder of the page, the hardware file, logs and dumps.", required=True, metavar="DIR"),
+    again=option("Part to run again, though it ended well; may be given several times.", tuple(PARTS), multiple=True),
+    timeout=option(
+        "Time after which a part is ended and has failed.",
+        click.FloatRange(min=0, min_open=True),
+        20.0,
+        metavar="MINUTES",
+    ),
+)
 def command(output: str, again: tuple[str, ...], timeout: float, **given: Any) -> None:
     """Show in an hour what this node does: check the installation, compare kernels and exchanges with float64,
     calibrate, train the same samples with static and with dynamic CP, and write one page.

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from dynamic_cp.decide.cli.parameters import SET, Command, Names, check_name, one_option, options_in
+from dynamic_cp.decide.cli.options import Names, option, options_in, subcommand
+from dynamic_cp.decide.cli.parameters import SET, check_name
 from dynamic_cp.decide.files import check_suffix, check_writable
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import catalog
@@ -16,12 +17,9 @@ from dynamic_cp.models import catalog
 DEVICES = ("auto", "cuda", "cpu")
 
 
-@click.command(
+@subcommand(
     "profile",
-    cls=Command,
-    short_help="Measure this device and write a hardware file.",
-    epilog="""\b
-Examples:
+    """
   dynamic-cp profile --model llama-3-8b --tp 2 --hardware h100 --output measured.json --plot measured.svg
   torchrun --local-addr localhost --nproc-per-node 8 -m megatron.decide.calibration --model llama-3-8b \\
     --hardware h100 --output node.json
@@ -30,55 +28,39 @@ Then: dynamic-cp simulate --hardware measured.json ..., or train with --dynamic-
 )
 @options_in(
     "What is measured",
-    one_option(
-        "--model",
+    model=option(
+        "Model: a bundled name, a Hugging Face config.json, or a file like those of dynamic_cp/data/models.",
+        Names("NAME|FILE", catalog.model_names),
         required=True,
-        type=Names("NAME|FILE", catalog.model_names),
-        help="Model: a bundled name, a Hugging Face config.json, or a file like those of dynamic_cp/data/models.",
     ),
-    one_option(
-        "--tp",
-        type=click.IntRange(1),
-        default=1,
-        show_default=True,
-        metavar="N",
-        help="Tensor-parallel size: a rank is measured with 1/N of heads, MLP and vocabulary.",
+    tp=option("Tensor-parallel size: a rank is measured with 1/N of heads, MLP and vocabulary.", click.IntRange(1), 1),
+    device=option("Device to measure; auto: a GPU where there is one.", DEVICES, "auto"),
+    dtype=option(
+        "Type of weights and activations; auto: bf16 on a GPU, fp32 on a CPU.", ("auto", "bf16", "fp32"), "auto"
     ),
-    one_option(
-        "--device",
-        type=click.Choice(DEVICES),
-        default="auto",
-        show_default=True,
-        help="Device to measure; auto: a GPU where there is one.",
+    max_tokens=option(
+        "Length of the longest sequence and pack of a rank. [default: 32768 on a GPU, 4096 on a CPU]", int
     ),
-    one_option(
-        "--dtype",
-        type=click.Choice(("auto", "bf16", "fp32")),
-        default="auto",
-        show_default=True,
-        help="Type of weights and activations; auto: bf16 on a GPU, fp32 on a CPU.",
-    ),
-    one_option(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="Length of the longest sequence and pack of a rank. [default: 32768 on a GPU, 4096 on a CPU]",
-    ),
-    one_option("--quick", is_flag=True, help="Measure less, and for a shorter time."),
+    quick=option("Measure less, and for a shorter time.", bool),
 )
 @options_in(
     "Output",
-    one_option("--hardware", required=True, type=Names("NAME|FILE", catalog.hardware_names),
-               help="Hardware to start from: it provides every coefficient that is not measured here."),
-    SET,
-    one_option("--output", required=True, metavar="FILE.json",
-               help="Hardware file to write; FILE.json.measured.json beside it keeps the measurements."),
-    one_option("--name", metavar="NAME", help="Name of the new hardware. [default: the output's file name]"),
-    one_option("--plot", metavar="FILE", help="Picture to draw of measured against fitted numbers (.svg or .png)."),
-    one_option("--resume", is_flag=True, help="Continue with the measurements beside --output, section by section."),
-    one_option("--strict", is_flag=True,
-               help="End with exit status 3 if held-out packs are predicted with a median error above 10%."),
-)  # fmt: skip
+    hardware=option(
+        "Hardware to start from: it provides every coefficient that is not measured here.",
+        Names("NAME|FILE", catalog.hardware_names),
+        required=True,
+    ),
+    settings=SET,
+    output=option(
+        "Hardware file to write; FILE.json.measured.json beside it keeps the measurements.",
+        required=True,
+        metavar="FILE.json",
+    ),
+    name=option("Name of the new hardware. [default: the output's file name]", metavar="NAME"),
+    plot=option("Picture to draw of measured against fitted numbers (.svg or .png).", metavar="FILE"),
+    resume=option("Continue with the measurements beside --output, section by section.", bool),
+    strict=option("End with exit status 3 if held-out packs are predicted with a median error above 10%.", bool),
+)
 def command(**given: Any) -> int:
     """Measure attention, linear layers, rings, edges and links on this device; fit the cost model; check it.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from dynamic_cp.decide.cli.parameters import Argument, Command, one_option, options_in
+from dynamic_cp.decide.cli.options import Argument, Command, option, options_in
 from dynamic_cp.errors import UnsupportedFeatureError
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -55,49 +55,25 @@ Examples:
 @click.argument(
     "folder", cls=Argument, metavar="HF_FOLDER", help="Folder with config.json and safetensors files, as downloaded."
 )
-@options_in(
-    "Output",
-    one_option("--output", required=True, metavar="DIR", help="Folder of checkpoints to write; it must not exist."),
-)
+@options_in("Output", output=option("Folder of checkpoints to write; it must not exist.", required=True, metavar="DIR"))
 @options_in(
     "Model",
-    one_option(
-        "--mtp-num-layers",
-        type=click.IntRange(0),
-        metavar="N",
-        help="Modules that predict further tokens; 1 takes that of Qwen3-Next and Qwen3.5. [default: as config.json "
+    mtp_num_layers=option(
+        "Modules that predict further tokens; 1 takes that of Qwen3-Next and Qwen3.5. [default: as config.json "
         "says by num_nextn_predict_layers, of these none]",
+        click.IntRange(0),
     ),
 )
 @options_in(
     "Layout",
-    one_option(
-        "--tensor-model-parallel-size",
-        "tp_size",
-        type=click.IntRange(1),
-        default=1,
-        show_default=True,
-        metavar="N",
-        help="TP of the run: refused if it does not divide the model. Any layout loads the checkpoint.",
+    tp_size=option(
+        "TP of the run: refused if it does not divide the model. Any layout loads the checkpoint.",
+        click.IntRange(1),
+        1,
+        flag="--tensor-model-parallel-size",
     ),
-    one_option(
-        "--pipeline-model-parallel-size",
-        "pp_size",
-        type=click.IntRange(1),
-        default=1,
-        show_default=True,
-        metavar="N",
-        help="PP of the run: the same.",
-    ),
-    one_option(
-        "--expert-model-parallel-size",
-        "ep_size",
-        type=click.IntRange(1),
-        default=1,
-        show_default=True,
-        metavar="N",
-        help="EP of the run: the same.",
-    ),
+    pp_size=option("PP of the run: the same.", click.IntRange(1), 1, flag="--pipeline-model-parallel-size"),
+    ep_size=option("EP of the run: the same.", click.IntRange(1), 1, flag="--expert-model-parallel-size"),
 )
 def import_(folder: str, output: str, **model_and_layout: Any) -> None:
     """Write a checkpoint with the weights of HF_FOLDER, and the flags of its model beside it.
@@ -128,35 +104,24 @@ Examples:
 )
 @options_in(
     "Output",
-    one_option("--output", required=True, metavar="HF_FOLDER", help="Folder to write; it must not exist."),
-    one_option(
-        "--max-shard-size",
-        "max_shard_bytes",
-        type=NumBytes(),
-        default="5GB",
-        show_default=True,
-        help="Largest file of weights; memory holds one tensor at a time.",
+    output=option("Folder to write; it must not exist.", required=True, metavar="HF_FOLDER"),
+    max_shard_bytes=option(
+        "Largest file of weights; memory holds one tensor at a time.", NumBytes(), "5GB", flag="--max-shard-size"
     ),
-    one_option(
-        "--adapter",
-        is_flag=True,
-        help="The adapters of a run with --lora-rank alone, as peft loads them. [default: merged into the weights]",
+    adapter=option(
+        "The adapters of a run with --lora-rank alone, as peft loads them. [default: merged into the weights]", bool
     ),
 )
 @options_in(
     "Model",
-    one_option(
-        "--like",
-        metavar="HF_FOLDER",
-        help="Folder whose config.json and tokenizer are taken over, such as the one that was imported; the "
+    like=option(
+        "Folder whose config.json and tokenizer are taken over, such as the one that was imported; the "
         "config.json must describe the checkpoint. [default: a config.json from the flags in the checkpoint, and no "
         "tokenizer]",
+        metavar="HF_FOLDER",
     ),
-    one_option(
-        "--vocab-size",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Token ids; rows beyond them are padding. [default: as --like or the checkpoint says]",
+    vocab_size=option(
+        "Token ids; rows beyond them are padding. [default: as --like or the checkpoint says]", click.IntRange(1)
     ),
 )
 def export(

@@ -20,9 +20,8 @@ import pytest
 
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.cli.app import group
+from dynamic_cp.decide.cli.parameters import exchanges_tried, trained_hardware
 from dynamic_cp.decide.cli.parameters import load_model as load_as_trained
-from dynamic_cp.decide.cli.parameters import trained_hardware
-from dynamic_cp.decide.cli.tuned import exchanges_tried
 from dynamic_cp.decide.comparison import speedup_of
 from dynamic_cp.decide.sweep import (
     Point,
