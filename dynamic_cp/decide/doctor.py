@@ -13,17 +13,15 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ENTRY_POINT_GROUP = "dynamic_cp.doctor"
 State = Literal["ok", "note", "broken"]
 _GPU_QUERY_TIMEOUT_S = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Check(NamedTuple):
     """One finding.
 
     Attributes:
@@ -83,10 +81,10 @@ def other_checks() -> tuple[Check, ...]:
         except ImportError as error:
             found.append(
                 Check(
-                    name=entry.name,
-                    state="note",
-                    detail=f"not checked: {error}",
-                    remedy="for training: pip install 'megatron-dynamic-cp[train]'",
+                    entry.name,
+                    "note",
+                    f"not checked: {error}",
+                    "for training: pip install 'megatron-dynamic-cp[train]'",
                 )
             )
             continue
@@ -140,7 +138,7 @@ def _package(
     remedy = f"pip install '{what}'"
     if version is None:
         detail = f"not installed{': ' + lacks if lacks else ''}"
-        return Check(name=name, state="broken" if needed else "note", detail=detail, remedy=remedy)
+        return Check(name, "broken" if needed else "note", detail, remedy)
     numbers = _numbers(version)
     lacking = None
     if numbers < at_least:
@@ -150,13 +148,13 @@ def _package(
     elif wanted and not _is_in(version, wanted):
         lacking = wanted
     if lacking:
-        return Check(name=name, state="broken", detail=f"{version}, {lacking} is needed", remedy=remedy)
-    return Check(name=name, state="ok", detail=version)
+        return Check(name, "broken", f"{version}, {lacking} is needed", remedy)
+    return Check(name, "ok", version)
 
 
 def _python() -> Check:
     version = platform.python_version()
-    return Check(name="python", state="ok", detail=f"{version}, {platform.system()} {platform.machine()}")
+    return Check("python", "ok", f"{version}, {platform.system()} {platform.machine()}")
 
 
 def _numba() -> Check:
@@ -167,23 +165,19 @@ def _compiled_code() -> Check:
     """Look for the planner's compiled code on disk, without compiling anything."""
     name = "compiled planner"
     if version_of("numba") is None:
-        return Check(name=name, state="note", detail="none without numba")
+        return Check(name, "note", "none without numba")
     from dynamic_cp._jit import _cache_folder, numba
 
     if numba is None:
-        return Check(name=name, state="note", detail="none: numba is disabled", remedy="unset NUMBA_DISABLE_JIT")
+        return Check(name, "note", "none: numba is disabled", "unset NUMBA_DISABLE_JIT")
     folder = _cache_folder()
     if folder is None:
-        return Check(
-            name=name,
-            state="note",
-            detail="no writable folder to keep it: every start compiles again (about 25 s)",
-            remedy="make the package folder or ~/.cache/dynamic-cp writable",
-        )
+        detail = "no writable folder to keep it: every start compiles again (about 25 s)"
+        return Check(name, "note", detail, "make the package folder or ~/.cache/dynamic-cp writable")
     kernels = len(list(folder.rglob("*.nbi")))
     if not kernels:
-        return Check(name=name, state="note", detail="not compiled yet: the first plan takes about 25 s longer")
-    return Check(name=name, state="ok", detail=f"{kernels} functions on disk, loaded in less than a second")
+        return Check(name, "note", "not compiled yet: the first plan takes about 25 s longer")
+    return Check(name, "ok", f"{kernels} functions on disk, loaded in less than a second")
 
 
 def _machine() -> Check:
@@ -194,13 +188,13 @@ def _machine() -> Check:
         memory = f", {int(text.split()[1]) / 1e6:.0f} GB of memory"
     except OSError:
         pass  # not Linux
-    return Check(name="CPU", state="ok", detail=f"{usable} of {os.cpu_count()} cores usable{memory}")
+    return Check("CPU", "ok", f"{usable} of {os.cpu_count()} cores usable{memory}")
 
 
 def _gpus() -> Check:
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return Check(name="GPU", state="ok", detail="none seen (no nvidia-smi); planning needs none")
+        return Check("GPU", "ok", "none seen (no nvidia-smi); planning needs none")
     try:
         done = subprocess.run(
             [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"],
@@ -210,9 +204,9 @@ def _gpus() -> Check:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Check(name="GPU", state="note", detail=f"nvidia-smi failed: {error}", remedy="look at the driver")
+        return Check("GPU", "note", f"nvidia-smi failed: {error}", "look at the driver")
     names = [line.strip() for line in done.stdout.splitlines() if line.strip()]
     if done.returncode or not names:
         reason = " ".join((done.stderr or done.stdout).split())[:120]
-        return Check(name="GPU", state="note", detail=f"nvidia-smi: {reason or 'no GPU'}", remedy="look at the driver")
-    return Check(name="GPU", state="ok", detail=f"{len(names)} x {names[0]}")
+        return Check("GPU", "note", f"nvidia-smi: {reason or 'no GPU'}", "look at the driver")
+    return Check("GPU", "ok", f"{len(names)} x {names[0]}")

@@ -132,11 +132,7 @@ def check_apart(**paths: str | None) -> None:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write `text` to `path` whole or not at all; '-' is stdout.
-
-    Raises:
-        InvalidInputError: it cannot be written.
-    """
+    """Write `text` to `path` whole or not at all; '-' is stdout; InvalidInputError: it cannot be written."""
     if path == STDOUT:
         click.echo(text, nl=False)
     else:

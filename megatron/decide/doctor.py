@@ -33,33 +33,28 @@ def _torch() -> Check:
     numbers = tuple(int(number) for number in torch.__version__.partition("+")[0].split(".")[:2])
     detail = f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}, {torch.cuda.device_count()} devices"
     if numbers < (2, 6):
-        return Check(
-            name="torch works",
-            state="broken",
-            detail=f"{detail}; at least 2.6 is needed",
-            remedy="pip install 'torch>=2.6'",
-        )
+        return Check("torch works", "broken", f"{detail}; at least 2.6 is needed", "pip install 'torch>=2.6'")
     if torch.version.cuda is not None and torch.cuda.device_count() == 0:
         return Check(
-            name="torch works",
-            state="note",
-            detail=f"{detail}; CPU ranks only",
-            remedy="repair the driver, or train with --distributed-backend gloo",
+            "torch works",
+            "note",
+            f"{detail}; CPU ranks only",
+            "repair the driver, or train with --distributed-backend gloo",
         )
-    return Check(name="torch works", state="ok", detail=detail)
+    return Check("torch works", "ok", detail)
 
 
 def _backends() -> Check:
     name = "torch.distributed"
     if not dist.is_available():
-        return Check(name=name, state="broken", detail="not built into this torch", remedy="install another build")
+        return Check(name, "broken", "not built into this torch", "install another build")
     gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
     have = f"gloo {'yes' if gloo else 'no'}, nccl {'yes' if nccl else 'no'}"
     if torch.cuda.device_count() and not nccl:
-        return Check(name=name, state="broken", detail=f"{have}, but there are GPUs", remedy="install a CUDA build")
+        return Check(name, "broken", f"{have}, but there are GPUs", "install a CUDA build")
     if not gloo and not nccl:
-        return Check(name=name, state="broken", detail=have, remedy="install a build with gloo or nccl")
-    return Check(name=name, state="ok", detail=have)
+        return Check(name, "broken", have, "install a build with gloo or nccl")
+    return Check(name, "ok", have)
 
 
 def _megatron_core() -> Check:
@@ -70,50 +65,40 @@ def _megatron_core() -> Check:
         releases.check_engine()
     except UnsupportedFeatureError as error:
         problem, _, remedy = str(error).rpartition(": ")
-        return Check(name=name, state="broken", detail=problem, remedy=remedy)
+        return Check(name, "broken", problem, remedy)
     try:
         # The module with the longest list of needs: it imports what training imports.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what it misses is a check of its own
             import megatron.core.models.gpt as gpt
     except ImportError as error:
-        return Check(
-            name=name,
-            state="broken",
-            detail=f"cannot be imported: {error}",
-            remedy="pip install 'megatron-dynamic-cp[train]'",
-        )
-    return Check(name=name, state="ok", detail=f"{version_of('megatron-core')}, {gpt.__name__} imported")
+        return Check(name, "broken", f"cannot be imported: {error}", "pip install 'megatron-dynamic-cp[train]'")
+    return Check(name, "ok", f"{version_of('megatron-core')}, {gpt.__name__} imported")
 
 
 def _psutil() -> Check:
     if find_spec("psutil") is None:
-        return Check(
-            name="psutil",
-            state="broken",
-            detail="not installed: saving a checkpoint hangs without it",
-            remedy="pip install psutil",
-        )
-    return Check(name="psutil", state="ok", detail=version_of("psutil") or "found")
+        return Check("psutil", "broken", "not installed: saving a checkpoint hangs without it", "pip install psutil")
+    return Check("psutil", "ok", version_of("psutil") or "found")
 
 
 def _apex() -> Check:
     version = releases.engine_version()
     if version and release_of(version) > NEWEST:
         return Check(
-            name="fused kernels",
-            state="note",
-            detail=f"transformer_engine {version}, {untested()}",
-            remedy="a start compares its attention with plain products; pip install 'megatron-dynamic-cp[te]'",
+            "fused kernels",
+            "note",
+            f"transformer_engine {version}, {untested()}",
+            "a start compares its attention with plain products; pip install 'megatron-dynamic-cp[te]'",
         )
     engines = [name for name in ("transformer_engine", "apex") if find_spec(name)]
     if engines:
-        return Check(name="fused kernels", state="ok", detail=" and ".join(engines))
+        return Check("fused kernels", "ok", " and ".join(engines))
     return Check(
-        name="fused kernels",
-        state="note" if torch.cuda.device_count() else "ok",
-        detail="neither TransformerEngine nor apex: attention and optimizer of plain torch",
-        remedy="pip install 'megatron-dynamic-cp[te]'" if torch.cuda.device_count() else "",
+        "fused kernels",
+        "note" if torch.cuda.device_count() else "ok",
+        "neither TransformerEngine nor apex: attention and optimizer of plain torch",
+        "pip install 'megatron-dynamic-cp[te]'" if torch.cuda.device_count() else "",
     )
 
 
@@ -134,10 +119,5 @@ def _store() -> Check:
         reached = store.get("dynamic-cp doctor") == b"reached"
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0][:160]
-        return Check(
-            name="job's store",
-            state="broken",
-            detail=f"{where}: {reason}",
-            remedy="check MASTER_ADDR, MASTER_PORT and the firewall",
-        )
-    return Check(name="job's store", state="ok" if reached else "broken", detail=f"{where} answers")
+        return Check("job's store", "broken", f"{where}: {reason}", "check MASTER_ADDR, MASTER_PORT and the firewall")
+    return Check("job's store", "ok" if reached else "broken", f"{where} answers")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from dynamic_cp import PlanOptions, Sample, Topology, load_hardware, load_model, plan_global_batch
 from dynamic_cp.decide import cli
 from dynamic_cp.decide.calibration.measurements import EXCHANGES, SECTIONS, Measurement, Setup
-from dynamic_cp.decide.first_day.parts import PARTS
+from dynamic_cp.decide.first_day.day import PARTS
 from dynamic_cp.types import ModelShape
 from megatron.dynamic_cp.attention.thd import attention_thd
 from tests.distributed.harness import run_ranks

@@ -13,7 +13,7 @@ and needs no large constant; only waiting for the other lanes of a bucket does. 
 minute or two have about 10 samples on 4 lanes.
 
 Needs `pulp` with the solver HiGHS (`pip install megatron-dynamic-cp[exact]`). The search is limited by counted
-nodes, so its answer does not depend on the clock unless `time_limit_s` is given.
+nodes, so its answer does not depend on the clock.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ def exact_plan(
     padded: bool = True,
     known_s: float = float("inf"),
     max_nodes: int = 200_000,
-    time_limit_s: float | None = None,
 ) -> ExactPlan:
     """Return the plan with the least makespan over a range of numbers of micro-batches.
 
@@ -97,7 +96,6 @@ def exact_plan(
         padded: whether prices and limits are of padded lengths; False only with a cost model that ignores padding.
         known_s: makespan of a plan that is known; only better ones are looked for.
         max_nodes: nodes of the search tree, per number of micro-batches.
-        time_limit_s: seconds per number of micro-batches, as well.
 
     Raises:
         UnsupportedFeatureError: pulp or HiGHS is not installed.
@@ -121,7 +119,7 @@ def exact_plan(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # pulp 3 announces the names of pulp 4
             program = _Program(pulp, samples, cost_model, num_microbatches, allow_empty=allow_empty, padded=padded)
-            found, proven_s, was_cut = program.solve(best_s, max_nodes, time_limit_s)
+            found, proven_s, was_cut = program.solve(best_s, max_nodes)
         bound_s, is_cut = min(bound_s, max(proven_s, below_s[num_microbatches])), is_cut or was_cut
         if found is not None:
             found_s = makespan_ns(found, cost_model) / 1e9
@@ -208,11 +206,11 @@ class _Program:
         self.block_durations = [[self._block_price(row, block) for block in blocks] for row in self.rows]
         self._schedule()
 
-    def solve(self, below_s: float, max_nodes: int, time_limit_s: float | None) -> tuple[Plan | None, float, bool]:
+    def solve(self, below_s: float, max_nodes: int) -> tuple[Plan | None, float, bool]:
         """Return (a plan faster than `below_s` or None, seconds that none beats, whether the search was cut short)."""
         if below_s < float("inf"):
             self.problem += self.makespan <= below_s * (1 - TOLERANCE) / self.unit_s
-        solver = self.pulp.HiGHS(msg=False, gapRel=1e-7, mip_max_nodes=max_nodes, timeLimit=time_limit_s, threads=1)
+        solver = self.pulp.HiGHS(msg=False, gapRel=1e-7, mip_max_nodes=max_nodes, threads=1)
         # One by one: pulp's `solve` ends in a KeyError where the nodes were not enough.
         solver.createAndConfigureSolver(self.problem)
         solver.buildSolverModel(self.problem)

@@ -97,7 +97,8 @@ class _Fit:
         self._overheads()
         for section, fitted in (("buckets", True), ("packs", True), ("held_out", False)):
             if rows := self._rows.of(section):
-                self._compare_buckets(section, rows, fitted=fitted)
+                both = [("both", np.array([_total(one) for one in rows]), self._buckets_s(rows))]
+                self._compared(section, rows, both, fitted=fitted)
         return Calibration(
             hardware=self._hardware(),
             changed=tuple(self._values),
@@ -376,27 +377,24 @@ class _Fit:
 
     # -- shared -----------------------------------------------------------------------------------------------------
 
-    def _compare_buckets(self, section: str, rows: Sequence[Measurement], *, fitted: bool) -> None:
-        points = [
-            Point(measurement=one, direction="both", measured_s=_total(one), predicted_s=predicted)
-            for one, predicted in zip(rows, self._buckets_s(rows).tolist(), strict=True)
-        ]
-        self._points += points
-        self._errors.append(FitError.of(section, points, fitted=fitted))
-
     def _buckets_s(self, rows: Sequence[Measurement]) -> Floats:
         return buckets_s(self._hardware(), self._setup, rows)
 
     def _compare(
         self, name: str, rows: Sequence[Measurement], forward: Floats, backward: Floats, *, fitted: bool = True
     ) -> None:
+        measured = _both(rows)
+        passes = [("forward", measured[0], forward), ("backward", measured[1], backward)]
+        self._compared(name, rows, passes, fitted=fitted)
+
+    def _compared(
+        self, name: str, rows: Sequence[Measurement], passes: Sequence[tuple[str, Floats, Floats]], *, fitted: bool
+    ) -> None:
+        """Keep what was measured of a part and what is predicted, pass by pass; what took no time is none."""
         points = [
-            Point(measurement=one, direction=direction, measured_s=measured, predicted_s=float(predicted))
-            for direction, side, seconds in (
-                ("forward", forward, [one.forward_s for one in rows]),
-                ("backward", backward, [one.backward_s for one in rows]),
-            )
-            for one, predicted, measured in zip(rows, side, seconds, strict=True)
+            Point(measurement=one, direction=direction, measured_s=measured, predicted_s=predicted)
+            for direction, all_measured, all_predicted in passes
+            for one, measured, predicted in zip(rows, all_measured.tolist(), all_predicted.tolist(), strict=True)
             if measured > 0
         ]
         self._points += points
@@ -458,13 +456,8 @@ def _attention_terms(columns: Floats, seconds: Floats) -> Floats:
 def _wire_share(one: Measurement) -> float:
     """Return the bytes that a rank sends over the tensor's, as NCCL counts bus bandwidth."""
     others = (one.cp_size - 1) / one.cp_size
-    shares: dict[str, Callable[[], float]] = {
-        "all_reduce": lambda: 2 * others,
-        "all_gather": lambda: others,
-        "reduce_scatter": lambda: others,
-        "all_to_all": lambda: others,
-    }
-    return shares[one.kind]() if one.kind in shares else 1.0
+    shares = {"all_reduce": 2 * others, "all_gather": others, "reduce_scatter": others, "all_to_all": others}
+    return shares.get(one.kind, 1.0)
 
 
 def _total(one: Measurement) -> float:

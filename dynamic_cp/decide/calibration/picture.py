@@ -20,17 +20,6 @@ if TYPE_CHECKING:
 _HEIGHT_IN = 3.5
 _BAND = 0.1
 _MARKERS = {"forward": "o", "backward": "s", "both": "D"}
-_SERIES = {
-    "linear": 0,
-    "causal": 1,
-    "full": 2,
-    "ring": 3,
-    "edges": 4,
-    "links": 5,
-    "buckets": 6,
-    "packs": 7,
-    "held_out": -1,
-}
 _LABELS = {
     "linear": "layer without attention",
     "causal": "attention, causal",
@@ -42,6 +31,12 @@ _LABELS = {
     "packs": "random packs",
     "held_out": "other packs, a check",
 }
+"""Section -> what the legend calls it; colours go by this order."""
+
+
+def _color(section: str, theme: Theme) -> str:
+    """Return the colour of a section; that of the check stands out."""
+    return theme.ink if section == "held_out" else theme.series_color(list(_LABELS).index(section))
 
 
 def save_picture(path: str, setup: Setup, calibration: Calibration, theme: Theme = LIGHT) -> None:
@@ -84,7 +79,7 @@ def _points(calibration: Calibration, sections: Sequence[str], *, single: bool =
 
 def _draw_curves(panel: Axes, points: Sequence[Point], theme: Theme) -> None:
     for section in sorted({one.measurement.section for one in points}):
-        color = theme.series_color(_SERIES[section])
+        color = _color(section, theme)
         for direction, marker in _MARKERS.items():
             chosen = sorted(
                 (one for one in points if one.measurement.section == section and one.direction == direction),
@@ -115,14 +110,14 @@ def _draw_all(panel: Axes, points: Sequence[Point], theme: Theme) -> None:
     low, high = min(measured) / 1.6, max(measured) * 1.6
     panel.axhspan(100 - 100 * _BAND, 100 + 100 * _BAND, color=theme.band, zorder=0)
     panel.axhline(100, color=theme.muted, linewidth=0.8)
-    for name in _SERIES:
+    for name in _LABELS:
         chosen = [one for one in points if one.measurement.section == name]
         is_check = name == "held_out"
         panel.plot(
             [1e3 * one.measured_s for one in chosen],
             [100 * one.predicted_s / one.measured_s for one in chosen],
             linestyle="none", marker=_MARKERS["both"] if is_check else ".", markersize=5.0 if is_check else 4.0,
-            color=theme.ink if is_check else theme.series_color(_SERIES[name]), zorder=4 if is_check else 3,
+            color=_color(name, theme), zorder=4 if is_check else 3,
             alpha=1.0 if is_check else 0.75,
         )  # fmt: skip
     ratios = np.array([one.predicted_s / one.measured_s for one in points])
@@ -155,15 +150,11 @@ def _add_legend(figure: Figure, calibration: Calibration, theme: Theme) -> None:
             [], [], linestyle="none", marker=marker, color=color, markerfacecolor=face, markersize=4.5, label=label
         )
 
-    present = [name for name in _SERIES if any(one.measurement.section == name for one in calibration.points)]
+    present = {one.measurement.section for one in calibration.points}
     handles = [
-        dot(
-            _LABELS[name],
-            theme.ink if name == "held_out" else theme.series_color(_SERIES[name]),
-            _MARKERS["both"] if name == "held_out" else "o",
-            theme.ink if name == "held_out" else theme.series_color(_SERIES[name]),
-        )
-        for name in present
+        dot(label, _color(name, theme), _MARKERS["both"] if name == "held_out" else "o", _color(name, theme))
+        for name, label in _LABELS.items()
+        if name in present
     ]
     handles += [dot("forward", theme.muted, "o", theme.muted), dot("backward", theme.muted, "s", theme.background)]
     handles.append(Line2D([], [], color=theme.muted, linewidth=1.2, label="cost model"))

@@ -3,10 +3,10 @@
 A subcommand is imported when it runs. Read in this order:
 
 - `app`: finds the subcommands and turns errors into one line
-- options that several share: `flag_names` (a message in the words of a command), `parameters`
+- options: `options` (how they are declared), `parameters` (what several commands share)
 - how things are shown: `tables`, `comparison_tables`
-- commands: `lengths`, `tuned` (every policy at its fastest setting), `plan`, `simulate`, `sweep`, `pages` (report,
-  trace), `inspect` (check, hardware, doctor, completion)
+- commands: `lengths`, `simulate`, `plan`, `sweep`, `pages` (report, trace), `inspect` (check, hardware, doctor,
+  completion)
 """
 
 from dynamic_cp.decide.cli.app import main

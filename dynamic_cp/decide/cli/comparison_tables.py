@@ -94,11 +94,11 @@ def _figures(comparison: Comparison, out: Console) -> Table:
         Column("/bound", lambda one: f"{one.mean('time_over_bound'):.3f}"),
         Column("tok/s/GPU", lambda one: f"{one.mean('tokens_per_s_per_gpu'):.0f}"),
         Column("TFLOP/s/GPU", lambda one: f"{one.mean('tflops_per_gpu'):.0f}", WIDE),
-        Column("micro-batches", _num_microbatches, WIDE),
+        Column("micro-batches", lambda one: f"{one.mean('num_microbatches'):.1f}", WIDE),
         Column("GB", lambda one: f"{gb(one.peak_bytes)}{'' if one.fits_memory else '!'}"),
         Column("limit", lambda one: str(one.max_tokens_per_rank), WIDE),
         Column("plan ms", lambda one: f"{1e3 * (one.mean('plan_s') or 0):.1f}", WIDE),
-        Column("sent GB", _sent_gb, WIDEST),
+        Column("sent GB", lambda one: gb(one.mean("sent_bytes")), WIDEST),
         Column("NIC GB", lambda one: gb(one.mean("sent_across_nodes_bytes")), WIDEST),
     ]
     return table_of(comparison.policies, columns, out, is_bold=is_ours)
@@ -129,16 +129,6 @@ def _settings(comparison: Comparison, out: Console) -> Table:
         Column("fastest at", lambda one: one.setting.words),
     ]
     return table_of(comparison.policies, columns, out, left=2, is_bold=is_ours)
-
-
-def _num_microbatches(one: PolicyOutcome) -> str:
-    number = one.mean("num_microbatches")
-    return "-" if number is None else f"{number:.1f}"
-
-
-def _sent_gb(one: PolicyOutcome) -> str:
-    in_node, across = one.mean("sent_in_node_bytes"), one.mean("sent_across_nodes_bytes")
-    return gb(None if in_node is None or across is None else in_node + across)
 
 
 def _parts(comparison: Comparison, out: Console) -> Table:

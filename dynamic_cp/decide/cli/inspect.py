@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -162,7 +162,7 @@ def doctor(quick: bool, json: str | None) -> None:
             steps(1, 2, "torch and megatron-core")
             checks += other_checks()
     if json:
-        write_json(json, {"schema_version": SCHEMA_VERSION, "checks": [asdict(check) for check in checks]})
+        write_json(json, {"schema_version": SCHEMA_VERSION, "checks": [check._asdict() for check in checks]})
     if json != STDOUT:
         from rich.text import Text
 

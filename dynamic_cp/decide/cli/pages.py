@@ -33,11 +33,7 @@ def check_only_run(ctx: click.Context, allowed: Collection[str]) -> None:
 
 
 def require_batch(ctx: click.Context, given: Mapping[str, Any]) -> None:
-    """Refuse a command without a global batch.
-
-    Raises:
-        click.UsageError: --lengths is missing.
-    """
+    """Refuse a command without a global batch; click.UsageError: --lengths is missing."""
     if given["lengths"] is None:
         raise click.UsageError("Missing option '--lengths' (or '--run DIR' for a training run).", ctx)
 
@@ -148,20 +144,19 @@ def trace(
     comparison, batch, _ = compared(policy, given, with_verdict=False)
     if first_lanes is not None:
         _check_first_lanes(first_lanes, min(one.setting.topology.num_lanes for one in comparison.policies))
+    from dynamic_cp.decide.comparison import PlanOutcome, PoolOutcome
     from dynamic_cp.decide.report.trace import Event, tick_events, trace_events, write_trace
 
     events: list[Event] = []
     first_process = 0
     for one in comparison.policies:
-        timeline, pool = one.batches[0].timeline, one.batches[0].pool
+        batch_outcome = one.batches[0]
         label = one.policy if len(comparison.policies) > 1 else ""
         lanes = None if first_lanes is None else range(first_lanes)
-        if timeline is not None:
-            events += trace_events(timeline, label=label, first_process=first_process, lanes=lanes)
-        elif pool is not None:
-            events += tick_events(pool, label=label, first_process=first_process, lanes=lanes)
-        else:
-            raise InvalidInputError(f"policy {one.policy} has no timeline, only a time: leave it out")
+        if isinstance(batch_outcome, PoolOutcome):
+            events += tick_events(batch_outcome.pool, label=label, first_process=first_process, lanes=lanes)
+        elif isinstance(batch_outcome, PlanOutcome):
+            events += trace_events(batch_outcome.timeline, label=label, first_process=first_process, lanes=lanes)
         first_process += one.setting.topology.pp_size
         if comparison.is_tuned:
             click.echo(f"{one.name} at its own fastest setting: {one.setting.layout}")

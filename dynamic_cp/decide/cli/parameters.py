@@ -367,7 +367,7 @@ class RunInput:
         )
 
     @property
-    def said_of_data_parallel(self) -> dict[str, Any]:
+    def data_parallel_as_dict(self) -> dict[str, Any]:
         """What JSON says of `data_parallel`; of adapters the command has no options."""
         return {name: value for name, value in asdict(self.data_parallel).items() if name != "adapters"}
 
@@ -404,7 +404,7 @@ class RunInput:
                 "--hardware, or simulate with --lanes and --max-tokens-per-rank"
             )
 
-    def shared_by_settings(self, batch: BatchInput, batches: Batches) -> SweepJob:
+    def sweep_job(self, batch: BatchInput, batches: Batches) -> SweepJob:
         """Return what all settings share that are searched."""
         from dynamic_cp.decide.sweep import SweepJob
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from dynamic_cp.decide.cli.options import json_option, option, options_in, output_option, subcommand, taken
 from dynamic_cp.decide.cli.parameters import POOL, BatchInput, JobInput, batch_options, job_options, planner_options
+from dynamic_cp.decide.cli.simulate import searched, why_fastest
 from dynamic_cp.decide.cli.tables import Progress, can_draw, console, heading, note, percent, progress, seconds
-from dynamic_cp.decide.cli.tuned import searched, why_fastest
 from dynamic_cp.decide.files import STDOUT, check_apart, check_writable, write_json, write_text
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError, did_you_mean
 from dynamic_cp.types import Hardware, Plan, PlannedBatch, PoolUse, Problem, counted
@@ -111,7 +111,7 @@ def _plan(
     if job.gpus is None:
         topology, options, limit_from_memory = job.topology, job.options, job.limit_from_memory
     else:
-        shared = job.shared_by_settings(batch, batches)
+        shared = job.sweep_job(batch, batches)
         found = searched(job.space, shared, (policy,), steps)
         setting = found.best[policy].setting
         model = replace(model, pipeline_layers=setting.pipeline_layers)
@@ -161,7 +161,7 @@ def _inputs(batch: BatchInput, job: JobInput, problem: Problem) -> dict[str, Any
         "hardware": job.hardware_name,
         **job_to_dict(problem.topology, problem.options, problem.model),
         **batch.as_dict(),
-        **job.said_of_data_parallel,
+        **job.data_parallel_as_dict,
         "gpus": job.gpus,
         "tp_overlap": job.tp_overlap,
     }

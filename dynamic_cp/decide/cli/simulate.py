@@ -1,8 +1,12 @@
-"""`dynamic-cp simulate`: policies side by side, where the time goes, and whether dynamic CP pays."""
+"""`dynamic-cp simulate`: policies side by side, each at its own fastest setting with --gpus; does dynamic CP pay?"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from dynamic_cp.decide.cli.options import json_option, options_in, subcommand, taken
 from dynamic_cp.decide.cli.parameters import (
@@ -14,13 +18,13 @@ from dynamic_cp.decide.cli.parameters import (
     planner_options,
     policy_option,
 )
-from dynamic_cp.decide.cli.tables import console, progress
-from dynamic_cp.decide.cli.tuned import searched
+from dynamic_cp.decide.cli.tables import Progress, console, progress
 from dynamic_cp.decide.files import STDOUT, check_writable, write_json
-from dynamic_cp.types import NOISE_MARGIN
+from dynamic_cp.types import NOISE_MARGIN, Sample
 
 if TYPE_CHECKING:
     from dynamic_cp.decide.comparison import Comparison
+    from dynamic_cp.decide.sweep import Found, Space, Sweep, SweepJob
 
 DEFAULT_BATCHES = 8
 
@@ -61,7 +65,7 @@ def command(policy: str, noise_margin: float, no_ping_pong: bool, json: str | No
         from dynamic_cp.decide.comparison import to_dict
 
         settings = {
-            **job.said_of_data_parallel,
+            **job.data_parallel_as_dict,
             "max_tokens_per_rank": job.max_tokens_per_rank,
             "gpus": job.gpus,
             "tp_overlap": job.tp_overlap,
@@ -104,7 +108,7 @@ def compared(
         steps(0, 1, "lengths")
         batches = batch.draw(DEFAULT_BATCHES)
         if job.gpus is not None:
-            shared = job.shared_by_settings(batch, batches)
+            shared = job.sweep_job(batch, batches)
             found = searched(job.space, shared, names, steps, with_other_prices=with_verdict)
             comparison = compare_settings(
                 shared,
@@ -130,3 +134,48 @@ def compared(
             progress=steps,
         )
     return comparison, batch, job
+
+
+Batches = tuple[tuple[Sample, ...], ...]
+
+
+def searched(
+    space: Space,
+    shared: SweepJob,
+    policies: Sequence[str],
+    steps: Progress,
+    num_processes: int | None = None,
+    *,
+    with_other_prices: bool = True,
+) -> Sweep:
+    """Return the fastest settings of each of `policies`; warns of a policy that has none.
+
+    Args:
+        num_processes: None = one per CPU.
+        with_other_prices: say what becomes of the gain under them.
+    """
+    from dynamic_cp.decide.sweep import sweep
+
+    found = sweep(
+        space,
+        shared,
+        policies=policies,
+        num_processes=num_processes or len(os.sched_getaffinity(0)),
+        with_other_prices=with_other_prices,
+        progress=steps,
+    )
+    for policy, one in found.policies.items():
+        if one.best is None:
+            reasons = ", ".join(f"{reason} ({number})" for reason, number in one.refused.items())
+            click.echo(f"dynamic-cp: warning: no setting of policy {policy} can run: {reasons}", err=True)
+    return found
+
+
+def why_fastest(found: Found) -> str:
+    """Return why a policy has its setting: what it won against."""
+    assert found.best is not None
+    text = f"fastest of {found.num_planned} settings planned"
+    if found.next_best is None:
+        return text
+    slower = found.next_best.iteration_s / found.best.iteration_s - 1
+    return f"{text}; next layout: {found.next_best.setting.layout}, {slower:+.1%}"

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from dynamic_cp.decide.cli.options import json_option, options_in, options_of, subcommand, taken
 from dynamic_cp.decide.cli.parameters import STATE, BatchInput, SweepInput, batch_options
-from dynamic_cp.decide.cli.simulate import policies_in
+from dynamic_cp.decide.cli.simulate import policies_in, searched
 from dynamic_cp.decide.cli.tables import console, progress
-from dynamic_cp.decide.cli.tuned import searched
 from dynamic_cp.decide.files import STDOUT, check_writable, write_json
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models import catalog
@@ -70,7 +69,7 @@ def command(json: str | None, **given: Any) -> None:
         from dynamic_cp.decide.comparison import compare_settings
 
         space = run.space
-        job = run.shared_by_settings(batch, batch.draw(DEFAULT_BATCHES))
+        job = run.sweep_job(batch, batch.draw(DEFAULT_BATCHES))
         found = searched(space, job, policies, steps, run.jobs)
         names, other_prices = (run.model, run.hardware_name), found.other_prices
         comparison = compare_settings(job, found.settings, names=names, other_prices=other_prices, progress=steps)
@@ -97,7 +96,7 @@ def _inputs(batch: BatchInput, space: Space, job: SweepJob, run: SweepInput) -> 
         "batches": len(job.batches),
         "gpus": space.num_gpus,
         "ranks_per_node": space.ranks_per_node,
-        **run.said_of_data_parallel,
+        **run.data_parallel_as_dict,
         "tp_overlap": job.tp_overlap,
         "search": job.search,
         "recompute": space.recompute,

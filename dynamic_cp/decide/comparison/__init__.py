@@ -21,7 +21,15 @@ from dynamic_cp.decide.comparison.compare import (
     compared_policies,
 )
 from dynamic_cp.decide.comparison.parts import PART_LABELS, TimeParts, time_parts
-from dynamic_cp.decide.comparison.values import BatchOutcome, Comparison, PolicyOutcome, Speedup, speedup_of
+from dynamic_cp.decide.comparison.values import (
+    BatchOutcome,
+    Comparison,
+    PlanOutcome,
+    PolicyOutcome,
+    PoolOutcome,
+    Speedup,
+    speedup_of,
+)
 from dynamic_cp.decide.comparison.verdict import Verdict, verdict_of
 
 __all__ = [
@@ -30,7 +38,9 @@ __all__ = [
     "SCHEMA_VERSION",
     "BatchOutcome",
     "Comparison",
+    "PlanOutcome",
     "PolicyOutcome",
+    "PoolOutcome",
     "Speedup",
     "TimeParts",
     "Verdict",

@@ -14,7 +14,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from dynamic_cp.decide.comparison.values import CONFIDENCE, BatchOutcome, Comparison, PolicyOutcome, Speedup, mean_of
+from dynamic_cp.decide.comparison.values import (
+    CONFIDENCE,
+    BatchOutcome,
+    Comparison,
+    PlanOutcome,
+    PolicyOutcome,
+    Speedup,
+    mean_of,
+)
 from dynamic_cp.decide.comparison.verdict import verdict_of
 from dynamic_cp.plans.serialize import digest
 from dynamic_cp.setting import Setting
@@ -132,7 +140,7 @@ def _policy(outcome: PolicyOutcome) -> dict[str, Any]:
 
 
 def _batch(outcome: BatchOutcome) -> dict[str, Any]:
-    parts, planned = outcome.parts, outcome.planned
+    planned, parts = (outcome.planned, outcome.parts) if isinstance(outcome, PlanOutcome) else (None, None)
     plan = planned.plan if planned else None
     shares = {name: None if parts is None else getattr(parts, f"{name}_s") / outcome.iteration_s for name in _SHARES}
     return {
@@ -142,9 +150,9 @@ def _batch(outcome: BatchOutcome) -> dict[str, Any]:
         "parts_s": None if parts is None else dict(parts),
         "imbalance": planned.imbalance if planned else None,
         "cp_histogram": None if plan is None else {str(cp): count for cp, count in plan.cp_histogram.items()},
-        **{name: getattr(outcome, name) for name in _COSTS},
+        **{name: getattr(outcome, name, None) for name in _COSTS},
         "digest": None if plan is None else digest(plan),
-        "reason": planned.reason if planned else outcome.note,
+        "reason": outcome.reason,
     }
 
 

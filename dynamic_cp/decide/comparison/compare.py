@@ -16,16 +16,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from dynamic_cp.decide.comparison.job import Job, SweepJob, batch_outcome, rates
 from dynamic_cp.decide.comparison.parts import PricesByPart
-from dynamic_cp.decide.comparison.values import BatchOutcome, Comparison, OtherPrice, PolicyOutcome
+from dynamic_cp.decide.comparison.values import Comparison, OtherPrice, PlanOutcome, PolicyOutcome, PoolOutcome
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, did_you_mean
+from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.plans.padding import padding_fraction
 from dynamic_cp.pool.kind import choose, task_options_of
 from dynamic_cp.pool.prices import TaskOptions
 from dynamic_cp.pool.search import PlannedTasks, plan_tasks
 from dynamic_cp.pricing.allowed import allowed_cp_sizes, options_serving
+from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.search.plan_in_memory import fits_and_seconds, options_in_memory
 from dynamic_cp.search.search import POLICIES, plan_problem
 from dynamic_cp.setting import POOL_POLICIES, STATIC_POLICIES, Setting
@@ -36,6 +39,7 @@ from dynamic_cp.types import (
     ModelShape,
     PlannedBatch,
     PlanOptions,
+    Problem,
     Sample,
     Topology,
     with_exchanges,
@@ -51,11 +55,7 @@ Progress = Callable[[int, int, str], None]
 
 
 def compared_policies(names: Sequence[str]) -> tuple[str, ...]:
-    """Return `names`, each once.
-
-    Raises:
-        InvalidInputError: an unknown policy, or none.
-    """
+    """Return `names`, each once; InvalidInputError: an unknown policy, or none."""
     known = (*POLICIES, *POOL_POLICIES)
     for name in names:
         if name not in known:
@@ -191,10 +191,33 @@ class _Policies:
         """Return what a policy makes of all batches of a job, with options that are found when it starts."""
         self.start(name)
         options = options_of()
+        planner = "dynamic" if name in POOL_POLICIES else name
+        prices, memory = job.prices(options), job.memory(options, planner)
+        known = memory if job.hardware.hbm_bytes else None
+        problem = job.problem_of(options, planner)
+        plan: Callable[[Sequence[Sample]], tuple[PlannedBatch | PlannedTasks, str]]
         if name in POOL_POLICIES:
-            task_options = self._task_options or task_options_of(options)
-            return outcome_of_tasks(name, job, options, task_options, self._next)
-        return _outcome(name, job, options, self._next)
+            tasks = self._task_options or task_options_of(options)
+            plan = partial(_plan_tasks, POOL_POLICIES[name], problem, prices.all, tasks, known)
+        else:
+            plan = partial(_plan, problem)
+            plan(job.batches[0])  # loads compiled code: not what planning a batch takes
+        batches: list[PlanOutcome | PoolOutcome] = []
+        for batch in job.batches:
+            start_s = time.perf_counter()
+            planned, note = plan(batch)
+            planning = {"plan_s": time.perf_counter() - start_s, "note": note}
+            if isinstance(planned, PlannedTasks):
+                batches.append(_outcome_of_pool(job, batch, planned, prices, planning))
+            else:
+                batches.append(batch_outcome(job, planned, prices, memory, planning))
+            self._next()
+        has_largest = name not in (*STATIC_POLICIES, *POOL_POLICIES)
+        return PolicyOutcome(
+            setting=job.setting_of(name, options, options.max_cp_size if has_largest else None),
+            batches=tuple(batches),
+            available_bytes=memory.available_bytes if known else None,
+        )
 
     def start(self, what: str) -> None:
         """Say what comes next."""
@@ -253,76 +276,34 @@ def _limits(policy: str, options: PlanOptions, cp_size: int, job: Job) -> list[i
     return [limit, *(limit // divisor for divisor in _STATIC_DIVISORS if limit // divisor >= least)]
 
 
-def _outcome(policy: str, job: Job, options: PlanOptions, count: Callable[[], None]) -> PolicyOutcome:
-    prices = job.prices(options)
-    memory = job.memory(options, policy)
-    _planned(policy, job, options, job.batches[0])  # loads compiled code: not what planning a batch takes
-    batches = []
-    for batch in job.batches:
-        start_s = time.perf_counter()
-        result = _planned(policy, job, options, batch)
-        plan_s = time.perf_counter() - start_s
-        batches.append(batch_outcome(job, result, prices, memory, plan_s))
-        count()
-    return PolicyOutcome(
-        setting=job.setting_of(policy, options, None if policy in STATIC_POLICIES else options.max_cp_size),
-        batches=tuple(batches),
-        available_bytes=memory.available_bytes if job.hardware.hbm_bytes else None,
-    )
+def _plan(problem: Problem, batch: Sequence[Sample]) -> tuple[PlannedBatch, str]:
+    return plan_problem(problem, batch), ""
 
 
-def _planned(policy: str, job: Job, options: PlanOptions, batch: Sequence[Sample]) -> PlannedBatch:
-    return plan_problem(job.problem_of(options, policy), batch)
-
-
-def outcome_of_tasks(
-    name: str, job: Job, options: PlanOptions, task_options: TaskOptions, count: Callable[[], None]
-) -> PolicyOutcome:
-    """Return what a policy of `setting.POOL_POLICIES` makes of all batches, `count` being called after each.
-
-    Raises:
-        UnsupportedFeatureError, InfeasibleSampleError: as `plan_tasks`; "with-pool" then has the dynamic plan.
-    """
-    memory = job.memory(options)
-    known = memory if job.hardware.hbm_bytes else None
-    prices = job.prices(options)
-    problem = job.problem_of(options)
-    batches = []
-    for batch in job.batches:
-        start_s = time.perf_counter()
-        if POOL_POLICIES[name] == "auto":
-            choice = choose(batch, problem, prices.all, task_options, known)
-            planned, note = choice.planned, choice.reason
-        else:
-            planned = plan_tasks(batch, prices.all, task_options, memory=known)
-            note = planned.reason
-        plan_s = time.perf_counter() - start_s
-        if isinstance(planned, PlannedTasks):
-            batches.append(_outcome_of_pool(job, batch, planned, prices, plan_s, note))
-        else:
-            batches.append(batch_outcome(job, planned, prices, memory, plan_s, note))
-        count()
-    return PolicyOutcome(
-        setting=job.setting_of(name, options),
-        batches=tuple(batches),
-        available_bytes=memory.available_bytes if job.hardware.hbm_bytes else None,
-    )
+def _plan_tasks(
+    use: str,
+    problem: Problem,
+    prices: CostModel,
+    task_options: TaskOptions,
+    memory: MemoryModel | None,
+    batch: Sequence[Sample],
+) -> tuple[PlannedBatch | PlannedTasks, str]:
+    """Return the plan of a pool, or the dynamic plan where that is faster and `use` is "auto"; and why."""
+    if use == "auto":
+        choice = choose(batch, problem, prices, task_options, memory)
+        return choice.planned, choice.reason
+    planned = plan_tasks(batch, prices, task_options, memory=memory)
+    return planned, planned.reason
 
 
 def _outcome_of_pool(
-    job: Job, batch: Sequence[Sample], pool: PlannedTasks, prices: PricesByPart, plan_s: float, note: str
-) -> BatchOutcome:
-    return BatchOutcome(
-        planned=None,
-        timeline=None,
-        parts=None,
+    job: Job, batch: Sequence[Sample], pool: PlannedTasks, prices: PricesByPart, planning: dict[str, Any]
+) -> PoolOutcome:
+    return PoolOutcome(
         num_microbatches=pool.plan.num_microbatches,
         padding_fraction=padding_fraction(pool.plan),
         peak_bytes=pool.peak_bytes or None,
-        sent_in_node_bytes=None,
-        sent_across_nodes_bytes=None,
-        plan_s=plan_s,
-        note=note,
         pool=pool,
+        **planning,
         **rates(job, tuple(batch), pool.makespan_s, pool.iteration_s(prices.all), prices),
     )

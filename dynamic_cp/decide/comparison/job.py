@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from dynamic_cp.decide.bounds import lower_bound
 from dynamic_cp.decide.comparison.parts import PricesByPart, prices_by_part, time_parts
-from dynamic_cp.decide.comparison.values import BatchOutcome
+from dynamic_cp.decide.comparison.values import PlanOutcome
 from dynamic_cp.decide.sent import sent_by_plan
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.pipeline.simulator import simulate
@@ -172,14 +172,13 @@ def batch_outcome(
     planned: PlannedBatch,
     prices: PricesByPart,
     memory: MemoryModel,
-    plan_s: float,
-    note: str = "",
-) -> BatchOutcome:
-    """Return the figures of a plan of one of the job's batches."""
+    planning: dict[str, Any],
+) -> PlanOutcome:
+    """Return the figures of a plan of one of the job's batches; planning: its seconds and note."""
     plan = planned.plan
     timeline = simulate(plan, prices.all)
     sent = sent_by_plan(plan, job.problem_of(job.options))
-    return BatchOutcome(
+    return PlanOutcome(
         planned=planned,
         timeline=timeline,
         parts=time_parts(timeline, prices),
@@ -188,8 +187,7 @@ def batch_outcome(
         peak_bytes=max(stage.total_bytes for stage in memory.peak(plan)),
         sent_in_node_bytes=sent.in_node,
         sent_across_nodes_bytes=sent.across_nodes,
-        plan_s=plan_s,
-        note=note,
+        **planning,
         **rates(job, tuple(plan.samples), timeline.makespan_s, timeline.iteration_s, prices),
     )
 

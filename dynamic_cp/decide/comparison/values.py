@@ -97,11 +97,10 @@ def t_quantile(degrees: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOutcome:
-    """What one policy makes of one global batch.
+    """What one policy makes of one global batch: a `PlanOutcome` or a `PoolOutcome`.
 
     Attributes:
-        planned, timeline, parts, sent_in_node_bytes, sent_across_nodes_bytes: None where there is a pool.
-        iteration_s: forward, backward and reduction of gradients; the parts add up to it.
+        iteration_s: forward, backward and reduction of gradients.
         makespan_s: the same without the reduction.
         lower_bound_s: no legal plan of this batch with the policy's limit of tokens has a smaller makespan_s.
         num_microbatches: of the plan.
@@ -109,29 +108,21 @@ class BatchOutcome:
         tokens_per_s_per_gpu, tflops_per_gpu: of true tokens and model FLOPs.
         padding_fraction: share of padding in all tokens that are computed.
         peak_bytes: of the rank that needs most; None where a pool's is unknown.
-        sent_in_node_bytes, sent_across_nodes_bytes: for attention, by all ranks, over links inside nodes and to others.
         plan_s: seconds of planning on this machine (measured, so never the same twice).
-        note: how the plan of a pool was chosen.
-        pool: the plan and its ticks, where servers of all stages compute attention.
+        note: how a pool, or a plan without one, was chosen; "" where nothing was to be chosen.
     """
 
-    planned: PlannedBatch | None
-    timeline: Timeline | None
-    parts: TimeParts | None
     iteration_s: float
     makespan_s: float
     lower_bound_s: float
-    num_microbatches: int | None
+    num_microbatches: int
     num_tokens: int
     tokens_per_s_per_gpu: float
     tflops_per_gpu: float
-    padding_fraction: float | None
+    padding_fraction: float
     peak_bytes: float | None
-    sent_in_node_bytes: float | None
-    sent_across_nodes_bytes: float | None
     plan_s: float
     note: str = ""
-    pool: PlannedTasks | None = None
 
     @property
     def time_over_bound(self) -> float:
@@ -141,7 +132,45 @@ class BatchOutcome:
     @property
     def num_computed_tokens(self) -> float:
         """Tokens with padding."""
-        return self.num_tokens / (1 - (self.padding_fraction or 0.0))
+        return self.num_tokens / (1 - self.padding_fraction)
+
+    @property
+    def reason(self) -> str:
+        """Why the plan was chosen."""
+        return self.note
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOutcome(BatchOutcome):
+    """That of a plan whose attention stays on its stage.
+
+    Attributes:
+        parts: add up to iteration_s.
+        sent_in_node_bytes, sent_across_nodes_bytes: for attention, by all ranks, over links inside nodes and to others.
+    """
+
+    planned: PlannedBatch
+    timeline: Timeline
+    parts: TimeParts
+    sent_in_node_bytes: float
+    sent_across_nodes_bytes: float
+
+    @property
+    def reason(self) -> str:
+        """Why the plan was chosen."""
+        return self.planned.reason
+
+    @property
+    def sent_bytes(self) -> float:
+        """Over links of both kinds."""
+        return self.sent_in_node_bytes + self.sent_across_nodes_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOutcome(BatchOutcome):
+    """That of a plan whose attention is computed by servers of all stages; `pool`: the plan and its ticks."""
+
+    pool: PlannedTasks
 
 
 DENOMINATORS: Mapping[str, str] = {
@@ -201,8 +230,8 @@ class PolicyOutcome:
         return self.setting.max_tokens_per_rank
 
     def mean(self, name: str) -> float | None:
-        """Return the mean over the batches of a figure of `BatchOutcome`, as `mean_of`; None where it is unknown."""
-        return mean_of([getattr(one, name) for one in self.batches], self.weights(name))
+        """Return the mean over the batches of a figure, as `mean_of`; None where it is unknown."""
+        return mean_of([getattr(one, name, None) for one in self.batches], self.weights(name))
 
     def stdev(self, name: str) -> float | None:
         """Return the standard deviation over the batches of a figure; None where it is unknown or of one batch."""
@@ -222,7 +251,7 @@ class PolicyOutcome:
     @property
     def parts(self) -> TimeParts | None:
         """Mean parts of an iteration; they add up to `iteration_s`."""
-        parts = tuple(one.parts for one in self.batches if one.parts is not None)
+        parts = tuple(one.parts for one in self.batches if isinstance(one, PlanOutcome))
         return mean_parts(parts) if len(parts) == len(self.batches) else None
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynamic_cp.decide.comparison.parts import PART_LABELS
-from dynamic_cp.decide.comparison.values import Comparison, OtherPrice, PolicyOutcome, Speedup
+from dynamic_cp.decide.comparison.values import Comparison, OtherPrice, PlanOutcome, PolicyOutcome, Speedup
 from dynamic_cp.setting import STATIC_POLICIES
 
 MIN_GAIN = 1.03
@@ -164,7 +164,7 @@ def cp_token_shares(policy: PolicyOutcome) -> dict[int, float]:
     """Return CP size -> share of all tokens that run in buckets of that size, ascending; empty without plans."""
     tokens: Counter[int] = Counter()
     for one in policy.batches:
-        if one.planned is not None:
+        if isinstance(one, PlanOutcome):
             for bucket in one.planned.plan.buckets:
                 tokens[bucket.cp_size] += bucket.num_tokens
     total = sum(tokens.values())

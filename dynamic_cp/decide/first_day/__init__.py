@@ -2,8 +2,7 @@
 
 Read in this order:
 
-- `day`: the job that the parts share, and what the memory model says of it
-- `parts`: the commands, what each leaves behind, which of them are still to be run
+- `day`: the job that the parts share; their commands, what each leaves behind, which of them are still to be run
 - `page`: predicted beside measured
 - `command`: the options
 """

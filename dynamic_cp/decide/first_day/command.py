@@ -15,9 +15,8 @@ import click
 from dynamic_cp.decide.cli.options import Names, option, options_in, subcommand
 from dynamic_cp.decide.cli.parameters import SET
 from dynamic_cp.decide.files import write_json, write_text
-from dynamic_cp.decide.first_day.day import SMALL_MODEL, Day
+from dynamic_cp.decide.first_day.day import PARTS, SMALL_MODEL, Day, State, parts_of, script
 from dynamic_cp.decide.first_day.page import page_of
-from dynamic_cp.decide.first_day.parts import PARTS, State, parts_of, script
 from dynamic_cp.errors import DynamicCPError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import catalog
 

@@ -8,8 +8,7 @@ from datetime import date
 from typing import Any
 
 from dynamic_cp.decide.calibration import Measurements, calibrate
-from dynamic_cp.decide.first_day.day import Day
-from dynamic_cp.decide.first_day.parts import PARTS, PICTURE, POLICIES, State, measurements_of
+from dynamic_cp.decide.first_day.day import PARTS, PICTURE, POLICIES, Day, State, measurements_of
 from dynamic_cp.decide.report.run import read_run
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.models.hardware_numbers import KIND_OF

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from dynamic_cp.decide.comparison.parts import PART_LABELS
-from dynamic_cp.decide.comparison.values import BatchOutcome, Comparison, PolicyOutcome, Speedup
+from dynamic_cp.decide.comparison.values import Comparison, PlanOutcome, PolicyOutcome, PoolOutcome, Speedup
 from dynamic_cp.decide.comparison.verdict import Verdict, verdict_of
 from dynamic_cp.decide.report.cp_map import cp_map
 from dynamic_cp.decide.report.curves import imbalance, knee, knee_points, length_histogram
@@ -111,10 +111,10 @@ def _cells(one: PolicyOutcome, speedups: Mapping[str, Speedup]) -> list[tuple[st
 
 def _sent(one: PolicyOutcome) -> tuple[str, str]:
     """Return the bytes that exchanges send in an iteration, and what of them leaves nodes."""
-    in_node, across = one.mean("sent_in_node_bytes"), one.mean("sent_across_nodes_bytes")
-    if in_node is None or across is None:
+    total, across = one.mean("sent_bytes"), one.mean("sent_across_nodes_bytes")
+    if total is None:
         return "", ""
-    return format_bytes(in_node + across), f"{format_bytes(across)} to other nodes" if across else ""
+    return format_bytes(total), f"{format_bytes(across)} to other nodes" if across else ""
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -147,14 +147,14 @@ def _notes(comparison: Comparison) -> list[str]:
 
 def _pictures(comparison: Comparison, verdict: Verdict | None) -> dict[str, Any]:
     """Return the pictures of one batch: of the dynamic policy and what it was judged against."""
-    with_timeline = [one for one in comparison.policies if all(batch.timeline for batch in one.batches)]
     number = _typical_batch(comparison, verdict)
-    if not with_timeline:
+    planned = [(one, one.batches[number]) for one in comparison.policies if one.parts is not None]
+    all_timelines = {one.policy: (one.name, batch.timeline) for one, batch in planned if isinstance(batch, PlanOutcome)}
+    if not all_timelines:
         return {"pictures": _tick_pictures(comparison, number), "batch_note": "", "placed": [], "placed_note": ""}
     wanted = (verdict.baseline if verdict else "", "dynamic")
-    shown = sorted((one for one in with_timeline if one.policy in wanted), key=lambda one: one.policy == "dynamic")
-    shown = shown or with_timeline[:2]
-    timelines = [(one.name, _timeline(one.batches[number])) for one in shown]
+    timelines = [all_timelines[policy] for policy in wanted if policy in all_timelines]
+    timelines = timelines or list(all_timelines.values())[:2]
     names = " and ".join(name for name, _ in timelines)
     several = len(comparison.batches) > 1
     which = (
@@ -208,8 +208,8 @@ def _plan_pictures(
 
 def _tick_pictures(comparison: Comparison, number: int) -> list[Picture]:
     """Return the picture of the ticks of all pools, where there are any."""
-    batches = ((one.name, one.batches[number].pool) for one in comparison.policies)
-    pools = [(name, pool) for name, pool in batches if pool is not None]
+    batches = ((one.name, one.batches[number]) for one in comparison.policies)
+    pools = [(name, batch.pool) for name, batch in batches if isinstance(batch, PoolOutcome)]
     if not pools:
         return []
     return [
@@ -229,11 +229,6 @@ def _lanes_of_bar(timelines: Sequence[tuple[str, Timeline]]) -> str:
 def _typical_batch(comparison: Comparison, verdict: Verdict | None) -> int:
     ratios = next((one.per_batch for one in comparison.speedups if verdict and one.baseline == verdict.baseline), ())
     return ratios.index(statistics.median_low(ratios)) if ratios else 0
-
-
-def _timeline(batch: BatchOutcome) -> Timeline:
-    assert batch.timeline is not None
-    return batch.timeline
 
 
 def _tail(samples: Sequence[Sample], model: ModelShape) -> str:

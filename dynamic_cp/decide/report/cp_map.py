@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MAX_LANES, _MAX_MICRO_BATCHES = 64, 96
 
 
-def cp_map(plans: Sequence[tuple[str, Plan]], theme: Theme, *, width_in: float = MEDIUM_IN, title: str = "") -> Figure:
+def cp_map(plans: Sequence[tuple[str, Plan]], theme: Theme, *, width_in: float = MEDIUM_IN) -> Figure:
     """Return the picture of (policy, plan) pairs, one above the other.
 
     With more lanes or micro-batches than a picture can show, a tile stands for several and takes the largest CP size
@@ -39,7 +39,7 @@ def cp_map(plans: Sequence[tuple[str, Plan]], theme: Theme, *, width_in: float =
     used = [np.flatnonzero(one.any(axis=0)) for one in sizes_of]
     grids = [_reduced(one[:, columns]) for one, columns in zip(sizes_of, used, strict=True)]
     heights = [min(1.9, max(0.5, 0.07 * len(grid))) for grid in grids]
-    figure, panels = stacked(width_in, heights, each_in=0.62, rest_in=0.75, title=title)
+    figure, panels = stacked(width_in, heights, each_in=0.62, rest_in=0.75)
     sizes: set[int] = set()
     for panel, grid, columns, (name, plan) in zip(panels, grids, used, plans, strict=True):
         _draw(panel, grid, -(-plan.topology.num_lanes // _MAX_LANES), theme)

@@ -106,19 +106,16 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 
 def stacked(
-    width_in: float, heights_in: Sequence[float], *, each_in: float, rest_in: float, title: str = "", **options: Any
+    width_in: float, heights_in: Sequence[float], *, each_in: float, rest_in: float, **options: Any
 ) -> tuple[Figure, list[Axes]]:
     """Return an empty figure with panels one above the other; call it inside `look`.
 
     Args:
         heights_in: of the panels. each_in: height of what each has around it. rest_in: of labels and legend.
-        title: of all.
         options: more of matplotlib's `subplots`.
     """
-    figure = new_figure(width_in, sum(heights_in) + each_in * len(heights_in) + rest_in + (0.3 if title else 0.0))
+    figure = new_figure(width_in, sum(heights_in) + each_in * len(heights_in) + rest_in)
     panels = figure.subplots(len(heights_in), 1, squeeze=False, height_ratios=heights_in, **options)[:, 0]
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_PT + 2, fontweight="bold")
     return figure, list(panels)
 
 

@@ -64,9 +64,7 @@ class _Window(NamedTuple):
         return self.stages.index(stage) * self.rows_of_stage + lane - self.lanes.start
 
 
-def gantt(
-    timelines: Sequence[tuple[str, Timeline]], theme: Theme, *, width_in: float = WIDE_IN, title: str = ""
-) -> Figure:
+def gantt(timelines: Sequence[tuple[str, Timeline]], theme: Theme, *, width_in: float = WIDE_IN) -> Figure:
     """Return the picture of (policy, timeline) pairs, one above the other.
 
     With more places than a picture holds, it shows an aligned block of lanes: the one that ends last, since it decides
@@ -74,7 +72,7 @@ def gantt(
     """
     windows = [_window(timeline) for _, timeline in timelines]
     heights = [_height_in(window) for window in windows]
-    figure, panels = stacked(width_in, heights, each_in=0.42, rest_in=1.05, title=title, sharex=True)
+    figure, panels = stacked(width_in, heights, each_in=0.42, rest_in=1.05, sharex=True)
     longest_s = max(timeline.makespan_s for _, timeline in timelines)
     factor, unit = time_unit(longest_s)
     sizes: set[int] = set()
@@ -286,9 +284,7 @@ def cp_legend(sizes: set[int], theme: Theme) -> list[tuple[str, str]]:
     return [(", ".join(of_color), color) for color, of_color in labels.items()]
 
 
-def tick_gantt(
-    pools: Sequence[tuple[str, PlannedTasks]], theme: Theme, *, width_in: float = WIDE_IN, title: str = ""
-) -> Figure:
+def tick_gantt(pools: Sequence[tuple[str, PlannedTasks]], theme: Theme, *, width_in: float = WIDE_IN) -> Figure:
     """Return the picture of (policy, plan of a pool) pairs, one above the other: what each stage runs in each tick.
 
     A bar is a tick on a stage, from its first layer, at which all stages meet, to the end of what the stage does behind
@@ -296,7 +292,7 @@ def tick_gantt(
     Numbers are micro-batches, with chunks as in 1.3: chunk 1 of 3.
     """
     heights = [min(2.5, max(0.9, 0.22 * pool.plan.topology.pp_size)) for _, pool in pools]
-    figure, panels = stacked(width_in, heights, each_in=0.42, rest_in=1.05, title=title, sharex=True)
+    figure, panels = stacked(width_in, heights, each_in=0.42, rest_in=1.05, sharex=True)
     longest_s = max(pool.makespan_s for _, pool in pools)
     factor, unit = time_unit(longest_s)
     for panel, (name, pool) in zip(panels, pools, strict=True):

@@ -251,11 +251,7 @@ def cp_sizes(records: Sequence[RunRecord], theme: Theme, *, width_in: float = ME
 
 
 def losses(records: Sequence[RunRecord], theme: Theme, *, width_in: float = MEDIUM_IN) -> Figure:
-    """Return the picture of the loss over the iterations.
-
-    Raises:
-        InvalidInputError: no record has a loss.
-    """
+    """Return the picture of the loss over the iterations; InvalidInputError: no record has a loss."""
     shown = _thinned([one for one in records if one.loss is not None])
     figure = new_figure(width_in, 2.8)
     panel = figure.subplots()

@@ -102,6 +102,15 @@ def _theme(background: str, cp_sizes: tuple[str, ...], **colors: Any) -> Theme:
     )
 
 
+_LIGHT_PARTS = (
+    "#1f5f9a", "#5b9bd0", "#3aa6a0", "#b4cfe4", "#f2b440", "#8a6d00",
+    "#dd6f2a", "#b23a55", "#7a5fb0", "#5e1f4d", "#8894a0",
+)  # fmt: skip
+_DARK_PARTS = (
+    "#4f9cdb", "#2f6796", "#3fae9f", "#a5cbe8", "#e6b84a", "#b39022",
+    "#d97f2b", "#d9607c", "#9a84d6", "#a0508c", "#74818d",
+)  # fmt: skip
+
 LIGHT = _theme(
     background="#ffffff",
     band="#eef1f4",
@@ -111,19 +120,7 @@ LIGHT = _theme(
     empty="#aeb8c2",
     series=("#0072b2", "#d55e00", "#009e73", "#b0508a", "#8a6d00", "#3b8fc7", "#5a5a5a"),
     cp_sizes=("#9fc3e0", "#5b9bd0", "#2b6ca8", "#123f70", "#f2b440", "#dd6f2a", "#a8324f", "#571845"),
-    parts=(
-        "#1f5f9a",
-        "#5b9bd0",
-        "#3aa6a0",
-        "#b4cfe4",
-        "#f2b440",
-        "#8a6d00",
-        "#dd6f2a",
-        "#b23a55",
-        "#7a5fb0",
-        "#5e1f4d",
-        "#8894a0",
-    ),
+    parts=_LIGHT_PARTS,
 )
 DARK = _theme(
     background="#11171e",
@@ -134,19 +131,7 @@ DARK = _theme(
     empty="#4d5a67",
     series=("#56b4e9", "#f0883e", "#3ecf9f", "#d98bbd", "#e0c040", "#9ac9ec", "#b5b5b5"),
     cp_sizes=("#3f6d94", "#4f9cdb", "#8cc8f5", "#cfe6ff", "#8f5a12", "#d97f2b", "#ffa796", "#fff3a6"),
-    parts=(
-        "#4f9cdb",
-        "#2f6796",
-        "#3fae9f",
-        "#a5cbe8",
-        "#e6b84a",
-        "#b39022",
-        "#d97f2b",
-        "#d9607c",
-        "#9a84d6",
-        "#a0508c",
-        "#74818d",
-    ),
+    parts=_DARK_PARTS,
 )
 THEMES = {"light": LIGHT, "dark": DARK}
 

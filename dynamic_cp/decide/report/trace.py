@@ -14,7 +14,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,7 +45,6 @@ def trace_events(
     label: str = "",
     first_process: int = 0,
     lanes: range | None = None,
-    arrows: Sequence[Literal["p2p", "cp"]] = ("p2p", "cp"),
 ) -> list[Event]:
     """Return the events of a simulated iteration.
 
@@ -54,7 +53,6 @@ def trace_events(
         label: stands before the names of processes, to tell several timelines in one trace apart.
         first_process: process number of stage 0; give the second timeline the number of stages of the first.
         lanes: which to show; None = all. Arrows and counters are about these lanes only.
-        arrows: which to draw: between stages, inside CP groups.
 
     Raises:
         InvalidInputError: lanes that are not there.
@@ -68,9 +66,8 @@ def trace_events(
     tokens = lane_tokens_of(timeline.plan)
     for span in spans:
         events += (_slice(span, lane, first_process, tokens) for lane in _shown(span, lanes))
-    if "cp" in arrows:
-        events += _group_arrows(spans, lanes, first_process)
-    if "p2p" in arrows and topology.pp_size > 1:
+    events += _group_arrows(spans, lanes, first_process)
+    if topology.pp_size > 1:
         events += _stage_arrows(timeline, lanes, first_process)
     events += _tokens_in_flight(timeline, lanes, first_process, tokens)
     events += _end(timeline, label, lanes, first_process)
@@ -325,11 +322,7 @@ def name_events(label: str, first_process: int, lanes: Mapping[int, Sequence[int
 
 
 def shown_lanes(lanes: range | None, num_lanes: int) -> range:
-    """Return `lanes`, or all where None is given.
-
-    Raises:
-        InvalidInputError: lanes that are not there.
-    """
+    """Return `lanes`, or all where None is given; InvalidInputError: lanes that are not there."""
     if lanes is None:
         return range(num_lanes)
     if not lanes or lanes.step != 1 or lanes[0] < 0 or lanes[-1] >= num_lanes:

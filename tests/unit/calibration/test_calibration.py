@@ -135,30 +135,19 @@ def synthetic(truth: Hardware, noise: float, seed: int, setup: Setup = SETUP) ->
             add("linear_attention", 3e-5 + states_s, 6e-5 + BACKWARD_OVER_FORWARD * states_s, seqlens=(tokens,))
         head = 2 * shard.hidden_size * shard.vocab_size / truth.head_flops_per_s
         memory = 1 / truth.memory_bandwidth_bytes_per_s
-        add(
-            "edges",
-            1e-5 + tokens * (head + 22 * shard.vocab_size * memory),
-            1e-5 + tokens * (truth.linear_backward_over_forward * head + 14 * shard.vocab_size * memory),
-            seqlens=(tokens,),
-            kind="head",
-        )
-        add(
-            "edges",
-            1e-5 + tokens * 2 * shard.hidden_size * 2 * memory,
-            1e-5 + tokens * shard.hidden_size * (2 + 8) * memory,
-            seqlens=(tokens,),
-            kind="embedding",
-        )
+        width, rows, ratio = shard.hidden_size * memory, shard.vocab_size * memory, truth.linear_backward_over_forward
+        for kind, both in (
+            ("head", (head + 22 * rows, ratio * head + 14 * rows)),
+            ("embedding", (4 * width, 10 * width)),
+        ):
+            add("edges", *(1e-5 + tokens * one for one in both), seqlens=(tokens,), kind=kind)
     for num_bytes in (1 << 12, 1 << 20, 1 << 24, 1 << 28):
-        about = {"num_bytes": num_bytes, "cp_size": 4}
-        add("links", 2e-5 + num_bytes / truth.bandwidth_in_node_bytes_per_s, kind="ring_shift", **about)
-        add("links", 2e-5 + num_bytes / truth.p2p_bandwidth_bytes_per_s, kind="hop", **about)
-        add(
-            "links",
-            2e-5 + 1.5 * num_bytes / truth.collective_bandwidth_in_node_bytes_per_s,
-            kind="all_reduce",
-            **about,
-        )
+        for kind, bytes_per_s in (
+            ("ring_shift", truth.bandwidth_in_node_bytes_per_s),
+            ("hop", truth.p2p_bandwidth_bytes_per_s),
+            ("all_reduce", truth.collective_bandwidth_in_node_bytes_per_s / 1.5),
+        ):
+            add("links", 2e-5 + num_bytes / bytes_per_s, kind=kind, num_bytes=num_bytes, cp_size=4)
     packs = [(cp, (16 * cp,)) for cp in (1, 2, 4)]
     rows = [Measurement(section="buckets", seqlens=seqlens, cp_size=cp, forward_s=1.0) for cp, seqlens in packs]
     packs = [(1, tuple(8 * int(n) for n in random.integers(8, 800, size=3))) for _ in range(10)]
@@ -169,6 +158,22 @@ def synthetic(truth: Hardware, noise: float, seed: int, setup: Setup = SETUP) ->
     for one, seconds in zip(rows, buckets_s(truth, setup, rows).tolist(), strict=True):
         add(one.section, seconds, seqlens=one.seqlens, cp_size=one.cp_size)
     return Measurements(setup=setup, sections={name: tuple(found) for name, found in sections.items() if found})
+
+
+def replace_sections(measured: Measurements, **sections: tuple[Measurement, ...]) -> Measurements:
+    return Measurements(setup=measured.setup, sections={**measured.sections, **sections})
+
+
+def slower(measured: Measurements, factor: float, *sections: str) -> Measurements:
+    """Return the same with seconds of some sections that are `factor` times as long."""
+    rows = {name: (replace(one, forward_s=factor * one.forward_s) for one in measured.of(name)) for name in sections}
+    return replace_sections(measured, **{name: tuple(found) for name, found in rows.items()})
+
+
+def held_out(found: Calibration) -> FitError:
+    error = found.error("held_out")
+    assert error is not None
+    return error
 
 
 BASE = load_hardware("a100-80gb")
@@ -257,10 +262,6 @@ def test_a_loss_that_moves_more_bytes_than_are_counted_makes_no_fast_head() -> N
     assert any("LM head" in note for note in found.notes)
 
 
-def replace_sections(measured: Measurements, **sections: tuple[Measurement, ...]) -> Measurements:
-    return Measurements(setup=measured.setup, sections={**measured.sections, **sections})
-
-
 @pytest.mark.by_day("0")
 @pytest.mark.parametrize("seed", range(4))
 def test_with_noise_rates_come_back_nearly(seed: int) -> None:
@@ -269,56 +270,35 @@ def test_with_noise_rates_come_back_nearly(seed: int) -> None:
         assert getattr(found.hardware, name) == pytest.approx(getattr(TRUTH, name), rel=0.12), name
     for name in CONSTANTS:
         assert getattr(found.hardware, name) == pytest.approx(getattr(TRUTH, name), rel=0.6), name
-    held_out = found.error("held_out")
-    assert held_out is not None
-    assert held_out.num_points == 24
-    assert not held_out.fitted
-    assert 0.005 < held_out.median < 0.05
+    error = held_out(found)
+    assert error.num_points == 24
+    assert not error.fitted
+    assert 0.005 < error.median < 0.05
 
 
 def test_a_calibration_says_when_it_does_not_predict() -> None:
-    found = fitted(0.02)
-    assert found.why_not_good() is None
-    measured = synthetic(TRUTH, 0.02, 0)
-    slower = tuple(replace(one, forward_s=3 * one.forward_s) for one in measured.sections["held_out"])
-    changed = Measurements(setup=SETUP, sections=measured.sections | {"held_out": slower})
-    wrong = calibrate(load_hardware("a100-80gb"), changed, name="x")
-    error = wrong.error("held_out")
-    assert error is not None
-    assert wrong.why_not_good() is not None
-    assert f"a median error of {error.median:.1%}, above 10%" in (wrong.why_not_good() or "")
+    assert fitted(0.02).why_not_good() is None
+    wrong = calibrate(BASE, slower(synthetic(TRUTH, 0.02, 0), 3, "held_out"), name="x")
+    assert f"a median error of {held_out(wrong).median:.1%}, above 10%" in (wrong.why_not_good() or "")
 
 
 def test_held_out_rows_are_not_fitted() -> None:
-    measured = synthetic(TRUTH, 0.0, 0)
-    slower = tuple(replace(one, forward_s=2 * one.forward_s) for one in measured.sections["held_out"])
-    other = Measurements(setup=SETUP, sections={**measured.sections, "held_out": slower})
-    base = load_hardware("h100")
-    found = calibrate(base, other, name="x")
-    assert found.hardware == calibrate(base, measured, name="x").hardware
-    error = found.error("held_out")
-    assert error is not None
+    found = calibrate(BASE, slower(synthetic(TRUTH, 0.0, 0), 2, "held_out"), name="fitted")
+    assert found.hardware == fitted(0.0).hardware
+    error = held_out(found)
     assert error.median == pytest.approx(0.5, abs=0.01)
     assert error.predicted_over_measured == pytest.approx(0.5, abs=0.01)
 
 
 def test_whole_packs_weigh_the_parts() -> None:
     """A device on which everything takes a quarter longer in a step than alone."""
-    measured = synthetic(TRUTH, 0.0, 0)
-    slower = {
-        section: tuple(replace(one, forward_s=1.25 * one.forward_s) for one in measured.sections[section])
-        for section in ("buckets", "packs", "held_out")
-    }
-    sections = {**measured.sections, **slower}
-    found = calibrate(load_hardware("h100"), Measurements(setup=SETUP, sections=sections), name="x")
+    measured = slower(synthetic(TRUTH, 0.0, 0), 1.25, "buckets", "packs", "held_out")
+    found = calibrate(load_hardware("h100"), measured, name="x")
     for name in ("linear_flops_per_s", "attention_flops_per_s", "attention_full_backward_flops_per_s"):
         assert getattr(found.hardware, name) == pytest.approx(getattr(TRUTH, name) / 1.25, rel=0.05), name
         assert "by whole packs" in found.hardware.source[name]
-    without = Measurements(setup=SETUP, sections={**sections, "packs": ()})
-    weighed, alone = found.error("held_out"), calibrate(load_hardware("h100"), without, name="x").error("held_out")
-    assert weighed is not None
-    assert alone is not None
-    assert weighed.median < 0.03 < 0.1 < alone.median
+    alone = calibrate(load_hardware("h100"), replace_sections(measured, packs=()), name="x")
+    assert held_out(found).median < 0.03 < 0.1 < held_out(alone).median
 
 
 def test_errors_are_the_median_and_95th_percentile_of_relative_errors() -> None:
@@ -354,15 +334,13 @@ def test_least_squares_finds_sums_beside_an_outlier(constant: float, slope: floa
 
 
 def test_one_rank_keeps_links_and_says_so() -> None:
-    setup = replace(SETUP, num_ranks=1, ranks_per_node=1)
     measured = synthetic(TRUTH, 0.0, 0)
-    alone = [one for one in measured.sections["buckets"] if one.cp_size == 1]
-    sections = {**measured.sections, "links": (), "buckets": tuple(alone), "held_out": ()}
-    found = calibrate(load_hardware("a100-80gb"), Measurements(setup=setup, sections=sections), name="x")
-    base = load_hardware("a100-80gb")
+    measured.setup = replace(SETUP, num_ranks=1, ranks_per_node=1)
+    alone = tuple(one for one in measured.of("buckets") if one.cp_size == 1)
+    found = calibrate(BASE, replace_sections(measured, links=(), buckets=alone, held_out=()), name="x")
     for name in ("bandwidth_in_node_bytes_per_s", "exchange_latency_s_per_layer", "p2p_bandwidth_bytes_per_s"):
-        assert getattr(found.hardware, name) == getattr(base, name)
-        assert found.hardware.source[name] == base.source[name]
+        assert getattr(found.hardware, name) == getattr(BASE, name)
+        assert found.hardware.source[name] == BASE.source[name]
         assert name not in found.changed
     assert any("torchrun" in why for why in found.kept.values())
 
@@ -415,9 +393,9 @@ def test_a_file_that_holds_no_measurements_is_refused(tmp_path, text) -> None:
 
 def test_seconds_that_do_not_grow_are_refused() -> None:
     measured = synthetic(TRUTH, 0.0, 0)
-    flat = tuple(replace(one, forward_s=1e-3, backward_s=1e-3) for one in measured.sections["linear"])
+    flat = tuple(replace(one, forward_s=1e-3, backward_s=1e-3) for one in measured.of("linear"))
     with pytest.raises(InvalidInputError, match="took equally long: raise --max-tokens"):
-        calibrate(TRUTH, Measurements(setup=SETUP, sections={**measured.sections, "linear": flat}), name="x")
+        calibrate(TRUTH, replace_sections(measured, linear=flat), name="x")
     with pytest.raises(InvalidInputError, match="0 rows of section linear"):
         calibrate(TRUTH, Measurements(setup=SETUP), name="x")
 
@@ -445,7 +423,7 @@ def test_layers_of_one_length_have_no_rate() -> None:
     for section in ("linear", "causal", "full"):
         one = measured.sections[section][-1]
         with pytest.raises(InvalidInputError, match=f"section {section} .*of 1 length"):
-            calibrate(TRUTH, Measurements(setup=SETUP, sections={**measured.sections, section: (one,) * 5}), name="x")
+            calibrate(TRUTH, replace_sections(measured, **{section: (one,) * 5}), name="x")
 
 
 @pytest.mark.by_day("svg")

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from dynamic_cp.decide import cli
-from dynamic_cp.decide.first_day import command, parts
-from dynamic_cp.decide.first_day.day import Day
+from dynamic_cp.decide.first_day import command, day
+from dynamic_cp.decide.first_day.day import PARTS, Day, Part, State, parts_of
 from dynamic_cp.decide.first_day.page import page_of
-from dynamic_cp.decide.first_day.parts import PARTS, Part, State, parts_of
 from dynamic_cp.errors import MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
 from megatron.trainer.flags import derive
@@ -223,12 +222,12 @@ def test_bad_input_is_one_line(
 
 def test_the_script_is_of_the_source_or_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert parts.script() == ROOT / "pretrain_gpt.py"
-    monkeypatch.setattr(parts, "__file__", str(tmp_path / "site-packages/dynamic_cp/decide/first_day/parts.py"))
+    assert day.script() == ROOT / "pretrain_gpt.py"
+    monkeypatch.setattr(day, "__file__", str(tmp_path / "site-packages/dynamic_cp/decide/first_day/day.py"))
     with pytest.raises(ValueError, match=r"pretrain_gpt.py is neither in .*: start from the repository"):
-        parts.script()
+        day.script()
     (tmp_path / "pretrain_gpt.py").touch()
-    assert parts.script() == tmp_path / "pretrain_gpt.py"
+    assert day.script() == tmp_path / "pretrain_gpt.py"
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:

@@ -254,25 +254,18 @@ def test_a_dynamic_plan_that_does_not_fit_is_no_success():
 
 
 @pytest.mark.nightly
-def test_a_policy_without_a_timeline_has_a_row_and_no_picture():
-    one = comparison()
-    peer = replace(
-        one.policy("static"),
-        setting=replace(one.policy("static").setting, policy="pool"),
-        batches=tuple(
-            replace(
-                batch, planned=None, timeline=None, parts=None, num_microbatches=None, padding_fraction=None,
-                peak_bytes=None, note="no <plan>",
-            )
-            for batch in one.policy("static").batches
-        ),
-    )  # fmt: skip
-    page = Page(of_comparison(replace(one, policies=(*one.policies, peer))))
+def test_a_pool_has_a_row_and_the_picture_of_its_ticks():
+    one = comparison(1, "m", ("dynamic", "pool"))
+    ours, pool = one.policies
+    pool = replace(pool, batches=tuple(replace(batch, note="no <plan>") for batch in pool.batches))
+    page = Page(of_comparison(replace(one, policies=(ours, pool))))
     assert page.errors == []
     assert "pool: no <plan>" in page.texts
-    only = Page(of_comparison(replace(one, policies=(peer,))))
+    only = Page(of_comparison(replace(one, policies=(pool,))))
     assert only.errors == []
-    assert only.counts["svg"] == 0
+    assert only.counts["svg"] == 2, "its ticks on a wide page and on a phone"
+    assert (2, "Where the time goes") in page.headings
+    assert (2, "Where the time goes") not in only.headings
 
 
 @pytest.mark.nightly

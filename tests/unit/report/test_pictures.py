@@ -177,8 +177,8 @@ def test_png_is_the_same_every_time_and_has_the_width_asked_for():
 
 
 def test_gantt_says_what_it_shows():
-    said = texts(svg_text(partial(gantt, timelines("usual"), title="Two policies"), LIGHT))
-    assert {"static", "dynamic", "Two policies", "stage", "idle", "0", "1"} <= said
+    said = texts(svg_text(partial(gantt, timelines("usual")), LIGHT))
+    assert {"static", "dynamic", "stage", "idle", "0", "1"} <= said
     assert any(re.fullmatch(r"[1-9]\.\d\dx", text) for text in said), "the quantity of every table"
     for _, timeline in timelines("usual"):
         wanted = f"{timeline.plan.num_microbatches} micro-batches"

@@ -58,7 +58,7 @@ def test_a_trace_has_every_tick_of_every_lane_and_what_it_computes_for_others(po
 
 def test_a_picture_of_ticks_names_what_stages_run(pool: PlannedTasks) -> None:
     pytest.importorskip("matplotlib")
-    svg = svg_text(partial(tick_gantt, [("pool", pool)], title="Ticks"), LIGHT)
+    svg = svg_text(partial(tick_gantt, [("pool", pool)]), LIGHT)
     shown = re.findall(r">(\d(?:\.\d)?)</text>", svg)
     if pool.plan.topology.vp_size > 1:
         assert {"0.5", "1.5"} < set(shown)
