@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -374,7 +375,8 @@ def test_a_verdict_where_it_does_not_pay():
     assert verdict.pays == "no"
     assert "does not pay here" in verdict.headline
     assert verdict.reason.startswith("All samples have 300 tokens")
-    assert "Dynamic CP, too, runs all tokens at CP" in verdict.reason
+    assert "no part of it changes. " in verdict.reason
+    assert re.search(r"Dynamic CP runs its tokens at CP (\d) \(100%\), balanced all at CP \1\.", verdict.reason)
 
 
 def test_no_verdict_without_a_comparison():
