@@ -70,29 +70,17 @@ STDOUT = "-"
 
 
 def check_suffix(path: str, what: str, suffixes: Sequence[str]) -> None:
-    """Refuse an --output whose name says that it is something else.
-
-    Args:
-        what: what is written, such as "a report".
-        suffixes: those that it may have.
-
-    Raises:
-        InvalidInputError: it has another one, or none.
-    """
+    """Refuse an --output whose name says that it is something else than, say, "a report"."""
     if not path.lower().endswith(tuple(suffixes)):
         has = repr(Path(path).suffix) if Path(path).suffix else "nothing"
         raise InvalidInputError(f"--output {path} ends in {has}, {what} is {' or '.join(suffixes)}: rename it")
 
 
 def check_writable(path: str | None, *, only_files: bool = False) -> None:
-    """Refuse a path that cannot be written to; nothing is left there.
+    """Refuse a path that cannot be written to; nothing is left there. None is nothing to write.
 
     Args:
-        path: '-' is stdout; None is nothing to write.
-        only_files: refuse stdout and devices, too.
-
-    Raises:
-        InvalidInputError: a folder, a missing folder, or no permission.
+        only_files: refuse stdout ('-') and devices, too.
     """
     if path is None:
         return
@@ -113,14 +101,7 @@ def check_writable(path: str | None, *, only_files: bool = False) -> None:
 
 
 def check_apart(**paths: str | None) -> None:
-    """Refuse options that write to the same place, where the second would replace or follow the first.
-
-    Args:
-        paths: option without its dashes -> what was given.
-
-    Raises:
-        InvalidInputError: two of them are the same file, or both are stdout.
-    """
+    """Refuse options (without their dashes) whose paths are one place: the second would replace or follow the first."""
     options: dict[str, str] = {}
     for option, path in paths.items():
         if path is None or (path != STDOUT and is_device(path)):

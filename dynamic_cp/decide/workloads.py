@@ -146,9 +146,6 @@ def longest_length(
 ) -> int:
     """Return the tokens of the longest sample that `draw_lengths` can return with any seed: what a run has to hold.
 
-    Args:
-        source, max_seqlen, min_seqlen, overlong: as for `draw_lengths`.
-
     Raises:
         InvalidInputError, DataError: as `draw_lengths`.
     """

@@ -89,8 +89,6 @@ def exact_plan(
     """Return the plan with the least makespan over a range of numbers of micro-batches.
 
     Args:
-        samples: a tiny global batch.
-        cost_model: prices, topology and limits.
         counts: least and most micro-batches; None: from the fewest that hold all tokens, to one per sample.
         allow_empty: whether lanes may be without samples in a micro-batch.
         padded: whether prices and limits are of padded lengths; False only with a cost model that ignores padding.

@@ -41,11 +41,6 @@ class Proof(NamedTuple):
 def check_provable(samples: Sequence[Sample], cost_model: CostModel, exchanges: Sequence[str]) -> None:
     """Refuse a batch that is too large to prove, or a job whose plans the program does not know.
 
-    Args:
-        samples: the batch.
-        cost_model: of the job.
-        exchanges: that plans may use.
-
     Raises:
         UnsupportedFeatureError: with the numbers and the remedy.
     """

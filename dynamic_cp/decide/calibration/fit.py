@@ -54,11 +54,7 @@ _BACKWARD_FLOPS = 2.5
 
 
 def calibrate(base: Hardware, measurements: Measurements, *, name: str) -> Calibration:
-    """Return `base` with every coefficient that `measurements` can tell.
-
-    Args:
-        base: gives what was not measured.
-        name: of the new hardware.
+    """Return `base` with a new name and every coefficient that `measurements` can tell.
 
     Raises:
         InvalidInputError: too few rows of layers or attention, or seconds that cannot be fitted.

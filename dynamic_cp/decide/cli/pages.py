@@ -18,14 +18,7 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 
 
 def check_only_run(ctx: click.Context, allowed: Collection[str]) -> None:
-    """Refuse options that say what to simulate beside --run.
-
-    Args:
-        allowed: names of parameters that fit a run.
-
-    Raises:
-        click.UsageError: another one was given.
-    """
+    """Refuse options that say what to simulate beside --run; `allowed`: names of parameters that fit a run."""
     for name in ctx.params:
         source = ctx.get_parameter_source(name)
         if name not in allowed and source == click.core.ParameterSource.COMMANDLINE:

@@ -148,12 +148,7 @@ def searched(
     *,
     with_other_prices: bool = True,
 ) -> Sweep:
-    """Return the fastest settings of each of `policies`; warns of a policy that has none.
-
-    Args:
-        num_processes: None = one per CPU.
-        with_other_prices: say what becomes of the gain under them.
-    """
+    """Return the fastest settings of each of `policies`, by one process per CPU; warns of a policy that has none."""
     from dynamic_cp.decide.sweep import sweep
 
     found = sweep(

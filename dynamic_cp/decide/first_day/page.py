@@ -21,11 +21,7 @@ _OF_FITS = ("part", "", "numbers", "median error", "p95", "predicted / measured"
 
 
 def page_of(day: Day, device: str, states: Mapping[str, State]) -> str:
-    """Return the page.
-
-    Args:
-        device: its name; states: of the parts that were run, now or before.
-    """
+    """Return the page of the parts that were run, now or before, on a device of that name."""
     ended = {name for name, state in states.items() if not state.why}
     about = (
         f"{date.today().isoformat()}, {day.num_ranks} ranks, TP {day.tp_size}, {day.model} with "

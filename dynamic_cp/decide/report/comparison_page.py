@@ -40,12 +40,7 @@ _BATCH_LABELS = ("policy, batch", "iteration", "over bound", "micro-batches", "b
 
 
 def render_report(comparison: Comparison, *, command: str, inputs: Mapping[str, Any]) -> str:
-    """Return the page of `comparison` as one self-contained HTML document.
-
-    Args:
-        comparison: of `compare_policies`.
-        command: what to type to get it again.
-        inputs: name -> value, shown as they are.
+    """Return the page of `comparison` as one self-contained HTML document; it shows `command` and `inputs` as they are.
 
     Raises:
         UnsupportedFeatureError: matplotlib or jinja2 is not installed.

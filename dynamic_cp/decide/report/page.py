@@ -37,11 +37,7 @@ class Picture(NamedTuple):
 
 
 def picture(draw: Draw, *, name: str, title: str, caption: str, width_in: float) -> Picture:
-    """Return `draw` as inline SVG of `width_in` inches and of a phone's width, both with an alternative text.
-
-    Args:
-        name: letters and hyphens, used once on the page.
-    """
+    """Return `draw` as inline SVG of `width_in` inches and of a phone's width; `name`: letters and hyphens, its own."""
     from markupsafe import Markup
 
     def drawn(at_in: float, suffix: str) -> Markup:

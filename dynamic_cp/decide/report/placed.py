@@ -47,12 +47,10 @@ _NUMBER_PT = 36
 
 
 def placed_links(sent: Sent, nodes: Ints, theme: Theme, *, first_lane: int = 0, width_in: float = MEDIUM_IN) -> Figure:
-    """Return the picture of bytes from lane to lane, and from node to node where there are several.
+    """Return the picture of the bytes that lanes of a bucket send, and from node to node where there are several.
 
     Args:
-        sent: by the lanes of a bucket; of both directions, all layers.
         nodes: [lane] -> its node, numbered from 0 on.
-        first_lane: of the bucket.
     """
     num_lanes, num_nodes = len(nodes), int(nodes.max()) + 1
     per_cell = -(-num_lanes // _MAX_CELLS)
@@ -117,13 +115,7 @@ def placed_shares(
     windowed: tuple[float, LayerMask] | None = None,
     width_in: float = MEDIUM_IN,
 ) -> Figure:
-    """Return the picture of what each lane holds, computes and sends, with max / mean; of many lanes, largest ones.
-
-    Args:
-        mask: of samples that bring none.
-        sent, nodes: as in `placed_links`.
-        windowed: as in `lane_shares`.
-    """
+    """Return the picture of `lane_shares`, with max / mean; of many lanes, the largest of neighbours."""
     shares = lane_shares(bucket, mask, sent, nodes, windowed)
     per_bar = -(-bucket.cp_size // _MAX_BARS)
     begins = np.arange(0, bucket.cp_size, per_bar)
@@ -159,6 +151,7 @@ def lane_shares(
     """Return what -> [lane] how much of it: tokens, pairs that kernels compute in the mean of layers, bytes.
 
     Args:
+        mask: of samples that bring none.
         windowed: the share of layers that have a window, and their mask, where `mask` is that of the others.
     """
     placement, inner, num_groups = bucket.placement, bucket.inner_cp_size, bucket.num_inner_groups
@@ -183,12 +176,7 @@ def _lane_pairs(placement: Placement, bucket: Bucket, mask: LayerMask) -> Floats
 
 
 def placed_section(name: str, plan: Plan, problem: Problem) -> dict[str, Any]:
-    """Return the pictures of the placed bucket with most work, and a note; none where no bucket is placed.
-
-    Args:
-        name: of the plan.
-        plan: any; problem: whose model and options it was made for.
-    """
+    """Return the pictures of the placed bucket of a plan with most work, and a note; none where no bucket is placed."""
     rows = [
         (sum(sample.squared_tokens for sample in bucket.samples), -index, bucket)
         for index, micro_batch in enumerate(plan.micro_batches)

@@ -48,12 +48,7 @@ def samples_by_work(bucket: Bucket) -> list[tuple[int, float]]:
 
 
 def placed_tiles(bucket: Bucket, mask: Mask, theme: Theme, *, width_in: float = WIDE_IN) -> Figure:
-    """Return the picture of the samples with most work: as many as the width holds.
-
-    Args:
-        bucket: a placed one.
-        mask: of samples that bring none.
-    """
+    """Return the picture of a placed bucket's samples with most work: as many as the width holds."""
     placement = bucket.placement
     assert placement is not None
     num_shown = MAX_SAMPLES if width_in > WIDE_IN - 1 else 1

@@ -44,12 +44,7 @@ _LABELS = (
 def render_run_report(
     records: Sequence[RunRecord], *, command: str = "", inputs: Mapping[str, Any] | None = None
 ) -> str:
-    """Return the page of a run as one self-contained HTML document.
-
-    Args:
-        records: of `read_run`, at least one.
-        command: what to type to get the page again.
-        inputs: name -> value, shown as they are.
+    """Return the page of a run as one self-contained HTML document; it shows `command` and `inputs` as they are.
 
     Raises:
         InvalidInputError: there are no records.

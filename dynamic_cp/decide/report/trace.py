@@ -286,13 +286,9 @@ def _check_overlap(span: MeasuredSpan, following: MeasuredSpan, overlap_ns: int)
 
 
 def write_trace(path: str | Path, events: Sequence[Event], *, about: Mapping[str, Any] | None = None) -> None:
-    """Write `events` as a JSON object to `path`, compressed if it ends in .gz; the same bytes for the same events.
+    """Write `events` to `path`, compressed if it ends in .gz, and what the viewer shows `about` the trace.
 
-    Args:
-        about: what the viewer shows as information on the trace, such as command and inputs.
-
-    Raises:
-        InvalidInputError: the place cannot be written.
+    The same events give the same bytes. InvalidInputError: the place cannot be written.
     """
     lines = ",\n".join(json.dumps(event, separators=(",", ":"), allow_nan=False) for event in events)
     rest = json.dumps({"displayTimeUnit": "ms", "otherData": dict(about or {})})[1:]
@@ -337,12 +333,7 @@ def shown_lanes(lanes: range | None, num_lanes: int) -> range:
 def slice_event(
     name: str, kind: str, span_ns: tuple[int, int], place: tuple[int, int], args: Mapping[str, Any]
 ) -> Event:
-    """Return a slice.
-
-    Args:
-        kind: of an operation, else the category.
-        span_ns: start and end. place: process and thread.
-    """
+    """Return a slice from a start to an end, of an operation's `kind` or another category, in a process and thread."""
     start_ns, end_ns = span_ns
     return {
         "name": name,

@@ -167,12 +167,7 @@ PRICE_SETS = (
 def under_other_prices(job: SweepJob, points: Mapping[str, Collection[Point]], run: Counted) -> tuple[OtherPrice, ...]:
     """Return the gain of the dynamic policy under each of PRICE_SETS that differs from the job's own prices.
 
-    None where the dynamic policy or all static ones are missing.
-
-    Args:
-        job: what was planned.
-        points: policy -> what was planned for it.
-        run: calls a function for each setting; its last argument says what is done.
+    None where the dynamic policy or all static ones are missing. `points` are what was planned for each policy.
     """
     static = [name for name in STATIC_POLICIES if points.get(name)]
     if not points.get("dynamic") or not static:

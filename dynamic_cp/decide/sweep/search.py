@@ -109,10 +109,7 @@ def sweep(
     """Return the best settings of `space` for `job`; the same for any `num_processes`.
 
     Args:
-        space: values to try.
-        job: batches, model, hardware.
         policies: of search.POLICIES and POOL_POLICIES, at least one.
-        num_processes: how many plan in parallel.
         with_other_prices: plan the fastest settings under other prices, too.
         progress: called with (done, all, what).
 
