@@ -108,7 +108,6 @@ LIST = {
     "megatron/dynamic_cp/attention/te/support.py": "since which release TransformerEngine has each",
 }
 HOMONYMS = {
-    "dynamic_cp/decide/report/trace.py": "sends between pipeline stages are p2p, too",
     "dynamic_cp/decide/calibration/fit.py": "collectives that are measured",
     "dynamic_cp/decide/calibration/measurements.py": "collectives that are measured",
     "megatron/decide/calibration/sections.py": "collectives that are measured",
