@@ -15,7 +15,6 @@ import click
 from dynamic_cp.decide.cli.options import Names, Numbers, TokensOrAuto, option, options_in, options_of, taken
 from dynamic_cp.decide.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.lengths.read import STDIN, is_pipe
 from dynamic_cp.models import catalog
 from dynamic_cp.models.layers import LayerFeatures, hardware_of_layers, is_of_local_layers
 from dynamic_cp.setting import TP_OVERLAPS, TpOverlap
@@ -118,6 +117,8 @@ class BatchInput:
     @property
     def is_file(self) -> bool:
         """Whether the lengths are a file or a pipe, not a workload or a formula."""
+        from dynamic_cp.lengths.read import STDIN  # with numpy, which --help does without
+
         name = self.lengths
         if name == STDIN or self.known is not None:
             return True
@@ -193,10 +194,10 @@ class BatchInput:
     @cached_property
     def _source(self) -> str | NDArray[np.int64]:
         """What is drawn from: a pipe is read once, it holds nothing afterwards."""
+        from dynamic_cp.lengths.read import is_pipe, read_length_array
+
         if self.known is not None or not is_pipe(self.lengths):
             return self.lengths if self.known is None else self.known
-        from dynamic_cp.lengths.read import read_length_array
-
         return read_length_array(self.lengths)
 
     def _cut(self) -> dict[str, Any]:
