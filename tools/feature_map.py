@@ -42,7 +42,7 @@ FEATURES = (
     Feature(
         "linear attention",
         "features.md#linear-attention",
-        r"/linear/|linear_(attention|layers|homes)|/gated|mamba|hybrid|state_runs|/states",
+        r"/linear/|linear_(attention|layers|homes)|/gated|mamba|hybrid|stretches|linear_prices|/states",
     ),
     Feature("experts", "features.md#experts", r"expert|router|(?<!re)routing", r"\bexperts\b"),
     Feature("multi-latent attention", "features.md#multi-latent-attention", r"latent", r"\blatents?\b"),
