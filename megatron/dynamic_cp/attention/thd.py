@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.registry import serving_windows
-from dynamic_cp.types import BY_PLACEMENT, CpCommType, Lambda
+from dynamic_cp.types import BY_PLACEMENT, CpCommType, Lambda, is_placed
 from megatron.dynamic_cp.attention.kernels.choice import Kernel, kernel_for
 from megatron.dynamic_cp.attention.mechanisms.collectives import AllGather, HeadsAroundRing
 from megatron.dynamic_cp.attention.mechanisms.executor import Executor
@@ -117,7 +117,7 @@ def executor_of(params: DynamicPackedSeqParams, query_heads: int, kv_heads: int,
 
 def executor_class(params: DynamicPackedSeqParams) -> type[Executor] | None:
     """Return the executor for the exchange of a micro-batch; None: there is none here."""
-    if params.cp_comm_type == BY_PLACEMENT:
+    if is_placed(params.cp_comm_type):
         from megatron.dynamic_cp.attention.mechanisms.blocks import Blocks, HeadsAroundBlocks
 
         return Blocks if params.heads_group is None else HeadsAroundBlocks
