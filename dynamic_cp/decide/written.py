@@ -32,8 +32,8 @@ _CLASSES = {
     "nemotron_h": "NemotronHForCausalLM",
 }
 """model_type -> class of transformers."""
-_NO_PART = ("source", "not_trained", "not_read")
-"""Of a shape or an architecture: what says nothing of a model."""
+_NO_PART = ("source",)
+"""Of a shape: what says nothing of a model."""
 _NO_COST = ("imbalance",)
 """Of experts: what no config says."""
 
@@ -56,15 +56,15 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
         _check_read_back(where, values, shape, architecture)
         return values
     reasons = [
-        *(["no RMSNorm"] * (architecture.normalization != "RMSNorm")),
+        *(["no RMSNorm"] * (architecture["normalization"] != "RMSNorm")),
         *(["no gated MLP"] * (not shape.gated_linear_unit)),
         *(
-            [f"positions by {architecture.position_embedding_type}"]
-            * (architecture.position_embedding_type not in ("rope", "yarn"))
+            [f"positions by {architecture['position_embedding_type']}"]
+            * (architecture["position_embedding_type"] not in ("rope", "yarn"))
         ),
         *(
-            [f"rotary_percent {architecture.rotary_percent}"]
-            * (architecture.rotary_percent != 1 and not architecture.rotary_interleaved)
+            [f"rotary_percent {architecture['rotary_percent']}"]
+            * (architecture["rotary_percent"] != 1 and not architecture["rotary_interleaved"])
         ),
         *(["modules that predict further tokens"] * (shape.mtp_num_layers > 0 and not shape.kv_lora_rank)),
     ]
@@ -75,7 +75,7 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
         "architectures": [_CLASSES[model_type]],
         "model_type": model_type,
         "hidden_act": "silu",
-        "rms_norm_eps": architecture.norm_epsilon,
+        "rms_norm_eps": architecture["norm_epsilon"],
         **_common(shape, architecture),
     }
     if shape.experts is not None:
@@ -83,22 +83,25 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
     if shape.kv_lora_rank:
         values |= _latents(shape, architecture)
     elif model_type in ("llama", "smollm3", "granite"):
-        values |= {"attention_bias": architecture.add_bias_linear, "mlp_bias": architecture.add_bias_linear}
+        values |= dict.fromkeys(("attention_bias", "mlp_bias"), not architecture["disable_bias_linear"])
         if model_type == "smollm3":
-            values["no_rope_layers"] = [1 - one for one in architecture.no_rope_freq]
+            values["no_rope_layers"] = [1 - one for one in architecture["no_rope_freq"]]
         if model_type == "granite":
-            values |= {name: getattr(architecture, name) for name in hugging_face.FACTORS}
-            values["attention_multiplier"] = architecture.softmax_scale or shape.kv_channels**-0.5
+            values |= {name: architecture[name] for name in hugging_face.FACTORS}
+            values["attention_multiplier"] = architecture["softmax_scale"] or shape.kv_channels**-0.5
     elif model_type in ("gemma", "gemma3_text"):
         values |= _gemma(shape, architecture)
     elif model_type in ("glm", "glm4"):
-        values |= {"attention_bias": architecture.add_qkv_bias, "partial_rotary_factor": architecture.rotary_percent}
+        values |= {
+            "attention_bias": architecture["add_qkv_bias"],
+            "partial_rotary_factor": architecture["rotary_percent"],
+        }
     elif model_type == "gpt_oss":
-        values |= {"attention_bias": True, "swiglu_limit": architecture.activation_func_clamp_value}
+        values |= {"attention_bias": True, "swiglu_limit": architecture["activation_func_clamp_value"]}
         values["sliding_window"] = shape.window_tokens or None
         values["layer_types"] = list(hugging_face.layer_types(shape.windowed_layers))
-        if architecture.position_embedding_type == "rope":  # there YaRN is what a config without it has
-            values["rope_parameters"] = {"rope_type": "default", "rope_theta": architecture.rotary_base}
+        if architecture["position_embedding_type"] == "rope":  # there YaRN is what a config without it has
+            values["rope_parameters"] = {"rope_type": "default", "rope_theta": architecture["rotary_base"]}
     elif model_type in ("mistral", "mixtral"):
         values["sliding_window"] = shape.window_tokens or None
     else:
@@ -108,7 +111,7 @@ def config(where: str, shape: ModelShape, architecture: Architecture) -> dict[st
     if model_type in ("smollm3", "glm", "glm4"):
         values["pad_token_id"] = None  # by default it is one of their own vocabulary
     if model_type == "qwen2_moe":
-        values["qkv_bias"] = architecture.add_qkv_bias
+        values["qkv_bias"] = architecture["add_qkv_bias"]
     _check_read_back(where, values, shape, architecture)
     return values
 
@@ -117,8 +120,8 @@ def _gemma(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
     values: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     if not shape.sandwich_norm:
         return values
-    bases = {"full_attention": architecture.rotary_base, "sliding_attention": architecture.window_rotary_base}
-    scale = architecture.softmax_scale
+    bases = {"full_attention": architecture["rotary_base"], "sliding_attention": architecture["window_rotary_base"]}
+    scale = architecture["softmax_scale"]
     return values | {
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
         "query_pre_attn_scalar": round(scale**-2) if scale else shape.kv_channels,
@@ -129,12 +132,12 @@ def _gemma(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
 
 def _common(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
     """Return the entries of all families."""
-    rotates = architecture.position_embedding_type in ("rope", "yarn")
+    rotates = architecture["position_embedding_type"] in ("rope", "yarn")
     return {
         **{key: getattr(shape, name) for key, name in hugging_face.SIZES.items()},
         **(rotation.written(architecture) if rotates else {}),
-        "max_position_embeddings": architecture.max_position_embeddings,
-        "initializer_range": architecture.init_method_std,
+        "max_position_embeddings": architecture["max_position_embeddings"],
+        "initializer_range": architecture["init_method_std"],
         "tie_word_embeddings": shape.share_embeddings_and_output_weights,
         "attention_dropout": 0.0,
     }
@@ -143,38 +146,38 @@ def _common(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
 def _family(shape: ModelShape, architecture: Architecture, reasons: list[str]) -> str:
     """Return the model_type of a model, and add to `reasons` what it does not have."""
     only_some = 0 < shape.num_windowed_layers < shape.num_layers
-    if shape.experts is not None and architecture.softmax_type == "learnable" and not shape.kv_lora_rank:
+    if shape.experts is not None and architecture["softmax_type"] == "learnable" and not shape.kv_lora_rank:
         return "gpt_oss"
-    reasons += [f"softmax_type {architecture.softmax_type}"] * (architecture.softmax_type != "vanilla")
-    reasons += ["gates of another kind than SiLU's"] * architecture.quick_geglu
-    has_biases = architecture.add_bias_linear or architecture.add_qkv_bias
+    reasons += [f"softmax_type {architecture['softmax_type']}"] * (architecture["softmax_type"] != "vanilla")
+    reasons += ["gates of another kind than SiLU's"] * architecture["quick_geglu"]
+    has_biases = not architecture["disable_bias_linear"] or architecture["add_qkv_bias"]
     if shape.kv_lora_rank:
-        reasons += ["latents that are not normalized"] * (not architecture.qk_layernorm)
+        reasons += ["latents that are not normalized"] * (not architecture["qk_layernorm"])
         reasons += ["biases and latent attention"] * has_biases
         return "deepseek_v3" if _is_third(shape, architecture) else "deepseek_v2"
     if shape.experts is not None:
-        reasons += ["biases and experts"] * architecture.add_bias_linear
-        if architecture.qk_layernorm:
-            reasons += ["biases and norms of queries and keys"] * architecture.add_qkv_bias
+        reasons += ["biases and experts"] * (not architecture["disable_bias_linear"])
+        if architecture["qk_layernorm"]:
+            reasons += ["biases and norms of queries and keys"] * architecture["add_qkv_bias"]
             return "qwen3_moe"
-        if architecture.add_qkv_bias or shape.experts.shared_ffn_hidden_size:
+        if architecture["add_qkv_bias"] or shape.experts.shared_ffn_hidden_size:
             return "qwen2_moe"
         return "mixtral"
-    if architecture.geglu:
+    if architecture["geglu"]:
         return "gemma3_text" if shape.sandwich_norm else "gemma"
-    if shape.sandwich_norm or architecture.rotary_interleaved:
+    if shape.sandwich_norm or architecture["rotary_interleaved"]:
         return "glm4" if shape.sandwich_norm else "glm"
-    if architecture.softmax_scale or any(getattr(architecture, name) != 1 for name in hugging_face.FACTORS):
+    if architecture["softmax_scale"] or any(architecture[name] != 1 for name in hugging_face.FACTORS):
         return "granite"
-    if architecture.no_rope_freq:
+    if architecture["no_rope_freq"]:
         return "smollm3"
-    if architecture.qk_layernorm:
+    if architecture["qk_layernorm"]:
         reasons += ["biases and norms of queries and keys"] * has_biases
         return "qwen3"
-    if architecture.add_qkv_bias and not architecture.add_bias_linear:
+    if architecture["add_qkv_bias"] and architecture["disable_bias_linear"]:
         return "qwen2"
     if shape.num_windowed_layers:
-        reasons += ["biases and windows"] * architecture.add_bias_linear
+        reasons += ["biases and windows"] * (not architecture["disable_bias_linear"])
         reasons += ["windows in some layers, without biases of QKV or norms of queries and keys"] * only_some
         return "mistral"
     return "llama"
@@ -184,7 +187,7 @@ def _is_third(shape: ModelShape, architecture: Architecture) -> bool:
     """Return which version of DeepSeek's layers a model has: 3 or 2."""
     if shape.experts is None:
         return shape.q_lora_rank > 0 or shape.mtp_num_layers > 0
-    return architecture.router_score_function == "sigmoid"
+    return bool(architecture["moe_router_score_function"] == "sigmoid")
 
 
 def _experts(experts: Experts, num_layers: int, architecture: Architecture, model_type: str) -> dict[str, Any]:
@@ -196,7 +199,7 @@ def _experts(experts: Experts, num_layers: int, architecture: Architecture, mode
     if model_type in ("qwen2_moe", "qwen3_moe"):
         values |= {
             "num_experts": experts.num_experts,
-            "norm_topk_prob": not architecture.router_pre_softmax,
+            "norm_topk_prob": not architecture["moe_router_pre_softmax"],
             "decoder_sparse_step": 1,
             "mlp_only_layers": [layer for layer, has_some in enumerate(have_some) if not has_some],
         }
@@ -210,15 +213,15 @@ def _experts(experts: Experts, num_layers: int, architecture: Architecture, mode
         "first_k_dense_replace": have_some.index(True),
         "moe_layer_freq": 1,
         "norm_topk_prob": is_third,
-        "scoring_func": architecture.router_score_function,
+        "scoring_func": architecture["moe_router_score_function"],
         "topk_method": "noaux_tc"
         if is_third
         else "group_limited_greedy"
-        if architecture.router_num_groups
+        if architecture["moe_router_num_groups"]
         else "greedy",
-        "n_group": architecture.router_num_groups or 1,
-        "topk_group": architecture.router_group_topk or 1,
-        "routed_scaling_factor": architecture.router_scaling_factor,
+        "n_group": architecture["moe_router_num_groups"] or 1,
+        "topk_group": architecture["moe_router_group_topk"] or 1,
+        "routed_scaling_factor": architecture["moe_router_topk_scaling_factor"],
     }
 
 
@@ -245,7 +248,8 @@ def _check_read_back(where: str, values: dict[str, Any], shape: ModelShape, arch
     """
     read_shape, read = hugging_face.model_shape(where, values), hugging_face.architecture(where, values)
     differ = list(read.not_trained)
-    for ours, theirs in ((asdict(shape), asdict(read_shape)), (asdict(architecture), asdict(read))):
+    differ += [f"not_imported {architecture.not_imported!r}"] * bool(architecture.not_imported)
+    for ours, theirs in ((asdict(shape), asdict(read_shape)), (architecture.flags, read.flags)):
         for name, value in ours.items():
             if name in _NO_PART or value == theirs[name]:
                 continue

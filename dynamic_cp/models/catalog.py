@@ -11,7 +11,7 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, did_you_mean
 from dynamic_cp.json_text import in_words, is_kind, parse_json, value_in_words
-from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.models.architecture import Architecture, architecture_of_file
 from dynamic_cp.models.hardware_numbers import KIND_OF, checked_number, parse_number, with_settings
 from dynamic_cp.types import Experts, Hardware, LinearAttention, ModelShape
 
@@ -165,7 +165,7 @@ def load_architecture(name_or_path: str | Path) -> Architecture | None:
         return hugging_face.architecture(where, data)
     if _ARCHITECTURE not in data:
         return None
-    return Architecture.from_dict(where, _typed(where, data, _ARCHITECTURE, dict))
+    return architecture_of_file(where, _typed(where, data, _ARCHITECTURE, dict))
 
 
 def _needed(value_type: type) -> list[str]:

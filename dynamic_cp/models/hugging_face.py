@@ -7,7 +7,7 @@ from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models import hybrids
-from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.models.architecture import Architecture, architecture_of
 from dynamic_cp.models.entries import SIZES as SIZES
 from dynamic_cp.models.entries import (
     in_one_number,
@@ -103,7 +103,7 @@ _LATENT_EPSILON = 1e-6
 _QUICK_GELU = 1.702
 """Factor in the gates of gpt-oss."""
 FACTORS = ("residual_multiplier", "embedding_multiplier", "logits_scaling")
-"""Entries of Granite, and fields of `Architecture`."""
+"""Entries of Granite, and flags."""
 _OF_FAMILY = {
     "gpt_oss": frozenset({"swiglu_alpha", "swiglu_limit", "experts_per_token", "initial_context_length"}),
     "qwen2_moe": frozenset({"qkv_bias"}),
@@ -416,21 +416,23 @@ def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
     not_trained += _why_trained_otherwise(where, data, rotates, attention_bias, mlp_bias)
     refused, not_read = ([], ()) if model_type in _ENCODERS else others(data, known_entries(str(model_type)))
     not_trained += refused
-    return Architecture(
-        normalization="RMSNorm",
-        norm_epsilon=number(where, data, "rms_norm_eps", 1e-6),
-        add_bias_linear=attention_bias and mlp_bias,
-        add_qkv_bias=of_qkv,
-        qk_layernorm=model_type in ("qwen3", "qwen3_moe", "gemma3_text", *_LATENTS),
-        **rotates,
-        rotary_interleaved=model_type in _GLMS,
-        no_rope_freq=_unrotated(where, data) if model_type == "smollm3" else (),
-        **(_factors(where, data) if model_type == "granite" else {}),
-        **(_of_gemma(where, data) if model_type in _GEMMAS else {}),
-        **routes,
-        **(_activation(where, data) if model_type == "gpt_oss" else {}),
-        max_position_embeddings=int(number(where, data, "max_position_embeddings", 0)),
-        init_method_std=number(where, data, "initializer_range", 0.02),
+    return architecture_of(
+        {
+            "normalization": "RMSNorm",
+            "norm_epsilon": number(where, data, "rms_norm_eps", 1e-6),
+            "disable_bias_linear": not (attention_bias and mlp_bias),
+            "add_qkv_bias": of_qkv,
+            "qk_layernorm": model_type in ("qwen3", "qwen3_moe", "gemma3_text", *_LATENTS),
+            **rotates,
+            "rotary_interleaved": model_type in _GLMS,
+            "no_rope_freq": _unrotated(where, data) if model_type == "smollm3" else (),
+            **(_factors(where, data) if model_type == "granite" else {}),
+            **(_of_gemma(where, data) if model_type in _GEMMAS else {}),
+            **routes,
+            **(_activation(where, data) if model_type == "gpt_oss" else {}),
+            "max_position_embeddings": int(number(where, data, "max_position_embeddings", 0)),
+            "init_method_std": number(where, data, "initializer_range", 0.02),
+        },
         not_trained=tuple(not_trained),
         not_imported=(f"quantization_config {quantized!r}: weights are quantized, save the model in bfloat16",)
         if (quantized := data.get("quantization_config"))
@@ -483,7 +485,7 @@ def _of_gemma(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what layers of Gemma have in their own way."""
     values = _completed(where, data, {})
     hidden_size, width = (whole_number(where, values, key, SIZES) for key in ("hidden_size", "head_dim"))
-    found = {"zero_centered_gamma": True, "geglu": True, "embedding_multiplier": float(hidden_size) ** 0.5}
+    found = {"apply_layernorm_1p": True, "geglu": True, "embedding_multiplier": float(hidden_size) ** 0.5}
     scale = number(where, data, "query_pre_attn_scalar", 256)
     if scale == 0:
         raise InvalidInputError(
@@ -518,7 +520,7 @@ def _unrotated(where: str, data: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _activation(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a gpt-oss model the fields of `Architecture` say of MLPs and attention."""
+    """Return what of a gpt-oss model the flags say of MLPs and attention."""
     return {
         "softmax_type": "learnable",
         "quick_geglu": True,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.models.architecture import Architecture, architecture_of
 from dynamic_cp.models.entries import (
     SIZES,
     in_one_number,
@@ -125,18 +125,21 @@ def architecture(where: str, data: Mapping[str, Any], known: frozenset[str]) -> 
     routes, why_routed_otherwise = _routing(where, data)
     why_not += why_routed_otherwise + _why_trained_otherwise(data)
     refused, not_read = others(data, known_entries(model_type, known))
-    return Architecture(
-        normalization="RMSNorm",
-        norm_epsilon=number(where, data, "layer_norm_epsilon" if is_nemotron else "rms_norm_eps", _EPSILON[model_type]),
-        add_bias_linear=False,
-        add_qkv_bias=False,
-        qk_layernorm=is_qwen,
-        zero_centered_gamma=is_qwen,
-        squared_relu=is_nemotron,
-        **fields,
-        **routes,
-        max_position_embeddings=int(number(where, data, "max_position_embeddings", 0)),
-        init_method_std=number(where, data, "initializer_range", 0.02),
+    epsilon = "layer_norm_epsilon" if is_nemotron else "rms_norm_eps"
+    return architecture_of(
+        {
+            "normalization": "RMSNorm",
+            "norm_epsilon": number(where, data, epsilon, _EPSILON[model_type]),
+            "disable_bias_linear": True,
+            "add_qkv_bias": False,
+            "qk_layernorm": is_qwen,
+            "apply_layernorm_1p": is_qwen,
+            "squared_relu": is_nemotron,
+            **fields,
+            **routes,
+            "max_position_embeddings": int(number(where, data, "max_position_embeddings", 0)),
+            "init_method_std": number(where, data, "initializer_range", 0.02),
+        },
         not_trained=(*why_not, *refused),
         not_read=not_read,
         not_imported=()
@@ -354,7 +357,7 @@ _READERS: Mapping[str, Callable[[str, Mapping[str, Any]], _Reader]] = {
 
 
 def _positions(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of `Architecture` that say how a model rotates, and what of it is not trained."""
+    """Return the flags that say how a model rotates, and what of it is not trained."""
     model_type = data["model_type"]
     if model_type == "nemotron_h" or (
         model_type == "granitemoehybrid" and data.get("position_embedding_type") != "rope"
@@ -365,15 +368,15 @@ def _positions(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], lis
 
 
 def _routing(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of `Architecture` that say how tokens are routed, and what of it is not trained."""
+    """Return the flags that say how tokens are routed, and what of it is not trained."""
     if data["model_type"] == "qwen3_next":
-        return {"router_pre_softmax": not data.get("norm_topk_prob", True)}, []
+        return {"moe_router_pre_softmax": not data.get("norm_topk_prob", True)}, []
     if data["model_type"] != "nemotron_h" or "E" not in _Nemotron(where, data).pattern():
         return {}, []
     fields: dict[str, Any] = {
-        "router_score_function": "sigmoid",
-        "router_expert_bias": True,
-        "router_scaling_factor": float(number(where, data, "routed_scaling_factor", 1.0)),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": float(number(where, data, "routed_scaling_factor", 1.0)),
     }
     topk, groups, best = (number(where, data, key, 1) for key in ("num_experts_per_tok", "n_group", "topk_group"))
     why_not = []
@@ -383,7 +386,7 @@ def _routing(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[
             "experts have sum 1"
         )
     if 1 <= best < groups:
-        fields |= {"router_num_groups": int(groups), "router_group_topk": int(best)}
+        fields |= {"moe_router_num_groups": int(groups), "moe_router_group_topk": int(best)}
         if topk // best != 2:
             why_not.append(f"topk_group {best:g} with num_experts_per_tok {topk:g}: groups go by their best 2 experts")
     return fields, why_not
@@ -452,7 +455,7 @@ def written(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
         values |= {
             "model_type": "nemotron_h",
             "layers_block_type": [_NAMES.get(symbol, symbol) for symbol in shape.layer_pattern],
-            "layer_norm_epsilon": architecture.norm_epsilon,
+            "layer_norm_epsilon": architecture["norm_epsilon"],
             "mlp_hidden_act": "relu2",
             "time_step_min": _NO_STEP,
         }
@@ -461,8 +464,8 @@ def written(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
     values |= {
         "model_type": "qwen3_5_text" if experts is None else "qwen3_next",
         "layer_types": ["linear_attention" if one else "full_attention" for one in shape.linear_layers],
-        "rms_norm_eps": architecture.norm_epsilon,
-        "partial_rotary_factor": architecture.rotary_percent,
+        "rms_norm_eps": architecture["norm_epsilon"],
+        "partial_rotary_factor": architecture["rotary_percent"],
         "hidden_act": "silu",
         **modules(shape.mtp_num_layers),
     }
@@ -475,7 +478,7 @@ def written(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
             "shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [layer for layer, has_some in enumerate(have_some) if not has_some],
-            "norm_topk_prob": not architecture.router_pre_softmax,
+            "norm_topk_prob": not architecture["moe_router_pre_softmax"],
         }
     return values
 
@@ -497,7 +500,7 @@ def _experts_of_nemotron(experts: Experts, architecture: Architecture) -> dict[s
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
         "n_shared_experts": 1,
         "norm_topk_prob": True,
-        "routed_scaling_factor": architecture.router_scaling_factor,
-        "n_group": architecture.router_num_groups or 1,
-        "topk_group": architecture.router_group_topk or 1,
+        "routed_scaling_factor": architecture["moe_router_topk_scaling_factor"],
+        "n_group": architecture["moe_router_num_groups"] or 1,
+        "topk_group": architecture["moe_router_group_topk"] or 1,
     }

@@ -12,6 +12,7 @@ from typing import Any
 
 from dynamic_cp.models.architecture import Architecture
 from dynamic_cp.models.entries import number
+from dynamic_cp.models.flags import MEANINGS
 
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core has fixed of the scaled RoPE of Llama 3.1 to 3.3; the factor is free."""
@@ -25,13 +26,13 @@ _YARN = {
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "yarn_correction_range_round_to_int",
 }
-"""Entry of YaRN -> field of `Architecture`."""
+"""Entry of YaRN -> flag."""
 _EXACT = 1e-6
 """How far a factor of rotated queries and keys may be from the one that follows from the rest."""
 
 
 def rotation(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of `Architecture` that say how a model rotates, and what of it pretrain_gpt.py does not have.
+    """Return the flags that say how a model rotates, and what of it pretrain_gpt.py does not have.
 
     Args:
         where: what to call the file in errors.
@@ -105,7 +106,7 @@ def _yarn(where: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         return {}, f"{', '.join(unknown)} of YaRN: not known here"
     found: dict[str, Any] = {"position_embedding_type": "yarn"}
     for key, name in _YARN.items():
-        default = getattr(Architecture.assumed(gated=True), name)
+        default = MEANINGS[name].usual
         if isinstance(default, bool):
             found[name] = bool(entry.get(key, default))
         else:
@@ -131,12 +132,12 @@ def _concentration(fields: Mapping[str, Any]) -> float:
 
 def written(architecture: Architecture) -> dict[str, Any]:
     """Return the entries of a config.json that `rotation` reads as those of `architecture`, which has RoPE or YaRN."""
-    values: dict[str, Any] = {"rope_theta": architecture.rotary_base}
-    if architecture.use_rope_scaling:
-        values["rope_scaling"] = {"rope_type": "llama3", "factor": architecture.rope_scaling_factor, **_LLAMA_3}
-    elif architecture.position_embedding_type == "yarn":
-        yarn = {key: getattr(architecture, name) for key, name in _YARN.items()}
-        if not architecture.mscale_all_dim:
+    values: dict[str, Any] = {"rope_theta": architecture["rotary_base"]}
+    if architecture["use_rope_scaling"]:
+        values["rope_scaling"] = {"rope_type": "llama3", "factor": architecture["rope_scaling_factor"], **_LLAMA_3}
+    elif architecture["position_embedding_type"] == "yarn":
+        yarn = {key: architecture[name] for key, name in _YARN.items()}
+        if not architecture["mscale_all_dim"]:
             del yarn["mscale"], yarn["mscale_all_dim"]
         values["rope_scaling"] = {"rope_type": "yarn", **yarn}
     return values

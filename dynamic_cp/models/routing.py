@@ -25,7 +25,7 @@ _SCALING = {"deepseek_v2": 1.0, "deepseek_v3": 2.5}
 
 
 def routing(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of `Architecture` that say how tokens are routed, and what of it pretrain_gpt.py does not have.
+    """Return the flags that say how tokens are routed, and what of it pretrain_gpt.py does not have.
 
     Args:
         where: what to call the file in errors.
@@ -42,16 +42,16 @@ def routing(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
     if model_type == "deepseek":
         return {}, ["model_type deepseek: transformers has no such model to compare with"]
     # Softmax over all experts, of which some are chosen. Brought to sum 1 it is the softmax over the chosen ones.
-    return {"router_pre_softmax": not data.get("norm_topk_prob", False)}, []
+    return {"moe_router_pre_softmax": not data.get("norm_topk_prob", False)}, []
 
 
 def _deepseek(where: str, data: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], list[str]]:
     is_sigmoid = _SCORES[model_type] == "sigmoid"
     fields: dict[str, Any] = {
-        "router_score_function": _SCORES[model_type],
-        "router_pre_softmax": not is_sigmoid,
-        "router_expert_bias": is_sigmoid,
-        "router_scaling_factor": float(number(where, data, "routed_scaling_factor", _SCALING[model_type])),
+        "moe_router_score_function": _SCORES[model_type],
+        "moe_router_pre_softmax": not is_sigmoid,
+        "moe_router_enable_expert_bias": is_sigmoid,
+        "moe_router_topk_scaling_factor": float(number(where, data, "routed_scaling_factor", _SCALING[model_type])),
     }
     why_not = []
     if data.get("scoring_func", _SCORES[model_type]) != _SCORES[model_type]:
@@ -68,7 +68,7 @@ def _deepseek(where: str, data: Mapping[str, Any], model_type: str) -> tuple[dic
         why_not.append(f"norm_topk_prob true: transformers has no {model_type} with it to compare with")
     groups, group_topk = number(where, data, "n_group", 1), number(where, data, "topk_group", 1)
     if 1 <= group_topk < groups and data.get("topk_method") != "greedy":
-        fields |= {"router_num_groups": int(groups), "router_group_topk": int(group_topk)}
+        fields |= {"moe_router_num_groups": int(groups), "moe_router_group_topk": int(group_topk)}
         if topk // group_topk != _BEST_OF_GROUP[model_type]:
             why_not.append(
                 f"topk_group {group_topk:g} with num_experts_per_tok {topk:g}: megatron-core chooses groups by their "

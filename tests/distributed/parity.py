@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 
 from dynamic_cp.decide.sent import sent_by_plan
 from dynamic_cp.models import catalog
+from dynamic_cp.models.flags import TransformerImpl
 from dynamic_cp.plans.padding import rank_tokens
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import (
@@ -43,8 +44,7 @@ from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags import linear_attention
 from megatron.dynamic_cp.flags.experts import experts_of
 from megatron.dynamic_cp.flags.fp8 import token_alignment
-from megatron.dynamic_cp.flags.latent_attention import shape_of
-from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
+from megatron.dynamic_cp.flags.latent_attention import WIDTHS, is_on
 from megatron.dynamic_cp.flags.windows import set_sinks, windows_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks
 from megatron.dynamic_cp.model.chunked_head import set_loss_chunk
@@ -144,7 +144,7 @@ class Layout:
             window_attn_skip_freq=windows.skip_freq,
             window_sink_tokens=windows.sink_tokens,
             mtp_num_layers=config.mtp_num_layers or 0,
-            **shape_of(config),
+            **({name: getattr(config, name) or 0 for name in WIDTHS} if is_on(config) else {}),
             **linear_attention.shape_of(config),
             experts=experts_of(config) if linear_attention.pattern_of(config) else None,
         )

@@ -19,12 +19,12 @@ import torch
 from dynamic_cp import errors
 from dynamic_cp.errors import DynamicCPError, InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
+from dynamic_cp.models.table import flags_of
 from dynamic_cp.types import AUTO_CHUNK_TOKENS, CP_COMM_TYPES, StateDtypes
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.flags.exclusions import NEEDS
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED, check_supported
-from megatron.dynamic_cp.flags.table import flags_of
 from megatron.dynamic_cp.repairs import releases
 from megatron.trainer.checkpoints import checkpoint_files
 from megatron.trainer.data import tokenizer

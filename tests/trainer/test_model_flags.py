@@ -22,10 +22,9 @@ from dynamic_cp.search.planner_process import Request
 from dynamic_cp.types import CAUSAL, CP_COMM_TYPES, Lambda, LinearAttention, PlanOptions, Topology
 from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.flags.linear_attention import Parts, parts_of_layers
-from megatron.dynamic_cp.flags.linear_attention import choices as linear_choices
 from megatron.dynamic_cp.flags.multi_token import FUTURE_LOSS
 from megatron.dynamic_cp.flags.pipeline_layers import pipeline_layers
-from megatron.dynamic_cp.flags.positions import CHOICES, check_positions, choices
+from megatron.dynamic_cp.flags.positions import STRETCHED, check_positions
 from megatron.dynamic_cp.plans.plan_dump import RecordedPlans
 from megatron.trainer.checkpoints import interchange, loading
 from megatron.trainer.flags import derive
@@ -86,12 +85,15 @@ def test_a_checkout_without_flags_for_yarn_is_told() -> None:
         check_positions(older)
 
 
+OF_ATTENTION = STRETCHED | {"attention_output_gate", "qk_l2_norm", "no_rope_freq", "softmax_type", "apply_layernorm_1p"}
+
+
 def test_checkpoints_know_what_is_on() -> None:
     """What is off is not there, as in checkpoints from before."""
     plain = identity_of("")
-    assert not CHOICES & plain.keys()
+    assert not derive.FEATURES & plain.keys()
     windows = "--window-size 7,0 --window-rotary-base 1000 --apply-layernorm-1p"
-    assert set().union(*map(identity_of, (FEATURES, YARN, windows))) >= CHOICES
+    assert set().union(*map(identity_of, (FEATURES, YARN, windows))) >= OF_ATTENTION
     assert identity_of("--no-rope-freq 2") == identity_of("--no-rope-freq [0,1]*2")
     assert identity_of("--no-rope-freq 0") == identity_of("--rotary-seq-len-interpolation-factor 1") == plain
 
@@ -121,7 +123,7 @@ def test_weights_may_go_on_with_positions_that_reach_further() -> None:
 def test_megatron_lms_checkpoints_say_the_same() -> None:
     for flags in (FEATURES, YARN, ""):
         theirs = argparse.Namespace(**parsed(flags).arguments)
-        assert choices(theirs).keys() == identity_of(flags).keys() & CHOICES
+        assert derive.features_of(theirs).keys() == identity_of(flags).keys() & derive.FEATURES
         for own in (FEATURES, YARN, ""):
             found = interchange._model_identity(theirs, identity_of(own))
             if own == flags:
@@ -281,7 +283,7 @@ def test_flags_of_a_megatron_lm_checkpoint_say_the_same() -> None:
     ours = parse_args(command_line(f"{PATTERN} M*-M --mamba-num-groups 2 --mamba-head-dim 16"), 4).model
     sizes = {"mamba_num_heads": None, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_state_dim": 128}
     theirs = SimpleNamespace(hybrid_layer_pattern="M*-M", hidden_size=64, num_layers=4, **sizes)
-    assert linear_choices(theirs) == linear_choices(ours) != {}
+    assert derive.features_of(theirs) == derive.features_of(ours) != {}
 
 
 @pytest.mark.parametrize(

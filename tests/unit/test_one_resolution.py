@@ -18,6 +18,7 @@ from dynamic_cp.decide.cli.simulate import command as simulate
 from dynamic_cp.decide.comparison import compare_policies
 from dynamic_cp.decide.comparison.job import SweepJob
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.models.table import flags_of
 from dynamic_cp.pool.prices import TaskOptions
 from dynamic_cp.search.plan_arrays import _exchanges
 from dynamic_cp.types import (
@@ -38,7 +39,6 @@ from dynamic_cp.types import (
     with_exchanges,
 )
 from megatron.dynamic_cp.flags.settings import PlanningSettings
-from megatron.dynamic_cp.flags.table import flags_of
 from megatron.integrations.scheduler import job as scheduler
 from tests.unit.mechanisms.test_latent_ring import DEEPSEEK_V3
 from tests.unit.support import TINY_HARDWARE, TINY_MODEL

@@ -16,7 +16,7 @@ from dynamic_cp.decide.cli.options import Names, Numbers, TokensOrAuto, option, 
 from dynamic_cp.decide.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models import catalog
-from dynamic_cp.models.layers import LayerFeatures, hardware_of_layers, is_of_local_layers
+from dynamic_cp.models.layers import hardware_of_layers, is_of_local_layers
 from dynamic_cp.setting import TP_OVERLAPS, TpOverlap
 from dynamic_cp.types import (
     AUTO,
@@ -701,7 +701,7 @@ def why_local(model: str, hardware: str) -> str | None:
     """Return why a model, by name or file, trains with local layers; None: it trains with TransformerEngine's."""
     if is_of_local_layers(hardware):
         return f"hardware {hardware}"
-    return LayerFeatures.of(catalog.load_model(model), catalog.load_architecture(model)).why_local
+    return layers.why_local(as_flags(catalog.load_model(model), catalog.load_architecture(model)))
 
 
 def trained_hardware(model: str, hardware: str) -> str:

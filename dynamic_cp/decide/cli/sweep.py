@@ -160,9 +160,10 @@ def _notes(name: str, job: SweepJob, architecture: Architecture | None) -> list[
     if architecture is None:
         kind = "Llama (RoPE with base 10000)" if job.model.gated_linear_unit else "GPT-2"
         notes.append(f"{name} has no entry architecture: norms, positions and biases are assumed to be those of {kind}")
-    elif 0 < architecture.max_position_embeddings < job.max_seqlen:
+    elif 0 < architecture["max_position_embeddings"] < job.max_seqlen:
         notes.append(
-            f"samples have up to {job.max_seqlen} tokens, the model was made for {architecture.max_position_embeddings}"
+            f"samples have up to {job.max_seqlen} tokens, the model was made for "
+            f"{architecture['max_position_embeddings']}"
         )
     if job.tp_overlap != "none":
         notes.append("pretrain_gpt.py has no --tp-comm-overlap: the seconds are those of a trainer that has it")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.models.table import destination_of
 from megatron.dynamic_cp.flags.exclusions import BIASED_EXPERTS, refuse_pairs
-from megatron.dynamic_cp.flags.table import destination_of
 
 FLAG, SQUARED, GEGLU = "--quick-geglu", "--squared-relu", "--geglu"
 _NAMED = (FLAG, SQUARED, GEGLU)
@@ -18,8 +18,6 @@ _NAMED = (FLAG, SQUARED, GEGLU)
 CLAMP, OFFSET = "--activation-func-clamp-value", "--glu-linear-offset"
 OF_QUICK_GEGLU = frozenset({"activation_func_clamp_value", "glu_linear_offset"})
 """Flags and fields of a configuration that mean something with it alone."""
-CHOICES = OF_QUICK_GEGLU | {"quick_geglu", "squared_relu", "geglu"}
-"""All names that `choices` may return."""
 
 
 def is_quick_geglu(config: Any) -> bool:
@@ -77,20 +75,3 @@ def check_activation(config: Any) -> None:
                 raise InvalidInputError(f"{flag} {value} is for {FLAG}: add it, or leave {flag} out", flag=flag)
     if (getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)) and has_biases(config):
         refuse_pairs(BIASED_EXPERTS, config)
-
-
-def choices(flags: Any) -> dict[str, Any]:
-    """Return what weights mean: name -> JSON value, nothing where the activation is as it always was.
-
-    Args:
-        flags: of this trainer, or the arguments of a Megatron-LM checkpoint, which may lack some.
-    """
-    if not is_quick_geglu(flags):
-        return {name: True for name in ("squared_relu", "geglu") if getattr(flags, name, False)}
-    clamp = getattr(flags, "activation_func_clamp_value", None)
-    offset = float(getattr(flags, "glu_linear_offset", 0.0) or 0.0)
-    return {
-        "quick_geglu": True,
-        **({} if clamp is None else {"activation_func_clamp_value": float(clamp)}),
-        **({"glu_linear_offset": offset} if offset else {}),
-    }

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.models.table import flag_of
 from dynamic_cp.types import Adapters
 from dynamic_cp.types.data_parallel import ADAPTED, OF_LINEAR, OF_MLP
 from megatron.dynamic_cp.flags import linear_attention
 from megatron.dynamic_cp.flags.exclusions import ADAPTERS, refuse_pairs
 from megatron.dynamic_cp.flags.experts import num_experts
-from megatron.dynamic_cp.flags.table import flag_of
 
 _MORE = ("lora_alpha", "lora_target_modules")
 

@@ -6,65 +6,33 @@ of experts `num_moe_experts`; the other names are those of the flags.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.models.flags import BALANCING, MEANINGS, SCORE_FUNCTIONS, ModelSettings
+from dynamic_cp.models.table import flags_of
 from dynamic_cp.types import Experts, is_placed, is_power_of_two, layers_with_experts
-from megatron.dynamic_cp.flags.layer_pattern import layer_pattern
-from megatron.dynamic_cp.flags.table import flag
 
 DEFAULTS: dict[str, Any] = {
-    "moe_layer_freq": 1,
-    "moe_ffn_hidden_size": None,
-    "moe_shared_expert_intermediate_size": None,
-    "moe_shared_expert_gate": False,
-    "moe_grouped_gemm": False,
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_router_topk": 2,
-    "moe_router_pre_softmax": False,
-    "moe_router_num_groups": None,
-    "moe_router_group_topk": None,
-    "moe_router_topk_scaling_factor": None,
-    "moe_router_score_function": "softmax",
-    "moe_router_dtype": None,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_bias_update_rate": 1e-3,
-    "moe_aux_loss_coeff": 0.0,
-    "moe_z_loss_coeff": None,
+    **{
+        row.destination: None if "None" in row.kind else MEANINGS[row.destination].usual
+        for row in flags_of(ModelSettings)
+        if row.group == "experts" and row.destination != "num_experts"
+    },
     "moe_token_dispatcher_type": "alltoall",
     "moe_per_layer_logging": False,
 }
 """Flag -> what it is where it is not given: Megatron-LM's defaults, but for the dispatcher."""
-expert_flag = partial(flag, group="experts")
-"""A row of the table of flags; what is given without --num-experts is refused."""
-CHOICES = frozenset(
-    {
-        *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
-        *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
-        *("moe_router_topk", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
-        *("moe_router_topk_scaling_factor", "moe_router_score_function", "moe_router_enable_expert_bias"),
-    }
-)
-"""All names that `choices` may return: what weights mean."""
-BALANCING = ("aux_loss", "seq_aux_loss", "none")
-"""Values of --moe-router-load-balancing-type. Routers have losses of sequences only, so the first two are the same."""
 DISPATCHER = "alltoall"
 WHY_NOT_PLACED = (
     "the lanes of a placed bucket know some of its samples each and have no group of their own, so nobody counts the "
     "tokens of a sequence, as that loss does"
 )
-_PATTERN = "give a number, or 1 (experts) and 0 (none) for each layer, such as [0]+[1]*3"
 _UNBALANCED = {
     "global_aux_loss": "it would depend on which micro-batches came before",
     "sinkhorn": "it would depend on what is packed together",
     "quantile_balancing": "it would depend on what is packed together",
 }
-
-
-def layer_freq(text: str) -> int | tuple[int, ...]:
-    """Return the value of --moe-layer-freq; an argparse type."""
-    return layer_pattern(text, _PATTERN)
 
 
 def num_experts(flags: Any) -> int | None:
@@ -95,23 +63,6 @@ def experts_of(model: Any) -> Experts | None:
         layer_freq=freq if isinstance(freq, int) else tuple(freq),
         grouped=bool(getattr(model, "moe_grouped_gemm", False)),
     )
-
-
-def choices(flags: Any) -> dict[str, Any]:
-    """Return what weights of layers with experts mean: name -> JSON value; {} for a dense model.
-
-    Args:
-        flags: of this trainer, or the arguments of a Megatron-LM checkpoint, which may lack some.
-    """
-    number = num_experts(flags)
-    if number is None:
-        return {}
-    found = {name: getattr(flags, name, DEFAULTS.get(name)) for name in CHOICES - {"num_experts"}}
-    if found["moe_ffn_hidden_size"] is None:
-        found["moe_ffn_hidden_size"] = flags.ffn_hidden_size
-    freq = found["moe_layer_freq"]
-    with_experts = layers_with_experts(freq, flags.num_layers)
-    return {"num_experts": number, **found, "moe_layer_freq": list(map(int, with_experts))}
 
 
 def aux_loss_coeff(flags: Any) -> float:
@@ -173,7 +124,7 @@ def _check_routing(flags: Any, number: int) -> None:
             topk=topk,
             num_experts=number,
         )
-    if score not in ("softmax", "sigmoid"):
+    if score not in SCORE_FUNCTIONS:
         raise UnsupportedFeatureError(
             f"--moe-router-score-function {score} is not supported: use softmax or sigmoid",
             flag="--moe-router-score-function",

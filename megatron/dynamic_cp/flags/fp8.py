@@ -13,12 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.models.flags import FP8_FORMATS
 from megatron.dynamic_cp.flags import exclusions
 
 logger = logging.getLogger(__name__)
 
 FLAG, RECIPE_FLAG = exclusions.FP8, "--fp8-recipe"
-FORMATS = ("e4m3", "hybrid")
 ALIGNMENTS = MappingProxyType({"tensorwise": 16, "blockwise": 16, "mxfp8": 32, "delayed": 16})
 """Recipe -> what the rows of a product are a multiple of. Source: megatron-core 0.16.1, `get_fp8_align_size`."""
 BLOCK = 128
@@ -72,7 +72,7 @@ def complete_fp8(flags: Any) -> None:
         if flags.fp8_recipe is not None:
             raise InvalidInputError(
                 f"{RECIPE_FLAG} {flags.fp8_recipe} says how products in FP8 are scaled: add {FLAG} "
-                f"{' or '.join(FORMATS)}, or leave it out"
+                f"{' or '.join(FP8_FORMATS)}, or leave it out"
             )
         return
     flags.fp8_recipe = flags.fp8_recipe or DEFAULT_RECIPE

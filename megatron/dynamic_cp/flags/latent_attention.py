@@ -9,14 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.models.flags import MEANINGS
+from dynamic_cp.models.table import flag_of
 from megatron.dynamic_cp.flags.exclusions import LATENTS, refuse_pairs
 from megatron.dynamic_cp.flags.positions import YARN
-from megatron.dynamic_cp.flags.table import flag_of
 
 FLAG = "--multi-latent-attention"
-WIDTHS = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+WIDTHS = {
+    name: MEANINGS[name].usual
+    for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+}
 """Flag -> Megatron-LM's default; None: queries are projected from the hidden states."""
-ROPE_TYPES = ("rope", "yarn")
 
 _YARN_FIELDS = {
     "rotary_scaling_factor": "rotary_scaling_factor",
@@ -27,10 +30,8 @@ _YARN_FIELDS = {
     "mscale_all_dim": "mscale_all_dim",
 }
 """Flag -> field of MLATransformerConfig; `YARN` has the defaults."""
-FIELDS = frozenset({*WIDTHS, *_YARN_FIELDS.values(), "rope_type", "rotary_base"})
-"""Fields of MLATransformerConfig that may have any value that `check_latent_attention` lets pass."""
-LATENT = frozenset({"multi_latent_attention", "rope_type", *WIDTHS, *_YARN_FIELDS.values()})
-"""All names that `latent_attention_of` may return."""
+FIELDS = frozenset({*_YARN_FIELDS.values(), "rotary_base"})
+"""Fields of MLATransformerConfig that `latent_fields` may return."""
 
 
 def is_on(config: Any) -> bool:
@@ -111,34 +112,15 @@ def check_latent_attention(config: Any) -> None:
 
 
 def latent_fields(model: Any) -> dict[str, Any]:
-    """Return the fields of MLATransformerConfig beyond those of other models; {} without latent attention.
+    """Return the fields of MLATransformerConfig that its YaRN reads; {} without latent attention.
 
     Args:
         model: completed flags.
     """
     if not is_on(model):
         return {}
-    widths = {name: getattr(model, name) for name in WIDTHS}
     yarn = {}
     for name, field in _YARN_FIELDS.items():
         value = getattr(model, name) if model.rope_type == "yarn" else None
         yarn[field] = YARN[name][1] if value is None else value
-    return {**widths, **yarn, "rope_type": model.rope_type, "rotary_base": model.rotary_base}
-
-
-def latent_attention_of(flags: Any) -> dict[str, Any]:
-    """Return what checkpoints must share of latent attention: name -> JSON value, nothing without it.
-
-    Args:
-        flags: completed, of this trainer.
-    """
-    if not is_on(flags):
-        return {}
-    found = latent_fields(flags)
-    del found["rotary_base"]  # which checkpoints name for all models
-    return {"multi_latent_attention": True, **found}
-
-
-def shape_of(model: Any) -> dict[str, int]:
-    """Return the numbers of `ModelShape` that only latent attention has; {} without it."""
-    return {name: getattr(model, name) or 0 for name in WIDTHS} if is_on(model) else {}
+    return {**yarn, "rotary_base": model.rotary_base}

@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dynamic_cp.models.layers import CHECKED_LOCALLY, LayerFeatures
+from dynamic_cp.models.flags import MEANINGS, TransformerImpl
+from dynamic_cp.models.layers import CHECKED_LOCALLY, why_local
 from dynamic_cp.types import CpCommType, is_placed
-from megatron.dynamic_cp.flags import activation, fp8, latent_attention, layer_outputs
+from megatron.dynamic_cp.flags import activation, fp8
 from megatron.dynamic_cp.flags.settings import PlanningSettings
-
-TransformerImpl = Literal["local", "transformer_engine"]
-TRANSFORMER_IMPLS: tuple[TransformerImpl, ...] = ("local", "transformer_engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +59,17 @@ def layer_needs(model: Any, planning: PlanningSettings) -> LayerNeeds:
 
 def _why_local(model: Any, planning: PlanningSettings) -> str | None:
     """Return the first of what keeps TransformerEngine's layers away: of the model, or of how it is trained."""
-    of_model = LayerFeatures(
-        latent_attention=latent_attention.is_on(model),
-        head_width=model.kv_channels,
-        windows=planning.has_windows,
-        softmax_type=model.softmax_type,
-        quick_geglu=activation.is_quick_geglu(model),
-        geglu=getattr(model, "geglu", False),
-        window_rotary_base=bool(getattr(model, "window_rotary_base", None)),
-        of_outputs=layer_outputs.first_flag(model),
-        biased_experts=bool(getattr(model, "num_experts", None)) and activation.has_biases(model),
-    )
+    said = {name: getattr(model, name, None) for name in MEANINGS}
+    said |= {
+        "window_size": planning.has_windows,
+        "quick_geglu": activation.is_quick_geglu(model),
+        "disable_bias_linear": not activation.has_biases(model),
+    }
+    of_model = why_local(said)
     if not model.bf16:
         return "TransformerEngine's attention over several lanes needs --bf16, this run trains in fp32"
-    if of_model.why_local is not None:
-        return of_model.why_local
+    if of_model is not None:
+        return of_model
     for is_on, why in (
         (
             is_placed(planning.cp_comm_type),

@@ -10,29 +10,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from dynamic_cp.models.flags import MEANINGS
+from dynamic_cp.models.table import flag_of
 from megatron.dynamic_cp.flags.exclusions import OUTPUTS, refuse_pairs
-from megatron.dynamic_cp.flags.table import flag_of
 
-_OFF = {
-    "sandwich_norm": False,
-    "residual_multiplier": 1.0,
-    "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "softmax_scale": None,
-}
-"""Name -> its value where it changes nothing."""
-CHOICES = frozenset(_OFF)
-"""All names that `choices` may return."""
+_NAMES = ("sandwich_norm", "residual_multiplier", "embedding_multiplier", "logits_scaling", "softmax_scale")
 
 
 def choices(flags: Any) -> dict[str, Any]:
     """Return what is changed: name -> JSON value; {} where nothing is, and of a checkout, which has no such flags."""
-    return {name: value for name, off in _OFF.items() if (value := getattr(flags, name, off)) not in (off, None)}
-
-
-def first_flag(flags: Any) -> str | None:
-    """Return the first flag that changes something, with its value; None: nothing is changed."""
-    return next((_said(name, value) for name, value in choices(flags).items()), None)
+    said = {name: getattr(flags, name, None) for name in _NAMES}
+    return {name: value for name, value in said.items() if value not in (None, False, MEANINGS[name].usual)}
 
 
 def check_outputs(flags: Any) -> None:

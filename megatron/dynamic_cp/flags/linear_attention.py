@@ -9,49 +9,26 @@ the pattern, which megatron-core hands its own class of model: `set_pattern` kee
 
 from __future__ import annotations
 
-import argparse
 from typing import Any, Literal, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.models.flags import ALIASES, GATED_DELTA_NET, LINEAR_PATTERN, MAMBA, MEANINGS, unknown_variant
+from dynamic_cp.models.table import flag_of, shown
 from dynamic_cp.types import STATE_EXCHANGE_USES, LinearAttention, is_placed, layers_with_experts
 from dynamic_cp.types.linear_layers import LINEAR_SYMBOLS, check_symbols, layers_with_linear_attention
 from megatron.dynamic_cp.flags import fp8
 from megatron.dynamic_cp.flags.exclusions import PATTERN, VARIANT, refuse_pairs
 from megatron.dynamic_cp.flags.experts import num_experts
-from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
-from megatron.dynamic_cp.flags.table import flag_of
 from megatron.dynamic_cp.flags.windows import windows_of
 
-GATED_DELTA_NET, MAMBA = "gated_delta_net", "mamba2"
-ALIASES = {"gdn": GATED_DELTA_NET}
-"""Of later releases: value of --experimental-attention-variant -> what 0.16 calls it."""
 FREQ = "--linear-attention-freq"
-DELTA_SIZES = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
-"""Flag -> Megatron-LM's default."""
-MAMBA_SIZES = {"mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_num_heads": None}
-"""The same of Mamba-2; None: as many heads as make twice the hidden size."""
-FIELDS = frozenset(
-    {
-        *("experimental_attention_variant", "linear_attention_freq", "is_hybrid_model"),
-        *("hetereogenous_dist_checkpoint", *DELTA_SIZES, *MAMBA_SIZES),
-    }
+DELTA_SIZES, MAMBA_SIZES = (
+    {name: means.usual for name, means in MEANINGS.items() if means.needs == f"linear_attention={kind}"}
+    for kind in (GATED_DELTA_NET, MAMBA)
 )
-"""Fields of a configuration that may have any value that `check_linear_attention` lets pass."""
-CHOICES = frozenset({"experimental_attention_variant", "linear_attention_freq", "hybrid_override_pattern"}) | {
-    *DELTA_SIZES,
-    *MAMBA_SIZES,
-}
-"""All names that `choices` may return."""
-
+"""Flag -> Megatron-LM's default; None: as many heads as make twice the hidden size."""
 Mixer = Literal["attention", "linear"]
 MLP = Literal["dense", "experts"]
-_FREQ_PATTERN = "give a number, or 1 (linear) and 0 (attention) for each layer, such as [1,1,1,0]*3"
 
 
 class Parts(NamedTuple):
@@ -68,19 +45,6 @@ _OF_SYMBOL = {
     "-": Parts(None, "dense"),
     "E": Parts(None, "experts"),
 }
-
-
-def variant(text: str) -> str:
-    """Return the value of --experimental-attention-variant; an argparse type."""
-    name = ALIASES.get(text, text)
-    if name != GATED_DELTA_NET:
-        raise argparse.ArgumentTypeError(_unknown_variant(text))
-    return name
-
-
-def linear_freq(text: str) -> int | tuple[int, ...]:
-    """Return the value of --linear-attention-freq; an argparse type."""
-    return layer_pattern(text, _FREQ_PATTERN)
 
 
 def is_on(config: Any) -> bool:
@@ -120,7 +84,7 @@ def linear_attention_of(config: Any) -> LinearAttention | None:
     if kind == MAMBA:
         return LinearAttention(
             kind="mamba2",
-            num_heads=_mamba_heads(config),
+            num_heads=mamba_heads(config),
             num_groups=config.mamba_num_groups,
             key_size=config.mamba_state_dim,
             value_size=config.mamba_head_dim,
@@ -137,7 +101,7 @@ def linear_attention_of(config: Any) -> LinearAttention | None:
     return None
 
 
-def _mamba_heads(config: Any) -> int:
+def mamba_heads(config: Any) -> int:
     """Return its heads, which flags of a Megatron-LM checkpoint may leave to the hidden size."""
     heads: int = config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim
     return heads
@@ -211,7 +175,7 @@ def check_linear_attention(config: Any) -> None:
     """
     name, symbols = getattr(config, "experimental_attention_variant", None), pattern_of(config)
     if name is not None and ALIASES.get(name, name) != GATED_DELTA_NET:
-        raise UnsupportedFeatureError(f"{VARIANT} {_unknown_variant(name)}", flag=VARIANT, field=VARIANT)
+        raise UnsupportedFeatureError(f"{VARIANT} {unknown_variant(name)}", flag=VARIANT, field=VARIANT)
     if getattr(config, "is_hybrid_model", False) and not symbols:
         raise UnsupportedFeatureError(
             f"{PATTERN} (TransformerConfig.is_hybrid_model) without a pattern is not supported: give one, or leave it "
@@ -223,7 +187,7 @@ def check_linear_attention(config: Any) -> None:
         _check_pattern(config, symbols)
     elif name is not None:
         if config.linear_attention_freq is None:
-            raise InvalidInputError(f"{VARIANT} needs {FREQ}, which layers have it: {_FREQ_PATTERN}")
+            raise InvalidInputError(f"{VARIANT} needs {FREQ}, which layers have it: {LINEAR_PATTERN}")
         layers_with_linear_attention(config.linear_attention_freq, config.num_layers)
     attention = linear_attention_of(config)
     if attention is None:
@@ -279,10 +243,6 @@ def check_state_exchange(config: Any, way: str) -> None:
         )
 
 
-def _unknown_variant(name: str) -> str:
-    return f"{name!r} is not supported: {GATED_DELTA_NET} (or gdn) is possible; leave it out for attention alone"
-
-
 def _check_pattern(config: Any, symbols: str) -> None:
     check_symbols(symbols, config.num_layers, has_experts=num_experts(config) is not None)
     _check_one_kind(symbols)
@@ -296,48 +256,6 @@ def _check_one_kind(symbols: str) -> None:
         raise InvalidInputError(
             f"{PATTERN} {symbols} needs M or G, and has {has}: a model has one kind of linear attention"
         )
-
-
-def linear_fields(model: Any) -> dict[str, Any]:
-    """Return the fields of TransformerConfig that say it; {} without linear attention.
-
-    Args:
-        model: completed flags.
-    """
-    if not is_on(model):
-        return {}
-    freq = model.linear_attention_freq
-    return {
-        "experimental_attention_variant": model.experimental_attention_variant,
-        "linear_attention_freq": list(freq) if isinstance(freq, tuple) else freq,
-        "is_hybrid_model": bool(pattern_of(model)),
-        **{name: getattr(model, name) for name in (*DELTA_SIZES, *MAMBA_SIZES)},
-    }
-
-
-def choices(flags: Any) -> dict[str, Any]:
-    """Return what checkpoints must share of linear attention: name -> JSON value, {} without it.
-
-    Args:
-        flags: completed, of this trainer, or the arguments of a Megatron-LM checkpoint.
-    """
-    kind = kind_of(flags)
-    if kind is None:
-        return {}
-    symbols = pattern_of(flags)
-    layers = (
-        {"hybrid_override_pattern": symbols}
-        if symbols
-        else {
-            "experimental_attention_variant": kind,
-            "linear_attention_freq": list(
-                map(int, layers_with_linear_attention(flags.linear_attention_freq, flags.num_layers))
-            ),
-        }
-    )
-    if kind == GATED_DELTA_NET:
-        return layers | {name: getattr(flags, name, default) for name, default in DELTA_SIZES.items()}
-    return layers | {name: getattr(flags, name) for name in MAMBA_SIZES} | {"mamba_num_heads": _mamba_heads(flags)}
 
 
 def shape_of(model: Any) -> dict[str, Any]:

@@ -36,13 +36,3 @@ def check_multi_token(config: Any) -> None:
             mtp_loss_scaling_factor=factor,
         )
     refuse_pairs(MODULES, config, value=depths)
-
-
-NAMES = frozenset({"mtp_num_layers"})
-"""All names that `modules_of` may return."""
-
-
-def modules_of(flags: Any) -> dict[str, Any]:
-    """Return what checkpoints must share of the modules: name -> JSON value, nothing where there are none."""
-    depths = getattr(flags, "mtp_num_layers", None)
-    return {"mtp_num_layers": depths} if depths else {}

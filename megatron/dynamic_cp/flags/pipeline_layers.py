@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.models.table import destination_of
 from dynamic_cp.types import PipelineLayers
-from megatron.dynamic_cp.flags.table import destination_of
 
 _OWN = {"--decoder-first-pipeline-num-layers": 0, "--decoder-last-pipeline-num-layers": -1}
 _COUNTED = {"--account-for-embedding-in-pipeline-split": 0, "--account-for-loss-in-pipeline-split": -1}

@@ -10,44 +10,22 @@ import math
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
-from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
+from dynamic_cp.models.flags import MEANINGS, ROTARY, ROTATION_PATTERN
+from dynamic_cp.models.table import shown
 from megatron.dynamic_cp.flags.windows import windows_of
 
-SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
-"""Values of --softmax-type: scores of keys alone, with one of 0 besides, or with a learned one for each head."""
-
-ROTARY = ("rope", "yarn")
-"""Values of --position-embedding-type that rotate queries and keys."""
-
 YARN: dict[str, tuple[str, Any]] = {
-    "rotary_scaling_factor": ("yarn_rotary_scaling_factor", 1.0),
-    "yarn_original_max_position_embeddings": ("yarn_original_max_position_embeddings", 4096),
-    "yarn_beta_fast": ("yarn_beta_fast", 32.0),
-    "yarn_beta_slow": ("yarn_beta_slow", 1.0),
-    "mscale": ("yarn_mscale", 1.0),
-    "mscale_all_dim": ("yarn_mscale_all_dim", 0.0),
-    "yarn_correction_range_round_to_int": ("yarn_correction_range_round_to_int", True),
+    name: (f"yarn_{name.removeprefix('yarn_')}", means.usual)
+    for name, means in MEANINGS.items()
+    if means.needs == "position_embedding_type=yarn"
 }
 """Flag -> the attribute of a configuration that megatron-core reads, and Megatron-LM's default."""
 
-CHOICES = frozenset(
-    {
-        *("attention_output_gate", "qk_l2_norm", "no_rope_freq", "softmax_type", "apply_layernorm_1p"),
-        "window_rotary_base",
-        *("use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
-        *(attribute for attribute, _ in YARN.values()),
-    }
-)
-"""All names that `choices` may return."""
-STRETCHED = CHOICES - {"attention_output_gate", "qk_l2_norm", "no_rope_freq", "softmax_type", "apply_layernorm_1p"}
-"""Those that say how far positions reach: training may go on with others, as with another base of RoPE."""
-
-_PATTERN = "give a number, or 1 (no rotation) and 0 (rotation) for each layer, such as [0,0,0,1]*4"
-
-
-def no_rope_freq(text: str) -> int | tuple[int, ...]:
-    """Return the value of --no-rope-freq; an argparse type."""
-    return layer_pattern(text, _PATTERN)
+STRETCHED = {
+    *("window_rotary_base", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
+    *(attribute for attribute, _ in YARN.values()),
+}
+"""What says how far positions reach: training may go on with others, as with another base of RoPE."""
 
 
 def unrotated_layers(freq: Any, num_layers: int) -> tuple[int, ...] | None:
@@ -65,13 +43,14 @@ def unrotated_layers(freq: Any, num_layers: int) -> tuple[int, ...] | None:
         if freq < 0 or num_layers % freq:
             raise InvalidInputError(
                 f"--no-rope-freq {freq} leaves every {freq}th layer without RoPE, and does not divide the {num_layers} "
-                f"layers: {_PATTERN}",
+                f"layers: {ROTATION_PATTERN}",
                 num_layers=num_layers,
             )
         return ((0,) * (freq - 1) + (1,)) * (num_layers // freq)
     if len(freq) != num_layers or set(freq) - {0, 1}:
         raise InvalidInputError(
-            f"--no-rope-freq {shown(freq)} has {len(freq)} entries, the model has {num_layers} layers: {_PATTERN}",
+            f"--no-rope-freq {shown(freq)} has {len(freq)} entries, the model has {num_layers} layers: "
+            f"{ROTATION_PATTERN}",
             num_layers=num_layers,
         )
     return tuple(freq)
@@ -186,30 +165,3 @@ def concentration(config: Any) -> float:
     if of_rotated is None or of_all is None:
         of_rotated, of_all = 1.0, 0.0
     return float((0.1 * of_rotated * math.log(stretch) + 1) / (0.1 * of_all * math.log(stretch) + 1))
-
-
-def choices(flags: Any) -> dict[str, Any]:
-    """Return what of attention and positions is not as it always was: name -> JSON value, nothing for what is off.
-
-    Args:
-        flags: of this trainer, or the arguments of a Megatron-LM checkpoint, which may lack some.
-    """
-    found: dict[str, Any] = {
-        name: True
-        for name in ("attention_output_gate", "qk_l2_norm", "use_rope_scaling", "apply_layernorm_1p")
-        if getattr(flags, name, False)
-    }
-    if getattr(flags, "softmax_type", None) not in (None, SOFTMAX_TYPES[0]):
-        found["softmax_type"] = flags.softmax_type
-    if "use_rope_scaling" in found:
-        found["rope_scaling_factor"] = float(getattr(flags, "rope_scaling_factor", 8.0))
-    if getattr(flags, "window_rotary_base", None) is not None:
-        found["window_rotary_base"] = flags.window_rotary_base
-    interpolation = getattr(flags, "rotary_seq_len_interpolation_factor", None)
-    if interpolation not in (None, 1):
-        found["rotary_seq_len_interpolation_factor"] = interpolation
-    freq = getattr(flags, "no_rope_freq", None)
-    unrotated = None if freq is None else unrotated_layers(freq, flags.num_layers)
-    if unrotated is not None and any(unrotated):
-        found["no_rope_freq"] = list(unrotated)
-    return found | yarn_attributes(flags)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from dynamic_cp.models import catalog
+from dynamic_cp.models.table import NOT_NEGATIVE, POSITIVE, flag
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import (
     AUTO_CHUNK_TOKENS,
@@ -33,7 +34,6 @@ from dynamic_cp.types import (
     Topology,
     exchanges_of,
 )
-from megatron.dynamic_cp.flags.table import NOT_NEGATIVE, POSITIVE, flag
 
 VERIFY_MODES = ("digest", "full", "off")
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.models.flags import GATED_DELTA_NET, MEANINGS
+from dynamic_cp.models.table import destination_of
 from dynamic_cp.types import RECOMPUTE_MODULES, RecomputeModule
 from megatron.dynamic_cp.flags.activation import OF_QUICK_GEGLU, check_activation, has_biases, is_quick_geglu
 from megatron.dynamic_cp.flags.experts import DEFAULTS, check_experts, num_experts
 from megatron.dynamic_cp.flags.fp8 import check_fp8
 from megatron.dynamic_cp.flags.latent_attention import FIELDS as LATENT_FIELDS
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention
-from megatron.dynamic_cp.flags.linear_attention import FIELDS as LINEAR_FIELDS
-from megatron.dynamic_cp.flags.linear_attention import GATED_DELTA_NET, check_linear_attention, kind_of
+from megatron.dynamic_cp.flags.linear_attention import check_linear_attention, kind_of
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.positions import check_norms
-from megatron.dynamic_cp.flags.table import destination_of
 from megatron.dynamic_cp.flags.windows import windows_of
 
 
@@ -128,27 +128,52 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
 # Fields of TransformerConfig that may differ from a plain config: the sizes and choices that are tested against stock
 # megatron-core, what follows from them, and what changes neither a tensor nor a schedule.
 _FIELDS = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels mtp_num_layers "
-    "mtp_loss_scaling_factor window_size window_attn_skip_freq softmax_type softmax_scale normalization "
-    "layernorm_zero_centered_gamma fp32_residual_connection layernorm_epsilon qk_layernorm qk_l2_norm "
-    "attention_output_gate no_rope_freq rotary_interleaved activation_func "
-    "gated_linear_unit add_bias_linear add_qkv_bias hidden_dropout attention_dropout attention_backend "
-    "init_method init_method_std output_layer_init_method embedding_init_method embedding_init_method_std "
-    "perform_initialization use_cpu_initialization bf16 fp8 fp8_recipe "
+    "activation_func gated_linear_unit attention_dropout attention_backend "
+    "init_method output_layer_init_method embedding_init_method embedding_init_method_std "
+    "perform_initialization use_cpu_initialization fp8_recipe "
     "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
-    "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split "
-    "account_for_loss_in_pipeline_split sequence_parallel async_tensor_model_parallel_allreduce "
+    "sequence_parallel async_tensor_model_parallel_allreduce "
     "expert_tensor_parallel_size "  # follows the tensor-parallel size, also without experts
     "variable_seq_lengths moe_token_dispatcher_type overlap_p2p_comm batch_p2p_comm batch_p2p_sync "
-    "recompute_granularity recompute_method recompute_modules recompute_num_layers "
+    "recompute_granularity recompute_modules "
     "finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func "
     "timers barrier_with_L1_time config_logger_dir deterministic_mode"
 )
-ALLOWED = LATENT_FIELDS | LINEAR_FIELDS | frozenset(_FIELDS.split())
+_OF_FLAGS = {
+    means.config: name for name, means in MEANINGS.items() if means.needs not in ("num_experts", "quick_geglu")
+}
+ALLOWED = frozenset(
+    {
+        *(
+            one.config.removeprefix("not ")
+            for one in MEANINGS.values()
+            if one.needs not in ("num_experts", "quick_geglu")
+        ),
+        *LATENT_FIELDS,
+        *("is_hybrid_model", "hetereogenous_dist_checkpoint"),
+        *_FIELDS.split(),
+    }
+) - {"", "cross_entropy_loss_fusion"}
 # More of them for a model with experts.
 _ALLOWED_OF_EXPERTS = frozenset({"num_moe_experts", "expert_model_parallel_size", *DEFAULTS})
 # Any of the two precisions; compared by name, because this module does not import torch.
 _DTYPE_FIELDS = frozenset({"params_dtype", "pipeline_dtype", "autocast_dtype"})
+
+
+def config_fields(flags: Any) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that flags say; what needs another flag is there with it.
+
+    Args:
+        flags: completed, of this trainer.
+    """
+    said = {**{name: getattr(flags, name, None) for name in MEANINGS}, "linear_attention": kind_of(flags)}
+    found = {}
+    for name, means in MEANINGS.items():
+        if means.config and means.is_met(said):
+            value = not said[name] if means.config.startswith("not ") else said[name]
+            is_by_layer = isinstance(value, tuple) and name != "window_size"  # a pair
+            found[means.config.removeprefix("not ")] = list(value) if is_by_layer else value
+    return found
 
 
 class _Refuse(argparse.Action):

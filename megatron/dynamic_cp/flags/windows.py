@@ -7,14 +7,12 @@ sink is ours alone: with `--window-sink-tokens 4` layers with a window see the f
 
 from __future__ import annotations
 
-import argparse
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
+from dynamic_cp.models.flags import WINDOW_PATTERN
+from dynamic_cp.models.table import shown
 from dynamic_cp.types import Lambda
-from megatron.dynamic_cp.flags.layer_pattern import layer_pattern, shown
-
-_PATTERN = "give a number, or 1 (window) and 0 (none) for each layer, such as [1,1,0]*4"
 
 
 class Windows(NamedTuple):
@@ -98,25 +96,14 @@ def _checked_skip(skip: Any, num_layers: int) -> int | tuple[int, ...]:
         return 0
     if isinstance(skip, int):
         if skip < 1:
-            raise InvalidInputError(f"--window-attn-skip-freq is {skip}, the smallest allowed number is 1: {_PATTERN}")
+            raise InvalidInputError(
+                f"--window-attn-skip-freq is {skip}, the smallest allowed number is 1: {WINDOW_PATTERN}"
+            )
         return skip
     if len(skip) != num_layers or set(skip) - {0, 1}:
         raise InvalidInputError(
             f"--window-attn-skip-freq {shown(skip)} has {len(skip)} entries, the model has {num_layers} layers: "
-            f"{_PATTERN}",
+            f"{WINDOW_PATTERN}",
             num_layers=num_layers,
         )
     return tuple(skip)
-
-
-def window_size(text: str) -> tuple[int, ...]:
-    """Return the value of --window-size; an argparse type."""
-    try:
-        return tuple(int(number) for number in text.strip("()").split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not tokens before and after, such as 127,0") from None
-
-
-def skip_freq(text: str) -> int | tuple[int, ...]:
-    """Return the value of --window-attn-skip-freq; an argparse type."""
-    return layer_pattern(text, _PATTERN)

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
+from dynamic_cp.models.flags import TransformerImpl
 from megatron.dynamic_cp.flags.linear_attention import parts_of_layers, pattern_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, FutureColumns
 from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel

@@ -13,9 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.models.flags import TransformerImpl
 from megatron.dynamic_cp.attention.torch_thd import TorchTHDAttention
 from megatron.dynamic_cp.flags import fp8, linear_attention
-from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
 from megatron.dynamic_cp.flags.linear_attention import PLAIN, Parts, parts_of_layers
 from megatron.dynamic_cp.model.experts import LayerWithExperts, use_our_parts
 from megatron.dynamic_cp.model.latent_attention import DynamicCPLatentAttention

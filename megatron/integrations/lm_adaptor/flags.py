@@ -16,17 +16,17 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.models.flags import TRANSFORMER_IMPLS
+from dynamic_cp.models.table import add_group, check_ranges, destination_of
 from dynamic_cp.types import AUTO, RING_ALONE, UNPLACED, ModelShape, PipelineLayers, StateDtypes
 from megatron.dynamic_cp.flags.activation import check_activation
 from megatron.dynamic_cp.flags.exclusions import PATTERN
 from megatron.dynamic_cp.flags.experts import check_experts
 from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, is_on, qk_width
-from megatron.dynamic_cp.flags.layer_needs import TRANSFORMER_IMPLS
 from megatron.dynamic_cp.flags.linear_attention import check_linear_attention, pattern_of
 from megatron.dynamic_cp.flags.positions import check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings, tokens_or_auto
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED, Unsupported
-from megatron.dynamic_cp.flags.table import add_group, check_ranges, destination_of
 from megatron.integrations.lm_adaptor import checkout
 from megatron.trainer.data.config import OVERLONG_POLICIES
 from megatron.trainer.flags import derive

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from dynamic_cp.models.flags import TransformerImpl
 from megatron.dynamic_cp.flags.latent_attention import is_on, qk_width
-from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
 from megatron.dynamic_cp.flags.linear_attention import set_pattern
 from megatron.dynamic_cp.flags.supported import check_supported
 from megatron.dynamic_cp.flags.windows import set_sinks

@@ -7,24 +7,17 @@ Bridge's providers and verl's `tf_config` are such objects. A field that one of 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.models.flags import MEANINGS
 from dynamic_cp.types import RECOMPUTE_MODULES, DataParallel, ModelShape, RecomputedLayers
 from megatron.dynamic_cp.flags import linear_attention
-from megatron.dynamic_cp.flags.experts import experts_of
-from megatron.dynamic_cp.flags.latent_attention import is_on, qk_width, shape_of
+from megatron.dynamic_cp.flags.latent_attention import is_on, qk_width
 from megatron.dynamic_cp.flags.pipeline_layers import pipeline_layers
-from megatron.dynamic_cp.flags.windows import windows_of
-
-_OF_STAGES = {
-    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
-}
-"""Flag of Megatron-LM -> the field of a configuration that says the same."""
+from megatron.trainer.flags.derive import model_shape
 
 
 def is_config(value: Any) -> bool:
@@ -44,32 +37,22 @@ def model_of(config: Any) -> ModelShape:
         raise UnsupportedFeatureError(
             "is_hybrid_model is true, and the configuration has no hybrid_override_pattern: give the model to job_of()"
         )
-    windows, latents = windows_of(config), is_on(config)
-    return ModelShape(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size or 4 * config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_attention_heads
-        if latents
-        else _or(config, "num_query_groups", "num_attention_heads"),
-        kv_channels=qk_width(config)
-        if latents
-        else config.kv_channels or config.hidden_size // config.num_attention_heads,
-        vocab_size=_vocab_size(config),
-        gated_linear_unit=bool(getattr(config, "gated_linear_unit", False)),
-        share_embeddings_and_output_weights=bool(getattr(config, "share_embeddings_and_output_weights", False)),
-        attention_output_gate=bool(getattr(config, "attention_output_gate", False)),
-        window_tokens=windows.tokens,
-        window_attn_skip_freq=windows.skip_freq,
-        window_sink_tokens=windows.sink_tokens,
-        pipeline_layers=_pipeline_layers(config),
-        experts=experts_of(config),
-        mtp_num_layers=getattr(config, "mtp_num_layers", None) or 0,
-        source="configuration of the framework",
-        **shape_of(config),
-        **linear_attention.shape_of(config),
+    flags = SimpleNamespace(
+        **{name: getattr(config, means.config) for name, means in MEANINGS.items() if hasattr(config, means.config)},
+        multi_latent_attention=is_on(config),
+        swiglu=bool(getattr(config, "gated_linear_unit", False)),
+        untie_embeddings_and_output_weights=not getattr(config, "share_embeddings_and_output_weights", False),
+        window_sink_tokens=getattr(config, "window_sink_tokens", 0),
+        hybrid_override_pattern=linear_attention.pattern_of(config),
+        pipeline_model_parallel_size=getattr(config, "pipeline_model_parallel_size", None) or 1,
+        virtual_pipeline_model_parallel_size=getattr(config, "virtual_pipeline_model_parallel_size", None),
     )
+    heads = config.num_attention_heads
+    flags.ffn_hidden_size = config.ffn_hidden_size or 4 * config.hidden_size
+    flags.num_query_groups = heads if is_on(config) else getattr(config, "num_query_groups", None) or heads
+    flags.kv_channels = qk_width(config) if is_on(config) else config.kv_channels or config.hidden_size // heads
+    shape = model_shape(flags, _vocab_size(config), pipeline_layers(flags))
+    return replace(shape, source="configuration of the framework")
 
 
 def layout_of(config: Any) -> dict[str, Any]:
@@ -121,21 +104,6 @@ def data_parallel_of(config: Any) -> DataParallel | None:
         overlap_grad_reduce=overlap_reduce,
         overlap_param_gather=shards and overlap_reduce and bool(getattr(flags, "overlap_param_gather", False)),
     )
-
-
-def _or(config: Any, name: str, other: str) -> int:
-    value: int = getattr(config, name, None) or getattr(config, other)
-    return value
-
-
-def _pipeline_layers(config: Any) -> tuple[tuple[int, ...], ...]:
-    flags = SimpleNamespace(
-        num_layers=config.num_layers,
-        pipeline_model_parallel_size=getattr(config, "pipeline_model_parallel_size", None) or 1,
-        virtual_pipeline_model_parallel_size=getattr(config, "virtual_pipeline_model_parallel_size", None),
-        **{flag: getattr(config, field, None) for flag, field in _OF_STAGES.items()},
-    )
-    return pipeline_layers(flags)
 
 
 def _vocab_size(config: Any) -> int:

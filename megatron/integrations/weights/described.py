@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
-from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.models.architecture import Architecture, architecture_of
+from dynamic_cp.models.flags import MEANINGS
 from dynamic_cp.types import Adapters, ModelShape
-from megatron.dynamic_cp.flags import activation, experts, layer_outputs
+from megatron.dynamic_cp.flags.activation import has_biases, is_quick_geglu
 from megatron.dynamic_cp.flags.adapters import adapters_of
+from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.latent_attention import is_on
-from megatron.dynamic_cp.flags.positions import YARN, unrotated_layers
+from megatron.dynamic_cp.flags.positions import unrotated_layers
 from megatron.trainer.checkpoints import safe_loading
 from megatron.trainer.flags import derive
 
@@ -25,6 +27,9 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "window_sink_tokens": (0,),
 }
 """Argument that changes what is computed, which no family here has -> its values, beside none, that change nothing."""
+
+_SAID = ("normalization", "rotary_base", "max_position_embeddings", "init_method_std")
+"""What a checkpoint has to say."""
 
 
 class Described(NamedTuple):
@@ -69,75 +74,35 @@ def described(folder: Path) -> Described:
 def _described(args: argparse.Namespace) -> Described:
     if not getattr(args, "group_query_attention", True):
         args.num_query_groups = args.num_attention_heads
-    biases = getattr(args, "add_bias_linear", None)
-    biases = not args.disable_bias_linear if biases is None else biases
-    epsilon = getattr(args, "norm_epsilon", None)
-    architecture = Architecture(
-        normalization=args.normalization,
-        norm_epsilon=args.layernorm_epsilon if epsilon is None else epsilon,  # as Megatron-LM keeps it
-        add_bias_linear=biases,
-        add_qkv_bias=bool(getattr(args, "add_qkv_bias", False)) and not biases,
-        qk_layernorm=bool(getattr(args, "qk_layernorm", False)),
-        rotary_base=args.rotary_base,
-        **_positions(args),
-        **_factors(args),
-        zero_centered_gamma=bool(getattr(args, "apply_layernorm_1p", False)),
-        softmax_type=getattr(args, "softmax_type", None) or "vanilla",
-        **_routing(args),
-        **activation.choices(args),
-        max_position_embeddings=args.max_position_embeddings,
-        init_method_std=args.init_method_std,
-    )
     num_rows = args.padded_vocab_size
     shape = derive.model_shape(args, num_rows)
     if shape.experts is not None:  # in the one way that a config.json says it
         have_some = shape.experts.moe_layers(shape.num_layers)
         freq = 1 if all(have_some) else tuple(map(int, have_some))
         shape = replace(shape, experts=replace(shape.experts, layer_freq=freq, grouped=True))
-    return Described(shape, architecture, num_rows, getattr(args, derive.TOKEN_IDS, None), adapters_of(args))
+    token_ids = getattr(args, derive.TOKEN_IDS, None)
+    return Described(shape, architecture_of(_beyond_shape(args)), num_rows, token_ids, adapters_of(args))
 
 
-def _positions(args: argparse.Namespace) -> dict[str, Any]:
-    """Return how positions are embedded, in the fields of `Architecture`."""
-    kind = args.position_embedding_type
+def _beyond_shape(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags that say more than the shape of a model, as a config.json would."""
+    kind, epsilon, biases = args.position_embedding_type, getattr(args, "norm_epsilon", None), has_biases(args)
     if kind == "rope" and is_on(args) and args.rope_type == "yarn" and (args.rotary_scaling_factor or 1) > 1:
         kind = "yarn"
     unrotated = unrotated_layers(getattr(args, "no_rope_freq", None), args.num_layers) or ()
-    found: dict[str, Any] = {
+    said = {
+        **{name: getattr(args, name, None) for name, means in MEANINGS.items() if means.entry},
+        **{name: getattr(args, name) for name in _SAID},
+        "norm_epsilon": args.layernorm_epsilon if epsilon is None else epsilon,  # as Megatron-LM keeps it
         "position_embedding_type": kind,
-        "rotary_percent": float(getattr(args, "rotary_percent", 1.0)),
-        "rotary_interleaved": bool(getattr(args, "rotary_interleaved", False)),
-        "window_rotary_base": getattr(args, "window_rotary_base", None) or 0,
         "no_rope_freq": tuple(unrotated) if any(unrotated) else (),
+        "disable_bias_linear": not biases,
+        "add_qkv_bias": bool(getattr(args, "add_qkv_bias", False)) and not biases,
+        "qk_layernorm": bool(getattr(args, "qk_layernorm", False)),
+        "quick_geglu": is_quick_geglu(args),
+        "num_experts": num_experts(args),
     }
-    if getattr(args, "use_rope_scaling", False):
-        found |= {"use_rope_scaling": True, "rope_scaling_factor": float(args.rope_scaling_factor)}
-    if kind == "yarn":
-        for name, (_, default) in YARN.items():
-            value = getattr(args, name, None)
-            found[name] = type(default)(default if value is None else value)
-    return found
-
-
-def _factors(args: argparse.Namespace) -> dict[str, float]:
-    """Return the factors of what parts put out, in the fields of `Architecture`."""
-    said = layer_outputs.choices(args)
-    return {name: float(value) for name, value in said.items() if name != "sandwich_norm"}
-
-
-def _routing(args: argparse.Namespace) -> dict[str, Any]:
-    """Return how tokens find their experts, in the fields of `Architecture`."""
-    said = experts.choices(args)
-    if not said:
-        return {}
-    return {
-        "router_score_function": said["moe_router_score_function"],
-        "router_pre_softmax": bool(said["moe_router_pre_softmax"]),
-        "router_num_groups": said["moe_router_num_groups"] or 0,
-        "router_group_topk": said["moe_router_group_topk"] or 0,
-        "router_scaling_factor": float(said["moe_router_topk_scaling_factor"] or 1),
-        "router_expert_bias": bool(said["moe_router_enable_expert_bias"]),
-    }
+    return {name: value for name, value in said.items() if name not in MEANINGS or MEANINGS[name].is_met(said)}
 
 
 def _arguments(folder: Path) -> argparse.Namespace:

@@ -47,7 +47,7 @@ _COPIED = (
     "generation_config.json",
 )
 """What a folder has beside its weights, and no training changes."""
-_NO_NUMBER = ("max_position_embeddings", "init_method_std", "not_trained", "not_imported", "not_read")
+_NO_NUMBER = ("max_position_embeddings", "init_method_std")
 """Of an architecture: what may differ between a checkpoint and a config.json."""
 
 
@@ -244,8 +244,8 @@ def _target(where: str, model: Described, like: str | None, vocab_size: int | No
     if vocab_size not in (None, shape.vocab_size):
         raise InvalidInputError(f"--vocab-size is {vocab_size}, {at} has {shape.vocab_size}: leave one of them out")
     _checked_rows(where, shape.vocab_size, model.num_rows)
-    ours = {**asdict(replace(model.shape, vocab_size=shape.vocab_size)), **asdict(model.architecture)}
-    theirs = {**asdict(shape), **asdict(architecture)}
+    ours = {**asdict(replace(model.shape, vocab_size=shape.vocab_size)), **model.architecture.flags}
+    theirs = {**asdict(shape), **architecture.flags}
     for name, value in ours.items():
         if name not in ("source", *_NO_NUMBER) and theirs[name] != value:
             raise CheckpointError(

@@ -23,6 +23,7 @@ from dynamic_cp.decide.sweep.flags import model_flags
 from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
 from dynamic_cp.models import hugging_face
 from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.models.table import flags_of
 from dynamic_cp.types import ModelShape, counted
 from megatron.integrations.weights import checkpoint_tensors, names, output
 from megatron.integrations.weights.fused import join, joined_dtype
@@ -32,8 +33,8 @@ from megatron.integrations.weights.safetensors_folder import CONFIG, Safetensors
 from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest
 from megatron.trainer.checkpoints.checkpoint_files import bytes_in_words
 from megatron.trainer.flags import derive
-from megatron.trainer.flags.arguments import build_parser, parse_args
-from megatron.trainer.flags.settings import Settings
+from megatron.trainer.flags.arguments import parse_args
+from megatron.trainer.flags.settings import TABLE, Settings
 
 FLAGS = "model.flags"
 _DECIDE_NOTHING = ("vocab_size", "make_vocab_size_divisible_by", "init_method_std", "max_position_embeddings")
@@ -112,7 +113,7 @@ def read_source(
     shape, architecture = hugging_face.model_shape(where, config), hugging_face.architecture(where, config)
     _check_trained(where, architecture, family)
     flags = tuple(" ".join(shlex.split(flag)) for flag in model_flags(shape, architecture, tp_size=1))
-    settings = _settings(flags, architecture.max_position_embeddings, tp_size, pp_size, ep_size)
+    settings = _settings(flags, architecture["max_position_embeddings"], tp_size, pp_size, ep_size)
     folder = SafetensorsFolder(path)
     tensors = tuple(
         names.fused_tensors(family, shape, architecture, num_rows=shape.vocab_size, stacked=names.are_stacked(shape))
@@ -142,9 +143,9 @@ def _check_names_of_modules(family: str, mtp_num_layers: int) -> None:
 
 def _check_trained(where: str, architecture: Architecture, family: str) -> None:
     reasons = [*architecture.not_trained, *architecture.not_imported]
-    if architecture.rotary_percent != 1 and family not in hugging_face.PARTLY_ROTATED:
-        reasons.append(f"partial_rotary_factor {architecture.rotary_percent}: {family} rotates whole heads")
-    if not architecture.max_position_embeddings:
+    if (share := architecture["rotary_percent"]) != 1 and family not in hugging_face.PARTLY_ROTATED:
+        reasons.append(f"partial_rotary_factor {share}: {family} rotates whole heads")
+    if not architecture["max_position_embeddings"]:
         reasons.append("max_position_embeddings: it is missing")
     if reasons:
         raise UnsupportedFeatureError(f"{where} says what pretrain_gpt.py does not have: {'; '.join(reasons)}")
@@ -256,8 +257,8 @@ def _arguments(source: Source) -> dict[str, Any]:
 
 def _given(flags: Sequence[str]) -> list[str]:
     """Return the names under which the parser keeps `flags`."""
-    by_flag = {flag: action.dest for action in build_parser()._actions for flag in action.option_strings}
-    return [by_flag[flag.split()[0]] for flag in flags]
+    by_flag = {name: row.destination for settings in TABLE for row in flags_of(settings) for name in row.names}
+    return [by_flag[flag.split()[0].replace("--no-", "--", 1)] for flag in flags]
 
 
 def _common(source: Source) -> dict[str, Any]:

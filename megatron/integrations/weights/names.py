@@ -324,15 +324,15 @@ class _Namer:
         experts = shape.experts
         self._has = {
             "": True,
-            "biases": architecture.add_bias_linear,
-            "biases of QKV": architecture.add_bias_linear or architecture.add_qkv_bias,
-            "norms of queries and keys": architecture.qk_layernorm,
+            "biases": not architecture["disable_bias_linear"],
+            "biases of QKV": not architecture["disable_bias_linear"] or architecture["add_qkv_bias"],
+            "norms of queries and keys": architecture["qk_layernorm"],
             "a head of its own": not shape.share_embeddings_and_output_weights,
             "a latent of queries": shape.q_lora_rank > 0,
             "no latent of queries": shape.q_lora_rank == 0,
             "shared experts": experts is not None and experts.shared_ffn_hidden_size > 0,
             "a gate of shared experts": experts is not None and experts.shared_gate,
-            "a bias of experts": architecture.router_expert_bias,
+            "a bias of experts": architecture["moe_router_enable_expert_bias"],
         }
         self._sizes = {
             "one": 1,

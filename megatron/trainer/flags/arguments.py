@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.models.table import add_group
 from megatron.dynamic_cp.flags.supported import add_refusals
-from megatron.dynamic_cp.flags.table import add_group
 from megatron.trainer.flags.launcher import environment_number
 from megatron.trainer.flags.settings import DYNAMIC_CP, TABLE, Settings
 from megatron.trainer.flags.validation import checked_settings

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import lcm
 from typing import Any
 
+from dynamic_cp.models.flags import GATED_DELTA_NET, MEANINGS, ModelSettings
 from dynamic_cp.plans.padding import round_up
-from dynamic_cp.types import ModelShape, PipelineLayers
-from megatron.dynamic_cp.flags import activation, experts, layer_outputs, linear_attention, multi_token
-from megatron.dynamic_cp.flags.latent_attention import LATENT, latent_attention_of, shape_of
-from megatron.dynamic_cp.flags.positions import CHOICES, choices
+from dynamic_cp.types import ModelShape, PipelineLayers, layers_with_experts
+from dynamic_cp.types.linear_layers import layers_with_linear_attention
+from megatron.dynamic_cp.flags import activation, experts, linear_attention, positions
+from megatron.dynamic_cp.flags.latent_attention import FIELDS, is_on, latent_fields
 from megatron.dynamic_cp.flags.windows import windows_of
-from megatron.trainer.flags.settings import ModelSettings
 
-FEATURES = CHOICES | experts.CHOICES | multi_token.NAMES | LATENT | activation.CHOICES | linear_attention.CHOICES
-FEATURES |= layer_outputs.CHOICES
+FEATURES = frozenset(
+    {
+        *(name for name, means in MEANINGS.items() if means.kept),
+        *("experimental_attention_variant", "linear_attention_freq", "hybrid_override_pattern"),
+        *(attribute for attribute, _ in positions.YARN.values()),
+        *(FIELDS - {"rotary_base"}),
+    }
+)
 """All names that `features_of` may return."""
 TOKEN_IDS = "num_token_ids"
 """Argument under which checkpoints keep how many rows of the embedding table are no padding."""
@@ -39,27 +46,28 @@ def model_shape(model: Any, vocab_rows: int, pipeline_layers: PipelineLayers = (
     """
     windows = windows_of(model)
     return ModelShape(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
+        **_alike(model),
         vocab_size=vocab_rows,
         gated_linear_unit=activation.is_gated(model),
-        attention_output_gate=bool(getattr(model, "attention_output_gate", False)),
         window_tokens=windows.tokens,
         window_attn_skip_freq=windows.skip_freq,
-        window_sink_tokens=windows.sink_tokens,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         pipeline_layers=pipeline_layers,
         experts=experts.experts_of(model),
-        **shape_of(model),
         **linear_attention.shape_of(model),
-        mtp_num_layers=getattr(model, "mtp_num_layers", None) or 0,
-        sandwich_norm=bool(getattr(model, "sandwich_norm", False)),
         source="command line",
     )
+
+
+def _alike(model: Any) -> dict[str, Any]:
+    """Return the fields of `ModelShape` that have the names and values of flags; a flag that is missing is off."""
+    found = {}
+    for name, means in MEANINGS.items():
+        if means.shape == name and name != "vocab_size" and (is_on(model) or not means.needs):
+            is_said = means.usual is None or means.needs
+            value = getattr(model, name) if is_said else getattr(model, name, None)
+            found[name] = bool(value) if means.usual is False else value or 0
+    return found
 
 
 def model_identity(model: ModelSettings, vocab_rows: int) -> dict[str, Any]:
@@ -77,7 +85,48 @@ def model_identity(model: ModelSettings, vocab_rows: int) -> dict[str, Any]:
 
 
 def features_of(flags: Any) -> dict[str, Any]:
-    """Return what of a model is not as it always was: name -> JSON value, nothing for what is off; see FEATURES."""
-    of_attention = choices(flags) | latent_attention_of(flags) | layer_outputs.choices(flags)
-    of_layers = experts.choices(flags) | multi_token.modules_of(flags) | activation.choices(flags)
-    return of_attention | of_layers | linear_attention.choices(flags)
+    """Return what of a model is not as it always was: name -> JSON value, nothing for what is off; see FEATURES.
+
+    Args:
+        flags: completed, of this trainer, or the arguments of a Megatron-LM checkpoint, which may lack some.
+    """
+    kind = linear_attention.kind_of(flags)
+    said = {name: getattr(flags, name, experts.DEFAULTS.get(name, means.usual)) for name, means in MEANINGS.items()}
+    said |= {
+        "quick_geglu": activation.is_quick_geglu(flags),
+        "num_experts": experts.num_experts(flags),
+        "linear_attention": kind,
+        "no_rope_freq": _listed(positions.unrotated_layers(said["no_rope_freq"] or 0, flags.num_layers)),
+    }
+    found = {
+        name: said[name]
+        for name, means in MEANINGS.items()
+        if means.kept and means.is_met(said) and (means.kept == "always" or _is_unusual(said[name], means.usual))
+    }
+    if said["num_experts"] is not None:
+        if found["moe_ffn_hidden_size"] is None:
+            found["moe_ffn_hidden_size"] = flags.ffn_hidden_size
+        found["moe_layer_freq"] = _listed(layers_with_experts(found["moe_layer_freq"], flags.num_layers))
+    if kind is not None:
+        found |= _linear_layers(flags, kind)
+    if is_on(flags):
+        found |= {name: value for name, value in latent_fields(flags).items() if name != "rotary_base"}
+    return found | positions.yarn_attributes(flags)
+
+
+def _is_unusual(value: Any, usual: Any) -> bool:
+    return value not in (None, False, usual)
+
+
+def _listed(layers: Sequence[int] | None) -> list[int] | None:
+    """Return 1 or 0 for each layer, None where none is 1."""
+    return list(map(int, layers)) if layers and any(layers) else None
+
+
+def _linear_layers(flags: Any, kind: str) -> dict[str, Any]:
+    """Return which layers have linear attention, and the heads of Mamba-2."""
+    heads = {} if kind == GATED_DELTA_NET else {"mamba_num_heads": linear_attention.mamba_heads(flags)}
+    if symbols := linear_attention.pattern_of(flags):
+        return {"hybrid_override_pattern": symbols} | heads
+    layers = layers_with_linear_attention(flags.linear_attention_freq, flags.num_layers)
+    return {"experimental_attention_variant": kind, "linear_attention_freq": _listed(layers)} | heads

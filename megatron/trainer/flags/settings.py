@@ -1,6 +1,6 @@
 """A run's settings: frozen values, made once from checked flags, in groups; a function takes the groups that it reads.
 
-A field that is a flag is its row of the table, see `megatron.dynamic_cp.flags.table`; names are Megatron-LM's. What
+A field that is a flag is its row of the table, see `dynamic_cp.models.table`; names are Megatron-LM's. What
 planning has to know, the parallel sizes among it, is kept in `PlanningSettings`, which checkouts of Megatron-LM share,
 and nowhere else.
 """
@@ -12,12 +12,12 @@ from dataclasses import InitVar, dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from dynamic_cp.models.flags import ModelSettings
+from dynamic_cp.models.table import FRACTION, NOT_NEGATIVE, POSITIVE, REQUIRED, flag, said
 from dynamic_cp.types import DTYPES_OF
 from megatron.dynamic_cp.flags.settings import PlanningSettings
-from megatron.dynamic_cp.flags.table import FRACTION, NOT_NEGATIVE, POSITIVE, REQUIRED, flag, said
 from megatron.trainer.data.config import OVERLONG_POLICIES, TOKENIZERS
 from megatron.trainer.flags.batch_sizes import BatchSizes
-from megatron.trainer.flags.model import ModelSettings
 
 T = TypeVar("T")
 

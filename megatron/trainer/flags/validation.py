@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.models.flags import ROTARY
+from dynamic_cp.models.table import POSITIVE, check_ranges, destination_of, flag_of, said
 from dynamic_cp.plans.padding import padded_seqlens
 from dynamic_cp.setting import STATIC_POLICIES
 from dynamic_cp.types import (
@@ -33,10 +35,9 @@ from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, c
 from megatron.dynamic_cp.flags.layer_outputs import check_outputs
 from megatron.dynamic_cp.flags.multi_token import check_multi_token
 from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
-from megatron.dynamic_cp.flags.positions import ROTARY, YARN, check_norms, check_positions
+from megatron.dynamic_cp.flags.positions import YARN, check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import recompute_modules
-from megatron.dynamic_cp.flags.table import POSITIVE, check_ranges, destination_of, flag_of, said
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.trainer.flags.batch_sizes import BatchSizes
 from megatron.trainer.flags.launcher import environment_number

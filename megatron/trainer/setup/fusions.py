@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.utils._triton import has_triton
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.models.flags import ModelSettings
 from megatron.dynamic_cp.agreement.verify import agree
 from megatron.dynamic_cp.flags.activation import has_biases, named
-from megatron.trainer.flags.settings import ModelSettings
 
 # Module -> function -> places of the arguments that have a row per token. None of them is differentiated: their callers
 # are autograd functions with a backward of their own.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
 from dynamic_cp.errors import InvalidInputError
+from dynamic_cp.models.flags import ModelSettings, TransformerImpl
 from dynamic_cp.pricing.edges import ddp_bucket_size
 from dynamic_cp.types import DTYPES_OF, Topology
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
@@ -28,14 +29,13 @@ from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags.activation import is_gated
 from megatron.dynamic_cp.flags.adapters import adapters_of
-from megatron.dynamic_cp.flags.experts import DEFAULTS, DISPATCHER
+from megatron.dynamic_cp.flags.experts import DISPATCHER
 from megatron.dynamic_cp.flags.fp8 import DEFAULT_RECIPE
 from megatron.dynamic_cp.flags.latent_attention import latent_fields
-from megatron.dynamic_cp.flags.layer_needs import TransformerImpl
-from megatron.dynamic_cp.flags.linear_attention import linear_fields, set_pattern
+from megatron.dynamic_cp.flags.linear_attention import set_pattern
 from megatron.dynamic_cp.flags.positions import set_window_rotary_base, yarn_attributes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
-from megatron.dynamic_cp.flags.supported import check_supported
+from megatron.dynamic_cp.flags.supported import check_supported, config_fields
 from megatron.dynamic_cp.flags.windows import set_sinks
 from megatron.dynamic_cp.measuring.machine import free_bytes
 from megatron.dynamic_cp.model.adapters import train_adapters_only
@@ -44,23 +44,13 @@ from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel, mtp_block_spec
 from megatron.dynamic_cp.model.layer_parts import change_outputs, quick_gelu, squared_relu, tanh_gelu
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
 from megatron.dynamic_cp.model.self_attention import use_one_rotary_table
-from megatron.trainer.flags.settings import ModelSettings, OptimizerSettings, Settings
+from megatron.trainer.flags.settings import OptimizerSettings, Settings
 from megatron.trainer.setup.fusions import CONFIG_FIELDS, NOTHING, Fusions
 from megatron.trainer.setup.memory import check_state_fits
 from megatron.trainer.setup.planned_runtime import PlannedRuntime
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 """As megatron-core's optimizer wants them; it calls FP8 by its bytes."""
-_ALIKE = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("window_size", "softmax_type", "softmax_scale", "qk_layernorm", "qk_l2_norm", "attention_output_gate"),
-    *("rotary_interleaved", "add_qkv_bias", "activation_func_clamp_value", "glu_linear_offset"),
-    *("normalization", "hidden_dropout", "init_method_std", "mtp_num_layers", "mtp_loss_scaling_factor"),
-    *("bf16", "fp8", "fp32_residual_connection", "cross_entropy_loss_fusion"),
-    *("recompute_method", "recompute_num_layers"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-)
-"""Fields of megatron-core's configuration that are flags of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,19 +120,21 @@ def transformer_config(
     """Return megatron-core's configuration; checked against the supported features."""
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     topology, recompute = planning.topology, planning.recompute
-    skip = model.window_attn_skip_freq
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     config = kind(
-        **{name: getattr(model, name) for name in _ALIKE},
-        window_attn_skip_freq=list(skip) if isinstance(skip, tuple) else skip,
-        layernorm_epsilon=model.norm_epsilon,
-        **_of_layers(model),
+        **config_fields(model),
+        **latent_fields(model),
+        activation_func=_activation(model),
+        gated_linear_unit=is_gated(model),
+        is_hybrid_model=bool(model.hybrid_override_pattern),
+        expert_model_parallel_size=topology.ep_size,
+        expert_tensor_parallel_size=None if model.num_experts is None else model.expert_tensor_parallel_size,
         attention_dropout=0.0,
         attention_backend=AttnBackend[model.attention_backend],
         fp8_recipe=model.fp8_recipe or DEFAULT_RECIPE,  # type: ignore[arg-type]  # one of four, as checked
         params_dtype=dtype,
         pipeline_dtype=torch.float32 if model.fp32_residual_connection else dtype,
-        **_of_stages(model, topology),
+        **_of_stages(topology),
         use_cpu_initialization=model.use_cpu_initialization or device.type == "cpu",
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_modules=[name for name in planning.recompute_modules if name != "gdn_norm_out"],  # 0.19 knows it
@@ -154,7 +146,6 @@ def transformer_config(
         calculate_per_token_loss=True,
         # megatron-core accepts micro-batches with their own lengths only with this one, even without experts.
         moe_token_dispatcher_type=DISPATCHER,
-        **_of_experts(model, topology.ep_size),
     )
     config.recompute_modules = list(planning.recompute_modules)
     set_sinks(config, model.window_sink_tokens)
@@ -167,28 +158,12 @@ def transformer_config(
     return config
 
 
-def _of_layers(model: ModelSettings) -> dict[str, Any]:
-    """Return the fields that say what a layer computes, besides its sizes."""
-    unrotated = model.no_rope_freq
-    return {
-        "gated_linear_unit": is_gated(model),
-        "activation_func": _activation(model),
-        "add_bias_linear": not model.disable_bias_linear,
-        "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
-        **latent_fields(model),
-        **linear_fields(model),
-        "no_rope_freq": list(unrotated) if isinstance(unrotated, tuple) else unrotated,
-    }
-
-
-def _of_stages(model: ModelSettings, topology: Topology) -> dict[str, Any]:
+def _of_stages(topology: Topology) -> dict[str, Any]:
     """Return the fields that say how the model is split over ranks, and how stages exchange."""
     interleaved = topology.vp_size > 1
     return {
         "tensor_model_parallel_size": topology.tp_size,
         "pipeline_model_parallel_size": topology.pp_size,
-        "num_layers_in_first_pipeline_stage": model.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": model.decoder_last_pipeline_num_layers,
         "virtual_pipeline_model_parallel_size": topology.vp_size if interleaved else None,
         "sequence_parallel": topology.sequence_parallel,
         # Micro-batches have their own lengths.
@@ -208,19 +183,6 @@ def _activation(model: ModelSettings) -> Callable[[torch.Tensor], torch.Tensor]:
         if is_on:
             return function
     return torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
-
-
-def _of_experts(model: ModelSettings, ep_size: int) -> dict[str, Any]:
-    """Return megatron-core's fields of experts, {} for a dense model."""
-    if model.num_experts is None:
-        return {}
-    given = {field.name: getattr(model, field.name) for field in fields(ModelSettings) if field.name in DEFAULTS}
-    return {
-        "num_moe_experts": model.num_experts,
-        "expert_model_parallel_size": ep_size,
-        "expert_tensor_parallel_size": model.expert_tensor_parallel_size,
-        **{name: list(value) if isinstance(value, tuple) else value for name, value in given.items()},
-    }
 
 
 def build_chunks(

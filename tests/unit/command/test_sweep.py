@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -39,9 +39,10 @@ from dynamic_cp.decide.sweep.search import SHOWN, STATIC_POLICIES
 from dynamic_cp.decide.sweep.space import Refused, settings_of, variants
 from dynamic_cp.decide.tried import EXCHANGES
 from dynamic_cp.errors import InvalidInputError, MemoryLimitError, UnsupportedFeatureError
-from dynamic_cp.models.architecture import Architecture
+from dynamic_cp.models.architecture import architecture_of, as_flags
 from dynamic_cp.models.catalog import load_architecture, load_hardware, load_model, model_names
-from dynamic_cp.models.layers import LayerFeatures
+from dynamic_cp.models.flags import MEANINGS
+from dynamic_cp.models.layers import why_local
 from dynamic_cp.search.search import plan_global_batch
 from dynamic_cp.types import AUTO_CHUNK_TOKENS, CP_COMM_TYPES, DataParallel, Experts, Lambda, RecomputedLayers, Topology
 from tests import patience
@@ -556,7 +557,6 @@ TRAINED = [name for name in model_names() if load_model(name).causal_attention]
 def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monkeypatch):
     """Every field of shape and architecture, as the trainer's own parser reads the line."""
     from megatron.dynamic_cp.flags.layer_needs import layer_needs
-    from megatron.dynamic_cp.flags.positions import YARN
     from megatron.trainer.flags import derive
 
     if name in CONFIGS:
@@ -570,7 +570,7 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
     trained_model = settings.model
     # The command prices the layers that the trainer chooses; experts are one product where these have it.
     wants = layer_needs(settings.model, settings.planning).why_local
-    assert (wants is None) == (LayerFeatures.of(model, architecture).why_local is None)
+    assert (wants is None) == (why_local(as_flags(model, architecture)) is None)
     assert (trained_hardware(name, "h100"), trained_hardware(name, "h200")) == (
         ("h100", "h200") if wants is None else ("h100-local", "h200-local")
     )
@@ -582,30 +582,13 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
     assert model.vocab_size <= rows < model.vocab_size + tp_size
     shape = replace(derive.model_shape(trained_model, model.vocab_size), source=model.source)
     compared = {field.name: (getattr(shape, field.name), getattr(model, field.name)) for field in fields(model)}
-    trained = {
-        **asdict(trained_model),
-        "add_bias_linear": not trained_model.disable_bias_linear,
-        "layernorm_epsilon": trained_model.norm_epsilon,
-        "not_trained": (),
-        "not_imported": (),
-        "not_read": (),
-        "no_rope_freq": trained_model.no_rope_freq or (),
-        "softmax_scale": trained_model.softmax_scale or 0,
-        "window_rotary_base": trained_model.window_rotary_base or 0,
-        "zero_centered_gamma": trained_model.apply_layernorm_1p,
-        "router_score_function": trained_model.moe_router_score_function,
-        "router_pre_softmax": trained_model.moe_router_pre_softmax,
-        "router_num_groups": trained_model.moe_router_num_groups or 0,
-        "router_group_topk": trained_model.moe_router_group_topk or 0,
-        "router_scaling_factor": trained_model.moe_router_topk_scaling_factor or 1,
-        "router_expert_bias": trained_model.moe_router_enable_expert_bias,
-    }
-    trained["activation_func_clamp_value"] = trained_model.activation_func_clamp_value or 0
-    trained |= {name: default for name, (_, default) in YARN.items() if trained[name] is None}
-    compared |= {field.name: (trained[field.name], getattr(architecture, field.name)) for field in fields(architecture)}
+    trained = {name: getattr(trained_model, name) for name in architecture.flags}
+    trained |= {name: MEANINGS[name].usual for name, value in trained.items() if value is None}
+    compared |= {name: (trained[name], value) for name, value in architecture.flags.items()}
     trained_for, made_for = compared.pop("max_position_embeddings")
     assert trained_for == max(made_for, 3000)
-    assert len(compared) == len(fields(model)) + len(fields(Architecture)) - 1
+    assert len(compared) == len(fields(model)) + len(architecture.flags) - 1
+    assert len(architecture.flags) > 40
     assert {field: pair for field, pair in compared.items() if pair[0] != pair[1]} == {}
 
 
@@ -634,22 +617,27 @@ def test_what_the_configs_of_that_test_say(tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps({**LLAMA_CONFIG, **CONFIGS[name]}))
         return load_architecture(str(tmp_path / f"{name}.json"))
 
-    llama = Architecture(
-        normalization="RMSNorm", norm_epsilon=1e-5, position_embedding_type="rope", add_bias_linear=False,
-        add_qkv_bias=False, qk_layernorm=False, rotary_base=500_000, max_position_embeddings=16_384,
-        init_method_std=0.01,
-    )  # fmt: skip
-    assert of("llama") == llama
-    assert of("biases") == replace(llama, add_bias_linear=True)
-    assert of("tied") == replace(llama, norm_epsilon=1e-6, rotary_base=10_000)
-    assert of("partial") == replace(llama, rotary_percent=0.5, max_position_embeddings=2048)
-    assert of("transformers-5") == of("mistral") == replace(llama, rotary_base=1_000_000)
-    assert of("qwen2") == replace(llama, add_qkv_bias=True)
-    assert of("llama-3.1") == replace(llama, use_rope_scaling=True, rope_scaling_factor=16.0)
-    assert of("qwen3") == replace(llama, qk_layernorm=True)
-    assert load_architecture("llama-3-8b").rotary_base == load_architecture("llama-3-70b").rotary_base == 500_000
-    assert [name for name in TRAINED if load_architecture(name).add_qkv_bias] == ["qwen2.5-32b", "qwen2.5-7b"]
-    assert [name for name in TRAINED if load_architecture(name).qk_layernorm] == [
+    def llama(**changes):
+        return architecture_of(
+            {
+                "normalization": "RMSNorm", "norm_epsilon": 1e-5, "position_embedding_type": "rope",
+                "disable_bias_linear": True, "add_qkv_bias": False, "qk_layernorm": False, "rotary_base": 500_000,
+                "max_position_embeddings": 16_384, "init_method_std": 0.01, **changes,
+            }
+        )  # fmt: skip
+
+    assert of("llama") == llama()
+    assert of("biases") == llama(disable_bias_linear=False)
+    assert of("tied") == llama(norm_epsilon=1e-6, rotary_base=10_000)
+    assert of("partial") == llama(rotary_percent=0.5, max_position_embeddings=2048)
+    assert of("transformers-5") == of("mistral") == llama(rotary_base=1_000_000)
+    assert of("qwen2") == llama(add_qkv_bias=True)
+    assert of("llama-3.1") == llama(use_rope_scaling=True, rope_scaling_factor=16.0)
+    assert of("qwen3") == llama(qk_layernorm=True)
+    for name in ("llama-3-8b", "llama-3-70b"):
+        assert load_architecture(name)["rotary_base"] == 500_000
+    assert [name for name in TRAINED if load_architecture(name)["add_qkv_bias"]] == ["qwen2.5-32b", "qwen2.5-7b"]
+    assert [name for name in TRAINED if load_architecture(name)["qk_layernorm"]] == [
         "qwen3-30b-a3b",
         "qwen3-8b",
         "qwen3-next-80b-a3b",

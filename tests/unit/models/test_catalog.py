@@ -218,7 +218,7 @@ def test_a_config_that_is_written_says_what_was_read(name, tmp_path):
         ({}, {"position_embedding_type": "none"}, "positions by none"),
         ({}, {"rotary_percent": 0.5}, "rotary_percent 0.5"),
         ({}, {"qk_layernorm": True, "add_qkv_bias": True}, "biases and norms of queries and keys"),
-        ({"window_tokens": 8}, {"add_bias_linear": True}, "biases and windows"),
+        ({"window_tokens": 8}, {"disable_bias_linear": False}, "biases and windows"),
         ({"window_tokens": 8, "window_attn_skip_freq": 2}, {}, "windows in some layers"),
         ({"mtp_num_layers": 1}, {}, "here has modules that predict further tokens"),
         ({}, {"softmax_type": "learnable"}, "softmax_type learnable"),
@@ -230,17 +230,19 @@ def test_a_config_that_is_written_says_what_was_read(name, tmp_path):
         ),
         (
             {"experts": EIGHT},
-            {"router_score_function": "sigmoid", "qk_layernorm": True},
-            "here has router_score_function 'sigmoid', which qwen3_moe has not",
+            {"moe_router_score_function": "sigmoid", "qk_layernorm": True},
+            "here has moe_router_score_function 'sigmoid', which qwen3_moe has not",
         ),
-        ({"experts": EIGHT}, {"add_bias_linear": True}, "biases and exper"),
+        ({"experts": EIGHT}, {"disable_bias_linear": False}, "biases and exper"),
     ],
 )
 def test_what_no_family_has_is_not_written(of_shape, of_architecture, says, tmp_path):
     path = config_file(tmp_path)
     shape, architecture = catalog.load_model(path), catalog.load_architecture(path)
     with pytest.raises(DynamicCPError, match=says):
-        written.config("here", replace(shape, **of_shape), replace(architecture, **of_architecture))
+        written.config(
+            "here", replace(shape, **of_shape), replace(architecture, flags={**architecture.flags, **of_architecture})
+        )
 
 
 def test_which_layers_have_a_window(tmp_path):
@@ -286,7 +288,7 @@ def test_latent_attention_of_a_config(tmp_path):
     assert model.linear_weights_per_layer - model.mlp_weights_per_layer == 187_107_328 - 2048
     architecture = catalog.load_architecture(path)
     assert architecture is not None
-    assert architecture.qk_layernorm
+    assert architecture["qk_layernorm"]
     assert not [one for one in architecture.not_trained if "expert" in one or "lora" in one or "head_dim" in one]
     lite = config_file(tmp_path, **DEEPSEEK_V3 | {"model_type": "deepseek_v2", "q_lora_rank": None, "head_dim": 64})
     model = catalog.load_model(lite)
@@ -445,9 +447,9 @@ def test_gpt_oss_has_windows_and_experts(tmp_path):
     assert (model.window_tokens, model.window_attn_skip_freq) == (128, 2)
     assert model.experts == Experts(num_experts=32, topk=4, ffn_hidden_size=2880)
     architecture = catalog.load_architecture(path)
-    assert architecture.softmax_type == "learnable"
-    assert architecture.quick_geglu
-    assert architecture.add_bias_linear
+    assert architecture["softmax_type"] == "learnable"
+    assert architecture["quick_geglu"]
+    assert not architecture["disable_bias_linear"]
 
 
 def test_deepseek_v3_has_latents_and_experts(tmp_path):
@@ -460,7 +462,7 @@ def test_deepseek_v3_has_latents_and_experts(tmp_path):
     assert active / 1e9 == pytest.approx(37.5, abs=0.5)
     whole = catalog.load_model(config_file(tmp_path, **DEEPSEEK_V3 | experts | {"num_experts_per_tok": 8}))
     assert (whole.num_parameters - model.num_parameters) / 1e9 == pytest.approx(11.5, abs=0.5), "a layer with experts"
-    assert catalog.load_architecture(path).router_score_function == "sigmoid"
+    assert catalog.load_architecture(path)["moe_router_score_function"] == "sigmoid"
 
 
 def test_an_unknown_name_lists_the_known_ones():
@@ -478,7 +480,7 @@ def test_a_pipe_gives_the_shape_and_the_architecture():
         pipe.write(json.dumps(LLAMA_CONFIG))
         pipe.close()
         model, architecture = (load(f"/dev/fd/{readable}") for load in (catalog.load_model, catalog.load_architecture))
-    assert (model.hidden_size, architecture.normalization) == (LLAMA_CONFIG["hidden_size"], "RMSNorm")
+    assert (model.hidden_size, architecture["normalization"]) == (LLAMA_CONFIG["hidden_size"], "RMSNorm")
 
 
 def broken(kind, change):
@@ -530,7 +532,7 @@ def test_a_malformed_file_is_named(tmp_path, kind, text, says):
         (lambda d: d.update(rotary_base=True), "rotary_base is True, it must be of type int"),
         (lambda d: d.update(norm_epsilon="1e-5"), "norm_epsilon is '1e-5', it must be of type float"),
         (lambda d: d.update(add_qkv_bias=1), "add_qkv_bias is 1, it must be of type bool"),
-        (lambda d: d.update(normalization="rms"), "normalization is 'rms', it must be one of RMSNorm, LayerNorm"),
+        (lambda d: d.update(normalization="rms"), "normalization is 'rms', it must be one of LayerNorm, RMSNorm"),
     ],
 )
 def test_a_malformed_architecture_is_named(tmp_path, change, says):

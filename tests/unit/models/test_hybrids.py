@@ -82,7 +82,7 @@ def test_the_text_of_a_model_with_a_tower_is_read():
     shape = hugging_face.model_shape("there", config)
     assert shape.experts is None
     assert shape.share_embeddings_and_output_weights is False  # its text says so
-    assert hugging_face.architecture("there", config).rotary_percent == 0.25
+    assert hugging_face.architecture("there", config)["rotary_percent"] == 0.25
     moe = {"model_type": "qwen3_5_moe", "text_config": {**text, "num_experts": 256, "intermediate_size": None}}
     assert hugging_face.model_shape("there", moe).ffn_hidden_size == 512
 
@@ -108,7 +108,7 @@ def test_lists_of_nemotron_say_the_same_as_its_pattern():
 def test_a_nemotron_without_experts_routes_nothing():
     """transformers write how many experts a layer had, whatever layers there are."""
     config = NEMOTRON | {"hybrid_override_pattern": "M-*-", "num_hidden_layers": 4}
-    assert hugging_face.architecture("there", config).router_score_function == "softmax"
+    assert hugging_face.architecture("there", config)["moe_router_score_function"] == "softmax"
 
 
 @pytest.mark.parametrize(
@@ -189,4 +189,4 @@ def test_a_config_that_is_written_is_read_as_the_model(name, family):
     assert values["model_type"] == family
     assert replace(hugging_face.model_shape("it", values), source="") == replace(shape, source="")
     with pytest.raises(UnsupportedFeatureError, match=f"has normalization 'LayerNorm', which {family} has not"):
-        written.config("it", shape, replace(architecture, normalization="LayerNorm"))
+        written.config("it", shape, replace(architecture, flags={**architecture.flags, "normalization": "LayerNorm"}))

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.mechanisms.transfers import sent_bytes
+from dynamic_cp.models.flags import SOFTMAX_TYPES
 from dynamic_cp.types import CAUSAL, CpCommType
 from megatron.dynamic_cp.attention.mechanisms.collectives import HeadExchange
 from megatron.dynamic_cp.attention.te.support import (
@@ -41,7 +42,6 @@ from megatron.dynamic_cp.attention.te.support import (
     provider,
     release_of,
 )
-from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES
 from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 

@@ -25,9 +25,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from dynamic_cp.errors import UnsupportedFeatureError
+from dynamic_cp.models.flags import TransformerImpl
 from dynamic_cp.types import CpCommType
 from megatron.dynamic_cp.flags.fp8 import why_no_device, why_not_gathered
-from megatron.dynamic_cp.flags.layer_needs import LayerNeeds, TransformerImpl
+from megatron.dynamic_cp.flags.layer_needs import LayerNeeds
 
 if TYPE_CHECKING:
     import torch  # parsing flags must not wait for it

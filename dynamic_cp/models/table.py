@@ -11,18 +11,21 @@ be None or is on by default, --no-... can be given, too).
 from __future__ import annotations
 
 import argparse
+import ast
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.lengths.file import MAX_LENGTH
+from dynamic_cp.types.counts import MAX_COUNT
 
 REQUIRED = object()
 """Default of a flag that must be given."""
 _USUAL = object()
+_MOST_LAYERS = 10_000
 
 
 class Range(NamedTuple):
@@ -34,7 +37,7 @@ class Range(NamedTuple):
 
 POSITIVE = Range("greater than 0", lambda value: value > 0)
 NOT_NEGATIVE = Range("at least 0", lambda value: value >= 0)
-LENGTH = Range(f"greater than 0 and at most {MAX_LENGTH}", lambda value: 0 < value <= MAX_LENGTH)
+LENGTH = Range(f"greater than 0 and at most {MAX_COUNT}", lambda value: 0 < value <= MAX_COUNT)
 FRACTION = Range("at least 0 and less than 1", lambda value: 0 <= value < 1)
 
 
@@ -43,12 +46,14 @@ class Flag:
     """A row of the table.
 
     Attributes:
-        field: of the settings; names: of the flag; destination: its name among parsed arguments.
+        field: of the settings; kind: its type, as text.
+        names: of the flag; destination: its name among parsed arguments.
         group: title on --help, None: that of the class.
         options: of `ArgumentParser.add_argument`.
     """
 
     field: str
+    kind: str
     names: tuple[str, ...]
     destination: str
     group: str | None
@@ -81,6 +86,10 @@ def flag(
     return field(metadata={"flag": (name, default, group, within, given)})
 
 
+expert_flag = partial(flag, group="experts")
+"""A row that is refused without --num-experts."""
+
+
 def destination_of(name: str) -> str:
     """Return where a parser puts the value of a flag that says nothing else."""
     return name.removeprefix("--").replace("-", "_")
@@ -101,6 +110,7 @@ def flags_of(settings: type) -> Iterator[Flag]:
         names = tuple(words.split())
         yield Flag(
             field=entry.name,
+            kind=entry.type,
             names=names,
             destination=destination or destination_of(names[0]),
             group=group,
@@ -109,7 +119,7 @@ def flags_of(settings: type) -> Iterator[Flag]:
         )
 
 
-def _options_of(kind: str, default: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _options_of(kind: str, default: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Return what a field's type (which nobody evaluates), its default and what is `given` mean to a parser."""
     kinds = set(re.findall(r"\w+", kind))
     if "bool" in kinds:
@@ -159,3 +169,46 @@ def said(arguments: Mapping[str, Any], settings: type) -> dict[str, Any]:
     """Return what parsed arguments say of the fields of a class; lists become tuples."""
     found = {row.field: arguments[row.destination] for row in flags_of(settings)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def layer_pattern(remedy: str) -> Callable[[str], int | tuple[int, ...]]:
+    """Return an argparse type: a value for each layer, as Megatron-LM has it on a command line.
+
+    That is a number, or lists of numbers that `*` repeats and `+` joins, such as `[1,1,0]*4`; nothing else is run.
+
+    Args:
+        remedy: what to give instead of what cannot be read.
+    """
+
+    def parse(text: str) -> int | tuple[int, ...]:
+        try:
+            value = _evaluated(ast.parse(text, mode="eval").body)
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            raise argparse.ArgumentTypeError(f"{text!r} cannot be read: {remedy}") from None
+        return tuple(value) if isinstance(value, list) else value
+
+    return parse
+
+
+def shown(values: Any) -> str:
+    """Return a number or a list as messages have it."""
+    return ",".join(map(str, values)) if isinstance(values, list | tuple) else str(values)
+
+
+def _evaluated(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        values = [_evaluated(element) for element in node.elts]
+        return [value for value in values if isinstance(value, int) or _refuse()]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _evaluated(node.left), _evaluated(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+            return left * right if len(left) * right <= _MOST_LAYERS else _refuse()
+    return _refuse()
+
+
+def _refuse() -> Any:
+    raise ValueError

@@ -1,20 +1,69 @@
-"""What of a model flags say: frozen values under the names of their flags, which are Megatron-LM's."""
+"""The table of a model's flags, under Megatron-LM's names.
+
+A flag has two rows: a field of `ModelSettings`, which is what the parser knows of it, and a `Meaning`, from which
+launch lines, the `architecture` of model files, the flags in checkpoints and megatron-core's configuration are made.
+"""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
+from typing import Any, Literal, NamedTuple
 
+from dynamic_cp.models.table import (
+    FRACTION,
+    LENGTH,
+    NOT_NEGATIVE,
+    POSITIVE,
+    REQUIRED,
+    expert_flag,
+    flag,
+    layer_pattern,
+)
 from dynamic_cp.types.data_parallel import ADAPTED
-from megatron.dynamic_cp.flags.experts import BALANCING, DEFAULTS, expert_flag, layer_freq
-from megatron.dynamic_cp.flags.fp8 import ALIGNMENTS, FORMATS
-from megatron.dynamic_cp.flags.latent_attention import ROPE_TYPES
-from megatron.dynamic_cp.flags.layer_needs import TRANSFORMER_IMPLS, TransformerImpl
-from megatron.dynamic_cp.flags.linear_attention import linear_freq, variant
-from megatron.dynamic_cp.flags.positions import SOFTMAX_TYPES, no_rope_freq
-from megatron.dynamic_cp.flags.table import FRACTION, LENGTH, NOT_NEGATIVE, POSITIVE, REQUIRED, flag
-from megatron.dynamic_cp.flags.windows import skip_freq, window_size
+
+TransformerImpl = Literal["local", "transformer_engine"]
+TRANSFORMER_IMPLS: tuple[TransformerImpl, ...] = ("local", "transformer_engine")
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+"""Values of --softmax-type: scores of keys alone, with one of 0 besides, or with a learned one for each head."""
+ROTARY = ("rope", "yarn")
+"""Values of --position-embedding-type that rotate queries and keys."""
+ROPE_TYPES = ("rope", "yarn")
+"""Of latent attention, which has RoPE and YaRN of its own."""
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
+BALANCING = ("aux_loss", "seq_aux_loss", "none")
+"""Values of --moe-router-load-balancing-type. Routers have losses of sequences only, so the first two are the same."""
+GATED_DELTA_NET, MAMBA = "gated_delta_net", "mamba2"
+ALIASES = {"gdn": GATED_DELTA_NET}
+"""Of later releases: value of --experimental-attention-variant -> what 0.16 calls it."""
+FP8_FORMATS = ("e4m3", "hybrid")
+FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8", "delayed")
+WINDOW_PATTERN = "give a number, or 1 (window) and 0 (none) for each layer, such as [1,1,0]*4"
+ROTATION_PATTERN = "give a number, or 1 (no rotation) and 0 (rotation) for each layer, such as [0,0,0,1]*4"
+LINEAR_PATTERN = "give a number, or 1 (linear) and 0 (attention) for each layer, such as [1,1,1,0]*3"
+EXPERTS_PATTERN = "give a number, or 1 (experts) and 0 (none) for each layer, such as [0]+[1]*3"
 
 _ON_CUDA = "default: on CUDA, where it is available"
+
+
+def _window_size(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.strip("()").split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not tokens before and after, such as 127,0") from None
+
+
+def unknown_variant(name: str) -> str:
+    """Return why no layers have this linear attention."""
+    return f"{name!r} is not supported: {GATED_DELTA_NET} (or gdn) is possible; leave it out for attention alone"
+
+
+def _variant(text: str) -> str:
+    name = ALIASES.get(text, text)
+    if name != GATED_DELTA_NET:
+        raise argparse.ArgumentTypeError(unknown_variant(text))
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +90,12 @@ class ModelSettings:
     seq_length: InitVar[int] = flag("longest sample in tokens", REQUIRED, within=LENGTH)
     max_position_embeddings: int = flag("default: --seq-length", within=POSITIVE)
     window_size: tuple[int, ...] | None = flag(
-        "tokens before itself that a token attends to, a window; default: all", parse=window_size, metavar="BEFORE,0"
+        "tokens before itself that a token attends to, a window; default: all", parse=_window_size, metavar="BEFORE,0"
     )
     window_attn_skip_freq: int | tuple[int, ...] | None = flag(
         "layers without the window: every N-th, or a list with 1 for each layer with it and 0 without, such as "
         "[1,1,0]*4; default: none",
-        parse=skip_freq,
+        parse=layer_pattern(WINDOW_PATTERN),
         metavar="N|LIST",
     )
     position_embedding_type: str = flag(
@@ -62,7 +111,7 @@ class ModelSettings:
     no_rope_freq: int | tuple[int, ...] | None = flag(
         "layers without RoPE: every N-th, or a list with 1 for each layer without it and 0 with it, such as "
         "[0,0,0,1]*4; default: none",
-        parse=no_rope_freq,
+        parse=layer_pattern(ROTATION_PATTERN),
         metavar="N|LIST",
     )
     rotary_seq_len_interpolation_factor: int | None = flag("RoPE: divide positions by this", metavar="N")
@@ -103,13 +152,13 @@ class ModelSettings:
     )
     experimental_attention_variant: str | None = flag(
         "gated_delta_net (or gdn): linear attention in the place of attention in most layers, as Qwen3-Next",
-        parse=variant,
+        parse=_variant,
         metavar="NAME",
     )
     linear_attention_freq: int | tuple[int, ...] | None = flag(
         "with it: layers with linear attention: all but every N-th, or a list with 1 for each layer with it and 0 for "
         "attention, such as [1,1,1,0]*3",
-        parse=linear_freq,
+        parse=layer_pattern(LINEAR_PATTERN),
         metavar="N|LIST",
     )
     linear_conv_kernel_dim: int = flag("tokens that its convolution sees; default: 4", within=POSITIVE)
@@ -178,11 +227,11 @@ class ModelSettings:
         "with --bf16 and TransformerEngine's layers: their matrix products are in FP8; hybrid: gradients in e5m2; a "
         "rank's tokens are padded to multiples of 16, of 32 for mxfp8, times TP with sequence parallelism",
         name="--fp8-format=fp8",
-        choices=FORMATS,
+        choices=FP8_FORMATS,
     )
     fp8_recipe: str | None = flag(
         "how products in FP8 are scaled; delayed (the default, as in Megatron-LM) follows what was packed before",
-        choices=tuple(ALIGNMENTS),
+        choices=FP8_RECIPES,
     )
     use_cpu_initialization: bool = flag("initialise weights on the CPU (always so on CPU ranks)")
     transformer_impl: TransformerImpl | None = flag(
@@ -207,7 +256,7 @@ class ModelSettings:
     moe_layer_freq: int | tuple[int, ...] = expert_flag(
         "layers with experts: the first of every N, or a list with 1 for each layer that has some and 0 for a dense "
         "one, such as [0]+[1]*3; default: all",
-        parse=layer_freq,
+        parse=layer_pattern(EXPERTS_PATTERN),
         metavar="N|LIST",
     )
     moe_ffn_hidden_size: int | None = expert_flag("of each expert; default: --ffn-hidden-size", within=POSITIVE)
@@ -216,8 +265,8 @@ class ModelSettings:
     )
     moe_shared_expert_gate: bool = expert_flag("weigh the shared expert by a gate", None)
     moe_grouped_gemm: bool = expert_flag("all experts of a rank in one product (TransformerEngine's layers only)", None)
-    moe_router_topk: int = expert_flag(f"experts of a token; default: {DEFAULTS['moe_router_topk']}", within=POSITIVE)
-    moe_router_score_function: str = expert_flag("weights of experts; default: softmax", choices=("softmax", "sigmoid"))
+    moe_router_topk: int = expert_flag("experts of a token; default: 2", within=POSITIVE)
+    moe_router_score_function: str = expert_flag("weights of experts; default: softmax", choices=SCORE_FUNCTIONS)
     moe_router_pre_softmax: bool = expert_flag("softmax over all experts, before some are chosen", None)
     moe_router_num_groups: int | None = expert_flag(
         "groups of experts that tokens are limited to some of", within=POSITIVE
@@ -228,9 +277,7 @@ class ModelSettings:
     )
     moe_router_dtype: str | None = expert_flag("default: that of activations", choices=("fp32", "fp64"))
     moe_router_enable_expert_bias: bool = expert_flag("shift the choice towards experts that had fewer tokens", None)
-    moe_router_bias_update_rate: float = expert_flag(
-        f"by how much in each step; default: {DEFAULTS['moe_router_bias_update_rate']}", within=POSITIVE
-    )
+    moe_router_bias_update_rate: float = expert_flag("by how much in each step; default: 0.001", within=POSITIVE)
     moe_router_load_balancing_type: str | tuple[str, ...] = expert_flag(
         f"{', '.join(BALANCING)}; the first two are the same here: each sample has a loss; default: aux_loss",
         metavar="NAME",
@@ -286,3 +333,173 @@ class ModelSettings:
         group="dynamic context parallelism",
         metavar="N",
     )
+
+
+class Meaning(NamedTuple):
+    """What a flag of a model is elsewhere; "=" is the flag's own name.
+
+    Attributes:
+        usual: its value where nobody gives one; None: others decide it.
+        shape: field of `ModelShape` that has the value, such as "experts.topk"; "": none has.
+        entry: its name in the `architecture` of a model file, "not NAME" where that says the opposite; "": it is no
+            part of one.
+        config: field of megatron-core's TransformerConfig that has the value, "not NAME" likewise; "": none has.
+        needs: flag without which it says nothing, or that and its values: "name=a|b".
+        is_shown: a launch line names it with its usual value, too.
+        kept: whether runs that load each other's weights must share it: "on" where it is not as usual, "always" where
+            what it needs is there, "": never.
+    """
+
+    usual: Any = None
+    shape: str = ""
+    entry: str = ""
+    config: str = ""
+    needs: str = ""
+    is_shown: bool = False
+    kept: str = ""
+
+    def is_met(self, flags: Mapping[str, Any]) -> bool:
+        """Return whether flags have what it needs."""
+        name, _, values = self.needs.partition("=")
+        found = flags.get(name)
+        return not name or (found in values.split("|") if values else found not in (None, False, 0))
+
+
+def _named(**rows: Meaning) -> dict[str, Meaning]:
+    """Return the rows with the names that "=" stands for."""
+    return {
+        name: row._replace(**{part: value.replace("=", name) for part in _NAMES if (value := getattr(row, part))})
+        for name, row in rows.items()
+    }
+
+
+_NAMES = ("shape", "entry", "config")
+_LATENTS, _EXPERTS, _YARN = "multi_latent_attention", "num_experts", "position_embedding_type=yarn"
+_DELTA, _MAMBA = "linear_attention=gated_delta_net", "linear_attention=mamba2"
+MEANINGS: Mapping[str, Meaning] = _named(
+    num_layers=Meaning(shape="=", config="="),
+    hidden_size=Meaning(shape="=", config="="),
+    ffn_hidden_size=Meaning(shape="=", config="="),
+    num_attention_heads=Meaning(shape="=", config="="),
+    group_query_attention=Meaning(False),
+    num_query_groups=Meaning(shape="=", config="="),
+    multi_latent_attention=Meaning(kept="on"),
+    kv_lora_rank=Meaning(32, shape="=", config="=", needs=_LATENTS, is_shown=True, kept="always"),
+    q_lora_rank=Meaning(shape="=", config="=", needs=_LATENTS, kept="always"),
+    qk_head_dim=Meaning(128, shape="=", config="=", needs=_LATENTS, is_shown=True, kept="always"),
+    qk_pos_emb_head_dim=Meaning(64, shape="=", config="=", needs=_LATENTS, is_shown=True, kept="always"),
+    v_head_dim=Meaning(128, shape="=", config="=", needs=_LATENTS, is_shown=True, kept="always"),
+    rope_type=Meaning(config="=", needs=_LATENTS, kept="always"),
+    kv_channels=Meaning(shape="=", config="="),
+    squared_relu=Meaning(False, entry="=", kept="on"),
+    geglu=Meaning(False, entry="=", kept="on"),
+    quick_geglu=Meaning(False, entry="=", kept="on"),
+    glu_linear_offset=Meaning(0.0, entry="=", config="=", needs="quick_geglu", is_shown=True, kept="on"),
+    activation_func_clamp_value=Meaning(0.0, entry="=", config="=", needs="quick_geglu", kept="on"),
+    swiglu=Meaning(False),
+    sandwich_norm=Meaning(False, shape="=", kept="on"),
+    attention_output_gate=Meaning(False, shape="=", config="=", kept="on"),
+    window_size=Meaning(config="="),
+    window_attn_skip_freq=Meaning(config="="),
+    window_sink_tokens=Meaning(0, shape="="),
+    experimental_attention_variant=Meaning(config="=", needs="linear_attention"),
+    linear_attention_freq=Meaning(config="=", needs="linear_attention"),
+    hybrid_override_pattern=Meaning(),
+    linear_conv_kernel_dim=Meaning(
+        4, shape="linear_attention.kernel_size", config="=", needs=_DELTA, is_shown=True, kept="always"
+    ),
+    linear_key_head_dim=Meaning(
+        128, shape="linear_attention.key_size", config="=", needs=_DELTA, is_shown=True, kept="always"
+    ),
+    linear_value_head_dim=Meaning(
+        128, shape="linear_attention.value_size", config="=", needs=_DELTA, is_shown=True, kept="always"
+    ),
+    linear_num_key_heads=Meaning(
+        16, shape="linear_attention.num_groups", config="=", needs=_DELTA, is_shown=True, kept="always"
+    ),
+    linear_num_value_heads=Meaning(
+        32, shape="linear_attention.num_heads", config="=", needs=_DELTA, is_shown=True, kept="always"
+    ),
+    mamba_state_dim=Meaning(
+        128, shape="linear_attention.key_size", config="=", needs=_MAMBA, is_shown=True, kept="always"
+    ),
+    mamba_head_dim=Meaning(
+        64, shape="linear_attention.value_size", config="=", needs=_MAMBA, is_shown=True, kept="always"
+    ),
+    mamba_num_groups=Meaning(
+        8, shape="linear_attention.num_groups", config="=", needs=_MAMBA, is_shown=True, kept="always"
+    ),
+    mamba_num_heads=Meaning(shape="linear_attention.num_heads", config="=", needs=_MAMBA, kept="always"),
+    num_experts=Meaning(shape="experts.num_experts", config="num_moe_experts", needs=_EXPERTS, kept="always"),
+    moe_router_topk=Meaning(2, shape="experts.topk", config="=", needs=_EXPERTS, is_shown=True, kept="always"),
+    moe_ffn_hidden_size=Meaning(shape="experts.ffn_hidden_size", config="=", needs=_EXPERTS, kept="always"),
+    moe_shared_expert_intermediate_size=Meaning(
+        shape="experts.shared_ffn_hidden_size", config="=", needs=_EXPERTS, kept="always"
+    ),
+    moe_shared_expert_gate=Meaning(False, shape="experts.shared_gate", config="=", needs=_EXPERTS, kept="always"),
+    moe_layer_freq=Meaning(1, shape="experts.layer_freq", config="=", needs=_EXPERTS, kept="always"),
+    moe_grouped_gemm=Meaning(False, config="=", needs=_EXPERTS),
+    mtp_num_layers=Meaning(0, shape="=", config="=", kept="on"),
+    mtp_loss_scaling_factor=Meaning(config="="),
+    untie_embeddings_and_output_weights=Meaning(shape="not share_embeddings_and_output_weights"),
+    vocab_size=Meaning(shape="="),
+    make_vocab_size_divisible_by=Meaning(),
+    normalization=Meaning(entry="=", config="=", is_shown=True),
+    norm_epsilon=Meaning(entry="=", config="layernorm_epsilon", is_shown=True),
+    apply_layernorm_1p=Meaning(False, entry="zero_centered_gamma", config="layernorm_zero_centered_gamma", kept="on"),
+    position_embedding_type=Meaning(entry="=", is_shown=True),
+    max_position_embeddings=Meaning(0, entry="=", is_shown=True),
+    rotary_base=Meaning(10000, entry="=", needs="position_embedding_type=rope|yarn", is_shown=True),
+    rotary_percent=Meaning(1.0, entry="=", needs="position_embedding_type=rope|yarn"),
+    window_rotary_base=Meaning(0, entry="=", kept="on"),
+    rotary_interleaved=Meaning(False, entry="=", config="="),
+    no_rope_freq=Meaning((), entry="=", config="=", kept="on"),
+    rotary_seq_len_interpolation_factor=Meaning(1, kept="on"),
+    use_rope_scaling=Meaning(False, entry="=", kept="on"),
+    rope_scaling_factor=Meaning(8.0, entry="=", needs="use_rope_scaling", is_shown=True, kept="always"),
+    rotary_scaling_factor=Meaning(1.0, entry="=", needs=_YARN, is_shown=True),
+    yarn_original_max_position_embeddings=Meaning(4096, entry="=", needs=_YARN, is_shown=True),
+    yarn_beta_fast=Meaning(32.0, entry="=", needs=_YARN, is_shown=True),
+    yarn_beta_slow=Meaning(1.0, entry="=", needs=_YARN, is_shown=True),
+    mscale=Meaning(1.0, entry="=", needs=_YARN, is_shown=True),
+    mscale_all_dim=Meaning(0.0, entry="=", needs=_YARN, is_shown=True),
+    yarn_correction_range_round_to_int=Meaning(True, entry="=", needs=_YARN),
+    disable_bias_linear=Meaning(entry="not add_bias_linear", config="not add_bias_linear"),
+    add_qkv_bias=Meaning(entry="=", config="="),
+    qk_layernorm=Meaning(entry="=", config="="),
+    qk_l2_norm=Meaning(False, config="=", kept="on"),
+    softmax_type=Meaning("vanilla", entry="=", config="=", kept="on"),
+    residual_multiplier=Meaning(1.0, entry="=", kept="on"),
+    embedding_multiplier=Meaning(1.0, entry="=", kept="on"),
+    logits_scaling=Meaning(1.0, entry="=", kept="on"),
+    softmax_scale=Meaning(0.0, entry="=", config="=", kept="on"),
+    moe_router_score_function=Meaning(
+        "softmax", entry="router_score_function", config="=", needs=_EXPERTS, kept="always"
+    ),
+    moe_router_pre_softmax=Meaning(False, entry="router_pre_softmax", config="=", needs=_EXPERTS, kept="always"),
+    moe_router_num_groups=Meaning(0, entry="router_num_groups", config="=", needs=_EXPERTS, kept="always"),
+    moe_router_group_topk=Meaning(0, entry="router_group_topk", config="=", needs=_EXPERTS, kept="always"),
+    moe_router_topk_scaling_factor=Meaning(
+        1.0, entry="router_scaling_factor", config="=", needs=_EXPERTS, kept="always"
+    ),
+    moe_router_enable_expert_bias=Meaning(False, entry="router_expert_bias", config="=", needs=_EXPERTS, kept="always"),
+    init_method_std=Meaning(0.02, entry="=", config="=", is_shown=True),
+    moe_router_dtype=Meaning(config="=", needs=_EXPERTS),
+    moe_router_bias_update_rate=Meaning(0.001, config="=", needs=_EXPERTS),
+    moe_router_load_balancing_type=Meaning("aux_loss", config="=", needs=_EXPERTS),
+    moe_aux_loss_coeff=Meaning(0.0, config="=", needs=_EXPERTS),
+    moe_z_loss_coeff=Meaning(config="=", needs=_EXPERTS),
+    moe_token_dispatcher_type=Meaning("alltoall", needs=_EXPERTS),
+    hidden_dropout=Meaning(config="="),
+    bf16=Meaning(config="="),
+    fp32_residual_connection=Meaning(config="="),
+    fp8=Meaning(config="="),
+    cross_entropy_loss_fusion=Meaning(config="="),
+    recompute_method=Meaning(config="="),
+    recompute_num_layers=Meaning(config="="),
+    decoder_first_pipeline_num_layers=Meaning(config="num_layers_in_first_pipeline_stage"),
+    decoder_last_pipeline_num_layers=Meaning(config="num_layers_in_last_pipeline_stage"),
+    account_for_embedding_in_pipeline_split=Meaning(config="="),
+    account_for_loss_in_pipeline_split=Meaning(config="="),
+)
+"""Flag -> what it is, in the order of launch lines."""
