@@ -1,7 +1,8 @@
 """Models and hardware by name or file: what the planner prices.
 
-Read in this order: `hardware_numbers` (a hardware file, number by number, with units), `architecture` (the flags of
-Megatron-LM that describe a model), `entries` (numbers of a config.json), `rotation` and `routing` (what one says of
+Read in this order: `hardware_numbers` (a hardware file, number by number, with units), `table` (what a flag is),
+`flags` (those of a model, under Megatron-LM's names, and what each means elsewhere), `architecture` (what a model is
+beyond its shape, and both as flags), `entries` (numbers of a config.json), `rotation` and `routing` (what one says of
 RoPE and of experts), `hybrids` (one of transformers with linear attention),
 `hugging_face` (all others of transformers), `diffusers` (one of diffusers), `catalog` (all of them by name), `layers`
 (which layers a model trains with).

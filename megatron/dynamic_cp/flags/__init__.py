@@ -1,6 +1,7 @@
 """The flags of dynamic context parallelism, and what follows from them.
 
-Read in this order: `table` (what a row of it is), `layer_pattern`, `windows` (which layers have which), `positions`
+Those of a model are rows of `dynamic_cp.models.flags`. Read in this order: `windows` (which layers have which),
+`positions`
 (which layers rotate, and how), `experts` (which layers have some, and how tokens get there), `pipeline_layers` (which
 stages have how many), `exclusions` (which features are not run together), `activation` (what MLPs compute, with
 biases), `fp8` (what products in FP8 need of a plan), `latent_attention` (how wide its latents are), `linear_attention`

@@ -63,7 +63,7 @@ def _why_local(model: Any, planning: PlanningSettings) -> str | None:
     said |= {
         "window_size": planning.has_windows,
         "quick_geglu": activation.is_quick_geglu(model),
-        "disable_bias_linear": not activation.has_biases(model),
+        "disable_bias_linear": not said["num_experts"] or not activation.has_biases(model),
     }
     of_model = why_local(said)
     if not model.bf16:
