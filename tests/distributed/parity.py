@@ -42,10 +42,10 @@ from dynamic_cp.types import (
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
 from megatron.dynamic_cp.flags import linear_attention
+from megatron.dynamic_cp.flags.attention import set_sinks, windows_of
 from megatron.dynamic_cp.flags.experts import experts_of
+from megatron.dynamic_cp.flags.features import WIDTHS, has_latents
 from megatron.dynamic_cp.flags.fp8 import token_alignment
-from megatron.dynamic_cp.flags.latent_attention import WIDTHS, is_on
-from megatron.dynamic_cp.flags.windows import set_sinks, windows_of
 from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups, lane_blocks
 from megatron.dynamic_cp.model.chunked_head import set_loss_chunk
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel, mtp_block_spec
@@ -144,7 +144,7 @@ class Layout:
             window_attn_skip_freq=windows.skip_freq,
             window_sink_tokens=windows.sink_tokens,
             mtp_num_layers=config.mtp_num_layers or 0,
-            **({name: getattr(config, name) or 0 for name in WIDTHS} if is_on(config) else {}),
+            **({name: getattr(config, name) or 0 for name in WIDTHS} if has_latents(config) else {}),
             **linear_attention.shape_of(config),
             experts=experts_of(config) if linear_attention.pattern_of(config) else None,
         )

@@ -18,9 +18,8 @@ from megatron.dynamic_cp.attention.mechanisms.ring import LatentRing, LatentWidt
 from megatron.dynamic_cp.attention.thd import attention_from_latents, executor_of
 from megatron.dynamic_cp.data import micro_batches
 from megatron.dynamic_cp.data.sample_tokens import SampleTokens
-from megatron.dynamic_cp.flags.positions import concentration
+from megatron.dynamic_cp.flags.attention import concentration, set_sinks, windows_of
 from megatron.dynamic_cp.flags.supported import check_supported
-from megatron.dynamic_cp.flags.windows import set_sinks, windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams, ExchangeStats, FutureColumns
 from megatron.dynamic_cp.layout.sharding import shard_positions
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec

@@ -19,7 +19,7 @@ from dynamic_cp.errors import UnsupportedFeatureError as Unsupported
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.models.hugging_face import model_shape
 from dynamic_cp.types import Lambda, PlanOptions, Problem, Topology
-from megatron.dynamic_cp.flags.windows import Windows
+from megatron.dynamic_cp.flags.attention import Windows
 from megatron.integrations.outside import PlannedCollator, train_step
 from megatron.integrations.outside.hugging_face import (
     attention_forward,

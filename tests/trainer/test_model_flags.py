@@ -20,11 +20,11 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
 from dynamic_cp.search.planner_process import Request
 from dynamic_cp.types import CAUSAL, CP_COMM_TYPES, Lambda, LinearAttention, PlanOptions, Topology
+from megatron.dynamic_cp.flags.attention import STRETCHED, check_positions
+from megatron.dynamic_cp.flags.features import FUTURE_LOSS
 from megatron.dynamic_cp.flags.layer_needs import layer_needs
+from megatron.dynamic_cp.flags.layout import pipeline_layers
 from megatron.dynamic_cp.flags.linear_attention import Parts, parts_of_layers
-from megatron.dynamic_cp.flags.multi_token import FUTURE_LOSS
-from megatron.dynamic_cp.flags.pipeline_layers import pipeline_layers
-from megatron.dynamic_cp.flags.positions import STRETCHED, check_positions
 from megatron.dynamic_cp.plans.plan_dump import RecordedPlans
 from megatron.trainer.checkpoints import interchange, loading
 from megatron.trainer.flags import derive

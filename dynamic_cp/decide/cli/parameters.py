@@ -15,7 +15,8 @@ import click
 from dynamic_cp.decide.cli.options import Names, Numbers, TokensOrAuto, option, options_in, options_of, taken
 from dynamic_cp.decide.tried import EXCHANGES, LIMIT_DIVISORS, MAX_VP_SIZE, RECOMPUTED, sizes_in
 from dynamic_cp.errors import InvalidInputError
-from dynamic_cp.models import catalog
+from dynamic_cp.models import catalog, layers
+from dynamic_cp.models.architecture import as_flags
 from dynamic_cp.models.layers import hardware_of_layers, is_of_local_layers
 from dynamic_cp.setting import TP_OVERLAPS, TpOverlap
 from dynamic_cp.types import (

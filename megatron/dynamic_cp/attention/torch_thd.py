@@ -20,8 +20,8 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.attention.kernels.choice import check_kernel, choose_kernel, ranged_kernel
 from megatron.dynamic_cp.attention.mechanisms.ring import LatentWidths
 from megatron.dynamic_cp.attention.thd import attention_from_latents, attention_thd
+from megatron.dynamic_cp.flags.attention import windows_of
 from megatron.dynamic_cp.flags.linear_attention import linear_attention_of
-from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from dynamic_cp.errors import InvalidInputError, UnsupportedFeatureError
 from dynamic_cp.models.flags import ROTARY
 from dynamic_cp.models.table import destination_of, flags_of
 from dynamic_cp.types.data_parallel import OF_MLP
+from megatron.dynamic_cp.flags.attention import windows_of
 from megatron.dynamic_cp.flags.experts import num_experts
-from megatron.dynamic_cp.flags.pipeline_layers import FLAGS as PIPELINE_FLAGS
-from megatron.dynamic_cp.flags.windows import windows_of
+from megatron.dynamic_cp.flags.layout import STAGE_FLAGS as PIPELINE_FLAGS
 
 FP8, LATENTS, MODULES, POOL = "--fp8-format", "--multi-latent-attention", "--mtp-num-layers", "--dynamic-cp-pool"
 CHUNKS, ADAPTERS = "--loss-chunk-tokens", "--lora-rank"

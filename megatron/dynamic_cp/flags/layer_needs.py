@@ -12,7 +12,7 @@ from typing import Any, Literal
 from dynamic_cp.models.flags import MEANINGS, TransformerImpl
 from dynamic_cp.models.layers import CHECKED_LOCALLY, why_local
 from dynamic_cp.types import CpCommType, is_placed
-from megatron.dynamic_cp.flags import activation, fp8
+from megatron.dynamic_cp.flags import features, fp8
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 
 
@@ -62,8 +62,8 @@ def _why_local(model: Any, planning: PlanningSettings) -> str | None:
     said = {name: getattr(model, name, None) for name in MEANINGS}
     said |= {
         "window_size": planning.has_windows,
-        "quick_geglu": activation.is_quick_geglu(model),
-        "disable_bias_linear": not said["num_experts"] or not activation.has_biases(model),
+        "quick_geglu": features.is_quick_geglu(model),
+        "disable_bias_linear": not said["num_experts"] or not features.has_biases(model),
     }
     of_model = why_local(said)
     if not model.bf16:

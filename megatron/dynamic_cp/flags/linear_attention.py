@@ -17,9 +17,9 @@ from dynamic_cp.models.table import flag_of, shown
 from dynamic_cp.types import STATE_EXCHANGE_USES, LinearAttention, is_placed, layers_with_experts
 from dynamic_cp.types.linear_layers import LINEAR_SYMBOLS, check_symbols, layers_with_linear_attention
 from megatron.dynamic_cp.flags import fp8
+from megatron.dynamic_cp.flags.attention import windows_of
 from megatron.dynamic_cp.flags.exclusions import PATTERN, VARIANT, refuse_pairs
 from megatron.dynamic_cp.flags.experts import num_experts
-from megatron.dynamic_cp.flags.windows import windows_of
 
 FREQ = "--linear-attention-freq"
 DELTA_SIZES, MAMBA_SIZES = (

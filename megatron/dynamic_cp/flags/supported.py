@@ -14,15 +14,19 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.flags import GATED_DELTA_NET, MEANINGS
 from dynamic_cp.models.table import destination_of
 from dynamic_cp.types import RECOMPUTE_MODULES, RecomputeModule
-from megatron.dynamic_cp.flags.activation import OF_QUICK_GEGLU, check_activation, has_biases, is_quick_geglu
+from megatron.dynamic_cp.flags.attention import check_norms, windows_of
 from megatron.dynamic_cp.flags.experts import DEFAULTS, check_experts, num_experts
+from megatron.dynamic_cp.flags.features import (
+    OF_QUICK_GEGLU,
+    YARN_FIELDS,
+    check_activation,
+    check_latent_attention,
+    check_multi_token,
+    has_biases,
+    is_quick_geglu,
+)
 from megatron.dynamic_cp.flags.fp8 import check_fp8
-from megatron.dynamic_cp.flags.latent_attention import FIELDS as LATENT_FIELDS
-from megatron.dynamic_cp.flags.latent_attention import check_latent_attention
 from megatron.dynamic_cp.flags.linear_attention import check_linear_attention, kind_of
-from megatron.dynamic_cp.flags.multi_token import check_multi_token
-from megatron.dynamic_cp.flags.positions import check_norms
-from megatron.dynamic_cp.flags.windows import windows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,21 +143,15 @@ _FIELDS = (
     "finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func "
     "timers barrier_with_L1_time config_logger_dir deterministic_mode"
 )
-_OF_FLAGS = {
-    means.config: name for name, means in MEANINGS.items() if means.needs not in ("num_experts", "quick_geglu")
-}
+_LATER = ("num_experts", "quick_geglu")
 ALLOWED = frozenset(
     {
-        *(
-            one.config.removeprefix("not ")
-            for one in MEANINGS.values()
-            if one.needs not in ("num_experts", "quick_geglu")
-        ),
-        *LATENT_FIELDS,
+        *(one.config.removeprefix("not ") for one in MEANINGS.values() if one.config and one.needs not in _LATER),
+        *YARN_FIELDS,
         *("is_hybrid_model", "hetereogenous_dist_checkpoint"),
         *_FIELDS.split(),
     }
-) - {"", "cross_entropy_loss_fusion"}
+) - {"cross_entropy_loss_fusion"}
 # More of them for a model with experts.
 _ALLOWED_OF_EXPERTS = frozenset({"num_moe_experts", "expert_model_parallel_size", *DEFAULTS})
 # Any of the two precisions; compared by name, because this module does not import torch.

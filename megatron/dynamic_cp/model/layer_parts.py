@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron.dynamic_cp.flags.layer_outputs import choices
+from megatron.dynamic_cp.flags.features import changed_outputs
 
 _Added = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 _Change = Callable[[Tensor], Tensor]
@@ -141,12 +141,12 @@ def add_to_residual(training: bool, _fused: bool) -> _Added:
 
 
 def change_outputs(chunk: Any, flags: Any) -> None:
-    """Put norms and factors behind parts of a model chunk, as hooks, where `flags` say so (`flags.layer_outputs`).
+    """Put norms and factors behind parts of a model chunk, as hooks, where `flags` say so (`flags.features`).
 
     A layer keeps these norms as `post_self_attn_layernorm` and `post_mlp_layernorm`, also in checkpoints. Scores of
     attention have their factor from the configuration.
     """
-    said, config = choices(flags), chunk.config
+    said, config = changed_outputs(flags), chunk.config
     for layer in chunk.decoder.layers:
         for name, part in (("post_self_attn_layernorm", layer.self_attention), ("post_mlp_layernorm", layer.mlp)):
             if "sandwich_norm" in said:

@@ -20,8 +20,7 @@ from torch import Tensor
 from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.flags import ROTARY
 from dynamic_cp.plans.padding import round_up
-from megatron.dynamic_cp.flags.positions import concentration
-from megatron.dynamic_cp.flags.windows import windows_of
+from megatron.dynamic_cp.flags.attention import concentration, windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 _TABLE_STEP_TOKENS = 4096

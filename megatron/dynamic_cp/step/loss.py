@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.dynamic_cp.agreement import phase
-from megatron.dynamic_cp.flags.multi_token import FUTURE_LOSS
+from megatron.dynamic_cp.flags.features import FUTURE_LOSS
 from megatron.dynamic_cp.layout.packed_seq_params import FutureColumns
 from megatron.dynamic_cp.measuring.nvtx import bucket_span, span
 

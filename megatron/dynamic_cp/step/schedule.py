@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 from dynamic_cp.errors import UnsupportedFeatureError
 from megatron.dynamic_cp.data.data_iterator_wrapper import StepData
 from megatron.dynamic_cp.flags.experts import aux_loss_coeff
-from megatron.dynamic_cp.flags.multi_token import FUTURE_LOSS
+from megatron.dynamic_cp.flags.features import FUTURE_LOSS
 from megatron.dynamic_cp.measuring.nvtx import span
 from megatron.dynamic_cp.model.experts import routers
 from megatron.dynamic_cp.step.loss import forward_step

@@ -19,12 +19,11 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.flags import TRANSFORMER_IMPLS
 from dynamic_cp.models.table import add_group, check_ranges, destination_of
 from dynamic_cp.types import AUTO, RING_ALONE, UNPLACED, ModelShape, PipelineLayers, StateDtypes
-from megatron.dynamic_cp.flags.activation import check_activation
+from megatron.dynamic_cp.flags.attention import check_norms, check_positions
 from megatron.dynamic_cp.flags.exclusions import PATTERN
 from megatron.dynamic_cp.flags.experts import check_experts
-from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, is_on, qk_width
+from megatron.dynamic_cp.flags.features import check_activation, check_latent_attention, has_latents, qk_width
 from megatron.dynamic_cp.flags.linear_attention import check_linear_attention, pattern_of
-from megatron.dynamic_cp.flags.positions import check_norms, check_positions
 from megatron.dynamic_cp.flags.settings import PlanningSettings, tokens_or_auto
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED, Unsupported
 from megatron.integrations.lm_adaptor import checkout
@@ -271,7 +270,7 @@ def refuse_loaded(args: argparse.Namespace) -> None:
     check_positions(args)
     check_experts(args)
     check_activation(args)
-    if is_on(args):
+    if has_latents(args):
         check_latent_attention(with_heads(args))
     check_linear_attention(with_heads(args))
     if "gdn_norm_out" in (getattr(args, "recompute_modules", None) or ()) and not checkout.NORMS_RECOMPUTED.here:
@@ -379,7 +378,7 @@ def with_heads(args: argparse.Namespace) -> argparse.Namespace:
     copied = copy.copy(args)
     if not args.group_query_attention:
         copied.num_query_groups = args.num_attention_heads
-    if is_on(args):
+    if has_latents(args):
         copied.kv_channels = qk_width(args)
     copied.hybrid_override_pattern = pattern_of(args) or None
     return copied

@@ -8,10 +8,10 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dynamic_cp.models.flags import TransformerImpl
-from megatron.dynamic_cp.flags.latent_attention import is_on, qk_width
+from megatron.dynamic_cp.flags.attention import set_sinks
+from megatron.dynamic_cp.flags.features import has_latents, qk_width
 from megatron.dynamic_cp.flags.linear_attention import set_pattern
 from megatron.dynamic_cp.flags.supported import check_supported
-from megatron.dynamic_cp.flags.windows import set_sinks
 from megatron.dynamic_cp.model.chunked_head import ChunkedHeadModel, set_loss_chunk
 from megatron.dynamic_cp.model.gpt import DynamicCPGPTModel as ModelWithOurNames
 from megatron.dynamic_cp.model.layer_specs import gpt_block_spec
@@ -69,7 +69,7 @@ class DynamicCPGPTModel(ChunkedHeadModel):
             return
         set_sinks(config, self.window_sink_tokens)
         set_loss_chunk(config, self.loss_chunk_tokens)
-        if is_on(config):
+        if has_latents(config):
             config.kv_channels = qk_width(config)  # which Megatron-LM leaves as it is without latent attention
         if config.fp32_residual_connection:
             config.pipeline_dtype = torch.float32  # which 0.16.1 leaves at the dtype of parameters

@@ -15,8 +15,8 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.flags import MEANINGS
 from dynamic_cp.types import RECOMPUTE_MODULES, DataParallel, ModelShape, RecomputedLayers
 from megatron.dynamic_cp.flags import linear_attention
-from megatron.dynamic_cp.flags.latent_attention import is_on, qk_width
-from megatron.dynamic_cp.flags.pipeline_layers import pipeline_layers
+from megatron.dynamic_cp.flags.features import has_latents, qk_width
+from megatron.dynamic_cp.flags.layout import pipeline_layers
 from megatron.trainer.flags.derive import model_shape
 
 
@@ -39,7 +39,7 @@ def model_of(config: Any) -> ModelShape:
         )
     flags = SimpleNamespace(
         **{name: getattr(config, means.config) for name, means in MEANINGS.items() if hasattr(config, means.config)},
-        multi_latent_attention=is_on(config),
+        multi_latent_attention=has_latents(config),
         swiglu=bool(getattr(config, "gated_linear_unit", False)),
         untie_embeddings_and_output_weights=not getattr(config, "share_embeddings_and_output_weights", False),
         window_sink_tokens=getattr(config, "window_sink_tokens", 0),
@@ -49,8 +49,8 @@ def model_of(config: Any) -> ModelShape:
     )
     heads = config.num_attention_heads
     flags.ffn_hidden_size = config.ffn_hidden_size or 4 * config.hidden_size
-    flags.num_query_groups = heads if is_on(config) else getattr(config, "num_query_groups", None) or heads
-    flags.kv_channels = qk_width(config) if is_on(config) else config.kv_channels or config.hidden_size // heads
+    flags.num_query_groups = heads if has_latents(config) else getattr(config, "num_query_groups", None) or heads
+    flags.kv_channels = qk_width(config) if has_latents(config) else config.kv_channels or config.hidden_size // heads
     shape = model_shape(flags, _vocab_size(config), pipeline_layers(flags))
     return replace(shape, source="configuration of the framework")
 

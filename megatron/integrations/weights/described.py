@@ -12,11 +12,9 @@ from dynamic_cp.errors import CheckpointError, UnsupportedFeatureError
 from dynamic_cp.models.architecture import Architecture, architecture_of
 from dynamic_cp.models.flags import MEANINGS
 from dynamic_cp.types import Adapters, ModelShape
-from megatron.dynamic_cp.flags.activation import has_biases, is_quick_geglu
-from megatron.dynamic_cp.flags.adapters import adapters_of
+from megatron.dynamic_cp.flags.attention import unrotated_layers
 from megatron.dynamic_cp.flags.experts import num_experts
-from megatron.dynamic_cp.flags.latent_attention import is_on
-from megatron.dynamic_cp.flags.positions import unrotated_layers
+from megatron.dynamic_cp.flags.features import adapters_of, has_biases, has_latents, is_quick_geglu
 from megatron.trainer.checkpoints import safe_loading
 from megatron.trainer.flags import derive
 
@@ -87,7 +85,7 @@ def _described(args: argparse.Namespace) -> Described:
 def _beyond_shape(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that say more than the shape of a model, as a config.json would."""
     kind, epsilon, biases = args.position_embedding_type, getattr(args, "norm_epsilon", None), has_biases(args)
-    if kind == "rope" and is_on(args) and args.rope_type == "yarn" and (args.rotary_scaling_factor or 1) > 1:
+    if kind == "rope" and has_latents(args) and args.rope_type == "yarn" and (args.rotary_scaling_factor or 1) > 1:
         kind = "yarn"
     unrotated = unrotated_layers(getattr(args, "no_rope_freq", None), args.num_layers) or ()
     said = {

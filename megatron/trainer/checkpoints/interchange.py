@@ -21,7 +21,7 @@ from megatron.core import dist_checkpointing
 
 from dynamic_cp.errors import CheckpointError
 from dynamic_cp.models.flags import ROTARY
-from megatron.dynamic_cp.flags.activation import is_gated
+from megatron.dynamic_cp.flags.features import is_gated
 from megatron.trainer.checkpoints import checkpoint_files, manifest, safe_loading
 from megatron.trainer.checkpoints.state import SHARDING
 from megatron.trainer.flags.derive import FEATURES, features_of

@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from dynamic_cp.errors import CheckpointError
 from dynamic_cp.models.flags import ROTARY
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks, run_on_rank_zero
-from megatron.dynamic_cp.flags.positions import STRETCHED
+from megatron.dynamic_cp.flags.attention import STRETCHED
 from megatron.trainer.checkpoints import checkpoint_files, interchange, manifest, safe_loading
 from megatron.trainer.checkpoints.checkpoint_files import reporting
 from megatron.trainer.checkpoints.state import (

@@ -10,16 +10,16 @@ from dynamic_cp.models.flags import GATED_DELTA_NET, MEANINGS, ModelSettings
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.types import ModelShape, PipelineLayers, layers_with_experts
 from dynamic_cp.types.linear_layers import layers_with_linear_attention
-from megatron.dynamic_cp.flags import activation, experts, linear_attention, positions
-from megatron.dynamic_cp.flags.latent_attention import FIELDS, is_on, latent_fields
-from megatron.dynamic_cp.flags.windows import windows_of
+from megatron.dynamic_cp.flags import attention, experts, features, linear_attention
+from megatron.dynamic_cp.flags.attention import windows_of
+from megatron.dynamic_cp.flags.features import YARN_FIELDS, has_latents, latent_fields
 
 FEATURES = frozenset(
     {
         *(name for name, means in MEANINGS.items() if means.kept),
         *("experimental_attention_variant", "linear_attention_freq", "hybrid_override_pattern"),
-        *(attribute for attribute, _ in positions.YARN.values()),
-        *(FIELDS - {"rotary_base"}),
+        *(attribute for attribute, _ in attention.YARN.values()),
+        *(YARN_FIELDS - {"rotary_base"}),
     }
 )
 """All names that `features_of` may return."""
@@ -48,7 +48,7 @@ def model_shape(model: Any, vocab_rows: int, pipeline_layers: PipelineLayers = (
     return ModelShape(
         **_alike(model),
         vocab_size=vocab_rows,
-        gated_linear_unit=activation.is_gated(model),
+        gated_linear_unit=features.is_gated(model),
         window_tokens=windows.tokens,
         window_attn_skip_freq=windows.skip_freq,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
@@ -63,7 +63,7 @@ def _alike(model: Any) -> dict[str, Any]:
     """Return the fields of `ModelShape` that have the names and values of flags; a flag that is missing is off."""
     found = {}
     for name, means in MEANINGS.items():
-        if means.shape == name and name != "vocab_size" and (is_on(model) or not means.needs):
+        if means.shape == name and name != "vocab_size" and (has_latents(model) or not means.needs):
             is_said = means.usual is None or means.needs
             value = getattr(model, name) if is_said else getattr(model, name, None)
             found[name] = bool(value) if means.usual is False else value or 0
@@ -80,7 +80,7 @@ def model_identity(model: ModelSettings, vocab_rows: int) -> dict[str, Any]:
     )
     identity = {name: getattr(model, name) for name in names.split()}
     # What came later is there only where it is on, so that checkpoints from before still fit.
-    identity |= {"vocab_size": vocab_rows, "gated_linear_unit": activation.is_gated(model)}
+    identity |= {"vocab_size": vocab_rows, "gated_linear_unit": features.is_gated(model)}
     return identity | features_of(model)
 
 
@@ -93,10 +93,10 @@ def features_of(flags: Any) -> dict[str, Any]:
     kind = linear_attention.kind_of(flags)
     said = {name: getattr(flags, name, experts.DEFAULTS.get(name, means.usual)) for name, means in MEANINGS.items()}
     said |= {
-        "quick_geglu": activation.is_quick_geglu(flags),
+        "quick_geglu": features.is_quick_geglu(flags),
         "num_experts": experts.num_experts(flags),
         "linear_attention": kind,
-        "no_rope_freq": _listed(positions.unrotated_layers(said["no_rope_freq"] or 0, flags.num_layers)),
+        "no_rope_freq": _listed(attention.unrotated_layers(said["no_rope_freq"] or 0, flags.num_layers)),
     }
     found = {
         name: said[name]
@@ -109,9 +109,9 @@ def features_of(flags: Any) -> dict[str, Any]:
         found["moe_layer_freq"] = _listed(layers_with_experts(found["moe_layer_freq"], flags.num_layers))
     if kind is not None:
         found |= _linear_layers(flags, kind)
-    if is_on(flags):
+    if has_latents(flags):
         found |= {name: value for name, value in latent_fields(flags).items() if name != "rotary_base"}
-    return found | positions.yarn_attributes(flags)
+    return found | attention.yarn_attributes(flags)
 
 
 def _is_unusual(value: Any, usual: Any) -> bool:

@@ -25,20 +25,23 @@ from dynamic_cp.types import (
     chunk_tokens,
     is_power_of_two,
 )
-from megatron.dynamic_cp.flags import experts, latent_attention, linear_attention
-from megatron.dynamic_cp.flags.activation import check_activation, named
-from megatron.dynamic_cp.flags.adapters import adapters_of, check_adapters
-from megatron.dynamic_cp.flags.exchange_sizes import with_exchange_sizes
+from megatron.dynamic_cp.flags import experts, features, linear_attention
+from megatron.dynamic_cp.flags.attention import YARN, check_norms, check_positions, windows_of
 from megatron.dynamic_cp.flags.exclusions import CHUNKS, POOL, STATIC_POLICY, refuse_pairs, without_effect
+from megatron.dynamic_cp.flags.features import (
+    adapters_of,
+    check_activation,
+    check_adapters,
+    check_latent_attention,
+    check_multi_token,
+    check_outputs,
+    complete_latent_attention,
+    named_activation,
+)
 from megatron.dynamic_cp.flags.fp8 import check_fp8, complete_fp8, token_alignment
-from megatron.dynamic_cp.flags.latent_attention import check_latent_attention, complete_latent_attention
-from megatron.dynamic_cp.flags.layer_outputs import check_outputs
-from megatron.dynamic_cp.flags.multi_token import check_multi_token
-from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, is_given, pipeline_layers
-from megatron.dynamic_cp.flags.positions import YARN, check_norms, check_positions
+from megatron.dynamic_cp.flags.layout import STAGE_FLAGS, is_given, pipeline_layers, with_exchange_sizes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import recompute_modules
-from megatron.dynamic_cp.flags.windows import windows_of
 from megatron.trainer.flags.batch_sizes import BatchSizes
 from megatron.trainer.flags.launcher import environment_number
 from megatron.trainer.flags.settings import TABLE, Settings, settings_of
@@ -189,7 +192,7 @@ def _complete_chunks(args: argparse.Namespace) -> None:
             f"--num-layers-per-virtual-pipeline-stage {per_stage} and --num-virtual-stages-per-pipeline-rank {stages} "
             "say the same: give one of them"
         )
-    for flag in FLAGS:
+    for flag in STAGE_FLAGS:
         if pp_size < 2 and is_given(args, flag):
             raise InvalidInputError(
                 f"{flag} shares layers over pipeline stages, --pipeline-model-parallel-size is {pp_size}: drop the "
@@ -301,7 +304,7 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
         ),
         exchange_timeout_s=60 * args.distributed_timeout_minutes,
         has_windows=windows_of(args).are_there,
-        has_latents=latent_attention.is_on(args),
+        has_latents=features.has_latents(args),
         auto_places=auto_places and experts.may_place(args) and topology.expert_lanes == 1,
         pipeline_layers=pipeline_layers(args),
     )
@@ -450,7 +453,7 @@ def _complete_recompute(args: argparse.Namespace) -> None:
 
 def _complete_fusions(args: argparse.Namespace) -> None:
     """Refuse fusions of what the model does not have; what depends on the device is decided there."""
-    own = named(args)
+    own = named_activation(args)
     for flag in ("--bias-swiglu-fusion", "--bias-gelu-fusion") if own else ():
         if getattr(args, destination_of(flag)):
             raise InvalidInputError(f"{flag} is not for this model, which has {own}: leave it out")

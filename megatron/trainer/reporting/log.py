@@ -17,7 +17,7 @@ from typing import Any
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.plans.lane_plan import PlanFacts
 from dynamic_cp.plans.serialize import format_cp_sizes
-from megatron.dynamic_cp.flags.multi_token import FUTURE_LOSS
+from megatron.dynamic_cp.flags.features import FUTURE_LOSS
 from megatron.dynamic_cp.step.schedule import Routing
 
 

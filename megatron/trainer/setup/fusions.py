@@ -29,7 +29,7 @@ from torch.utils._triton import has_triton
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.flags import ModelSettings
 from megatron.dynamic_cp.agreement.verify import agree
-from megatron.dynamic_cp.flags.activation import has_biases, named
+from megatron.dynamic_cp.flags.features import has_biases, named_activation
 
 # Module -> function -> places of the arguments that have a row per token. None of them is differentiated: their callers
 # are autograd functions with a backward of their own.
@@ -205,7 +205,7 @@ def _decide(model: ModelSettings, device: torch.device) -> Fusions:
     no_bias = "--disable-bias-linear leaves no bias" if model.disable_bias_linear and not model.swiglu else ""
     if model.num_experts is not None and has_biases(model):
         no_bias = "megatron-core's of experts has no bias"
-    if name := named(model):
+    if name := named_activation(model):
         no_bias, activation = "its activation is this project's own", (name, "--bias-swiglu-fusion", None)
     elif model.swiglu:
         activation = ("SwiGLU", "--bias-swiglu-fusion", model.bias_swiglu_fusion)

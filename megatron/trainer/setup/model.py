@@ -27,16 +27,13 @@ from dynamic_cp.types import DTYPES_OF, Topology
 from megatron.dynamic_cp.agreement.verify import run_on_all_ranks
 from megatron.dynamic_cp.attention.torch_thd import prepare_kernel
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.flags.activation import is_gated
-from megatron.dynamic_cp.flags.adapters import adapters_of
+from megatron.dynamic_cp.flags.attention import set_sinks, set_window_rotary_base, yarn_attributes
 from megatron.dynamic_cp.flags.experts import DISPATCHER
+from megatron.dynamic_cp.flags.features import adapters_of, is_gated, latent_fields
 from megatron.dynamic_cp.flags.fp8 import DEFAULT_RECIPE
-from megatron.dynamic_cp.flags.latent_attention import latent_fields
 from megatron.dynamic_cp.flags.linear_attention import set_pattern
-from megatron.dynamic_cp.flags.positions import set_window_rotary_base, yarn_attributes
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import check_supported, config_fields
-from megatron.dynamic_cp.flags.windows import set_sinks
 from megatron.dynamic_cp.measuring.machine import free_bytes
 from megatron.dynamic_cp.model.adapters import train_adapters_only
 from megatron.dynamic_cp.model.chunked_head import set_loss_chunk

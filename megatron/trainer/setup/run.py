@@ -21,7 +21,7 @@ from dynamic_cp.types import Hardware, Sample
 from megatron.dynamic_cp.agreement.verify import check_same_digest, run_on_all_ranks, run_on_rank_zero
 from megatron.dynamic_cp.data.data_iterator_wrapper import DataIteratorWrapper, StepData
 from megatron.dynamic_cp.data.micro_batches import ChunkNeeds
-from megatron.dynamic_cp.flags import adapters
+from megatron.dynamic_cp.flags import features
 from megatron.dynamic_cp.flags.exclusions import MASKS, refuse_pairs
 from megatron.dynamic_cp.flags.experts import may_place
 from megatron.dynamic_cp.flags.layer_needs import layer_needs
@@ -287,7 +287,7 @@ def _trainable(
         identity={
             "model": derive.model_identity(settings.model, vocab_rows),
             "data": data_identity(data.config, data.splits),
-            **adapters.identity_of(settings.model),
+            **features.identity_of_adapters(settings.model),
         },
         arguments={
             **runtime.arguments,

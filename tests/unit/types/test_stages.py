@@ -15,7 +15,7 @@ from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.pricing.work import batch_flops
 from dynamic_cp.types import FULL, Layer, ModelShape, Stage, Topology
 from dynamic_cp.types.stage_layers import _splits, best_split, flags_of, in_words, is_level
-from megatron.dynamic_cp.flags.pipeline_layers import FLAGS, pipeline_layers
+from megatron.dynamic_cp.flags.layout import STAGE_FLAGS, pipeline_layers
 from tests.unit.support import CURVED_HARDWARE, TINY_MODEL, problem_of
 
 EXPERTS = TINY_MODEL.layer._replace(linear_weights=300_000, held_weights=2_000_000, mlp_kept_channels=1500)
@@ -185,7 +185,7 @@ def run_with(num_layers, pp_size, vp_size, flags):
 
 def every_run(num_layers, pp_size, vp_size):
     """Yield the layers of all runs with flags for unlike stages."""
-    first, last, embedding, loss = FLAGS
+    first, last, embedding, loss = STAGE_FLAGS
     numbers = range(1, num_layers + 1)
     own = [[f"{first} {number}"] for number in numbers] + [[f"{last} {number}"] for number in numbers]
     own += [[f"{first} {one}", f"{last} {two}"] for one, two in product(numbers, numbers)]

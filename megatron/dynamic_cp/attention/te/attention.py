@@ -42,7 +42,7 @@ from megatron.dynamic_cp.attention.te.support import (
     provider,
     release_of,
 )
-from megatron.dynamic_cp.flags.windows import windows_of
+from megatron.dynamic_cp.flags.attention import windows_of
 from megatron.dynamic_cp.layout.packed_seq_params import DynamicPackedSeqParams
 
 Group = dist.ProcessGroup | list[dist.ProcessGroup] | None
