@@ -81,24 +81,16 @@ def linear_attention_of(config: Any) -> LinearAttention | None:
         config: completed flags or a configuration.
     """
     kind = kind_of(config)
+    if kind not in (GATED_DELTA_NET, MAMBA):
+        return None
+    sizes = {
+        means.shape.removeprefix("linear_attention."): getattr(config, name)
+        for name, means in MEANINGS.items()
+        if means.needs == f"linear_attention={kind}"
+    }
     if kind == MAMBA:
-        return LinearAttention(
-            kind="mamba2",
-            num_heads=mamba_heads(config),
-            num_groups=config.mamba_num_groups,
-            key_size=config.mamba_state_dim,
-            value_size=config.mamba_head_dim,
-        )
-    if kind == GATED_DELTA_NET:
-        return LinearAttention(
-            kind="gated_delta_net",
-            num_heads=config.linear_num_value_heads,
-            num_groups=config.linear_num_key_heads,
-            key_size=config.linear_key_head_dim,
-            value_size=config.linear_value_head_dim,
-            kernel_size=config.linear_conv_kernel_dim,
-        )
-    return None
+        sizes["num_heads"] = mamba_heads(config)
+    return LinearAttention(kind=kind, **sizes)  # type: ignore[arg-type]
 
 
 def mamba_heads(config: Any) -> int:

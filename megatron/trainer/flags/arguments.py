@@ -18,7 +18,7 @@ from typing import NoReturn
 from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.table import add_group
 from megatron.dynamic_cp.flags.supported import add_refusals
-from megatron.trainer.flags.launcher import environment_number
+from megatron.trainer.flags.environment import environment_number
 from megatron.trainer.flags.settings import DYNAMIC_CP, TABLE, Settings
 from megatron.trainer.flags.validation import checked_settings
 

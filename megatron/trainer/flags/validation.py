@@ -43,7 +43,7 @@ from megatron.dynamic_cp.flags.layout import STAGE_FLAGS, is_given, pipeline_lay
 from megatron.dynamic_cp.flags.settings import PlanningSettings
 from megatron.dynamic_cp.flags.supported import recompute_modules
 from megatron.trainer.flags.batch_sizes import BatchSizes
-from megatron.trainer.flags.launcher import environment_number
+from megatron.trainer.flags.environment import environment_number
 from megatron.trainer.flags.settings import TABLE, Settings, settings_of
 
 

@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from dynamic_cp.errors import DynamicCPError, InvalidInputError
 from megatron.dynamic_cp.agreement import verify
 from megatron.dynamic_cp.repairs import cpu_backend, patches
-from megatron.trainer.flags.launcher import check_rendezvous, environment_number
+from megatron.trainer.flags.environment import check_rendezvous, environment_number
 from megatron.trainer.flags.settings import Settings
 from megatron.trainer.reporting import quiet
 
