@@ -14,8 +14,8 @@ from dynamic_cp.errors import InvalidInputError, MemoryLimitError
 from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.types import DataParallel, Problem
+from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.dynamic_cp.measuring.machine import free_bytes
-from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import memory
 from tests.trainer.commandline import command_line
@@ -26,7 +26,7 @@ CPU = load_hardware("cpu")
 
 def limit_of(extra, hbm_bytes, world_size=4):
     settings = parse_args(command_line(extra), world_size)
-    shape = derive.model_shape(settings.model, 264)
+    shape = model_shape(settings.model, 264)
     return memory.max_tokens_per_rank(settings.planning, shape, replace(CPU, hbm_bytes=hbm_bytes))
 
 
@@ -36,7 +36,7 @@ def needed_bytes(extra, tokens, cp_size, distributed_optimizer=False):
     model = MemoryModel(
         Problem(
             topology=planning.topology,
-            model=derive.model_shape(settings.model, 264),
+            model=model_shape(settings.model, 264),
             hardware=CPU,
             options=planning.used(planning.options(tokens)),
             data_parallel=DataParallel(distributed_optimizer=distributed_optimizer),

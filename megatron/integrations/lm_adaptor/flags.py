@@ -19,6 +19,7 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.models.flags import TRANSFORMER_IMPLS
 from dynamic_cp.models.table import add_group, check_ranges, destination_of
 from dynamic_cp.types import AUTO, RING_ALONE, UNPLACED, ModelShape, PipelineLayers, StateDtypes
+from megatron.dynamic_cp.flags import shape
 from megatron.dynamic_cp.flags.attention import check_norms, check_positions
 from megatron.dynamic_cp.flags.exclusions import PATTERN
 from megatron.dynamic_cp.flags.experts import check_experts
@@ -28,7 +29,6 @@ from megatron.dynamic_cp.flags.settings import PlanningSettings, tokens_or_auto
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED, Unsupported
 from megatron.integrations.lm_adaptor import checkout
 from megatron.trainer.data.config import OVERLONG_POLICIES
-from megatron.trainer.flags import derive
 from megatron.trainer.flags.settings import DYNAMIC_CP, TABLE
 from megatron.trainer.flags.validation import check_micro_batch_size, planning_settings
 
@@ -366,7 +366,7 @@ def model_shape(args: argparse.Namespace, pipeline_layers: PipelineLayers = ()) 
         args: as Megatron-LM validated them.
         pipeline_layers: `PlanningSettings.pipeline_layers`.
     """
-    return derive.model_shape(with_heads(args), args.padded_vocab_size, pipeline_layers)
+    return shape.model_shape(with_heads(args), args.padded_vocab_size, pipeline_layers)
 
 
 def with_heads(args: argparse.Namespace) -> argparse.Namespace:

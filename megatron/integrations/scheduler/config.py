@@ -17,7 +17,7 @@ from dynamic_cp.types import RECOMPUTE_MODULES, DataParallel, ModelShape, Recomp
 from megatron.dynamic_cp.flags import linear_attention
 from megatron.dynamic_cp.flags.features import has_latents, qk_width
 from megatron.dynamic_cp.flags.layout import pipeline_layers
-from megatron.trainer.flags.derive import model_shape
+from megatron.dynamic_cp.flags.shape import model_shape
 
 
 def is_config(value: Any) -> bool:

@@ -15,6 +15,7 @@ from dynamic_cp.types import Adapters, ModelShape
 from megatron.dynamic_cp.flags.attention import unrotated_layers
 from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.features import adapters_of, has_biases, has_latents, is_quick_geglu
+from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.trainer.checkpoints import safe_loading
 from megatron.trainer.flags import derive
 
@@ -73,7 +74,7 @@ def _described(args: argparse.Namespace) -> Described:
     if not getattr(args, "group_query_attention", True):
         args.num_query_groups = args.num_attention_heads
     num_rows = args.padded_vocab_size
-    shape = derive.model_shape(args, num_rows)
+    shape = model_shape(args, num_rows)
     if shape.experts is not None:  # in the one way that a config.json says it
         have_some = shape.experts.moe_layers(shape.num_layers)
         freq = 1 if all(have_some) else tuple(map(int, have_some))

@@ -8,10 +8,9 @@ from typing import Any
 
 from dynamic_cp.models.flags import GATED_DELTA_NET, MEANINGS, ModelSettings
 from dynamic_cp.plans.padding import round_up
-from dynamic_cp.types import ModelShape, PipelineLayers, layers_with_experts
+from dynamic_cp.types import layers_with_experts
 from dynamic_cp.types.linear_layers import layers_with_linear_attention
 from megatron.dynamic_cp.flags import attention, experts, features, linear_attention
-from megatron.dynamic_cp.flags.attention import windows_of
 from megatron.dynamic_cp.flags.features import YARN_FIELDS, has_latents, latent_fields
 
 FEATURES = frozenset(
@@ -35,39 +34,6 @@ def padded_vocab_size(vocab_size: int, divisor: int, tp_size: int) -> int:
     another TP size. Recovery: --make-vocab-size-divisible-by divisor * tp_size.
     """
     return round_up(vocab_size, lcm(divisor, tp_size))
-
-
-def model_shape(model: Any, vocab_rows: int, pipeline_layers: PipelineLayers = ()) -> ModelShape:
-    """Return the numbers of the model that decide its cost, with `vocab_rows` rows of the embedding table.
-
-    Args:
-        pipeline_layers: `PlanningSettings.pipeline_layers`.
-        model: has them under the names of Megatron-LM's flags: ModelSettings, or the arguments of a checkout.
-    """
-    windows = windows_of(model)
-    return ModelShape(
-        **_alike(model),
-        vocab_size=vocab_rows,
-        gated_linear_unit=features.is_gated(model),
-        window_tokens=windows.tokens,
-        window_attn_skip_freq=windows.skip_freq,
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        pipeline_layers=pipeline_layers,
-        experts=experts.experts_of(model),
-        **linear_attention.shape_of(model),
-        source="command line",
-    )
-
-
-def _alike(model: Any) -> dict[str, Any]:
-    """Return the fields of `ModelShape` that have the names and values of flags; a flag that is missing is off."""
-    found = {}
-    for name, means in MEANINGS.items():
-        if means.shape == name and name != "vocab_size" and (has_latents(model) or not means.needs):
-            is_said = means.usual is None or means.needs
-            value = getattr(model, name) if is_said else getattr(model, name, None)
-            found[name] = bool(value) if means.usual is False else value or 0
-    return found
 
 
 def model_identity(model: ModelSettings, vocab_rows: int) -> dict[str, Any]:

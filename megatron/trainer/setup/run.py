@@ -25,6 +25,7 @@ from megatron.dynamic_cp.flags import features
 from megatron.dynamic_cp.flags.exclusions import MASKS, refuse_pairs
 from megatron.dynamic_cp.flags.experts import may_place
 from megatron.dynamic_cp.flags.layer_needs import layer_needs
+from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.dynamic_cp.step.loss import forward_step
 from megatron.dynamic_cp.step.schedule import run_schedule
 from megatron.trainer.checkpoints import checkpoint_files
@@ -219,7 +220,7 @@ def set_up(settings: Settings) -> Run:
         arguments={**settings.arguments, **fused.completed_flags(settings.model)},
         device=device,
         layers=layer_choice,
-        model_shape=derive.model_shape(settings.model, data.vocab_rows, settings.planning.pipeline_layers),
+        model_shape=model_shape(settings.model, data.vocab_rows, settings.planning.pipeline_layers),
         hardware=hardware,
         has_masks=data.splits.train.has_masks,
     )
