@@ -32,7 +32,7 @@ from megatron.dynamic_cp.measuring.nvtx import span
 
 _LOOK_UP_S = 0.5
 _OF_BUS_ERROR = (
-    "a bus error: a file that it has mapped (.bin, .idx or a length index) became shorter under way, or /dev/shm is "
+    "a bus error: a file that it has mapped (.bin, .idx or an index) became shorter under way, or /dev/shm is "
     "full; restart and leave the data and their index alone, or make room there"
 )
 
