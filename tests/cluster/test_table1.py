@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dynamic_cp.models.catalog import load_hardware, load_model
-from megatron.trainer.flags import derive
+from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import memory
 from tests.cluster.conftest import ROOT, Cluster
@@ -46,7 +46,7 @@ def test_the_job_launches_both_arms_as_published(cluster: Cluster, monkeypatch: 
     model = load_model("llama-2-13b")
     for settings in arms:
         planning = settings.planning
-        assert replace(derive.model_shape(settings.model, model.vocab_size), source=model.source) == model
+        assert replace(model_shape(settings.model, model.vocab_size), source=model.source) == model
         assert (settings.training.global_batch_size, settings.training.train_iters) == (2048, 10)
         assert planning.seq_length == 131072
         assert (planning.topology.pp_size, planning.static_cp_size) == (8, 8)

@@ -24,6 +24,7 @@ from dynamic_cp.types import AUTO_CHUNK_TOKENS, CP_COMM_TYPES, StateDtypes
 from megatron.dynamic_cp.attention.te.support import LayerChoice
 from megatron.dynamic_cp.flags.exclusions import NEEDS
 from megatron.dynamic_cp.flags.settings import PlanningSettings
+from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.dynamic_cp.flags.supported import UNSUPPORTED, check_supported
 from megatron.dynamic_cp.repairs import releases
 from megatron.trainer.checkpoints import checkpoint_files
@@ -100,7 +101,7 @@ def test_the_identity_of_a_model_stays_as_checkpoints_have_it():
 
 def test_the_planner_counts_a_tied_table_once():
     tied, untied = (
-        derive.model_shape(parse_args(command_line(extra), 4).model, 264).vocabulary_weights
+        model_shape(parse_args(command_line(extra), 4).model, 264).vocabulary_weights
         for extra in ("", "--untie-embeddings-and-output-weights")
     )
     assert (tied, untied) == (264 * 64, 2 * 264 * 64)

@@ -12,8 +12,8 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models.catalog import load_hardware
 from dynamic_cp.pricing.cost_model import CostModel
 from dynamic_cp.types import CP_COMM_TYPES, Attention, Problem
+from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.dynamic_cp.groups.process_groups import lane_blocks, two_level_blocks
-from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from tests.trainer.commandline import command_line
 
@@ -49,7 +49,7 @@ def test_what_is_left_out_is_filled_in(flags, num_lanes, lanes_per_node, inner, 
     settings = parsed(flags, num_lanes, lanes_per_node, monkeypatch)
     assert settings.model.num_attention_heads in (NUM_HEADS, 3)
     options, topology = settings.planning.options(), settings.planning.topology
-    sharing = Sharing.of(derive.model_shape(settings.model, 256), topology, options)
+    sharing = Sharing.of(model_shape(settings.model, 256), topology, options)
     built = chosen_inner_sizes(options.cp_comm_types, options.max_cp_size or topology.max_cp_size, sharing)
     assert (built, settings.planning.max_cp_size) == (inner, largest)
 
@@ -62,7 +62,7 @@ def test_the_planner_keeps_to_the_sizes_that_are_built(monkeypatch):
         cost_model = CostModel(
             Problem(
                 topology=settings.planning.topology,
-                model=derive.model_shape(settings.model, 256),
+                model=model_shape(settings.model, 256),
                 hardware=load_hardware("h100"),
                 options=options,
             )
@@ -74,7 +74,7 @@ def test_the_planner_keeps_to_the_sizes_that_are_built(monkeypatch):
 def test_auto_makes_ten_communicators_of_64_lanes_and_plans_for_no_others(has_masks, monkeypatch):
     """Groups of 2 to 64 lanes, and around the 8 lanes of a node rings of 2, 4 and 8; blocks need no more."""
     settings = parsed("--num-attention-heads 8", 64, 8, monkeypatch)
-    model, topology = derive.model_shape(settings.model, 256), settings.planning.topology
+    model, topology = model_shape(settings.model, 256), settings.planning.topology
     options = settings.planning.options(has_masks=has_masks)
     sharing = Sharing.of(model, topology, options)
     problem = Problem(topology=topology, model=model, hardware=load_hardware("h100"), options=options)
@@ -97,7 +97,7 @@ def test_rings_go_around_inner_groups_smaller_than_the_largest(num_lanes, ranks_
     settings = parsed(
         "--num-attention-heads 64 --num-query-groups 8 --hidden-size 512", num_lanes, ranks_per_node, monkeypatch
     )
-    model, topology = derive.model_shape(settings.model, 256), settings.planning.topology
+    model, topology = model_shape(settings.model, 256), settings.planning.topology
     sharing = Sharing.of(model, topology, settings.planning.options())
     assert sharing.ring_sizes == (num_lanes // 2,)
     assert MECHANISMS["a2a+p2p"].inner_sizes(num_lanes, sharing) == (num_lanes // 2,)

@@ -14,6 +14,7 @@ from dynamic_cp.memory.memory_model import MemoryModel
 from dynamic_cp.models import catalog
 from dynamic_cp.types import PlanOptions, Problem
 from megatron.dynamic_cp.flags.experts import DEFAULTS
+from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.dynamic_cp.model.layer_parts import quick_gelu
 from megatron.trainer.checkpoints import checkpoint_files, loading
 from megatron.trainer.flags import derive
@@ -44,7 +45,7 @@ def test_flags_reach_megatron_core_and_the_planner() -> None:
     assert (config.moe_aux_loss_coeff, config.moe_router_load_balancing_type) == (0.1, "seq_aux_loss")
     assert settings.planning.topology.ep_size == 2
     assert not settings.planning.auto_places
-    shape = derive.model_shape(settings.model, 264)
+    shape = model_shape(settings.model, 264)
     assert (shape.experts.num_experts, shape.experts.topk, shape.experts.shared_ffn_hidden_size) == (8, 4, 48)
     two = parsed(f"{EXPERTS} --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.2")
     config = config_of(two)
@@ -152,7 +153,7 @@ def test_the_planner_knows_the_weights_that_are_built(layout: str) -> None:
     flags, world_size = f"{DEEPSEEK} {layout} --untie-embeddings-and-output-weights", 4
     settings = parsed(flags, world_size)
     topology = settings.planning.topology
-    shape = derive.model_shape(settings.model, VOCAB_SIZE)
+    shape = model_shape(settings.model, VOCAB_SIZE)
     memory = MemoryModel(
         Problem(
             topology=topology,
@@ -220,7 +221,7 @@ def test_flags_of_gpt_oss_reach_megatron_core() -> None:
     assert config.activation_func is quick_gelu
     assert (config.gated_linear_unit, config.activation_func_clamp_value, config.glu_linear_offset) == (True, 7.0, 1.0)
     assert (config.add_bias_linear, config.softmax_type, config.window_size) == (True, "learnable", (31, 0))
-    shape = derive.model_shape(settings.model, VOCAB_SIZE)
+    shape = model_shape(settings.model, VOCAB_SIZE)
     assert (shape.gated_linear_unit, shape.num_windowed_layers) == (True, 2)
     identity = derive.model_identity(settings.model, VOCAB_SIZE)
     assert (identity["glu_linear_offset"], identity["activation_func_clamp_value"]) == (1.0, 7.0)

@@ -25,6 +25,7 @@ from megatron.dynamic_cp.flags.features import FUTURE_LOSS
 from megatron.dynamic_cp.flags.layer_needs import layer_needs
 from megatron.dynamic_cp.flags.layout import pipeline_layers
 from megatron.dynamic_cp.flags.linear_attention import Parts, parts_of_layers
+from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.dynamic_cp.plans.plan_dump import RecordedPlans
 from megatron.trainer.checkpoints import interchange, loading
 from megatron.trainer.flags import derive
@@ -176,12 +177,12 @@ def test_flags_of_latents_reach_megatron_core_and_the_planner() -> None:
     assert (config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim) == (12, 8, 16)
     assert (config.rope_type, config.rotary_base, config.rotary_scaling_factor) == ("yarn", 500, 4.0)
     assert (config.mscale, config.mscale_all_dim, config.original_max_position_embeddings) == (1.0, 0.5, 4096)
-    shape = derive.model_shape(settings.model, 264)
+    shape = model_shape(settings.model, 264)
     assert (shape.q_lora_rank, shape.kv_lora_rank, shape.kv_channels, shape.v_head_dim) == (32, 24, 20, 16)
     plain = parsed(LATENT)
     config = config_of(plain)
     assert (config.rope_type, config.q_lora_rank, config.mscale_all_dim) == ("rope", None, 0.0)
-    assert derive.model_shape(plain.model, 264).q_lora_rank == 0
+    assert model_shape(plain.model, 264).q_lora_rank == 0
 
 
 def test_auto_has_the_exchange_of_latents() -> None:
@@ -249,7 +250,7 @@ def test_a_variant_of_most_layers() -> None:
     linear = [parts.mixer == "linear" for parts in parts_of_layers(model)]
     assert linear == [True, True, True, False]
     assert [parts.mlp for parts in parts_of_layers(model)] == ["dense", *["experts"] * 3]
-    shape = derive.model_shape(model, 256)
+    shape = model_shape(model, 256)
     assert shape.linear_attention == LinearAttention(
         kind="gated_delta_net", num_heads=4, num_groups=2, key_size=128, value_size=128
     )
@@ -266,7 +267,7 @@ def test_what_attention_layers_have_besides() -> None:
     settings = parse_args(command_line(f"{words} --bf16 --dynamic-cp --cp-comm-type auto"), 4)
     assert settings.planning.recompute_modules == ("core_attn", "gdn_norm_out")
     assert set(settings.planning.exchanges) == {"all_gather", "a2a", "blocks"}
-    shape = derive.model_shape(settings.model, 256)
+    shape = model_shape(settings.model, 256)
     assert shape.windowed_layers == tuple(not one for one in shape.linear_layers)
 
 
@@ -275,7 +276,7 @@ def test_a_pattern_of_halves() -> None:
     assert model.mamba_num_heads == 8, "twice the hidden size"
     mamba, attention, mlp = Parts("linear", None), Parts("attention", None), Parts(None, "dense")
     assert parts_of_layers(model) == (mamba, attention, mlp, mamba)
-    assert derive.model_shape(model, 256).layer_pattern == "M*-M"
+    assert model_shape(model, 256).layer_pattern == "M*-M"
     assert {"hybrid_override_pattern", "mamba_num_heads"} <= derive.model_identity(model, 256).keys()
 
 
@@ -337,7 +338,7 @@ WINDOW = "--window-size 15,0"
 )
 def test_flags_are_those_of_megatron_lm(flags, window_tokens, skip, windowed):
     settings = parsed(flags)
-    shape = derive.model_shape(settings.model, 264)
+    shape = model_shape(settings.model, 264)
     assert (shape.window_tokens, shape.window_attn_skip_freq, shape.num_windowed_layers) == (
         window_tokens,
         skip,
@@ -447,7 +448,7 @@ def test_a_run_with_another_factor_is_refused(change, says, saved_by):
 
 
 def test_norms_have_weights_and_keep_their_inputs():
-    plain, normed = (derive.model_shape(parsed(flags).model, 64) for flags in ("", OUTPUTS))
+    plain, normed = (model_shape(parsed(flags).model, 64) for flags in ("", OUTPUTS))
     assert normed.layer.norm_weights - plain.layer.norm_weights == 2 * 64
     assert normed.layer.more_kept_channels - plain.layer.more_kept_channels == 2 * 64
 
@@ -485,7 +486,7 @@ def test_layers_are_where_megatron_core_builds_them(flags: str, layers: Any, mon
         for stage in range(topology.pp_size)
     )
     assert built == (layers or ((2,), (2,)))
-    shape = derive.model_shape(settings.model, 264, settings.planning.pipeline_layers)
+    shape = model_shape(settings.model, 264, settings.planning.pipeline_layers)
     assert [stage.num_layers for stage in shape.stages(topology.pp_size)] == [sum(chunks) for chunks in built]
 
 

@@ -23,9 +23,9 @@ from dynamic_cp.models import catalog
 from dynamic_cp.pricing.edges import ddp_bucket_size
 from dynamic_cp.types import Problem, StateDtypes
 from megatron.dynamic_cp.attention.te.support import LayerChoice
+from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.dynamic_cp.repairs import patches
 from megatron.trainer.checkpoints import checkpoint_files
-from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import layers, model
 from tests.distributed.harness import RankError, initialize_model_parallel, run_ranks
@@ -107,7 +107,7 @@ def planned_bytes(words: list[str], world_size: int) -> StageMemory:
     hardware = replace(catalog.load_hardware("cpu"), communicator_bytes_per_group=0)
     problem = Problem(
         topology=planning.topology,
-        model=derive.model_shape(settings.model, VOCAB_SIZE),
+        model=model_shape(settings.model, VOCAB_SIZE),
         hardware=hardware,
         options=planning.options(64),
         data_parallel=planning.data_parallel,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 
 from dynamic_cp.types import ModelShape
+from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.trainer import main
 from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import parse_args
@@ -69,7 +70,7 @@ def config_of(flags: str | Settings, world_size: int = 4) -> TransformerConfig:
 
 def shape_of(flags: str, world_size: int = 4) -> ModelShape:
     """Return the model of a command line as the planner knows it."""
-    return derive.model_shape(parsed(flags, world_size).model, VOCAB_SIZE)
+    return model_shape(parsed(flags, world_size).model, VOCAB_SIZE)
 
 
 def identity_of(flags: str) -> dict[str, Any]:

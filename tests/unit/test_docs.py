@@ -34,8 +34,8 @@ from dynamic_cp.decide.sweep.flags import model_flags
 from dynamic_cp.models.catalog import load_architecture
 from megatron.decide.calibration.command import command as profile
 from megatron.dynamic_cp.flags.exclusions import EXCLUSIONS
+from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.integrations.weights.command import command as weights
-from megatron.trainer.flags import derive
 from megatron.trainer.flags.arguments import build_parser, parse_args
 from megatron.trainer.setup import memory
 from tests.unit.test_rooms import ROOMS
@@ -410,7 +410,7 @@ def test_training_commands_for_gpus_fit_an_h100() -> None:
             if "pretrain_gpt.py" not in words or "gloo" in words or words[0] not in ("torchrun", "docker"):
                 continue
             settings = parse_args(words[words.index("pretrain_gpt.py") + 1 :], world_size=8)
-            shape = derive.model_shape(settings.model, settings.data.vocab_size or 128256)
+            shape = model_shape(settings.model, settings.data.vocab_size or 128256)
             assert memory.max_tokens_per_rank(settings.planning, shape, load_hardware("h100")) >= 1024, block.name
             looked_at += 1
     assert looked_at >= 3

@@ -1,7 +1,7 @@
-"""What some models have and others have not: what flags say of it, completed, and checked alone and beside others.
+"""Flags of gated activations, multi-latent attention, multi-token prediction, norms of outputs and low-rank adapters.
 
-Activations of MLPs, multi-latent attention, modules of multi-token prediction, norms and factors behind parts of a
-model, and adapters of low rank. Pure functions of flags and configurations; neither torch nor megatron-core is needed.
+For each: what flags say of it, completed, and checked alone and beside others. Pure functions of flags and
+configurations; neither torch nor megatron-core is needed.
 
 `--quick-geglu` with a clamp and an offset is the gated MLP of gpt-oss:
 min(a, c) * sigmoid(1.702 min(a, c)) * (clamp(b, -c, c) + offset). YaRN of latent attention is megatron-core's own:

@@ -16,7 +16,7 @@ from dynamic_cp.decide.first_day.day import PARTS, Day, Part, State, parts_of
 from dynamic_cp.decide.first_day.page import page_of
 from dynamic_cp.errors import MemoryLimitError, UnsupportedFeatureError
 from dynamic_cp.models.catalog import load_hardware
-from megatron.trainer.flags import derive
+from megatron.dynamic_cp.flags.shape import model_shape
 from megatron.trainer.flags.arguments import parse_args
 from megatron.trainer.setup import memory
 
@@ -127,7 +127,7 @@ def test_both_runs_fit_the_gpus(tmp_path: Path, gpus: int) -> None:
     day = day_of(tmp_path, [H100] * gpus)
     for policy in ("static", "dynamic"):
         settings = parse_args(day.training_flags(policy, tmp_path), world_size=gpus)
-        shape = derive.model_shape(settings.model, 128256)
+        shape = model_shape(settings.model, 128256)
         assert shape.num_layers == day.trained.num_layers
         assert memory.max_tokens_per_rank(settings.planning, shape, load_hardware("h100")) == day.max_tokens
 

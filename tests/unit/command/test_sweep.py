@@ -557,6 +557,7 @@ TRAINED = [name for name in model_names() if load_model(name).causal_attention]
 def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monkeypatch):
     """Every field of shape and architecture, as the trainer's own parser reads the line."""
     from megatron.dynamic_cp.flags.layer_needs import layer_needs
+    from megatron.dynamic_cp.flags.shape import model_shape
     from megatron.trainer.flags import derive
 
     if name in CONFIGS:
@@ -580,7 +581,7 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
         assert not any(load_as_trained(name, one, None, None).experts.grouped for one in ("h100-local", "cpu"))
     rows = derive.padded_vocab_size(settings.data.vocab_size, trained_model.make_vocab_size_divisible_by, tp_size)
     assert model.vocab_size <= rows < model.vocab_size + tp_size
-    shape = replace(derive.model_shape(trained_model, model.vocab_size), source=model.source)
+    shape = replace(model_shape(trained_model, model.vocab_size), source=model.source)
     compared = {field.name: (getattr(shape, field.name), getattr(model, field.name)) for field in fields(model)}
     trained = {name: getattr(trained_model, name) for name in architecture.flags}
     trained |= {name: MEANINGS[name].usual for name, value in trained.items() if value is None}
@@ -594,7 +595,6 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
 
 def test_windows_are_swept_and_trained_with_sinks_and_blocks(monkeypatch):
     """A run of the recommended flags allows placed attention, so its memory and its plans are swept with it."""
-    from megatron.trainer.flags import derive
 
     plain = load_model("llama-3-8b")
     model = replace(plain, window_tokens=512, window_attn_skip_freq=2, window_sink_tokens=4)
@@ -606,7 +606,7 @@ def test_windows_are_swept_and_trained_with_sinks_and_blocks(monkeypatch):
         assert exchanges_tried("auto", hybrid, use) == (allowed,)
     setting = setting_of(Topology(num_lanes=8), 8192, cp_comm_types=(*CP_COMM_TYPES, "blocks"))
     settings = parsed(setting, model, load_architecture("llama-3-8b"), monkeypatch, max_seqlen=3000)
-    assert replace(derive.model_shape(settings.model, model.vocab_size), source=model.source) == model
+    assert replace(model_shape(settings.model, model.vocab_size), source=model.source) == model
     assert set(settings.planning.options().cp_comm_types) == {"a2a", "all_gather", "blocks"}
 
 
