@@ -595,6 +595,7 @@ def test_the_flags_train_the_model_that_was_priced(name, tp_size, tmp_path, monk
 
 def test_windows_are_swept_and_trained_with_sinks_and_blocks(monkeypatch):
     """A run of the recommended flags allows placed attention, so its memory and its plans are swept with it."""
+    from megatron.dynamic_cp.flags.shape import model_shape
 
     plain = load_model("llama-3-8b")
     model = replace(plain, window_tokens=512, window_attn_skip_freq=2, window_sink_tokens=4)
