@@ -248,7 +248,7 @@ def _check_read_back(where: str, values: dict[str, Any], shape: ModelShape, arch
     """
     read_shape, read = hugging_face.model_shape(where, values), hugging_face.architecture(where, values)
     differ = list(read.not_trained)
-    differ += [f"not_imported {architecture.not_imported!r}"] * bool(architecture.not_imported)
+    differ += [f"not_imported {architecture.not_imported!r}"] * (architecture.not_imported != read.not_imported)
     for ours, theirs in ((asdict(shape), asdict(read_shape)), (architecture.flags, read.flags)):
         for name, value in ours.items():
             if name in _NO_PART or value == theirs[name]:

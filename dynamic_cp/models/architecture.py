@@ -51,6 +51,7 @@ def architecture_of(flags: Mapping[str, Any], **remarks: tuple[str, ...]) -> Arc
     for flag, _ in _ENTRIES.values():
         value = flags.get(flag)
         said[flag] = MEANINGS[flag].usual if value is None else value
+    assert None not in said.values(), said  # each of these must be said
     return Architecture(flags=said, **remarks)
 
 

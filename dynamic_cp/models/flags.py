@@ -72,7 +72,7 @@ class ModelSettings:
 
     Attributes:
         rotary_scaling_factor, yarn_original_max_position_embeddings and what follows: of YaRN; None: as
-            `positions.YARN` says.
+            megatron-core has it.
         expert_tensor_parallel_size: 1 with experts.
         q_lora_rank and what follows: of multi-latent attention; None without it, q_lora_rank also where queries are
             projected from the hidden states.
@@ -339,15 +339,17 @@ class Meaning(NamedTuple):
     """What a flag of a model is elsewhere; "=" is the flag's own name.
 
     Attributes:
-        usual: its value where nobody gives one; None: others decide it.
+        usual: what an `Architecture` holds where the flag is not given, also where the flag itself is None then, such
+            as 0 for no window; None: there is none, a model file must say it or other flags decide it.
         shape: field of `ModelShape` that has the value, such as "experts.topk"; "": none has.
         entry: its name in the `architecture` of a model file, "not NAME" where that says the opposite; "": it is no
             part of one.
         config: field of megatron-core's TransformerConfig that has the value, "not NAME" likewise; "": none has.
-        needs: flag without which it says nothing, or that and its values: "name=a|b".
+        needs: flag without which it says nothing, or that and its values: "name=a|b". Beside flags there is
+            linear_attention, the kind of such layers, which follows from several flags.
         is_shown: a launch line names it with its usual value, too.
         kept: whether runs that load each other's weights must share it: "on" where it is not as usual, "always" where
-            what it needs is there, "": never.
+            what it needs is there, with its usual value, too; "": never.
     """
 
     usual: Any = None
@@ -374,8 +376,8 @@ def _named(**rows: Meaning) -> dict[str, Meaning]:
 
 
 _NAMES = ("shape", "entry", "config")
-_LATENTS, _EXPERTS, _YARN = "multi_latent_attention", "num_experts", "position_embedding_type=yarn"
-_DELTA, _MAMBA = "linear_attention=gated_delta_net", "linear_attention=mamba2"
+LATENTS, _EXPERTS, _YARN = "multi_latent_attention", "num_experts", "position_embedding_type=yarn"
+_DELTA, MAMBA_LAYERS = "linear_attention=gated_delta_net", "linear_attention=mamba2"
 MEANINGS: Mapping[str, Meaning] = _named(
     num_layers=Meaning(shape="=", config="="),
     hidden_size=Meaning(shape="=", config="="),
@@ -384,12 +386,12 @@ MEANINGS: Mapping[str, Meaning] = _named(
     group_query_attention=Meaning(False),
     num_query_groups=Meaning(shape="=", config="="),
     multi_latent_attention=Meaning(kept="on"),
-    kv_lora_rank=Meaning(32, shape="=", config="=", needs=_LATENTS, is_shown=True, kept="always"),
-    q_lora_rank=Meaning(shape="=", config="=", needs=_LATENTS, kept="always"),
-    qk_head_dim=Meaning(128, shape="=", config="=", needs=_LATENTS, is_shown=True, kept="always"),
-    qk_pos_emb_head_dim=Meaning(64, shape="=", config="=", needs=_LATENTS, is_shown=True, kept="always"),
-    v_head_dim=Meaning(128, shape="=", config="=", needs=_LATENTS, is_shown=True, kept="always"),
-    rope_type=Meaning(config="=", needs=_LATENTS, kept="always"),
+    kv_lora_rank=Meaning(32, shape="=", config="=", needs=LATENTS, is_shown=True, kept="always"),
+    q_lora_rank=Meaning(shape="=", config="=", needs=LATENTS, kept="always"),
+    qk_head_dim=Meaning(128, shape="=", config="=", needs=LATENTS, is_shown=True, kept="always"),
+    qk_pos_emb_head_dim=Meaning(64, shape="=", config="=", needs=LATENTS, is_shown=True, kept="always"),
+    v_head_dim=Meaning(128, shape="=", config="=", needs=LATENTS, is_shown=True, kept="always"),
+    rope_type=Meaning(config="=", needs=LATENTS, kept="always"),
     kv_channels=Meaning(shape="=", config="="),
     squared_relu=Meaning(False, entry="=", kept="on"),
     geglu=Meaning(False, entry="=", kept="on"),
@@ -421,15 +423,15 @@ MEANINGS: Mapping[str, Meaning] = _named(
         32, shape="linear_attention.num_heads", config="=", needs=_DELTA, is_shown=True, kept="always"
     ),
     mamba_state_dim=Meaning(
-        128, shape="linear_attention.key_size", config="=", needs=_MAMBA, is_shown=True, kept="always"
+        128, shape="linear_attention.key_size", config="=", needs=MAMBA_LAYERS, is_shown=True, kept="always"
     ),
     mamba_head_dim=Meaning(
-        64, shape="linear_attention.value_size", config="=", needs=_MAMBA, is_shown=True, kept="always"
+        64, shape="linear_attention.value_size", config="=", needs=MAMBA_LAYERS, is_shown=True, kept="always"
     ),
     mamba_num_groups=Meaning(
-        8, shape="linear_attention.num_groups", config="=", needs=_MAMBA, is_shown=True, kept="always"
+        8, shape="linear_attention.num_groups", config="=", needs=MAMBA_LAYERS, is_shown=True, kept="always"
     ),
-    mamba_num_heads=Meaning(shape="linear_attention.num_heads", config="=", needs=_MAMBA, kept="always"),
+    mamba_num_heads=Meaning(shape="linear_attention.num_heads", config="=", needs=MAMBA_LAYERS, kept="always"),
     num_experts=Meaning(shape="experts.num_experts", config="num_moe_experts", needs=_EXPERTS, kept="always"),
     moe_router_topk=Meaning(2, shape="experts.topk", config="=", needs=_EXPERTS, is_shown=True, kept="always"),
     moe_ffn_hidden_size=Meaning(shape="experts.ffn_hidden_size", config="=", needs=_EXPERTS, kept="always"),

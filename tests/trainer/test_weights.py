@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ import pytest
 import torch
 
 from dynamic_cp.decide import cli
+from dynamic_cp.decide.sweep.flags import model_flags
 from dynamic_cp.errors import DynamicCPError
 from dynamic_cp.models import hugging_face
+from dynamic_cp.models.catalog import load_architecture, load_model, model_names
 from megatron.integrations.weights.checkpoint_tensors import CheckpointTensors
 from megatron.integrations.weights.command import NumBytes
 from megatron.integrations.weights.command import command as weights
 from megatron.integrations.weights.exporting import export_weights
-from megatron.integrations.weights.importing import Source, import_weights
+from megatron.integrations.weights.importing import Source, destinations, import_weights
 from megatron.trainer.checkpoints import checkpoint_files, loading, safe_loading
 from megatron.trainer.data.build import build_splits
 from megatron.trainer.flags.arguments import parse_args
@@ -925,3 +928,14 @@ def test_the_example_fine_tunes_and_goes_back(example, monkeypatch, capfd):
             runpy.run_path(words[0], run_name="__main__")
     before, after = (float(loss) for loss in re.findall(r"loss ([\d.]+) on 8 chats", capfd.readouterr().out))
     assert after < 0.9 * before
+
+
+def test_every_flag_of_a_model_is_kept_under_a_name():
+    """One that begins with --no- may be a flag by itself, as that of SmolLM3's layers without RoPE is."""
+    for name in model_names():
+        flags = model_flags(load_model(name), load_architecture(name), tp_size=1)
+        assert {"num_layers", "position_embedding_type"} <= set(destinations(flags))
+    llama = load_architecture("llama-3-8b")
+    unrotated = replace(llama, flags={**llama.flags, "no_rope_freq": (0, 0, 0, 1) * 8})
+    assert "no_rope_freq" in destinations(model_flags(load_model("llama-3-8b"), unrotated, tp_size=1))
+    assert destinations(["--no-yarn-correction-range-round-to-int"]) == ["yarn_correction_range_round_to_int"]

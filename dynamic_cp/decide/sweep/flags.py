@@ -104,7 +104,7 @@ def _words(name: str, value: Any, means: Meaning) -> Iterator[str]:
         yield flag.replace("--", "--no-", 1)
     elif value is True and means.usual is not True:
         yield flag
-    elif value not in (None, "") and (means.is_shown or value not in (0, means.usual)):
+    elif value not in (None, "") and (means.is_shown or value != (0 if means.usual is None else means.usual)):
         text = str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
         yield f"{flag} {shlex.quote(text)}"
 

@@ -53,7 +53,8 @@ def named_activation(flags: Any) -> str | None:
 
 def has_biases(config: Any) -> bool:
     """Return whether flags or a configuration ask for biases in all linear layers."""
-    return bool(config.add_bias_linear if hasattr(config, "add_bias_linear") else not config.disable_bias_linear)
+    said = getattr(config, "add_bias_linear", None)
+    return bool(not config.disable_bias_linear if said is None else said)
 
 
 def check_activation(config: Any) -> None:

@@ -15,6 +15,7 @@ from dynamic_cp.errors import UnsupportedFeatureError
 from dynamic_cp.models.flags import MEANINGS
 from dynamic_cp.types import RECOMPUTE_MODULES, DataParallel, ModelShape, RecomputedLayers
 from megatron.dynamic_cp.flags import linear_attention
+from megatron.dynamic_cp.flags.experts import num_experts
 from megatron.dynamic_cp.flags.features import has_latents, qk_width
 from megatron.dynamic_cp.flags.layout import pipeline_layers
 from megatron.dynamic_cp.flags.shape import model_shape
@@ -47,6 +48,7 @@ def model_of(config: Any) -> ModelShape:
         pipeline_model_parallel_size=getattr(config, "pipeline_model_parallel_size", None) or 1,
         virtual_pipeline_model_parallel_size=getattr(config, "virtual_pipeline_model_parallel_size", None),
     )
+    flags.num_experts = num_experts(config)
     heads = config.num_attention_heads
     flags.ffn_hidden_size = config.ffn_hidden_size or 4 * config.hidden_size
     flags.num_query_groups = heads if has_latents(config) else getattr(config, "num_query_groups", None) or heads

@@ -101,6 +101,8 @@ def _beyond_shape(args: argparse.Namespace) -> dict[str, Any]:
         "quick_geglu": is_quick_geglu(args),
         "num_experts": num_experts(args),
     }
+    if said["use_rope_scaling"]:
+        said["rope_scaling_factor"] = args.rope_scaling_factor
     return {name: value for name, value in said.items() if name not in MEANINGS or MEANINGS[name].is_met(said)}
 
 

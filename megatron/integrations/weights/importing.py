@@ -243,7 +243,7 @@ def _shown(shape: Sequence[int]) -> str:
 
 def _arguments(source: Source) -> dict[str, Any]:
     """Return what the flags of the model say under Megatron-LM's names, and the layout of one rank."""
-    given, arguments = _given(source.flags), source.settings.arguments
+    given, arguments = destinations(source.flags), source.settings.arguments
     group = {name: value for name, value in arguments.items() if name in given or hasattr(source.settings.model, name)}
     return {
         **group,
@@ -255,10 +255,11 @@ def _arguments(source: Source) -> dict[str, Any]:
     }
 
 
-def _given(flags: Sequence[str]) -> list[str]:
-    """Return the names under which the parser keeps `flags`."""
+def destinations(flags: Sequence[str]) -> list[str]:
+    """Return, for each of `flags`, the name under which the parser keeps its value."""
     by_flag = {name: row.destination for settings in TABLE for row in flags_of(settings) for name in row.names}
-    return [by_flag[flag.split()[0].replace("--no-", "--", 1)] for flag in flags]
+    names = [flag.split()[0] for flag in flags]
+    return [by_flag[name if name in by_flag else name.replace("--no-", "--", 1)] for name in names]
 
 
 def _common(source: Source) -> dict[str, Any]:
@@ -271,7 +272,7 @@ def _common(source: Source) -> dict[str, Any]:
 def _run_values(source: Source) -> dict[str, Any]:
     """Return what the manifest says: a run at iteration 0 without an optimizer, and the flags of the model."""
     arguments = source.settings.arguments
-    decide = {name: arguments[name] for name in _given(source.flags) if name not in _DECIDE_NOTHING}
+    decide = {name: arguments[name] for name in destinations(source.flags) if name not in _DECIDE_NOTHING}
     run = {
         "iteration": 0,
         "consumed_samples": 0,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import lcm
 from typing import Any
 
-from dynamic_cp.models.flags import GATED_DELTA_NET, MEANINGS, ModelSettings
+from dynamic_cp.models.flags import GATED_DELTA_NET, LATENTS, MAMBA_LAYERS, MEANINGS, ModelSettings
 from dynamic_cp.plans.padding import round_up
 from dynamic_cp.types import layers_with_experts
 from dynamic_cp.types.linear_layers import layers_with_linear_attention
@@ -69,6 +69,9 @@ def features_of(flags: Any) -> dict[str, Any]:
         for name, means in MEANINGS.items()
         if means.kept and means.is_met(said) and (means.kept == "always" or _is_unusual(said[name], means.usual))
     }
+    for name in found:
+        if MEANINGS[name].needs in (LATENTS, MAMBA_LAYERS):
+            getattr(flags, name)  # what a checkpoint has to say raises if it does not
     if said["num_experts"] is not None:
         if found["moe_ffn_hidden_size"] is None:
             found["moe_ffn_hidden_size"] = flags.ffn_hidden_size

@@ -34,7 +34,7 @@ from dynamic_cp.decide.sweep import (
     pareto_front,
     sweep,
 )
-from dynamic_cp.decide.sweep.flags import launcher
+from dynamic_cp.decide.sweep.flags import launcher, model_flags
 from dynamic_cp.decide.sweep.search import SHOWN, STATIC_POLICIES
 from dynamic_cp.decide.sweep.space import Refused, settings_of, variants
 from dynamic_cp.decide.tried import EXCHANGES
@@ -609,6 +609,13 @@ def test_windows_are_swept_and_trained_with_sinks_and_blocks(monkeypatch):
     settings = parsed(setting, model, load_architecture("llama-3-8b"), monkeypatch, max_seqlen=3000)
     assert replace(model_shape(settings.model, model.vocab_size), source=model.source) == model
     assert set(settings.planning.options().cp_comm_types) == {"a2a", "all_gather", "blocks"}
+
+
+def test_a_value_of_0_is_a_flag_where_0_is_not_what_is_so_without_it():
+    llama = load_architecture("llama-3-8b")
+    unrotated = replace(llama, flags={**llama.flags, "rotary_percent": 0.0})
+    assert "--rotary-percent 0.0" in model_flags(load_model("llama-3-8b"), unrotated, tp_size=1)
+    assert not any("window" in flag for flag in model_flags(load_model("llama-3-8b"), llama, tp_size=1))
 
 
 def test_what_the_configs_of_that_test_say(tmp_path):

@@ -81,6 +81,7 @@ def test_a_configuration_says_windows_latents_modules_and_stages() -> None:
     uneven = of_config.model_of(configuration(num_layers_in_first_pipeline_stage=4))
     assert uneven.pipeline_layers == ((4,), (8,), (8,), (8,))
     experts = of_config.model_of(configuration(num_moe_experts=8, moe_router_topk=2)).experts
+    assert of_config.model_of(configuration(num_experts=8, moe_router_topk=2)).experts == experts, "a loop's own name"
     assert experts is not None
     assert (experts.num_experts, experts.topk) == (8, 2)
 
