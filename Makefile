@@ -70,7 +70,7 @@ nightly: kernels
 # one version shows what they show. The newest numpy still makes the plans of tests/property and tests/unit/search.
 OF_ONE_VERSION := bounds calibration learning lengths mechanisms memory models packing placement plans pool pricing report \
 	$(filter-out test_bench_peers.py,$(patsubst tests/unit/%,%,$(wildcard tests/unit/test_bench_*.py))) \
-	test_plant_faults.py test_rooms.py test_size.py
+	test_plant_faults.py test_rooms.py test_size.py test_sources.py
 
 # The other quick tests, and what is marked `of_releases`: parity of many layouts, what releases do wrong, attention of the
 # newest TransformerEngine. On Python 3.12 and what megatron-core is newest there; in an environment of its own.
