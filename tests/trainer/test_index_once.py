@@ -79,6 +79,20 @@ def test_rank_zero_alone_lists_and_tokenizes(folder, tmp_path, monkeypatch, case
     assert sent == {path: os.stat(path).st_ino for _, _, paths, *_ in again for path in paths}
 
 
+def lose_the_file(config: DataConfig) -> int:
+    """Return the bytes that a rank has of the index, whose file is removed before it can be sent."""
+    if dist.get_rank() == 0:
+        real_asdict = module.asdict
+        module.asdict = lambda ticket: os.unlink(ticket.path) or real_asdict(ticket)
+    (text, _) = index_once(config, CPU)
+    return text.index.size_bytes
+
+
+def test_an_index_that_is_removed_at_once_is_sent_all_the_same(folder):
+    sizes = run_ranks(2, lose_the_file, config_of(folder), timeout_s=60)
+    assert sizes[0] == sizes[1] > 0
+
+
 def refuse_all_places(config: DataConfig):
     if dist.get_rank() == 1:
         module._Ticket.places = lambda self: ["/proc/none/index"]

@@ -25,6 +25,8 @@ from megatron.trainer.data.workers import Progress, map_in_threads
 
 logger = logging.getLogger(__name__)
 
+INDEX_SUFFIX = ".tokens"
+"""Of names of indexes; those being written, and those put aside, have more behind it."""
 JSON_SUFFIXES = (".jsonl", ".json", *records.SUFFIXES)
 FOLDER_SUFFIXES = (".jsonl", *records.SUFFIXES)
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
@@ -165,7 +167,7 @@ def _missing(entry: str) -> DataError:
 def list_files(folder: str, pattern: str) -> list[str]:
     """Return the paths of the files below `folder` that match `pattern`, sorted.
 
-    Hidden folders and SKIPPED_FOLDERS are not entered, links to folders neither.
+    Hidden folders and SKIPPED_FOLDERS are not entered, links to folders neither; indexes are no data.
 
     Args:
         pattern: relative to `folder`; `**` stands for any number of folders, and as in a shell a wildcard does not
@@ -185,8 +187,15 @@ def list_files(folder: str, pattern: str) -> list[str]:
             folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS]
             relative = os.path.relpath(parent, folder)
             parts = [] if anywhere or relative == os.curdir else relative.split(os.sep)
-            found += [os.path.join(parent, name) for name in files if _matches([*parts, name], wanted)]
+            found += [
+                os.path.join(parent, name) for name in files if _matches([*parts, name], wanted) and not is_index(name)
+            ]
     return sorted(found)
+
+
+def is_index(name: str) -> bool:
+    """Return whether a file is an index by its name, one that is being written or was put aside, too."""
+    return name.endswith(INDEX_SUFFIX) or (f"{INDEX_SUFFIX}." in name and name.endswith((".tmp", ".old")))
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:

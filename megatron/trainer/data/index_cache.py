@@ -7,12 +7,14 @@ import json
 import logging
 import os
 import re
+import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from dynamic_cp.errors import DataError, InvalidInputError
-from megatron.trainer.data.files import DocumentFiles, FileTable
+from megatron.trainer.data.files import INDEX_SUFFIX, DocumentFiles, FileTable
 from megatron.trainer.data.index_file import DataIndex, IndexFileError, IndexWriter, load_index, written_whole
 from megatron.trainer.data.source import count
 from megatron.trainer.user_cache import user_cache_folder
@@ -20,7 +22,6 @@ from megatron.trainer.user_cache import user_cache_folder
 logger = logging.getLogger(__name__)
 
 HIDDEN_FOLDER = ".dynamic_cp_index"
-SUFFIX = ".tokens"
 
 
 def find_index(
@@ -89,6 +90,22 @@ def write_somewhere(places: list[str], write: Callable[[Any], None], name: str) 
     )
 
 
+def place_with_room(places: Sequence[str], size_bytes: int) -> str:
+    """Return the first place with room for an index, the last if none has: its error is that of all.
+
+    A hidden folder is made only beside data that are there.
+    """
+    for path in places[:-1]:
+        folder = os.path.dirname(path)
+        if os.path.basename(folder) == HIDDEN_FOLDER and not os.path.isdir(os.path.dirname(folder)):
+            continue
+        with suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+            if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > size_bytes:
+                return path
+    return places[-1]
+
+
 def _places(files: DocumentFiles, request: Mapping[str, str], cache_path: str | None) -> list[str]:
     """Return where the index may lie, the best place first.
 
@@ -98,7 +115,7 @@ def _places(files: DocumentFiles, request: Mapping[str, str], cache_path: str | 
     stem = re.sub(r"[^\w.-]+", "_", files.pattern).strip("_") or "all"
 
     def file_name(*more: str) -> str:
-        return f"{stem[:80]}.{hashlib.sha256(json.dumps([*key, *more]).encode()).hexdigest()[:16]}{SUFFIX}"
+        return f"{stem[:80]}.{hashlib.sha256(json.dumps([*key, *more]).encode()).hexdigest()[:16]}{INDEX_SUFFIX}"
 
     if cache_path is not None:
         return [os.path.join(cache_path, file_name(os.path.realpath(files.root)))]

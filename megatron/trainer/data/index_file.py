@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import secrets
 import struct
 import time
 import zlib
@@ -30,6 +32,9 @@ MAGIC = b"dcp-len" + bytes([VERSION])
 ALIGNMENT_BYTES = 64
 PRELUDE = struct.Struct("<8sQQI36x")  # 64 bytes
 FORGOTTEN_AFTER_S = 3600.0
+_KEPT_S = {"tmp": FORGOTTEN_AFTER_S, "old": 30 * 24 * 3600.0}
+"""How long a file is kept that is being written, and one that was put aside for jobs that have mapped it."""
+SYNCED_BYTES = 256 << 20
 TOKENS = "tokens"
 
 
@@ -46,7 +51,7 @@ class DataIndex:
         counts: what was left out.
         columns: 1-D arrays, mapped from `path`.
         digest: a hash (hex) of all of it.
-        path: the file.
+        path: the file; mapped: uint8, all of it.
         signs: number, bytes and time of that file when it was loaded.
     """
 
@@ -55,6 +60,7 @@ class DataIndex:
     columns: Mapping[str, NDArray[Any]]
     digest: str
     path: str
+    mapped: NDArray[np.uint8]
     signs: tuple[int, int, int]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -96,8 +102,8 @@ def _reopened(path: str, digest: str) -> DataIndex:
 def written_whole(path: str) -> Iterator[Any]:
     """Yield a file, an index, that gets the name `path` in one step behind the block, so that nobody sees half of it.
 
-    An equal index that is there already stays: another job may have mapped it, and the pages of a file that is replaced
-    on NFS can vanish under it.
+    An equal index that is there already stays: another job may have mapped it, and the pages of a file that is removed
+    on NFS vanish under it. For the same reason another index gets a name beside it, under which it stays.
 
     Raises:
         OSError: it cannot be written; nothing of it stays.
@@ -106,9 +112,9 @@ def written_whole(path: str) -> Iterator[Any]:
     folder = os.path.dirname(path)
     os.makedirs(folder, exist_ok=True)
     _remove_forgotten(path)
-    temporary = f"{path}.{os.uname().nodename}.{os.getpid()}.tmp"
+    temporary = f"{path}.{secrets.token_hex(8)}.tmp"  # hosts in containers may share their names and process ids
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -116,6 +122,9 @@ def written_whole(path: str) -> Iterator[Any]:
         with suppress(OSError, IndexFileError):
             if load_index(path).digest == digest:
                 return
+            aside = f"{path}.{secrets.token_hex(8)}.old"
+            os.rename(path, aside)
+            os.utime(aside)
         os.replace(temporary, path)
     finally:
         with suppress(OSError):
@@ -126,6 +135,15 @@ def written_whole(path: str) -> Iterator[Any]:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def write_through(file: Any, raw: NDArray[np.uint8]) -> None:
+    """Write more of a large file, and have it reach the disk now and then: a last fsync of all of it takes too long."""
+    before = file.tell()
+    file.write(raw)
+    if before // SYNCED_BYTES != file.tell() // SYNCED_BYTES:
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class IndexWriter:
@@ -143,7 +161,7 @@ class IndexWriter:
     def append(self, tokens: NDArray[Any]) -> None:
         """Write more tokens, always of the same type."""
         raw = _bytes_of(tokens)
-        self._file.write(raw)
+        write_through(self._file, raw)
         _, length, crc32 = self._tokens
         self._tokens = tokens.dtype.str, length + len(tokens), zlib.crc32(raw, crc32)
 
@@ -212,6 +230,7 @@ def load_index(path: str) -> DataIndex:
         columns=columns,
         digest=hashlib.sha256(header).hexdigest(),
         path=path,
+        mapped=mapped,
         signs=signs,
     )
 
@@ -243,10 +262,10 @@ def _padding(num_bytes: int) -> bytes:
 
 
 def _remove_forgotten(path: str) -> None:
-    """Remove what processes that were killed while they wrote `path` left behind."""
+    """Remove what processes that were killed while they wrote `path` left behind, and what was put aside long ago."""
     folder, name = os.path.split(path)
     for entry in os.scandir(folder):
+        ending = entry.name.rpartition(".")[2]
         with suppress(OSError):
-            is_old = time.time() - entry.stat().st_mtime > FORGOTTEN_AFTER_S
-            if entry.name.startswith(name) and entry.name.endswith(".tmp") and is_old:
+            if entry.name.startswith(name) and time.time() - entry.stat().st_mtime > _KEPT_S.get(ending, math.inf):
                 os.unlink(entry.path)

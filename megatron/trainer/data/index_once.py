@@ -25,8 +25,8 @@ from megatron.dynamic_cp.agreement import messages
 from megatron.dynamic_cp.agreement.verify import job_store, lost_store, publish_outcome, run_on_all_ranks
 from megatron.trainer.data.build import IndexedEntry, index_entries
 from megatron.trainer.data.config import DataConfig
-from megatron.trainer.data.index_cache import write_somewhere
-from megatron.trainer.data.index_file import DataIndex, IndexFileError, load_index
+from megatron.trainer.data.index_cache import place_with_room, write_somewhere
+from megatron.trainer.data.index_file import DataIndex, IndexFileError, load_index, write_through
 from megatron.trainer.user_cache import user_cache_folder
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,12 @@ def index_once(config: DataConfig, device: torch.device) -> tuple[IndexedEntry |
     if dist.get_rank() != 0:
         _wait_while_it_goes_on(key, progress_key)
     tickets = publish_outcome(key, index, as_tickets)
+    own = [entry and entry.index for entry in entries] or [None] * len(tickets)  # of rank 0
     return tuple(
-        None if ticket is None else IndexedEntry(name=ticket.name, root=ticket.root, index=_share(ticket, device))
-        for ticket in tickets
+        None
+        if ticket is None
+        else IndexedEntry(name=ticket.name, root=ticket.root, index=_share(ticket, index, device))
+        for ticket, index in zip(tickets, own, strict=True)
     )
 
 
@@ -122,13 +125,16 @@ def _wait_while_it_goes_on(key: str, progress_key: str) -> None:
         time.sleep(0.02)
 
 
-def _share(ticket: _Ticket, device: torch.device) -> DataIndex:
+def _share(ticket: _Ticket, own: DataIndex | None, device: torch.device) -> DataIndex:
     """Return the index, of which hosts that lack it are sent the file. Collective.
+
+    Args:
+        own: of rank 0, which has it whatever has become of the file since.
 
     Raises:
         DataError: a host has no place for it; on all ranks.
     """
-    index = ticket.open()
+    index = own or ticket.open()
     hosts = messages.all_gather_bytes(b"." if index is not None else os.uname().nodename.encode(), device)
     lacking = [rank for rank, host in enumerate(hosts) if host != b"."]
     if not lacking:
@@ -157,16 +163,17 @@ def _send(ticket: _Ticket, index: DataIndex | None, writes: bool, device: torch.
     pieces = _pieces(ticket, index, device)
     try:
         if writes:
-            write_somewhere(ticket.places(), lambda file: file.writelines(pieces), ticket.name)
+            place = place_with_room(ticket.places(), ticket.size_bytes)
+            write_somewhere([place], lambda file: [write_through(file, piece) for piece in pieces], ticket.name)
     finally:
         for _ in pieces:
             pass
 
 
 def _pieces(ticket: _Ticket, index: DataIndex | None, device: torch.device) -> Iterator[NDArray[np.uint8]]:
-    """Yield the bytes of rank 0's file; in pieces, so that a GPU has room for them."""
+    """Yield the bytes of rank 0's index; in pieces, so that a GPU has room for them."""
     is_sender = dist.get_rank() == 0
-    raw = np.memmap(ticket.path, np.uint8, mode="r") if is_sender else np.empty(0, np.uint8)
+    raw = index.mapped if is_sender and index is not None else np.empty(0, np.uint8)
     for start in range(0, ticket.size_bytes, PIECE_BYTES):
         num_bytes = min(PIECE_BYTES, ticket.size_bytes - start)
         piece = np.array(raw[start : start + num_bytes]) if is_sender else np.empty(num_bytes, np.uint8)

@@ -145,7 +145,7 @@ def test_another_tokenizer_has_another_index_and_stream(folder, tmp_path):
 def test_processes_make_the_same_index(folder, tmp_path, monkeypatch, kind):
     monkeypatch.setenv("PYTHONPATH", "")
     data = write_texts(tmp_path, kind)
-    piece_bytes = 20 if kind == "text" else 200
+    piece_bytes = 20 if kind == "text" else 60
     one, two = (
         index_in_pieces(with_tokenizer(folder, data, cache_path=str(tmp_path / str(k))), k, piece_bytes, monkeypatch)
         for k in (1, 2)

@@ -22,7 +22,7 @@ import pytest
 from dynamic_cp.errors import DataError, InvalidInputError
 from megatron.trainer.data import build, files, index_file, tokenizing, workers
 from megatron.trainer.data.build import build_splits
-from megatron.trainer.data.index_cache import HIDDEN_FOLDER
+from megatron.trainer.data.index_cache import HIDDEN_FOLDER, place_with_room
 from megatron.trainer.data.index_file import load_index
 from tests.unit.data.helpers import config, epoch_tokens, open_documents, write_files
 
@@ -481,3 +481,13 @@ def test_an_index_that_is_replaced_or_removed_stays_for_those_who_have_it(tmp_pa
     path.with_suffix(".new").write_bytes(b"of another job")
     change(path)
     read_all(stream)
+
+
+def test_what_is_sent_goes_to_the_first_place_with_room(tmp_path, monkeypatch):
+    """It comes once, so a place that turns out to be full cannot be followed by another."""
+    beside, cache = str(tmp_path / "data" / HIDDEN_FOLDER / "a.tokens"), str(tmp_path / "cache" / "a.tokens")
+    assert place_with_room([beside, cache], 1000) == cache
+    assert not (tmp_path / "data").exists(), "a host without the data gets no folder of that name"
+    (tmp_path / "data").mkdir()
+    assert place_with_room([beside, cache], 1000) == beside
+    assert place_with_room([beside, cache], 1 << 60) == cache, "whose error says that it is full"

@@ -16,6 +16,7 @@ import pytest
 
 from dynamic_cp.errors import DataError
 from megatron.trainer.data import index_file
+from megatron.trainer.data.files import list_files
 from megatron.trainer.data.index_file import DataIndex, IndexFileError, IndexWriter, load_index, written_whole
 
 
@@ -166,5 +167,21 @@ def test_a_writer_that_is_killed_does_no_harm_and_is_cleaned_up_after(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted(["a.tokens", left]), "its writer may still be at work"
     an_hour_ago = time.time() - index_file.FORGOTTEN_AFTER_S - 1
     os.utime(tmp_path / left, (an_hour_ago, an_hour_ago))
+    save(path, made())
+    assert os.listdir(tmp_path) == ["a.tokens"]
+
+
+def test_an_index_that_another_takes_the_place_of_is_put_aside_for_a_month(tmp_path):
+    """A file that is removed on NFS takes its pages with it: whoever has mapped them dies."""
+    path = str(tmp_path / "a.tokens")
+    save(path, made())
+    mapped = load_index(path)
+    save(path, made(seed=1))
+    assert load_index(path).digest != mapped.digest
+    (aside,) = tmp_path.glob("a.tokens.*.old")
+    assert os.stat(aside).st_ino == mapped.signs[0], "the very file"
+    assert list_files(str(tmp_path), "**") == []
+    a_month_ago = time.time() - 31 * 24 * 3600
+    os.utime(aside, (a_month_ago, a_month_ago))
     save(path, made(seed=1))
     assert os.listdir(tmp_path) == ["a.tokens"]
