@@ -241,7 +241,7 @@ def _decide(tuned: Results, given: Results) -> Lines:
     lines += ["```text", *(f"dynamic-cp sweep {job.words}" for job in TUNED), "```", ""]
     lines += [
         "Where the layout is given, all policies run at that one. It may suit one of them better than another, so",
-        "these are not gains over a job that was tuned without dynamic CP.",
+        "these are not gains over a job that was tuned without dynamic CP. `simulate --lanes` tries no other prices.",
         "",
         "| given layout | over the best static CP | over megatron-dev | verdict |",
         "| --- | --- | --- | --- |",
@@ -408,7 +408,7 @@ def gains_of_hybrids(rows: Lines) -> Lines:
     states = max(float(row[7].split()[0]) for row in hybrids)
     return _sentences(
         f"Over static CP hybrids gain {range_over(hybrids, 'github')} times for code and documents,",
-        f"their twins with full attention {range_over(twins, 'github')};",
+        f"the *full* models {range_over(twins, 'github')};",
         f"{range_over(hybrids, 'sft_longalign')} for chats with some long ones.",
         f"Where buckets pass on states it is up to {states:.2f} times the gain by heads alone,",
         "most where they span nodes.",
