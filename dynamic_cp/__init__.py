@@ -1,8 +1,5 @@
-"""Planner for dynamic context parallelism: describe -> price -> pack -> simulate -> choose.
-
-Pure functions over frozen values. Neither torch nor megatron is imported anywhere in this package. Planning code is
-imported at its first use: describing alone needs no compiled code.
-"""
+"""Planner for dynamic context parallelism: describe -> price -> pack -> simulate -> choose. Pure functions over frozen
+values, without torch and megatron. Planning code is imported at its first use, as describing needs no compiled code."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -57,7 +54,7 @@ _AT_FIRST_USE = {
 }
 """Name -> module; the same as in the block for type checkers."""
 
-if not TYPE_CHECKING:  # with it in sight, every misspelt name would be Any
+if not TYPE_CHECKING:  # if type checkers saw it, every misspelt name would be Any
 
     def __getattr__(name: str) -> object:
         if name in _AT_FIRST_USE:

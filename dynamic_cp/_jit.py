@@ -1,12 +1,9 @@
-"""Compiles the planner's inner loops with numba where it is installed; without numba they run as Python, slower.
+"""Compiles the planner's inner loops with numba if it is installed; without numba they run as Python, slower.
 
-Compiled code is kept on disk. Numba's own cache notices an edit only in the file of the function, not in the files of
-the functions that it calls, and would go on planning with old prices. So the folder is named by a digest of all sources
-that hold compiled functions, and of the sources from which these take constants (in capitals) or plain functions to
-compile.
-
-One process at a time compiles; others that need the same wait for it, and find it on disk. The workers of a search, or
-ranks that start together, run the same kernels in the same order: each would compile all, a minute and more of a core.
+Compiled code is kept on disk. Numba's own cache misses edits in files of called functions and would plan with old
+prices, so the folder is named by a digest of all sources that hold compiled functions, or constants (in capitals) and
+plain functions that these take. One process at a time compiles, and others find the result on disk: workers of a
+search, or ranks that start together, would otherwise each compile the same kernels, a minute and more of a core.
 """
 
 from __future__ import annotations
@@ -30,16 +27,12 @@ except ImportError:  # not on Windows: there each process compiles for itself
     fcntl = None  # type: ignore[assignment]
 
 _LONGEST_WAIT_S = 300.0
-"""Then a process compiles for itself: whoever has the right may have been stopped."""
+"""After this a process compiles for itself: the one with the right may have been stopped."""
 _ASK_EVERY_S = 0.05
 
 
 class OneCompiler:
-    """The right to compile into a folder. Whoever dies with it gives it back.
-
-    Args:
-        folder: where compiled code is kept.
-    """
+    """The right to compile into `folder`, where compiled code is kept. A process that dies with it gives it back."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f".compiling-{sys.implementation.cache_tag}"  # no Python reads what another compiled
@@ -47,10 +40,8 @@ class OneCompiler:
         self._depth = 0
 
     def watch(self, kernel: Any) -> None:
-        """Have `kernel`, a numba dispatcher with a cache on disk, compile only with the right.
-
-        Literals in calls from other kernels are compiled as what they are values of: there is one variant for all.
-        """
+        """Have `kernel`, a numba dispatcher with a cache on disk, compile only with the right. Literals in calls from
+        other kernels are compiled as their types: there is one variant for all."""
         from numba.core.compiler_lock import global_compiler_lock
         from numba.core.types import unliteral
 
@@ -100,7 +91,7 @@ class OneCompiler:
 
 
 class _Cache:
-    """A kernel's cache on disk, which takes the right to compile where it does not have what is wanted."""
+    """A kernel's cache on disk, which takes the right to compile when it lacks what is wanted."""
 
     def __init__(self, cache: Any, right: OneCompiler) -> None:
         self._cache, self._right = cache, right
@@ -127,12 +118,12 @@ if numba is not None and numba.config.DISABLE_JIT:  # njit returns functions as 
 
 _KEPT_FOLDERS = 4
 _ANNOUNCED_S = 120.0
-"""For this time no other process of the machine announces that it compiles, though it may do so, too."""
+"""For this time only one process of the machine announces that it compiles, though others may, too."""
 _SPEAK_EVERY_S = 15.0
 _TAKES = "up to two minutes of one core"
-"""What a job takes that needs much of the planner: windows, masks, a pipeline and experts took 75 to 95 s."""
+"""Compilation time of a job that needs much of the planner: windows, masks, a pipeline and experts took 75 to 95 s."""
 _kernels: set[int] = set()
-"""Ids of what numba made of our functions, which live as long as the process."""
+"""Ids of numba's dispatchers of our functions, which live as long as the process."""
 
 _IMPORTS = re.compile(r"^from dynamic_cp\.([\w.]+) import (\([^)]*\)|.*)$", re.MULTILINE)
 _MODULES = re.compile(r"^from dynamic_cp([\w.]*) import (\w+)$", re.MULTILINE)
@@ -143,10 +134,8 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 def compiled(function: AnyFunction) -> AnyFunction:
-    """Return `function`, compiled at its first call and cached on disk; unchanged where numba is missing or disabled.
-
-    No fast-math and no threads: the result is the same number on every run.
-    """
+    """Return `function`, compiled at its first call and cached on disk; unchanged if numba is missing or disabled. No
+    fast-math and no threads: the result is the same number on every run."""
     if numba is None:
         return function
     _listen()
@@ -173,7 +162,7 @@ def _right_to_compile() -> OneCompiler | None:
 
 @lru_cache(maxsize=1)
 def _listen() -> None:
-    """Have it announced when numba really compiles our functions in this process, and again while that takes long."""
+    """Announce when numba really compiles our functions in this process, and again while that takes long."""
     Listener: Any = numba.core.event.Listener
 
     class Announcer(Listener):  # type: ignore[misc]
@@ -201,7 +190,7 @@ def _name_in(event: Any) -> str:
 
 
 def _announce() -> bool:
-    """Say that the compiler is at work: nothing else is seen then; return whether it was this process that said so."""
+    """Log that the compiler is at work, as nothing else is seen then; return whether this process logged it."""
     folder = _cache_folder()
     if folder is None:
         logger.warning("compiling the planner, %s, at every start: no folder to keep it is writable", _TAKES)
@@ -215,7 +204,7 @@ def _announce() -> bool:
 
 
 def _is_announced(folder: Path) -> bool:
-    """Return whether another process has said so just now; from now on this one has."""
+    """Return whether another process has announced it just now; from now on this one has."""
     marker = folder / ".announced"
     try:
         marker.touch(exist_ok=False)  # of many processes that start together one succeeds
@@ -230,16 +219,14 @@ def _is_announced(folder: Path) -> bool:
 
 
 def inlined(function: AnyFunction) -> AnyFunction:
-    """Return `function`, compiled into each compiled function that calls it.
-
-    For the innermost loops: a call hands over every array in seven words or more, which can take longer than the work.
-    """
+    """Return `function`, compiled into each compiled function that calls it, for the innermost loops: a call passes
+    every array in seven words or more, which can take longer than the work."""
     return function if numba is None else cast(AnyFunction, numba.njit(inline="always")(function))
 
 
 @lru_cache(maxsize=1)
 def _cache_folder() -> Path | None:
-    """Return a writable folder for compiled code of just these sources; None when there is none."""
+    """Return a writable folder for compiled code of just these sources; None if there is none."""
     package = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=8)
     for file in sources_of_kernels(package):
@@ -280,7 +267,7 @@ def sources_of_kernels(package: Path) -> list[Path]:
 
 
 def _writable(parent: Path, name: str) -> Path:
-    """Return the folder `name` in `parent`, made if it is new: then all but the newest few others go."""
+    """Return the folder `name` in `parent`; if it is new, make it and remove all but the newest few others."""
     folder = parent / name
     if not folder.exists():
         folder.mkdir(parents=True, exist_ok=True)

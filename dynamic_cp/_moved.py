@@ -1,4 +1,5 @@
-"""Imports that moved and that pages named: under the old name for this release, with a line that says the new one."""
+"""Imports that moved and that pages named: under the old name for this release, with a warning that says the new
+one."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
     constant + per_token * T + per_token2 * Q + sum over k of weight_k * max(0, a_k + b_k * T + c_k * Q)
 
-or what the host takes, where that is longer. A kink is a step of an exchange that hides behind the attention of the
-whole bucket, so prices are not additive over samples. Mechanisms say in this form what attention takes;
-`pricing/table.py` has it as numbers for compiled loops.
+or the host's seconds, if those are more. A kink is a step of an exchange that hides behind the attention of the whole
+bucket, so prices are not additive over samples. `pricing/table.py` has the formula as numbers for compiled loops.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Kink(NamedTuple):
 
 
 class Convex(NamedTuple):
-    """Seconds of one direction: a linear part and what is exposed of hidden exchanges, or `host_s` if that is more."""
+    """Seconds of one direction: a linear part and the exposed part of hidden exchanges, or `host_s` if that is more."""
 
     linear: Linear
     kinks: tuple[Kink, ...] = ()

@@ -60,6 +60,6 @@ class CheckpointError(DynamicCPError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'github'?)` with the nearest of `known`, or nothing where none is near."""
+    """Return ` (did you mean 'github'?)` with the nearest of `known`, or "" if none is near."""
     near = difflib.get_close_matches(name, tuple(known), n=2, cutoff=0.6)
     return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""

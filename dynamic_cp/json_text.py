@@ -31,15 +31,10 @@ def unique_entries(entries: Sequence[tuple[str, Any]], refused: Callable[[str, i
 
 
 def parse_json(where: str, content: str | bytes, remedy: str) -> Any:
-    """Return what the JSON `content` holds; a byte-order mark is let by.
-
-    Args:
-        where: what to call it in errors.
-        remedy: what to do where it is no JSON.
+    """Return what the JSON `content` holds, without a byte-order mark; errors name it by `where` and end with `remedy`.
 
     Raises:
-        InvalidInputError: it is not UTF-8, empty, no JSON, nested too deep, or an object names an entry twice, of which
-            the first would be lost without a word.
+        InvalidInputError: no UTF-8, empty, no JSON, nested too deep, or an entry is there twice.
     """
 
     def refused(why: str) -> InvalidInputError:

@@ -1,8 +1,5 @@
-"""What compiled loops share: a binary heap whose keys change in place, and random numbers.
-
-A heap has items ordered by their keys, the least key first, ties by item. Random numbers are the same ones in every
-process, with and without numba.
-"""
+"""What compiled loops share: a binary heap whose keys change in place (least key first, ties by item), and random
+numbers that are the same in every process, with and without numba."""
 
 from __future__ import annotations
 
@@ -61,10 +58,8 @@ def pop(keys: Floats, items: Ints, num_items: int) -> int:
 def find_room(
     keys: Floats, items: Ints, num_items: int, minus_room: Floats, parked: Ints, num_parked: int, needed: float
 ) -> tuple[int, int]:
-    """Make the first of `items[:num_items]` one that has room; return (number of items, number of parked ones).
-
-    Items without room for `needed` are parked, ordered by room, until a call needs less. No item left: none has room.
-    """
+    """Make the first of `items[:num_items]` one that has room; return (number of items, number of parked ones). Items
+    without room for `needed` are parked, ordered by room, until a call needs less. No item left: none has room."""
     while num_parked and -minus_room[parked[0]] >= needed:
         push(keys, items, num_items, pop(minus_room, parked, num_parked))
         num_items, num_parked = num_items + 1, num_parked - 1

@@ -25,10 +25,10 @@ STATIC_POLICIES = ("static", "balanced")
 TpOverlap = Literal["none", "static", "all"]
 TP_OVERLAPS: tuple[str, ...] = get_args(TpOverlap)
 """Jobs whose TP collectives overlap with GEMMs. Userbuffers have one shape: a static job can pad each pack to it, which
-is priced as free, so that "static" says at most what this gives a baseline; dynamic CP has no such shape."""
+is priced as free, so "static" gives a baseline the most it can gain; dynamic CP has no such shape."""
 
 POOL_POLICIES: Mapping[str, PoolUse] = {"pool": "always", "with-pool": "auto"}
-"""Policies whose attention servers of all stages may compute -> the dynamic policy's use of the pool that they are."""
+"""Policies in which servers of all stages may compute attention -> the dynamic policy's use of the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +37,10 @@ class Setting:
 
     Attributes:
         max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch.
-        cp_comm_types: exchanges that a bucket may use.
-        static_cp_size: CP size of a static policy; of another one that of the static plans it contains, None = the
-            smallest that holds the longest sample.
-        max_cp_size: largest CP size of the other policies; None = the largest of the topology.
-        pipeline_layers: layers of every model chunk of every stage, () where all have as many.
-        recompute_layers: which layers full recomputation repeats.
-        loss_chunk_tokens: tokens whose logits exist at once, 0: all.
+        static_cp_size: CP size of a static policy, or of static plans in another; None: the least for all samples.
+        max_cp_size: largest CP size of the other policies; None: the largest of the topology.
+        pipeline_layers: stage -> model chunk -> layers; (): the same number everywhere.
+        loss_chunk_tokens: tokens whose logits exist at once; 0: all.
     """
 
     policy: str
@@ -69,7 +66,7 @@ class Setting:
 
     @property
     def cp_comm_type(self) -> str:
-        """--cp-comm-type: the exchange, or auto where there are several."""
+        """--cp-comm-type: the exchange, or auto if there are several."""
         return "auto" if len(self.cp_comm_types) > 1 else self.cp_comm_types[0]
 
     @property

@@ -1,5 +1,2 @@
-"""A cost model that learns from measured buckets.
-
-Read in this order: `observations` (what was measured), `multipliers` (by how much prices may change, and from which
-iteration on), `refinement` (fits them).
-"""
+"""A cost model that learns from measured buckets. Read in this order: `observations` (what was measured), `multipliers`
+(factors on prices, and the iteration from which each counts), `refinement` (fits them)."""

@@ -1,9 +1,6 @@
-"""A few factors on the coefficients of a hardware file, and which iterations of a run are planned with which.
-
-The factors are what a run has learned about its machine. Plans are made ahead: the times of iterations up to k can
-change plans only from k + look-ahead + 1 on; the iterations in between are already planned. A run that resumes in
-between must plan them again as they were, so the factors of both spans are saved, each with its first iteration.
-"""
+"""Factors on the coefficients of a hardware file that a run has learned, and which iterations are planned with which.
+Plans are made ahead: the times of iterations up to k can change plans only from k + look-ahead + 1 on. A run that
+resumes in between must plan the iterations up to there as before, so the factors of both spans are saved."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ TERMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multipliers:
-    """Factors on the seconds of the cost model's terms, 1 = as in the hardware file.
+    """Factors on the seconds of the cost model's terms; 1: as in the hardware file.
 
     Attributes:
         linear: GEMMs of layers and LM head, forward and backward.
@@ -39,8 +36,7 @@ class Multipliers:
             and the gradient reduction across nodes use one of these bandwidths, too.
         overhead: fixed seconds per layer and per bucket.
         linear_backward, attention_backward, overhead_backward: on the backward pass alone, on top of the above.
-        first_iteration, last_iteration: whose times they come from; 0, 0 = none.
-        num_observations: how many.
+        first_iteration, last_iteration, num_observations: of the times that they come from; 0: none.
     """
 
     linear: float = 1.0

@@ -1,4 +1,4 @@
-"""Measured seconds of buckets, next to what a cost model expects of them."""
+"""Measured seconds of buckets, next to what a cost model predicts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Observation:
-    """What one bucket took on one model chunk of one pipeline stage.
-
-    Nothing is checked here: clocks can say anything. `PricedObservations` leaves out what cannot be.
+    """What one bucket took on one model chunk of one pipeline stage. Nothing is checked: clocks can say anything, and
+    `PricedObservations` leaves out what cannot be.
 
     Attributes:
-        cp_size, first_lane, cp_comm_type, inner_cp_size: as in `Bucket`; inner_cp_size 0 where it is not known.
+        cp_size, first_lane, cp_comm_type, inner_cp_size: as in `Bucket`; inner_cp_size 0 if it is not known.
         tokens, tokens_squared: sums over the padded lengths of the whole group.
-        num_states: samples whose states of linear attention its lanes passed on, with branches as
-            `plans.stretches.states_of_sample` counts them; 0: none, or heads were exchanged.
+        num_states: samples whose states of linear attention its lanes passed on, branches counted by
+            `plans.stretches.states_of_sample`; 0: none, or heads were exchanged.
         stage, chunk: pipeline stage, and model chunk on it (0 without interleaving).
         forward_s, backward_s: seconds without waiting for other stages.
     """

@@ -1,14 +1,11 @@
 """Online refinement: measured bucket times correct the coefficients of the cost model.
 
-A robust least-squares fit of seven factors (`Multipliers`). The model that is fitted is the cost model itself, with
-refined coefficients: there is no second formula. Residuals are logarithms of measured / predicted, so a microsecond and
-a second weigh the same relative to themselves; Huber weights bound what an outlier can do (a garbage collection, a
-neighbour on the machine). Each factor is pulled towards its present value as if that were known to about 40%: factors
-that the observations cannot tell apart do not move. One change is at most a factor of 2, all changes together at most
-4.
-
-Coefficients change only when `refine` is called, at iterations that are stated in advance, so plans stay a function of
-the seed and the saved factors.
+A robust least-squares fit of seven factors (`Multipliers`) on the cost model itself: there is no second formula.
+Residuals are logarithms of measured / predicted, so a microsecond and a second weigh the same relative to themselves;
+Huber weights bound what an outlier can do (a garbage collection, a neighbour on the machine). Each factor is pulled
+towards its present value as if that were known to about 40%: factors that the observations cannot tell apart do not
+move. One change is at most a factor of 2, all changes together at most 4. Coefficients change only when `refine` is
+called, at iterations that are stated in advance, so plans stay a function of the seed and the saved factors.
 """
 
 from __future__ import annotations
@@ -30,22 +27,22 @@ from dynamic_cp.types import Hardware, ModelShape, PlanOptions, Problem, Topolog
 Floats = npt.NDArray[np.float64]
 
 MOST_AT_ONCE = 2.0
-"""One refinement changes a factor by no more than this."""
+"""Most by which one refinement changes a factor."""
 MIN_OBSERVATIONS = 16
 """Fewer usable observations change nothing."""
 
 _PRIOR_SPREAD = np.array([log(1.4)] * 4 + [log(1.2)] * 3)
-"""How far off a factor is expected to be (standard deviation of its logarithm); backward apart half as much."""
+"""Expected error of a factor (standard deviation of its logarithm); of backward apart, half as much."""
 _MOST_INDEPENDENT = 64
 """Observations count as no more than this many: those of one hour on one machine have errors in common."""
 _SMALLEST_NOISE = 0.01
 _HUBER = 1.345
-"""Of the residuals' robust standard deviation; 95% efficient on normal noise (Huber 1964)."""
+"""In units of the residuals' robust standard deviation; 95% efficient on normal noise (Huber 1964)."""
 _MAD_TO_SIGMA = 1.4826
 _MAX_ITERATIONS = 30
 _STEP = 1e-4
 _DIGITS = 4
-"""Factors are rounded: finer differences are noise, and the text in `source` shows them whole."""
+"""Decimals of factors: finer differences are noise, and `source` shows all digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +50,8 @@ class RefinedHardware:
     """What a refinement found.
 
     Attributes:
-        hardware: a normal hardware value for the planner.
         multipliers: of the hardware file; what a checkpoint keeps.
         before, after: errors of the predictions with the previous and with these coefficients.
-        num_ignored: number of observations that could not be used.
         at_bound: factors that wanted to change more than they may.
         reason: why nothing changed, or "".
     """
@@ -125,7 +120,7 @@ def refine(
         num_ignored=priced.num_ignored,
         at_bound=(),
     )
-    # A last stage whose head has no price would pass for slow layers.
+    # A last stage whose head has no price would look like slow layers.
     last_stage = (topology.pp_size - 1, topology.vp_size - 1)
     whole = topology.pp_size == 1 or base.head_flops_per_s > 0
     fitting = PricedObservations((one for one in every if whole or (one.stage, one.chunk) != last_stage), in_use)
@@ -144,13 +139,7 @@ def refine(
 def _fitted(
     observations: PricedObservations, cost_model: Callable[[Multipliers], CostModel], present: Multipliers
 ) -> tuple[Multipliers, tuple[str, ...]] | None:
-    """Return the factors that fit best, and which of them are at their bound; None: none fit better than `present`.
-
-    Args:
-        observations: of buckets, with what predicts them.
-        cost_model: of some factors.
-        present: the factors in use.
-    """
+    """Return the factors that fit best, and which of them are at their bound; None: none fit better than `present`."""
 
     def residuals(logarithms: Floats) -> Floats:
         predicted = observations.predicted_s(cost_model(_multipliers(np.exp(logarithms))))
@@ -175,16 +164,14 @@ def _cost_model(
 
 
 def _multipliers(values: Floats) -> Multipliers:
-    """Return the factors `values`; what exceeds the bounds by rounding is put back on them."""
+    """Return the factors `values`, clipped to the bounds that rounding may exceed."""
     bounded = np.clip(values, 1 / MOST, MOST).tolist()
     return Multipliers(**dict(zip(TERMS, bounded, strict=True)))
 
 
 def _fit(residuals: Callable[[Floats], Floats], start: Floats, low: Floats, high: Floats) -> Floats:
     """Return the logarithms in low .. high that minimise Huber's loss of the residuals plus the pull towards `start`.
-
-    Gauss-Newton; a factor on its bound that would leave it is fixed for the step, the others are solved without it.
-    """
+    Gauss-Newton; a factor that would leave its bound is fixed for the step, and the others are solved without it."""
     x = start
     pull = 1 / _PRIOR_SPREAD**2
     for _ in range(_MAX_ITERATIONS):

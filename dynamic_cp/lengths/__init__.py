@@ -1,8 +1,5 @@
-"""Lengths of samples, from files and from names.
-
-Read in this order: `file` (its bytes and errors), `megatron_index` and `formats` (of files), `read` (any of them, and
-pipes), `distribution` (lengths to draw, and what given ones are like).
-"""
+"""Lengths of samples, from files and from names. Read in this order: `file` (its bytes and errors), `megatron_index`
+and `formats` (of files), `read` (any of them, and pipes), `distribution` (lengths to draw, summaries)."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +8,7 @@ if TYPE_CHECKING:
 
 __all__ = ["read_lengths"]
 
-if not TYPE_CHECKING:  # at its first use, as all that reads files
+if not TYPE_CHECKING:  # at its first use, like all that reads files
 
     def __getattr__(name: str) -> object:
         if name in __all__:

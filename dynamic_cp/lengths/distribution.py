@@ -1,7 +1,5 @@
-"""Distributions of sequence lengths: lognormal ones to draw from, and a summary of given ones in a few numbers.
-
-Lognormal lengths are the usual stand-in for the documents of a corpus.
-"""
+"""Distributions of sequence lengths: lognormal ones to draw from, the usual stand-in for the documents of a corpus, and
+a summary of given lengths."""
 
 from __future__ import annotations
 
@@ -98,10 +96,8 @@ TAIL_THRESHOLDS_TOKENS = (8_192, 32_768, 131_072)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailShare:
-    """What the samples strictly longer than `longer_than_tokens` hold, as fractions of the whole.
-
-    `tokens_squared` is their share of the sum of S^2, which is nearly their share of the attention work.
-    """
+    """Shares of the samples strictly longer than `longer_than_tokens` in all samples, tokens and squared tokens; the
+    last is nearly their share of the attention work."""
 
     longer_than_tokens: int
     samples: float

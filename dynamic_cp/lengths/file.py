@@ -13,7 +13,7 @@ from dynamic_cp.errors import DataError
 
 COLUMNS = ("seqlen", "seq_len", "sequence_length", "length", "num_tokens", "n_tokens", "token_count")
 TOKEN_IDS, TOKEN_MASK = "input_ids", "attention_mask"
-"""Where transformers keeps the tokens of a sample, and 0 for those that are padding."""
+"""Keys under which transformers keeps the tokens of a sample, and 0 for those that are padding."""
 MAX_LENGTH = 2**31 - 1
 """The int32 `cu_seqlens` of the attention kernels count no further."""
 _TOKENIZE = "text must be tokenized first, as `dynamic-cp lengths --tokenizer DIR` does"
@@ -38,7 +38,7 @@ class LengthFile:
         return self.path.read_bytes() if self.content is None else self.content
 
     def head(self, num_bytes: int) -> tuple[bytes, int]:
-        """Return its first bytes, at most `num_bytes`, and how many it has."""
+        """Return its first bytes, at most `num_bytes`, and its size."""
         if self.content is not None:
             return self.content[:num_bytes], len(self.content)
         with self.path.open("rb") as file:
@@ -84,7 +84,7 @@ class LengthFile:
         return text
 
     def length(self, where: str, value: object) -> int:
-        """Return `value`, which stands at `where`, as a length; DataError if it is none."""
+        """Return `value`, found at `where`, as a length; DataError if it is none."""
         length: Any = value
         if isinstance(value, str):
             try:
@@ -115,7 +115,7 @@ class LengthFile:
 
 
 def is_plain(text: str) -> bool:
-    """Return whether a number is written as everybody writes it: Python alone reads 1_000 and digits of all scripts."""
+    """Return whether a number is in plain digits: Python alone also reads 1_000 and digits of all scripts."""
     return text.isascii() and "_" not in text
 
 

@@ -1,8 +1,5 @@
-"""Lengths in files of each format: arrays of NumPy, the index of a Megatron data set, texts, and parquet.
-
-Texts are numbers between white space, CSV and JSON lines. Parquet files are as data sets are downloaded and tokenized;
-pyarrow reads them.
-"""
+"""Lengths in files of each format: arrays of NumPy, the index of a Megatron data set, text (numbers between white
+space, CSV, JSON lines), and parquet files of downloaded or tokenized data sets, which pyarrow reads."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ logger = logging.getLogger(__name__)
 IndexUnit = Literal["document", "sequence"]
 NUMPY_MAGIC = b"\x93NUMPY"
 _HEADER_BYTES = 1 << 17
-"""More than the header of an array has."""
+"""More bytes than the header of an array has."""
 
 
 def read_npy(file: LengthFile) -> NDArray[np.int64]:
@@ -105,7 +102,7 @@ def read_idx(file: LengthFile, unit: IndexUnit = "document") -> NDArray[np.int64
 
 
 _Entries = Iterable[tuple[str, object]]
-"""(where in the file, value); the value still has to be shown to be a length."""
+"""(where in the file, value); the value is not yet known to be a length."""
 
 
 def read_txt(file: LengthFile) -> NDArray[np.int64]:

@@ -22,12 +22,11 @@ _REMEDY = "copy both files again or make them again with preprocess_data.py"
 
 
 class MegatronIndex(NamedTuple):
-    """Lengths in tokens as stored: an end-of-document token counts only where the data holds one.
+    """Lengths in tokens as stored: an end-of-document token counts only if the data holds one.
 
     Attributes:
-        sequence_tokens: int32 [sequences], tokens of each sequence.
-        document_tokens: int64 [documents], tokens of each document; a document may hold several sequences, or none.
-        first_sequences: int64 [documents], number of the first sequence of each document.
+        sequence_tokens: int32 [sequences].
+        document_tokens, first_sequences: int64 [documents], tokens and first sequence; it may have several or none.
         bin_bytes: bytes that the .bin file must have at least.
     """
 

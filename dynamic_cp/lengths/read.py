@@ -1,7 +1,5 @@
-"""Reads lists of sequence lengths from the files people have, and from pipes: stdin, named pipes, `<(command)`.
-
-Pipes can be read only once, and may never end.
-"""
+"""Reads lists of sequence lengths from files, and from pipes (stdin, named pipes, `<(command)`), which can be read only
+once and may never end."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from dynamic_cp.lengths.megatron_index import MAGIC as INDEX_MAGIC
 
 STDIN = "-"
 FIRST_BYTE_S = 3.0
-"""How long a pipe may be without anybody who writes to it: `gen > pipe &` needs a moment to start."""
+"""How long a pipe may be without a writer: `gen > pipe &` needs a moment to start."""
 _MAX_BYTES = 1 << 30
 _CHUNK_BYTES = 1 << 20
 _LOOK_AGAIN_S = 0.02
@@ -123,7 +121,7 @@ READERS: dict[str, Callable[[LengthFile], NDArray[np.int64]]] = {
     ".parquet": read_parquet,
     ".idx": read_idx,
 }
-"""Suffix -> what reads such a file."""
+"""Suffix -> reader of such a file."""
 
 
 def read_lengths(path: str | Path) -> tuple[int, ...]:
@@ -139,8 +137,8 @@ def read_length_array(path: str | Path, *, index_unit: IndexUnit = "document") -
             names in `COLUMNS`, or a single column with or without a name. `.jsonl`: per line an integer, or an object
             with one of these names as a key, or with `input_ids`, of which those count that `attention_mask` does not
             hide. `.parquet`: a column of these names, or `input_ids` (needs pyarrow). `.idx`: the index of a Megatron
-            data set; lengths as stored, with an end-of-document token only where the data holds one. Documents without
-            tokens are left out with a warning. What comes out of a pipe (`-` is stdin) is recognized.
+            data set; an end-of-document token counts only if it is stored, and documents without tokens are left out
+            with a warning. The content of a pipe (`-` is stdin) is recognized.
         index_unit: what a sample of an `.idx` is: a document, or each of the sequences it was stored as.
 
     Raises:

@@ -1,8 +1,6 @@
-"""blocks: every home and tile of a bucket has a lane of its own choice (`Bucket.placement`).
-
-Where lanes of a node exchange heads first (`Bucket.inner_cp_size`), inner groups of lanes take the place of lanes: each
-lane of one computes the tiles of the group for its share of the heads.
-"""
+"""blocks: every home and tile of a bucket has a lane of its own choice (`Bucket.placement`). Where lanes of a node
+exchange heads (`Bucket.inner_cp_size`), inner groups take the place of lanes: each of their lanes computes all tiles
+for some heads."""
 
 from __future__ import annotations
 
@@ -22,23 +20,22 @@ if TYPE_CHECKING:
     from dynamic_cp.placement.problem import Lanes
     from dynamic_cp.placement.sent import Sent, TokenBytes
 
-# `dynamic_cp.placement` is compiled: it is imported by what is called, as no command should wait for the compiler in
-# vain.
+# `dynamic_cp.placement` is compiled. It is imported late, so that no command waits for the compiler in vain.
 
 MOST_FETCHED = (3, 8)
-"""(Rows, columns) that a lane may have room for besides its own, over the limit of tokens per rank."""
+"""(Rows, columns) that a lane may fetch at a time, over the limit of tokens per rank."""
 
 FETCHED_QUERIES, FETCHED_KEYS = 2.5, 3.0
-"""Buffers of a row, in units of its queries and outputs, and of a column, in units of its keys and values: these, two
-gradients of outputs and queries, and the gradients of keys and values, which are summed up in float32."""
+"""Buffers per row, in units of its queries and outputs, and per column, in units of its keys and values: these, two
+gradients of outputs and queries, and the float32 sums of gradients of keys and values."""
 AGAIN_QUERIES, AGAIN_KEYS = 1.5, 1.0
-"""The same of a forward pass: queries, outputs summed up in float32, keys and values."""
+"""The same in a forward pass: queries, outputs summed in float32, keys and values."""
 COLLECTED_KEYS = 2.0
-"""The same of what the neighbours of a relay give back, which is summed up apart: gradients of keys and values."""
+"""The same for the gradients of keys and values that a relay's neighbours return, which are summed apart."""
 
 
 class Blocks(Mechanism):
-    """Tiles where their data are, or where time is; rows and columns travel to them, and sums back."""
+    """Tiles run where their data are, or where time is; rows and columns travel to them, and sums travel back."""
 
     name = "blocks"
     has_closed_form = False
@@ -95,7 +92,7 @@ class Blocks(Mechanism):
         return np.repeat(seconds, bucket.inner_cp_size, axis=1)
 
     def floor(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
-        """Return even shares of the tiles at the better rate of the two kernels, with nothing exchanged."""
+        """Even shares of the tiles at the better rate of the two kernels, with nothing exchanged."""
         forward, backward = (
             Convex(Linear(0.0, 0.0, min(side.first.per_token2, side.later.per_token2) / cp_size))
             for side in stage.sides
@@ -105,11 +102,8 @@ class Blocks(Mechanism):
     def kept_bytes(
         self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int, latent_bytes: float = 0.0
     ) -> float:
-        """Return what backward keeps: queries, outputs and two gradients of rows, columns and their gradients.
-
-        Gradients are summed up in float32. Where heads are exchanged, queries and outputs are kept in both layouts;
-        KV heads that are repeated for it count as fetched (`why_too_much_fetched`).
-        """
+        """Queries, outputs and two gradients of rows; columns and their gradients, summed in float32. Where heads are
+        exchanged, queries and outputs are kept in both layouts; repeated KV heads count as fetched."""
         rows, columns = MOST_FETCHED
         exchanged = query_bytes if inner > 1 else 0.0
         return exchanged + (1 + rows) * FETCHED_QUERIES * query_bytes + (1 + columns) * FETCHED_KEYS * kv_bytes
@@ -151,7 +145,7 @@ class Blocks(Mechanism):
 
 
 def _groups_of(bucket: Bucket, node_lanes: int) -> Lanes:
-    """Return the inner groups of a bucket; lanes where none exchange heads."""
+    """Return the inner groups of a bucket; its lanes if they exchange no heads."""
     from dynamic_cp.placement.problem import Lanes
 
     inner = bucket.inner_cp_size
@@ -159,7 +153,7 @@ def _groups_of(bucket: Bucket, node_lanes: int) -> Lanes:
 
 
 def _why_misplaced(placement: Placement, bucket: Bucket, lanes: Lanes) -> str | None:
-    """Return why a placement does not compute what the masks of its layers and samples allow; None where it does."""
+    """Return why a placement does not compute what the masks of its layers and samples allow; None if it does."""
     from dynamic_cp.placement.cuts import placement_under
     from dynamic_cp.placement.legal import why_misplaced
 
@@ -167,7 +161,7 @@ def _why_misplaced(placement: Placement, bucket: Bucket, lanes: Lanes) -> str | 
     masked = next((sample for sample in samples if sample.mask is not None), None)
     if not placement.layer_masks:
         reason = why_misplaced(placement, samples, lanes.number)
-        # Where layers have a full mask, samples bring none.
+        # Layers with a full mask have samples without masks.
         if reason is None or masked is not None:
             return reason
         return None if why_misplaced(placement, samples, lanes.number, FULL) is None else reason
@@ -188,14 +182,8 @@ def _why_misplaced(placement: Placement, bucket: Bucket, lanes: Lanes) -> str | 
 def why_too_much_fetched(
     bucket: Bucket, buffers: Sequence[tuple[int, int]], max_tokens_per_rank: int, copies: int = 1
 ) -> str | None:
-    """Return why a lane has no room for what it fetches, with the numbers; None where all have.
-
-    Args:
-        bucket: a placed one.
-        buffers: [lane of the placement] -> tokens of its buffers of (rows, columns), of `buffer_tokens_of`.
-        max_tokens_per_rank: the limit for the tokens that a lane holds.
-        copies: how often KV heads are repeated, where that is known; each time but one as if they were fetched.
-    """
+    """Return why a lane of a placed bucket has no room for what it fetches, with the numbers; None if all have room.
+    `buffers`: [lane of the placement] -> `buffer_tokens_of`; every copy of KV heads but the first counts as fetched."""
     inner = bucket.inner_cp_size
     assert bucket.placement is not None
     repeated = (copies - 1) * max(bucket.placement.home_tokens(bucket.num_inner_groups))

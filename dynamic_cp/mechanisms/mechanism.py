@@ -1,8 +1,8 @@
 """What the planner asks of a mechanism: where it is possible, what it costs, sends and keeps.
 
-Most mechanisms have a closed form: seconds of a bucket from its tokens alone, which packers compare by the million. One
-without (`has_closed_form` false) is never packed for: whoever chooses it puts it into a plan, and it is priced lane by
-lane, with the whole micro-batch in view; its `floor` keeps lower bounds below it.
+Most mechanisms have a closed form: seconds of a bucket from its tokens alone, which packers compare by the million. For
+one without (`has_closed_form` false) nothing is packed: it is put into a finished plan and priced lane by lane, with
+the whole micro-batch in view; `floor` gives lower bounds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 MANY_GROUPS = 10
-"""CP groups and rings of a rank, above which those are left out that others nearly replace."""
+"""CP groups and rings of a rank, above which rings are left out that others nearly replace."""
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -42,16 +42,13 @@ def powers_of_two(most: int) -> list[int]:
 
 
 class Sharing(NamedTuple):
-    """What limits which mechanisms the lanes of a group can use.
+    """What limits the mechanisms that the lanes of a group can use.
 
     Attributes:
-        heads: (query heads, KV heads) of a TP rank, by `heads_of_rank`; None where they are not whole numbers.
+        heads: (query heads, KV heads) of a TP rank, by `heads_of_rank`; None if they are not whole numbers.
         node_lanes: the largest group whose lanes surely share a node (`transfers.lanes_in_one_node`).
-        allowed: inner sizes that may be chosen (`PlanOptions.inner_cp_sizes`); None = all.
-        has_windows: some layers of the model have a window.
-        has_latents: the model has multi-latent attention.
-        ring_sizes: inner sizes around which rings may go, each a communicator more for every CP size; None = those that
-            `may_be_inner`.
+        allowed: inner sizes that may be chosen (`PlanOptions.inner_cp_sizes`); None: all.
+        ring_sizes: inner sizes of a2a+p2p, each one communicator more per CP size; None: those that `may_be_inner`.
     """
 
     heads: tuple[int, int] | None
@@ -63,11 +60,8 @@ class Sharing(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelShape, topology: Topology, options: PlanOptions) -> Sharing:
-        """Return the limits of a job.
-
-        Each ring is a communicator: where a rank would make more than MANY_GROUPS for CP groups, rings go around the
-        largest inner groups alone, unless options name inner sizes or allow nothing else. Others nearly replace them.
-        """
+        """Return the limits of a job. Each ring is a communicator: if a rank would make more than MANY_GROUPS, rings go
+        around the largest inner groups alone, unless options name inner sizes or allow nothing else."""
         heads, node_lanes = heads_of_rank(model, topology.tp_size), lanes_in_one_node(topology)
         sharing = cls(heads, node_lanes, options.inner_cp_sizes, model.window is not None, model.has_latents)
         is_alone = sum(not is_placed(name) for name in options.cp_comm_types) == 1
@@ -79,7 +73,7 @@ class Sharing(NamedTuple):
         return sharing._replace(ring_sizes=tuple(inner[-1:]))
 
     def is_even(self, inner_cp_size: int) -> bool:
-        """Return whether this number of lanes can share out the query heads evenly."""
+        """Return whether this number of lanes can share the query heads evenly."""
         return inner_cp_size == 1 or (self.heads is not None and self.heads[0] % inner_cp_size == 0)
 
     def may_be_inner(self, size: int) -> bool:
@@ -88,7 +82,7 @@ class Sharing(NamedTuple):
 
     @property
     def query_heads(self) -> int | str:
-        """Query heads of a TP rank, for words."""
+        """Query heads of a TP rank, for messages."""
         return "no whole number of" if self.heads is None else self.heads[0]
 
     def copies(self, inner_cp_size: int) -> int:
@@ -108,12 +102,12 @@ class Sharing(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What to do where no allowed mechanism serves a group, in words: allow one that serves all sizes."""
+        """What to do if no allowed mechanism serves a group, in words."""
         return f"allow {self.serves_always} (--cp-comm-type {self.serves_always} or auto)"
 
     @property
     def serves_always(self) -> CpCommType:
-        """A mechanism that serves all sizes."""
+        """A mechanism that serves groups of all sizes."""
         return serves_any_size(has_windows=self.has_windows)
 
 
@@ -123,25 +117,20 @@ def serves_any_size(*, has_windows: bool) -> CpCommType:
 
 
 class LaneSeconds(NamedTuple):
-    """Seconds of attention, each [forward or backward, lane of a bucket].
-
-    Attributes:
-        attention: on the GPU, with what is exposed of its exchange.
-        host: of its exchange.
-    """
+    """Seconds of attention, each [forward or backward, lane of a bucket]: on the GPU, with the exposed part of its
+    exchange, and of the host for its exchange."""
 
     attention: Floats
     host: Floats
 
 
 class Mechanism:
-    """One way for the lanes of a group to compute attention; without state, so that one of each kind is enough.
+    """One way for the lanes of a group to compute attention; stateless, so one instance of each kind is enough.
 
     Attributes:
-        name: its name in plans, flags and reports.
-        has_closed_form: whether `price` says what a bucket takes; otherwise `lane_seconds` does.
+        has_closed_form: whether `price` gives a bucket's seconds; otherwise `lane_seconds` does.
         serves_masks: whether samples may bring masks of their own (`Sample.mask`).
-        sends_narrow_values: whether values travel in their own width where that is smaller than the width of keys.
+        sends_narrow_values: whether values travel in their own width if that is below the width of keys.
     """
 
     name: ClassVar[CpCommType]
@@ -150,68 +139,48 @@ class Mechanism:
     sends_narrow_values: ClassVar[bool] = False
 
     def inner_sizes(self, cp_size: int, sharing: Sharing) -> tuple[int, ...]:
-        """Return the inner sizes with which a group of `cp_size` can use it, the largest first; () where it cannot."""
+        """Return the inner sizes with which a group of `cp_size` can use it, the largest first; () if it cannot."""
         raise NotImplementedError
 
     def size_rule(self, sharing: Sharing) -> str | None:
-        """Return in words which CP sizes ("it") it can serve; None where it can serve all of them."""
+        """Return in words which CP sizes ("it") it can serve; None: all."""
         return None
 
     def why_illegal(self, bucket: Bucket, topology: Topology, max_tokens_per_rank: int) -> str | None:
-        """Return why the lanes of `bucket` cannot use it, with the remedy; None where they can."""
+        """Return why the lanes of `bucket` cannot use it, with the remedy; None if they can."""
         return None
 
     def price(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
-        """Return (forward, backward) of attention and of what is exposed of its exchange, for a group of > 1 lanes.
-
-        Args:
-            stage: what attention of the pipeline stage is made of.
-            cp_size, inner: lanes of the group, and one of its `inner_sizes`.
-            copies: how often KV heads are repeated (`Sharing.copies`).
-            link: of the group, IN_NODE or ACROSS_NODES.
-        """
+        """Return (forward, backward) seconds of attention and of its exposed exchange, for a group of > 1 lanes;
+        `inner` is one of its `inner_sizes`, `copies` as of `Sharing.copies`, `link` IN_NODE or ACROSS_NODES."""
         raise NotImplementedError
 
     def floor(self, stage: StageAttention, cp_size: int, inner: int, copies: int, link: int) -> tuple[Convex, Convex]:
-        """Return what a bucket takes at least, in the mean of its lanes, where `price` cannot say it; as there."""
+        """Return a lower bound of a bucket's seconds, in the mean of its lanes; arguments as of `price`."""
         raise NotImplementedError
 
     def lane_seconds(self, stage: StageAttention, bucket: Bucket, micro_batch: MicroBatch) -> LaneSeconds:
-        """Return what attention takes on each lane of `bucket`.
-
-        Args:
-            stage: what attention of the pipeline stage is made of.
-            bucket: whose lanes; a bucket of `micro_batch`.
-            micro_batch: all lanes of the step, for those whose work or transfers depend on other buckets.
-        """
+        """Return the seconds of attention on each lane of `bucket`, one of the buckets of `micro_batch`."""
         raise NotImplementedError
 
     def kernel_seconds(self, stage: StageAttention, bucket: Bucket) -> Floats:
-        """Return [forward or backward, lane of `bucket`] seconds of attention alone, where `price` cannot say it.
-
-        What `lane_seconds` has above it is exchange, waiting for what other lanes compute among it.
-        """
+        """Return [forward or backward, lane of `bucket`] seconds of attention's kernels, if `price` cannot say it. What
+        `lane_seconds` has above it is the exchange, with the time that lanes wait for each other."""
         raise NotImplementedError
 
     def lane_tokens(self, bucket: Bucket, even: int) -> tuple[int, ...]:
-        """Return the padded tokens of each lane of `bucket`; `even`: of each where they share evenly, as they do here.
-
-        The sum is that of even shares.
-        """
+        """Return the padded tokens of each lane of `bucket`, which add up to even shares; `even`: one even share."""
         return (even,) * bucket.cp_size
 
     def lane_parts(self, bucket: Bucket, topology: Topology) -> Sequence[object] | None:
-        """Return what only this or that lane of `bucket` has to know, as JSON; None where the bucket says all."""
+        """Return, as JSON, what each lane of `bucket` alone must know; None if the bucket says all."""
         return None
 
     def sent_bytes(
         self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int, latent_bytes: float = 0.0
     ) -> SentBytes:
-        """Return what a rank sends forward; arguments as those of `transfers.sent_bytes`.
-
-        Args:
-            latent_bytes: of what the keys and values of a token are projected up from, for those that send it instead.
-        """
+        """Return what a rank sends forward; arguments as of `transfers.sent_bytes`, with the bytes of a token's latents
+        for a mechanism that sends them in place of keys and values."""
         return sent_bytes(cp_size, inner, query_bytes, kv_bytes, copies)
 
     def sent_by_lanes(
@@ -226,10 +195,8 @@ class Mechanism:
         """Return what the lanes of `bucket` send each other forward and backward.
 
         Args:
-            tokens: [lane] padded tokens.
-            node_lanes: the largest group whose lanes surely share a node.
-            of: what a token takes.
-            copies: how often KV heads are repeated (`Sharing.copies`).
+            tokens, of: [lane] padded tokens, and bytes per token.
+            node_lanes, copies: the largest group whose lanes surely share a node; how often KV heads are repeated.
             mask: of the layers; most mechanisms send the same under any.
         """
         from dynamic_cp.placement.sent import Sent
@@ -250,18 +217,13 @@ class Mechanism:
     def kept_bytes(
         self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int, latent_bytes: float = 0.0
     ) -> float:
-        """Return the bytes per token of a rank that the exchange of one layer keeps.
-
-        Args:
-            cp_size, inner, copies: as in `price`.
-            query_bytes: of the queries and outputs of a token, which inner groups have in another layout, too.
-            kv_bytes: of the keys and values of a token; those of the whole inner group's ring are kept.
-            latent_bytes: as for `sent_bytes`.
-        """
+        """Return the bytes per token of a rank that the exchange of one layer keeps; arguments as of `price` and
+        `sent_bytes`. Inner groups keep queries and outputs in two layouts; the whole ring's keys and values are
+        kept."""
         return (query_bytes if inner > 1 else 0.0) + cp_size // inner * copies * kv_bytes
 
     def num_more_groups(self, cp_size: int, sharing: Sharing) -> int:
-        """Return how many communicators a rank needs for groups of `cp_size` besides the one of each CP size."""
+        """Return the communicators that a rank needs for groups of `cp_size` besides the one of each CP size."""
         return 0
 
 

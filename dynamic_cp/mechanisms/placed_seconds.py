@@ -1,4 +1,4 @@
-"""What placed attention takes, lane by lane: kernels of its tiles, and what of its transfers they do not hide."""
+"""Seconds of placed attention, lane by lane: kernels of its tiles, and transfers that they do not hide."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ from dynamic_cp.types.placement import COLUMN, DIVISION, LANE, ROW, SAMPLE
 
 
 def placed_seconds(stage: StageAttention, placement: Placement, samples: Sequence[Sample], lanes: Lanes) -> LaneSeconds:
-    """Return what attention takes on every lane, transfers that nothing hides among it.
-
-    Layers with and without a window run different programmes, whose times add up lane by lane.
-    """
+    """Return the seconds of attention on every lane, exposed transfers included. Layers with and without a window run
+    different programmes, whose times add up lane by lane."""
     total = np.zeros((2, 2, lanes.number))
     for kind in stage.kinds:
         total += _placed_seconds(kind, placement_under(placement, samples, kind.mask, lanes), samples, lanes)
@@ -67,7 +65,7 @@ def _kernel_seconds(stage: StageAttention, placement: Placement, samples: Sequen
 
 
 def kernel_rates(stage: StageAttention) -> tuple[Floats, Floats]:
-    """Return the last two arguments of a price: `rates` and `overheads_s` of `_attention_s`."""
+    """Return `rates` and `overheads_s`, the last two arrays of `_attention_s`."""
     launch_s = stage.hardware.ring_step_overhead_s_per_layer
     return (
         np.array([(*side.first, *side.later) for side in stage.sides]),
@@ -76,7 +74,7 @@ def kernel_rates(stage: StageAttention) -> tuple[Floats, Floats]:
 
 
 def token_bytes(stage: StageAttention) -> TokenBytes:
-    """Return what a token of a rank takes on its way, all layers of a stage."""
+    """Return the bytes that a token of a rank takes in transfers, over all layers of a stage."""
     return TokenBytes(
         query=stage.query_bytes / 2,
         kv=stage.kv_bytes,
@@ -87,18 +85,14 @@ def token_bytes(stage: StageAttention) -> TokenBytes:
 
 
 def link_rates(stage: StageAttention) -> LinkRates:
-    """Return what fetching takes, all layers of a stage: by it tiles get their divisions."""
+    """Return the rates of fetching over all layers of a stage, by which tiles get their divisions."""
     return LinkRates(stage.query_bytes, stage.kv_bytes, *stage.bandwidths, stage.latency_s)
 
 
 class TileWork(NamedTuple):
-    """What kernels compute for each tile.
-
-    Attributes:
-        squared_tokens: as squared tokens of a sample with the mask of the layers.
-        is_square: 1 where queries and keys are the same tokens, under a causal mask: another kernel does it. A window
-            that is no shorter than the sample is one.
-    """
+    """What kernels compute for each tile: work, as squared tokens of a sample with the mask of the layers, and 1 if
+    queries and keys are the same tokens under a causal mask (or a window no shorter than the sample), which have
+    another kernel."""
 
     squared_tokens: Floats
     is_square: Ints
@@ -114,19 +108,14 @@ def work_of_tiles(placement: Placement, samples: Sequence[Sample], mask: Causal 
 
 
 def _is_causal(samples: Sequence[Sample], mask: Causal | Full | Lambda) -> Bools:
-    """Return [sample] -> whether it is computed as a causal one is."""
+    """Return [sample] -> whether it is computed like a causal one."""
     return np.array([sample.mask_in(mask) == CAUSAL for sample in samples])
 
 
 @compiled
 def _work(tiles: Ints, wanted: Tiles, is_causal: Bools) -> tuple[Ints, Ints]:
-    """Return ([tile] pairs that its kernel computes, [tile] 1 where that is the kernel of causal squares).
-
-    Args:
-        tiles: of a placement.
-        wanted: the same tiles in their order, with their pairs.
-        is_causal: [home] whether its sample is.
-    """
+    """Return ([tile] pairs that its kernel computes, [tile] 1 if that is the kernel of causal squares); `wanted` has
+    the same tiles in their order, with their pairs; `is_causal`: [home] whether its sample is."""
     work, is_square = np.empty(len(tiles), np.int64), np.empty(len(tiles), np.int64)
     place = 0
     for tile in range(len(tiles)):
@@ -136,7 +125,7 @@ def _work(tiles: Ints, wanted: Tiles, is_causal: Bools) -> tuple[Ints, Ints]:
             place = first_not_below(
                 wanted.columns, first, first_not_below(wanted.rows, first, len(tiles), row + 1), column
             )
-        # The rates of kernels on causal squares count what is allowed, all else is computed in whole kernel tiles.
+        # Kernels on causal squares are rated by allowed pairs; all others compute whole kernel tiles.
         is_square[tile] = row == column and is_causal[row]
         work[tile] = wanted.pairs[place] if is_square[tile] else wanted.touched[place]
         place += 1
@@ -151,9 +140,7 @@ def _attention_s(
     """Return [direction, division, lane] seconds: kernels of the squares, and one for all other tiles of each row.
 
     Args:
-        squared_tokens, is_square: `TileWork`.
-        tiles: [tile, (home of the queries, home of the keys, lane, division)].
-        tokens: of each home.
+        tiles: [tile, (home of the queries, home of the keys, lane, division)]; `TileWork` has their work.
         rates: [direction, (seconds per squared token, extra tokens) of kernels of squares, and of the others].
         overheads_s: [direction] of each division with kernels, but the first.
     """
@@ -181,18 +168,14 @@ def _attention_s(
 
 @compiled
 def tile_s(rates: Floats, kernel: int, squared_tokens: float, short_tokens: float) -> float:
-    """Return the seconds of a tile.
-
-    Args:
-        rates: of a direction; kernel: 0 for squares, 2 for the others.
-        short_tokens: of its row, where it is the one of its row that pays for being short, else 0.
-    """
+    """Return the seconds of a tile; `rates` are of one direction, `kernel` is 0 for squares and 2 for others,
+    `short_tokens` are of its row if this tile pays for the row's shortness, else 0."""
     return float(rates[kernel] * (squared_tokens + rates[kernel + 1] * short_tokens))
 
 
 @compiled
 def add_launches(seconds: Floats, is_launched: Bools, overheads_s: Floats) -> None:
-    """Add what each division with kernels takes but the first of a lane, whose launches are those of the layer."""
+    """Add the overhead of each division with kernels; a lane's first is free, as the layer pays its launches."""
     num_divisions, num_lanes = is_launched.shape
     for lane in range(num_lanes):
         num_before = 0

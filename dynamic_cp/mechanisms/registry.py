@@ -33,13 +33,9 @@ class Ring(Mechanism):
 
 
 class AllGather(Mechanism):
-    """The bytes of the ring, exposed.
-
-    Every token has all keys of its sample at hand; with a window, each of a lane's two chunks is as much work.
-
-    Limits: its tiles are priced as those of the ring, its shards as if each crossed every NIC in turn. To the host it
-    is one more step and one message.
-    """
+    """The bytes of the ring, exposed. Windows are served: each lane has all keys, and its two chunks are as much work.
+    Limits: its tiles are priced as those of the ring, its shards as if each crossed every NIC in turn; the host sees
+    one step and one message."""
 
     name = "all_gather"
     sends_narrow_values = True
@@ -57,10 +53,8 @@ class AllGather(Mechanism):
 
 
 class AllToAll(Mechanism):
-    """Queries, keys, values and outputs change hands, (cp - 1) / cp of them; hidden behind nothing.
-
-    A lane sees whole sequences, so any mask is as much work on each.
-    """
+    """(cp - 1) / cp of queries, keys, values and outputs change hands, exposed; under any mask lanes have equal
+    work."""
 
     name = "a2a"
     serves_masks = True
@@ -77,10 +71,8 @@ class AllToAll(Mechanism):
 
 
 class TwoLevels(Mechanism):
-    """a2a in inner groups of u lanes inside a node, then the ring over the n = cp / u inner groups.
-
-    Each rank sees L = S / n tokens with 1 / u of the heads in every step.
-    """
+    """a2a in inner groups of u lanes inside a node, then the ring over the n = cp / u inner groups. In every step each
+    rank sees L = S / n tokens with 1 / u of the heads."""
 
     name = "a2a+p2p"
 
@@ -107,13 +99,9 @@ class TwoLevels(Mechanism):
 
 
 class LatentRing(Mechanism):
-    """(cp - 1) steps of T / cp latents; each hides behind the projection and the attention of the step before.
-
-    A lane projects up the tokens of all lanes, one lane after the other, so that only two lanes' keys and values are
-    there at a time. Its own once a layer are in the price of the layer's matrices, as those of lanes by themselves.
-
-    Limits: where attention is recomputed, those of its own are missing once in what is repeated.
-    """
+    """(cp - 1) steps of T / cp latents; each hides behind the projection and the attention of the step before. A lane
+    projects up one lane's tokens after the other, so that only two lanes' keys and values exist at a time. The layer's
+    matrices already pay for projecting its own tokens once. Limit: recomputed attention lacks that one projection."""
 
     name = "latent"
 
@@ -142,9 +130,7 @@ class LatentRing(Mechanism):
     def kept_bytes(
         self, cp_size: int, inner: int, query_bytes: float, kv_bytes: float, copies: int, latent_bytes: float = 0.0
     ) -> float:
-        """Return what the exchange of one layer keeps: keys and values of one lane with their gradients, and latents of
-        two lanes with theirs.
-        """
+        """Keys and values of one lane and latents of two lanes, each with their gradients."""
         return 2 * kv_bytes + 4 * latent_bytes
 
 
@@ -160,7 +146,7 @@ def serving_masks(names: Iterable[CpCommType] = tuple(MECHANISMS)) -> tuple[CpCo
 
 
 def masks_are_served_by() -> str:
-    """Return the mechanisms that serve samples with masks of their own, for words."""
+    """Return, in words, the mechanisms that serve samples with masks of their own."""
     return " or ".join(serving_masks())
 
 
@@ -177,6 +163,6 @@ def attentions_of(names: Iterable[CpCommType], cp_size: int, sharing: Sharing) -
 
 
 def chosen_inner_sizes(names: Iterable[CpCommType], largest: int, sharing: Sharing) -> tuple[int, ...]:
-    """Return the inner sizes that plans may choose in groups of up to `largest` lanes, ascending; () where none may."""
+    """Return the inner sizes that plans may choose in groups of up to `largest` lanes, ascending; () if none."""
     ways = attentions_of(names, largest, sharing)
     return tuple(sorted({way.inner_cp_size for way in ways if way.chooses_inner_size}))

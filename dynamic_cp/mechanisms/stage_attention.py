@@ -1,14 +1,11 @@
-"""What prices of attention are made of: kernels and transfers of a pipeline stage, linear in (tokens, tokens squared).
+"""Kernels and transfers of a pipeline stage, linear in (tokens, tokens squared): prices of attention are made of them.
 
 A causal sequence of S tokens lies zigzag on cp ranks, L = S / cp tokens each. Every ring step costs a rank the same
 FLOPs, but step 0 is a causal kernel on its own L tokens and steps 1 .. cp-1 are full tiles of L x L/2, which run
-faster. A kernel's rate saturates, rate(L) = rate_max * L / (L + L_half), so the seconds of a step are
-a * (L^2 + L_half * L): linear in the sums of S and S^2 over the bucket. The exchange of step j+1 runs while step j
-computes.
-
-`transfers.py` counts the bytes and says which heads change hands. The ring uses the NIC where the group spans
-nodes; of an all-to-all over nodes only the part that leaves the node does. Exchanges of keys and values carry twice the
-bytes backward (keys and values, and their gradients); all-to-alls carry as many as forward.
+faster. A kernel's rate saturates, rate(L) = rate_max * L / (L + L_half), so the seconds of a step are a * (L^2 + L_half
+* L): linear in the sums of S and S^2 over the bucket. The exchange of step j+1 runs while step j computes. The ring
+uses the NIC if the group spans nodes; of an all-to-all only the part that leaves the node does. Exchanges of keys and
+values carry twice the bytes backward (with their gradients); all-to-alls carry as many as forward.
 """
 
 from __future__ import annotations
@@ -47,13 +44,8 @@ class _Kernel(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Attention in one direction.
-
-    Attributes:
-        first, later: the kernel of step 0 and of the steps after it.
-        transfers: bytes of keys and values (and their gradients), in units of those of a forward step.
-        launches: kernels of a step, in units of those of a forward step.
-    """
+    """Attention in one direction: the kernels of step 0 and of later steps, bytes of keys and values (and their
+    gradients), and kernels of a step, both in units of those of a forward step."""
 
     first: _Kernel
     later: _Kernel
@@ -70,31 +62,28 @@ class Side(NamedTuple):
         return self._replace(first=first, later=later)
 
     def tiles(self, outer: int, inner: int = 1) -> Linear:
-        """Return all steps."""
+        """Return the kernels of all steps."""
         first, later = self.steps(outer, inner)
         return first.plus(later, outer - 1)
 
     def transfer(self, shard: Linear) -> Linear:
-        """Return what sending the keys and values of a step takes, from what it takes forward."""
+        """Return the seconds of sending the keys and values of a step; `shard`: those of a forward step."""
         return Linear().plus(shard, self.transfers)
 
 
 class StageAttention:
-    """Attention of one pipeline stage, all its layers that have any.
+    """Attention of one pipeline stage, over all its layers that have any.
 
     Attributes:
-        sides: forward and backward.
-        mask: of the layers, of those without a window where only some have one; kernels are priced by the squared
-            tokens of samples that have it.
-        kinds: the same of the layers of each mask alone, `mask` first.
-        layers: their number; hardware: what they run on.
-        heads: (query heads, KV heads) of a TP rank; None where they are not whole numbers.
-        query_bytes: of queries and outputs of a token, all layers; kv_bytes: of its keys and values; lse_bytes: of its
-            log-sum-exp; narrow_kv_bytes: of keys, and of values in their own width; latent_bytes: of what its keys and
-            values are projected up from, 0 without latent attention.
-        projecting_up: seconds of projecting latents up once, forward, for the tokens of a rank.
+        sides, layers: forward and backward; number of layers.
+        mask, kinds: of the layers, or of those without a window if only some have one (kernels are priced by it); one
+            StageAttention per mask of the layers, `mask` first.
+        heads: (query heads, KV heads) of a TP rank; None if they are not whole numbers.
+        query_bytes, kv_bytes, lse_bytes: of a token's queries and outputs, its keys and values, its log-sum-exp.
+        narrow_kv_bytes, latent_bytes: of its keys, and values in their own width; of its latents (0: none).
+        projecting_up: seconds of projecting a rank's latents up once, forward.
         node_lanes: largest group whose lanes surely share a node.
-        latency_s: of one transfer in each layer; bandwidths: bytes per second (in a node, across nodes).
+        latency_s, bandwidths: of one transfer in each layer; bytes per second (in a node, across nodes).
 
     Limits: the zigzag split is taken as perfectly even; no contention between links; one NIC a rank.
     """
@@ -128,11 +117,8 @@ class StageAttention:
         self.bandwidths = hardware.bandwidth_in_node_bytes_per_s, hardware.bandwidth_across_nodes_bytes_per_s
 
     def of_inner_group(self, inner: int) -> StageAttention:
-        """Return it for lanes that are inner groups: what each lane of one computes and sends with its heads.
-
-        Raises:
-            UnsupportedFeatureError: they cannot share out the heads evenly.
-        """
+        """Return the attention of one lane of an inner group that stands for a lane: its share of heads and bytes.
+        Raise UnsupportedFeatureError if the lanes cannot share the heads evenly."""
         if inner == 1:
             return self
         copies = self._copies(inner)
@@ -145,11 +131,11 @@ class StageAttention:
         return one
 
     def heads_of_group(self, inner: int) -> Linear:
-        """Return what the all-to-alls of a whole inner group in a node take, in one direction, for its tokens."""
+        """Return the seconds of the all-to-alls of a whole inner group in a node, in one direction, for its tokens."""
         return self.exchanged_heads(inner, inner, self._copies(inner), IN_NODE)
 
     def _copies(self, inner: int) -> int:
-        """Return how often KV heads are repeated for an inner group; heads that are no whole numbers share nothing."""
+        """Return how often KV heads are repeated for an inner group."""
         return kv_heads_of(*(self.heads or (1, 1)), inner).copies
 
     def alone(self) -> tuple[Convex, Convex]:
@@ -163,19 +149,19 @@ class StageAttention:
         return self.layers * (each_s + ring_steps * self.hardware.host_ring_step_s_per_layer)
 
     def kv_shard(self, cp_size: int, copies: int, link: int) -> Linear:
-        """Return what sending a lane's keys and values once takes, each KV head `copies` times."""
+        """Return the seconds of sending a lane's keys and values once, each KV head `copies` times."""
         return Linear(self.latency_s, copies * self.kv_bytes / cp_size / self.bandwidths[link])
 
     def narrow_kv_shard(self, cp_size: int, link: int) -> Linear:
-        """Return `kv_shard` of values that are not padded to the width of keys, each KV head once."""
+        """Return `kv_shard` for values that are not padded to the width of keys, each KV head once."""
         return Linear(self.latency_s, self.narrow_kv_bytes / cp_size / self.bandwidths[link])
 
     def latent_shard(self, cp_size: int, link: int) -> Linear:
-        """Return what sending a lane's latents once takes; every TP rank sends all of them."""
+        """Return the seconds of sending a lane's latents once; every TP rank sends all of them."""
         return Linear(self.latency_s, self.latent_bytes / cp_size / self.bandwidths[link])
 
     def exchanged_heads(self, cp_size: int, inner: int, copies: int, link: int) -> Linear:
-        """Return what the all-to-alls of an inner group take, in one direction."""
+        """Return the seconds of the all-to-alls of an inner group, in one direction."""
         sent = sent_bytes(cp_size, inner, self.query_bytes, self.kv_bytes, copies)
         leaving = 1.0
         if link == ACROSS_NODES and self.node_lanes < inner:
@@ -194,9 +180,8 @@ class StageAttention:
         """Return (forward, backward) of `outer` steps, each of which hides what is sent for the next one.
 
         Args:
-            outer, inner: as in `Side.steps`.
-            shard: what sending keys and values for one step takes, forward.
-            exchanged_heads: what is exchanged before and after all steps, in each direction.
+            shard: seconds of sending keys and values for one step, forward.
+            exchanged_heads: seconds of exchanges before and after all steps, in each direction.
             besides: what each step computes before its attention, (forward, backward).
         """
         forward, backward = (

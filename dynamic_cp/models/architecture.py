@@ -26,10 +26,9 @@ class Architecture:
     """Choices of a model that change no price.
 
     Attributes:
-        flags: of the table, all that a model file's `architecture` has an entry for; see `architecture_of`.
-        not_trained: what of it pretrain_gpt.py does not have, each with its value.
-        not_imported: what of its published weights is not read, each with its value; they can be trained anew.
-        not_read: entries of its config.json that transformers does not read either, which changes nothing.
+        flags: all flags for which a model file's `architecture` has an entry; see `architecture_of`.
+        not_trained, not_imported: what pretrain_gpt.py lacks, and weights that are not read, with values.
+        not_read: entries of its config.json that transformers does not read either, so they change nothing.
     """
 
     flags: Mapping[str, Any]
@@ -42,11 +41,8 @@ class Architecture:
 
 
 def architecture_of(flags: Mapping[str, Any], **remarks: tuple[str, ...]) -> Architecture:
-    """Return the architecture that flags say: those that are missing, or None, are as usual.
-
-    Args:
-        remarks: `not_trained` and its kin.
-    """
+    """Return the architecture that flags say, missing ones or None being as usual; `remarks`: `not_trained` and its
+    kin."""
     said = {}
     for flag, _ in _ENTRIES.values():
         value = flags.get(flag)
@@ -56,7 +52,7 @@ def architecture_of(flags: Mapping[str, Any], **remarks: tuple[str, ...]) -> Arc
 
 
 def assumed(*, gated: bool) -> Architecture:
-    """Return that of a model whose file does not say: Llama's where the MLP is gated, else GPT-2's."""
+    """Return that of a model whose file does not say: Llama's if the MLP is gated, else GPT-2's."""
     return architecture_of(
         {
             "normalization": "RMSNorm" if gated else "LayerNorm",
@@ -70,11 +66,8 @@ def assumed(*, gated: bool) -> Architecture:
 
 
 def architecture_of_file(where: str, data: Mapping[str, Any]) -> Architecture:
-    """Return what an entry `architecture` of a model file says; `where`: what to call the file in errors.
-
-    Raises:
-        InvalidInputError: an entry that is missing, unknown or of the wrong type.
-    """
+    """Return what an entry `architecture` of a model file says, or raise InvalidInputError, naming the file by `where`,
+    if an entry is missing, unknown or of the wrong type."""
     needed = [entry for entry, (flag, _) in _ENTRIES.items() if MEANINGS[flag].usual is None]
     missing, unknown = [name for name in needed if name not in data], sorted(set(data) - set(_ENTRIES))
     if missing or unknown:
@@ -93,7 +86,7 @@ def architecture_of_file(where: str, data: Mapping[str, Any]) -> Architecture:
 
 
 def _why_not(flag: str, value: Any) -> str:
-    """Return what the value of a flag must be, "" where it is that."""
+    """Return what the value of a flag must be, "" if it is that."""
     choices, kind = _CHOICES[flag], _KINDS[flag]
     if choices is not None:
         return "" if value in choices else f"one of {', '.join(choices)}"
@@ -104,11 +97,7 @@ def _why_not(flag: str, value: Any) -> str:
 
 
 def as_flags(model: ModelShape, architecture: Architecture | None) -> dict[str, Any]:
-    """Return a model as flags: name -> value, without those that say nothing of it.
-
-    Args:
-        architecture: None = `assumed`.
-    """
+    """Return a model as flags, name -> value, without those that say nothing of it; `architecture` None: `assumed`."""
     beyond = (architecture or assumed(gated=model.gated_linear_unit)).flags
     has_latents, linear, pattern = model.has_latents, model.linear_attention, model.layer_pattern
     flags: dict[str, Any] = {
@@ -125,7 +114,7 @@ def as_flags(model: ModelShape, architecture: Architecture | None) -> dict[str, 
     if kind != "rope":
         flags.pop("rotary_percent", None)
     if has_latents:
-        # Latent attention has RoPE and YaRN of its own, which follow from the flags of YaRN.
+        # Latent attention has its own RoPE and YaRN, which follow from the flags of YaRN.
         flags["position_embedding_type"] = "rope" if kind == "yarn" else kind
         del flags["kv_channels"]
     if model.window is not None:
@@ -147,7 +136,7 @@ def as_flags(model: ModelShape, architecture: Architecture | None) -> dict[str, 
 
 
 def _of_shape(model: ModelShape, path: str) -> Any:
-    """Return the value of a field of the shape, None where what has it is not there."""
+    """Return the value of a field of the shape, None if its owner is None."""
     is_opposite = path.startswith("not ")
     value: Any = model
     for name in path.removeprefix("not ").split("."):

@@ -78,7 +78,7 @@ def _hardware(name_or_path: str | Path, above: tuple[Path, ...]) -> Hardware:
 
 @lru_cache
 def _say_missing(where: str, missing: tuple[str, ...]) -> None:
-    """Say once of a file what it does not price."""
+    """Warn once per file about numbers that it leaves out."""
     shown = ", ".join(missing[:_MOST_SHOWN]) + (", ..." if len(missing) > _MOST_SHOWN else "")
     logger.warning(
         '%s states %d of %d numbers, without %s: those count as before there were any; "base" names a hardware that '
@@ -110,7 +110,7 @@ def hardware_as_dict(hardware: Hardware) -> dict[str, Any]:
 
 
 def load_model(name_or_path: str | Path) -> ModelShape:
-    """Return the model of a bundled name, of a file like `dynamic_cp/data/models/llama-3-8b.json` or of a config.json
+    """Return the model of a bundled name, of a file like `dynamic_cp/data/models/llama-3-8b.json`, or of a config.json
     of Hugging Face transformers or diffusers.
 
     Raises:
@@ -205,7 +205,8 @@ def _read(kind: str, name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
 
 @lru_cache(maxsize=8)
 def _of_pipe(file: Path) -> bytes:
-    """Return what comes out of a pipe, such as `<(command)`: a shape and its architecture are in one, read once."""
+    """Return the content of a pipe, such as `<(command)`, which can be read once but holds both shape and
+    architecture."""
     return file.read_bytes()
 
 
@@ -231,7 +232,6 @@ def _check_keys(where: str, data: Mapping[str, Any], required: list[str], value_
 
 
 def _kind_of_pattern(value: object) -> type:
-    """Return what is needed of one number, or of one for each layer."""
     return list if isinstance(value, list) else int
 
 

@@ -1,8 +1,5 @@
-"""The shape of a diffusion transformer from a diffusers config.json.
-
-Its tokens attend to their whole sample. What a clip or an image has once (modulation, time) is not counted, nor are the
-keys and values of a text that cross-attention reads.
-"""
+"""The shape of a diffusion transformer, whose tokens attend to their whole sample, from a diffusers config.json. Not
+counted: what a clip or image has once (modulation, time), and keys and values of a text in cross-attention."""
 
 from __future__ import annotations
 
@@ -15,12 +12,8 @@ from dynamic_cp.types import ModelShape
 
 
 class _Blocks(NamedTuple):
-    """What a config does not say of its blocks, which are all equal.
-
-    Attributes:
-        ffn_over_hidden: width of the MLP's inner layer over that of the model; None: the config has `ffn_dim`.
-        cross_attention: tokens also have queries and outputs of an attention to the text.
-    """
+    """What a config does not say of its blocks, which are all equal: width of the MLP's inner layer over the model's
+    (None: the config has `ffn_dim`), and whether tokens have queries and outputs of an attention to the text."""
 
     ffn_over_hidden: int | None
     cross_attention: bool
@@ -42,16 +35,8 @@ def is_config(data: Mapping[str, Any]) -> bool:
 
 
 def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
-    """Return the shape in `data`; there is no vocabulary, so `vocab_size` is 1.
-
-    Args:
-        where: what to call the file in errors.
-        data: the content of a config.json.
-
-    Raises:
-        UnsupportedFeatureError: a class whose blocks are not known here.
-        InvalidInputError: a key that is missing or of the wrong type.
-    """
+    """Return the shape in `data`, the content of a config.json; there is no vocabulary, so `vocab_size` is 1. Raise
+    UnsupportedFeatureError for an unknown class, InvalidInputError for a missing key or a wrong type."""
     name = data["_class_name"]
     if name not in _KNOWN:
         raise UnsupportedFeatureError(

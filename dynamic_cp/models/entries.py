@@ -35,18 +35,14 @@ READ_BY_TRANSFORMERS = {
     ),
     "is_causal": True,
 }  # fmt: skip
-"""Entry that its models of our families read, though our layers have no such thing -> what changes nothing.
-
-A test reads the source of transformers for others.
-"""
+"""Entries that models of our families read in transformers, though our layers have no such thing -> the value that
+changes nothing. A test searches the source of transformers for others."""
 
 
 def others(data: Mapping[str, Any], known: AbstractSet[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return why entries of a config that are not `known` are not trained, and those that transformers does not read.
-
-    What is not read changes nothing: published files have entries of whatever program wrote them. Only of files that
-    a later release wrote it is not known.
-    """
+    """Return why entries of a config that are not `known` are not trained, and those that transformers does not read,
+    which change nothing: published files have entries of whatever program wrote them. A release later than
+    LOOKED_THROUGH may read more, so entries of its files are refused."""
     found = {
         key: value
         for key, value in data.items()
@@ -62,11 +58,7 @@ def others(data: Mapping[str, Any], known: AbstractSet[str]) -> tuple[list[str],
 
 @contextmanager
 def named(where: str, entry_of: Mapping[str, str] = _ENTRY_OF) -> Iterator[None]:
-    """Have the errors of a value that is made of entries name their file and the entries.
-
-    Args:
-        entry_of: field of the value -> entry.
-    """
+    """Make errors of a value name the file, and the entries (`entry_of`: field -> entry) in place of its fields."""
     try:
         yield
     except InvalidInputError as error:
@@ -77,11 +69,7 @@ def named(where: str, entry_of: Mapping[str, str] = _ENTRY_OF) -> Iterator[None]
 
 
 def number(where: str, values: Mapping[str, Any], key: str, default: float) -> float:
-    """Return an entry of a config, `default` where it is missing.
-
-    Raises:
-        InvalidInputError: it is no number >= 0.
-    """
+    """Return an entry of a config, `default` if it is missing; raise InvalidInputError if it is no number >= 0."""
     value = values.get(key)
     if value is None:
         return default
@@ -91,14 +79,8 @@ def number(where: str, values: Mapping[str, Any], key: str, default: float) -> f
 
 
 def whole_number(where: str, values: Mapping[str, Any], key: str, needed: Iterable[str]) -> int:
-    """Return an entry of a config.
-
-    Args:
-        needed: the keys that must be there, for the message.
-
-    Raises:
-        InvalidInputError: it is missing or no whole number >= 0, or more layers than can be listed.
-    """
+    """Return an entry of a config; raise InvalidInputError if it is missing (`needed` are the keys that must be there),
+    no whole number >= 0, or more layers than can be listed."""
     value = values.get(key)
     if value is None:
         raise InvalidInputError(f"{where} lacks {key}: it needs {', '.join(needed)}", key=key)
@@ -112,11 +94,8 @@ def whole_number(where: str, values: Mapping[str, Any], key: str, needed: Iterab
 
 
 def interval(where: str, values: Mapping[str, Any], key: str, default: int) -> int:
-    """Return N of an entry for every N-th layer, `default` where it is missing.
-
-    Raises:
-        InvalidInputError: it is no whole number >= 1.
-    """
+    """Return N of an entry for every N-th layer, `default` if it is missing; InvalidInputError if it is no integer >=
+    1."""
     every = default if values.get(key) is None else whole_number(where, values, key, ())
     if every < 1:
         raise InvalidInputError(f"{where}: {key} is {every}, it must be at least 1", key=key)
@@ -124,11 +103,7 @@ def interval(where: str, values: Mapping[str, Any], key: str, default: int) -> i
 
 
 def some_layers(where: str, values: Mapping[str, Any], key: str) -> list[Any]:
-    """Return an entry that lists layers, [] where it is missing.
-
-    Raises:
-        InvalidInputError: it is no list.
-    """
+    """Return an entry that lists layers, [] if it is missing; raise InvalidInputError if it is no list."""
     layers = values.get(key) or []
     if not isinstance(layers, list):
         raise InvalidInputError(f"{where}: {key} is {layers!r}, it must be a list of layers", key=key)
@@ -136,28 +111,21 @@ def some_layers(where: str, values: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def sparse_layers(where: str, values: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Return which layers of a Qwen have experts.
-
-    Raises:
-        InvalidInputError: decoder_sparse_step or mlp_only_layers are not what they must be.
-    """
+    """Return which layers of a Qwen have experts; InvalidInputError if decoder_sparse_step or mlp_only_layers is
+    wrong."""
     every, dense = interval(where, values, "decoder_sparse_step", 1), some_layers(where, values, "mlp_only_layers")
     return [layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers)]
 
 
 def in_one_number(which: Sequence[bool]) -> int | tuple[int, ...]:
-    """Return N where all layers but every N-th are in `which`, else 1 for each that is and 0 for others."""
+    """Return N if all layers but every N-th are in `which`, else 1 for each that is and 0 for others."""
     every = which.index(False) + 1 if False in which else 0
     is_regular = every > 0 and all(one == (layer % every != 0) for layer, one in enumerate(which, 1))
     return every if is_regular else tuple(map(int, which))
 
 
 def is_tied(where: str, values: Mapping[str, Any]) -> bool:
-    """Return whether the output layer has the weights of the embedding.
-
-    Raises:
-        InvalidInputError: the entry is neither true nor false.
-    """
+    """Return whether the output layer shares the embedding's weights; InvalidInputError if the entry is no bool."""
     tied = values.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise InvalidInputError(

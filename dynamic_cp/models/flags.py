@@ -1,8 +1,6 @@
-"""The table of a model's flags, under Megatron-LM's names.
-
-A flag has two rows: a field of `ModelSettings`, which is what the parser knows of it, and a `Meaning`, from which
-launch lines, the `architecture` of model files, the flags in checkpoints and megatron-core's configuration are made.
-"""
+"""The table of a model's flags, under Megatron-LM's names. A flag has two rows: a field of `ModelSettings`, from which
+the parser is made, and a `Meaning`, from which launch lines, the `architecture` of model files, the flags in
+checkpoints and megatron-core's configuration are made."""
 
 from __future__ import annotations
 
@@ -30,13 +28,13 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 ROTARY = ("rope", "yarn")
 """Values of --position-embedding-type that rotate queries and keys."""
 ROPE_TYPES = ("rope", "yarn")
-"""Of latent attention, which has RoPE and YaRN of its own."""
+"""The same for latent attention, which has its own RoPE and YaRN."""
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 BALANCING = ("aux_loss", "seq_aux_loss", "none")
 """Values of --moe-router-load-balancing-type. Routers have losses of sequences only, so the first two are the same."""
 GATED_DELTA_NET, MAMBA = "gated_delta_net", "mamba2"
 ALIASES = {"gdn": GATED_DELTA_NET}
-"""Of later releases: value of --experimental-attention-variant -> what 0.16 calls it."""
+"""Value of --experimental-attention-variant in later releases -> its name in 0.16."""
 FP8_FORMATS = ("e4m3", "hybrid")
 FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8", "delayed")
 WINDOW_PATTERN = "give a number, or 1 (window) and 0 (none) for each layer, such as [1,1,0]*4"
@@ -68,16 +66,14 @@ def _variant(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """What is trained, and in which precision and kernels.
+    """What is trained, and in which precision and kernels. None stands for megatron-core's default in YaRN's settings
+    (from rotary_scaling_factor on), and for no latent attention in its settings (from q_lora_rank on).
 
     Attributes:
-        rotary_scaling_factor, yarn_original_max_position_embeddings and what follows: of YaRN; None: as
-            megatron-core has it.
+        q_lora_rank: None: queries are projected from the hidden states.
+        transformer_impl: None: TransformerEngine's layers if they can be used (`layers.choose`).
+        gradient_accumulation_fusion and its kin: None: on CUDA, if available (`fusions.choose`).
         expert_tensor_parallel_size: 1 with experts.
-        q_lora_rank and what follows: of multi-latent attention; None without it, q_lora_rank also where queries are
-            projected from the hidden states.
-        transformer_impl: None: TransformerEngine's layers where they can be used (`layers.choose`).
-        gradient_accumulation_fusion and its kin: None: on CUDA, where it can be had (`fusions.choose`).
     """
 
     num_layers: int = flag("layers of the transformer", REQUIRED, within=POSITIVE)
@@ -339,17 +335,16 @@ class Meaning(NamedTuple):
     """What a flag of a model is elsewhere; "=" is the flag's own name.
 
     Attributes:
-        usual: what an `Architecture` holds where the flag is not given, also where the flag itself is None then, such
-            as 0 for no window; None: there is none, a model file must say it or other flags decide it.
+        usual: what an `Architecture` holds if the flag is not given or None, such as 0 for no window; None: a model
+            file must say it, or other flags decide it.
         shape: field of `ModelShape` that has the value, such as "experts.topk"; "": none has.
-        entry: its name in the `architecture` of a model file, "not NAME" where that says the opposite; "": it is no
-            part of one.
+        entry: its name in the `architecture` of a model file, "not NAME" if that says the opposite; "": none.
         config: field of megatron-core's TransformerConfig that has the value, "not NAME" likewise; "": none has.
-        needs: flag without which it says nothing, or that and its values: "name=a|b". Beside flags there is
-            linear_attention, the kind of such layers, which follows from several flags.
-        is_shown: a launch line names it with its usual value, too.
-        kept: whether runs that load each other's weights must share it: "on" where it is not as usual, "always" where
-            what it needs is there, with its usual value, too; "": never.
+        needs: flag without which it says nothing, with values if only some count: "name=a|b". `linear_attention`, the
+            kind of such layers, counts as a flag here.
+        is_shown: a launch line names it even at its usual value.
+        kept: whether runs that load each other's weights must share it: "on" if it is not as usual, "always" if what it
+            needs is there, "": never.
     """
 
     usual: Any = None
@@ -504,4 +499,4 @@ MEANINGS: Mapping[str, Meaning] = _named(
     account_for_embedding_in_pipeline_split=Meaning(config="="),
     account_for_loss_in_pipeline_split=Meaning(config="="),
 )
-"""Flag -> what it is, in the order of launch lines."""
+"""Flag -> its meaning, in the order of launch lines."""

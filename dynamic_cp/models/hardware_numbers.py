@@ -1,8 +1,6 @@
-"""The numbers of a hardware file with their units: written as 12.5 GB/s, and refused where they are off by a unit.
-
-A bandwidth of 12.5 bytes/s plans without complaint, and plans nonsense. The ranges here are wide, from a core of a
-shared CPU to a device that nobody has built yet: what lies outside was typed in another unit.
-"""
+"""The numbers of a hardware file with their units: written as 12.5 GB/s, and refused if they are off by a unit. A
+bandwidth of 12.5 bytes/s would plan nonsense without complaint. Ranges are wide, from a core of a shared CPU to a
+device that nobody has built yet: what lies outside was typed in another unit."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from dynamic_cp.errors import InvalidInputError, did_you_mean
 from dynamic_cp.types import Hardware
 
 _LARGEST = 1e300
-"""A coefficient above this is a mistake, and no longer a float."""
+"""A coefficient above this is a mistake."""
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)\s*(.*?)\s*")
@@ -27,14 +25,12 @@ def _with_prefixes(words: Iterable[str], prefixes: Mapping[str, float], factor: 
 
 
 class Kind(NamedTuple):
-    """What some numbers have in common.
+    """What some numbers have in common: the unit in which they are kept, words for units with their values, and an
+    example.
 
     Attributes:
-        unit: in which they are kept.
-        units: word -> its value in `unit`.
         least, most: of a plausible number that is not 0; 0 means that it is not known or not priced.
-        usual: of today's devices, to guess which unit was meant.
-        example: of a value with its unit.
+        usual: range of today's devices, to guess which unit was meant.
     """
 
     unit: str
@@ -100,7 +96,7 @@ _ENDINGS = {
     "_bytes_per_group": _BUFFERS,
     "_bytes": _MEMORY,
 }
-"""Ending of a name that says its unit -> what it is; a short name leaves it out."""
+"""Ending of a name that says its unit -> its kind; a short name leaves it out."""
 _OTHER_ENDINGS = {"_tokens": _TOKENS, "_over_forward": _RATIO, "_credit": _SHARE, "_fraction": _SHARE}
 
 
@@ -111,7 +107,7 @@ def _kind_of(name: str) -> Kind:
 KIND_OF: Mapping[str, Kind] = {
     field.name: _kind_of(field.name) for field in fields(Hardware) if field.name not in ("name", "source")
 }
-"""Name of a number of `types.Hardware` -> what it is."""
+"""Name of a number of `types.Hardware` -> its kind."""
 
 
 @cache
@@ -121,16 +117,8 @@ def short_names() -> Mapping[str, str]:
 
 
 def parse_number(where: str, name: str, text: str, *, needs_unit: bool = False) -> float:
-    """Return the number `name` that `text` says, in the unit of its name.
-
-    Args:
-        where: what to call the place in errors.
-        text: a number, with or without a unit.
-        needs_unit: refuse one without, where it has one; but for 0.
-
-    Raises:
-        InvalidInputError: no number, no unit of this kind, or a number that is not plausible.
-    """
+    """Return the number `name` that `text`, with or without a unit, says in the unit of its name; `needs_unit`: refuse
+    a number other than 0 without one. InvalidInputError for a wrong unit or an implausible number."""
     kind, found = KIND_OF[name], _NUMBER.fullmatch(text)
     if found is not None:
         number, unit = float(found[1]), found[2]
@@ -143,7 +131,7 @@ def parse_number(where: str, name: str, text: str, *, needs_unit: bool = False) 
 
 
 def _factor(where: str, name: str, unit: str) -> float | None:
-    """Return what a unit stands for, None if it is none of this kind; capitals matter only where they must."""
+    """Return the factor of a unit, None if it is none of this kind; capitals matter only where they must."""
     kind = KIND_OF[name]
     if unit in kind.units:
         return kind.units[unit]
@@ -157,11 +145,8 @@ def _factor(where: str, name: str, unit: str) -> float | None:
 
 
 def checked_number(where: str, name: str, value: object) -> float:
-    """Return `value` if it can be the number `name` of a device.
-
-    Raises:
-        InvalidInputError: no number, a negative one, or one that is off by a unit.
-    """
+    """Return `value` if it can be the number `name` of a device; raise InvalidInputError if it is no number, negative,
+    or off by a unit."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
         raise InvalidInputError(f"{where}: {name} is {value!r}, it must be a number >= 0", name=name)
     kind = KIND_OF[name]
@@ -187,15 +172,9 @@ def _remedy(kind: Kind, value: float) -> str:
 
 
 def with_settings(hardware: Hardware, settings: Iterable[str]) -> Hardware:
-    """Return `hardware` with some numbers changed by hand; its name says which.
-
-    Args:
-        settings: each NAME=VALUE; a name may leave out its unit where the value has one, as in
-            "bandwidth_across_nodes=12.5GB/s".
-
-    Raises:
-        InvalidInputError: no such number, or a value that it cannot have.
-    """
+    """Return `hardware` with some numbers changed by hand; its name says which. A setting is NAME=VALUE; a name may
+    leave out its unit if the value has one: "bandwidth_across_nodes=12.5GB/s". InvalidInputError for a wrong name or
+    value."""
     values: dict[str, float] = {}
     source, texts = dict(hardware.source), []
     for setting in settings:

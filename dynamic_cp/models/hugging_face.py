@@ -30,7 +30,7 @@ WHY_NOT_TRAINED = {
     "gemma2": "scores and logits that are capped",
     **dict.fromkeys(("olmo2", "olmo3"), "norms behind attention and MLP alone, and of all heads together"),
 }
-"""Decoders whose layers differ from those of the others in what is not priced -> by what."""
+"""Decoders whose layers differ from the others' in what is not priced -> how they differ."""
 _LATENTS = ("deepseek_v2", "deepseek_v3")
 """Decoders with multi-latent attention; version 3 may predict further tokens."""
 _DEEPSEEKS = ("deepseek", *_LATENTS)
@@ -52,19 +52,19 @@ _DECODERS = (
     *_GEMMAS,
     *_MOES,
 )
-"""With a gate and an up projection in each MLP, whatever their hidden_act."""
+"""Decoders with a gate and an up projection in each MLP, whatever their hidden_act."""
 _QWENS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 _ASKED_FOR = (*_QWENS, "smollm3")
-"""Have windows only where use_sliding_window says so."""
+"""Decoders that have windows only if use_sliding_window says so."""
 _NO_WINDOWS = ("llama", "gemma", "granite", "olmo2", *_GLMS)
 PARTLY_ROTATED = ("phi3", *_GLMS, *hybrids.PARTLY_ROTATED)
-"""Families of which transformers read partial_rotary_factor."""
+"""Families for which transformers reads partial_rotary_factor."""
 MODULES = hybrids.MODULES
 """Entry: modules that predict further tokens."""
 _ENCODERS = {"bert": False, "modernbert": True}
-"""Dense, tokens attend to their whole sample -> whether the MLP has a gate."""
+"""Dense models whose tokens attend to their whole sample -> whether the MLP has a gate."""
 SAME_AS = {"kimi_k2": "deepseek_v3"}
-"""model_type -> the one whose layers these are."""
+"""model_type -> the one whose layers it has."""
 MODEL_TYPES = (*_DECODERS, *SAME_AS, *hybrids.MODEL_TYPES, *_ENCODERS)
 _SLIDING, _WHOLE = "sliding_attention", "full_attention"
 """Entries of layer_types."""
@@ -81,14 +81,14 @@ _NOT_ATTENTION = {
     "attention_chunk_size": "attention within chunks",
     "is_encoder_decoder": "an encoder beside the decoder",
 }
-"""Key that says how tokens meet in another way than in attention to all before, or to a window -> what it is."""
+"""Key that says tokens meet otherwise than in attention to all before, or to a window -> what it is."""
 _NOT_PRICED = {
     **dict.fromkeys(_EXPERT_COUNTS, ("experts", 2)),
     "kv_lora_rank": ("multi-head latent attention", 1),
     "q_lora_rank": ("multi-head latent attention", 1),
     MODULES: ("prediction of several tokens", 1),
 }
-"""Key of what the cost model has no formula for -> what it is, and from which value on it is there."""
+"""Key of what the cost model has no formula for -> what it is, and the least value with which it is there."""
 
 LATENT_SIZES = {
     "kv_lora_rank": "kv_lora_rank",
@@ -96,10 +96,10 @@ LATENT_SIZES = {
     "qk_rope_head_dim": "qk_pos_emb_head_dim",
     "v_head_dim": "v_head_dim",
 }
-"""The same of latent attention."""
+"""Entry of latent attention -> field of `ModelShape`."""
 _OF_LATENTS = frozenset({*LATENT_SIZES, "q_lora_rank", MODULES})
 _LATENT_EPSILON = 1e-6
-"""Of the norms of latents, whatever rms_norm_eps says."""
+"""Epsilon of the norms of latents, whatever rms_norm_eps says."""
 _QUICK_GELU = 1.702
 """Factor in the gates of gpt-oss."""
 FACTORS = ("residual_multiplier", "embedding_multiplier", "logits_scaling")
@@ -114,7 +114,8 @@ _OF_FAMILY = {
     "gemma2": frozenset({"hidden_activation", "query_pre_attn_scalar"}),
     "gemma3_text": frozenset({"hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"}),
 }
-"""What configs of a family say besides; the last two of gpt_oss once more, that of phi3 of a RoPE that is refused."""
+"""Further entries of a family. The last two of gpt_oss repeat others; that of phi3 belongs to a RoPE that is
+refused."""
 _OF_EXPERTS = frozenset(
     {
         "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "num_experts_per_tok", "first_k_dense_replace",
@@ -122,7 +123,7 @@ _OF_EXPERTS = frozenset(
         "scoring_func", "seq_aux", "aux_loss_alpha", "ep_size", "qk_head_dim", "rope_interleave",
     }
 )  # fmt: skip
-"""What configs of DeepSeek say of experts, whether layers have some or not, and of heads."""
+"""Entries of DeepSeek on experts, whether layers have some or not, and on heads."""
 
 _ARCHITECTURE = frozenset(
     {
@@ -156,7 +157,7 @@ _PRICED = frozenset(
         "max_window_layers", "layer_types", "sliding_window_pattern", "_sliding_window_pattern",
     }
 )  # fmt: skip
-"""What `model_shape` reads or refuses."""
+"""Entries that `model_shape` reads or refuses."""
 
 
 def is_config(data: Mapping[str, Any]) -> bool:
@@ -165,11 +166,7 @@ def is_config(data: Mapping[str, Any]) -> bool:
 
 
 def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
-    """Return the shape in `data`.
-
-    Args:
-        where: what to call the file in errors.
-        data: the content of a config.json.
+    """Return the shape in `data`, the content of a config.json; `where` names the file in errors.
 
     Raises:
         UnsupportedFeatureError: a model_type whose layers are not known here, or what has no price.
@@ -208,7 +205,6 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
 
 
 def _as_family(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `data` under the model_type whose layers it has."""
     same = SAME_AS.get(str(data.get("model_type")))
     return data if same is None else {**data, "model_type": same}
 
@@ -238,7 +234,7 @@ def _completed(where: str, data: Mapping[str, Any], latents: Mapping[str, Any]) 
     model_type = data.get("model_type")
     values = dict(data)
     if latents:
-        # transformers has other numbers in head_dim of some of these; each query head has keys of its own.
+        # transformers has other numbers in head_dim of some of these; each query head has its own keys.
         values["head_dim"] = latents["qk_head_dim"] + latents["qk_pos_emb_head_dim"]
         values["num_key_value_heads"] = values.get("num_attention_heads")
     if model_type in _ENCODERS:
@@ -253,7 +249,8 @@ def _completed(where: str, data: Mapping[str, Any], latents: Mapping[str, Any]) 
 
 
 def _latents(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of latent attention and of further tokens as `ModelShape` has them; {} of other models."""
+    """Return the numbers of latent attention and of further tokens under the names of `ModelShape`; {} for other
+    models."""
     if data.get("model_type") not in _LATENTS:
         return {}
     found = {name: whole_number(where, data, key, LATENT_SIZES) for key, name in LATENT_SIZES.items()}
@@ -264,12 +261,11 @@ def _latents(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def num_modules(where: str, data: Mapping[str, Any]) -> int:
-    """Return how many modules that predict further tokens are said."""
+    """Return the number of modules that predict further tokens."""
     return 0 if data.get(MODULES) is None else whole_number(where, data, MODULES, (MODULES,))
 
 
 def _has_experts(data: Mapping[str, Any]) -> bool:
-    """Return whether any layer has experts."""
     if data.get("model_type") not in _DEEPSEEKS:
         return data.get("model_type") in _MOES
     first, layers = data.get("first_k_dense_replace"), data.get("num_hidden_layers")
@@ -279,10 +275,8 @@ def _has_experts(data: Mapping[str, Any]) -> bool:
 
 
 def _windows(where: str, data: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Return `window_tokens` and `window_attn_skip_freq` of the shape, as transformers would have the layers.
-
-    A sliding window counts the token itself, as `window_tokens` does.
-    """
+    """Return `window_tokens` and `window_attn_skip_freq` of the shape, with the layers of transformers. A sliding
+    window counts the token itself, as `window_tokens` does."""
     model_type, layer_types = data.get("model_type"), data.get("layer_types")
     is_used = data.get("use_sliding_window", model_type not in _ASKED_FOR)
     window = data.get("sliding_window") if is_used and model_type not in _ENCODERS else None
@@ -323,7 +317,7 @@ def _windows(where: str, data: Mapping[str, Any], num_layers: int) -> dict[str, 
 
 
 def _experts(where: str, data: Mapping[str, Any], num_layers: int) -> Experts:
-    """Return the experts of a model of one of `_MOES`, as transformers would have the layers."""
+    """Return the experts of a model of one of `_MOES`, with the layers of transformers."""
     model_type = data["model_type"]
 
     def entry(key: str, default: int | None = None) -> int:
@@ -339,7 +333,7 @@ def _experts(where: str, data: Mapping[str, Any], num_layers: int) -> Experts:
         moe = [layer >= first and layer % every == 0 for layer in range(num_layers)]
     else:
         needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-        # As transformers 5 calls it in the configs of qwen3_moe that it writes.
+        # transformers 5 writes this name into configs of qwen3_moe.
         counts = "num_local_experts" if data.get("num_experts") is None and "num_local_experts" in data else needed[0]
         width, moe = entry("moe_intermediate_size"), sparse_layers(where, data, num_layers)
     shared = entry("n_shared_experts", 0) * width if model_type in _DEEPSEEKS else 0
@@ -361,7 +355,7 @@ def layer_types(windowed: Sequence[bool]) -> Iterator[str]:
 
 
 def _refuse_what_has_no_price(where: str, data: Mapping[str, Any]) -> None:
-    """Refuse what the cost model has no formula for: how tokens meet is named first, alone where it is another way."""
+    """Refuse what the cost model has no formula for; other ways for tokens to meet are named first, and alone."""
     parts = [data, *(part for part in data.values() if isinstance(part, Mapping))]  # text_config, ffn_config
     found: dict[str, str] = {}
     for part in parts:
@@ -385,19 +379,9 @@ def _refuse_what_has_no_price(where: str, data: Mapping[str, Any]) -> None:
 
 
 def architecture(where: str, data: Mapping[str, Any]) -> Architecture:
-    """Return what `data`, of which `model_shape` has read the shape, says beyond it.
-
-    What pretrain_gpt.py does not have is in `not_trained`; entries that transformers does not read either are in
-    `not_read`: nothing that a config says is left out silently. That weights are quantized changes nothing of a run
-    that starts without them: it is in `not_imported`.
-
-    Args:
-        where: what to call the file in errors.
-        data: the content of a config.json.
-
-    Raises:
-        InvalidInputError: a value of the wrong type.
-    """
+    """Return what `data`, whose shape `model_shape` has read, says beyond it; InvalidInputError for a wrong type.
+    Nothing is left out silently: `not_trained` has what pretrain_gpt.py lacks, `not_read` what transformers does not
+    read either, `not_imported` quantized weights, which do not matter to a run that starts without them."""
     if hybrids.is_config(data):
         return hybrids.architecture(where, data, _ARCHITECTURE | _NOT_THE_MODEL)
     data = _as_family(data)
@@ -482,7 +466,7 @@ _TANH_GELU = "gelu_pytorch_tanh"
 
 
 def _of_gemma(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what layers of Gemma have in their own way."""
+    """Return the flags of what layers of Gemma do in their own way."""
     values = _completed(where, data, {})
     hidden_size, width = (whole_number(where, values, key, SIZES) for key in ("hidden_size", "head_dim"))
     found = {"apply_layernorm_1p": True, "geglu": True, "embedding_multiplier": float(hidden_size) ** 0.5}
@@ -497,7 +481,7 @@ def _of_gemma(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _factors(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the factors of a Granite; that of scores is 0 where it is what follows from the width of a head."""
+    """Return the factors of a Granite; that of scores is 0 if it follows from the width of a head."""
     width = whole_number(where, _completed(where, data, {}), "head_dim", SIZES)
     scale = float(number(where, data, "attention_multiplier", 1.0))
     factors = {name: float(number(where, data, name, 1.0)) for name in FACTORS}
@@ -505,7 +489,7 @@ def _factors(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unrotated(where: str, data: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return 1 for each layer of a SmolLM3 that does not rotate and 0 for others, () where all do."""
+    """Return 1 for each layer of a SmolLM3 that does not rotate and 0 for others, () if all do."""
     num_layers = whole_number(where, data, "num_hidden_layers", SIZES)
     rotated = data.get("no_rope_layers")  # which, despite its name, has 1 for those that do
     if rotated is None:
@@ -520,7 +504,7 @@ def _unrotated(where: str, data: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _activation(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a gpt-oss model the flags say of MLPs and attention."""
+    """Return the flags of MLPs and attention of a gpt-oss model."""
     return {
         "softmax_type": "learnable",
         "quick_geglu": True,
@@ -530,7 +514,7 @@ def _activation(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _why_gpt_oss_differs(data: Mapping[str, Any]) -> list[str]:
-    """Return what of a gpt-oss model pretrain_gpt.py does not have."""
+    """Return what a gpt-oss model has that pretrain_gpt.py does not."""
     why_not = []
     if not data.get("attention_bias", True):
         why_not.append("attention_bias false: linear layers of gpt_oss have biases, those of experts and routers, too")
@@ -542,7 +526,7 @@ def _why_gpt_oss_differs(data: Mapping[str, Any]) -> list[str]:
 
 
 def _why_latents_differ(where: str, data: Mapping[str, Any]) -> list[str]:
-    """Return what of latent attention pretrain_gpt.py does not have."""
+    """Return what latent attention has that pretrain_gpt.py does not."""
     why_not = []
     epsilon = number(where, data, "rms_norm_eps", _LATENT_EPSILON)
     if epsilon != _LATENT_EPSILON:
@@ -558,7 +542,7 @@ def _why_latents_differ(where: str, data: Mapping[str, Any]) -> list[str]:
 
 
 def _divided(where: str, values: Mapping[str, Any]) -> int:
-    """Return the width of a head where the file does not state it."""
+    """Return the width of a head if the file does not state it."""
     hidden_size, heads = (whole_number(where, values, key, SIZES) for key in ("hidden_size", "num_attention_heads"))
     if heads < 1 or hidden_size % heads:
         raise InvalidInputError(

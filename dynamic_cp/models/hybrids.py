@@ -1,7 +1,7 @@
 """The shape and the architecture of a hybrid from a Hugging Face config.json: some layers have linear attention.
 
-Qwen3-Next and the text of Qwen3.5 have gated delta nets; Nemotron-H, Granite 4 and Bamba Mamba-2, as patterns of half
-layers. Defaults are those of `configuration_<model_type>.py` of transformers 5.23.
+Qwen3-Next and the text of Qwen3.5 have gated delta nets; Nemotron-H, Granite 4 and Bamba have Mamba-2, as patterns of
+half layers. Defaults are those of `configuration_<model_type>.py` of transformers 5.23.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TEXTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """model_type of a language model with a vision tower around it -> of the language model, in its text_config."""
 _QWENS = ("qwen3_next", *_TEXTS.values())
 PARTLY_ROTATED = _QWENS
-"""Of which transformers read partial_rotary_factor."""
+"""Families for which transformers reads partial_rotary_factor."""
 _MAMBAS = ("nemotron_h", "granitemoehybrid", "bamba")
 MODEL_TYPES = (*_QWENS, *_TEXTS, *_MAMBAS)
 
@@ -40,7 +40,7 @@ _GATED_DELTA = {
     "linear_value_head_dim": ("value_size", 128),
     "linear_conv_kernel_dim": ("kernel_size", 4),
 }
-"""Entry -> field of `LinearAttention`, and what it is where the entry is missing."""
+"""Entry -> field of `LinearAttention`, and its default."""
 _OF_NEMOTRON = {
     "mamba_num_heads": ("num_heads", 128),
     "n_groups": ("num_groups", 8),
@@ -65,10 +65,10 @@ _SYMBOLS = {
 _PATTERN = "hybrid_override_pattern"
 """Entry of Nemotron-H that has these symbols itself."""
 MODULES, MODULES_AGAIN = "num_nextn_predict_layers", "mtp_num_hidden_layers"
-"""Modules that predict further tokens, which transformers leaves out: an entry that is read, and the one that published
-configs of Qwen3.5 have for those of their files."""
+"""Modules that predict further tokens, which transformers leaves out: the entry that is read, and the one that
+published configs of Qwen3.5 have for the modules in their files."""
 _NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-"""Back, as transformers writes it."""
+"""Symbol -> entry, as transformers writes it."""
 _KNOWN = frozenset(
     {
         *SIZES, *_GATED_DELTA, *_OF_NEMOTRON, *_OF_OTHERS, "model_type", "tie_word_embeddings", "num_experts",
@@ -113,11 +113,8 @@ def model_shape(where: str, data: Mapping[str, Any]) -> ModelShape:
 
 
 def architecture(where: str, data: Mapping[str, Any], known: frozenset[str]) -> Architecture:
-    """Return what `data` says beyond its shape, as `hugging_face.architecture`.
-
-    Args:
-        known: entries of all families that change nothing, or that are read here.
-    """
+    """Return what `data` says beyond its shape, as `hugging_face.architecture`; `known`: entries of all families that
+    change nothing or are read here."""
     data = _language_model(where, data)
     model_type = data["model_type"]
     is_nemotron, is_qwen = model_type == "nemotron_h", model_type in _QWENS
@@ -154,7 +151,7 @@ def known_entries(model_type: str, known: frozenset[str]) -> frozenset[str]:
 
 
 _EPSILON = {**dict.fromkeys(_QWENS, 1e-6), "nemotron_h": 1e-5, "granitemoehybrid": 1e-6, "bamba": 1e-5}
-"""Of norms, where a config has none."""
+"""Default epsilon of norms."""
 
 
 def _language_model(where: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,26 +176,22 @@ class _Reader:
         self.where, self.data = where, data
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return an entry; `default` where it is missing, if there is one."""
+        """Return an entry, or `default` if it is missing and there is one."""
         data = self.data if self.data.get(key) is not None or default is None else {key: default}
         return whole_number(self.where, data, key, SIZES)
 
     def layers(self) -> dict[str, Any]:
-        """Return the fields of `ModelShape` that say what layers are."""
+        """Return the fields of `ModelShape` that describe the layers."""
         raise NotImplementedError
 
     def linear_attention(self, kind: str, entries: Mapping[str, tuple[str, int]]) -> LinearAttention:
-        """Return that of the layers which have it, of `entries` with their defaults."""
+        """Return the linear attention of its layers from `entries`, with their defaults."""
         values = {field: self.size(key, default) for key, (field, default) in entries.items()}
         return LinearAttention(kind=kind, **values)  # type: ignore[arg-type]
 
     def listed(self, *keys: str) -> str | None:
-        """Return the layers as symbols, of the entries that say them; None: none of `keys` does.
-
-        Raises:
-            UnsupportedFeatureError: a layer that this family does not have.
-            InvalidInputError: entries contradict each other or num_hidden_layers.
-        """
+        """Return the layers as symbols, from the entries that say them; None if none of `keys` does. Raise
+        UnsupportedFeatureError for a layer that this family lacks, InvalidInputError for contradictions."""
         given = {key: self._symbols(key) for key in keys if self.data.get(key) is not None}
         num_layers = self.size("num_hidden_layers", 0)
         for key, symbols in given.items():
@@ -224,7 +217,7 @@ class _Reader:
         return "".join(_SYMBOLS[one] for one in layers)
 
     def head_dim(self, default: int) -> int:
-        """Return the width of a head; default 0: what the heads make of hidden_size."""
+        """Return the width of a head; default 0: hidden_size over the heads."""
         return self.size("head_dim", default or self.size("hidden_size") // max(1, self.size("num_attention_heads")))
 
 
@@ -302,7 +295,6 @@ class _Nemotron(_Reader):
         }
 
     def pattern(self) -> str:
-        """Return the symbols of its layers."""
         layers = self.listed("layers_block_type", "layer_types", _PATTERN)
         if layers is None:
             raise InvalidInputError(
@@ -313,7 +305,7 @@ class _Nemotron(_Reader):
 
 
 class _MambaWithMlp(_Reader):
-    """Granite 4 and Bamba: a mixer and an MLP, or experts, in each layer; as a pattern two halves of one each."""
+    """Granite 4 and Bamba: a mixer and an MLP, or experts, in each layer; a pattern has two halves for each."""
 
     def layers(self) -> dict[str, Any]:
         is_granite, num_layers = self.data["model_type"] == "granitemoehybrid", self.size("num_hidden_layers")
@@ -402,7 +394,7 @@ _SAME = {
     "output_gate_type": ("swish", "silu"),
     "mamba_ssm_dtype": ("float32",),
 }
-"""Entry -> values with which layers are as pretrain_gpt.py has them."""
+"""Entry -> values with which layers are those of pretrain_gpt.py."""
 _SAME_OF_NEMOTRON = {**_SAME, "hidden_act": ("relu2", "silu")}
 """Its MLPs go by mlp_hidden_act."""
 _AGAIN_IN_NEMOTRON = {
@@ -410,12 +402,12 @@ _AGAIN_IN_NEMOTRON = {
     "rms_norm_eps": ("layer_norm_epsilon", 1e-5),
     "attention_head_dim": ("head_dim", 128),
 }
-"""Entry -> the one that transformers reads, which must be the same, and what that is where it is missing."""
+"""Entry -> the entry that transformers reads, which must be equal, and its default."""
 _OFF = (
     *("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "attention_dropout", "hidden_dropout"),
     *("residual_in_fp32", "sliding_window"),
 )
-"""Entries of what it does not have with them."""
+"""Entries that must be off: hybrids here have no such thing."""
 _FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
 
 
@@ -444,10 +436,8 @@ def _why_trained_otherwise(data: Mapping[str, Any]) -> list[str]:
 
 
 def written(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
-    """Return the entries of a config.json that are read as the layers of a hybrid: of Nemotron-H where they are halves.
-
-    What its family does not have is read otherwise.
-    """
+    """Return the entries of a config.json that is read as this hybrid: of Nemotron-H if layers are halves, else of a
+    Qwen. What that family does not have is read otherwise."""
     linear, experts = shape.linear_attention, shape.experts
     assert linear is not None
     if shape.layer_pattern:
@@ -484,12 +474,12 @@ def written(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
 
 
 def modules(num_layers: int) -> dict[str, int]:
-    """Return the entries of so many modules that predict further tokens; {} without them, as published."""
+    """Return the entries for so many modules that predict further tokens; {} without them, as published."""
     return {MODULES: num_layers, MODULES_AGAIN: num_layers} if num_layers else {}
 
 
 _NO_STEP = 1e-9
-"""transformers bound the steps of Mamba-2 by time_step_min, which is to say how its weights begin; we do not."""
+"""time_step_min: transformers bounds the steps of Mamba-2 by it, though it is about initial weights; we do not."""
 
 
 def _experts_of_nemotron(experts: Experts, architecture: Architecture) -> dict[str, Any]:

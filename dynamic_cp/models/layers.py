@@ -10,7 +10,7 @@ from dynamic_cp.models.flags import MEANINGS
 
 HEAD_DIM_MULTIPLE = 8
 LARGEST_HEAD_DIM = 256
-"""Of the flash and cuDNN kernels that TransformerEngine calls."""
+"""Limits of the flash and cuDNN kernels that TransformerEngine calls."""
 
 CHECKED_LOCALLY = "checked with local layers only"
 
@@ -32,11 +32,8 @@ _ONLY_LOCAL = {
 
 
 def why_local(flags: Mapping[str, Any]) -> str | None:
-    """Return the first of what keeps TransformerEngine's layers away; None: nothing does.
-
-    Args:
-        flags: of the model, `kv_channels` among them; what is missing is as usual.
-    """
+    """Return the first reason against TransformerEngine's layers; None: there is none. `flags` are the model's, with
+    `kv_channels`; missing ones are as usual."""
     for name, what in _ONLY_LOCAL.items():
         if flags.get(name) not in (None, False, 0, MEANINGS[name].usual):
             return f"{what.format(flags[name])} {CHECKED_LOCALLY}"

@@ -1,8 +1,5 @@
-"""RoPE of a config.json: as it is, as Llama 3.1 scales it, or YaRN; and the same written back.
-
-Its entries are in `rope_scaling`, since transformers 5 in `rope_parameters`. Source: `modeling_rope_utils.py` of
-transformers 5.23.
-"""
+"""RoPE of a config.json: plain, scaled as in Llama 3.1, or YaRN; and the same written back. Its entries are in
+`rope_scaling`, since transformers 5 in `rope_parameters`. Source: `modeling_rope_utils.py` of transformers 5.23."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from dynamic_cp.models.entries import number
 from dynamic_cp.models.flags import MEANINGS
 
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core has fixed of the scaled RoPE of Llama 3.1 to 3.3; the factor is free."""
+"""Numbers of Llama 3.1 to 3.3's scaled RoPE that megatron-core has fixed; the factor is free."""
 _NAMES = frozenset({"rope_type", "type", "rope_theta"})
 _YARN = {
     "factor": "rotary_scaling_factor",
@@ -28,19 +25,12 @@ _YARN = {
 }
 """Entry of YaRN -> flag."""
 _EXACT = 1e-6
-"""How far a factor of rotated queries and keys may be from the one that follows from the rest."""
+"""Relative tolerance of attention_factor against the value that follows from the rest."""
 
 
 def rotation(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the flags that say how a model rotates, and what of it pretrain_gpt.py does not have.
-
-    Args:
-        where: what to call the file in errors.
-        data: the content of a config.json.
-
-    Raises:
-        InvalidInputError: a value of the wrong type.
-    """
+    """Return the flags that say how a model rotates, and what of it pretrain_gpt.py lacks; InvalidInputError for a
+    wrong type."""
     found: dict[str, Any] = {"position_embedding_type": "rope"}
     not_trained: list[str] = []
     if data.get("model_type") == "gemma3_text":
@@ -69,11 +59,8 @@ def rotation(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[
 
 
 def _of_whole_layers(where: str, data: Mapping[str, Any], found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a config of Gemma 3 with the rotation of its layers without a window, and what of others is not trained.
-
-    Args:
-        found: gets the base of layers with a window.
-    """
+    """Return a config of Gemma 3 with the rotation of its layers without a window, and what of the others is not
+    trained; `found` gets the base of layers with a window."""
     entry = data.get("rope_parameters")
     whole, windowed = (
         dict(entry.get(kind) or {}) if isinstance(entry, Mapping) else {}
@@ -118,7 +105,7 @@ def _yarn(where: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if not (entry.get("mscale") and entry.get("mscale_all_dim")):
         if entry.get("mscale_all_dim") or entry.get("mscale") not in (None, 0, 1):
             return {}, "mscale and mscale_all_dim of YaRN: both are needed, or neither"
-        found |= {"mscale": 1.0, "mscale_all_dim": 0.0}  # what transformers do with one of them
+        found |= {"mscale": 1.0, "mscale_all_dim": 0.0}  # what transformers does with one of them
     given, follows = entry.get("attention_factor"), _concentration(found)
     if given is not None and not math.isclose(number(where, entry, "attention_factor", 1.0), follows, rel_tol=_EXACT):
         return {}, f"attention_factor {given} of YaRN: {follows} follows from the rest"

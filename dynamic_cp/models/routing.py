@@ -1,8 +1,5 @@
-"""How a model of a config.json sends tokens to experts.
-
-Source: the routers of transformers 5.23 (`modeling_<model_type>.py`), and megatron-core's
-`topk_routing_with_score_function`, which has to do the same.
-"""
+"""How a model of a config.json sends tokens to experts. Source: the routers of transformers 5.23
+(`modeling_<model_type>.py`), and megatron-core's `topk_routing_with_score_function`, which has to do the same."""
 
 from __future__ import annotations
 
@@ -12,28 +9,21 @@ from typing import Any
 from dynamic_cp.models.entries import number
 
 _SCORES = {"deepseek_v2": "softmax", "deepseek_v3": "sigmoid"}
-"""model_type -> what its scores are, where a config may say otherwise."""
+"""model_type -> its scores, where a config may say otherwise."""
 _BEST_OF_GROUP = {"deepseek_v2": 1, "deepseek_v3": 2}
-"""model_type -> so many best experts of a group decide whether it is one of the chosen."""
+"""model_type -> number of best experts of a group by which groups are chosen."""
 _CHOOSES = {
     "deepseek_v2": ("greedy", "group_limited_greedy", None),
     "deepseek_v3": ("noaux_tc", None),
 }
 """model_type -> values of topk_method."""
 _SCALING = {"deepseek_v2": 1.0, "deepseek_v3": 2.5}
-"""model_type -> routed_scaling_factor where a config has none, as in transformers."""
+"""model_type -> default of routed_scaling_factor, as in transformers."""
 
 
 def routing(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the flags that say how tokens are routed, and what of it pretrain_gpt.py does not have.
-
-    Args:
-        where: what to call the file in errors.
-        data: the content of a config.json, of a model with experts.
-
-    Raises:
-        InvalidInputError: a value of the wrong type.
-    """
+    """Return the flags that say how tokens are routed, and what of it pretrain_gpt.py does not have; `data` is a
+    config.json of a model with experts. Raise InvalidInputError for a value of the wrong type."""
     model_type = str(data.get("model_type"))
     if model_type in _SCORES:
         return _deepseek(where, data, model_type)
@@ -41,7 +31,7 @@ def routing(where: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
         return {}, []
     if model_type == "deepseek":
         return {}, ["model_type deepseek: transformers has no such model to compare with"]
-    # Softmax over all experts, of which some are chosen. Brought to sum 1 it is the softmax over the chosen ones.
+    # Softmax over all experts, of which some are chosen; normalized to sum 1 it is the softmax over the chosen ones.
     return {"moe_router_pre_softmax": not data.get("norm_topk_prob", False)}, []
 
 

@@ -4,8 +4,8 @@
         seed: int = flag("seed of weights and of the order of samples", 1234)  # --seed N
         recompute_activations: InitVar[bool] = flag("...")  # parsed, and no setting: it only decides another one
 
-A field's type says what its flag takes: a number, text, several of them (`tuple`), or nothing (`bool`; where that may
-be None or is on by default, --no-... can be given, too).
+A field's type says what its flag takes: a number, text, several of them (`tuple`), or nothing (`bool`; --no-... can be
+given, too, if it may be None or is on by default).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_LAYERS = 10_000
 
 
 class Range(NamedTuple):
-    """What a number must be, in words, and whether one is."""
+    """What a number must be, in words, and the check."""
 
     text: str
     has: Callable[[Any], bool]
@@ -43,14 +43,8 @@ FRACTION = Range("at least 0 and less than 1", lambda value: 0 <= value < 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """A row of the table.
-
-    Attributes:
-        field: of the settings; kind: its type, as text.
-        names: of the flag; destination: its name among parsed arguments.
-        group: title on --help, None: that of the class.
-        options: of `ArgumentParser.add_argument`.
-    """
+    """A row of the table: a field of the settings with its type as text, names of the flag, its name among parsed
+    arguments, title on --help (None: that of the class), and options of `ArgumentParser.add_argument`."""
 
     field: str
     kind: str
@@ -76,10 +70,9 @@ def flag(
 
     Args:
         default: of the parser: REQUIRED, [] for any number of values; usually False of a `bool`, None of others.
-        name: where it is not the field's: all names of the flag, and "=destination" where that is not the first.
-        group: title, where it is not the class's.
+        name: if not the field's: all names of the flag, and "=destination" if that is not the first.
+        group, parse: title, if not the class's, and type of the parser, if not the field's.
         within: what each value but None is checked against.
-        parse: type of the parser, where it is not the field's.
     """
     options = {"help": help, "type": parse, "choices": choices, "metavar": metavar}
     given = {option: value for option, value in options.items() if value is not None}
@@ -87,7 +80,7 @@ def flag(
 
 
 expert_flag = partial(flag, group="experts")
-"""A row that is refused without --num-experts."""
+"""A flag that is refused without --num-experts."""
 
 
 def destination_of(name: str) -> str:
@@ -120,7 +113,7 @@ def flags_of(settings: type) -> Iterator[Flag]:
 
 
 def _options_of(kind: str, default: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Return what a field's type (which nobody evaluates), its default and what is `given` mean to a parser."""
+    """Return the parser's options from a field's type (as text), its default and the `given` ones."""
     kinds = set(re.findall(r"\w+", kind))
     if "bool" in kinds:
         action = argparse.BooleanOptionalAction if "None" in kinds or default is True else "store_true"
@@ -138,11 +131,7 @@ def _options_of(kind: str, default: Any, given: dict[str, Any]) -> dict[str, Any
 
 
 def add_group(parser: Any, title: str, table: Mapping[type, str]) -> None:
-    """Add a group of flags to a parser.
-
-    Args:
-        table: classes of settings -> the usual title of their flags.
-    """
+    """Add the flags with a title to a parser; `table`: class of settings -> the usual title of its flags."""
     group = parser.add_argument_group(title)
     for settings, usual in table.items():
         for row in flags_of(settings):
@@ -151,11 +140,7 @@ def add_group(parser: Any, title: str, table: Mapping[type, str]) -> None:
 
 
 def check_ranges(arguments: Any, *table: type) -> None:
-    """Check each number of parsed arguments alone.
-
-    Raises:
-        InvalidInputError: one is out of its range, or not finite.
-    """
+    """Raise InvalidInputError if a number of the parsed arguments is out of its range or not finite."""
     for row in (row for settings in table for row in flags_of(settings)):
         name, value = row.destination, getattr(arguments, row.destination)
         if isinstance(value, float) and not math.isfinite(value):
@@ -166,19 +151,14 @@ def check_ranges(arguments: Any, *table: type) -> None:
 
 
 def said(arguments: Mapping[str, Any], settings: type) -> dict[str, Any]:
-    """Return what parsed arguments say of the fields of a class; lists become tuples."""
+    """Return field -> value of a class, from parsed arguments; lists become tuples."""
     found = {row.field: arguments[row.destination] for row in flags_of(settings)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def layer_pattern(remedy: str) -> Callable[[str], int | tuple[int, ...]]:
-    """Return an argparse type: a value for each layer, as Megatron-LM has it on a command line.
-
-    That is a number, or lists of numbers that `*` repeats and `+` joins, such as `[1,1,0]*4`; nothing else is run.
-
-    Args:
-        remedy: what to give instead of what cannot be read.
-    """
+    """Return an argparse type: a value for each layer, as on Megatron-LM's command line: a number, or lists of numbers
+    that `*` repeats and `+` joins, such as `[1,1,0]*4`; nothing else is evaluated. `remedy` ends the error message."""
 
     def parse(text: str) -> int | tuple[int, ...]:
         try:

@@ -1,12 +1,12 @@
-"""The makespan of a packing: the longest path through the schedules of all stages and lanes, as one compiled loop.
+"""The makespan of a packing: the longest path through the schedules of all stages and lanes, in one compiled loop.
 
-A bucket starts an operation on a stage when its input has arrived and the stage is free on ALL its lanes; each of them
-ends it when its own work is done. A hop delays its receiver and occupies nobody. Which input an operation needs and
-which stage pays embedding and head stands in `schedule.py`.
+A bucket starts an operation on a stage when its input has arrived and the stage is free on ALL its lanes; each lane
+ends it when its own work is done. A hop delays its receiver and occupies nobody. `schedule.py` says which input an
+operation needs and which stage pays embedding and head.
 
 Lanes that share experts wait for each other in every layer. An operation then has one barrier over the union of the CP
-groups and the EP blocks that overlap. It takes what the longest of its lanes takes, which compute apart, and then what
-the experts take (`pricing/experts.py`): the same on all of them. There is no other barrier.
+groups and the EP blocks that overlap. It takes as long as its slowest lane, each computing apart, plus the time of the
+experts (`pricing/experts.py`), the same on all of them. There is no other barrier.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ class Grid(NamedTuple):
     """Durations of a packing, whole nanoseconds; lanes of one bucket may differ.
 
     Attributes:
-        sizes: [micro-batch, lane] -> lanes that wait for each other there: those of the bucket, with experts also of
-            the blocks that share them.
+        sizes: [micro-batch, lane] -> lanes that wait for each other: the bucket's, and those that share experts.
         chunk_ns: [FORWARD or BACKWARD, micro-batch, lane] -> one model chunk without embedding and head.
         edge_ns: [EMBEDDING or HEAD, FORWARD or BACKWARD, micro-batch, lane] -> what `Graph.pays` adds.
         hop_ns: [micro-batch, lane] -> delay to the next stage.
@@ -62,7 +61,7 @@ def end_times(graph: Graph, grid: Grid, ends: Ints) -> int:
         grid: how long they take.
         ends: [operation, lane], filled with the end of each operation.
     """
-    # An array is taken out of its tuple once: compiled code counts references.
+    # Arrays are taken out of their tuples once: compiled code counts references.
     kinds, rows, befores, senders, pays = graph.kind, graph.micro_batch, graph.before, graph.sender, graph.pays
     sizes, chunk_ns, edge_ns, hop_ns = grid.sizes, grid.chunk_ns, grid.edge_ns, grid.hop_ns
     num_lanes = sizes.shape[1]
@@ -70,7 +69,7 @@ def end_times(graph: Graph, grid: Grid, ends: Ints) -> int:
     start = np.zeros(num_lanes, np.int64)
     for index in range(len(kinds)):
         kind, row, before, sender = kinds[index], rows[index], befores[index], senders[index]
-        # Every lane for itself, then the lanes of a group wait for each other.
+        # Every lane for itself; then the lanes of a group wait for each other.
         for lane in range(num_lanes):
             start[lane] = ends[before, lane] if before >= 0 else 0
         if sender >= 0:
@@ -127,7 +126,7 @@ def couple_lanes(grid: Grid, tokens: Floats, table: PriceTable, vp_size: int) ->
         table: how many lanes share experts, and what these cost.
         vp_size: model chunks of a stage.
     """
-    # An array is taken out of its tuple once: compiled code counts references.
+    # Arrays are taken out of their tuples once: compiled code counts references.
     sizes, chunk_ns, block, terms = grid.sizes, grid.chunk_ns, table.expert_lanes, table.expert_terms
     num_rows, num_lanes = sizes.shape
     for row in range(num_rows):
@@ -138,7 +137,7 @@ def couple_lanes(grid: Grid, tokens: Floats, table: PriceTable, vp_size: int) ->
                 longest_ns = chunk_ns[direction, row, first]
                 for lane in range(first + 1, end):
                     longest_ns = max(longest_ns, chunk_ns[direction, row, lane])
-                # Rounded up: no bound that leaves the rounding of lanes out has to know of this one.
+                # Rounded up, so that bounds that ignore the rounding of lanes hold here, too.
                 experts_s = _experts_s(tokens[row, first:end], block, terms[direction], table.imbalance)
                 longest_ns += int(np.ceil(experts_s / vp_size * 1e9))
                 for lane in range(first, end):
@@ -150,13 +149,8 @@ def couple_lanes(grid: Grid, tokens: Floats, table: PriceTable, vp_size: int) ->
 
 @inlined
 def _end_of_tied(sizes: Ints, first: int, block: int) -> int:
-    """Return the lane after the last that waits for lane `first`: behind all blocks that groups of CP tie to its own.
-
-    Args:
-        sizes: [lane] -> lanes of its CP group.
-        first: where a block and a group begin.
-        block: lanes that share experts.
-    """
+    """Return the lane after the last one that waits for lane `first`, where a block of lanes that share experts and a
+    CP group begin, through blocks tied together by CP groups; `sizes`: [lane] -> lanes of its CP group."""
     end, lane = first + block, first
     while lane < end:
         lane += sizes[lane]
@@ -166,7 +160,7 @@ def _end_of_tied(sizes: Ints, first: int, block: int) -> int:
 
 @inlined
 def _experts_s(tokens: Floats, block: int, terms: Floats, imbalance: float) -> float:
-    """Return what the experts of the slowest block take for these [lane] tokens, in whole blocks."""
+    """Return the seconds of the experts of the slowest block for these [lane] tokens, in whole blocks."""
     slowest_s = 0.0
     for start in range(0, len(tokens), block):
         total = most = 0.0

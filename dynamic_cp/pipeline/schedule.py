@@ -1,19 +1,15 @@
-"""The operations of a pipeline: in which order Megatron-Core runs them, and what each of them waits for and pays.
+"""The operations of a pipeline: their order in Megatron-Core, and what each of them waits for and pays.
 
 An `Operation` prints as `chunk F|B micro_batch` ("0F3", "1B0") and parses back. The list depends on stage, pp_size,
-num_microbatches and vp_size only, so it is the same for all lanes of a stage.
-
-A model chunk of a stage is virtual stage g = chunk * pp_size + stage. An operation waits for what its own stage runs
-before it, and for its input:
+num_microbatches and vp_size only, so all lanes of a stage have the same. A model chunk of a stage is virtual stage g =
+chunk * pp_size + stage. An operation waits for what its own stage runs before it, and for its input:
 
     F at g > 0        F at g - 1, one hop later
     B at g < last     B at g + 1, one hop later
     B at the last g   its own F, which its stage has run before it: no hop
 
-The first virtual stage also embeds tokens, the last one computes logits and loss.
-
-`pipeline_graph` writes this down as arrays, once for each shape of a pipeline. Whatever walks through a pipeline reads
-them: simulation, critical paths, profiles, bounds, the exact search, timelines.
+The first virtual stage also embeds tokens, the last one computes logits and loss. `pipeline_graph` writes this down as
+arrays, which simulation, critical paths, profiles, bounds, the exact search and timelines read.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ class Operation(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Operation:
-        """Return the operation that prints as `text`; InvalidInputError when none does."""
+        """Return the operation that prints as `text`; InvalidInputError if none does."""
         match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
         if match is None:
             raise InvalidInputError(f"{text!r} is no operation: write chunk, F or B, micro-batch, like 0F3")
@@ -138,13 +134,10 @@ EMBEDDING, HEAD = 0, 1
 
 
 class Graph(NamedTuple):
-    """All operations of one lane, in an order in which it can run them; all lanes have the same.
-
-    Arrays are [operation] unless they say more; where one names another operation, -1 says that there is none.
+    """All operations of one lane, in an order in which it can run them; all lanes have the same. Arrays are [operation]
+    unless they say more; where one names another operation, -1 means none.
 
     Attributes:
-        stage, micro_batch, chunk: which operation.
-        kind: FORWARD or BACKWARD.
         before: the operation that its stage runs before it.
         sender: the operation of another virtual stage whose output it needs, one hop later. B at the last virtual stage
             has none: its own F is on its stage, somewhere before it.
@@ -163,7 +156,7 @@ class Graph(NamedTuple):
 
 
 class Need(NamedTuple):
-    """The operation whose output another one needs, and whether that comes through a hop or is there already."""
+    """The operation whose output another one needs, and whether it comes through a hop."""
 
     stage: int
     operation: Operation
@@ -197,10 +190,7 @@ def _virtual_stage(stage: int, chunk: int, pp_size: int) -> int:
 
 @lru_cache(maxsize=512)
 def pipeline_graph(pp_size: int, num_microbatches: int, vp_size: int) -> Graph:
-    """Return the graph of Megatron-Core's schedule (`schedule.stage_operations`).
-
-    It knows no groups of lanes, and its order is right for every bucket of any plan.
-    """
+    """Return the graph of Megatron-Core's schedule (`stage_operations`), in an order that is right for any plan."""
     lists = [stage_operations(stage, pp_size, num_microbatches, vp_size) for stage in range(pp_size)]
     listed = [operation for operations in lists for operation in operations]
     num_listed = len(lists[0])
@@ -244,7 +234,7 @@ def pipeline_graph(pp_size: int, num_microbatches: int, vp_size: int) -> Graph:
 
 
 def _order(source: list[int], pp_size: int) -> list[int]:
-    """Return an order that can run, of operations that are listed stage by stage; `source`: their inputs, -1 = none."""
+    """Return an order that can run, of operations listed stage by stage; `source`: their inputs, -1: none."""
     num_listed = len(source) // pp_size
     following = list(range(0, len(source), num_listed))
     is_done = [False] * len(source) + [True]  # the last one is no input

@@ -1,14 +1,8 @@
-"""Exact times of a plan: the longest path through the schedules of all stages and lanes.
+"""Exact times of a plan by `longest_path`, the compiled kernel for Megatron-Core's schedule, which has the rules.
 
-A bucket starts an operation on a stage when its input has arrived and the stage is free on ALL its lanes; each of them
-ends it when its own work is done. Lanes that share experts start and end together as well (`longest_path`). There is no
-other barrier: neither between micro-batches nor between lanes that share neither bucket nor experts. Times are whole
-nanoseconds, so two candidates compare the same on every CPU.
-
-The rules stand in `longest_path`, the compiled kernel for Megatron-Core's schedule, which all lanes of a stage run.
-
-Limits: a group's operation is one event (how its lanes wait for each other inside it is part of its price); a hop takes
-no time of its sender and links are not shared.
+Times are whole nanoseconds, so two candidates compare the same on every CPU. There is no barrier between micro-batches,
+nor between lanes that share neither bucket nor experts. Limits: a group's operation is one event (how its lanes wait
+for each other inside it is part of its price); a hop takes no time of its sender, and links are not shared.
 """
 
 from __future__ import annotations

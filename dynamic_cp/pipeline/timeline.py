@@ -144,7 +144,7 @@ class Timeline:
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of the iteration, with what no computation hides of the gradient reduction."""
+        """Seconds of the iteration, with the exposed part of the gradient reduction."""
         return self.makespan_s + self.gradient_reduction_s
 
     @property
@@ -228,7 +228,7 @@ class Timeline:
         )
 
     def _arrivals_ns(self) -> Ints:
-        """Return [operation, lane] -> when its input arrives; 0 where it needs none from another stage."""
+        """Return [operation, lane] -> when its input arrives; 0 if it needs none from another stage."""
         arrivals: Ints = self.ends_ns[self.graph.sender] + self.grid.hop_ns[self.graph.micro_batch]
         arrivals[self.graph.sender < 0] = 0
         return arrivals

@@ -1,12 +1,10 @@
 """Homes cut in parts, and layers with a window between the homes of layers without.
 
-Homes are cut where lanes use only some of what they would fetch, and where one lane has to send too much. Parts of a
-home stay where it was, or go to other lanes of its node; a tile of parts is computed where that of the homes was, as
-far as the mask allows a pair in it. So lanes compute what they did, and fetch less, or from more lanes.
-
-Where only some layers have a window, homes and tiles are placed for the layers without, which take longer. A layer with
-a window then has the same homes, and each tile where its queries are: homes hold equal numbers of tokens, so the work
-in the window is as even, and only keys travel, a window for each stretch of neighbouring homes.
+Homes are cut where lanes use only some of what they would fetch, and where one lane has to send too much. Parts stay
+where the home was, or go to other lanes of its node; tiles of parts stay on the lane of the home's tile. So lanes
+compute what they did, and fetch less, or from more lanes. If only some layers have a window, homes and tiles are placed
+for the layers without, which take longer. A layer with a window keeps the homes and computes each tile where its
+queries are: homes hold equal numbers of tokens, so the work in the window is even, and only keys travel.
 """
 
 from __future__ import annotations
@@ -27,15 +25,16 @@ from dynamic_cp.types import Lambda, Mask, Placement, Sample
 from dynamic_cp.types.placement import COLUMN, HOLDER, LANE, ROW, SAMPLE, START, STOP
 
 _NUM_STEPS = 32
-"""Homes are cut at multiples of a step: so many whole steps, and what is left."""
+"""Homes are cut at multiples of a step, of which a home has this many."""
 _STRIDES = (1, 4, 16)
-"""Of every so many steps, the first of these that keeps the number of homes."""
+"""Strides in steps; the first that keeps the number of homes within _MOST_TIMES is taken."""
 _MOST_TIMES = 4
-"""There are no more than so many times as many homes then: each costs planning, and its transfers, some time."""
+"""Most homes after cutting, over those before: each costs planning and transfer time."""
 _MUCH, _LARGE = 1.3, 0.5
-"""What a lane sends, and a home by itself, over the mean of the node's lanes: from there on the home is shared out."""
+"""A home is shared out if its lane sends more than _MUCH, and the home alone more than _LARGE, times its node's
+mean."""
 _FEWEST_TOKENS = 16
-"""Of a part that another lane holds."""
+"""Fewest tokens of a part that another lane holds."""
 
 
 class Cut(NamedTuple):
@@ -53,12 +52,8 @@ class _Points(NamedTuple):
 
 
 def trimmed(whole: Cut, samples: Sequence[Sample], mask: Mask) -> Cut:
-    """Return the same with homes cut about where what lanes fetch of them begins and ends, outside of that.
-
-    Args:
-        whole: a placement with the tiles that masks allow.
-        samples: of its bucket; mask: of those that bring none.
-    """
+    """Return a placement (with the tiles that masks allow) with its homes cut about where each lane's use of them
+    begins and ends; `mask` is that of samples that bring none."""
     homes, tiles = _as_ints(whole.placement)
     steps = np.maximum(1, (homes[:, STOP] - homes[:, START]) // _NUM_STEPS)
     is_cut = _ends_of_use(runs_of(with_masks(samples, mask)), homes, tiles, steps)
@@ -70,15 +65,8 @@ def trimmed(whole: Cut, samples: Sequence[Sample], mask: Mask) -> Cut:
 
 
 def spread(whole: Cut, samples: Sequence[Sample], mask: Mask, lanes: Lanes, rates: LinkRates, most_tokens: int) -> Cut:
-    """Return the same with homes that many lanes fetch shared out over the lanes of their node.
-
-    A lane that holds what all others need, as the last rows of a sample with a blockwise mask, has to send it to all.
-
-    Args:
-        whole, samples, mask: as for `trimmed`.
-        lanes, rates: of the placement, and of their links.
-        most_tokens: that a lane may hold; one that holds more is given none.
-    """
+    """Return a placement in which lanes of a node share homes that many lanes fetch. Otherwise a lane that holds what
+    all need, such as the last rows of a blockwise mask, sends it to all. No lane gets more than `most_tokens`."""
     homes, tiles = _as_ints(whole.placement)
     sent_s = _sent_s(homes, tiles, lanes, rates)
     num_parts = _parts_of_hubs(homes, sent_s, lanes)
@@ -95,7 +83,8 @@ def _as_ints(placement: Placement) -> tuple[Ints, Ints]:
 
 
 def _cut(whole: Cut, points: _Points, samples: Sequence[Sample], mask: Mask) -> tuple[Cut, Ints]:
-    """Return the placement cut there, each tile on the lane and in the division of its homes', and [part] -> home."""
+    """Return the placement cut at `points`, tiles on the lane and in the division of their homes', and [part] ->
+    home."""
     homes, tiles = _as_ints(whole.placement)
     if not len(points.home):
         return whole, np.arange(len(homes))
@@ -131,7 +120,7 @@ def _parts(homes: Ints, points: _Points) -> tuple[Ints, Ints]:
 def _tiles_of(tiles: Ints, rows: Ints, columns: Ints, num_homes: int) -> Ints:
     """Return the tile of each pair of homes; pairs ascend by row."""
     by_row, firsts = sorted_by(tiles[:, ROW], num_homes)
-    tile_of = np.full(num_homes, -1)  # [column], in the row that is looked at
+    tile_of = np.full(num_homes, -1)  # [column] of the current row
     found = np.empty(len(rows), np.int64)
     row = -1
     for pair in range(len(rows)):
@@ -145,11 +134,7 @@ def _tiles_of(tiles: Ints, rows: Ints, columns: Ints, num_homes: int) -> Ints:
 
 @compiled
 def _ends_of_use(runs: RowRuns, homes: Ints, tiles: Ints, steps: Ints) -> Bools:
-    """Return [stride, home, step] where parts of a home that a lane fetches begin or end to be used by it.
-
-    Args:
-        steps: [home] tokens of a step of it.
-    """
+    """Return [stride, home, step] where a lane's use of a fetched home begins or ends; `steps`: [home] tokens."""
     num_homes, num_tiles = len(homes), len(tiles)
     first_runs = _first_runs(runs, homes)
     # A step is rounded down: there are less than twice as many.
@@ -210,7 +195,7 @@ def _add_ends(is_used: Bools, is_cut: Bools) -> None:
 
 @compiled
 def _sent_s(homes: Ints, tiles: Ints, lanes: Lanes, rates: LinkRates) -> Floats:
-    """Return [home] how long its lane sends it: to each lane of the node that uses it, and once to each other node."""
+    """Return [home] seconds of sending it to each lane of the node that uses it, and once to each other node."""
     num_homes = len(homes)
     seconds = np.zeros(num_homes)
     for side in range(2):
@@ -235,7 +220,7 @@ def _sent_s(homes: Ints, tiles: Ints, lanes: Lanes, rates: LinkRates) -> Floats:
 
 @compiled
 def _parts_of_hubs(homes: Ints, sent_s: Floats, lanes: Lanes) -> Ints:
-    """Return [home] how many parts it becomes: some where its lane sends far more than the lanes of its node do."""
+    """Return [home] the number of its parts: several if its lane sends far more than the other lanes of its node."""
     num_nodes = (lanes.first + lanes.number - 1) // lanes.of_node + 1
     of_lane, of_node = np.zeros(lanes.number), np.zeros(num_nodes)
     first_of, lanes_of = np.full(num_nodes, lanes.number), np.zeros(num_nodes, np.int64)
@@ -266,7 +251,7 @@ def _parts_of_hubs(homes: Ints, sent_s: Floats, lanes: Lanes) -> Ints:
 
 @compiled
 def _even_points(homes: Ints, num_parts: Ints) -> tuple[Ints, Ints]:
-    """Return `_Points` that cut each home in so many equal parts."""
+    """Return `_Points` that cut each home in equal parts."""
     owner, token = np.empty(num_parts.sum(), np.int64), np.empty(num_parts.sum(), np.int64)
     count = 0
     for home in range(len(homes)):
@@ -282,14 +267,8 @@ def _even_points(homes: Ints, num_parts: Ints) -> tuple[Ints, Ints]:
 def _shared_out(
     homes: Ints, parts: Ints, parents: Ints, num_parts: Ints, sent_s: Floats, lanes: Lanes, most_tokens: int
 ) -> Ints:
-    """Return [part] -> lane: those of one home that was cut go to the lanes of its node that send least.
-
-    Args:
-        parts, parents: what homes became, [part] -> home.
-        num_parts: [home] more than 1: it was cut.
-        sent_s: [home] how long its lane sends it.
-        most_tokens: that a lane may hold; one that holds more is given none.
-    """
+    """Return [part] -> lane: parts of a home that was cut go to the lanes of its node that send least; `parents`:
+    [part] -> home, `num_parts` and `sent_s`: [home] its parts and the seconds of sending it."""
     holder = parts[:, HOLDER].copy()
     of_lane, tokens = np.zeros(lanes.number), np.zeros(lanes.number, np.int64)
     for home in range(len(homes)):
@@ -317,13 +296,8 @@ def _shared_out(
 
 
 def placement_under(placement: Placement, samples: Sequence[Sample], mask: Mask, lanes: Lanes) -> Placement:
-    """Return what layers with `mask` compute of a placement: it itself, or with their own tiles between its homes.
-
-    Args:
-        samples: of its bucket.
-        mask: one of its `layer_masks`; any mask where it has none.
-        lanes: of the placement.
-    """
+    """Return the placement of layers with `mask`, one of `layer_masks` if there are any: itself, or its homes with
+    other tiles."""
     if not placement.layer_masks or mask == placement.layer_masks[0]:
         return placement
     assert isinstance(mask, Lambda)
@@ -331,7 +305,7 @@ def placement_under(placement: Placement, samples: Sequence[Sample], mask: Mask,
 
 
 def narrowed(placement: Placement, samples: Sequence[Sample], mask: Lambda, lanes: Lanes) -> Placement:
-    """Return the placement of layers with a window, from one of layers that see more; arguments as above."""
+    """Return the placement of layers with a window, from one of layers that see more."""
     found = tiles_between(Placement(placement.homes, placement.tiles[:0]), samples, mask)
     holder = placement.homes[:, HOLDER]
     tiles = np.column_stack([found.rows, found.columns, holder[found.rows], np.zeros(len(found.rows), np.int64)])

@@ -1,10 +1,9 @@
-"""In which division of the programmes each tile is computed: as soon as what it needs can be there, in even stretches.
+"""The division of each tile: as soon as its inputs can be there, with even work per division.
 
-What lanes fetch is put on their links one after the other, as in an open shop: a link takes what its sender can send
-next, in an order that has much work wait for little. So everything that is fetched has a time at which it is there, and
-every tile has one from which on it can be computed. Divisions cut that time so that all compute about as much; what
-later ones fetch then travels while earlier ones compute. Tiles that need nothing are in the first one: it waits for
-what it fetches all the same, but while it computes them, what later ones need is on its way.
+Fetches are put on links one after the other, as in an open shop: a link takes the next thing that its sender can send,
+in an order in which much work waits for little. So every tile has a time from which on it can be computed. Divisions
+cut that time into parts of equal work; what later ones fetch travels while earlier ones compute. Tiles that fetch
+nothing are in the first: it has to wait for its own fetches anyway, and meanwhile later ones fetch.
 """
 
 from __future__ import annotations
@@ -22,19 +21,14 @@ from dynamic_cp.types import Placement
 from dynamic_cp.types.placement import DIVISION, HOLDER, LANE, START, STOP
 
 _LAST_SHARE = 0.4
-"""Of the last division, where the others have 1: what it gives back travels while nothing computes."""
+"""Share of the last division, where the others have 1: what it gives back travels while nothing computes."""
 _MOST_LOOKS = 64
-"""Things that a link may take next, of which it takes the first whose sender is free."""
+"""Things that a link looks at, of which it takes the first whose sender is free."""
 
 
 class LinkRates(NamedTuple):
-    """What fetching takes.
-
-    Attributes:
-        row_bytes, column_bytes: of a token of queries, and of keys.
-        inside_bytes_per_s, across_bytes_per_s: of the links of a lane, in its node and to other nodes.
-        latency_s: of a round of transfers.
-    """
+    """Rates of fetching: bytes of a token of queries and of keys, bandwidths of a lane's links in its node and to other
+    nodes, and the latency of a round of transfers."""
 
     row_bytes: float
     column_bytes: float
@@ -51,10 +45,8 @@ class Schedule(NamedTuple):
     """How tiles come into divisions.
 
     Attributes:
-        shares: of each division, of the work that waits for anything, in any unit. The first one waits for all that it
-            fetches, nothing hides what the last one gives back: they do with less.
-        rotates: nodes and lanes fetch from their neighbours first, as in a ring, queries before keys; otherwise first
-            what most work waits for.
+        shares: [division] of the work that waits for a fetch. The last has less, as nothing hides what it gives back.
+        rotates: fetch from neighbours first, as in a ring, queries before keys; False: first what most work waits for.
     """
 
     shares: tuple[float, ...]
@@ -62,17 +54,12 @@ class Schedule(NamedTuple):
 
     @classmethod
     def of(cls, num_divisions: int) -> Schedule:
-        """Return one that divides evenly, but for the last one."""
+        """Return a schedule that divides evenly, but for the last division."""
         return cls((*(1.0,) * (num_divisions - 1), _LAST_SHARE))
 
 
 def divided(placement: Placement, work: Ints, lanes: Lanes, rates: LinkRates, schedule: Schedule) -> Placement:
-    """Return `placement` with its tiles in divisions; those that it has count for nothing.
-
-    Args:
-        work: [tile] what it computes, such as touched pairs.
-        lanes: of the placement.
-    """
+    """Return `placement` with its tiles in new divisions; `work`: [tile] what it computes, such as touched pairs."""
     tiles = placement.tiles.copy()
     tiles[:, DIVISION] = 0
     if len(schedule.shares) > 1 and len(tiles):
@@ -84,14 +71,9 @@ def divided(placement: Placement, work: Ints, lanes: Lanes, rates: LinkRates, sc
 
 
 class _Fetched(NamedTuple):
-    """What lanes fetch: inside a node for each lane, from other nodes once for all lanes of a node.
-
-    Attributes:
-        receiver: [thing] a lane that needs it.
-        kind, home: what it is; crosses: 1 where it comes from another node.
-        work: of all tiles that need it.
-        of_side: [queries or keys, tile] -> thing; -1: the tile's lane holds it.
-    """
+    """What lanes fetch, inside a node for each lane, from other nodes (`crosses`) once for all lanes of a node: [thing]
+    receiver, kind and home, and the work of all tiles that need it. `of_side`: [queries or keys, tile] -> thing; -1:
+    none is fetched."""
 
     receiver: Ints
     kind: Ints
@@ -105,7 +87,7 @@ class _Fetched(NamedTuple):
 def _divisions(
     homes: Ints, tiles: Ints, work: Floats, lanes: Lanes, rates: LinkRates, until: Floats, rotates: bool
 ) -> Ints:
-    """Return the division of each tile; `until`: [division] the share of what waits that it and those before have."""
+    """Return the division of each tile; `until`: [division] share of the waiting work up to its end."""
     fetched = _fetched_of(homes, tiles, work, lanes)
     there_s = _arrivals(homes, fetched, lanes, rates, rotates)
     ready_s = np.zeros(len(tiles))
@@ -117,7 +99,7 @@ def _divisions(
                 ready_s[tile] = max(ready_s[tile], there_s[thing])
         if ready_s[tile] > 0.0:
             remote_work += work[tile]
-    # A division begins with the first tile behind what the ones before have as their share.
+    # A division begins with the first tile after those before have their share.
     division = np.zeros(len(tiles), np.int64)
     now, done, end_s = 0, 0.0, 0.0
     for tile in ascending(ready_s):
@@ -160,7 +142,8 @@ def _fetched_of(homes: Ints, tiles: Ints, work: Floats, lanes: Lanes) -> _Fetche
 
 @compiled
 def _used_elsewhere(homes: Ints, tiles: Ints, lanes: Lanes) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Return [use] (ROW or COLUMN, tile, home, lane that fetches, 1 where from another node), where homes are away."""
+    """Return, for each use of a home held elsewhere, (ROW or COLUMN, tile, home, fetching lane, 1 if from another
+    node)."""
     most = 2 * len(tiles)
     sides, users, used = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
     receivers, crosses = np.empty(most, np.int64), np.empty(most, np.int64)
@@ -173,7 +156,7 @@ def _used_elsewhere(homes: Ints, tiles: Ints, lanes: Lanes) -> tuple[Ints, Ints,
                 node = (lanes.first + lane) // lanes.of_node
                 sides[count], users[count], used[count] = side, tile, home
                 crosses[count] = 1 if (lanes.first + holder) // lanes.of_node != node else 0
-                # The lanes of a node fetch together what comes from another one.
+                # The lanes of a node fetch together from another node.
                 receivers[count] = max(node * lanes.of_node - lanes.first, 0) if crosses[count] else lane
                 count += 1
     return sides[:count], users[:count], used[:count], receivers[:count], crosses[:count]
@@ -181,7 +164,7 @@ def _used_elsewhere(homes: Ints, tiles: Ints, lanes: Lanes) -> tuple[Ints, Ints,
 
 @compiled
 def _arrivals(homes: Ints, fetched: _Fetched, lanes: Lanes, rates: LinkRates, rotates: bool) -> Floats:
-    """Return when each thing is there, in seconds after all links began."""
+    """Return when each thing arrives, in seconds after all links began."""
     number = len(fetched.home)
     there_s = np.zeros(number)
     sender = homes[fetched.home, HOLDER]
@@ -208,7 +191,7 @@ def _arrivals(homes: Ints, fetched: _Fetched, lanes: Lanes, rates: LinkRates, ro
 
 @compiled
 def _in_turn(fetched: _Fetched, sender: Ints, num_bytes: Floats, lanes: Lanes) -> Ints:
-    """Return things as a ring would have them: queries first, then what nearer nodes and lanes behind send."""
+    """Return things in a ring's order: queries first, then by distance of the sending node, then of the lane."""
     num_nodes = (lanes.first + lanes.number - 1) // lanes.of_node + 1
     order = ascending(-num_bytes)
     nodes = (fetched.receiver + lanes.first) // lanes.of_node, (sender + lanes.first) // lanes.of_node
@@ -219,12 +202,8 @@ def _in_turn(fetched: _Fetched, sender: Ints, num_bytes: Floats, lanes: Lanes) -
 
 @compiled
 def _through_links(queue_of: Ints, queue: Ints, sender: Ints, needs_s: Floats) -> Floats:
-    """Return when each thing came through the link of a lane that takes from its queue.
-
-    Args:
-        queue_of: [lane] -> queue that its link takes from, in its order.
-        queue, sender, needs_s: [thing] which queue it is in, whose link sends it, and for how long.
-    """
+    """Return when each thing came through the link of a lane. `queue_of`: [lane] -> queue from which its link takes;
+    the others: [thing] its queue, the lane that sends it, and for how long."""
     number, num_lanes = len(queue), len(queue_of)
     head, following = _chained(queue, num_lanes)
     receives_s, sends_s, ends_s = np.zeros(num_lanes), np.zeros(num_lanes), np.zeros(number)

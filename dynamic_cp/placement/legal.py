@@ -15,15 +15,9 @@ from dynamic_cp.types.placement import COLUMN, DIVISION, HOLDER, LANE, ROW, SAMP
 
 
 def why_misplaced(placement: Placement, samples: Sequence[Sample], num_lanes: int, mask: Mask = CAUSAL) -> str | None:
-    """Return the first thing that is wrong, with its numbers and what to do; None where nothing is.
-
-    The rules: homes tile every sample, in order; every lane is one of the bucket; between any two homes of a sample
-    there is one tile where the mask allows a pair, and none where it allows none.
-
-    Args:
-        num_lanes: of the bucket.
-        mask: of samples that bring none.
-    """
+    """Return the first thing that is wrong, with its numbers and a remedy; None if nothing is. Homes must tile every
+    sample, in order, on lanes of the bucket; two homes of a sample have one tile if the mask (`mask` for samples that
+    bring none) allows a pair between them, and none otherwise."""
     homes, tiles = placement.homes.astype(np.int64), placement.tiles.astype(np.int64)
     remedy = ": plan these samples again"
     for what, lanes in (("home", homes[:, HOLDER]), ("tile", tiles[:, LANE])):
@@ -56,12 +50,8 @@ def why_misplaced(placement: Placement, samples: Sequence[Sample], num_lanes: in
 
 
 def tiles_between(placement: Placement, samples: Sequence[Sample], mask: Mask) -> Tiles:
-    """Return the tiles that there have to be between the homes of a placement, ascending, with their pairs.
-
-    Args:
-        placement: whose homes tile every sample.
-        mask: of samples that bring none.
-    """
+    """Return the tiles that must lie between the homes of a placement, ascending; `mask`: of samples that bring
+    none."""
     runs = runs_of(with_masks(samples, mask))
     return count_tiles(runs, *_cuts_of(np.ascontiguousarray(placement.homes, np.int64), runs.seqlens))
 
@@ -83,19 +73,15 @@ def _cuts_of(homes: Ints, seqlens: Ints) -> tuple[Ints, Ints]:
 
 
 def with_masks(samples: Sequence[Sample], mask: Mask) -> Sequence[Sample]:
-    """Return `samples` with what they see in layers with `mask`; in causal ones it is what they bring."""
+    """Return `samples` with the mask of their tokens in layers with `mask`; in causal layers they stay as they are."""
     if mask == CAUSAL:
         return samples
     return [replace(sample, mask=sample.mask_in(mask)) for sample in samples]
 
 
 def why_not_tiled(homes: Ints, samples: Sequence[Sample]) -> str | None:
-    """Return where homes do not follow each other from the first to the last token of every sample.
-
-    Args:
-        homes: int64 [home, (sample, start, stop, ...)].
-        samples: that they are of.
-    """
+    """Return where homes [home, (sample, start, stop, ...)] do not follow each other from the first to the last token
+    of every sample, in words; None if they tile all samples."""
     wanted = [(number, 0, sample.seqlen) for number, sample in enumerate(samples)]
     sample, start, stop = homes[:, SAMPLE], homes[:, START], homes[:, STOP]
     begins = np.flatnonzero(np.diff(sample, prepend=-1) != 0)

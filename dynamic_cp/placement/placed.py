@@ -1,9 +1,8 @@
-"""A placement as arrays, made from the lanes of blocks and tiles, with tokens that come out even.
+"""Makes a placement's arrays from the lanes of blocks and tiles, and evens out tokens.
 
-Linear layers pay for every token that the fullest lane holds above the mean, so blocks are cut where a lane holds too
-much, and a lane that holds less gets the piece. This is done to the end, while the search only tries. First short
-samples move with their tiles, which costs nothing. Of the others a piece moves, and what is computed stays where it is:
-the piece's queries travel, within the node as long as there is room.
+Linear layers pay for every token that the fullest lane holds above the mean. So blocks are cut where a lane holds too
+much, and a lane that holds less gets the piece. Short samples move first, with their tiles, which costs nothing. Of
+longer ones a piece moves, and its tiles stay: its queries travel, within the node as long as there is room.
 """
 
 from __future__ import annotations
@@ -22,16 +21,11 @@ from dynamic_cp.placement.token_graph import TokenBlocks
 from dynamic_cp.types.placement import SAMPLE
 
 _GRAIN = 16
-"""Pieces are cut to multiples of so many tokens where that is little against what a lane may hold."""
+"""Pieces are cut to multiples of this many tokens, if lanes have room for several."""
 
 
 class Pieces(NamedTuple):
-    """Parts of blocks, ascending by (block, start).
-
-    Attributes:
-        blocks, starts, stops: [piece] of which block, and from which to before which of its tokens.
-        lanes: [piece] its home.
-    """
+    """Parts of blocks, ascending by (block, start): [piece] its block, its tokens in that block, and its home."""
 
     blocks: Ints
     starts: Ints
@@ -43,7 +37,7 @@ class Pieces(NamedTuple):
 def even_out(
     sizes: Ints, lanes: Ints, short_work: Floats, lane_work: Floats, node_lanes: int, most_tokens: int, most_work: float
 ) -> Pieces:
-    """Return homes of which no lane has more than `most_tokens`.
+    """Return homes of which no lane has more than `most_tokens`; changes `lanes` and `lane_work`.
 
     Example:
         Two lanes, at most 5 tokens; lane 0 holds a block of 6 tokens and a short sample of 2, lane 1 a block of 2. The
@@ -55,13 +49,9 @@ def even_out(
         [(0, 0, 5, 0), (0, 5, 6, 1), (1, 0, 2, 1), (2, 0, 2, 1)]
 
     Args:
-        sizes: [block] tokens.
-        lanes: [block] home; changed where a short sample moves.
-        short_work: [block] touched pairs of a short sample, which is one block with one tile; -1: it is another.
-        lane_work: [lane] touched pairs; changed where a short sample moves.
-        node_lanes: lanes of a node.
-        most_tokens: of a lane; at least the mean.
-        most_work: of a lane that short samples move to, in touched pairs.
+        sizes, lanes: [block] tokens and home.
+        short_work: [block] touched pairs of a short sample, which is one block with one tile; -1: the block is not one.
+        lane_work, most_work: [lane] touched pairs, and the most with which a lane takes short samples.
     """
     num_blocks, num_lanes = len(sizes), len(lane_work)
     held = np.zeros(num_lanes, np.int64)
@@ -106,11 +96,8 @@ def even_out(
 def _short_to_move(
     own: Ints, lane: int, lanes: Ints, left: Ints, sizes: Ints, short_work: Floats, limits: tuple[int, int, float]
 ) -> int:
-    """Return the short sample on a lane that is nearest to what it has too much, among those that fit; -1: none.
-
-    Args:
-        limits: (tokens that the lane has too much, tokens and touched pairs for which there is room elsewhere).
-    """
+    """Return the short sample of a lane whose size is nearest to the lane's excess, among those that fit; -1: none.
+    `limits`: (excess tokens of the lane, tokens and touched pairs for which there is room elsewhere)."""
     excess, room, free_work = limits
     best, least = -1, 0
     for block in own:
@@ -124,7 +111,7 @@ def _short_to_move(
 
 @compiled
 def _size_of_cut(excess: int, room: int, left: int) -> int:
-    """Return tokens to cut off what is left of a block, for a lane with this excess and another with this room."""
+    """Return the tokens to cut off what is left of a block, for a lane with this excess and another with this room."""
     grain = _GRAIN if room >= 2 * _GRAIN else 1
     return min(-(-excess // grain) * grain, room // grain * grain, left)
 
@@ -166,8 +153,8 @@ class Placed(NamedTuple):
     Attributes:
         homes: int32 [home, 4]: index of the sample in the micro-batch, first token, token behind the last, lane;
             ascending by (sample, first token). The homes of a sample tile it.
-        tiles: int32 [tile, 3]: home of the queries, home of the keys, lane; ascending by (queries, keys). All pairs of
-            homes are there between which the mask allows any pair, each once, and no others.
+        tiles: int32 [tile, 3]: home of the queries, home of the keys, lane; ascending by (queries, keys). Each pair of
+            homes between which the mask allows a pair of tokens is there once, and no others.
         pairs, touched: int64 [tile]: pairs that the mask allows, and those that a kernel computes (`runs.SUB_TILE`).
     """
 
@@ -180,14 +167,8 @@ class Placed(NamedTuple):
 def placed_of(
     blocks: TokenBlocks, homes: Ints, lanes: Ints, problem: PlacementProblem, *, is_even: bool = True
 ) -> Placed:
-    """Return the placement in which the vertices of `blocks` are at `homes`, and its graph's tiles at `lanes`.
-
-    Args:
-        blocks: of the micro-batch.
-        homes, lanes: [vertex] -> lane, [tile of the graph] -> lane.
-        problem: says how even tokens have to be.
-        is_even: leave it at that where lanes hold too much: blocks are cut until none does.
-    """
+    """Return the placement with the vertices of `blocks` at `homes` [vertex] and its graph's tiles at `lanes` [tile];
+    `is_even`: blocks are cut until no lane holds too much for `problem`."""
     graph, num_own_tiles = blocks.graph, blocks.num_own_tiles
     block_lanes = np.concatenate([homes[: blocks.num_own], homes[blocks.bins]])
     block_sizes = np.diff(blocks.cuts)
@@ -246,13 +227,8 @@ def _cut_again(starts: Ints, cuts: Ints, pieces: Pieces) -> tuple[Ints, Ints, In
 
 @compiled
 def _inherited(old: Tiles, old_lanes: Ints, blocks: Ints, tiles: Tiles) -> Ints:
-    """Return [tile] -> the lane of the tile that it was cut from.
-
-    Args:
-        old, old_lanes: tiles between blocks, and their lanes.
-        blocks: [piece] -> block.
-        tiles: between pieces.
-    """
+    """Return [tile between pieces] -> the lane of the tile in `old` that it was cut from; `blocks`: [piece] ->
+    block."""
     lanes = np.empty(len(tiles.rows), np.int64)
     num_blocks = blocks[-1] + 1
     firsts = np.zeros(num_blocks + 1, np.int64)

@@ -1,7 +1,5 @@
-"""Ways to place a micro-batch, by name, and the few settings of them among which simulation chooses.
-
-A graph is placed over nodes first, since little leaves a node at a time, then over the lanes of each node.
-"""
+"""Ways to place a micro-batch, by name, and the few settings of them among which simulation chooses. A graph is placed
+over nodes first, so that little leaves a node, then over the lanes of each node."""
 
 from __future__ import annotations
 
@@ -34,24 +32,18 @@ from dynamic_cp.types.counts import MAX_COUNT, largest_power_of_two
 from dynamic_cp.types.plan import Sample
 
 _ROUNDING = 1e-6
-"""Tokens or pairs above a cap that are none."""
+"""Tokens or pairs above a cap that count as none."""
 _MANY_LOOKS = 1_000_000
-"""Tiles times nodes. A search looks at each tile for each node many times; from here on fewer times."""
+"""Tiles times nodes, above which a search takes fewer starts, sweeps and rounds: it looks at each pair."""
 _NUM_IMPROVED = 2
-"""Beginnings that the search over tiles goes on from: those that cost least until then."""
+"""Beginnings that the search over tiles improves: those that cost least."""
 _WORK_PRICE = 32.0
-"""Bytes of all keys that all work above a cap is worth."""
+"""Price of all work above the caps, in units of the bytes of all keys."""
 
 
 class PlacementEffort(NamedTuple):
-    """What a search may do.
-
-    Attributes:
-        num_starts: beginnings to search from, 1 to 4.
-        num_sweeps: of the search over rows; 0: rows stay where their documents were put.
-        num_rounds: of the search over tiles; 0: tiles stay with their rows.
-        seed: another seed, another search.
-    """
+    """What a search may do: the number of beginnings (1 to 4), of sweeps over rows (0: rows stay where their documents
+    were put) and of rounds over tiles (0: tiles stay with their rows), and the seed of random choices."""
 
     num_starts: int
     num_sweeps: int
@@ -68,15 +60,8 @@ def place_graph(
     work_tolerance: float,
     effort: PlacementEffort,
 ) -> tuple[Ints, Ints]:
-    """Return ([vertex] -> lane, [tile] -> lane).
-
-    Args:
-        graph: of the micro-batch.
-        num_lanes, node_lanes: of all nodes and of each; the last may have fewer.
-        token_tolerance, work_tolerance: share by which a lane may hold and compute more than the mean. Nodes may use
-            half of it.
-        effort: of the search.
-    """
+    """Return ([vertex] -> lane, [tile] -> lane); the last node may have fewer lanes than `node_lanes`. Tolerances are
+    shares by which a lane may exceed the mean; a node gets half."""
     of_nodes, of_lanes = caps_of(graph, num_lanes, node_lanes, token_tolerance, work_tolerance)
     if len(graph.work) * len(of_nodes.tokens) > _MANY_LOOKS:
         effort = PlacementEffort(1, min(effort.num_sweeps, 4), min(effort.num_rounds, 1), effort.seed)
@@ -103,7 +88,7 @@ def place_graph(
 def caps_of(
     graph: TokenGraph, num_lanes: int, node_lanes: int, token_tolerance: float, work_tolerance: float
 ) -> tuple[Caps, Caps]:
-    """Return what each node and what each lane may hold; arguments as for `place_graph`."""
+    """Return what each node and what each lane may hold; arguments as of `place_graph`."""
     num_nodes = -(-num_lanes // node_lanes)
     tokens, work = total_of(graph.tokens) / num_lanes, total_of(graph.work) / num_lanes
     of_nodes = Caps(np.empty(num_nodes), np.empty(num_nodes))
@@ -147,7 +132,7 @@ def _place_over(graph: TokenGraph, caps: Caps, effort: PlacementEffort) -> tuple
 
 @compiled
 def _prices_of(graph: TokenGraph) -> Prices:
-    """Return what tokens and work above the caps are worth."""
+    """Return the prices of tokens and work above the caps."""
     keys_bytes = total_of(graph.net_bytes[1])
     return Prices(
         (total_of(graph.net_bytes[0]) + keys_bytes) / max(total_of(graph.tokens), 1),
@@ -157,10 +142,8 @@ def _prices_of(graph: TokenGraph) -> Prices:
 
 @compiled
 def _beginnings(graph: TokenGraph, caps: Caps, prices: Prices, effort: PlacementEffort) -> tuple[Ints, Floats]:
-    """Return ([beginning] -> part of each vertex, then of each tile; [beginning] -> its cost, infinite: it is none).
-
-    Documents are spread in every other one; the last two push no rows.
-    """
+    """Return ([beginning] -> part of each vertex, then of each tile; [beginning] -> its cost, inf if there is none).
+    Every other one spreads documents; the last two push no rows."""
     num_parts, num_vertices = len(caps.tokens), len(graph.tokens)
     pushed = pushed_rows(graph, num_parts)
     starts = np.empty((effort.num_starts, num_vertices + len(graph.work)), np.int64)
@@ -185,10 +168,8 @@ def _beginnings(graph: TokenGraph, caps: Caps, prices: Prices, effort: Placement
 
 @compiled
 def _cost(graph: TokenGraph, state: TileState, caps: Caps, prices: Prices) -> float:
-    """Return what a placement costs, in bytes: what travels in all, and as much again if all did what the busiest does.
-
-    Half of either; what parts hold above their caps counts by its prices.
-    """
+    """Return the cost of a placement in bytes: half of what travels, half of it again if all were as busy as the
+    busiest, and the prices of what parts hold above their caps."""
     needed, given = transfers(graph, state)
     cost = 0.5 * needed.sum() + 0.25 * len(needed) * (needed.max() + given.max())
     cost += _overload(state.tokens, caps.tokens) * prices.token + _overload(state.work, caps.work) * prices.pair
@@ -206,11 +187,8 @@ def _overload(held: Floats, caps: Floats) -> float:
 
 @compiled
 def part_of(graph: TokenGraph, nodes: Ints, tiles: Ints, node: int) -> tuple[TokenGraph, Ints]:
-    """Return (the graph of one node, which computes these tiles, its vertices).
-
-    Blocks of other nodes that tiles here read are among its vertices, with no tokens: the lane where the search puts
-    one passes it on.
-    """
+    """Return (the graph of one node, which computes these tiles, its vertices). Blocks of other nodes that the tiles
+    read are among its vertices, without tokens: the lane where the search puts one passes it on."""
     is_used = np.zeros(len(nodes), np.int64)
     for tile in tiles:
         is_used[graph.ends[0, tile]] = is_used[graph.ends[1, tile]] = 1
@@ -254,25 +232,19 @@ def place_zigzag(samples: Sequence[Sample], problem: PlacementProblem, block_siz
 
 
 def place_greedily(samples: Sequence[Sample], problem: PlacementProblem, block_size: int) -> Placed:
-    """Return whole documents where they fit, the others split over few nodes and lanes; nothing is moved any more."""
+    """Return whole documents where they fit, the others split over few nodes and lanes; no search follows."""
     return _greedy(_blocks(samples, problem, block_size), problem)
 
 
 def search_placement(
     samples: Sequence[Sample], problem: PlacementProblem, block_size: int, *, moves_rows: bool = True
 ) -> Placed:
-    """Return what a local search over rows (with `moves_rows`) and then over tiles makes of such a beginning."""
+    """Return the result of a local search over rows (with `moves_rows`), then over tiles, from a greedy beginning."""
     return (_search if moves_rows else _search_tiles)(_blocks(samples, problem, block_size), problem)
 
 
 class Maker(NamedTuple):
-    """A way to place a micro-batch.
-
-    Attributes:
-        name: of the way, and of how many tokens blocks are.
-        make: what makes a placement; where it `takes_seed`, from a seed.
-        takes_seed: another seed, another placement.
-    """
+    """A way to place a micro-batch: its name with the tokens of a block, and its function, which may take a seed."""
 
     name: str
     make: Callable[..., Placed]
@@ -283,12 +255,9 @@ class Maker(NamedTuple):
 
 
 def candidates(samples: Sequence[Sample], problem: PlacementProblem) -> Iterator[Maker]:
-    """Yield ways to place, first what takes little to find, then best guess first: simulation says what is best.
-
-    Blocks have an eighth, a quarter or half of the tokens of a lane, rounded down to powers of two, and at least a
-    sub-tile's. Works are even to the problem's tolerance, less so (fewer bytes: mostly best under sparse masks), or
-    more.
-    """
+    """Yield ways to place, the quickest first, then best guess first; simulation says what is best. Blocks have an
+    eighth, a quarter or half of a lane's tokens, rounded down to powers of two, at least a sub-tile's. Work is as even
+    as the problem's tolerance, more even, or less (fewer bytes, best under sparse masks)."""
     mean = max(1, sum(sample.seqlen for sample in samples) // problem.num_lanes)
     eighth, quarter, half = (max(SUB_TILE, largest_power_of_two(max(1, mean // parts))) for parts in (8, 4, 2))
     uneven, even = (replace(problem, work_tolerance=times * problem.work_tolerance) for times in (4.0, 0.3))
@@ -297,7 +266,7 @@ def candidates(samples: Sequence[Sample], problem: PlacementProblem) -> Iterator
     def blocks(block_size: int) -> TokenBlocks:
         return _blocks(samples, problem, block_size)
 
-    # Small batches have blocks of one size only.
+    # In small batches several of these are the same.
     for name, way, size, of_work in dict.fromkeys(
         (
             ("greedy", _greedy, half, problem),

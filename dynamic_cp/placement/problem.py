@@ -10,13 +10,8 @@ from dynamic_cp.types.counts import require_at_least
 
 
 class Lanes(NamedTuple):
-    """Neighbouring lanes, or the inner groups of a bucket that take their place.
-
-    Attributes:
-        number: of the bucket.
-        first: place of its first one among all; decides where nodes begin.
-        of_node: of a node.
-    """
+    """Neighbouring lanes of a bucket, or the inner groups that take their place; `first` is the index of the first one
+    among all, which decides where nodes (of `of_node` lanes) begin."""
 
     number: int
     first: int
@@ -28,12 +23,11 @@ class PlacementProblem:
     """Lanes, bytes and how even placements have to be.
 
     Attributes:
-        num_lanes: of the micro-batch, any number.
-        node_lanes: of a node: its lanes are neighbours, from 0 on; the last node may have fewer.
-        row_bytes: per token whose queries are computed elsewhere, of queries there and outputs back.
-        column_bytes: per token whose keys are read elsewhere, of keys and values.
-        token_tolerance: no lane holds more tokens than the mean by more than this share (or than the mean, rounded up).
-        work_tolerance: the same for touched pairs of attention, as far as whole tiles allow.
+        node_lanes: lanes of a node: neighbours, from 0 on; the last node may have fewer.
+        row_bytes, column_bytes: per token whose queries are computed elsewhere, of queries there and outputs back; per
+            token whose keys are read elsewhere, of keys and values.
+        token_tolerance, work_tolerance: share by which a lane may hold more tokens than the mean (at least the mean,
+            rounded up), and more touched pairs of attention, as far as whole tiles allow.
     """
 
     num_lanes: int

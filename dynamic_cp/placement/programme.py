@@ -1,9 +1,8 @@
 """What each lane of a placement has to do, as plain data that travels to it and that its executor runs.
 
-A lane numbers what it works with: first the homes that it holds, then what it fetches (a row or a column of a home of
-another lane). Rows and columns that it fetches have a place each in a buffer; a place is used again once what was there
-is no longer needed. The order of operations is the same on all lanes (`executor order`, below), so that no two lanes
-wait for each other: every transfer belongs to a round, and rounds follow each other everywhere in the same order.
+A lane numbers the homes that it holds, then the rows and columns that it fetches. These have places in a buffer, which
+are reused once they are no longer needed. All lanes run operations in the same order, so that no two wait for each
+other: every transfer belongs to a round.
 
     division t:  wait for ACROSS t + 1, begin INSIDE t + 1 and ACROSS t + 2, wait for INSIDE t, attend,
                  wait for COLLECT t - 1, begin DELIVER t - 1, wait for DELIVER t - 2, begin COLLECT t
@@ -29,13 +28,8 @@ from dynamic_cp.types.placement import COLUMN, ROW
 
 @compiled
 def places_in_buffers(fetches: Fetches, tokens: Ints, num_lanes: int) -> tuple[Ints, Ints]:
-    """Return the first token of each fetch in the buffer of its lane and kind, and [lane, kind] tokens of the buffers.
-
-    Args:
-        fetches: of all lanes.
-        tokens: of each home.
-        num_lanes: of the bucket.
-    """
+    """Return the first token of each fetch in its buffer, and [lane, kind] tokens of the buffers; `tokens` are those of
+    homes."""
     num_fetches = len(fetches.lane)
     begins, needed = np.empty(num_fetches, np.int64), np.empty(num_fetches, np.int64)
     most = 0
@@ -58,15 +52,9 @@ def places_in_buffers(fetches: Fetches, tokens: Ints, num_lanes: int) -> tuple[I
 
 @compiled
 def places_in_buffer(begins: Ints, ends: Ints, tokens: Ints) -> tuple[Ints, int]:
-    """Return the first token of each fetch in one buffer, and the tokens of the buffer.
-
-    The smallest free place that is large enough is taken, of equal ones the first; what is too much of it stays free.
-
-    Args:
-        begins, ends: [fetch] first division in which its place is needed, ascending, and the first in which it no
-            longer is.
-        tokens: [fetch] how much it needs.
-    """
+    """Return the first token of each fetch in one buffer, and the tokens of the buffer. Each takes the smallest free
+    place that is large enough, the first of equal ones. `begins` (ascending), `ends`: [fetch] the first division that
+    needs its place, and the first that no longer does; `tokens`: [fetch] how much it needs."""
     num_fetches = len(begins)
     places = np.zeros(num_fetches, np.int64)
     size = 0
@@ -101,10 +89,9 @@ class Held(NamedTuple):
     """Tokens that a lane works with.
 
     Attributes:
-        sample, start, stop: which tokens; the sample by its number among those of the lane (`Placement.samples_of`), -1
-            where it is none of them: the lane hands on what others compute with.
-        kind: ROW or COLUMN where they are fetched; -1 where they are its own, and both.
-        place: of its own: the first of its tokens among those of the lane; else in the buffer of the kind.
+        sample: its number among those of the lane (`Placement.samples_of`), -1 if the lane only hands it on to others.
+        kind: ROW or COLUMN if fetched; -1: the lane's own, for both.
+        place: first token in the buffer of the kind; for its own, among the lane's tokens.
     """
 
     sample: int
@@ -115,18 +102,14 @@ class Held(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Its tokens."""
+        """Number of its tokens."""
         return self.stop - self.start
 
 
 class Exchange(NamedTuple):
-    """One round of one lane.
-
-    Attributes:
-        division, round: as in `transport`.
-        sends, receives: (lane, entries) for each lane that takes part, ascending; an entry is (number in `held`, kind),
-            in an order that both sides have. What is given back is added to what the receiver has there.
-    """
+    """One round of one lane; division and round as in `transport`. `sends` and `receives` have (lane, entries) for each
+    other lane, ascending; an entry is (number in `held`, kind), in the same order on both sides. What is given back is
+    added there."""
 
     division: int
     round: int
@@ -140,10 +123,9 @@ class Programme(NamedTuple):
     Attributes:
         held: its own homes, then what it fetches.
         tiles: [division] -> (number of the rows, number of the columns) in `held`, ascending.
-        exchanges: its rounds, in their order.
         buffer_tokens: of the buffers of fetched (rows, columns).
-        mask: text of the mask of the layers that it is for; "": a causal or full one, as all layers or most have.
-        narrower: what the lane does in layers with a window, where it is for those without.
+        mask: text of the mask of the layers that it is for; "": causal or full.
+        narrower: what the lane does in layers with a window, if this is for those without.
     """
 
     held: tuple[Held, ...]
@@ -154,11 +136,7 @@ class Programme(NamedTuple):
     narrower: Programme | None = None
 
     def of_layers(self, mask: Mask) -> Programme:
-        """Return what the lane does in layers with `mask`.
-
-        Raises:
-            UnsupportedFeatureError: it was planned for layers with other masks.
-        """
+        """Return what the lane does in layers with `mask`; UnsupportedFeatureError if planned for other masks."""
         wanted = _name_of(mask)
         if self.mask == wanted:
             return self
@@ -182,7 +160,7 @@ class Programme(NamedTuple):
         return sum(one.num_tokens for one in self.own)
 
     def as_json(self) -> list[Any]:
-        """Return it as what JSON holds; `Programme.read` takes it."""
+        """Return it as JSON's types, which `Programme.read` takes."""
         exchanges = [
             [one.division, one.round, *([[lane, [*map(list, entries)]] for lane, entries in side] for side in one[2:])]
             for one in self.exchanges
@@ -216,14 +194,13 @@ def _entries(sides: Any) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
 
 
 def _name_of(mask: Mask) -> str:
-    """Return `Programme.mask` of layers with `mask`."""
     return str(mask) if isinstance(mask, Lambda) else ""
 
 
 def programmes_of(
     placement: Placement, samples: Sequence[Sample], lanes: Lanes, order: Ints | None = None
 ) -> list[Programme]:
-    """Return what each lane does, in layers of all masks; `samples` of the bucket, others as `transport.fetches_of`."""
+    """Return what each lane does, in layers of all masks; `samples` are the bucket's, `order` as of `fetches_of`."""
     samples_of = [placement.samples_of(lane) for lane in range(lanes.number)]
     named = []
     for mask in placement.layer_masks or (CAUSAL,):
@@ -292,7 +269,6 @@ def buffer_tokens_of(placement: Placement, samples: Sequence[Sample], lanes: Lan
 
 
 def _by_lane(fetches: Fetches, num_lanes: int) -> list[Ints]:
-    """Return which fetches are those of each lane."""
     return np.split(np.arange(len(fetches.lane)), np.searchsorted(fetches.lane, np.arange(1, num_lanes)))
 
 
@@ -320,10 +296,7 @@ def _exchanges(
 
 
 def _places(fetches: Fetches, placement: Placement, num_lanes: int) -> tuple[Ints, Ints]:
-    """Return where each fetch lies in the buffer of its kind, and [lane, kind] tokens of the buffers.
-
-    A place is taken from the round that fills it, begun two divisions ahead (one inside the node), until what is given
-    back for it has been sent, which is waited for before the division after the next.
-    """
+    """Return where each fetch lies in the buffer of its kind, and [lane, kind] tokens of the buffers. A place is taken
+    from the round that fills it until what is given back has been sent, before the division after the next."""
     tokens = placement.tokens_of_homes
     return places_in_buffers(fetches, tokens, num_lanes)

@@ -1,8 +1,6 @@
-"""Moves rows between parts: a vertex, together with the tiles of its queries, or two vertices in exchange.
-
-What counts are the bytes of keys that each part needs besides its own, and what a part holds above its caps. Queries
-stay where they are, except for *pushed* rows: those whose queries go to the keys, since few others need these.
-"""
+"""Moves rows between parts: a vertex with the tiles of its queries, or two vertices in exchange. The cost is the bytes
+of keys that each part needs besides its own, and what it holds above its caps. Queries stay where they are, except for
+*pushed* rows: their queries go to the keys, since few others need these."""
 
 from __future__ import annotations
 
@@ -21,25 +19,15 @@ _NUM_PARTNERS = 8
 
 
 class Prices(NamedTuple):
-    """Bytes that one more is worth above the caps.
-
-    Attributes:
-        token, pair: of a token, and of a touched pair.
-    """
+    """Bytes that one more token, or one more touched pair, above the caps is worth."""
 
     token: float
     pair: float
 
 
 class _Rows(NamedTuple):
-    """Rows on their way to better parts.
-
-    Attributes:
-        vertex_work, pushed, parts: [vertex] touched pairs that go where it goes, 1 where its queries go to the keys,
-            and where it is.
-        users: [vertex, part] of `_users_of_keys`.
-        held: by each part.
-    """
+    """The state of the search: [vertex] touched pairs that move with it, 1 if its queries go to the keys, and its part;
+    [vertex, part] `_users_of_keys`; what each part holds."""
 
     graph: TokenGraph
     vertex_work: Floats
@@ -53,7 +41,7 @@ class _Rows(NamedTuple):
 
 @compiled
 def pushed_rows(graph: TokenGraph, num_parts: int) -> Ints:
-    """Return [vertex] -> 1 where its queries go to the keys: fetching keys that few others need would cost more."""
+    """Return [vertex] -> 1 if its queries go to the keys: fetching keys that few others need would cost more."""
     tokens = total_of(graph.tokens)
     pushed = np.zeros(len(graph.tokens), np.int64)
     for vertex in range(len(pushed)):
@@ -120,18 +108,8 @@ def improve_rows(
 
 @compiled
 def _exchange(rows: _Rows, vertex: int, wanted: int, most: float, saved: Floats, state: int) -> tuple[int, bool]:
-    """Exchange a vertex for one of the part that it wants, if one of some that are drawn makes it worthwhile.
-
-    Args:
-        rows: changed where two are exchanged.
-        vertex, wanted: who wants to go where.
-        most: bytes that its move saves.
-        saved: room for `_saved_by_moving`.
-        state: of the generator.
-
-    Returns:
-        (state of the generator, whether they were exchanged).
-    """
+    """Exchange `vertex` with a random one of the part `wanted`, if that saves bytes; return (state of the generator,
+    whether two were exchanged). `most`: bytes that moving `vertex` saves; `saved`: scratch."""
     graph, vertex_work, pushed, parts, users, held, caps, prices = rows
     here = parts[vertex]
     for _ in range(_NUM_PARTNERS):
@@ -156,7 +134,6 @@ def _exchange(rows: _Rows, vertex: int, wanted: int, most: float, saved: Floats,
 
 @compiled
 def _held_by(graph: TokenGraph, vertex_work: Floats, parts: Ints, num_parts: int) -> PartLoads:
-    """Return what each part holds."""
     held = PartLoads(np.zeros(num_parts), np.zeros(num_parts))
     for vertex in range(len(parts)):
         held.tokens[parts[vertex]] += graph.tokens[vertex]
@@ -166,7 +143,7 @@ def _held_by(graph: TokenGraph, vertex_work: Floats, parts: Ints, num_parts: int
 
 @compiled
 def _users_of_keys(graph: TokenGraph, pushed: Ints, parts: Ints, num_parts: int) -> Ints:
-    """Return [vertex, part] -> why the part has its keys: one for each row there that sees them, one for its home."""
+    """Return [vertex, part] -> reasons for the part to have its keys: each row there that sees them, and its home."""
     users = np.zeros((len(parts), num_parts), np.int64)
     for vertex in range(len(parts)):
         users[vertex, parts[vertex]] += 1
@@ -179,7 +156,7 @@ def _users_of_keys(graph: TokenGraph, pushed: Ints, parts: Ints, num_parts: int)
 
 @compiled
 def _saved_by_moving(graph: TokenGraph, is_pushed: int, vertex: int, here: int, users: Ints, saved: Floats) -> None:
-    """Fill `saved` [part] with the bytes that are saved by moving a vertex there."""
+    """Fill `saved` [part] with the bytes that moving a vertex there saves."""
     saved[:] = 0.0
     left = 0.0
     sees_itself = False
@@ -207,7 +184,7 @@ def _saved_by_moving(graph: TokenGraph, is_pushed: int, vertex: int, here: int, 
 def _relief(
     here: int, there: int, more_tokens: float, more_work: float, held: PartLoads, caps: Caps, prices: Prices
 ) -> float:
-    """Return what is saved above the caps, in bytes, by moving so much from one part to another."""
+    """Return the price of what moving so much from one part to another takes away above the caps, in bytes."""
     tokens, work = held
     before = max(0.0, tokens[here] - caps.tokens[here]) + max(0.0, tokens[there] - caps.tokens[there])
     after = max(0.0, tokens[here] - more_tokens - caps.tokens[here]) + max(

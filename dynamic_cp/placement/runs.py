@@ -1,10 +1,8 @@
 """Masks as runs of rows, from which pairs between any two stretches of a sample are counted in closed form.
 
-A run is a stretch of rows whose range of keys stays as it is or moves on by one key per row, at either end: one run is
-a causal sample, a handful is any other mask made by a rule. A row is in few runs, and has no key twice.
-
-Kernels compute *sub-tiles* of SUB_TILE queries and keys, counted from the start of the sample, as soon as they hold one
-allowed pair. Pairs of such sub-tiles are *touched*: work is counted in them.
+A run is a stretch of rows whose range of keys stays or moves on by one key per row, at either end: a causal sample is
+one run, any other mask made by a rule a handful. A row is in few runs, and has no key twice. Kernels compute whole
+*sub-tiles* of SUB_TILE queries and keys if they hold one allowed pair; their pairs are *touched*, and count as work.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 
 FIRST_ROW, ROW_STOP, BEGIN, END, BEGIN_STEP, END_STEP = range(6)
-"""Columns of runs: rows from the first to before the stop, the keys of the first of them, and what each row adds."""
+"""Columns of runs: first row and the one after the last, the keys of the first row, and what each row adds to them."""
 SUB_TILE = 128
 """Queries and keys of a sub-tile: what attention kernels compute at a time."""
 _MIN_BLOCK = 64
@@ -37,9 +35,8 @@ class RowRuns(NamedTuple):
     """The runs of some samples.
 
     Attributes:
-        seqlens: [sample] tokens.
-        starts: [sample + 1] -> run: those of a sample are neighbours, ascending by their first row.
-        table: [run, (FIRST_ROW, .. END_STEP)] keys from begin to before end; steps are 0 or 1.
+        starts: [sample + 1] -> run; the runs of a sample are neighbours, ascending by their first row.
+        table: [run, (FIRST_ROW, .. END_STEP)]; keys go from begin to before end; steps are 0 or 1.
     """
 
     seqlens: Ints
@@ -48,13 +45,8 @@ class RowRuns(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Pairs of blocks between which a mask allows any pair, ascending by (row, column).
-
-    Attributes:
-        rows, columns: [tile] -> block, of the queries and of the keys; blocks are counted over all samples.
-        pairs: [tile] pairs that the mask allows.
-        touched: [tile] pairs that a kernel computes.
-    """
+    """Pairs of blocks between which a mask allows any pair, ascending by (row, column): [tile] block of the queries and
+    of the keys, counted over all samples, pairs that the mask allows, and those that a kernel computes."""
 
     rows: Ints
     columns: Ints
@@ -73,7 +65,7 @@ def runs_of(samples: Sequence[Sample]) -> RowRuns:
 
 @lru_cache(maxsize=4096)
 def table_of(mask: Mask, seqlen: int) -> Ints:
-    """Return the runs of one sample, as `Runs.table` has them."""
+    """Return the runs of one sample, as in `RowRuns.table`."""
     rectangles = mask.rectangles(seqlen)
     if rectangles is None:
         return _runs_in(mask.key_ranges(seqlen))
@@ -114,22 +106,16 @@ def _runs_in(ranges: Ranges) -> Ints:
 
 @inlined
 def _keys_of(run: Ints, row: int) -> tuple[int, int]:
-    """Return from which to before which key a row of a run sees."""
+    """Return the first key that a row of a run sees, and the one after the last."""
     further = row - run[FIRST_ROW]
     return run[BEGIN] + further * run[BEGIN_STEP], run[END] + further * run[END_STEP]
 
 
 @compiled
 def cut_samples(runs: RowRuns, block_size: int) -> tuple[Ints, Ints]:
-    """Return ([sample + 1] -> cut, [cut] token): where samples are cut into blocks, their two ends included.
-
-    Samples of up to `block_size` tokens are one block. Others are cut where their mask changes, and between in equal
-    parts of whole sub-tiles.
-
-    Args:
-        runs: of the samples.
-        block_size: most tokens of a block; rounded up to whole sub-tiles.
-    """
+    """Return ([sample + 1] -> cut, [cut] token): where samples are cut into blocks, their two ends included. Samples of
+    up to `block_size` tokens are one block; others are cut where their mask changes, and between changes into equal
+    parts of whole sub-tiles."""
     num_samples = len(runs.seqlens)
     starts = np.zeros(num_samples + 1, np.int64)
     most = 0
@@ -160,7 +146,7 @@ def cut_samples(runs: RowRuns, block_size: int) -> tuple[Ints, Ints]:
 
 @compiled
 def _changes(runs: RowRuns, sample: int, block_size: int) -> Ints:
-    """Return the tokens at which rows or keys of a sample begin to be treated in another way, and its end."""
+    """Return the tokens at which a mask changes for rows or keys of a sample, and its end."""
     seqlen = runs.seqlens[sample]
     first, stop = runs.starts[sample], runs.starts[sample + 1]
     if (stop - first) * block_size > 8 * block_size + 2 * seqlen:  # changes everywhere
@@ -185,12 +171,7 @@ def _changes(runs: RowRuns, sample: int, block_size: int) -> Ints:
 
 @compiled
 def count_tiles(runs: RowRuns, starts: Ints, cuts: Ints) -> Tiles:
-    """Return the tiles between the blocks of each sample, which lie between two cuts.
-
-    Args:
-        runs: of the samples.
-        starts, cuts: as `cut_samples` returns them.
-    """
+    """Return the tiles between the blocks of each sample; `starts` and `cuts` as of `cut_samples`."""
     most, widest = 0, 0
     for sample in range(len(runs.seqlens)):
         num_blocks = starts[sample + 1] - starts[sample] - 1
@@ -220,15 +201,8 @@ def count_tiles(runs: RowRuns, starts: Ints, cuts: Ints) -> Tiles:
 
 @compiled
 def _count_row(table: Ints, cuts: Ints, row: int, keys: Ints, pairs: Ints, touched: Ints) -> None:
-    """Fill `pairs` and `touched` [column] for a row of blocks of one sample.
-
-    Args:
-        table: runs of the sample, from the first on that may have rows there.
-        cuts: of the sample.
-        row: block of the queries.
-        keys: room for `_touched_keys`.
-        pairs, touched: filled; as in `Tiles`.
-    """
+    """Fill `pairs` and `touched` [column] for a row of blocks of one sample; `table` has its runs from the first on
+    that may have rows there, `keys` is scratch."""
     pairs[:], touched[:] = 0, 0
     start, stop, seqlen = cuts[row], cuts[row + 1], cuts[-1]
     for run in range(len(table)):
@@ -244,14 +218,11 @@ def _count_row(table: Ints, cuts: Ints, row: int, keys: Ints, pairs: Ints, touch
 
 @compiled
 def seen_in_run(run: Ints, first_row: int, row_stop: int, low: int, high: int) -> tuple[int, int, int, int]:
-    """Return which rows of a run, among those given, see any of the keys from `low` to before `high`, and which keys.
-
-    Returns:
-        (first row, row behind the last, first key, key behind the last); no rows: the first is not below the second.
-    """
+    """Return which of the given rows of a run see any of the keys from `low` to before `high`, and which keys: (first
+    row, row behind the last, first key, key behind the last). With no rows, the first is not below the second."""
     from_row, to_row = max(first_row, run[FIRST_ROW]), min(row_stop, run[ROW_STOP])
     begin, end = _keys_of(run, from_row)
-    # Of the rows from there on, those whose keys end behind the first key and begin before the last.
+    # From there on, rows whose keys end behind the first key and begin before the last.
     if run[BEGIN_STEP] == 1:
         to_row = min(to_row, from_row + high - begin)
     elif begin >= high:
@@ -293,11 +264,8 @@ def _sum_within(first: int, step: int, count: int, low: int, high: int) -> int:
 
 @compiled
 def _touched_keys(table: Ints, low: int, high: int, seqlen: int, keys: Ints) -> int:
-    """Fill `keys` with the ranges of keys in sub-tiles that the rows from `low` to before `high` touch.
-
-    Returns:
-        how many ranges there are; they are disjoint.
-    """
+    """Fill `keys` with the ranges of keys in sub-tiles touched by rows from `low` to before `high`; return how many
+    there are."""
     count = 0
     for run in range(len(table)):
         if table[run, FIRST_ROW] >= high:

@@ -1,14 +1,11 @@
 """Bytes that the lanes of a placement send each other, by link, and how long its programmes take.
 
 Prices are made of these bytes, and the runtime counts them. A fetched row brings queries, and backward also outputs,
-their gradients and log-sum-exp; given back are outputs with log-sum-exp, and backward the gradient of the queries. A
-fetched column brings keys and values; backward gives their gradients back. What crosses to a node once and is handed on
-there counts on both links.
-
-The time of a programme is when each lane ends, with what its transfers and its neighbours cost it. A lane computes its
-divisions one after the other. What division t + 1 fetches from its own node travels while it computes division t, what
-t + 2 fetches from other nodes, too; results go back while later divisions compute. Links to other nodes and links
-inside the node work at the same time, each sends and receives one round after the other.
+their gradients and log-sum-exp; it gives back outputs with log-sum-exp, and backward the gradient of the queries. A
+fetched column brings keys and values; backward gives their gradients back. What crosses to a node and is handed on
+counts on both links. A lane computes its divisions one after the other. Meanwhile what division t + 1 fetches from its
+own node, and t + 2 from other nodes, travels during division t; results go back while later divisions compute. Links to
+other nodes and inside the node work at the same time; each sends and receives one round after the other.
 """
 
 from __future__ import annotations
@@ -39,11 +36,9 @@ class TokenBytes(NamedTuple):
     """Bytes of one token of a rank, of one layer or of several.
 
     Attributes:
-        query: queries; as many are outputs, and the gradients of either.
-        kv: keys and values; as many are their gradients.
-        lse: log-sum-exp.
-        latent: what keys and values are projected up from; 0: they are not.
-        narrow_kv: keys and values where these are not padded to the width of keys; 0: as kv.
+        query, kv, lse: queries (outputs and gradients take as many), keys and values (so do gradients), log-sum-exp.
+        latent: the latents of keys and values; 0: without latent attention.
+        narrow_kv: keys and values if values are not padded to the width of keys; 0: as kv.
     """
 
     query: float
@@ -53,13 +48,8 @@ class TokenBytes(NamedTuple):
     narrow_kv: float = 0.0
 
     def messages(self, fetches: Fetches, tokens: Ints, *, backward: bool, is_kept: bool = False) -> Messages:
-        """Return the transfers of a direction.
-
-        Args:
-            fetches: of all lanes.
-            tokens: of each home.
-            is_kept: backward, queries, keys and values are there already: forward was just computed again.
-        """
+        """Return the transfers of a direction; `tokens`: of each home; `is_kept`: in backward, queries, keys and values
+        are there already, as forward was just computed again."""
         query, kv, lse, *_ = self
         # (of a row, of a column)
         there = (3 * query + lse, kv) if backward else (query, kv)
@@ -70,34 +60,21 @@ class TokenBytes(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Bytes from lane to lane, each two that send anything once.
-
-    Attributes:
-        sender, receiver: lanes of the bucket.
-        num_bytes: [direction, entry], forward and backward.
-    """
+    """Bytes from lane to lane, each pair once: sender and receiver [entry], num_bytes [forward or backward, entry]."""
 
     sender: Ints
     receiver: Ints
     num_bytes: Floats
 
     def of_lanes(self, nodes: Ints) -> Floats:
-        """Return [direction, link, lane] -> bytes that a lane sends, link being IN_NODE or ACROSS_NODES.
-
-        Args:
-            nodes: [lane] -> its node.
-        """
+        """Return [direction, IN_NODE or ACROSS_NODES, lane] -> bytes that a lane sends; `nodes`: [lane] -> its node."""
         link = np.where(nodes[self.sender] == nodes[self.receiver], IN_NODE, ACROSS_NODES)
         place = link * len(nodes) + self.sender
         sums = [np.bincount(place, of_direction, 2 * len(nodes)) for of_direction in self.num_bytes]
         return np.array(sums, np.float64).reshape(2, 2, len(nodes))
 
     def between(self, groups: Ints) -> Floats:
-        """Return [sender, receiver] -> bytes of both directions, among groups of lanes such as nodes.
-
-        Args:
-            groups: [lane] -> number of its group.
-        """
+        """Return [sender, receiver] -> bytes of both directions between groups; `groups`: [lane] -> its group."""
         num_groups = int(groups.max()) + 1
         place = groups[self.sender] * num_groups + groups[self.receiver]
         sums = np.bincount(place, self.num_bytes.sum(axis=0), num_groups**2)
@@ -105,12 +82,8 @@ class Sent(NamedTuple):
 
 
 def sent_by_lanes(placement: Placement, lanes: Lanes, of_token: TokenBytes) -> Sent:
-    """Return what the lanes of a placement send in a forward and a backward pass, without what recomputation repeats.
-
-    Args:
-        lanes: of the placement.
-        of_token: what a token takes: of one layer, or of as many as the bytes are to be of.
-    """
+    """Return what the lanes of a placement send in a forward and a backward pass, without what recomputation repeats;
+    `of_token` are the bytes of a token in one layer or several."""
     fetches = fetches_of(placement, lanes)
     tokens = placement.tokens_of_homes
     forward, backward = (of_token.messages(fetches, tokens, backward=backward) for backward in (False, True))
@@ -119,7 +92,7 @@ def sent_by_lanes(placement: Placement, lanes: Lanes, of_token: TokenBytes) -> S
 
 
 def added(parts: Sequence[Sent]) -> Sent:
-    """Return all that is sent in `parts`, in which the same two lanes may be several times."""
+    """Return the sum of `parts`, in which the same two lanes may be several times."""
     if len(parts) == 1:
         return parts[0]
     sender, receiver = (np.concatenate([getattr(one, name) for one in parts]) for name in ("sender", "receiver"))
@@ -131,12 +104,7 @@ def added(parts: Sequence[Sent]) -> Sent:
 
 
 class Link(NamedTuple):
-    """Links of one kind.
-
-    Attributes:
-        free_s: [lane] when its link is free.
-        latency_s: of a round; bytes_per_s: of a link.
-    """
+    """Links of one kind: [lane] when its link is free, the latency of a round, and the bytes per second of a link."""
 
     free_s: Floats
     latency_s: float
@@ -158,8 +126,7 @@ def lane_ends_s(messages: Messages, attention_s: Floats, latency_s: float, insid
 
     Args:
         messages: of that direction, in the order of `messages_of`.
-        attention_s: [division, lane] what its kernels take.
-        latency_s: of a round that has messages.
+        attention_s: [division, lane] seconds of its kernels.
         inside, across: bytes per second of a lane's links in its node, and to other nodes.
     """
     num_divisions, num_lanes = attention_s.shape
@@ -169,7 +136,7 @@ def lane_ends_s(messages: Messages, attention_s: Floats, latency_s: float, insid
     arrived = np.zeros((2, num_divisions + 2, num_lanes))
     begun, now, returned = np.zeros(num_lanes), np.zeros(num_lanes), np.zeros(num_lanes)
     _exchange(messages, 0, ends[ACROSS + 1], begun, across_nodes, arrived[ACROSS, 0])
-    # A link serves rounds in the order in which lanes begin them: what later divisions fetch goes before what this one
+    # A link serves rounds in the order in which lanes begin them: fetches of later divisions go before what this one
     # gives back.
     for division in range(-1, num_divisions):
         if division >= 0:

@@ -1,13 +1,11 @@
 """Moves tiles between parts: those of one row, or of one column, that a part computes.
 
 All tiles of a row on a part need its queries there, all of a column its keys. So tiles move by *lines* (a row or a
-column): all that a part has of it, or those that are glad to leave, because on the other part their crossing lines are
-known and here nobody else needs these. First parts above their cap of work are relieved at the least bytes per pair;
-then lines move where that saves bytes and keeps the caps. By such moves queries go to keys, and keys to queries.
-
-What counts is not what all parts need together, but what the busiest does. So bytes have a price where they are needed,
-which follows, from round to round, what parts need over the mean, as for wires of a chip (PathFinder, McMurchie and
-Ebeling, FPGA 1995).
+column): all that a part has of it, or only the *glad* ones, each of which saves bytes (the other part has its crossing
+line, and nobody else here needs it). First parts above their cap of work are relieved at the least bytes per pair; then
+lines move where that saves bytes and keeps the caps. The busiest part counts, not the sum. So a byte has a price at the
+part that needs it, which follows, from round to round, that part's needs over the mean, as for wires of a chip
+(PathFinder, McMurchie and Ebeling, FPGA 1995).
 """
 
 from __future__ import annotations
@@ -24,17 +22,14 @@ from dynamic_cp.placement.token_graph import Caps, TokenGraph
 _LEAST = 0.5
 """Bytes, at their prices, that a move has to save."""
 _LEAST_PRICE, _MOST_PRICE = 0.5, 4.0
-"""Of a byte for a part that needs at most this many times the mean, and at least this many times."""
+"""Least and highest price of a byte, for a part that needs at most, or at least, this many times the mean."""
 
 
 class TileState(NamedTuple):
     """Where vertices and tiles are, and what follows from it.
 
     Attributes:
-        homes: [vertex] part.
-        lanes: [tile] part.
-        users: [2, vertex, part] why the part has its queries (0) or keys (1): one for each tile, one for the home.
-        tokens, work: [part].
+        users: [2, vertex, part] reasons for the part to have its queries (0) or keys (1): tiles, home.
         prices: [part] of a byte that it needs.
     """
 
@@ -47,13 +42,8 @@ class TileState(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What moving the tiles that a part has of a row or column to another part would do.
-
-    Attributes:
-        bytes: [part] saved by moving all of them there, at the prices of the parts.
-        work: [1] their touched pairs.
-        glad_bytes, glad_work: [part] the same of those alone that save something by themselves.
-    """
+    """What moving the tiles that a part has of a row or column would do: [part] bytes saved by moving all of them
+    there, at the prices of the parts, and [1] their touched pairs; the same, each [part], for the glad ones alone."""
 
     bytes: Floats
     work: Floats
@@ -62,12 +52,8 @@ class Line(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Which tiles of a line move, and how many.
-
-    Attributes:
-        least_bytes: that each must save.
-        enough_work, most_work: touched pairs after which no more moves, and that may not be passed.
-    """
+    """Which tiles of a line move: those that save `least_bytes`, until `enough_work` pairs moved, at most
+    `most_work`."""
 
     least_bytes: float
     enough_work: float
@@ -76,7 +62,7 @@ class Limits(NamedTuple):
 
 @compiled
 def state_of(graph: TokenGraph, homes: Ints, lanes: Ints, num_parts: int) -> TileState:
-    """Return the state in which vertices and tiles are there."""
+    """Return the state with these parts of vertices and tiles."""
     users = np.zeros((2, len(homes), num_parts), np.int64)
     tokens, work = np.zeros(num_parts), np.zeros(num_parts)
     for vertex in range(len(homes)):
@@ -106,7 +92,7 @@ def transfers(graph: TokenGraph, state: TileState) -> tuple[Floats, Floats]:
 
 @compiled
 def _follow_needs(graph: TokenGraph, state: TileState) -> None:
-    """Let prices follow, half way, what parts need over the mean."""
+    """Move prices half way to each part's needs over the mean."""
     needed, _ = transfers(graph, state)
     num_parts = len(needed)
     mean = max(needed.sum() / num_parts, 1.0)
@@ -139,7 +125,7 @@ def improve_tiles(graph: TokenGraph, state: TileState, caps: Caps, num_rounds: i
 def _weigh_line(
     graph: TokenGraph, state: TileState, side: int, vertex: int, here: int, least: float, line: Line
 ) -> None:
-    """Fill in what moving the tiles of a line away from a part would do; those are `glad` that save `least` bytes."""
+    """Fill in what moving the tiles of a line away from a part would do; tiles that save `least` bytes are glad."""
     line.glad_bytes[:] = 0.0
     line.bytes[:] = 0.0
     line.glad_work[:] = 0.0
@@ -249,11 +235,8 @@ def _relieve(graph: TokenGraph, state: TileState, caps: Caps, here: int, line: L
 def _cheapest_relief(
     graph: TokenGraph, state: TileState, caps: Caps, number: int, here: int, line: Line
 ) -> tuple[float, int, float]:
-    """Return (bytes per touched pair, part or -1, what a tile has to save) of the best move of a line from a part.
-
-    Args:
-        number: of the line, rows first.
-    """
+    """Return (bytes per touched pair, part or -1, what a tile has to save) of the best move of a line from a part;
+    `number` counts lines, rows first."""
     side, vertex = number // len(state.homes), number % len(state.homes)
     if state.users[side, vertex, here] - (state.homes[vertex] == here) <= 0:
         return np.inf, -1, 0.0

@@ -1,10 +1,8 @@
 """A micro-batch as a graph, and where a search of its placement begins.
 
 Vertices are blocks of tokens, a tile joins the block of its queries to that of its keys. Long samples are cut into
-blocks; short ones share a vertex (a *bin*), so that the search has few of them.
-
-A search begins with whole documents in parts where they fit, and the others split over few parts. A *part* is a node,
-or a lane of one node. Each has a cap of tokens and one of work, in touched pairs.
+blocks; short ones share a vertex (a *bin*). A search begins with whole documents in parts where they fit, and the
+others split over few parts. A *part* is a node, or a lane of one node, with caps of tokens and of touched pairs.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ class TokenGraph(NamedTuple):
     """Vertices and tiles, for compiled loops. All numbers are whole.
 
     Attributes:
-        tokens: [vertex] whose home is to be found; 0 where it is found already.
-        documents: [vertex] those of one document are neighbours and in order; a bin is a document of its own.
-        net_bytes: [2, vertex] what travels to and from a lane that computes with its queries (0) or its keys (1).
+        tokens: [vertex] to place; 0 for a block of another node.
+        documents: [vertex] vertices of a document are neighbours and in order; a bin is a document of its own.
+        net_bytes: [2, vertex] bytes to and from a lane that computes with its queries (0) or its keys (1).
         ends: [2, tile] vertex of the queries and of the keys.
         work: [tile] touched pairs.
         starts, members: [2, vertex + 1] and [2, tile] the tiles of each row (0) and of each column (1).
@@ -48,14 +46,10 @@ class TokenBlocks(NamedTuple):
     """The blocks of a micro-batch, its tiles, and both as a graph.
 
     Attributes:
-        order: [sample, in the order in which they are planned] -> index in the micro-batch.
-        runs: of the samples, in that order.
-        starts, cuts: where samples are cut, as `cut_samples` returns it.
-        tiles: between the blocks.
-        num_own: blocks that are vertices of their own: they come first, with the same numbers, and so do their tiles.
-        num_own_tiles: tiles between those.
-        bins: [block - num_own] -> vertex that it shares.
-        graph: vertices, of which those from `num_own` on are bins.
+        order: [sample, in the order in which they are planned] -> index in the micro-batch; `runs` are in that order.
+        starts, cuts: where samples are cut, as of `cut_samples`.
+        num_own, num_own_tiles: blocks that are vertices of their own, and tiles between them; both come first.
+        bins: [block - num_own] -> vertex that it shares; vertices from `num_own` on are bins.
     """
 
     order: Ints
@@ -72,15 +66,9 @@ class TokenBlocks(NamedTuple):
 def blocks_of(
     samples: Sequence[Sample], block_size: int, row_bytes: int, column_bytes: int, *, share_bins: bool = True
 ) -> TokenBlocks:
-    """Return the blocks of `samples`.
-
-    Args:
-        samples: of one micro-batch.
-        block_size: most tokens of a block.
-        row_bytes: per token, of queries there and outputs back.
-        column_bytes: per token, of keys and values.
-        share_bins: whether samples of up to `block_size` tokens share vertices.
-    """
+    """Return the blocks of the samples of one micro-batch, of at most `block_size` tokens; `row_bytes` are of a
+    token's queries there and outputs back, `column_bytes` of its keys and values; `share_bins`: short samples share
+    vertices."""
     order = canonical_order(samples)
     runs = runs_of([samples[index] for index in order])
     starts, cuts = cut_samples(runs, block_size)
@@ -96,7 +84,7 @@ def blocks_of(
 
 
 def canonical_order(samples: Sequence[Sample]) -> list[int]:
-    """Return the indexes of `samples` by descending length, mask and index: in whatever order they were given."""
+    """Return the indexes of `samples` by descending length, mask and index, the same for any order of the samples."""
     texts = [_text_of(sample.mask) for sample in samples]
     return sorted(range(len(samples)), key=lambda index: (-samples[index].seqlen, texts[index], index))
 
@@ -108,7 +96,7 @@ def _text_of(mask: Mask | None) -> str:
 
 @compiled
 def _fill_bins(seqlens: Ints, block_size: int) -> Ints:
-    """Return [sample] -> bin of samples, descending by length: the fullest that has room for it."""
+    """Return [sample] -> bin, for samples descending by length: the fullest bin that has room."""
     bins = np.empty(len(seqlens), np.int64)
     room = np.empty(len(seqlens), np.int64)
     count = 0
@@ -176,22 +164,14 @@ def graph_of(tokens: Ints, documents: Ints, net_bytes: Ints, ends: Ints, work: I
 
 
 class Caps(NamedTuple):
-    """What parts may hold.
-
-    Attributes:
-        tokens, work: [part].
-    """
+    """What parts may hold, each [part]."""
 
     tokens: Floats
     work: Floats
 
 
 class PartLoads(NamedTuple):
-    """What parts hold so far.
-
-    Attributes:
-        tokens, work: [part].
-    """
+    """What parts hold so far, each [part]."""
 
     tokens: Floats
     work: Floats
@@ -199,15 +179,8 @@ class PartLoads(NamedTuple):
 
 @compiled
 def place_documents(graph: TokenGraph, vertex_work: Floats, caps: Caps, is_spread: bool) -> Ints:
-    """Return [vertex] -> part.
-
-    Args:
-        graph: vertices and tiles.
-        vertex_work: [vertex] what is computed where it lies.
-        caps: of the parts.
-        is_spread: how a document is split: its heaviest vertices first, each to the emptiest of its parts; otherwise
-            one stretch of it after the other.
-    """
+    """Return [vertex] -> part; `vertex_work` are touched pairs computed where it lies. `is_spread`: split documents put
+    their heaviest vertices first, each into the emptiest part; False: in order."""
     num_vertices, num_parts = len(graph.tokens), len(caps.tokens)
     parts = np.empty(num_vertices, np.int64)
     held = PartLoads(np.zeros(num_parts), np.zeros(num_parts))
@@ -267,7 +240,7 @@ def emptiest(more_tokens: float, more_work: float, held: PartLoads, caps: Caps) 
 
 @compiled
 def _fewest_parts(more_tokens: float, more_work: float, held: PartLoads, caps: Caps) -> Ints:
-    """Return those parts with the most room, as few as hold so much more, at least two of several."""
+    """Return the parts with the most room, as few as hold so much more, but at least two if there are."""
     tokens, work = held
     fill = np.empty(len(tokens))
     for part in range(len(tokens)):

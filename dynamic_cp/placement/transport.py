@@ -1,16 +1,14 @@
 """What the lanes of a placement fetch and give back, over which link, and in which division.
 
 A lane fetches the queries (a row) or the keys and values (a column) of a home that its tiles use and that another lane
-holds. Transport has two phases: what lanes of a node use of another node crosses once, to one lane of the node, the
-*relay*, which hands it to all that use it, whether it is one of them or not. On the way back the relay adds up what its
-node computed, and one sum crosses. Without this, placed attention loses to a ring where documents are long (with a
-prototype, the best modelled total fell by a factor of 1.1 to 2.0 on causal data).
+holds. What lanes of a node use of another node crosses once, to one lane of the node, the *relay*, which hands it to
+all that use it; on the way back the relay adds up what its node computed, and one sum crosses. Without this, placed
+attention loses to a ring where documents are long (with a prototype, the best modelled total fell by a factor of 1.1 to
+2.0 on causal data). The relay is in turn one of the lanes that use a home, or the lane of the node with least to fetch,
+so that all NICs of a node have as much to do.
 
-Either the lanes that use a home take turns as relays, or the lane of the node with least to fetch does it, whether it
-uses it or not: so that all NICs of a node have as much to do, however unevenly its lanes need what others hold.
-
-A programme has rounds of transfers, four in each division: `ACROSS` (fetch from other nodes), `INSIDE` (fetch from
-lanes of the node, relays among them), `COLLECT` (give back inside the node) and `DELIVER` (give back to other nodes).
+A programme has four rounds of transfers in each division: `ACROSS` (fetch from other nodes), `INSIDE` (fetch from lanes
+of the node, relays among them), `COLLECT` (give back inside the node) and `DELIVER` (give back to other nodes).
 """
 
 from __future__ import annotations
@@ -27,17 +25,13 @@ from dynamic_cp.types import Placement
 from dynamic_cp.types.placement import DIVISION, HOLDER, LANE, START, STOP
 
 _WHOLE, _HANDED_ON = 10, 3
-"""Fetching something from another node, and handing it on inside the node, which is some times as fast."""
+"""Costs of fetching from another node, and of handing on inside the node, which is some times as fast."""
 
 
 @compiled
 def crossing_groups(lane: Ints, thing: Ints, crosses: Ints, lanes: Lanes) -> tuple[Ints, Ints]:
-    """Return ([fetch] -> group of the fetches of one thing by one node, -1 where it does not cross; [group] a fetch).
-
-    Args:
-        lane, thing: [fetch] who fetches what.
-        crosses: [fetch] 1 where it is held in another node.
-    """
+    """Return ([fetch] -> group of the fetches of one thing by one node, -1 if it does not cross; [group] a fetch);
+    arguments: [fetch] who fetches what, and 1 if it is held in another node."""
     num_things = 0
     for one in thing:
         num_things = max(num_things, one + 1)
@@ -62,7 +56,7 @@ def crossing_groups(lane: Ints, thing: Ints, crosses: Ints, lanes: Lanes) -> tup
 
 @compiled
 def relays_by_order(lane: Ints, first: Ints, order: Ints, group: Ints, num_groups: int, node_lanes: int) -> Ints:
-    """Return [group] -> the lane that needs it first; of several one after the other, by `order` [fetch]."""
+    """Return [group] -> the lane that needs it first; several take turns by `order` [fetch]."""
     relays, best = np.full(num_groups, -1), np.full(num_groups, -1)
     for fetch in range(len(group)):
         one = group[fetch]
@@ -78,14 +72,9 @@ def relays_by_order(lane: Ints, first: Ints, order: Ints, group: Ints, num_group
 
 @compiled
 def relays_by_load(lane: Ints, kind: Ints, first: Ints, tokens: Ints, group: Ints, firsts: Ints, lanes: Lanes) -> Ints:
-    """Return [group] -> the lane of its node that has least to fetch of its kind in its division, largest first.
-
-    Of several the one with least of both kinds in that division, then in all.
-
-    Args:
-        lane, kind, first, tokens: [fetch] who needs how many tokens of what, and from which division on.
-        group, firsts: of `crossing_groups`.
-    """
+    """Return [group] -> the lane of its node that has least to fetch of its kind in its division, the largest group
+    first; ties go to the lane with least of both kinds in that division, then in all. `first`: [fetch] the division
+    from which on it is needed; `group`, `firsts`: of `crossing_groups`."""
     uses, starts = sorted_by(group + 1, len(firsts) + 1)
     begins, order = _by_division(first, tokens, firsts, uses, starts)
     load, total = np.zeros((2, lanes.number), np.int64), np.zeros(lanes.number, np.int64)
@@ -118,12 +107,8 @@ def relays_by_load(lane: Ints, kind: Ints, first: Ints, tokens: Ints, group: Int
 
 @compiled
 def _by_division(first: Ints, tokens: Ints, firsts: Ints, uses: Ints, starts: Ints) -> tuple[Ints, Ints]:
-    """Return ([group] the division in which it is needed first; groups in the order of these, the largest first).
-
-    Args:
-        first, tokens, firsts: as for `relays_by_load`.
-        uses, starts: the fetches of group g are uses[starts[g + 1] : starts[g + 2]].
-    """
+    """Return ([group] the division in which it is needed first; groups in the order of these, the largest first). The
+    fetches of group g are uses[starts[g + 1] : starts[g + 2]]."""
     num_groups = len(firsts)
     begins, order, largest = np.empty(num_groups, np.int64), np.empty(num_groups), 1
     for one in range(num_groups):
@@ -161,12 +146,8 @@ class Fetches(NamedTuple):
 
 
 def fetches_of(placement: Placement, lanes: Lanes, order: Ints | None = None) -> Fetches:
-    """Return what every lane of a placement fetches.
-
-    Args:
-        lanes: of the placement.
-        order: [home] a number by which the lanes that use it take turns as relays; None: who has least to fetch is one.
-    """
+    """Return what every lane of a placement fetches; `order`: [home] a number by which the lanes that use it take turns
+    as relays; None: the lane with least to fetch."""
     homes = np.ascontiguousarray(placement.homes, np.int64)
     tiles = np.ascontiguousarray(placement.tiles, np.int64)
     return fetches_used(homes[:, HOLDER], homes[:, STOP] - homes[:, START], *_used(homes, tiles), lanes, order)
@@ -190,20 +171,15 @@ def _used(homes: Ints, tiles: Ints) -> tuple[Ints, Ints]:
 def fetches_used(
     holder: Ints, tokens: Ints, used: Ints, divisions: Ints, lanes: Lanes, order: Ints | None = None
 ) -> Fetches:
-    """Return what every lane fetches, from what it uses and does not hold.
-
-    Args:
-        holder, tokens: [home] the lane that holds it, and how many tokens it has.
-        used: (lane * 2 + kind) * number of homes + home, for all that is used, also several times; divisions: in which.
-        lanes, order: as in `fetches_of`.
-    """
+    """Return what every lane fetches, from the holder and tokens of each home, and for every use (lane * 2 + kind) *
+    number of homes + home (`used`) and its division; `order` as in `fetches_of`."""
     order = np.zeros(0, np.int64) if order is None else order
     return _fetches(np.ascontiguousarray(holder), tokens, used, divisions, lanes, order)
 
 
 @compiled
 def _fetches(holder: Ints, tokens: Ints, used: Ints, divisions: Ints, lanes: Lanes, order: Ints) -> Fetches:
-    """Return `fetches_used`; no `order`: relays by load."""
+    """Return `fetches_used`; an empty `order`: relays by load."""
     num_homes = len(holder)
     direct = _direct_fetches(holder, used, divisions, lanes)
     lane, kind, home, _, crosses, first, _ = direct
@@ -220,7 +196,7 @@ def _fetches(holder: Ints, tokens: Ints, used: Ints, divisions: Ints, lanes: Lan
 
 @compiled
 def _direct_fetches(holder: Ints, used: Ints, divisions: Ints, lanes: Lanes) -> Fetches:
-    """Return one entry for each lane, kind and home that it uses, fetched from the holder; arguments as above."""
+    """Return one entry for each lane, kind and home that it uses, fetched from the holder."""
     num_homes, most = len(holder), len(used)
     by_home, _ = sorted_by(used % num_homes, num_homes)
     by_user, _ = sorted_by(used[by_home] // num_homes, 2 * lanes.number)
@@ -246,15 +222,8 @@ def _direct_fetches(holder: Ints, used: Ints, divisions: Ints, lanes: Lanes) -> 
 
 @compiled
 def _through_relays(direct: Fetches, group: Ints, firsts: Ints, relays: Ints) -> Fetches:
-    """Return the same where other lanes of a node fetch from its relay, whose divisions are those of all.
-
-    A relay that does not use what it hands on has an entry, too, behind all others.
-
-    Args:
-        direct: what lanes use, from who holds it.
-        group, firsts: of `crossing_groups`.
-        relays: [group] lane.
-    """
+    """Return `direct`, but with the lanes of a node fetching from its relay ([group] -> lane), whose divisions are
+    those of all. A relay that does not use what it hands on has an entry, too, behind all others."""
     count = len(direct.lane)
     of_relay = np.full(len(firsts), -1)
     for fetch in range(count):
@@ -276,7 +245,6 @@ def _through_relays(direct: Fetches, group: Ints, firsts: Ints, relays: Ints) ->
 
 @compiled
 def _taken(fetches: Fetches, entries: Ints) -> Fetches:
-    """Return some of the entries, in this order."""
     lane, kind, home, source, crosses, first, last = fetches
     return Fetches(
         lane[entries], kind[entries], home[entries], source[entries], crosses[entries], first[entries], last[entries]
@@ -284,13 +252,8 @@ def _taken(fetches: Fetches, entries: Ints) -> Fetches:
 
 
 class Messages(NamedTuple):
-    """Bytes of all transfers between two lanes in one round, in the order of rounds, senders and receivers.
-
-    Attributes:
-        division, round: when; round is one of ACROSS .. DELIVER.
-        sender, receiver: lanes of the bucket.
-        num_bytes: of one direction of one layer.
-    """
+    """Bytes of all transfers between two lanes in one round (ACROSS .. DELIVER), in the order of rounds, senders and
+    receivers; num_bytes are of one direction of one layer."""
 
     division: Ints
     round: Ints
@@ -300,12 +263,8 @@ class Messages(NamedTuple):
 
 
 def messages_of(fetches: Fetches, tokens: Ints, there: Floats, back: Floats) -> Messages:
-    """Return the transfers of `fetches`.
-
-    Args:
-        tokens: of each home.
-        there, back: bytes per token of a fetched (row, column), and of what is given back for one.
-    """
+    """Return the transfers of `fetches`; `tokens`: of each home; `there`, `back`: bytes per token of a fetched (row,
+    column), and of what is given back for one."""
     return _messages(fetches, tokens, there, back)
 
 

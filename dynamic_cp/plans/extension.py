@@ -1,9 +1,6 @@
-"""Kinds of plans: what a plan may have beside micro-batches, each kind behind one value of functions.
-
-Whoever works with plans asks `kind_of(plan)`, and calls what that gives; nobody asks what kind it is. A kind lies in a
-package of its own, which is imported where a plan of it comes up or a job asks for such plans. How its steps run is in
-`megatron.dynamic_cp.data.micro_batches`.
-"""
+"""Kinds of plans: what a plan may have beside micro-batches, each kind behind one value of functions. Code that works
+with plans calls what `kind_of(plan)` returns, and never asks which kind it is. A kind lies in a package of its own,
+imported only when it is used. `megatron.dynamic_cp.data.micro_batches` runs its steps."""
 
 from __future__ import annotations
 
@@ -18,18 +15,17 @@ class PlanKind(NamedTuple):
     """The functions of a kind of plan.
 
     Attributes:
-        check: refuses a plan that keeps all other rules (`validate.check_plan`) with IllegalPlanError.
-        why_illegal: returns why the lanes of a bucket cannot run it, in place of its mechanism; None where they can.
+        check, why_illegal: IllegalPlanError if a plan breaks the kind's own rules; why the lanes of a bucket cannot run
+            it, in place of its mechanism, or None.
         to_dict, from_dict: the extension of a plan to JSON and back; InvalidInputError: it is none.
-        settings: the settings of an extension in the first line of a plan's text.
-        lines: the lines of an extension, behind those of micro-batches; `placements` as for `serialize.format_plan`.
+        settings, lines: the extension's settings in the first line of a plan's text, and its lines behind those of
+            micro-batches; `placements` as in `serialize.format_plan`.
         parse: takes the extension's settings out of those of a text; returns the other lines, and its JSON.
         encode: [lane] texts for `LanePlan.extension`.
         why_no_timeline: why the simulator of Megatron-Core's schedules cannot simulate such a plan.
         peak: memory of every stage, from a `MemoryModel` and a plan.
-        peak_at: the most memory that any plan needs, from a `MemoryModel` and a limit of tokens per rank.
-        least_at: the least memory that plans of such a limit may need: what that is, in words, and the memory.
-        plan: plans a batch of a job whose options ask for this kind, or allow it where it is faster.
+        peak_at, least_at: the most memory that any plan of a token limit needs; the least, with words.
+        plan: plans a batch of a job whose options ask for this kind, or allow it if it is faster.
     """
 
     check: Callable[[Plan], None]
@@ -52,7 +48,7 @@ _POOL, _SETTING_OF_POOL = "pool", "tile_tokens"
 
 
 def kind_of(plan: Plan) -> PlanKind | None:
-    """Return the kind of a plan; None: there is nothing beside micro-batches."""
+    """Return the kind of a plan; None: it has only micro-batches."""
     return None if plan.extension is None else kind_named(plan.extension.kind)
 
 
@@ -63,20 +59,20 @@ def kind_named(name: str) -> PlanKind:
 
 
 def kind_in_json(data: Mapping[str, Any]) -> str | None:
-    """Return the kind of the plan that is written in `data`; None: there is nothing beside micro-batches."""
+    """Return the kind of the plan that is written in `data`; None: it has only micro-batches."""
     return _POOL if _POOL in data else None
 
 
 def kind_in_text(settings: Mapping[str, Any]) -> str | None:
-    """Return the kind of the plan whose text has these settings; None: there is nothing beside micro-batches."""
+    """Return the kind of the plan whose text has these settings; None: it has only micro-batches."""
     return _POOL if _SETTING_OF_POOL in settings else None
 
 
 def kind_planned(options: PlanOptions) -> PlanKind | None:
-    """Return the kind that plans of a job may be; None: there is nothing beside micro-batches."""
+    """Return the kind that plans of a job may be; None: they have only micro-batches."""
     return None if options.pool == "off" else kind_named(_POOL)
 
 
 def kind_of_all(options: PlanOptions) -> PlanKind | None:
-    """Return the kind that all plans of a job are; None: some have nothing beside micro-batches."""
+    """Return the kind that all plans of a job are; None: some have only micro-batches."""
     return kind_planned(options) if options.pool == "always" else None

@@ -32,7 +32,7 @@ class GlobalBatch(Sequence[Sample]):
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> GlobalBatch:
-        """Return `samples` as arrays; as they are if they are that already."""
+        """Return `samples` as arrays, unchanged if they are that already."""
         if isinstance(samples, GlobalBatch):
             return samples
         masks = [sample.mask for sample in samples]
@@ -73,7 +73,7 @@ class GlobalBatch(Sequence[Sample]):
         )
 
     def seqlens_of(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the lengths of samples by their ids, 0 for an id that is not there; int64 of the same shape."""
+        """Return the lengths of samples by their ids, int64 of the same shape; 0 for an unknown id."""
         if not len(self):
             return np.zeros_like(sample_ids)
         order = np.argsort(self.sample_ids, kind="stable")

@@ -1,8 +1,8 @@
 """What one lane needs of a plan: its own buckets and the figures of the whole, small enough to send to every rank.
 
-A plan of 4096 lanes is a megabyte; a lane's part of it some hundred bytes. Rank 0 publishes one message per lane,
-so that the traffic of a step grows with the samples, not with samples times ranks. Placed buckets of hybrids are an
-exception: each lane knows all stretches that states pass through (`stretches`), some kilobytes on 64 lanes.
+A plan of 4096 lanes is a megabyte; a lane's part of it some hundred bytes. Rank 0 publishes one message per lane, so
+the traffic of a step grows with the samples, not with samples times ranks. Placed buckets of hybrids are an exception:
+each lane knows all stretches that states pass through (`stretches`), some kilobytes on 64 lanes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,12 @@ class PlanFacts:
     """What every rank knows of a whole plan.
 
     Attributes:
-        digest: of the whole plan (hex).
-        predicted_s: simulated time of the iteration; imbalance: max / mean of the lanes' simulated busy seconds.
-        reason: why this plan.
-        seqlen_sum, seqlen_squared_sum: over the samples, without padding; squares by the density of the masks and
-            windows.
+        predicted_s, imbalance: simulated time of the iteration; max / mean of the lanes' simulated busy seconds.
+        seqlen_sum, seqlen_squared_sum: over the samples, without padding; squares times the density of masks.
         cp_histogram: cp size -> number of non-empty buckets.
         padding_fraction: share of padding in all tokens computed.
         rank_token_multiple: what the padded tokens of a rank are rounded up to.
-        planner_s: seconds that planning took.
         fallback: why this is the static plan instead of the planner's, or None.
-        num_servers: as of `Plan`.
     """
 
     digest: str
@@ -64,7 +59,7 @@ class PlanFacts:
         planner_s: float = 0.0,
         fallback: str | None = None,
     ) -> PlanFacts:
-        """Return the facts of `planned`; `model`: whose windows count, None: of one without."""
+        """Return the facts of `planned`; `model`: whose windows count; None: one without windows."""
         plan = planned.plan
         samples = tuple(plan.samples)
         squares = (sample.squared_tokens if model is None else model.squared_tokens(sample) for sample in samples)
@@ -92,13 +87,11 @@ class LanePlan:
     """A plan as one lane sees it.
 
     Attributes:
-        lane: whose plan this is.
-        buckets: that hold this lane, one per micro-batch; placed ones with those samples only that the lane works with,
-            and without the placement: `parts` has what the lane does.
-        parts: micro-batch -> what its mechanism lets only this lane know (`Mechanism.lane_parts`), where it does; with
-            the bucket's `Stretches` where placed ones pass on states.
-        facts: of the whole plan.
-        extension: texts of what else this lane does, which the plan's kind reads (`PlanKind.encode`); (): nothing.
+        buckets: those of this lane, one per micro-batch; a placed one has only the samples that the lane works with,
+            and no placement: `parts` says what the lane does.
+        parts: micro-batch -> what only this lane knows (`Mechanism.lane_parts`), with `Stretches` if states are passed
+            on.
+        extension: texts of what else this lane does, read by the plan's kind (`PlanKind.encode`); (): nothing.
     """
 
     lane: int
@@ -123,7 +116,6 @@ def lane_plan(plan: Plan, lane: int, facts: PlanFacts) -> LanePlan:
 
 
 def _extensions(plan: Plan) -> Sequence[tuple[str, ...]]:
-    """Return [lane] `LanePlan.extension`."""
     kind = kind_of(plan)
     return [()] * plan.topology.num_lanes if kind is None else kind.encode(plan)
 
@@ -138,7 +130,7 @@ def _of_lane(bucket: Bucket, lane: int) -> Bucket:
 
 
 def _parts(bucket: Bucket, topology: Topology) -> Sequence[object] | None:
-    """Return what only this or that lane of `bucket` has to know; a lane by itself knows all."""
+    """Return what each lane of `bucket` alone must know; None for a single lane."""
     if bucket.cp_size == 1:
         return None
     parts = MECHANISMS[bucket.cp_comm_type].lane_parts(bucket, topology)

@@ -1,13 +1,10 @@
 """Padded lengths of a bucket, and the tokens of each of its lanes: the one place that knows how much padding costs.
 
-The inner loops of packing compile `padded_seqlen`, `rank_multiple` and `missing_tokens` as they stand here
-(`packing/durations.py`). This file itself needs no numba, so that every rank can import it.
-
-Each sample is padded after planning to a multiple of 2 * cp_size (the two zigzag chunks of every rank) if cp_size > 1,
-and not at all if cp_size == 1. With sequence parallelism the tokens of a rank are then rounded up to a multiple of
-tp_size, and where they are multiplied in FP8 of 16, 32 or 128 times that (`Topology.rank_token_multiple`);
-that rest is added to the last sample. Padding before planning to 2 * DP * CP, as other schedulers do, costs
-1.14 to 2.6 times the tokens at 512 to 4096 ranks (counted for lognormal lengths of mean 4096 and sigma 1.5).
+Each sample is padded after planning to a multiple of 2 * cp_size (the two zigzag chunks of every rank) if cp_size > 1.
+With sequence parallelism the tokens of a rank are then rounded up to a multiple of tp_size, in FP8 of 16, 32 or 128
+times that (`Topology.rank_token_multiple`); the last sample takes that rest. Padding before planning to 2 * DP * CP, as
+other schedulers do, costs 1.14 to 2.6 times the tokens at 512 to 4096 ranks (counted for lognormal lengths of mean 4096
+and sigma 1.5). Packing compiles some functions (`packing/durations.py`); this file needs no numba.
 """
 
 from __future__ import annotations
@@ -30,22 +27,23 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def sample_multiple(cp_size: int) -> int:
-    """Return the number of tokens that a sample's padded length is a multiple of."""
+    """Return the number of which a sample's padded length is a multiple."""
     return 2 * cp_size if cp_size > 1 else 1
 
 
 def padded_seqlen(seqlen: Lengths, multiple: int) -> Lengths:
-    """Return `seqlen`, or each of an array, rounded up to `multiple`: the power of two of `sample_multiple`."""
+    """Return `seqlen`, or each of an array, rounded up to `multiple`, a power of two (`sample_multiple`)."""
     return (seqlen + multiple - 1) & -multiple
 
 
 def rank_multiple(cp_size: int, rank_token_multiple: int) -> int:
-    """Return what the tokens of a rank are a multiple of: `rank_token_multiple`, and 2 if `cp_size` > 1."""
+    """Return the number of which a rank's tokens are a multiple: `rank_token_multiple`, and 2 if `cp_size` > 1."""
     return 2 * rank_token_multiple if cp_size > 1 and rank_token_multiple % 2 else rank_token_multiple
 
 
 def missing_tokens(tokens: int, cp_size: int, multiple_of_rank: int) -> int:
-    """Return what the last sample of a bucket of `tokens` padded tokens takes so that its ranks hold such multiples."""
+    """Return the tokens to add to the last sample of a bucket so that each rank holds a multiple of
+    `multiple_of_rank`."""
     return -(tokens // cp_size) % multiple_of_rank * cp_size
 
 
@@ -68,7 +66,7 @@ def padded_seqlens(seqlens: Iterable[int], cp_size: int, rank_token_multiple: in
 
 
 def padded_of(bucket: Bucket, rank_token_multiple: int = 1) -> tuple[int, ...]:
-    """Return `padded_seqlens` of a bucket's samples; of placed ones only lanes are padded (`placed_tokens`)."""
+    """Return `padded_seqlens` of a bucket's samples; in placed ones only lanes are padded (`placed_tokens`)."""
     if bucket.placement is not None:
         return tuple(sample.seqlen for sample in bucket.samples)
     return padded_seqlens((sample.seqlen for sample in bucket.samples), bucket.cp_size, rank_token_multiple)
@@ -116,7 +114,7 @@ def padding_fraction(plan: Plan) -> float:
 
 
 def lane_tokens(bucket: Bucket, rank_token_multiple: int = 1) -> tuple[int, ...]:
-    """Return the padded tokens of each lane of `bucket`: those of every rank of the lane."""
+    """Return the padded tokens of each lane of `bucket`, which every rank of the lane holds."""
     if bucket.placement is not None:
         return placed_tokens(bucket, rank_token_multiple)
     even = rank_tokens(bucket, rank_token_multiple)

@@ -2,7 +2,7 @@
 
     loads(dumps(plan)) == plan == parse_plan(format_plan(plan))
 
-Loading checks the form only; whether the plan is legal is for `dynamic_cp.plans.validate.check_plan` to say.
+Loading checks only the form; `dynamic_cp.plans.validate.check_plan` says whether a plan is legal.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from dynamic_cp.types import (
 
 SCHEMA_VERSION = 1
 _UNUSED = {"all_lanes_coupled": False}
-"""A field of topologies that nothing ever used: plans still carry it, so that their digests stay what they were."""
+"""A field of topologies that nothing ever used: plans still carry it, so that their digests stay."""
 
 
 _NEWER = {"ep_size": 1, "token_alignment": 1}
-"""Fields of topologies with their defaults, at which plans do not name them: digests stay what they were before."""
+"""Fields of topologies with the defaults at which plans leave them out, so that digests stay what they were before."""
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """Return `plan` as what JSON can hold."""
+    """Return `plan` as JSON's types."""
     kind = kind_of(plan)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -86,7 +86,7 @@ def plan_from_dict(data: object) -> Plan:
 
 
 def topology_to_dict(topology: Topology) -> dict[str, Any]:
-    """Return `topology` as what JSON can hold."""
+    """Return `topology` as JSON's types."""
     values = asdict(topology)
     for name, default in _NEWER.items():
         if values[name] == default:
@@ -119,7 +119,7 @@ def format_cp_sizes(histogram: Mapping[int, int]) -> str:
 
 
 def loads(text: str | bytes) -> Plan:
-    """Return the plan that `dumps` wrote; InvalidInputError when `text` is not one."""
+    """Return the plan that `dumps` wrote; InvalidInputError if `text` is not one."""
     return plan_from_dict(parse_json("the plan", text, "give a file that `plan --output` wrote"))
 
 
@@ -131,27 +131,25 @@ def digest(plan: Plan) -> str:
 def format_plan(plan: Plan, *, placements: bool = True) -> str:
     """Return `plan` as text: one line of settings, then one line per micro-batch.
 
-    Example (sample_id:seqlen, with @mask where a sample has its own; "-" is an empty place, an exchange other than p2p
-    is named, as in "a2a+p2p/8" with the inner size where the exchange does not imply it; a placement follows):
+    Example (sample_id:seqlen, with @mask if a sample has its own; "-" is an empty place; an exchange other than p2p is
+    named, as in "a2a+p2p/8" with the inner size unless the exchange implies it; a placement follows):
 
         plan v1 policy=dynamic max_tokens_per_rank=64 num_lanes=4 tp_size=1 pp_size=1 vp_size=1 ranks_per_node=8 ...
         0 | lanes 0-1: 7:100 3:9 | lane 2: 5:60 | lane 3: - |
         1 | lanes 0-3 blocks 0.0.40.0,0.40.100.3/0.0.0.0,1.0.3.1,1.1.3.0: 8:100 |
         2 | lanes 0-3 a2a states: 9:4000 |
 
-    In the last line layers with linear attention pass on states; they exchange heads where nothing is said.
-
-    A plan of a kind (`plans.extension`) has more settings in its first line, and lines behind the others: with a pool
-    tile_tokens (and relay_servers, if not 0), and a line of tasks for each tick:
+    In the last line layers with linear attention pass on states; without a word they exchange heads. A plan of a kind
+    (`plans.extension`) has more settings in its first line, and more lines: with a pool tile_tokens (and relay_servers,
+    if not 0), and a line of tasks for each tick. With model chunks (vp_size > 1), equal tasks are written once, and
+    other ticks name the first:
 
         F0 | 0.0.40.0.0.0,0.40.64.1.3.0
-
-    With model chunks (vp_size > 1) ticks have equal tasks, which stand there once; the others name the first, as in
-    "F5 | F1".
+        F5 | F1
 
     Args:
-        placements: whole, so that `parse_plan` reads them; else how large they are, for people, as in
-            "lanes 0-3 blocks (2 homes, 3 tiles, 2 divisions): 8:100"; so are lines of a kind.
+        placements: whole, so that `parse_plan` reads them; False: only their size, for people, as in "lanes 0-3 blocks
+            (2 homes, 3 tiles, 2 divisions): 8:100"; so are lines of a kind.
     """
     kind = kind_of(plan)
     settings = {
@@ -170,7 +168,7 @@ def format_plan(plan: Plan, *, placements: bool = True) -> str:
 
 
 def parse_plan(text: str) -> Plan:
-    """Return the plan that `format_plan` printed; InvalidInputError names the line that is none."""
+    """Return the plan that `format_plan` printed; InvalidInputError names the first wrong line."""
     header, *rows = text.strip().splitlines() or [""]
     match = re.fullmatch(r"plan v(\d+)((?: \w+=\S*)*)", header)
     if match is None:
@@ -238,7 +236,7 @@ def _bucket_from_dict(data: object, where: str) -> Bucket:
 
 
 def sample_to_list(sample: Sample) -> list[int | str]:
-    """Return `sample` as what JSON can hold."""
+    """Return `sample` as JSON's types."""
     return [sample.sample_id, sample.seqlen, *([] if sample.mask is None else [str(sample.mask)])]
 
 
@@ -272,7 +270,7 @@ def _format_bucket(bucket: Bucket, placements: bool) -> str:
 
 
 def format_sample(sample: Sample) -> str:
-    """Return `sample` as the text of a plan has it."""
+    """Return `sample` as in the text of a plan."""
     return f"{sample.sample_id}:{sample.seqlen}" + ("" if sample.mask is None else f"@{sample.mask}")
 
 
@@ -313,7 +311,7 @@ def parse_sample(text: str) -> list[int | str]:
 
 
 def checked(value: object, kind: type, where: str) -> Any:
-    """Return `value` if it is a `kind` (True is no int)."""
+    """Return `value` if it is a `kind` (True is no int); InvalidInputError otherwise."""
     if not is_kind(value, kind):
         raise InvalidInputError(f"{where} is {value_in_words(value)}, {in_words(kind)} is needed", where=where)
     return value
@@ -332,5 +330,5 @@ class Fields:
             raise InvalidInputError(f"{where} has unknown entries {', '.join(unknown)}: it needs {', '.join(names)}")
 
     def get(self, name: str, kind: type) -> Any:
-        """Return an entry; InvalidInputError: it is no `kind`."""
+        """Return an entry; InvalidInputError if it is no `kind`."""
         return checked(self.data[name], kind, f"{self.where}.{name}")

@@ -1,8 +1,6 @@
-"""Stretches of linear attention: tokens of a lane that a state passes in one go, and how many states lanes keep.
-
-A state passes from token to token. A stretch ends where the next token of its sample lies on another lane or not right
-behind, and where branches of a sample part: each branch begins with the state behind the same prefix.
-"""
+"""Stretches of linear attention: tokens of a lane that a state passes in one go, and how many states lanes keep. A
+stretch ends where the next token of its sample is on another lane or not adjacent, and where branches of a sample part:
+each branch begins with the state behind the same prefix."""
 
 from __future__ import annotations
 
@@ -22,38 +20,34 @@ from dynamic_cp.types.masks import Mask
 from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP
 
 STATES_OF_A_SCAN = 0.5
-"""Memory of a stretch of a branch that a lane scans by itself, over that of one whose states are passed on: the lane
-keeps the state before it, and no summary, which is at least as large."""
+"""Memory of a stretch of a branch that a lane scans alone, over that of one whose states are passed on: the lane keeps
+the state before it, and no summary, which is at least as large."""
 
 
 def cuts_by_branches(sample: Sample) -> int:
-    """Return how many more stretches a sample has than chunks: each further segment cuts one in two."""
+    """Return how many more stretches a sample has than chunks: each segment after the first cuts one in two."""
     return len(sample.mask.shape()[0]) - 1 if isinstance(sample.mask, Branches) else 0
 
 
 def stretches_of_branches(samples: Iterable[Sample]) -> int:
-    """Return the stretches of the samples that have branches, where one lane has all of a sample."""
+    """Return the stretches of the samples with branches, if one lane has all of a sample."""
     return sum(1 + more for more in map(cuts_by_branches, samples) if more)
 
 
 def states_of_sample(sample: Sample, cp_size: int = 1) -> float:
-    """Return how many plain samples a sample counts as where its states are passed on: branches add to it.
-
-    The stretches of branches are spread over `cp_size` lanes; with the default they may all lie on one.
-    """
+    """Return how many plain samples a sample counts as where its states are passed on. The stretches of its branches
+    are spread over `cp_size` lanes; with the default they may all lie on one."""
     return 1 + cuts_by_branches(sample) / (CHUNKS_PER_LANE * cp_size)
 
 
 def samples_passed_on(bucket: Bucket) -> float:
-    """Return how many plain samples those of a bucket count as; 0 where the bucket passes on no states."""
+    """Return how many plain samples those of a bucket count as; 0 if the bucket passes on no states."""
     return sum(states_of_sample(one, bucket.cp_size) for one in bucket.samples) if bucket.exchanges_states else 0.0
 
 
 def room_for_states(max_tokens_per_rank: int) -> int:
-    """Return the number of stretches whose states have room beside so many tokens, where attention may be placed.
-
-    A lane holds at least one stretch of a sample that fills all lanes, so these may not count as tokens.
-    """
+    """Return the number of stretches whose states have room beside so many tokens, where attention may be placed. A
+    lane holds at least one stretch of a sample that fills all lanes, so these may not count as tokens."""
     return 4 + max_tokens_per_rank // 1024
 
 
@@ -72,16 +66,12 @@ class Before(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """The stretches of all lanes of a bucket, which all lanes know; every row of a lane is in one, padding too.
-
-    In the order of samples and their tokens, so that a stretch comes behind the one that it goes on from. Each column
-    is int64 [stretch].
+    """The stretches of all lanes of a bucket, int64 [stretch] each, in the order of samples and tokens, so that a
+    stretch comes behind the one that it continues. All lanes know them; every row of a lane is in one, padding too.
 
     Attributes:
-        lane: that holds it.
-        row: its first one among the rows of the lane.
-        length: its rows, at least 1.
-        previous: stretch behind which it begins; -1: it begins with a state of zeros.
+        lane, row, length: the lane that holds it, its first row there, and its rows, at least 1.
+        previous: the stretch that it continues; -1: it begins with a state of zeros.
     """
 
     lane: Ints
@@ -153,11 +143,8 @@ class Stretches(NamedTuple):
 
     @classmethod
     def _of_pieces(cls, pieces: Ints, masks: dict[int, Mask | None]) -> Stretches:
-        """Return stretches of pieces, int64 [piece, (sample, first token, one after the last, lane, row)], by tokens.
-
-        Args:
-            masks: sample -> its mask, where it brings one.
-        """
+        """Return stretches of pieces, int64 [piece, (sample, first token, one after the last, lane, row)], by tokens;
+        `masks`: sample -> its mask."""
         previous = np.where(pieces[:, START] > 0, np.arange(len(pieces)) - 1, -1)
         for sample in np.unique(pieces[:, SAMPLE]).tolist() if masks else ():
             mask = masks.get(sample)
@@ -168,15 +155,13 @@ class Stretches(NamedTuple):
 
     @property
     def num_lanes(self) -> int:
-        """Lanes of the bucket, each of which has a row at least; of `known_to` those up to the last that is known."""
+        """Lanes of the bucket, each of which has at least one row; after `known_to` only up to the last known lane."""
         return int(self.lane.max()) + 1
 
     @property
     def is_linked(self) -> Bools:
-        """[stretch] whether it goes on from another one, or another one from it: its lanes pass on states.
-
-        Where any stretch does, the shortest one of a lane without such counts, too: then all lanes do the same.
-        """
+        """[stretch] whether it continues another one, or is continued: its lanes pass on states. If any stretch is, the
+        shortest one of every other lane counts, too, so that all lanes do the same."""
         linked = self.previous >= 0
         linked[self.previous[linked]] = True
         if linked.any():
@@ -192,7 +177,7 @@ class Stretches(NamedTuple):
         return own[np.argsort(self.row[own])]
 
     def before(self, num_tokens: int) -> Before:
-        """Return the `num_tokens` tokens before each stretch, fewer where its sample begins."""
+        """Return the `num_tokens` tokens before each stretch, fewer if its sample begins there."""
         stretch, back = (part.ravel() for part in np.indices((len(self.lane), num_tokens)))
         back = num_tokens - back
         source = self.previous[stretch]
@@ -211,7 +196,7 @@ class Stretches(NamedTuple):
         return np.repeat(first - in_order, self.length) + np.arange(self.length.sum())
 
     def on_one_lane(self) -> Stretches:
-        """Return the stretches that are left where one lane has the rows of all, in the order of stretches."""
+        """Return the stretches that are left if one lane has the rows of all, in the order of stretches."""
         row = np.cumsum(self.length) - self.length
         return self._replace(lane=np.zeros_like(self.lane), row=row)._merged()
 
@@ -224,7 +209,7 @@ class Stretches(NamedTuple):
         return known._replace(previous=number[known.previous])
 
     def _merged(self) -> Stretches:
-        """Return the same with stretches joined that lie one behind the other on a lane, and where no branch begins."""
+        """Join stretches that follow each other on a lane, unless a branch begins between them."""
         before = np.arange(len(self.lane)) - 1
         num_following = np.bincount(self.previous[self.previous >= 0], minlength=len(self.lane))
         goes_on = (self.previous == before) & (before >= 0) & (num_following[before] == 1)
@@ -240,7 +225,7 @@ class Stretches(NamedTuple):
         )
 
     def _with_padding(self, on_lane: Ints) -> Stretches:
-        """Return the same with a stretch of padding at the end of lanes that hold fewer tokens than these."""
+        """Add a stretch of padding at the end of lanes that hold fewer tokens than these."""
         held = np.bincount(self.lane, self.length, len(on_lane)).astype(np.int64)
         padded = np.flatnonzero(held < on_lane)
         more = padded, held[padded], (on_lane - held)[padded], np.full(len(padded), -1)
@@ -260,7 +245,7 @@ class Stretches(NamedTuple):
         return depth
 
     def as_json(self) -> list[list[int]]:
-        """Return them as what JSON holds; `Stretches.read` takes it."""
+        """Return them as JSON's types, which `Stretches.read` takes."""
         return [column.tolist() for column in self]
 
     @classmethod
@@ -270,10 +255,8 @@ class Stretches(NamedTuple):
 
 
 def states_kept(bucket: Bucket, rank_token_multiple: int = 1) -> Sequence[int]:
-    """Return, for each lane of a bucket, the number of states it keeps, in stretches whose states are passed on.
-
-    Where none are passed on, lanes keep those of branches; where lanes exchange heads, of their share of the heads.
-    """
+    """Return, for each lane of a bucket, the number of states it keeps, in stretches whose states are passed on. If
+    none are, lanes keep those of branches; if lanes exchange heads, those of their share of the heads."""
     if not bucket.exchanges_states:
         of_branches = ceil(STATES_OF_A_SCAN * stretches_of_branches(bucket.samples) / bucket.cp_size)
         return [of_branches] * bucket.cp_size
@@ -284,7 +267,7 @@ def states_kept(bucket: Bucket, rank_token_multiple: int = 1) -> Sequence[int]:
 
 
 def _branched(pieces: Ints, previous: Ints, sample: int, mask: Branches) -> tuple[Ints, Ints]:
-    """Return pieces and what each goes on from, once those of a sample are cut where its branches begin and end."""
+    """Return pieces and what each continues, after those of a sample are cut where its branches begin and end."""
     segments = mask.segments()
     stops = np.array([segment.stop for segment in segments])
     first, end = np.searchsorted(pieces[:, SAMPLE], (sample, sample + 1)).tolist()

@@ -14,29 +14,28 @@ _SHOWN_SAMPLES = 4
 
 
 def check_plan(plan: Plan, samples: Iterable[Sample] | None = None) -> None:
-    """Refuse `plan` unless every rank can run it and every sample is in it once.
+    """Raise unless every rank can run `plan` and every sample is in it once.
 
     The rules:
-        1. There is a micro-batch, and their number is a multiple of topology.num_microbatches_multiple. Of a plan of
-           a kind it is any.
+        1. There is a micro-batch, and their number is a multiple of topology.num_microbatches_multiple (any number in
+           a plan of a kind).
         2. The buckets of a micro-batch, in lane order, tile lanes 0 .. num_lanes - 1 exactly once.
         3. A bucket is aligned: first_lane is a multiple of cp_size (a power of two by its type). A placed one need not.
         4. A bucket with samples holds at most max_tokens_per_rank padded tokens a rank.
         5. A bucket without samples (an empty place) has cp_size 1.
         6. No sample is in two places.
-        7. The samples are `samples`, lengths and masks included, where they are given.
+        7. If `samples` are given, the plan has exactly these, lengths and masks included.
         8. The lanes of a bucket can use its mechanism: the inner groups of a2a+p2p divide the lanes of a node, and each
            lies inside one node on every stage; only some mechanisms serve samples with masks of their own; a placement
            computes all that the masks allow, once, and nothing else (`placement.legal`).
         9. A bucket lies inside one EP block (`topology.expert_lanes` lanes) or holds whole ones. So all lanes of a
-           block run the same operations of the same micro-batches in one order, as experts need, also without a
-           pipeline.
+           block run the same operations of the same micro-batches in one order, as experts need.
         10. A bucket of one lane passes on no states of linear attention; whether the model has any, prices say.
-        11. A plan of a kind (`extension`) keeps the rules of that, in place of rule 8, too.
+        11. A plan of a kind (`extension`) keeps that kind's rules, which replace rule 8.
 
     Raises:
-        IllegalPlanError: the first broken rule. The first line of the message is complete by itself; below it stands
-            the part of the grid that matters, with a mark under the cell. `micro_batch` and `first_lane` name it.
+        IllegalPlanError: the first broken rule. The first line of the message is complete by itself; below it is the
+            part of the grid that matters, with a mark under the cell. `micro_batch` and `first_lane` name it.
     """
     if not plan.micro_batches:
         raise IllegalPlanError("the plan has 0 micro-batches, at least 1 is needed: plan a non-empty global batch")
@@ -131,7 +130,7 @@ def _check_bucket(plan: Plan, index: int, position: int, bucket: Bucket) -> None
         return
     # Most buckets have one lane, which exchanges nothing.
     reason = _why_block_cut(bucket, plan) or _why_illegal(bucket, plan) if bucket.cp_size > 1 else None
-    # A placement that is wrong may be on lanes that are not there.
+    # A placement that is wrong may be on lanes that do not exist.
     is_countable = reason is None or bucket.placement is None
     tokens = max(lane_tokens(bucket, plan.topology.rank_token_multiple)) if is_countable else 0
     if tokens > plan.max_tokens_per_rank:

@@ -1,9 +1,9 @@
 """Which samples share a micro-batch, and which lane holds which of its tokens.
 
-Long documents lie on as many lanes as their work asks for. Spreading the tokens of a document over k lanes sends only
-keys and values; shipping its queries to even out the same work sends queries, outputs and keys. The first costs fewer
-bytes while k < (2 + r) / r, where r are the bytes of keys and values over those of queries and outputs (9 lanes for
-Llama-3-8B, 3 with as many KV heads as heads), and no lane is asked for the keys of a whole document by all others.
+Long documents lie on as many lanes as their work asks for. Spreading a document over k lanes sends only keys and
+values; shipping its queries to even out the same work sends queries, outputs and keys. Spreading costs fewer bytes
+while k < (2 + r) / r, with r the bytes of keys and values over those of queries and outputs (9 lanes for Llama-3-8B, 3
+with as many KV heads as heads), and no lane has to send the keys of a whole document to all others.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ def quota_homes(
 ) -> Ints:
     """Return homes, int64 [home, (document, start, stop, lane)], by document and start; none if tokens do not fit.
 
-    A document with more attention than the mean of a lane is spread over as many lanes as it has means, the ones with
-    least work that have room; a lane has as many tokens of its head as of its tail. With two nano-batches that holds
-    for either half of the document. Shorter ones stay whole where a lane has room for them.
+    A document with more attention than the mean of a lane is spread over as many lanes as it has means, those with room
+    and the least work; a lane gets as many tokens of its head as of its tail. With two nano-batches
+    (`homes_in_nano_batches`) that holds for each half of the document. Shorter documents stay whole if they fit.
 
     Args:
         seqlens: int64 [document], descending.
-        num_lanes, capacity: any number, and tokens that each may hold.
-        tile: cuts are at multiples of it.
-        num_nano_batches: 1, or 2 where lanes compute their tokens in two nano-batches (`homes_in_nano_batches`).
-        is_last_attempt: what has no room in whole tiles is cut at any token: all fits that lanes can hold.
+        capacity: tokens that a lane may hold.
+        tile: cuts are at multiples of it; in the last attempt (`is_last_attempt`) at any token.
     """
     mean = 0.0
     for seqlen in seqlens:
@@ -57,7 +55,7 @@ def quota_homes(
             homes = np.concatenate((homes, np.zeros_like(homes)))
         middle = middle_of(seqlen, tile) if num_nano_batches == 2 and len(chosen) > 1 else 0
         if middle > 0:
-            # The first halves of shares in whole tiles hold `middle` tokens and more, those of others just as many.
+            # In whole tiles, the first halves of shares hold at least `middle` tokens; otherwise exactly as many.
             firsts = shares // 2 if grid == tile else np.diff(np.append(0, np.cumsum(shares) * middle // seqlen))
             count = _spread(document, 0, middle, chosen, firsts, work, room, homes, count, grid)
             shares -= firsts
@@ -69,7 +67,7 @@ def quota_homes(
 
 @compiled
 def middle_of(seqlen: int, tile: int) -> int:
-    """Return where the second half of a document begins that several lanes hold."""
+    """Return where the second half of a document on several lanes begins."""
     return seqlen // (2 * tile) * tile
 
 
@@ -87,7 +85,7 @@ def _choose_lanes(
             chosen = roomy[ascending(least)[:spread]]
             return chosen, np.full(spread, share), tile
         spread += max(1, spread // 4)
-    # As it comes, over the lanes with most room.
+    # No equal shares fit: fill the lanes with most room.
     chosen = ascending(-room.astype(np.float64))
     shares = np.zeros(num_lanes, np.int64)
     for grid, multiple in ((tile, unit), (1, 1)):
@@ -107,11 +105,7 @@ def _spread(
     document: int, start: int, stop: int, lanes: Ints, shares: Ints, work: Floats, room: Ints, homes: Ints, count: int,
     tile: int,
 ) -> int:  # fmt: skip
-    """Write homes of [start, stop), half of each share from its head and half from its tail; return their number.
-
-    Args:
-        shares: that hold all of it; tile: cuts are at multiples of it.
-    """
+    """Write homes of [start, stop), half of each share from its head and half from its tail; return their number."""
     low, high, seqlen = start, -(-stop // tile) * tile, stop
     for place in range(len(lanes)):
         share = shares[place]
@@ -137,15 +131,9 @@ def _write(document: int, start: int, stop: int, lane: int, work: Floats, room: 
 
 
 def homes_in_nano_batches(homes: Ints, num_lanes: int, tile: int) -> Ints:
-    """Return homes with their nano-batch, int64 [home, (document, start, stop, lane, nano-batch)], some cut in two.
-
-    Of every document the first nano-batch has the first tokens, so that it needs no keys of the second one; of every
-    lane it has half of the tokens, as far as whole tiles and documents on several lanes allow.
-
-    Args:
-        homes: as of `quota_homes`.
-        num_lanes: that there are; tile: cuts are at multiples of it.
-    """
+    """Return homes with their nano-batch, int64 [home, (document, start, stop, lane, nano-batch)], some cut in two at
+    multiples of `tile`. The first nano-batch has the first tokens of every document, so that it needs no keys of the
+    second, and half the tokens of every lane, as far as whole tiles and documents on several lanes allow."""
     documents, counts = np.unique(homes[:, SAMPLE], return_counts=True)
     ends = np.zeros(int(documents.max()) + 1, np.int64)
     np.maximum.at(ends, homes[:, SAMPLE], homes[:, STOP])
@@ -173,7 +161,8 @@ def homes_in_nano_batches(homes: Ints, num_lanes: int, tile: int) -> Ints:
 
 
 _UNEVEN = (1.01, 1.03, 1.1, 1.3)
-"""Tokens of a row over the mean of rows, or of a lane over that of lanes: the least with which all have room."""
+"""Limits of a row's tokens over the mean of rows, or a lane's over that of lanes; the first with room for all is
+taken."""
 
 
 def longest_first(samples: Sequence[Sample]) -> list[Sample]:
@@ -182,15 +171,9 @@ def longest_first(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def even_rows(samples: Sequence[Sample], num_rows: int, most_tokens: int) -> list[list[Sample]] | None:
-    """Return rows with as many tokens each, as far as whole samples allow, and attention as even as that leaves it.
-
-    Rows with little attention come first and last, where fewer stages have a row of the tick; None: no room.
-
-    Args:
-        samples: longest first.
-        num_rows: micro-batches, at most as many as samples.
-        most_tokens: of a row.
-    """
+    """Return rows of samples (longest first) with equal numbers of tokens, at most `most_tokens`, as far as whole
+    samples allow, and then even attention; None: no room. Rows with little attention come first and last, where fewer
+    stages have a row."""
     if any(sample.seqlen > most_tokens for sample in samples):
         return None
     items = [(sample.seqlen, float(sample.seqlen) * sample.seqlen) for sample in samples]
@@ -208,13 +191,8 @@ def even_rows(samples: Sequence[Sample], num_rows: int, most_tokens: int) -> lis
 def even_homes(
     row: Sequence[Sample], num_lanes: int, most_tokens: int, tile: int, num_nano_batches: int
 ) -> Ints | None:
-    """Return the homes of a row, lanes as even in tokens as whole tiles and documents allow; None: there is no room.
-
-    Args:
-        row: longest first.
-        num_lanes: any number; most_tokens: of a lane.
-        tile, num_nano_batches: as of `quota_homes`.
-    """
+    """Return the homes of a row (longest sample first), lanes as even in tokens as whole tiles and documents allow,
+    with at most `most_tokens`; None: no room. `tile` and `num_nano_batches` as in `quota_homes`."""
     seqlens = np.array([sample.seqlen for sample in row], np.int64)
     mean = -(-int(seqlens.sum()) // num_lanes)
     for uneven in (*_UNEVEN, 2.0):

@@ -1,4 +1,4 @@
-"""The pool as a kind of plan (`plans.extension`), and the fastest plan with it among the candidates."""
+"""The pool as a kind of plan (`plans.extension`), and the choice between a pool and dynamic CP."""
 
 from __future__ import annotations
 
@@ -20,17 +20,12 @@ from dynamic_cp.search.search import plan_problem
 from dynamic_cp.types import PlannedBatch, PlanOptions, Problem, Sample
 
 _SMALL, _SMALL_TILE_TOKENS = 8, 16
-"""Below so many tiles per rank documents are cut finer: a lane's share is whole tiles of its head and of its tail."""
+"""With fewer tiles per rank, documents are cut finer: a lane's share is whole tiles of its head and of its tail."""
 
 
 class Choice(NamedTuple):
-    """What is faster, by simulated time.
-
-    Attributes:
-        makespan_s: of it.
-        planned: a plan, or one of tasks in ticks.
-        reason: one line: which, against which.
-    """
+    """The faster plan by simulated time: its makespan, a plan or one of tasks in ticks, and in one line which won
+    against which."""
 
     makespan_s: float
     planned: PlannedBatch | PlannedTasks
@@ -44,19 +39,9 @@ def choose(
     options: TaskOptions | None = None,
     memory: MemoryModel | None = None,
 ) -> Choice:
-    """Return the faster of dynamic CP, with placed attention where `problem` allows it, and a pool.
-
-    A pool that this job cannot have, or that memory does not hold, is left out, with the reason.
-
-    Args:
-        samples: at least one.
-        problem: with policy "dynamic".
-        cost_model: its prices.
-        options, memory: as of `plan_tasks`.
-
-    Raises:
-        DynamicCPError: as `plan_problem`.
-    """
+    """Return the faster of dynamic CP, with placed attention where `problem` (policy "dynamic") allows it, and a pool
+    (options and memory as in `plan_tasks`). A pool that this job cannot have, or that memory does not hold, is left
+    out, with the reason. Raises as `plan_problem`."""
     planned = plan_problem(problem, samples)
     dynamic_s = makespan_ns(planned.plan, cost_model) / 1e9
     try:
@@ -76,14 +61,9 @@ def task_options_of(options: PlanOptions) -> TaskOptions:
 
 
 def plan_batch(problem: Problem, samples: Sequence[Sample]) -> PlannedBatch:
-    """Return the plan that a run of `problem` has whose options allow a pool or ask for one (`search.plan_batch`).
-
-    A pool is priced as it runs: in two nano-batches or, without ping-pong, with the exchange of a layer beside nothing
-    else; and with the margin for noise. Where the hardware says how much memory there is, a pool has to fit into it.
-
-    Raises:
-        DynamicCPError: as `plan_problem`; with pool "always" as `plan_tasks`.
-    """
+    """Return the plan of a run whose options allow a pool or ask for one (`search.plan_batch`). A pool is priced as it
+    runs, in two nano-batches or with exposed exchanges, and with the margin for noise; it has to fit into the
+    hardware's memory, if that is known. Raises as `plan_problem`; with pool "always" as `plan_tasks`."""
     options = problem.options
     cost_model = CostModel(problem_of_prices(problem))
     memory = MemoryModel(problem) if problem.hardware.hbm_bytes else None

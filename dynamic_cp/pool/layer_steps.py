@@ -1,8 +1,8 @@
 """Steps of layers that run in two nano-batches: their order, which all servers of a pool keep, and what they take.
 
-A layer sends out the queries and keys of a nano-batch (`launch`), computes what is this server's of it (`attend`) and
-has the rest back (`wait`). What attention needs comes before a launch, the rest of the layer behind a wait. Backward
-takes *slots* for nano-batches: slot 0 is nano-batch 1, slot 1 is nano-batch 0.
+A layer sends out the queries and keys of a nano-batch (`launch`), computes this server's share of it (`attend`) and
+gets the rest back (`wait`). What attention needs comes before a launch, the rest of the layer behind a wait. Backward
+counts nano-batches by *slots*: slot 0 is nano-batch 1, slot 1 is nano-batch 0.
 
     forward     launch 0, launch 1, attend 0, attend 1, wait 0, the next layer's launch 0, wait 1, its launch 1, ...
     backward    the same; where attention is computed again, so for the layer that comes next ("+"), beside this one:
@@ -10,7 +10,7 @@ takes *slots* for nano-batches: slot 0 is nano-batch 1, slot 1 is nano-batch 0.
       of layers     wait 0, wait 1, + wait 0, + wait 1
       alone         wait 0, + wait 0, + wait 1, the next layer's launch 0, wait 1, its launch 1
 
-None attends to a nano-batch before all servers have launched it, nor goes on with one before all have attended to it.
+No server attends to a nano-batch before all have launched it, nor goes on with one before all have attended to it.
 Between these barriers servers are on their own: one without tokens begins earlier and may end later, so that it has
 time for more attention than others.
 """
@@ -34,14 +34,8 @@ _KINDS: tuple[What, ...] = ("launch", "attend", "wait")
 
 
 class LayerStep(NamedTuple):
-    """One step of a layer; prints as `launch 0 of layer 3 backward`.
-
-    Attributes:
-        what: which.
-        layer: of the stage, from 0.
-        is_backward: its direction.
-        slot: 0 or 1: the nano-batch, or in backward 1 less it.
-    """
+    """One step of a layer; prints as `launch 0 of layer 3 backward`. `layer` counts from 0 on the stage; `slot` is the
+    nano-batch, in backward 1 less it."""
 
     what: What
     layer: int
@@ -53,14 +47,10 @@ class LayerStep(NamedTuple):
 
 
 def steps_of(num_layers: int, *, is_backward: bool, repeats: Repeats) -> list[LayerStep]:
-    """Return the steps of all layers of a stage in one tick, in their order.
-
-    Args:
-        repeats: what backward computes again; of the tick, or of the one to come.
-    """
+    """Return the steps of all layers of a stage in one tick, in order; `repeats`: what backward computes again."""
     layers = range(num_layers)[:: -1 if is_backward else 1]
     is_repeated = is_backward and repeats != "nothing"
-    # What of earlier layers is left, and the repeated forward pass of the layer that comes.
+    # `waits`: what is left of the layer before. `again`: the repeated forward pass of the layer that comes next.
     steps: list[LayerStep] = []
     waits: list[LayerStep] = []
     again = _by_kind(layers[0], is_backward=False) if is_repeated else _NONE
@@ -79,8 +69,6 @@ def steps_of(num_layers: int, *, is_backward: bool, repeats: Repeats) -> list[La
 
 
 class _ByKind(NamedTuple):
-    """[slot] the steps of one layer in one direction."""
-
     launches: list[LayerStep]
     attends: list[LayerStep]
     waits: list[LayerStep]
@@ -97,7 +85,8 @@ def _by_kind(layer: int, *, is_backward: bool) -> _ByKind:
 
 @lru_cache(maxsize=64)
 def step_table(num_layers: int, is_backward: bool, repeats: Repeats) -> Ints:
-    """Return the same as int64 [step, (kind, layer, pass, slot)]; kinds are 0 to 2, pass 0 is forward, 1 backward."""
+    """Return `steps_of` as int64 [step, (kind, layer, pass, slot)]; kinds are indexes of _KINDS, pass 0 is forward, 1
+    backward."""
     steps = steps_of(num_layers, is_backward=is_backward, repeats=repeats)
     return np.array([(_KINDS.index(one.what), one.layer, one.is_backward, one.slot) for one in steps], np.int64)
 
@@ -106,12 +95,10 @@ def step_table(num_layers: int, is_backward: bool, repeats: Repeats) -> Ints:
 def seconds_of_steps(
     steps: Ints, num_layers: int, ahead: Floats, behind: Floats, attention: Floats, there: Floats, back: Floats
 ) -> float:
-    """Return when the last server has taken all steps.
+    """Return when the last server has taken all steps of `step_table`.
 
     Args:
-        steps: int64 [step, (kind, layer, pass, slot)].
-        ahead, behind: [pass, server] seconds of a nano-batch of a layer before its attention is launched, and behind
-            it.
+        ahead, behind: [pass, server] seconds of a nano-batch of a layer before its attention is launched, and after.
         attention: [pass, slot, server] seconds of a layer.
         there, back: [pass, slot] seconds of what travels for a layer.
     """

@@ -1,9 +1,5 @@
-"""What makes a plan one with a pool, and the memory that it takes.
-
-`validate.check_plan` asks for the rules: homes of every micro-batch, and tasks of every tick. They need compiled code,
-so this is imported by what is called. Memory is counted in bytes of a rank on every stage where all stages run in ticks
-and serve each other (`memory.memory_model`).
-"""
+"""What makes a plan one with a pool, and its memory in bytes of a rank on every stage. `validate.check_plan` asks for
+the rules; they need compiled code, so this file is imported late."""
 
 from __future__ import annotations
 
@@ -42,17 +38,15 @@ _MOST_QUERIES, _MOST_KEYS = 4, 32
 
 
 def most_fetched(topology: Topology) -> tuple[int, int]:
-    """Return (queries, keys) that a server may fetch in a tick, over the limit of tokens per rank.
-
-    Servers meet the longest documents of all stages; keys of one that fills all lanes are always possible. It bounds
-    buffers: a limit of tokens that memory is to set has room for as much (`memory.peak_at`).
-    """
+    """Return (queries, keys) that a server may fetch in a tick, over the limit of tokens per rank. Servers meet the
+    longest documents of all stages; keys of one that fills all lanes are always possible. A token limit that memory
+    sets leaves room for as much (`memory.peak_at`)."""
     others = topology.num_lanes * topology.pp_size - 1
     return min(_MOST_QUERIES, others), min(max(_MOST_KEYS, topology.num_lanes), others)
 
 
 def servers_of(topology: Topology, relay_servers: int) -> Servers:
-    """Return the servers of a pool; `relay_servers`: of `PoolTasks`."""
+    """Return the servers of a pool; `relay_servers` as in `PoolTasks`."""
     node_servers = lanes_in_one_node(topology)
     return Servers(topology.num_lanes * topology.pp_size, node_servers, relay_servers or node_servers)
 
@@ -66,7 +60,7 @@ def homes_of(micro_batch: MicroBatch) -> Ints:
 
 
 def homes_in_tick(plan: Plan, parts: Sequence[tuple[int, int]]) -> Ints:
-    """Return int64 [home, (sample of the tick, start, stop, server)] of the micro-batches `parts`, (stage, which)."""
+    """Return int64 [home, (sample of the tick, start, stop, server)] of the micro-batches `parts`, (stage, index)."""
     found, first = [np.zeros((0, 4), np.int64)], 0
     for stage, number in parts:
         shift = np.array([first, 0, 0, stage * plan.topology.num_lanes])
@@ -76,7 +70,7 @@ def homes_in_tick(plan: Plan, parts: Sequence[tuple[int, int]]) -> Ints:
 
 
 def check_pool(plan: Plan) -> None:
-    """Refuse a plan with a pool, whose other rules hold (`validate.check_plan`), unless its ticks can run.
+    """Raise if the ticks of a plan with a pool cannot run; its other rules hold already (`validate.check_plan`).
 
     The rules:
         1. Every micro-batch is one bucket over all lanes, whose placement has homes of all its samples and no tiles.
@@ -139,7 +133,7 @@ def why_no_timeline(plan: Plan) -> str:
 
 
 def why_not_homed(bucket: Bucket, plan: Plan) -> str | None:
-    """Return why a bucket is none of a plan with a pool; None where it is."""
+    """Return why a bucket cannot be one of a plan with a pool; None if it can."""
     num_lanes = plan.topology.num_lanes
     masked = next((sample for sample in bucket.samples if sample.mask is not None), None)
     if masked is not None:
@@ -199,9 +193,7 @@ def _why_nano_batches_differ(
     plan: Plan, rows: Ints, parts: Sequence[tuple[int, int]], firsts: dict[int, list[int]]
 ) -> str | None:
     """Return which sample is cut elsewhere than in `firsts`, micro-batch -> [sample] tokens of the first nano-batch.
-
-    Micro-batches that are not in `firsts` are put there.
-    """
+    Micro-batches that are not in `firsts` are added."""
     tokens = (
         np.bincount(rows[:, SAMPLE], (rows[:, STOP] - rows[:, START]) * (rows[:, NANO_BATCH] == 0)).astype(int).tolist()
     )
@@ -219,11 +211,8 @@ def _why_nano_batches_differ(
 
 
 def why_too_much_fetched(tasks: Tasks, num_servers: int, max_tokens_per_rank: int, most: tuple[int, int]) -> str | None:
-    """Return which server fetches too much, with the numbers; None: none does.
-
-    Args:
-        most: limits of (queries, keys), over that of tokens per rank.
-    """
+    """Return which server fetches too much, with the numbers, or None; `most`: limits of (queries, keys), over that of
+    tokens per rank."""
     fetched = fetched_tokens(tasks, num_servers)
     for kind, times, tokens in zip(("queries", "keys"), most, fetched, strict=True):
         if tokens.max(initial=0) > times * max_tokens_per_rank:
@@ -235,7 +224,7 @@ def why_too_much_fetched(tasks: Tasks, num_servers: int, max_tokens_per_rank: in
 
 
 def fetched_in_ticks(plan: Plan) -> Ints:
-    """Return int64 [stage, (queries, keys), lane]: most tokens of which a server of a pool fetches those in a tick."""
+    """Return int64 [stage, (queries, keys), lane]: the most tokens that a server of a pool fetches in a tick."""
     topology = plan.topology
     most = np.zeros((2, plan.num_servers), np.int64)
     for tasks in {tasks: None for _, tasks in ticks_of(plan)}:
@@ -253,21 +242,19 @@ def peak(model: MemoryModel, plan: Plan) -> tuple[StageMemory, ...]:
 
 
 def peak_at(model: MemoryModel, tokens_per_rank: int) -> tuple[StageMemory, ...]:
-    """Return the same where a rank fetches as many queries and keys as it may: no plan of that limit needs more."""
+    """Return the same if a rank fetches as many queries and keys as it may: no plan of that limit needs more."""
     return _peak_in_full_ticks(model, tokens_per_rank, most_fetched(model.topology))
 
 
 def least_at(model: MemoryModel, tokens_per_rank: int) -> tuple[str, tuple[StageMemory, ...]]:
-    """Return what plans may need whose tokens are computed where they lie, and what that is in words.
-
-    Of plans that fetch more the ones that fit are taken.
-    """
+    """Return, in words and bytes, the least that plans of this limit need: the memory of those that compute tokens
+    where they lie. Plans that fetch more are taken only if they fit."""
     at_home = 0, model.topology.num_lanes - 1
     return f"{tokens_per_rank} tokens per rank in ticks", _peak_in_full_ticks(model, tokens_per_rank, at_home)
 
 
 def _peak_in_full_ticks(model: MemoryModel, tokens_per_rank: int, fetched: tuple[int, int]) -> tuple[StageMemory, ...]:
-    """Return the memory of full micro-batches in ticks; fetched: (queries, keys) over the tokens of a rank."""
+    """Return the memory of full micro-batches in ticks; `fetched`: (queries, keys) over the tokens of a rank."""
     topology = model.topology
     of_stages = np.array([fetched] * topology.pp_size, np.int64)[:, :, None] * tokens_per_rank
     held = model.full_micro_batches(tokens_per_rank)
@@ -282,10 +269,9 @@ def peak_in_ticks(
     """Return the memory of every stage when all stages run in ticks, on its worst lane.
 
     Args:
-        model: of the job.
         held: int64 [micro-batch, lane] padded tokens of a rank.
-        fetched: int64 [stage, (queries, keys), lane] most tokens of which a rank fetches those in a tick.
-        in_nano_batches: layers run in two nano-batches; has_relays: ranks hand on what they fetched.
+        fetched: int64 [stage, (queries, keys), lane] most tokens that a rank fetches in a tick.
+        has_relays: ranks hand on what they fetched.
     """
     topology = model.topology
     most = held.max(axis=0).astype(np.float64)

@@ -1,6 +1,6 @@
-"""What tasks and ticks take.
+"""Seconds of tasks and ticks.
 
-A task takes what the kernels of `mechanisms.placed_seconds` do, without going through their many tiles. A tick takes
+A task takes as long as the kernels of `mechanisms.placed_seconds`, without going through their many tiles. A tick takes
 its layers, step by step on all servers, or the transfers of the busiest link:
 
     tick      = max(steps of all layers of a model chunk, busiest link) in two nano-batches
@@ -8,13 +8,12 @@ its layers, step by step on all servers, or the transfers of the busiest link:
               = linear of the fullest lane + attention of the most loaded server + busiest link, in one
     seconds   = tick * (1 + noise margin) + embedding, head and hop of the stages that pay them
 
-Steps are priced server by server: one with little that is not attention, as on a stage without a micro-batch, has time
-for more of that. Transfers of either nano-batch take as long as those of the busiest link, round by round: where relays
-hand keys on, one round comes after the other.
+Steps are priced server by server: one with little work besides attention, as on a stage without a micro-batch, has time
+for more attention. Transfers of either nano-batch take as long as those of the busiest link, round by round.
 
 Every layer waits for the slowest of all servers. With a jitter of sigma for each server and layer, the slowest of N is
-sigma * E[max of N normals] late in every layer; without such a barrier lanes average over layers. The difference is
-what the margin stands for: at 2% jitter 4% with 64 servers, 5% with 256.
+sigma * E[max of N normals] late in every layer; without such a barrier lanes average over layers. The margin is the
+difference: at 2% jitter 4% with 64 servers, 5% with 256.
 """
 
 from __future__ import annotations
@@ -39,20 +38,15 @@ from dynamic_cp.types.placement import START, STOP
 
 
 def task_seconds(stage: StageAttention, tasks: Tasks, num_servers: int) -> Floats:
-    """Return [forward or backward, nano-batch, server] seconds of kernels, as `kernel_seconds` of `Tasks.placement`.
-
-    A row of tasks is a causal square and all keys before it, so tiles need not be gone through.
-    """
+    """Return [forward or backward, nano-batch, server] seconds of kernels, as `kernel_seconds` of `Tasks.placement`. A
+    row of tasks is a causal square and all keys before it, so tiles need not be gone through."""
     return _tasks_s(tasks.rows.astype(np.int64), *kernel_rates(stage), tasks.num_nano_batches, num_servers)
 
 
 @compiled
 def _tasks_s(rows: Ints, rates: Floats, overheads_s: Floats, num_nano_batches: int, num_servers: int) -> Floats:
-    """Return [direction, nano-batch, server] seconds of tasks.
-
-    Args:
-        rows: of `Tasks`; rates, overheads_s: as of `placed_seconds._attention_s`.
-    """
+    """Return [direction, nano-batch, server] seconds of tasks; `rates` and `overheads_s` as of
+    `placed_seconds._attention_s`."""
     seconds = np.zeros((2, num_nano_batches, num_servers))
     is_launched = np.zeros((num_nano_batches, num_servers), np.bool_)
     for row in range(len(rows)):
@@ -68,7 +62,8 @@ def _tasks_s(rows: Ints, rates: Floats, overheads_s: Floats, num_nano_batches: i
 
 
 TOLERANCES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-"""How far servers may be from even, ascending; a tick takes the one with which it is fastest, of neighbours tried."""
+"""Unevenness of servers that is tried, ascending; the search goes from one to its neighbours while a tick gets
+faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +72,8 @@ class TaskOptions:
 
     Attributes:
         ping_pong: layers run in two nano-batches, of which one computes while the other travels.
-        noise_margin: share by which ticks last longer than planned, >= 0.
-        tolerances: shares by which servers may exceed the mean work, ascending, each >= 0; a tick takes one of them.
+        noise_margin, tolerances: shares by which ticks last longer than planned, and by which servers may exceed the
+            mean work (ascending; a tick takes one); each >= 0.
         tile_tokens: tasks are cut at multiples of it.
     """
 
@@ -116,11 +111,10 @@ class TickSeconds(NamedTuple):
     """Seconds of one tick without embedding, head and hops, and without noise.
 
     Attributes:
-        linear_s: what is not attention, on the fullest lane.
-        attention_s: on the most loaded server, nano-batch by nano-batch.
-        exchange_s: on the busiest link.
-        exposed_s: how much longer the tick is than both, because of what of the exchange nothing hides.
-        beside_s: how much shorter it is: of two nano-batches some ranks compute the one while others compute the other.
+        linear_s, attention_s, exchange_s: all but attention on the fullest lane; attention on the most loaded server,
+            nano-batch by nano-batch; the busiest link.
+        exposed_s, beside_s: seconds that exchanges add, and seconds saved because some ranks work on nano-batch 0 while
+            others work on 1.
     """
 
     linear_s: float
@@ -131,20 +125,13 @@ class TickSeconds(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """How long the tick lasts."""
+        """Seconds of the tick."""
         return self.linear_s + self.attention_s + self.exposed_s - self.beside_s
 
 
 class TickPrices:
-    """Prices of ticks and of micro-batches whose attention is tasks.
-
-    Args:
-        cost_model: prices of the job.
-        options: nano-batches and margins.
-
-    Raises:
-        UnsupportedFeatureError: a model whose attention is no tasks.
-    """
+    """Prices of ticks and of micro-batches whose attention is tasks; UnsupportedFeatureError for a model that cannot
+    have tasks."""
 
     def __init__(self, cost_model: CostModel, options: TaskOptions) -> None:
         refuse_model(cost_model.model, cost_model.topology.pp_size)
@@ -166,18 +153,13 @@ class TickPrices:
         return 2 * of.query + of.lse, of.kv
 
     def extra_tokens(self, direction: int) -> float:
-        """Return what a query costs besides its keys, in keys: `scheduler.work_of` has the kernels of squares."""
+        """Return what a query costs besides its keys, in keys: `scheduler.work_of` counts like the kernels of
+        squares."""
         return self._attention.sides[direction].first.extra_tokens
 
     def seconds(self, tasks: Tasks, direction: int, held: Ints, servers: Servers) -> TickSeconds:
-        """Return what `tasks` take forward (0) or backward (1) in the layers of a chunk, recomputation included.
-
-        Args:
-            tasks: of a tick.
-            direction: which.
-            held: [server] padded tokens; 0 where it only serves.
-            servers: that share the tasks.
-        """
+        """Return the seconds of `tasks` forward (0) or backward (1) in the layers of a chunk, recomputation included;
+        `held`: [server] padded tokens, 0 if it only serves."""
         both = task_seconds(self._attention, tasks, servers.number)
         attention = {one: both[one] for one in self._passes(direction)}
         rounds = self._rounds_of(tasks, direction, servers)
@@ -191,26 +173,26 @@ class TickPrices:
         return TickSeconds(linear_s, attention_s, exchange_s, max(longer_s, 0.0), max(-longer_s, 0.0))
 
     def linear_s(self, direction: int, rank_tokens: Ints) -> Floats:
-        """Return the seconds of what is not attention in a chunk, on lanes with so many padded tokens."""
+        """Return the seconds of all but attention in a chunk, on lanes with so many padded tokens."""
         linear = self._linear[direction]
         stage_s = self.options.num_nano_batches * linear.constant + linear.per_token * rank_tokens
         return np.where(rank_tokens > 0, stage_s / self._chunks, 0.0)
 
     def attention_s(self, tasks: Tasks, direction: int, num_servers: int) -> Floats:
-        """Return [server] seconds of its tasks, recomputation included; arguments as those of `seconds`."""
+        """Return [server] seconds of its tasks, recomputation included; arguments as of `seconds`."""
         both = task_seconds(self._attention, tasks, num_servers)
         total: Floats = both[list(self._passes(direction))].sum(axis=(0, 1)) / self._chunks
         return total
 
     def work_beside(self, direction: int, held: Ints) -> Floats:
-        """Return [server] what a nano-batch takes that is not attention, as work of attention (`scheduler.work_of`)."""
+        """Return [server] all but attention of a nano-batch, in units of attention's work (`scheduler.work_of`)."""
         if not self.options.ping_pong:
             return np.zeros(len(held))  # attention begins when all are done with it
         per_work_s = sum(self._attention.sides[one].first.per_token2 for one in self._passes(direction))
         return self.linear_s(direction, held) * self._chunks / (2 * per_work_s)
 
     def _passes(self, direction: int) -> tuple[int, ...]:
-        """Return the directions in which attention is computed: backward both where it is computed again."""
+        """Return the directions in which attention is computed: both, if backward computes it again."""
         return (0, 1) if direction == 1 and self._repeats != "nothing" else (direction,)
 
     def _rounds_of(self, tasks: Tasks, direction: int, servers: Servers) -> dict[int, Floats]:
@@ -218,22 +200,18 @@ class TickPrices:
         fetches = fetches_of_tasks(tasks, servers.of_relay)
         found = {}
         for one in self._passes(direction):
-            # Backward, columns of both nano-batches come with the one that is computed first, the second.
+            # Backward fetches columns of both nano-batches with the one that is computed first, the second.
             last = tasks.num_nano_batches - 1
             in_slots = fetches._replace(first=last - fetches.last, last=last - fetches.first) if one else fetches
-            # What was fetched to compute forward again is there for the gradients of the same layer.
+            # Fetches of a repeated forward pass are still there for the gradients of the same layer.
             is_kept = one == 1 and self.options.ping_pong and self._repeats != "nothing"
             messages = self._token_bytes.messages(in_slots, tasks.tokens, backward=one == 1, is_kept=is_kept)
             found[one] = bytes_of_rounds(messages, servers, tasks.num_nano_batches)
         return found
 
     def _steps_s(self, direction: int, held: Ints, attention: dict[int, Floats], rounds: dict[int, Floats]) -> float:
-        """Return the seconds of the steps of all layers of a chunk.
-
-        Args:
-            direction, held: as of `seconds`.
-            attention: pass -> [nano-batch, server] seconds of all layers of a stage; rounds: pass -> bytes of them.
-        """
+        """Return the seconds of the steps of all layers of a chunk; `attention`: pass -> [nano-batch, server] seconds
+        of all layers of a stage, `rounds`: pass -> their bytes."""
         layers, num_servers = max(round(self._attention.layers / self._chunks), 1), len(held)
         linear_s = np.zeros((2, num_servers))
         linear_s[direction] = self.linear_s(direction, held)
@@ -244,7 +222,7 @@ class TickPrices:
         attention_s = np.zeros((2, NUM_NANO_BATCHES, num_servers))
         there_s, back_s = np.zeros((2, NUM_NANO_BATCHES)), np.zeros((2, NUM_NANO_BATCHES))
         for one, by_nano_batch in attention.items():
-            # Tasks without nano-batches are taken as two equal ones.
+            # Tasks without nano-batches count as two equal ones.
             attention_s[one] = _in_two(by_nano_batch[::-1] if one else by_nano_batch) / self._attention.layers
             taken_s = self._rounds_s(_in_two(rounds[one])) / self._attention.layers
             there_s[one] = taken_s[:, [ACROSS, INSIDE]].sum(axis=1)
@@ -274,7 +252,7 @@ class TickPrices:
 
 
 def _in_two(by_nano_batch: Floats) -> Floats:
-    """Return [slot, ...] of one nano-batch's or of both."""
+    """Return [slot, ...] values, those of a single nano-batch halved."""
     return (
         by_nano_batch
         if len(by_nano_batch) == NUM_NANO_BATCHES
@@ -283,12 +261,8 @@ def _in_two(by_nano_batch: Floats) -> Floats:
 
 
 def refuse_model(model: ModelShape, pp_size: int) -> None:
-    """Refuse a model whose attention cannot be tasks.
-
-    Raises:
-        UnsupportedFeatureError: layers that see other keys than all before, experts, or stages or model chunks with
-            different numbers of layers.
-    """
+    """Raise UnsupportedFeatureError for a model whose attention cannot be tasks: linear attention, windows or other
+    masks, experts, or stages or model chunks with different numbers of layers."""
     if model.linear_attention is not None:
         raise UnsupportedFeatureError(
             "layers with linear attention pass on states, which are no tasks of a pool: compare dynamic CP"

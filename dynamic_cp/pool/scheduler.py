@@ -1,25 +1,22 @@
 """Evens out attention between servers: which ranges of queries leave the server that holds them, and for where.
 
 Every server begins with the queries that it holds. One with more work than (1 + tolerance) times the mean gives ranges
-away until it has that much, each time the one with most work for a byte. A range of queries [start, stop) of a document
-needs all keys up to `stop` at the other end, so that nothing has to be merged:
+away until it has that much, each time the one with most work per byte. A range of queries [start, stop) of a document
+needs all keys up to `stop` at the receiver, so that nothing has to be merged:
 
     bytes = query_bytes * (stop - start)
           + kv_bytes * (keys of [0, stop) that the receiver neither holds nor fetches anyway)
           - kv_bytes * (keys that the giver fetched for this range alone)
 
-Among ranges of equal work w = stop^2 - start^2 the fewest bytes has the one with stop = c * sqrt(w / (c^2 - 1)), where
-c = 1 + kv_bytes / query_bytes: there the derivative of c * stop - start along constant w is 0. Other candidates end
+Among ranges of equal work w = stop^2 - start^2, the one with stop = c * sqrt(w / (c^2 - 1)), c = 1 + kv_bytes /
+query_bytes, has the fewest bytes: there the derivative of c * stop - start along constant w is 0. Other candidates end
 with the keys that the receiver has, end with the range that they are cut from, or begin with it. Receivers are the
 servers with most room and those that compute some of the document already. Nobody receives more than (1 + tolerance)
 times the mean, so no work travels twice.
 
 Source: DistCA (arXiv 2510.18121, section 4.2) moves items greedily by work over bytes. It takes an upper bound for the
-bytes; ours are exact. `paper.py` has its rule.
-
-Limits: all links cost the same. The price does not see which server sends or receives most: a weight for that changed
-the busiest one's bytes by -6% to +16%, and cost up to 6% more in all (docs/LOG.md). It is where documents lie that
-decides (`homes.py`), and how far work is evened out (`search.py`).
+bytes; ours are exact. Limits: all links cost the same, and the price does not see which server sends or receives most:
+a weight for that changed the busiest one's bytes by -6% to +16%, and cost up to 6% more in all (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -38,16 +35,15 @@ from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP
 _NUM_ROOMY = 4
 """Servers with most room that are tried for a range."""
 _LEAST_ROOM = 0.25
-"""Share of what could be given away for which a server that computes some of the document must have room."""
+"""A server that computes some of the document is tried if it has room for this share of what could be given away."""
 
 
 class Rules(NamedTuple):
     """What ranges may be, and what they cost.
 
     Attributes:
-        tile: tokens; ranges are cut at multiples of it.
-        tolerance: share by which the work of a server may exceed the mean.
-        query_bytes: per token whose queries leave, there and back; kv_bytes: per token whose keys and values do.
+        tile, tolerance: ranges are cut at multiples of so many tokens; share by which servers may exceed the mean.
+        query_bytes, kv_bytes: per token whose queries leave, there and back, and per token whose keys and values do.
         extra_tokens: work of each query, in keys, besides that with its keys.
     """
 
@@ -66,11 +62,10 @@ class _State(NamedTuple):
     """Ranges of queries as they lie now.
 
     Attributes:
-        ranges: [range, (document, start, stop, server)]; empty ones are gone.
+        ranges, load: [range, (document, start, stop, server)], empty ones being gone; [server] work.
         first, after: [server] -> its first range; [range] -> the next one of its server. -1: none.
-        load: [server] work.
-        users: [entry, (_USER, _END, _NUM_RANGES, _NEXT)] of a document; the last has the next entry -1.
-        first_user: [document] -> its first entry.
+        users, first_user: [entry, (_USER, _END, _NUM_RANGES, _NEXT)], _NEXT of the last being -1; [document] -> its
+            first entry.
         sizes: number of (ranges, entries).
     """
 
@@ -102,11 +97,9 @@ def schedule(homes: Ints, queries: Ints, earlier: Ints, busy: Floats, rules: Rul
     """Return tasks, int64 [task, (document, start, stop, server)], that compute each of `queries` once.
 
     Args:
-        homes: int64 [home, (document, start, stop, server)]: who holds which tokens, all of each document.
-        queries: what is to be computed: homes, or parts of them, in the same form.
-        earlier: tasks whose keys stay where they are, in the same form.
-        busy: [server] work that it has besides, in the unit of `work_of`: with it, servers come out even.
-        rules: tile, tolerance and prices.
+        homes: in the same form: who holds which tokens, all of each document.
+        queries, earlier: in the same form: homes, or parts of them, to be computed; tasks whose keys stay.
+        busy: [server] other work, in the unit of `work_of`; servers come out even with it.
     """
     num_servers = len(busy)
     num_documents = 0
@@ -131,7 +124,7 @@ def schedule(homes: Ints, queries: Ints, earlier: Ints, busy: Floats, rules: Rul
 
 @compiled
 def _level(busy: Floats, mean: float) -> float:
-    """Return how much work each server has in all when as much as `mean` for each comes on top, on the least busy."""
+    """Return the level up to which the least busy servers are filled when `mean` more work per server is added."""
     below = 0.0
     in_order = np.sort(busy)
     level = 0.0
@@ -235,7 +228,7 @@ def _append(document: int, start: int, stop: int, server: int, state: _State) ->
 
 @compiled
 def _end_without(document: int, without: int, server: int, state: _State) -> int:
-    """Return where the last range of a document on a server ends, one of them left out; 0 where there is no other."""
+    """Return where the last range of a document on a server ends, range `without` left out; 0 if there is no other."""
     end = 0
     one = state.first[server]
     while one >= 0:
@@ -263,7 +256,7 @@ def _fill_roomiest(most: float, state: _State, roomy: Ints) -> int:
 
 @compiled
 def _give(giver: int, most: float, state: _State, homes: _Homes, rules: Rules) -> bool:
-    """Move the best range away from `giver`; False where none can be moved."""
+    """Move the best range away from `giver`; False if none can be moved."""
     roomy = np.empty(_NUM_ROOMY, np.int64)
     num_roomy = _fill_roomiest(most, state, roomy)
     if num_roomy == 0 or state.sizes[0] + 2 > len(state.ranges):
@@ -274,7 +267,7 @@ def _give(giver: int, most: float, state: _State, homes: _Homes, rules: Rules) -
     while one >= 0:
         document = state.ranges[one, SAMPLE]
         is_whole = homes.firsts[document + 1] - homes.firsts[document] == 1
-        # What is held nowhere else saves no keys where it is, so its queries are the least that travels.
+        # If its document is one home, moving it saves no keys here, so its queries are a lower bound of the bytes.
         bound = (2.0 * state.ranges[one, STOP] + rules.extra_tokens) / rules.query_bytes
         if not is_whole or bound > best_ratio:
             for place in range(num_roomy):
@@ -326,7 +319,7 @@ def _improve(
 
 @compiled
 def _cut(candidate: int, low: int, high: int, wanted: float, room: float, there: int, rules: Rules) -> tuple[int, int]:
-    """Return a part of [low, high) with at least the wanted work where that has room, else a tile less."""
+    """Return a part of [low, high) with at least the wanted work, or a tile less if that has no room."""
     tile, half_extra = rules.tile, rules.extra_tokens / 2
     if candidate == 0:
         end = float(high)
@@ -351,7 +344,7 @@ def _cut(candidate: int, low: int, high: int, wanted: float, room: float, there:
 def _bytes(
     one: int, start: int, stop: int, receiver: int, there: int, state: _State, homes: _Homes, rules: Rules
 ) -> float:
-    """Return the bytes that travel more when a part of a range moves, but at least 5% of those that it brings."""
+    """Return the additional bytes when a part of a range moves, but at least 5% of those that it brings."""
     document, low, giver = state.ranges[one, SAMPLE], state.ranges[one, START], state.ranges[one, HOLDER]
     brought = (stop - start) * rules.query_bytes + _absent(document, receiver, there, stop, homes) * rules.kv_bytes
     saved = 0.0

@@ -1,8 +1,6 @@
-"""Plans of attention tasks for a global batch: numbers of micro-batches and relays are tried, simulation decides.
-
-Documents lie on as many lanes as they ask for, and `scheduler` evens out all stages of a tick. Where servers would
-fetch too much, lanes compute what they hold.
-"""
+"""Plans of attention tasks for a global batch: tries numbers of micro-batches and relays, and simulates each. Documents
+lie on as many lanes as they ask for, and `scheduler` evens out all stages of a tick. If servers would fetch too much,
+lanes compute their own."""
 
 from __future__ import annotations
 
@@ -31,30 +29,27 @@ from dynamic_cp.types import BY_PLACEMENT, Bucket, MicroBatch, Placement, Plan, 
 from dynamic_cp.types.placement import HOLDER, SAMPLE, START, STOP
 
 _MORE_ROWS = (1.0, 1.25, 1.6, 2.0, 3.0, 4.0)
-"""Numbers of micro-batches, as multiples of the fewest."""
+"""Numbers of micro-batches to try, as multiples of the fewest."""
 _STAGE_ROWS = (1, 2, 4)
 """The same, as multiples of the pipeline's stages."""
 PATIENCE = 2
-"""Ever larger numbers that are slower, one after the other, after which no more are tried."""
+"""The search ends after this many numbers in a row that are slower."""
 _NEAR = 0.005
-"""Share of a step that a plan without relays must save: its busiest server sends more, even where no price shows it."""
+"""Share of a step that a plan without relays must save: its busiest server sends more, which no price shows."""
 _BESIDE = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of what servers compute besides attention that are evened out with it: barriers let less than all of it."""
+"""Shares of servers' other work that attention is evened out with: barriers let less than all of it count."""
 _NONE = np.zeros((0, 4), np.int64)
 
 
 class PlannedTasks(NamedTuple):
-    """A plan with a pool and what is expected of it.
+    """A plan with a pool and its predicted times.
 
     Attributes:
-        plan: legal.
         makespan_s: forward and backward of all micro-batches, noise included, without the reduction of gradients.
-        spans: when each tick runs.
-        seconds: of each tick, in the same order.
-        peak_bytes: of the rank that needs most.
-        busy_s: [lane] seconds that it computes, the mean of its stages.
-        fetched: most tokens of which a server fetches (queries, keys), over the limit of tokens per rank.
-        reason: one line: how many were tried, which was the fastest, and whether it has relays.
+        spans, seconds: when each tick runs, and its seconds, in the same order.
+        peak_bytes, busy_s: of the rank that needs most; [lane] seconds that it computes, the mean of its stages.
+        fetched: most tokens of (queries, keys) that a server fetches, over the limit of tokens per rank.
+        reason: one line: how many numbers were tried, which was the fastest, and whether it has relays.
     """
 
     plan: Plan
@@ -72,7 +67,7 @@ class PlannedTasks(NamedTuple):
         return self.makespan_s + cost_model.reduction.exposed_s(edges, self.makespan_s)
 
     def planned_batch(self, cost_model: CostModel, reason: str | None = None) -> PlannedBatch:
-        """Return the same as of any other plan, with the reduction of gradients in its time."""
+        """Return it as `PlannedBatch`, with the reduction of gradients in its time."""
         return PlannedBatch(
             plan=self.plan,
             predicted_s=self.iteration_s(cost_model),
@@ -82,14 +77,8 @@ class PlannedTasks(NamedTuple):
 
 
 class TaskRow(NamedTuple):
-    """A micro-batch on its lanes.
-
-    Attributes:
-        samples: of it.
-        homes: int64 [home, (sample by its number, start, stop, lane)].
-        split_homes: homes with their nano-batch, int64 [home, 5].
-        lane_tokens: [lane] padded tokens.
-    """
+    """A micro-batch on its lanes: homes, int64 [home, (sample by its number, start, stop, lane)], the same cut by
+    nano-batch, [home, 5], and padded tokens [lane]."""
 
     samples: tuple[Sample, ...]
     homes: Ints
@@ -104,14 +93,8 @@ _Maker = Callable[[Floats, float], Tasks]
 
 
 class TaskSearch(NamedTuple):
-    """What all plans of a batch share.
-
-    Attributes:
-        prices: of ticks.
-        servers: that share the tasks of a tick.
-        memory: of the job; None: it is not known how much there is.
-        is_at_home: lanes compute what they hold.
-    """
+    """What all plans of a batch share; `memory` is None if it is unknown; `is_at_home`: lanes compute what they
+    hold."""
 
     prices: TickPrices
     servers: Servers
@@ -136,9 +119,7 @@ def plan_tasks(
 
     Args:
         samples: at least one, with the causal mask.
-        cost_model: topology, limit and prices; with interleaving a tick runs a model chunk on each stage.
-        options: nano-batches, margin, tolerances.
-        memory: of the job, where it is known how much there is; plans that need more are left out.
+        memory: of the job, if known; plans that need more are left out.
         num_microbatches: numbers to try; (): a sweep.
 
     Raises:
@@ -156,7 +137,7 @@ def plan_tasks(
     for number in num_microbatches or numbers_of_rows(ordered, cost_model):
         found = _planned(relayed, ordered, number)
         if isinstance(found, Unfit) and found != NO_ROOM:
-            # No server fetches queries then, nor more keys than it may.
+            # At home, servers fetch no queries, and no more keys than they may.
             found = _planned((others or [relayed])[-1]._replace(is_at_home=True), ordered, number)
         if isinstance(found, Unfit):
             why = found
@@ -171,7 +152,7 @@ def plan_tasks(
     if best is None:
         raise infeasible(ordered, cost_model, why)
     for search in others:
-        # What relays give depends little on the number of micro-batches.
+        # The gain of relays depends little on the number of micro-batches.
         found = _planned(search, ordered, best.plan.num_microbatches)
         if isinstance(found, PlannedTasks) and found.makespan_s < (1.0 - _NEAR) * best.makespan_s:
             best = found
@@ -344,7 +325,7 @@ def rows_of(search: TaskSearch, samples: Sequence[Sample], number: int) -> list[
 
 
 Running = Mapping[int, tuple[Unit, TaskRow]]
-"""Stage -> the unit that it runs in a tick, and the row of that; stages that only serve are not there."""
+"""Stage -> the unit that it runs in a tick, and its row; stages that only serve are not in it."""
 
 
 def running_in(tick: Tick, topology: Topology, rows: Sequence[TaskRow]) -> Running:
@@ -354,10 +335,8 @@ def running_in(tick: Tick, topology: Topology, rows: Sequence[TaskRow]) -> Runni
 
 
 class _Made:
-    """Tasks of ticks, each made once: with chunks the same micro-batches meet again, also one stage further on.
-
-    There they are the same on other servers (`tasks.num_shifts`).
-    """
+    """Makes the tasks of each tick once. With chunks, the same micro-batches meet again, also one stage further on:
+    tasks are then the same on other servers (`tasks.num_shifts`)."""
 
     def __init__(self, search: TaskSearch) -> None:
         self._search = search
@@ -367,7 +346,7 @@ class _Made:
         self._made: dict[tuple[str, tuple[int, ...]], tuple[Tasks, TickSeconds, list[Floats]]] = {}
 
     def of_tick(self, tick: Tick, running: Running) -> tuple[Tasks, TickSeconds, list[Floats]]:
-        """Return the tasks of a tick, its seconds, and parts of those that each lane computes, on all stages."""
+        """Return the tasks of a tick, its seconds, and the seconds that each lane computes, as parts to add."""
         pp_size = self._topology.pp_size
         on = tuple(running[stage][0].micro_batch if stage in running else -1 for stage in range(pp_size))
         for shift in range(self._num_shifts):
@@ -390,14 +369,8 @@ class _Made:
 def _fastest(
     search: TaskSearch, direction: int, parts: _Parts, begin: tuple[int, int]
 ) -> tuple[Tasks, TickSeconds, tuple[int, int]]:
-    """Return the tasks with which a tick is fastest, its seconds, and which of the choices that was.
-
-    Choices are shares of `_BESIDE` and tolerances; from one, that of a tick before, the search goes to neighbours as
-    long as they are faster.
-
-    Args:
-        begin: which share and which tolerance come first.
-    """
+    """Return the tasks with which a tick is fastest, its seconds, and the choice of (index of `_BESIDE`, index of
+    tolerances) that gave them. From `begin`, the choice of a tick before, it goes to faster neighbours."""
     held = held_by_servers(search, parts)
     beside = search.prices.work_beside(direction, held)
     shares = _BESIDE if np.ptp(beside) > 0 and not search.is_at_home else (0.0,)

@@ -1,9 +1,9 @@
 """Tasks: which server computes the attention of which queries, for all documents of a tick.
 
-A *server* is a rank's place as one that computes attention: lane `server % num_lanes` of stage `server // num_lanes`.
-A *task* is a run of queries of a sample with all keys up to their own, and the server that computes it. Tasks are tiles
-of a placement (`Tasks.placement`) in which each home's queries have one lane for all their tiles: what proves, counts
-and runs placements does so with tasks.
+A *server* is a rank in its role of computing attention: lane `server % num_lanes` of stage `server // num_lanes`. A
+*task* is a run of queries of a sample with all keys up to their own, and the server that computes it. Tasks are also
+tiles of a placement (`Tasks.placement`) in which one lane computes all tiles of a home's queries, so code for
+placements serves both.
 """
 
 from __future__ import annotations
@@ -32,18 +32,14 @@ SERVER, NANO_BATCH = 4, 5
 """Columns of `Tasks.rows`, behind those of homes (`types.placement`)."""
 
 TASKS_PER_DOCUMENT = 2
-"""Ranges of one document that a server computes at most in a nano-batch: some kernels copy the keys for each."""
+"""Most ranges of one document that a server computes in a nano-batch: some kernels copy the keys for each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tasks:
-    """Queries by holder and server; compared by content, not to be changed once made.
-
-    Attributes:
-        rows: int32 [row, (SAMPLE, START, STOP, HOLDER, SERVER, NANO_BATCH)], in the order of samples and tokens: a
-            server holds them, a server computes them. Where layers run in two nano-batches, tokens of the first one (0)
-            go before those of the second (1); else all are 0.
-    """
+    """Queries by holder and server; compared by content, not to be changed once made. `rows` are int32 [row, (SAMPLE,
+    START, STOP, HOLDER, SERVER, NANO_BATCH)], in the order of samples and tokens: one server holds them, one computes
+    them. Tokens of nano-batch 0 come before those of 1; without nano-batches all are 0."""
 
     rows: Int32s
     columns: ClassVar[int] = 6
@@ -67,12 +63,12 @@ class Tasks:
         return f"<Tasks: {self.describe()}>"
 
     def describe(self) -> str:
-        """Return in some words how large they are; `str` has all of them."""
+        """Return their size in a few words; `str` has all of them."""
         return f"{counted(self.num_tasks, 'task')}{' in two nano-batches' if self.num_nano_batches > 1 else ''}"
 
     @property
     def num_nano_batches(self) -> int:
-        """1, or 2 where layers run in two nano-batches."""
+        """1, or 2 if layers run in two nano-batches."""
         return int(self.rows[:, NANO_BATCH].max(initial=0)) + 1
 
     @property
@@ -105,16 +101,13 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolTasks:
-    """Who computes the attention of a plan, where servers of all stages do: the extension of a plan with a pool.
-
-    Each micro-batch of such a plan is one bucket over all lanes, whose placement has homes and no tiles.
+    """Who computes the attention of a plan with a pool: the extension of such a plan, whose micro-batches are one
+    bucket over all lanes each, with homes and no tiles.
 
     Attributes:
         tile_tokens: tasks are cut at multiples of it.
-        forward, backward: the tasks of each tick, by its number, over servers stage * num_lanes + lane; samples are
-            counted over the micro-batches of the tick, by stage.
-        relay_servers: neighbours among servers to which what several of them use travels once, to one that hands it on
-            to the others; 0: those of a node.
+        forward, backward: [tick] -> tasks over servers; samples are counted over its micro-batches, by stage.
+        relay_servers: neighbours that receive what several of them use once, through one of them; 0: those of a node.
     """
 
     kind: ClassVar[str] = "pool"
@@ -130,11 +123,11 @@ class PoolTasks:
 
     @property
     def num_nano_batches(self) -> int:
-        """1, or 2 where layers run in two nano-batches."""
+        """1, or 2 if layers run in two nano-batches."""
         return max((one.num_nano_batches for one in (*self.forward, *self.backward)), default=1)
 
     def describe(self) -> str:
-        """Return in some words how large it is."""
+        """Return its size in a few words."""
         return f"{counted(sum(one.num_tasks for one in self.forward), 'task')} forward"
 
 
@@ -142,11 +135,7 @@ _TEXT = re.compile(r"\d+(?:\.\d+){5}(?:,\d+(?:\.\d+){5})*")
 
 
 def parse_tasks(text: str) -> Tasks:
-    """Return the tasks whose `str` is `text`.
-
-    Raises:
-        InvalidInputError: it is none.
-    """
+    """Return the tasks whose `str` is `text`; raise InvalidInputError if it is none."""
     if _TEXT.fullmatch(text) is None:
         raise InvalidInputError(
             f"tasks {text[:40]!r} are none: write sample.start.stop.holder.server.nano_batch,... with whole numbers"
@@ -171,16 +160,12 @@ def runs_of(rows: Ints | Int32s) -> Ints:
 
 
 _SERVER, _NANO_BATCH = 3, 4
-"""Columns of tasks that do not say who holds them, behind SAMPLE, START and STOP."""
+"""Columns of tasks without their holder, behind SAMPLE, START and STOP."""
 
 
 def tasks_of(homes: Ints, tasks: Sequence[Ints]) -> Tasks:
-    """Return the tasks of each nano-batch, cut where homes are.
-
-    Args:
-        homes: int64 [home, (sample, start, stop, holder)], by sample and start.
-        tasks: [nano-batch] -> int64 [task, (sample, start, stop, server)], of all nano-batches each token once.
-    """
+    """Return the tasks of each nano-batch, cut where homes are, int64 [home, (sample, start, stop, holder)] by sample
+    and start. `tasks`: [nano-batch] -> int64 [task, (sample, start, stop, server)], each token once over all."""
     with_nano_batch = np.concatenate(
         [np.insert(of_nano_batch, 4, nano_batch, axis=1) for nano_batch, of_nano_batch in enumerate(tasks)]
     )
@@ -232,18 +217,14 @@ def samples_of(plan: Plan, tick: Tick) -> list[Sample]:
 
 
 def num_shifts(topology: Topology) -> int:
-    """Return on how many stages a tick may begin and be the same; 1: nothing is, or there are no chunks."""
+    """Return the number of stages by which a tick can be shifted and stay the same; 1: none, or there are no chunks."""
     are_alike = topology.vp_size > 1 and topology.num_lanes % lanes_in_one_node(topology) == 0
     return topology.pp_size if are_alike else 1
 
 
 def shifted_tasks(tasks: Tasks, num_samples: Sequence[int], shift: int, topology: Topology) -> Tasks:
-    """Return tasks whose micro-batches are `shift` stages further on.
-
-    Args:
-        tasks: of a tick, samples counted by stage.
-        num_samples: [stage] of the other tick.
-    """
+    """Return the tasks of a tick when its micro-batches are `shift` stages further on; `num_samples`: [stage] of the
+    other tick."""
     pp_size = topology.pp_size
     now = np.cumsum([0, *num_samples])
     moved = [
@@ -257,11 +238,8 @@ def shifted_tasks(tasks: Tasks, num_samples: Sequence[int], shift: int, topology
 
 
 def shifted_programmes(programmes: Sequence[list[Any]], shift: int, topology: Topology) -> list[list[Any]]:
-    """Return [server] what each does where micro-batches are `shift` stages further on.
-
-    Args:
-        programmes: [server] `Programme.as_json`; servers know the same samples by the same numbers.
-    """
+    """Return [server] -> `Programme.as_json` when micro-batches are `shift` stages further on; servers must number
+    samples alike."""
     num_servers, ahead = topology.pp_size * topology.num_lanes, shift * topology.num_lanes
 
     def side(peers: list[Any]) -> list[Any]:

@@ -1,9 +1,8 @@
 """The pool of a plan as text: for files, beside the micro-batches, and for each server, what it does in every tick.
 
-`plans.serialize` puts the first, as JSON or as lines, beside the micro-batches. The second travels to the servers.
-Numbers of a programme are small and repeat from tick to tick, so their JSON is compressed
-(docs/figures/disaggregated.md has its bytes). With model chunks a server does the same in several ticks: that stands
-there once, and the others have its number.
+`plans.serialize` writes the first; the second travels to the servers. A programme's numbers are small and repeat from
+tick to tick, so their JSON is compressed (docs/figures/disaggregated.md has its bytes). With model chunks a server does
+the same in several ticks: that is there once, and other ticks have its number.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ _SETTINGS = ("tile_tokens", "relay_servers")
 
 
 def pool_to_dict(plan: Plan) -> dict[str, Any]:
-    """Return the pool of a plan as what JSON can hold."""
+    """Return the pool of a plan as JSON's types."""
     texts = _texts_of_ticks(plan, placements=True)
     return {**settings(plan), **{side: texts[letter] for letter, side in _SIDES.items()}}
 
 
 def settings(plan: Plan) -> dict[str, int]:
-    """Return what a pool has but tasks; plans without relays keep the digests that they had before there were any."""
+    """Return what a pool has besides tasks; without relays it is as before there were any, so that digests stay."""
     pool = pool_of(plan)
     return {"tile_tokens": pool.tile_tokens} | ({"relay_servers": pool.relay_servers} if pool.relay_servers else {})
 
@@ -78,18 +77,15 @@ def pool_from_dict(data: object) -> PoolTasks:
 
 
 def lines(plan: Plan, placements: bool) -> Iterator[str]:
-    """Yield a line for each tick; placements: its tasks, which `parse` reads, else how many there are, for people."""
+    """Yield a line for each tick: with `placements` its tasks, which `parse` reads, else how many there are, for
+    people."""
     for letter, texts in _texts_of_ticks(plan, placements=placements).items():
         yield from (f"{letter}{index} | {text}" for index, text in enumerate(texts))
 
 
 def parse(given: dict[str, Any], rows: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the rows of micro-batches, and the pool of a plan as what JSON can hold; InvalidInputError names a line.
-
-    Args:
-        given: settings of the plan's first line, of which those of the pool are taken out.
-        rows: all other lines.
-    """
+    """Return the rows of micro-batches, and the pool of a plan as JSON's types; InvalidInputError names a line. The
+    pool's settings are taken out of `given`, those of the plan's first line; `rows` are all other lines."""
     num_rows = sum(row[:1] not in _SIDES for row in rows)
     sides: dict[str, list[str]] = {letter: [] for letter in _SIDES}
     for number, row in enumerate(rows[num_rows:], num_rows + 2):
@@ -102,7 +98,8 @@ def parse(given: dict[str, Any], rows: list[str]) -> tuple[list[str], dict[str, 
 
 
 def _texts_of_ticks(plan: Plan, *, placements: bool) -> dict[str, list[str]]:
-    """Return the texts of ticks by the letter of their side; with chunks the tasks of an earlier tick are its name."""
+    """Return the texts of ticks by the letter of their side; with chunks, tasks of an earlier tick are given by its
+    name."""
     pool = pool_of(plan)
     known: dict[Tasks, str] = {}
     texts: dict[str, list[str]] = {letter: [] for letter in _SIDES}
@@ -117,12 +114,8 @@ def _texts_of_ticks(plan: Plan, *, placements: bool) -> dict[str, list[str]]:
 
 
 class ServerTick(NamedTuple):
-    """One tick of one server.
-
-    Attributes:
-        programme: what it computes, sends and receives.
-        samples: of which it holds or computes anything, as the programme numbers them.
-    """
+    """One tick of one server: its programme, and the samples of which it holds or computes anything, as the programme
+    numbers them."""
 
     programme: Programme
     samples: tuple[Sample, ...]
@@ -152,11 +145,11 @@ def encode_ticks(plan: Plan) -> list[tuple[str, ...]]:
 
 
 _Parts = tuple[list[list[Any]], list[list[list[int]]]]
-"""[server] JSON of its programme; [server] (identity, length) of the samples, as the programme numbers them."""
+"""[server] JSON of its programme; [server] (sample_id, length) of the samples, as the programme numbers them."""
 
 
 class _Programmes:
-    """Programmes of ticks, each made once: with chunks the same micro-batches meet again."""
+    """Makes the programmes of each tick once: with chunks the same micro-batches meet again."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -194,11 +187,7 @@ def _text(data: list[Any]) -> str:
 
 
 def decode_ticks(text: str) -> ServerTicks:
-    """Return what `encode_ticks` wrote of a server.
-
-    Raises:
-        DisagreementError: it is none.
-    """
+    """Return what `encode_ticks` wrote for a server; raise DisagreementError if the text is none."""
     try:
         known: list[ServerTick] = []
         forward, backward = json.loads(zlib.decompress(base64.b85decode(text)))

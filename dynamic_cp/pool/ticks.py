@@ -7,7 +7,7 @@ others. With one chunk on each stage:
     stage 0                          F0 F1  - F2 B0  - B1 B2
     stage 1                           - F0 B0 F1 B1 F2 B2  -
 
-With two, ticks are half as long, and so is what the pipeline takes to fill:
+With two, ticks are half as long, and so is the time in which the pipeline fills:
 
     2 stages of 2 chunks, 2 micro-batches    F0  F1  F2  F3  B0  F4  B1  B2  B3  B4
     stage 0                                 0F0 0F1 1F0 1F1   -   - 1B0 1B1 0B0 0B1
@@ -22,10 +22,10 @@ Every layer of a tick has an exchange of all stages, so all have to run the same
 (vp_size + 1) * pp_size - 1 - 2 * s chunks of micro-batches between forward and backward, each of 1 / vp_size of its
 layers, where 1F1B keeps pp_size - s whole ones.
 
-A tick begins when its slowest stage is ready: it has ended the tick before, its input has come, and what it does ahead
-of its first layer (embedding forward, head backward) is done. From there on every layer keeps all stages together.
-After its last layer a stage does what comes behind it (head forward, embedding backward) alone.
-Times are whole nanoseconds, the same on every machine.
+A tick begins when its slowest stage is ready: it has ended the tick before, its input has come, and its work ahead of
+the first layer (embedding forward, head backward) is done. From there on every layer keeps all stages together. After
+the last layer a stage does the rest (head forward, embedding backward) alone. Times are whole nanoseconds, the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -69,21 +69,16 @@ class Tick(NamedTuple):
 
 
 def num_ticks(pp_size: int, vp_size: int, num_microbatches: int) -> int:
-    """Return how many ticks of each kind there are: until the last stage in turn has run its last unit.
-
-    Example: m * vp_size + pp_size - 1 of them, where pp_size divides the number of micro-batches m or vp_size is 1.
-    """
+    """Return the number of ticks of each kind, until the last stage in turn has run its last unit: m * vp_size +
+    pp_size - 1 if pp_size divides the number of micro-batches m or vp_size is 1."""
     group, member = divmod(num_microbatches - 1, pp_size)
     last = (group * vp_size + vp_size - 1) * pp_size + member
     return last + pp_size
 
 
 def tick_order(pp_size: int, vp_size: int, num_microbatches: int) -> tuple[Tick, ...]:
-    """Return all ticks in the order in which they run.
-
-    As many forward ones first as it takes until the last stage ends its last chunk of the first micro-batch (pp_size *
-    vp_size), then backward and forward in turn.
-    """
+    """Return all ticks in the order in which they run: forward ones until the last stage ends its last chunk of the
+    first micro-batch (pp_size * vp_size), then backward and forward in turn."""
     count = num_ticks(pp_size, vp_size, num_microbatches)
     forwards, backwards = ([Tick(kind, number) for number in range(count)] for kind in KINDS)
     ahead = pp_size * vp_size
@@ -104,14 +99,8 @@ def stage_ticks(pp_size: int, vp_size: int, num_microbatches: int) -> list[list[
 
 
 class TickTime(NamedTuple):
-    """What a tick takes, in nanoseconds.
-
-    Attributes:
-        tick: which.
-        layers_ns: from its first layer to its last one, of all stages.
-        ahead_ns, behind_ns: [stage] embedding and head, before and after the layers.
-        hop_ns: [stage] until what it computed is at the next stage.
-    """
+    """Nanoseconds of a tick: of its layers, from the first to the last of all stages; [stage] embedding and head,
+    before and after the layers; [stage] until its output is at the next stage."""
 
     tick: Tick
     layers_ns: int
@@ -121,7 +110,7 @@ class TickTime(NamedTuple):
 
 
 class TickSpan(NamedTuple):
-    """A node of kind "tick": when all stages compute its layers, and until when each is busy with it."""
+    """When all stages compute the layers of a tick, and until when each is busy with it."""
 
     tick: Tick
     start_ns: int
@@ -130,12 +119,7 @@ class TickSpan(NamedTuple):
 
 
 def tick_timeline(times: Sequence[TickTime], pp_size: int, vp_size: int, num_microbatches: int) -> list[TickSpan]:
-    """Return when each tick runs.
-
-    Args:
-        times: in the order in which they run.
-        pp_size, vp_size, num_microbatches: of the plan.
-    """
+    """Return when each tick runs; `times` are in the order in which ticks run."""
     free = [0] * pp_size
     arrives: dict[tuple[int, Operation], int] = {}
     spans = []

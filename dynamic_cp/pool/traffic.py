@@ -14,17 +14,12 @@ from dynamic_cp.types import ACROSS_NODES, IN_NODE
 from dynamic_cp.types.placement import COLUMN, HOLDER, ROW, SAMPLE, START
 
 _TURN_TOKENS = 128
-"""Rows are cut at multiples of this, most of them: neighbouring ones of a holder have different relays."""
+"""Most rows are cut at multiples of this: neighbouring ones of a holder have different relays."""
 
 
 class Servers(NamedTuple):
-    """Servers that share tasks, and which of them are near each other.
-
-    Attributes:
-        number: that there are.
-        of_node: neighbours that share a node's link; the first server begins one.
-        of_relay: neighbours to which what several of them use travels once, to one that hands it on; the same.
-    """
+    """Servers that share tasks; `of_node` neighbours share a node's link, `of_relay` neighbours receive what several of
+    them use once, through one that hands it on. The first server begins both."""
 
     number: int
     of_node: int
@@ -32,17 +27,14 @@ class Servers(NamedTuple):
 
 
 def relay_order(tasks: Tasks) -> Ints:
-    """Return [row] by which number servers take turns as relays: the same for the same tasks on other servers."""
+    """Return [row] -> number by which servers take turns as relays, the same for the same tasks on other servers."""
     rows = tasks.rows.astype(np.int64)
     return rows[:, HOLDER] + rows[:, START] // _TURN_TOKENS
 
 
 def fetches_of_tasks(tasks: Tasks, relay_servers: int) -> Fetches:
-    """Return what `transport.fetches_of` says of `tasks.placement()`, relays in `relay_order`.
-
-    Args:
-        relay_servers: `Servers.of_relay`.
-    """
+    """Return `transport.fetches_of` of `tasks.placement()`, with relays in `relay_order`; `relay_servers` is
+    `Servers.of_relay`."""
     rows = tasks.rows.astype(np.int64)
     num_rows = len(rows)
     holder, server, nano_batch = rows[:, HOLDER], rows[:, SERVER], rows[:, NANO_BATCH]

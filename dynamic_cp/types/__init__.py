@@ -1,12 +1,11 @@
-"""The values that every part passes on: samples, topology, model, hardware, plan.
+"""The values that every part passes on: samples, topology, model, hardware, plan. All are frozen, without live handles.
 
     sample -> bucket (one CP group's share of one micro-batch) -> micro-batch (all lanes) -> plan (one global batch)
 
 A *lane* is one position on the data-parallel x context-parallel axis, 0 .. num_lanes - 1. It exists on every pipeline
-stage and holds TP-size ranks. Values are frozen and hold no live handles; what can be derived is a property. Read in
-this order: `counts` (checks that all share), `topology`, `attention`, `masks`, `branches`, `mask_rules`, `placement`,
-`linear_attention`, `plan`, then what a batch is planned for: `layers`, `stage_layers`, `experts`, `linear_layers`,
-`model`, `hardware`, `data_parallel`, `problem`.
+stage and holds TP-size ranks. Read in this order: `counts` (checks that all share), `topology`, `attention`, `masks`,
+`branches`, `mask_rules`, `placement`, `linear_attention`, `plan`, then what a batch is planned for: `layers`,
+`stage_layers`, `experts`, `linear_layers`, `model`, `hardware`, `data_parallel`, `problem`.
 """
 
 from dynamic_cp.types.attention import (

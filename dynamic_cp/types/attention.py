@@ -11,14 +11,13 @@ CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p", "blocks", "latent"]
 
 
 class Traits(NamedTuple):
-    """What values and flags have to know of a mechanism; `dynamic_cp.mechanisms` has a model of each.
+    """What values and flags must know of a mechanism; `dynamic_cp.mechanisms` has a model of each.
 
     Attributes:
-        inner: how many lanes of a group exchange heads: none with another ("one"), "all", as many as the planner
-            chooses ("chosen": more than one, fewer than all), or "any" number of them that it chooses, none among them.
-        is_placed: its buckets say which lane holds what (`Bucket.placement`); they may span any neighbouring lanes.
-        needs_latents: only multi-latent attention has it; packers compare it by its closed form, too.
-        serves_windows: layers may have windows. A closed form is then that of causal layers by density.
+        inner: lanes that exchange heads: "one" (none is exchanged), "all" of the group, or a number that the planner
+            chooses: "chosen" is more than one and fewer than all, "any" may be one.
+        is_placed: its buckets say which lane holds what (`Bucket.placement`) and may span any neighbouring lanes.
+        serves_windows: layers may have windows; a closed form then prices causal layers times the sample's density.
     """
 
     inner: Literal["one", "all", "chosen", "any"]
@@ -35,13 +34,13 @@ TRAITS: Mapping[CpCommType, Traits] = {
     "blocks": Traits("any", is_placed=True, serves_windows=True),
     "latent": Traits("one", needs_latents=True),
 }
-"""Mechanism -> what it is; the one table of their names."""
+"""Mechanism -> its traits; the one table of their names."""
 
 RING_ALONE: tuple[CpCommType, ...] = ("p2p",)
-"""What needs the fewest communicators, and all that loops have which know one CP group only."""
+"""The ring needs the fewest communicators, and a loop that knows a single CP group can run nothing else."""
 
 BY_PLACEMENT: CpCommType = "blocks"
-"""The mechanism of a bucket that is made with a placement."""
+"""The mechanism of a bucket with a placement."""
 
 
 def is_placed(name: str) -> bool:
@@ -62,16 +61,16 @@ CHOOSES_INNER_SIZE = tuple(name for name, traits in TRAITS.items() if traits.inn
 CP_COMM_TYPES: tuple[CpCommType, ...] = tuple(
     name for name in get_args(CpCommType) if not is_placed(name) and not needs_latents(name)
 )
-"""Mechanisms that packers compare by their closed forms, of every model."""
+"""Mechanisms that every model has and packers compare by their closed forms."""
 
 UNPLACED: tuple[CpCommType, ...] = (*CP_COMM_TYPES, *filter(needs_latents, TRAITS))
-"""Mechanisms whose buckets are CP groups that share out tokens evenly."""
+"""Mechanisms whose buckets are CP groups that share tokens evenly."""
 
 AUTO: Literal["auto"] = "auto"
-"""Instead of a mechanism: the planner chooses."""
+"""In place of a mechanism: the planner chooses."""
 
 AUTO_ALONE = (cast(CpCommType, AUTO),)
-"""`PlanOptions.cp_comm_types` where nothing is said: a `Problem` has the mechanisms of its model instead."""
+"""The default of `PlanOptions.cp_comm_types`: a `Problem` replaces it by the mechanisms of its model."""
 
 CHOICES: tuple[str, ...] = (AUTO, *UNPLACED, *filter(is_placed, TRAITS))
 """Values of --cp-comm-type."""
@@ -86,18 +85,14 @@ def exchanges_of(
     may_be_placed: bool = True,
     left_out: Collection[CpCommType] = (),
 ) -> tuple[CpCommType, ...]:
-    """Return the mechanisms that a value of --cp-comm-type allows; `auto` those that serve all of the job.
+    """Return the mechanisms that `wanted`, a value of --cp-comm-type, allows: with AUTO those that serve the whole job.
 
-    Placed attention is among those of `auto` where samples bring masks of their own, or layers have windows: on causal
-    data steps gained 0.5 % at most (docs/figures/blocks.md), and room for what it fetches would be taken from tokens.
+    AUTO places attention only where samples have masks or layers have windows: on causal data it gained 0.5% of a step
+    at most (docs/figures/blocks.md), and the room for fetched keys would be taken from tokens.
 
     Args:
-        wanted: the value, AUTO or a mechanism.
-        has_windows: layers have windows.
-        has_masks: samples bring masks of their own.
-        has_latents: the model has multi-latent attention.
-        may_be_placed: nothing needs the tokens of a bucket on the lanes of one CP group.
-        left_out: what the layers of the run lack.
+        may_be_placed: False where the tokens of a bucket must stay on the lanes of one CP group.
+        left_out: mechanisms that the layers of the run lack.
     """
     if wanted != AUTO:
         return (cast(CpCommType, wanted),)
@@ -122,7 +117,7 @@ def check_latents(names: Collection[CpCommType], kv_lora_rank: int) -> None:
 
 
 IN_NODE, ACROSS_NODES = 0, 1
-"""The link of a group of lanes."""
+"""The links of a group of lanes."""
 
 
 class Attention(NamedTuple):
@@ -138,11 +133,11 @@ class Attention(NamedTuple):
 
     @property
     def chooses_inner_size(self) -> bool:
-        """Whether the mechanism and the CP size leave the inner size open; where any is possible, 1 goes unsaid."""
+        """Whether text names the inner size: the mechanism does not imply it, and it is no default of 1."""
         traits = TRAITS.get(self.cp_comm_type)
         kind = None if traits is None else traits.inner
         return kind == "chosen" or (kind == "any" and self.inner_cp_size > 1)
 
     def __str__(self) -> str:
-        """Return what plans and reports call it: `a2a`, or with the inner size that it chooses `a2a+p2p/8`."""
+        """Return the name in plans and reports: `a2a`, or with a chosen inner size `a2a+p2p/8`."""
         return f"{self.cp_comm_type}/{self.inner_cp_size}" if self.chooses_inner_size else self.cp_comm_type

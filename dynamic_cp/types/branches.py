@@ -1,11 +1,8 @@
-"""Masks of samples whose branches share prefixes, which are there once: prompts with answers, and trees of turns.
+"""Masks of samples whose branches share prefixes: one prompt with several answers, or trees of turns.
 
-A sample is segments of tokens, depth first: each goes on from the one that it belongs to (its parent), and several may
-go on from the same. Tokens of a segment see those of the segments on the way to it, and their own up to themselves. A
-branch is the way from the first segment to one behind which none goes on: the sample is worth as many samples as it has
-branches.
-
-Sources: shared_question with these shapes from DCP (arXiv 2510.10620, section 7).
+Segments lie depth first. Each continues an earlier segment, its parent; several may continue the same one. A token sees
+the segments from the root to its own, and its own up to itself. A branch is a path from the root to a leaf: a sample is
+worth as many samples as it has branches. Source of shared_question's shapes: DCP (arXiv 2510.10620, section 7).
 """
 
 from __future__ import annotations
@@ -24,18 +21,16 @@ if TYPE_CHECKING:
     from dynamic_cp.types.masks import Positions, Ranges
 
 MOST_LEVELS = 128
-"""Of a tree: each is one more call of a kernel."""
+"""Levels that a tree may have; each costs one more kernel call."""
 
 
 class Segment(NamedTuple):
     """A segment of a sample.
 
     Attributes:
-        parent: the segment from whose end it goes on, by its place among all; -1: the first one has none.
-        start, stop: its tokens.
-        end: behind the last token of those that go on from it, theirs included; `stop` where there are none.
-        position: of its first token along its branch.
-        num_branches: that it is part of.
+        parent: index of the segment that it continues; -1 for the first segment.
+        start, stop, end: its tokens, and the end of all segments that continue it, directly or not (`stop` if none do).
+        position, num_branches: position of its first token along its branch; number of branches that contain it.
     """
 
     parent: int
@@ -47,16 +42,16 @@ class Segment(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its own."""
+        """Number of its own tokens."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Branches(Mask):
-    """Segments that share prefixes; a subclass says how long they are, and which goes on from which."""
+    """Segments that share prefixes; a subclass says how long they are and which continues which."""
 
     def shape(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (tokens of each segment, segments before it on its branch), depth first."""
+        """Return (tokens of each segment, number of segments before it on its branch), depth first."""
         raise NotImplementedError
 
     def segments(self) -> list[Segment]:
@@ -80,7 +75,7 @@ class Branches(Mask):
         return [*map(Segment._make, zip(parents, starts, starts[1:], ends, positions, branches, strict=False))]
 
     def paths(self) -> list[list[int]]:
-        """Return the segments of each branch, the first one first."""
+        """Return the segments of each branch, root first."""
         paths: list[list[int]] = []
         path: list[int] = []
         for place, (depth, following) in enumerate(pairwise((*self.shape()[1], 0))):
@@ -97,7 +92,7 @@ class Branches(Mask):
         return sum(triangle(one.num_tokens) + one.num_tokens * one.position for one in self.segments())
 
     def key_ranges(self, seqlen: int) -> Ranges:
-        """Segments on a branch that adjoin are one range."""
+        """Adjoining segments of a branch make one range."""
         import numpy as np
 
         seen: list[list[tuple[int, int]]] = []
@@ -127,7 +122,7 @@ class Branches(Mask):
         return (*squares, *behind)
 
     def positions(self, seqlen: int) -> Positions:
-        """Every segment goes on from the end of its parent."""
+        """Every segment continues the positions of its parent."""
         import numpy as np
 
         positions = np.arange(seqlen)
@@ -213,7 +208,7 @@ class Tree(Branches):
 
     @classmethod
     def parse(cls, text: str) -> Tree | None:
-        """Return the tree whose text is `text` behind its name; None where it is none."""
+        """Return the tree whose text behind its name is `text`; None if it is not one."""
         lengths, depths, depth = [], [], 0
         for marks, number in re.findall(r"(\D*)(\d+)", text):
             depth += marks.count("(") - marks.count(")")
@@ -231,7 +226,7 @@ class Tree(Branches):
 
 
 def sees_prefixes(mask: Mask | None) -> bool:
-    """Return whether a token sees all tokens on the way to it and no others: states of linear attention need that."""
+    """Return whether every token sees exactly its branch up to itself, as states of linear attention need."""
     return mask is None or isinstance(mask, (Causal, Branches))
 
 

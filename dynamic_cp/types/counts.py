@@ -1,4 +1,4 @@
-"""Whole numbers: which are allowed, and how they are written."""
+"""Which whole numbers are allowed, and how they are written."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from numbers import Integral
 from dynamic_cp.errors import InvalidInputError
 
 MAX_COUNT = 2**31 - 1
-"""Largest length, size or number of anything: cu_seqlens and the planner's sums are integers of fixed width."""
+"""Largest length, size or count: cu_seqlens and the planner's sums are integers of fixed width."""
 
 MOST_LAYERS = 100_000
-"""Largest number of layers: what each has is kept in lists."""
+"""Largest number of layers: each has entries in lists."""
 _MOST = {"num_layers": MOST_LAYERS, "mtp_num_layers": MOST_LAYERS}
 
 
@@ -30,7 +30,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def require_at_least(minimum: int, **values: int) -> None:
-    """Refuse what is no integer from `minimum` to MAX_COUNT, of layers MOST_LAYERS; InvalidInputError names it."""
+    """Raise InvalidInputError unless all are integers from `minimum` to MAX_COUNT (layers: MOST_LAYERS)."""
     for name, value in values.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise InvalidInputError(f"{name} is {value!r}, an integer is needed", name=name, value=value)

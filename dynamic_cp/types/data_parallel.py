@@ -1,8 +1,4 @@
-"""What is trained, in which dtypes, and how lanes share its gradients and the state of its optimizer.
-
-All have Megatron's names, so that flags of the trainer, options of the command and arguments of the library are the
-same.
-"""
+"""What is trained, in which dtypes, and how lanes share gradients and optimizer state, all under Megatron's names."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ DTYPES_OF = {
     "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
     "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
 }
-"""Setting of the precision-aware optimizer -> the dtypes that it may have."""
+"""Setting of the precision-aware optimizer -> the dtypes it may have."""
 _REMAINDER_BYTES = 2
 """TransformerEngine's FusedAdam keeps the lower half of an fp32 master weight; the upper half is the bf16 weight."""
 
@@ -30,11 +26,10 @@ class StateDtypes:
     """Dtypes of gradients and of the optimizer's state.
 
     Attributes:
-        grad_reduce_in_bf16: gradients are added up, kept and reduced in bf16, not in fp32.
+        grad_reduce_in_bf16: gradients are added, kept and reduced in bf16 instead of fp32.
         use_precision_aware_optimizer: TransformerEngine's FusedAdam reads gradients as they are and keeps its state in
             the dtypes below; without it all are fp32.
-        main_grads_dtype: of gradients: bf16 is the same as grad_reduce_in_bf16.
-        main_params_dtype: of master weights.
+        main_grads_dtype, main_params_dtype: of gradients (bf16: as grad_reduce_in_bf16) and of master weights.
         exp_avg_dtype, exp_avg_sq_dtype: of the moments.
     """
 
@@ -59,16 +54,16 @@ class StateDtypes:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a gradient, as it is kept and reduced."""
+        """Bytes of a gradient as it is kept and reduced."""
         return 2 if self.grad_reduce_in_bf16 else DTYPE_BYTES[self.main_grads_dtype]
 
     @property
     def copied_gradient_bytes(self) -> int:
-        """Bytes of the fp32 copy of a gradient that the optimizer's step makes; 0 = it reads the gradient itself."""
+        """Bytes of the fp32 copy of a gradient that the optimizer's step makes; 0: it reads the gradient itself."""
         return 4 if self.gradient_bytes < 4 and not self.use_precision_aware_optimizer else 0
 
     def optimizer_bytes(self, weight_bytes: int) -> int:
-        """Return the bytes of master weight and moments of a weight of so many bytes; fp32 is its own master."""
+        """Return the bytes of master weight and moments for one weight of `weight_bytes`; fp32 is its own master."""
         moments = DTYPE_BYTES[self.exp_avg_dtype] + DTYPE_BYTES[self.exp_avg_sq_dtype]
         if weight_bytes >= 4:
             return moments
@@ -90,14 +85,14 @@ class StateDtypes:
 
 
 FP32_STATE = StateDtypes()
-"""Gradients, master weights and moments in fp32, as Megatron-Core has them by default."""
+"""Gradients, master weights and moments in fp32, Megatron-Core's default."""
 
 
 OF_LINEAR = {"in_proj": "column", "out_proj": "row"}
 """Linear layers of linear attention, by megatron-core's names -> whether TP splits their outputs or their inputs."""
 OF_MLP = {"linear_fc1": "column", "linear_fc2": "row"}
 ADAPTED = {"linear_qkv": "column", "linear_proj": "row", **OF_MLP, **OF_LINEAR}
-"""The same of all that may have an adapter; MLPs of models with experts have none."""
+"""The same for all linear layers that may have an adapter; MLPs of models with experts have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +119,11 @@ class Adapters:
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """Factor of B A."""
         return self.alpha / self.rank
 
     def weights(self, stage: Stage, model: ModelShape, tp_size: int = 1) -> float:
-        """Return the weights of A and B of a stage that a TP rank holds: the narrow side is on all of them."""
+        """Return the weights of A and B on a stage that one TP rank holds; every TP rank has the narrow side whole."""
         shared = {"column": (1, tp_size), "row": (tp_size, 1)}
 
         def of_layer(layer: Layer) -> float:
@@ -140,7 +135,7 @@ class Adapters:
 
 
 def _sizes(layer: Layer, model: ModelShape) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of those linear layers that a layer of `model` has."""
+    """Return (inputs, outputs) of the linear layers that a layer of `model` has."""
     hidden, linear = model.hidden_size, layer.linear_attention
     found: dict[str, tuple[int, int]] = {}
     if layer.has_attention:
@@ -157,14 +152,13 @@ def _sizes(layer: Layer, model: ModelShape) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallel:
-    """What a training job does with gradients and optimizer state, as Megatron-Core's flags of these names set it.
+    """What a job does with gradients and optimizer state, under the names of Megatron-Core's flags.
 
     Attributes:
-        distributed_optimizer: its state is sharded over the lanes.
-        overlap_grad_reduce: gradients are reduced bucket by bucket during the last backward pass.
-        overlap_param_gather: parameters are gathered bucket by bucket during the first forward pass.
-        state: dtypes of gradients and of the optimizer's state.
-        adapters: all that is trained, where the model's own weights are frozen.
+        distributed_optimizer: optimizer state is sharded over the lanes.
+        overlap_grad_reduce, overlap_param_gather: gradients are reduced bucket by bucket during the last backward pass;
+            parameters are gathered likewise during the first forward pass.
+        adapters: all that is trained, the model's own weights being frozen; None: the model itself is trained.
     """
 
     distributed_optimizer: bool = True
@@ -186,5 +180,5 @@ class DataParallel:
 
 
 SHARDED = DataParallel(overlap_grad_reduce=True, overlap_param_gather=True)
-"""A job that shards the optimizer and overlaps its collectives with the passes: the default of the command and of
-functions, and what the launch lines of a sweep say. Megatron-LM's own flags are off unless they are given."""
+"""A sharded optimizer whose collectives overlap with the passes: the default of the command and of functions, and what
+launch lines of a sweep say. Megatron-LM's own flags are off unless given."""

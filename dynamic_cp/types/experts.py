@@ -10,8 +10,8 @@ from dynamic_cp.errors import InvalidInputError
 from dynamic_cp.types.counts import counted, require_at_least
 
 EXPERT_IMBALANCE = 1.25
-"""Tokens of the rank of an EP block that has most over their mean, where nothing else is known. An estimate: the
-capacity factor that Switch Transformers (arXiv 2101.03961, section 2.2) trained with, which drops what exceeds it."""
+"""Tokens of the busiest rank of an EP block over the mean, where nothing else is known. An estimate: the capacity
+factor of Switch Transformers (arXiv 2101.03961, section 2.2), which drops tokens beyond it."""
 
 
 def layers_with_experts(layer_freq: int | Sequence[int], num_layers: int) -> tuple[bool, ...]:
@@ -48,18 +48,16 @@ class Experts:
     """The routed and shared experts of a model's MoE layers, in Megatron's words. Routing drops no token.
 
     Attributes:
-        num_experts: routed experts of a layer.
         topk: routed experts that each token is sent to.
-        ffn_hidden_size: width of the inner layer of one routed expert (--moe-ffn-hidden-size).
-        shared_ffn_hidden_size: the same of all shared experts together, which every token meets; 0 = none
-            (--moe-shared-expert-intermediate-size).
-        shared_gate: what the shared experts give is weighted by a gate of one number.
-        layer_freq: which layers have experts, as Megatron says it: with N the first of every N, or 1 (has them) and 0
-            (a dense MLP) for each layer.
-        grouped: a rank computes all its experts in grouped products (--moe-grouped-gemm, TransformerEngine's layers
-            only); otherwise one after the other.
-        imbalance: routed tokens of the rank of an EP block that gets most, over their mean; >= 1. Routing drops
-            nothing, so time and memory of experts are planned for so many.
+        ffn_hidden_size, shared_ffn_hidden_size: width of the inner layer of one routed expert (--moe-ffn-hidden-size),
+            and of all shared experts together (--moe-shared-expert-intermediate-size), which every token meets; 0:
+            none.
+        shared_gate: the output of the shared experts is weighted by a gate of one number.
+        layer_freq: see `layers_with_experts`.
+        grouped: a rank computes its experts in grouped products (--moe-grouped-gemm, only TransformerEngine's layers);
+            False: one after the other.
+        imbalance: routed tokens of the busiest rank of an EP block over the mean, >= 1; time and memory are planned for
+            it.
     """
 
     num_experts: int
@@ -99,7 +97,7 @@ class Experts:
             self.moe_layers(1)
 
     def moe_layers(self, num_layers: int) -> tuple[bool, ...]:
-        """Return whether each of `num_layers` layers has experts; see `layers_with_experts`."""
+        """Return `layers_with_experts` for this layer_freq."""
         return layers_with_experts(self.layer_freq, num_layers)
 
     def __str__(self) -> str:

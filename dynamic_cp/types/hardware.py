@@ -13,33 +13,29 @@ from dynamic_cp.errors import InvalidInputError
 class Hardware:
     """Coefficients of the cost model, read from `dynamic_cp/data/hardware/*.json` (each number has its source there).
 
-    Formulas: `dynamic_cp.pricing.cost_model`. All are of one rank; bandwidths are what a rank reaches, not the
-    datasheet's. A coefficient whose default is 0 belongs to an optional term: at 0 the term is not priced.
+    Formulas: `dynamic_cp.pricing.cost_model`. All are per rank; bandwidths are what a rank reaches, not the
+    datasheet's. A default of 0 belongs to an optional term: at 0 it is not priced, unless said otherwise.
 
     Attributes:
-        linear_flops_per_s, linear_extra_tokens: rate of the GEMMs; a short pack pays for that many tokens more.
-        attention_flops_per_s, attention_extra_tokens: causal forward kernel on L tokens; its rate is
+        linear_flops_per_s, linear_extra_tokens: rate of the GEMMs; a pack pays for that many tokens more.
+        attention_flops_per_s, attention_extra_tokens: causal forward kernel; on L tokens its rate is
             attention_flops_per_s * L / (L + attention_extra_tokens).
-        attention_full_*: the same for a tile without a mask; 0 = as causal.
-        attention_backward_*, attention_full_backward_*: the same for backward, which has 2.5 times the FLOPs; 0 = as
-            long as attention_backward_over_forward says.
-        expert_flops_per_s, expert_extra_tokens: rate of the GEMMs of routed experts (0 = as linear_flops_per_s), and
-            what each expert of a rank pays for in addition, however few tokens it has.
-        linear_attention_flops_per_s: rate of the products of linear attention in chunks; 0 = a quarter of
-            linear_flops_per_s.
+        attention_full_*: the same for a tile without a mask; 0: as causal.
+        attention_backward_*, attention_full_backward_*: the same for backward, which has 2.5 times the FLOPs; 0:
+            attention_backward_over_forward says how long it takes.
+        expert_flops_per_s, expert_extra_tokens: rate of the GEMMs of routed experts (0: linear_flops_per_s), and the
+            tokens that each expert of a rank pays for in addition, however few it has.
+        linear_attention_flops_per_s: rate of linear attention's chunk products; 0: linear_flops_per_s / 4.
         head_flops_per_s: rate of the LM head.
         memory_bandwidth_bytes_per_s: of the device's memory; prices the embedding and the loss.
-        collective_bandwidth_in_node_bytes_per_s: bus bandwidth inside a node; prices TP collectives and the gradient
-            reduction.
-        tp_overlap_exposed_fraction: share of the TP collectives that GEMMs do not hide where they overlap
-            (--tp-comm-overlap); 1 = overlapping gains nothing.
+        collective_bandwidth_in_node_bytes_per_s: bus bandwidth, for TP collectives and gradient reduction.
+        tp_overlap_exposed_fraction: share of TP collectives that --tp-comm-overlap does not hide.
         ring_step_overhead_s_per_layer: kernels and merging of one more ring step, not hidden; twice that backward.
-        host_forward_s_per_layer, host_backward_s_per_layer: what the host takes to launch a layer; a bucket lasts as
-            long as the slower of GPU and host.
-        host_ring_step_s_per_layer, host_message_s_per_layer: what it takes for one more ring step, and for each message
-            or all-to-all of an exchange, in either direction.
-        hbm_bytes: memory of the device; 0 = unknown.
-        hbm_reserved_bytes: what context, libraries and fragmentation take of it.
+        host_forward_s_per_layer, host_backward_s_per_layer: host time to launch a layer; the slower side counts.
+        host_ring_step_s_per_layer, host_message_s_per_layer: host time for one more ring step, and for each message or
+            all-to-all of an exchange, in either direction.
+        hbm_bytes: memory of the device; 0: unknown.
+        hbm_reserved_bytes: the part of it that context, libraries and fragmentation take.
         communicator_bytes_per_group: buffers of one process group.
     """
 

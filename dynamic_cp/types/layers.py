@@ -10,35 +10,27 @@ from dynamic_cp.types.masks import Causal, Full, Lambda
 
 
 class Layer(NamedTuple):
-    """One transformer layer, whatever it is made of: dense or with experts, any attention, or a half of it.
+    """One transformer layer by its cost: dense or with experts, with any attention, or only a mixer or an MLP.
 
     Attributes:
-        linear_weights: weights of the matrices that a token meets, without biases and norms; with experts those of the
-            experts that it is sent to.
-        held_weights: weights of its matrices but those of routed experts; the TP ranks share them.
-        norm_weights: weights that every TP rank has: norms, a router.
-        mlp_kept_channels: channels of a token that its MLP or its shared experts keep for backward, which the TP ranks
-            share.
-        more_kept_channels: channels that it keeps beyond those of a plain layer, which only sequence parallelism splits
-            over the TP ranks.
-        num_attention_heads, query_size: query heads, and how wide they are together.
-        kv_channels, kv_size: width of one KV head, and of all key heads together (as wide again for the values).
-        value_size: width of what all heads find, of the values' own width; 0: as query_size.
-        latent_size: channels of a token that keys and values of all heads are projected up from, the rotated key that
-            they share among them; 0: without latent attention.
-        up_weights: those of linear_weights that project them up.
-        linear_attention: what it has in the place of attention, of which all sizes are then 0; None: attention.
-        halves: 2; 1 where it is a mixer or an MLP alone, as in the pattern of a hybrid.
-        gate_size: width of the gate that what attention finds is multiplied by; 0: none.
-        mlp_weights: those of linear_weights that are its dense MLP's.
-        mask: of its attention; a window is there in the densities of samples (`ModelShape.density`).
-        num_experts: its routed experts; 0: it has a dense MLP.
-        expert_weights: those of linear_weights that are of routed experts, all that a token is sent to together.
-        held_expert_weights: weights of all routed experts, which the ranks of an EP block share.
-        moe_weights: those of linear_weights that are of the router and of shared experts.
-        routed_channels: channels of a token that travel to experts, once for each that it is sent to.
-        routed_kept_channels: channels that these copies keep for backward where they are computed, all of a token
-            together.
+        linear_weights: weights of the matrices that a token meets (of its experts only), without biases and norms.
+            Parts: up_weights (project latents up), mlp_weights (dense MLP), expert_weights (routed experts of a token),
+            moe_weights (router and shared experts).
+        held_weights, norm_weights: weights of all matrices but routed experts, which TP ranks share; weights that every
+            TP rank has: norms, a router.
+        mlp_kept_channels: channels per token that the MLP or shared experts keep for backward; TP ranks share them.
+        more_kept_channels: the same beyond those of a plain layer; only sequence parallelism splits them over TP ranks.
+        query_size, kv_size, gate_size: width of all query heads, of all key heads (as wide again for the values), and
+            of the gate that multiplies the attention output (0: none).
+        kv_channels: width of one KV head.
+        value_size: width of the attention outputs of all heads where values have their own width; 0: query_size.
+        latent_size: channels per token of the latents of keys and values, and of the shared rotated key; 0: none.
+        linear_attention: what replaces attention, whose sizes are then 0; None: attention.
+        halves: 2; 1 for a mixer or an MLP alone, as in the pattern of a hybrid.
+        mask: of its attention; a window shows in the densities of samples (`ModelShape.density`).
+        num_experts, held_expert_weights: routed experts (0: a dense MLP), and all their weights, which EP ranks share.
+        routed_channels, routed_kept_channels: channels per token that travel to experts, once per expert, and that all
+            these copies keep for backward where they are computed.
     """
 
     linear_weights: int
@@ -66,7 +58,7 @@ class Layer(NamedTuple):
     halves: int = 2
 
     def with_linear_attention(self, linear: LinearAttention, attention_weights: int, hidden_size: int) -> Layer:
-        """Return it with linear attention in the place of its attention, whose projections have these weights."""
+        """Return the layer with linear attention in place of attention with projections of `attention_weights`."""
         more = linear.weights(hidden_size) - attention_weights
         return self._without_attention()._replace(
             linear_weights=self.linear_weights + more,
@@ -75,7 +67,7 @@ class Layer(NamedTuple):
         )
 
     def mixer_alone(self, norm_weights: int) -> Layer:
-        """Return a dense layer without its MLP and the norm before that."""
+        """Return a dense layer without its MLP and the norm before the MLP."""
         return self._replace(
             linear_weights=self.linear_weights - self.mlp_weights,
             held_weights=self.held_weights - self.mlp_weights,
@@ -86,7 +78,7 @@ class Layer(NamedTuple):
         )
 
     def mlp_alone(self, attention_weights: int, norm_weights: int) -> Layer:
-        """Return it without its attention, whose projections have these weights, and the norm before that."""
+        """Return the layer without attention (whose projections have `attention_weights`) and the norm before it."""
         return self._without_attention()._replace(
             linear_weights=self.linear_weights - attention_weights,
             held_weights=self.held_weights - attention_weights,
@@ -99,7 +91,7 @@ class Layer(NamedTuple):
 
     @property
     def has_attention(self) -> bool:
-        """Whether its tokens meet in pairs."""
+        """Whether it has attention over pairs of tokens."""
         return self.query_size > 0
 
     @property
@@ -114,7 +106,7 @@ class Layer(NamedTuple):
 
     @property
     def kernel_flops_per_token2(self) -> float:
-        """The same with values that are padded to the width of keys, as kernels compute them."""
+        """The same with values padded to the width of keys, as kernels compute them."""
         return 4 * self.query_size * self.mask.pairs_per_token2
 
 
@@ -130,17 +122,17 @@ class Stage(NamedTuple):
 
     @property
     def num_layers(self) -> float:
-        """Layers of all kinds."""
+        """Number of layers of all kinds."""
         return sum(number for number, _ in self.layers)
 
     @property
     def attention(self) -> Stage:
-        """Its layers with attention alone."""
+        """Only its layers with attention."""
         return self._of(lambda layer: layer.has_attention)
 
     @property
     def linear_attention(self) -> Stage:
-        """Its layers with linear attention alone."""
+        """Only its layers with linear attention."""
         return self._of(lambda layer: layer.linear_attention is not None)
 
     def _of(self, is_one: Callable[[Layer], bool]) -> Stage:
@@ -148,10 +140,10 @@ class Stage(NamedTuple):
 
     @property
     def by_mask(self) -> tuple[Stage, ...]:
-        """Its layers of each mask alone, in the order of `layers`."""
+        """Its layers, one stage per mask, in the order of `layers`."""
         masks = dict.fromkeys(layer.mask for _, layer in self.layers)
         return tuple(Stage(tuple(one for one in self.layers if one[1].mask == mask)) for mask in masks)
 
     def sum(self, of: Callable[[Layer], float]) -> float:
-        """Return the sum over its layers of what `of` says of one."""
+        """Return the sum of `of` over its layers."""
         return sum(number * of(layer) for number, layer in self.layers)

@@ -1,12 +1,12 @@
-"""Linear attention: layers whose tokens meet through a state, as a gated delta net and Mamba-2 have it.
+"""Linear attention: layers whose tokens meet through a state, as in a gated delta net and in Mamba-2.
 
-A state S of a head is [key_size, value_size]; a token changes it, S = T S + U, and reads it. So what a chunk of tokens
-does to a state is one pair (A, b), its *summary*: S_out = A S_in + b. Of a gated delta net A is a matrix
-[key_size, key_size], of Mamba-2 a number. The lanes of a group share a sample in one of two ways:
+The state S of a head is [key_size, value_size]; a token updates it, S = T S + U, and reads it. A chunk of tokens
+changes a state by one pair (A, b), its *summary*: S_out = A S_in + b. For a gated delta net A is a matrix [key_size,
+key_size], for Mamba-2 a number. The lanes of a group share a sample in one of two ways:
 
-    heads    by all-to-all each lane gets all tokens of a share of the heads, and gives back what these find
-    states   each lane computes the summaries of its chunks; by all-to-all each lane gets those of a share of the
-             heads, composes them in the order of the sample, and gives back the state before each chunk
+    heads    an all-to-all gives each lane all tokens of a share of the heads, another returns their outputs
+    states   each lane computes the summaries of its chunks; an all-to-all gives each lane the summaries of a share of
+             the heads, which it composes in the order of the sample; another returns the state before each chunk
 
 All sizes and FLOPs are of the whole layer; `of_rank` has the share of a tensor-parallel rank.
 """
@@ -24,14 +24,14 @@ LINEAR_KINDS: tuple[str, ...] = get_args(LinearKind)
 
 StateExchange = Literal["heads", "states"]
 STATE_EXCHANGES: tuple[StateExchange, ...] = get_args(StateExchange)
-"""Ways in which lanes share a layer; the first is that of plans that say none."""
+"""Ways in which lanes share a layer; the first is that of plans that name none."""
 
 CHUNK_TOKENS = 64
 """Tokens of a sample that kernels compute at once, as products of matrices."""
 STATE_BYTES = 4
-"""Of a number of a state or a summary: always float32."""
+"""Bytes of a number of a state or a summary: always float32."""
 GATE_BYTES = 4
-"""Of a number with which a token changes a state (its decay, its step): float32 as well."""
+"""Bytes of a number with which a token changes a state (its decay, its step): float32 as well."""
 CHUNKS_PER_LANE = 2
 """Chunks of a sample that a lane of a group holds, zigzag."""
 
@@ -43,8 +43,7 @@ class LinearAttention:
     Attributes:
         num_heads: value heads, each with a state.
         num_groups: key heads of a gated delta net, groups of B and C of Mamba-2; divides num_heads.
-        key_size: width of keys: of a key head, or the state size of Mamba-2.
-        value_size: width of a value head: the head size of Mamba-2.
+        key_size, value_size: width of a key head and of a value head; the state size and the head size of Mamba-2.
         kernel_size: tokens that the convolution before it sees: a token and those right before it.
     """
 
@@ -97,36 +96,36 @@ class LinearAttention:
 
     @property
     def value_channels(self) -> int:
-        """Channels of the values, of the gate z, and of what the heads find."""
+        """Channels of the values, of the gate z, and of the heads' outputs."""
         return self.num_heads * self.value_size
 
     @property
     def convolved_channels(self) -> int:
-        """Channels that are convolved: queries, keys and values; B, C and x of Mamba-2."""
+        """Channels that are convolved: queries, keys and values; for Mamba-2 B, C and x."""
         return 2 * self.num_groups * self.key_size + self.value_channels
 
     @property
     def gate_channels(self) -> int:
-        """Numbers of a token that say how it changes states: decay and beta of a head; of Mamba-2 its step."""
+        """Numbers per token that say how it changes states: decay and beta of each head; for Mamba-2 the step."""
         return (2 if self.has_delta_rule else 1) * self.num_heads
 
     def weights(self, hidden_size: int) -> int:
-        """Return the weights of both projections: to what is convolved, the gate z and decays; of what heads find."""
+        """Return the weights of both projections: to convolved channels, gate z and decays; from the heads' outputs."""
         return hidden_size * (self.convolved_channels + 2 * self.value_channels + self.gate_channels)
 
     @property
     def small_weights(self) -> int:
-        """Weights of the convolution, of decays, and of the norm of what is found; TP ranks share them."""
+        """Weights of the convolution, the decays and the output norm; TP ranks share them."""
         convolution = self.kernel_size * self.convolved_channels
         if self.has_delta_rule:
             return convolution + 2 * self.num_heads + self.value_size
         return convolution + self.convolved_channels + 3 * self.num_heads + self.value_channels
 
-    # FLOPs of a token, forward.
+    # FLOPs per token, forward.
 
     @property
     def core_flops(self) -> int:
-        """FLOPs of a token in chunks of CHUNK_TOKENS: products within its chunk, and with the state before it."""
+        """FLOPs per token in chunks of CHUNK_TOKENS: products within its chunk, and with the state before it."""
         return self._core_flops(self.value_size)
 
     def _core_flops(self, value: int) -> int:
@@ -137,22 +136,16 @@ class LinearAttention:
 
     @property
     def summary_flops(self) -> int:
-        """FLOPs of a token that summaries of chunks add, where states are exchanged: the kernel once more.
-
-        Of a gated delta net it computes on values [v | 0], so that A comes out beside b.
-        """
+        """FLOPs per token that the summaries add where states are exchanged: the kernel runs once more. For a gated
+        delta net it runs on values [v | 0], so that A comes out beside b."""
         return self._core_flops(self.value_size + self.key_size * self.has_delta_rule)
 
     def composing_flops(self, num_lanes: int) -> int:
-        """Return the FLOPs of a lane for a sample where states are exchanged: carrying states over all chunks, for its
-        share of the heads.
-        """
+        """Return a lane's FLOPs per sample where states are exchanged: composing all chunks for its heads."""
         return CHUNKS_PER_LANE * self.carrying_flops(CHUNKS_PER_LANE * num_lanes)
 
     def carrying_flops(self, chain: int) -> int:
-        """Return the FLOPs for a run in a chain of so many, of all heads: log2(runs) steps that carry transitions as
-        well.
-        """
+        """Return the FLOPs per run, all heads, of composing `chain` runs with transitions in log2(chain) steps."""
         num_steps = (chain - 1).bit_length()
         states = 2 * self.num_heads * self.key_size * self.value_size * (self.key_size if self.has_delta_rule else 1)
         transitions = 2 * self.num_heads * self.key_size**3 if self.has_delta_rule else self.num_heads
@@ -167,13 +160,12 @@ class LinearAttention:
 
     @property
     def summary_bytes(self) -> int:
-        """Bytes of the summary of a chunk: b as large as a state, and A."""
+        """Bytes of the summary of a chunk: b, as large as a state, and A."""
         return self.state_bytes + STATE_BYTES * self.num_heads * (self.key_size**2 if self.has_delta_rule else 1)
 
     def heads_of_lane(self, lane: int, num_lanes: int) -> range:
-        """Return the heads that a lane of a group computes where heads are exchanged: whole ones, one more on the first
-        lanes where they do not divide, none where there are fewer heads than lanes.
-        """
+        """Return the heads that a lane computes where heads are exchanged. The first lanes take one more if lanes do
+        not divide the heads; with fewer heads than lanes the last ones have none."""
         each, more = divmod(self.num_heads, num_lanes)
         first = lane * each + min(lane, more)
         return range(first, first + each + (lane < more))
@@ -184,37 +176,30 @@ class LinearAttention:
         return range(heads.start // per_group, -(-heads.stop // per_group)) if heads else range(0)
 
     def copied_groups(self, num_lanes: int) -> int:
-        """Return how many groups the lanes of a group have together, each for its heads: at least num_groups."""
+        """Return the number of groups that all lanes hold together, copies counted: at least num_groups."""
         if num_lanes >= self.num_heads:  # a head, or none, each
             return self.num_heads
         return sum(len(self.groups_of_lane(lane, num_lanes)) for lane in range(num_lanes))
 
     def most_heads(self, num_lanes: int) -> int:
-        """Return the heads of the lane that has most, where heads are exchanged."""
+        """Return the heads of the busiest lane where heads are exchanged."""
         return -(-self.num_heads // num_lanes)
 
     def heads_bytes(self, num_lanes: int, element_bytes: int) -> float:
-        """Return the bytes that a lane sends for a token that it holds where heads are exchanged, forward, in the mean
-        of lanes that hold as many tokens; backward sends as many.
-        """
+        """Return the mean bytes that a lane sends per token it holds, each way, where heads are exchanged."""
         there = 2 * self.copied_groups(num_lanes) * self.key_size + self.value_channels
         each_way = element_bytes * (there + self.value_channels) + GATE_BYTES * self.gate_channels
         return each_way * (num_lanes - 1) / num_lanes
 
     def states_bytes(self, num_lanes: int, *, backward: bool = False) -> float:
-        """Return the bytes that a lane sends for a sample where states are exchanged, in the mean of lanes.
-
-        Forward: summaries of its chunks out, states before them back. Backward: gradients of states, out and back; the
-        matrices A stay where they were composed. `halo_bytes` come on top.
-        """
+        """Return the bytes that a lane sends per sample where states are exchanged, in the mean of lanes, but the halo.
+        Forward sends summaries out and states back, backward gradients of states both ways, but no matrices A."""
         out = self.state_bytes if backward else self.summary_bytes
         return CHUNKS_PER_LANE * (out + self.state_bytes) * (num_lanes - 1) / num_lanes
 
     def halo_bytes(self, num_lanes: int, element_bytes: int) -> float:
-        """Return the bytes that a lane sends for a sample where states are exchanged, forward, in the mean of lanes, of
-        tokens before the chunks of others, whose convolution sees them; backward sends as many.
-
-        Two neighbours share the middle of a sample. Limit: chunks are at least as long as what the convolution sees.
-        """
+        """Return the bytes per sample and direction, in the mean of lanes, of the kernel_size - 1 tokens before each
+        chunk, which its convolution needs from another lane (the two middle chunks share one). Chunks are at least that
+        long."""
         tokens = (self.kernel_size - 1) * (CHUNKS_PER_LANE * num_lanes - 2) if num_lanes > 1 else 0
         return tokens / num_lanes * self.convolved_channels * element_bytes

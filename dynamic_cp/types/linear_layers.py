@@ -1,8 +1,5 @@
-"""Which layers of a model have linear attention, in the two ways in which Megatron says it: a frequency, or a pattern.
-
-With a frequency each layer is a mixer and an MLP, and all but every N-th have linear attention. A pattern has a symbol
-for each layer, which then is a mixer alone or an MLP alone.
-"""
+"""Which layers of a model have linear attention, said in Megatron's two ways: with a frequency each layer is a mixer
+and an MLP, and all but every N-th have it; a pattern has one symbol per layer, a mixer alone or an MLP alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of masks, and of rules that give samples of known length theirs: for plans of lengths alone."""
+"""Texts of masks, and of rules that give a sample its mask by its length alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parse_mask(text: str) -> Mask:
 
 
 def _made(text: str, make: Callable[[], Made]) -> Made:
-    """Return the mask or rule that `make` returns; what it refuses is said of `text`."""
+    """Return what `make` returns; errors name `text`."""
     try:
         return make()
     except InvalidInputError as error:
@@ -140,7 +140,7 @@ class _SharesOf:
         yield prompt, depth
         num_parts = self.counts[depth]
         part, rest = divmod(num_tokens - prompt, num_parts)
-        if not part:  # no more of what is too short
+        if not part:  # too short: yield no more
             yield 0, depth + 1
             return
         for index in range(num_parts):

@@ -1,6 +1,6 @@
 """Masks: which keys of its sequence a token attends to.
 
-Layers have one (CAUSAL, or FULL), and a sample may bring its own, as text
+Layers have one (CAUSAL, or FULL), and a sample may bring its own, as text:
 
     full                          every token sees the whole sample
     lambda:64,4096                the first 64 tokens (the sink), and the last 4096 up to itself (the window)
@@ -10,12 +10,9 @@ Layers have one (CAUSAL, or FULL), and a sample may bring its own, as text
     tree:100(30(20,40),50)        the same with more levels: behind 100 tokens 50, or 30 and then 20 or 40
     ranges:<base64>               any two ranges of keys per token (`KeyRanges`)
 
-A token always sees itself, and few ranges of keys. Work is counted in pairs of a token and a key that it sees. Here are
-all but shared_question and tree (`branches`); `mask_rules` reads texts.
-In a layer with a window it sees of those what its window shows, by positions (`Windowed`).
-
-Sources: lambda from Han et al. 2024 (arXiv 2308.16137), causal_blockwise with these shapes from DCP (arXiv 2510.10620,
-section 7).
+A token always sees itself, and few ranges of keys; a layer's window hides some of them, by position (`Windowed`). Work
+is counted in pairs of a token and a key that it sees. `branches` has shared_question and tree, `mask_rules` reads
+texts. Sources: lambda from Han et al. 2024 (arXiv 2308.16137), causal_blockwise from DCP (arXiv 2510.10620, section 7).
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ class Rectangle(NamedTuple):
 
     @classmethod
     def square(cls, first: int, size: int, *, causal: bool) -> Rectangle:
-        """Return that of the tokens from `first` on against themselves."""
+        """Return the rectangle of `size` tokens from `first` on against themselves."""
         return cls(first, size, first, size, causal)
 
 
@@ -74,7 +71,7 @@ class Mask:
     name: ClassVar[str]
 
     def why_unfit(self, seqlen: int) -> str | None:
-        """Return why a sample of `seqlen` tokens cannot have it, with both numbers and a remedy; None where it can."""
+        """Return why a sample of `seqlen` tokens cannot have it, with both numbers and a remedy; None if it can."""
         return None
 
     def num_pairs(self, seqlen: int) -> int:
@@ -82,35 +79,29 @@ class Mask:
         raise NotImplementedError
 
     def key_ranges(self, seqlen: int) -> Ranges:
-        """Return the keys that each token of a sequence sees, int32 [token, (BEGIN, END, SECOND_BEGIN, SECOND_END, …)].
-
-        They go from a begin to before an end, in two ranges or more, each behind the one before; those that a token
-        does not need are empty.
-        """
+        """Return the keys that each token of a sequence sees, int32 [token, (BEGIN, END, SECOND_BEGIN, SECOND_END, …)]:
+        half-open ranges, two or more, each behind the one before; unused ones are empty."""
         raise NotImplementedError
 
     def rectangles(self, seqlen: int) -> tuple[Rectangle, ...] | None:
-        """Return it as few rectangles, which any attention kernel computes; None where it is not made of few."""
+        """Return it as few rectangles, which any attention kernel computes; None if it is not made of few."""
         return None
 
     def positions(self, seqlen: int) -> Positions | None:
-        """Return the position of each token for rotary embedding, int64 [seqlen]; None: as the tokens lie."""
+        """Return the position of each token for rotary embedding, int64 [seqlen]; None: 0, 1, 2, …."""
         return None
 
     def within(self, seqlen: int) -> Mask:
-        """Return what a sequence of `seqlen` tokens has of it: the causal mask where that hides nothing more."""
+        """Return an equal mask for `seqlen` tokens: the causal one if it hides nothing more than that."""
         return self
 
     def density(self, seqlen: int) -> float:
-        """Return its work over that of the causal mask: 1.0 for the causal mask itself, exactly.
-
-        Kernels work in tiles, of which the causal mask fills half on the diagonal. So the pair of a token with itself
-        counts half, here as in `Causal.pairs_per_token2`.
-        """
+        """Return its work over that of the causal mask, which is exactly 1.0. The causal mask fills half of a diagonal
+        tile of a kernel, so the pair of a token with itself counts half, as in `Causal.pairs_per_token2`."""
         return self.squared_tokens(seqlen) / (seqlen * seqlen)
 
     def squared_tokens(self, seqlen: int) -> int:
-        """Return the square of the length of a causal sequence that is as much work, counted as for `density`."""
+        """Return the squared length of a causal sequence with as much work, counted as for `density`."""
         return 2 * self.num_pairs(seqlen) - seqlen
 
     def __str__(self) -> str:
@@ -172,7 +163,7 @@ class Lambda(Mask):
     """
 
     name = "lambda"
-    pairs_per_token2: ClassVar[float] = Causal.pairs_per_token2  # of layers with a window, whose density counts it
+    pairs_per_token2: ClassVar[float] = Causal.pairs_per_token2  # the density of a sample counts the window
     sink: int
     window: int
 
@@ -188,7 +179,7 @@ class Lambda(Mask):
         return _sink_and_window(seqlen, self.sink, self.window)
 
     def within(self, seqlen: int) -> Mask:
-        """Where nothing lies beyond the window, it is the causal mask."""
+        """It is the causal mask if nothing lies beyond the window."""
         return CAUSAL if seqlen <= self.sink + self.window else self
 
     def rectangles(self, seqlen: int) -> tuple[Rectangle, ...] | None:
@@ -299,10 +290,7 @@ class KeyRanges(Mask):
 @dataclass(frozen=True, slots=True)
 class Windowed(Mask):
     """What a layer with a window sees of a sample's own mask: keys whose positions lie in the window or in its sink.
-
-    Where positions begin anew, as with every answer to a prompt, the window reaches back over them into the prompt.
-    Samples bring `mask` and layers have `window`, so it has no text that is read.
-    """
+    Where positions begin anew, as with every answer to a prompt, the window reaches back over them into the prompt."""
 
     name = "windowed"
     mask: Mask
@@ -326,7 +314,7 @@ class Windowed(Mask):
         return self.mask.positions(seqlen)
 
     def within(self, seqlen: int) -> Mask:
-        """Where no key is too far away, it is the mask itself."""
+        """It is the mask itself if no key is too far away."""
         positions = self.mask.positions(seqlen)
         longest = seqlen if positions is None else int(positions.max()) + 1
         is_whole = longest <= self.window.window and not isinstance(self.mask, Full)
@@ -345,15 +333,13 @@ def _num_pairs_through(mask: Mask, window: Lambda, seqlen: int) -> int:
 
 
 def num_pairs_of(ranges: Ranges) -> int:
-    """Return the pairs that `Mask.key_ranges` allow."""
+    """Return the number of pairs in ranges as of `Mask.key_ranges`."""
     return int(ranges[:, 1::2].sum(dtype="int64") - ranges[:, ::2].sum(dtype="int64"))
 
 
 def _ranges_through(mask: Mask, window: Lambda, seqlen: int) -> Ranges:
-    """Return the ranges of keys that each token sees through a window, as `Mask.key_ranges`.
-
-    Positions in a range go up by 1 from key to key, so that a window leaves of it its end, and a sink its beginning.
-    """
+    """Return the ranges of keys that each token sees through a window, as `Mask.key_ranges`. Positions go up by 1 from
+    key to key of a range, so a window leaves its end, and a sink its beginning."""
     import numpy as np
 
     ranges = mask.key_ranges(seqlen).astype(np.int64)
@@ -372,7 +358,7 @@ def _ranges_through(mask: Mask, window: Lambda, seqlen: int) -> Ranges:
     for part in range(num_parts):
         low, high = parts[:, part].T
         there = low < high
-        # What begins where the one before ends is one with it; slot 0 stays empty.
+        # A part that begins where the one before ends is joined to it; slot 0 stays empty.
         is_new = there & ((count == 0) | (found[rows, count, 1] != low))
         count += is_new
         found[rows[is_new], count[is_new], 0] = low[is_new]
@@ -403,7 +389,7 @@ def up_to_itself(seqlen: int) -> Ranges:
 
 def _sink_and_window(seqlen: int, sink: int, window: int) -> Ranges:
     ranges = up_to_itself(seqlen)
-    first = sink + window  # tokens before see all before them: there the window touches the sink
+    first = sink + window  # tokens before it see all before them: the window touches the sink
     ranges[first:, SECOND_BEGIN] = ranges[first:, END] - window
     ranges[first:, SECOND_END] = ranges[first:, END]
     ranges[first:, END] = sink

@@ -38,32 +38,27 @@ class ModelShape:
         num_query_groups: KV heads (= num_attention_heads for multi-head attention).
         kv_channels: width of one head.
         gated_linear_unit: SwiGLU-like MLP (three matrices) instead of two.
-        causal_attention: a token attends to those before it; False = to all of its sequence (DiT).
+        causal_attention: a token attends to those before it; False: to all of its sequence (DiT).
         share_embeddings_and_output_weights: the LM head is the embedding table once more.
-        attention_output_gate: what attention finds is multiplied by a gate, which is projected beside the queries.
-        sandwich_norm: what attention and MLP put out is normalized, too.
-        other_weights_per_layer: weights of further matrices that every token meets once per layer (the query and output
-            projection of a DiT's cross-attention).
-        window_tokens: keys that a token attends to in layers with a window: itself and those right before it; 0 = no
-            layer has one. Megatron's --window-size says one less, without the token itself.
-        pipeline_layers: stage -> model chunk -> its layers, of a pipeline of so many stages; () = all stages have as
-            many.
-        window_attn_skip_freq: which layers have the window, as Megatron says it: with N all but every N-th, or 1 (has
-            one) and 0 for each layer; 0 = all.
-        window_sink_tokens: first keys of its sequence that a token attends to besides those of the window.
-        experts: those of the layers that have some instead of the MLP; None = all layers are dense.
-        mtp_num_layers: modules of multi-token prediction behind the last layer, each a layer with a projection of two
+        attention_output_gate: the attention output is multiplied by a gate, which is projected beside the queries.
+        sandwich_norm: the outputs of attention and MLP are normalized, too.
+        other_weights_per_layer: further matrices that every token meets (a DiT's cross-attention).
+        window_tokens: keys that a token sees in layers with a window: itself and those right before it (Megatron's
+            --window-size leaves out the token itself); 0: no windows.
+        window_attn_skip_freq: which layers have it, as in Megatron: N (all but every N-th), or 1 or 0 for each; 0: all.
+        window_sink_tokens: first keys of its sequence that a token sees besides those of the window.
+        pipeline_layers: stage -> model chunk -> layers; (): the same number everywhere.
+        experts: those of the layers that have some instead of the MLP; None: all layers are dense.
+        mtp_num_layers: modules of multi-token prediction behind the last layer, each a layer, a projection of two
             hidden states to one before it, and one more pass of the LM head.
-        q_lora_rank, kv_lora_rank: widths of the latents that queries, and keys with values, are projected up from, in
-            multi-latent attention (DeepSeek-V2). kv_lora_rank 0: the model has plain attention; q_lora_rank 0: queries
-            are projected from the hidden states.
-        linear_attention: that of the layers which have it in the place of attention; None: no layer has.
-        linear_attention_freq: which layers have it, as Megatron says it: with N all but every N-th, or 1 (has it) and 0
-            for each layer; 0 with a `layer_pattern`, which says so itself.
-        layer_pattern: what each layer is, where a layer is only a mixer or only an MLP, in Megatron's symbols: `M`
-            Mamba-2, `G` a gated delta net, `*` attention, `-` an MLP, `E` experts; "" = each layer is both.
-        qk_head_dim, qk_pos_emb_head_dim: channels of a head's queries and keys without and with rotation, which are
-            together kv_channels; v_head_dim: of its values. Of latent attention only.
+        q_lora_rank, kv_lora_rank: widths of the latents of queries, and of keys with values, in multi-latent attention
+            (DeepSeek-V2). kv_lora_rank 0: plain attention; q_lora_rank 0: queries come from the hidden states.
+        qk_head_dim, qk_pos_emb_head_dim, v_head_dim: in latent attention, channels of a head's queries and keys without
+            and with rotation (together kv_channels), and of its values.
+        linear_attention, linear_attention_freq: replaces attention in some layers (None: in none): N (all but every
+            N-th), or 1 or 0 for each; 0 with a `layer_pattern`.
+        layer_pattern: one of Megatron's symbols per layer where a layer is only a mixer or only an MLP: `M` Mamba-2,
+            `G` gated delta net, `*` attention, `-` MLP, `E` experts; "": each layer is both.
     """
 
     num_layers: int
@@ -270,7 +265,7 @@ class ModelShape:
 
     @property
     def windowed_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has the window: of those with attention."""
+        """Whether each layer has attention with the window."""
         skip = self.window_attn_skip_freq
         if not self.window_tokens:
             return (False,) * self.num_layers
@@ -322,10 +317,7 @@ class ModelShape:
         return self.num_layers if self.linear_attention is None else sum(self.attention_layers)
 
     def squared_tokens(self, sample: Sample) -> float:
-        """Return the work of the attention to `sample`, as the square of the length of one that no window cuts.
-
-        Layers with and without a window count as the mean of all that have attention.
-        """
+        """Return the work of attention on `sample`, as a squared length without a window, the mean over layers."""
         windowed, window = self.num_windowed_layers, self.window
         if window is None:
             return sample.squared_tokens
@@ -335,7 +327,7 @@ class ModelShape:
         return total / layers
 
     def density(self, sample: Sample) -> float:
-        """Return the work of the attention to `sample` over that without a window; 1.0 exactly where none cuts it."""
+        """Return the work of attention on `sample` over that without window and own mask; else exactly 1.0."""
         if not self.num_windowed_layers or sample.seqlen <= self.window_sink_tokens + self.window_tokens:
             return sample.density
         return self.squared_tokens(sample) / (sample.seqlen * sample.seqlen)
@@ -346,13 +338,13 @@ class ModelShape:
         return self.num_attention_heads * self.kv_channels
 
     def imbalance(self, ep_size: int) -> float:
-        """Return that of its experts; 1.0 where every rank has all of them."""
+        """Return the imbalance of its experts; 1.0 where every rank has all of them."""
         return self.experts.imbalance if self.experts is not None and ep_size > 1 else 1.0
 
     def why_no_split(
         self, *, tp_size: int, pp_size: int, vp_size: int, ranks_per_node: int, ep_size: int = 1
     ) -> str | None:
-        """Return why TP, PP, VPP and EP cannot split the model, None where they can. Stages may be unlike."""
+        """Return why TP, PP, VPP and EP cannot split the model, None if they can. Stages may differ in their layers."""
         if tp_size > ranks_per_node:
             return "TP beyond a node"
         if any(size % tp_size for size in (self.num_attention_heads, self.num_query_groups, self.ffn_hidden_size)):
@@ -372,7 +364,7 @@ class ModelShape:
         return self.why_no_expert_split(ep_size=ep_size, tp_size=tp_size)
 
     def why_no_expert_split(self, *, ep_size: int, tp_size: int = 1) -> str | None:
-        """Return why `ep_size` ranks cannot share the experts evenly, None where they can."""
+        """Return why `ep_size` ranks cannot share the experts evenly, None if they can."""
         if self.experts is None:
             return None if ep_size == 1 else f"EP {ep_size} without experts"
         if self.experts.num_experts % ep_size:
@@ -398,7 +390,7 @@ class ModelShape:
 
     @property
     def attention_weights_per_layer(self) -> int:
-        """Weights of the projections of the attention of one layer."""
+        """Weights of the attention projections of one layer."""
         attention = self.hidden_size * (2 * self.query_size + self.gate_size + 2 * self.kv_size)
         if self.kv_lora_rank:
             queries = (self.q_lora_rank or self.hidden_size) * self.query_size
@@ -420,7 +412,7 @@ class ModelShape:
 
     @property
     def mlp_weights_per_layer(self) -> int:
-        """Weights of the matrices of the MLP of one dense layer."""
+        """Weights of the MLP of one dense layer."""
         return self._mlp_weights(self.ffn_hidden_size)
 
     @property
@@ -445,12 +437,9 @@ class ModelShape:
 
     @property
     def layer(self) -> Layer:
-        """One of its layers, without a window and dense where there are such: all others are equal to it.
-
-        Of latent attention every TP rank is said to have the projections down and the norms of the latents, as with
-        TransformerEngine's layers (megatron-core's own split the projections), and to keep latents before and after
-        their norms.
-        """
+        """One of its layers without a window, dense if there are dense ones. In latent attention every TP rank holds
+        the down-projections and latents' norms, as in TransformerEngine (megatron-core splits them), and keeps latents
+        before and after the norms."""
         return self._layer(has_experts=all(self.moe_layers), has_window=False)
 
     def _layer(self, *, has_experts: bool, has_window: bool, has_linear: bool = False) -> Layer:
@@ -460,7 +449,6 @@ class ModelShape:
         return layer.with_linear_attention(self.linear_attention, self.attention_weights_per_layer, self.hidden_size)
 
     def _half(self, symbol: str, has_window: bool) -> Layer:
-        """Return a layer of a pattern, a mixer or an MLP alone."""
         if symbol in (MLP, EXPERTS):
             layer = self._attention_layer(has_experts=symbol == EXPERTS, has_window=False, attends=False)
             return layer.mlp_alone(self.attention_weights_per_layer, self.hidden_size)
@@ -468,7 +456,7 @@ class ModelShape:
         return layer.mixer_alone(self.hidden_size)
 
     def _attention_layer(self, *, has_experts: bool, has_window: bool, attends: bool = True) -> Layer:
-        """Return one with attention; where something takes its place, not `attends`, without what latents add to it."""
+        """Return a layer with attention; not `attends`: latents are left out, as something else takes its place."""
         of_latents, of_outputs = self.q_lora_rank + self.kv_lora_rank, 2 * self.hidden_size * self.sandwich_norm
         down, rotated, up = self.down_weights_per_layer, self.qk_pos_emb_head_dim, self.up_weights_per_layer
         if not attends:
@@ -519,10 +507,8 @@ class ModelShape:
 
     @property
     def mtp_module(self) -> Layer:
-        """A module of multi-token prediction: a layer as the last one, the projection before it and three norms.
-
-        It keeps the embedding of the later token, norms of both and what is projected.
-        """
+        """A module of multi-token prediction: a layer as the last one, the projection before it and three norms. It
+        keeps the embedding of the later token, norms of both and the projection's result."""
         projection = 2 * self.hidden_size * self.hidden_size
         layer = self._layer(has_experts=self.moe_layers[-1], has_window=False, has_linear=self.linear_layers[-1])
         return layer._replace(
@@ -538,10 +524,7 @@ class ModelShape:
         return 1 + self.mtp_num_layers
 
     def in_stages(self, pp_size: int, vp_size: int) -> ModelShape:
-        """Return the model with the layers of each stage that keep the heaviest one lightest.
-
-        Itself where an even split does so, where it says them, or where there is no split.
-        """
+        """Return the model split by `best_split`; itself if an even split is as good, layers are set, or none fits."""
         split = best_split(self.num_layers, pp_size, vp_size, self.mtp_num_layers)
         if self.pipeline_layers or split is None or not split.layers:
             return self
@@ -570,7 +553,7 @@ class ModelShape:
         return self._with_modules(stages)
 
     def _kinds_of_layers(self) -> list[tuple[int, Layer]]:
-        """Return (how many, of which kind): attention first, then without a window, then dense ones."""
+        """Return (number, kind of layer): attention first, then those without a window, then dense ones."""
         if self.layer_pattern:
             counts = Counter(zip(self.layer_pattern, self.windowed_layers, strict=True))
             sorts = product((ATTENTION, *LINEAR_SYMBOLS, MLP, EXPERTS), (False, True))
@@ -582,23 +565,20 @@ class ModelShape:
         ]
 
     def _with_modules(self, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-        """Return stages with the modules of multi-token prediction, which are on the last one."""
         if not self.mtp_num_layers:
             return stages
         *others, last = stages
         return (*others, Stage((*last.layers, (self.mtp_num_layers, self.mtp_module))))
 
     def chunks(self, pp_size: int, vp_size: int) -> tuple[tuple[float, ...], ...]:
-        """Return stage -> model chunk -> its layers, modules of multi-token prediction among them; as even shares where
-        `pipeline_layers` say nothing.
-        """
+        """Return stage -> model chunk -> layers, multi-token prediction included; even without `pipeline_layers`."""
         is_said = pp_size > 1 and self.pipeline_layers
         even = ((self.num_layers / (pp_size * vp_size),) * vp_size,) * pp_size
         *others, last = self.pipeline_layers if is_said else even
         return (*others, (*last[:-1], last[-1] + self.mtp_num_layers))
 
     def chunks_of_heaviest(self, stage: int, chunk: int, vp_size: int) -> float:
-        """Return the layers of the stage that has most over those of a model chunk; inf of one that has none."""
+        """Return the layers of the stage with most over those of a model chunk; inf for a chunk without layers."""
         if not self.pipeline_layers:
             return vp_size
         chunks = self.chunks(len(self.pipeline_layers), vp_size)

@@ -1,11 +1,9 @@
 """Placed attention: which lane of a bucket holds which tokens, and which lane computes which tile of scores.
 
 A *home* is a run of neighbouring tokens of one sample and the lane that holds them: their queries, keys and values
-start there, and their outputs and gradients end there. A *tile* is the queries of one home against the keys of another
-one of the same sample, with the lane that computes it and the *division* of its programme in which it does: attention
-of one division hides what is fetched for the next ones.
-
-Arrays are compared by content; a placement is not to be changed once it is made.
+start there, and their outputs and gradients end there. A *tile* is the queries of one home against the keys of a home
+of the same sample, with the lane that computes it and the *division* (step of the lane's programme) in which it does:
+attention of one division hides what is fetched for the next ones. Never change the arrays of a placement.
 """
 
 from __future__ import annotations
@@ -28,24 +26,22 @@ if TYPE_CHECKING:  # numpy takes longer to import than `dynamic-cp --help` may
 
 
 SAMPLE, START, STOP, HOLDER = range(4)
-"""Columns of homes: the sample, its first token and the one after the last, and the lane that holds them."""
+"""Columns of homes: the sample, its first token, the one after the last, and the lane that holds them."""
 ROW, COLUMN, LANE, DIVISION = range(4)
-"""Columns of tiles: the home of the queries and that of the keys, the lane that computes, and when."""
+"""Columns of tiles: the home of the queries, that of the keys, the lane that computes, and its division."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Homes and tiles of one bucket; lanes and samples are counted from the first one of the bucket.
-
-    Where its lanes exchange heads (`Bucket.inner_cp_size`), what is called a lane here is an inner group of them. Each
-    lane of it computes all its tiles for some of the heads, and holds an equal run of its tokens (`placed_share`).
+    """Homes and tiles of one bucket; lanes and samples are counted from the first one of the bucket. Where lanes
+    exchange heads (`Bucket.inner_cp_size`), a lane here is an inner group: each of its lanes computes all tiles of the
+    group for some of the heads, and holds an equal run of its tokens (`placed_share`).
 
     Attributes:
         homes: int32 [home, (SAMPLE, START, STOP, HOLDER)], in the order of samples and tokens.
-        tiles: int32 [tile, (ROW, COLUMN, LANE, DIVISION)]. None in plans with a pool, whose tasks say who computes
-            (`Plan.pool`).
-        layer_masks: different masks of layers, where some have a window. The tiles are those of the first; layers with
-            another one keep the homes (`dynamic_cp.placement.cuts`). (): one causal or full mask for all layers.
+        tiles: int32 [tile, (ROW, COLUMN, LANE, DIVISION)]; empty in plans with a pool, whose tasks say who computes.
+        layer_masks: different masks of layers, if some have a window. Tiles are those of the first; layers with another
+            one keep the homes (`dynamic_cp.placement.cuts`). (): one causal or full mask for all layers.
     """
 
     homes: Int32s
@@ -74,22 +70,22 @@ class Placement:
         return f"<Placement: {self.describe()}>"
 
     def describe(self) -> str:
-        """Return in some words how large it is; `str` has all of it."""
+        """Return its size in a few words; `str` has all of it."""
         sizes = (len(self.homes), "home"), (len(self.tiles), "tile"), (self.num_divisions, "division")
         return ", ".join(counted(number, what) for number, what in sizes)
 
     @property
     def num_divisions(self) -> int:
-        """How many divisions the programmes of its lanes have."""
+        """Number of divisions of its lanes' programmes."""
         return int(self.tiles[:, DIVISION].max(initial=0)) + 1
 
     @property
     def tokens_of_homes(self) -> Ints:
-        """[home] tokens."""
+        """int64 [home], tokens of each."""
         return (self.homes[:, STOP] - self.homes[:, START]).astype("int64")
 
     def home_tokens(self, num_lanes: int) -> list[int]:
-        """Return how many tokens each lane holds."""
+        """Return the number of tokens that each lane holds."""
         import numpy as np
 
         tokens = np.zeros(num_lanes, np.int64)
@@ -104,11 +100,8 @@ class Placement:
         return sorted({*held, *computed})
 
     def __str__(self) -> str:
-        """Return its text, which `parse_placement` reads: homes, tiles, and masks of layers.
-
-        As in `0.0.512.1,0.512.700.0/0.0.1.0,1.0.1.0,1.1.0.0`, `0.0.512.1/` without tiles, and `.../causal/lambda:0,128`
-        where some layers have a window.
-        """
+        """Return its text, which `parse_placement` reads: homes, tiles, and masks of layers, as in
+        `0.0.512.1,0.512.700.0/0.0.1.0,1.0.1.0,1.1.0.0`, `0.0.512.1/` (no tiles) or `.../causal/lambda:0,128`."""
         tables = (",".join(".".join(map(str, row)) for row in rows.tolist()) for rows in (self.homes, self.tiles))
         return "/".join((*tables, *map(str, self.layer_masks)))
 

@@ -54,24 +54,24 @@ class Sample:
             )
 
     def mask_in(self, layers: Mask) -> Mask:
-        """Return what its tokens see in layers with a mask: the layers', or its own, as far as a window shows it."""
+        """Return the mask of its tokens in layers with the mask `layers`: that, or its own, cut by a window."""
         if self.mask is None or self.mask == CAUSAL:
             return layers.within(self.seqlen)
         return Windowed(self.mask, layers).within(self.seqlen) if isinstance(layers, Lambda) else self.mask
 
     @property
     def density(self) -> float:
-        """Work of its attention over that of the mask of the layers; exactly 1.0 where it has no other."""
+        """Work of its attention over that of the layers' mask; exactly 1.0 without a mask of its own."""
         return 1.0 if self.mask is None else self.mask.density(self.seqlen)
 
     @property
     def mask_in_words(self) -> str:
-        """Which sample has which mask, for messages; the text of some masks is long."""
+        """Which sample has which mask, for messages; long texts are cut."""
         return f"sample {self.sample_id} has the mask {str(self.mask)[:40]}"
 
     @property
     def squared_tokens(self) -> int:
-        """Work of its attention, as the square of the length of a sample with the mask of the layers."""
+        """Work of its attention, as the squared length of a sample with the mask of the layers."""
         return self.seqlen * self.seqlen if self.mask is None else self.mask.squared_tokens(self.seqlen)
 
 
@@ -79,16 +79,14 @@ class Sample:
 class Bucket:
     """What one context-parallel group computes in one micro-batch.
 
-    `samples` may be empty: a minimal all-padding sequence with a zero loss mask then keeps the lane in step.
-
     Attributes:
-        inner_cp_size: neighbouring lanes that exchange heads by all-to-all: lanes first_lane + k * inner_cp_size and
-            the following are inner group k; lanes with equal index in their inner groups form the outer ring of
-            cp_size / inner_cp_size members. Implied by p2p and all_gather (1) and by a2a (cp_size: leave it at 1);
-            a2a+p2p chooses a power of two, 1 < inner_cp_size < cp_size; blocks any one below cp_size that divides it,
-            and the lanes of its placement then are the inner groups.
-        placement: which lane holds and computes what, where the mechanism places it (`is_placed`); such a bucket may
-            have any cp_size above 1. A lane that got only its own part of a plan knows none.
+        samples: may be empty: a minimal all-padding sequence with a zero loss mask then keeps the lane in step.
+        inner_cp_size: neighbouring lanes that exchange heads by all-to-all. Lanes first_lane + k * inner_cp_size and
+            the following are inner group k; lanes with the same index in their inner groups form an outer ring. p2p and
+            all_gather imply 1, a2a implies cp_size (leave it at 1). a2a+p2p chooses a power of two, 1 < inner_cp_size <
+            cp_size; blocks any power of two below cp_size that divides it (inner groups are the placement's lanes).
+        placement: which lane holds and computes what, if the mechanism places it (`is_placed`); such a bucket may have
+            any cp_size above 1. None on a lane that got only its own part of a plan.
     """
 
     first_lane: int
@@ -172,7 +170,7 @@ class Bucket:
 
     @property
     def exchanges_states(self) -> bool:
-        """Whether its lanes pass on states of linear attention, instead of exchanging heads."""
+        """Whether its lanes pass on states of linear attention instead of exchanging heads."""
         return self.state_exchange == "states"
 
     @property
@@ -193,12 +191,12 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One step of all lanes: buckets in lane order that tile them."""
+    """One step of all lanes: buckets that tile the lanes in order."""
 
     buckets: tuple[Bucket, ...]
 
     def bucket_of_lane(self, lane: int) -> Bucket:
-        """Return the bucket that holds `lane`; KeyError when no bucket does."""
+        """Return the bucket that holds `lane`; KeyError if none does."""
         for bucket in self.buckets:
             if lane in bucket.lanes:
                 return bucket
@@ -209,10 +207,10 @@ class PlanExtension(Protocol):
     """What a kind of plan adds to micro-batches: a frozen value, compared by content."""
 
     kind: ClassVar[str]
-    """Its name in `plans.extension`, and in the JSON of plans."""
+    """Its name in `plans.extension` and in the JSON of plans."""
 
     def describe(self) -> str:
-        """Return in some words how large it is."""
+        """Return its size in a few words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,10 +218,8 @@ class Plan:
     """Packing, CP size per bucket and number of micro-batches of one global batch.
 
     Attributes:
-        topology: the ranks that it is for.
         max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch.
         micro_batches: in the order in which every lane runs them.
-        policy: name of the method that made it.
         extension: what its kind adds (`plans.extension`); None: lanes of a stage compute their own attention.
     """
 
@@ -242,7 +238,7 @@ class Plan:
         return f"<Plan: {self.describe()}, policy {self.policy}>"
 
     def describe(self) -> str:
-        """Return in some words how large it is; `serialize.format_plan` writes all of it."""
+        """Return its size in a few words; `serialize.format_plan` writes all of it."""
         num_samples, sizes = sum(len(bucket.samples) for bucket in self.buckets), " ".join(map(str, self.cp_histogram))
         return (
             f"{counted(num_samples, 'sample')} ({self.num_tokens} tokens) in "
@@ -262,7 +258,7 @@ class Plan:
 
     @property
     def num_servers(self) -> int:
-        """Ranks of a tensor-parallel place that share attention; 0 where lanes of a stage compute their own."""
+        """Ranks of one tensor-parallel index that share attention; 0 where lanes of a stage compute their own."""
         return 0 if self.extension is None else self.topology.num_lanes * self.topology.pp_size
 
     @property
@@ -282,7 +278,7 @@ class Plan:
 
     @property
     def num_placed(self) -> int:
-        """Buckets whose attention is placed."""
+        """Number of buckets whose attention is placed."""
         return sum(bucket.placement is not None for bucket in self.buckets)
 
     @property
@@ -293,12 +289,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBatch:
-    """A plan with what is expected of it and why it was chosen.
+    """A plan with its predicted times and why it was chosen.
 
     Attributes:
-        predicted_s: simulated time of one iteration: forward and backward of all micro-batches, and the reduction of
-            gradients after them.
-        predicted_busy_s: simulated compute seconds of each lane on one pipeline stage.
+        predicted_s, predicted_busy_s: simulated time of one iteration, with what the reduction of gradients adds;
+            compute seconds of each lane on one pipeline stage.
         reason: one line: which candidate won, against which, by how much.
     """
 

@@ -21,7 +21,7 @@ RECOMPUTE_MODES: tuple[str, ...] = get_args(Recompute)
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "gdn_norm_out"]
 RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = get_args(RecomputeModule)
 """What selective recomputation may repeat in backward: attention with its exchange, the MLP of dense layers, both norms
-of a layer, router and experts with their exchange, gate and norm of the output of a gated delta net."""
+of a layer, router and experts with their exchange, gate and output norm of a gated delta net."""
 RecomputeMethod = Literal["uniform", "block"]
 RECOMPUTE_METHODS: tuple[str, ...] = get_args(RecomputeMethod)
 
@@ -35,12 +35,12 @@ PoolUse = Literal["off", "auto", "always"]
 POOL_USES: tuple[str, ...] = get_args(PoolUse)
 
 AUTO_CHUNK_TOKENS = 1024
-"""Tokens of a TP rank's share of the vocabulary whose logits exist at once: 1.25 GB in bf16 of 152k words, while the
-head's products are still as fast as with more. An estimate."""
+"""Tokens of a loss chunk with --loss-chunk-tokens auto, times tp_size: 1.25 GB in bf16 for 152k words, and the head's
+products are as fast as with larger chunks. An estimate."""
 
 NOISE_MARGIN = 0.04
-"""Share by which ticks last longer than planned, for a barrier of 64 servers in every layer at 2% jitter, of which
-plans without such a barrier pay 0.8% themselves (`python -m benchmarks.disaggregated --only noise`)."""
+"""Share by which ticks last longer than planned: for a barrier of 64 servers in every layer at 2% jitter; plans without
+such a barrier pay 0.8% (`python -m benchmarks.disaggregated --only noise`)."""
 
 
 class ElementBytes(NamedTuple):
@@ -72,7 +72,7 @@ class RecomputedLayers(NamedTuple):
     num_layers: int = 1
 
     def share_of(self, chunks: Sequence[float]) -> float:
-        """Return the share that is computed again of the layers of `chunks`."""
+        """Return the share of the layers of `chunks` that is computed again."""
         if self.method == "uniform" or not sum(chunks):
             return 1.0
         return sum(min(self.num_layers, layers) for layers in chunks) / sum(chunks)
@@ -102,7 +102,7 @@ class RecomputedLayers(NamedTuple):
 
 
 EVERY_LAYER = RecomputedLayers()
-"""All layers, one by one: what full recomputation is where nothing else is said."""
+"""All layers, one by one: the default of full recomputation."""
 
 
 def _require_known(name: str, value: str, known: Sequence[str]) -> None:
@@ -133,24 +133,22 @@ class PlanOptions:
 
     Attributes:
         max_tokens_per_rank: limit of padded tokens of a rank in one micro-batch.
-        min_cp_size, max_cp_size: allowed CP sizes (powers of two); max_cp_size None = the topology's largest.
+        min_cp_size, max_cp_size: allowed CP sizes (powers of two); max_cp_size None: the topology's largest.
         static_cp_size: CP size of the static policies (comparison and fallback); divides num_lanes.
-        cp_comm_types: exchanges that a bucket with cp_size > 1 may use; the first wins a tie. ("auto",): those of
-            --cp-comm-type auto, which a `Problem` has in its place.
+        cp_comm_types: exchanges that a bucket with cp_size > 1 may use; the first wins a tie. ("auto",): a `Problem`
+            puts those of --cp-comm-type auto in its place.
         inner_cp_sizes: inner sizes that a2a+p2p and blocks may use, powers of two above 1; None: see `Sharing.of`.
-        recompute: activation recomputation of the run.
-        recompute_modules: what selective recomputation repeats; without it they say nothing.
-        recompute_layers: which layers full recomputation repeats.
-        loss_chunk_tokens: tokens whose logits exist at once, which backward computes again; 0: all, and it does not.
+        recompute_modules, recompute_layers: what selective, and in which layers full recomputation repeats.
+        loss_chunk_tokens: tokens whose logits exist at once, which backward computes again; 0: all, kept for backward.
         tp_comm_overlap: TP collectives overlap with GEMMs (--tp-comm-overlap), in buffers of one shape.
         bytes_per_element: bytes of an activation or a weight (2 for bf16, 4 for fp32); by kind: `element_bytes`.
         fp32_residual: the residual takes 4 bytes whatever the others take.
-        search: how long to look for a plan: "fast" (milliseconds), "thorough" (some ten times as long), or "exact": of
-            the dynamic policy until it is proven the fastest, which only tiny batches can be.
-        pool: whether servers of all stages may compute attention in ticks: never, where that is faster by simulation,
-            or always. Of the dynamic policy.
+        search: how long to look for a plan: "fast" (milliseconds), "thorough" (some ten times as long), or "exact": the
+            dynamic policy searches until its plan is proven the fastest, possible for tiny batches only.
+        pool: whether servers of all stages may compute attention in ticks: never, if faster in simulation ("auto"), or
+            always; only in the dynamic policy.
         state_exchange: how lanes may share layers with linear attention: "heads" in all buckets of several lanes,
-            "states" in those whose states fit under the limit, or "auto", in each bucket what is faster.
+            "states" in those whose states fit under the limit, or "auto", whatever is faster in each bucket.
         noise_margin: share by which ticks last longer than planned, >= 0.
         ping_pong: layers of a pool run in two nano-batches, of which one computes while the other travels.
     """
@@ -246,12 +244,12 @@ class PlanOptions:
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether every layer is computed again, so that no more can be."""
+        """Whether every layer is computed again."""
         return self.recompute == "full" and self.recompute_layers.method == "uniform"
 
     @property
     def repeated(self) -> frozenset[RecomputeModule]:
-        """What backward computes again, of block recomputation in the first layers of a model chunk alone."""
+        """Modules that backward computes again; with "block" only in the first layers of each model chunk."""
         if self.recompute == "full":
             return frozenset(RECOMPUTE_MODULES)
         return frozenset(self.recompute_modules) if self.recompute == "selective" else frozenset()
@@ -296,7 +294,7 @@ def allowed_exchanges(
 
 
 def with_exchanges(options: PlanOptions, model: ModelShape, samples: Iterable[Sample] = ()) -> PlanOptions:
-    """Return `options` with the mechanisms of `auto` for `model` and these samples, where they leave it at that."""
+    """Return `options` with the mechanisms of `auto` for `model` and these samples, if no mechanism is named."""
     if options.cp_comm_types != AUTO_ALONE:
         return options
     has_masks = any(sample.mask is not None for sample in samples)
@@ -309,9 +307,9 @@ class Problem:
     """All that a plan depends on besides the samples; arguments of `search.plan_global_batch`.
 
     Attributes:
-        options: with the mechanisms of `auto` for a batch without masks, where they were left open; `plan_global_batch`
-            and `compare_policies` ask the samples first.
-        data_parallel: of it plans with a pool follow, which are planned by memory; others have their seconds of it.
+        options: AUTO_ALONE is replaced by the mechanisms of `auto` for a batch without masks; `plan_global_batch` and
+            `compare_policies` ask the samples first.
+        data_parallel: only plans with a pool, which are planned by memory, depend on it; others take its seconds.
     """
 
     topology: Topology
@@ -342,9 +340,8 @@ class Problem:
 
     @property
     def linear_backward_over_forward(self) -> float:
-        """Seconds of a matrix product's backward pass over its forward pass: half of it is the weights' gradient, which
-        frozen weights have none of. Limits: products of adapters themselves are not counted.
-        """
+        """Backward over forward seconds of a matrix product: half of backward is the weights' gradient, which frozen
+        weights lack. Limit: products of adapters themselves are not counted."""
         return self.hardware.linear_backward_over_forward / (1 if self.data_parallel.adapters is None else 2)
 
     def recomputed_share(self, stages: Iterable[int] | None = None) -> float:

@@ -1,8 +1,6 @@
-"""How many layers pipeline stages get where they cannot all have as many, in the ways that Megatron's flags have.
-
-The first or the last stage may have a number of its own, which its model chunks share evenly as those of the others do;
-or the embedding, or the LM head with the loss, counts as a layer of the first or the last chunk.
-"""
+"""How many layers pipeline stages get if they cannot all have as many, in the ways that Megatron's flags allow: the
+first or the last stage has its own number, spread evenly over its model chunks, or the embedding counts as a layer of
+the first chunk, or the LM head with the loss as one of the last."""
 
 from __future__ import annotations
 
@@ -12,13 +10,13 @@ from itertools import groupby
 from typing import NamedTuple
 
 PipelineLayers = tuple[tuple[int, ...], ...]
-"""[stage][model chunk] -> layers; () = the same number everywhere."""
+"""[stage][model chunk] -> layers; (): the same number everywhere."""
 
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 _EMBEDDING, _LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
 
 _LEVEL = 1.25
-"""What the heaviest stage may have over the mean, to be tried unasked: the others wait for it."""
+"""Most that the heaviest stage may have over the mean for a split to be tried unasked: the others wait for it."""
 
 
 class StageSplit(NamedTuple):
@@ -50,13 +48,13 @@ def best_split(num_layers: int, pp_size: int, vp_size: int, num_modules: int = 0
 
 
 def is_level(num_layers: int, pp_size: int, vp_size: int) -> bool:
-    """Return whether there is a split that leaves the other stages little to wait for."""
+    """Return whether a split leaves the other stages little to wait for."""
     split = best_split(num_layers, pp_size, vp_size)
     return split is not None and max(map(sum, split.layers), default=0) * pp_size <= _LEVEL * num_layers
 
 
 def flags_of(layers: PipelineLayers) -> tuple[str, ...] | None:
-    """Return the flags that say `layers`, None where none do."""
+    """Return the flags that say `layers`, None if none do."""
     if not layers or len({number for stage in layers for number in stage}) == 1:
         return ()
     splits = _splits(sum(map(sum, layers)), len(layers), len(layers[0]))
@@ -64,14 +62,14 @@ def flags_of(layers: PipelineLayers) -> tuple[str, ...] | None:
 
 
 def in_words(layers: PipelineLayers) -> str:
-    """Return the layers of the stages, such as `3x16+13 layers`; nothing where all have as many."""
+    """Return the layers of the stages, such as `3x16+13 layers`; "" for ()."""
     runs = [(number, len(list(same))) for number, same in groupby(map(sum, layers))]
     words = "+".join(f"{times}x{number}" if times > 1 else str(number) for number, times in runs)
     return f"{words} layers" if words else ""
 
 
 def _splits(num_layers: int, pp_size: int, vp_size: int) -> Iterator[StageSplit]:
-    """Yield all that flags can say, those with fewer flags first."""
+    """Yield all splits that flags can say, those with fewer flags first."""
     chunks = pp_size * vp_size
     if num_layers % chunks == 0:
         yield StageSplit((), ())

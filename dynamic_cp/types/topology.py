@@ -24,15 +24,13 @@ class Topology:
     """How the ranks of a job are arranged.
 
     Attributes:
-        tp_size, pp_size: tensor- and pipeline-parallel sizes.
-        vp_size: model chunks per pipeline stage (1 = no interleaving).
+        vp_size: model chunks per pipeline stage (1: no interleaving).
         num_lanes: world size / (tp_size * pp_size); any integer >= 1.
         ranks_per_node: ranks of one node; lanes of a node are adjacent.
-        sequence_parallel: tokens of a rank are padded to a multiple of tp_size.
-        ep_size: neighbouring ranks of a stage that share the routed experts of a layer, as Megatron's
-            --expert-model-parallel-size; a power of two. Each expert is whole on its rank (expert TP is 1).
-        token_alignment: tokens of a rank, with sequence parallelism of each share of them, are padded to a multiple of
-            this (products in FP8 need 16 or 32, blocks that sequence parallelism gathers 128).
+        ep_size: neighbouring ranks of a stage that share the routed experts of a layer (--expert-model-parallel-size);
+            a power of two. Each expert is whole on its rank (expert TP is 1).
+        token_alignment: tokens of a rank (of each share of them, with sequence parallelism) are padded to a multiple of
+            this: products in FP8 need 16 or 32, blocks that sequence parallelism gathers 128.
     """
 
     num_lanes: int
@@ -96,10 +94,8 @@ class Topology:
 
     @property
     def expert_lanes(self) -> int:
-        """Lanes of an EP block: they wait for each other in every layer with experts (1: no other lane is waited for).
-
-        Blocks are aligned: lanes k * expert_lanes and the following.
-        """
+        """Lanes of an EP block, which wait for each other in every layer with experts; 1: none waits. Blocks are
+        aligned: lanes k * expert_lanes and the following."""
         return max(1, self.ep_size // self.tp_size)
 
     @property
@@ -119,7 +115,7 @@ class Topology:
 
     @property
     def sequence_shares(self) -> int:
-        """Shares that sequence parallelism cuts the tokens of a rank into (tp_size, without it 1)."""
+        """Shares into which sequence parallelism cuts the tokens of a rank: tp_size, or 1 without it."""
         return self.tp_size if self.sequence_parallel else 1
 
     @property
@@ -133,19 +129,17 @@ class Topology:
         return self.pp_size if self.vp_size > 1 else 1
 
     def spans_nodes(self, first_lane: int, cp_size: int) -> bool:
-        """Return whether lanes first_lane .. first_lane + cp_size - 1 lie on more than one node, on any stage.
-
-        Ranks are numbered TP first, then lanes, then pipeline stages, as megatron-core does.
-        """
+        """Return whether lanes first_lane .. first_lane + cp_size - 1 lie on more than one node, on any stage. Ranks
+        are numbered TP first, then lanes, then pipeline stages, as in megatron-core."""
         return cp_size > 1 and any(self.spans_nodes_on(stage, first_lane, cp_size) for stage in self.stages_that_differ)
 
     @property
     def stages_that_differ(self) -> range:
-        """Pipeline stages whose lanes may lie otherwise on nodes than those of the stages before."""
+        """Pipeline stages whose lanes may lie on nodes otherwise than those of the stages before."""
         return range(self.pp_size if self.num_lanes * self.tp_size % self.ranks_per_node else 1)
 
     def spans_nodes_on(self, stage: int, first_lane: LaneOrLanes, cp_size: int) -> LaneOrLanes:
-        """Return whether the ranks of a group lie on several nodes on `stage`; of an array of first lanes: of each."""
+        """Return whether the ranks of a group lie on several nodes on `stage`; for an array of first lanes, of each."""
         first = (stage * self.num_lanes + first_lane) * self.tp_size
         last = first + cp_size * self.tp_size - 1
         return first // self.ranks_per_node != last // self.ranks_per_node  # type: ignore[no-any-return]

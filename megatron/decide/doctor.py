@@ -20,7 +20,7 @@ _STORE_TIMEOUT_S = 10
 
 
 def checks() -> Iterator[Check]:
-    """Yield what training needs of torch, megatron-core, TransformerEngine and the job's store."""
+    """Yield the checks of torch, megatron-core, TransformerEngine and the job's store."""
     yield _torch()
     yield _backends()
     yield _megatron_core()
@@ -67,9 +67,9 @@ def _megatron_core() -> Check:
         problem, _, remedy = str(error).rpartition(": ")
         return Check(name, "broken", problem, remedy)
     try:
-        # The module with the longest list of needs: it imports what training imports.
+        # This module has the most dependencies: it imports what training imports.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it misses is a check of its own
+            warnings.simplefilter("ignore")  # other checks report what is missing
             import megatron.core.models.gpt as gpt
     except ImportError as error:
         return Check(name, "broken", f"cannot be imported: {error}", "pip install 'megatron-dynamic-cp[train]'")
@@ -103,7 +103,7 @@ def _apex() -> Check:
 
 
 def _store() -> Check:
-    """Reach the job's store where a launcher has set one, else open one on this machine."""
+    """Reach the job's store if a launcher has set one, else open one on this machine."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     in_job = address is not None and port is not None and port.isdigit()
     where = f"{address}:{port}" if in_job else "a store of its own on this machine"

@@ -1,6 +1,6 @@
-"""How long the samples of a text or chat file are, counted as training counts them; nothing is kept.
+"""Counts the tokens of a text or chat file's samples as training does, without keeping them.
 
-`dynamic-cp lengths --tokenizer DIR` finds it by the entry point group `dynamic_cp.lengths`.
+`dynamic-cp lengths --tokenizer DIR` finds this by the entry point group `dynamic_cp.lengths`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.trainer.data.records import lines_of
 def token_lengths(
     path: str, tokenizer_folder: str, *, json_key: str = "text", chat_template: str | None = None
 ) -> NDArray[np.int64]:
-    """Return the tokens that each sample of `path` predicts, int64 [samples], in file order; empty ones are left out.
+    """Return the number of predicted tokens of each non-empty sample of `path`, int64 [samples], in file order.
 
     Args:
         path: JSONL, JSON arrays or parquet of texts or of chats, text files, a folder or a glob.
@@ -34,7 +34,7 @@ def token_lengths(
     Raises:
         DataError: data that are missing or malformed.
         InvalidInputError: no such tokenizer, or no template for chats.
-        UnsupportedFeatureError: a parquet file, and pyarrow is not installed.
+        UnsupportedFeatureError: a parquet file without pyarrow.
     """
     config = DataConfig(
         seq_length=1,
@@ -43,7 +43,7 @@ def token_lengths(
         json_key=json_key,
         tokenizer="HuggingFaceTokenizer",
         tokenizer_model=tokenizer_folder,
-        eod_id=0,  # which token ends a document does not change how many there are
+        eod_id=0,  # any id: the number of tokens does not depend on it
     )
     with TemporaryDirectory() as folder:
         config = replace(config, cache_path=folder)
@@ -59,7 +59,7 @@ def token_lengths(
 
 
 def _holds_chats(files: DocumentFiles, json_key: str) -> bool:
-    """Return whether the first line that is not blank is a chat; what it is otherwise, its reader judges."""
+    """Return whether the first line that is not blank is a chat; its reader reports malformed lines."""
     if files.kind != "jsonl":
         return False
     first = next((line for line in lines_of(files.root + files.names[0]) if line.strip()), b"")

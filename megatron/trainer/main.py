@@ -1,4 +1,4 @@
-"""The command line of `pretrain_gpt.py`: wrong flags are answered before torch is imported."""
+"""The command line of `pretrain_gpt.py`: wrong flags are reported before torch is imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         releases.check_installed()
         triton_imports.install()
         releases.check_engine()
-        gc.disable()  # what imports make is never garbage: looking for it takes a fifth of their time
+        gc.disable()  # imports make no garbage, but looking for it takes a fifth of their time
         from megatron.trainer.ending.failures import explained
         from megatron.trainer.loop.training import pretrain
         from megatron.trainer.setup.initialize import shut_down
@@ -37,6 +37,5 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train and end the process."""
-    faulthandler.enable()  # NCCL's watchdog aborts the process: this says where the rank was waiting
+    faulthandler.enable()  # NCCL's watchdog aborts the process: this prints where the rank was
     leave(run(argv))

@@ -5,5 +5,5 @@ import sys
 from dynamic_cp.decide.cli import app
 from megatron.decide.calibration.command import command
 
-app.group.add_command(command, "profile")  # also where the project is on PYTHONPATH only, without its entry points
+app.group.add_command(command, "profile")  # also without entry points, where the project is only on PYTHONPATH
 sys.exit(app.main(["profile", *sys.argv[1:]]))

@@ -36,15 +36,15 @@ from megatron.dynamic_cp.groups.process_groups import DynamicCPGroups
 
 _TIMEOUT_S = 120.0
 _SHOWN = 200
-"""Characters of what a kernel says."""
+"""Characters of a kernel's error message."""
 _CHUNK_TOKENS = (1, 33, 261)
-"""As in `attention_check`: the shortest sequence, one beside a power of two, one of several blocks of a kernel."""
+"""As in `attention_check`: the shortest sequence, one next to a power of two, one of several kernel blocks."""
 Row = dict[str, str | float]
-"""`what` and `where` was compared, its largest `error` in norm, what is `allowed`; `why` it is wrong or not there."""
+"""Keys: `what` was compared and `where`, its largest `error` in norm, what is `allowed`, `why` it is wrong."""
 
 
 def main() -> int:
-    """Compare, write the rows and return the exit status: 2 after one line on stderr where something is wrong."""
+    """Compare, write the rows and return the exit status: 2 after one line on stderr if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("kernels", "exchanges"))
     parser.add_argument("--model", required=True)
@@ -90,12 +90,12 @@ def kernel_rows(config: TransformerConfig, place: Place) -> Iterator[Row]:
             row["error"] = check_kernel(kernel, place.device, config.params_dtype, **heads)
         except (UnsupportedFeatureError, RuntimeError) as error:  # a page with this row tells more than a traceback
             row |= {"why": shorten(str(error), _SHOWN, placeholder=" ..."), "is_wrong": True}
-        if row.get("error") != 0:  # the portable one and the CPU's are not compared with it
+        if row.get("error") != 0:  # 0: a kernel that check_kernel does not compare (portable, CPU)
             yield row
 
 
 def exchange_rows(config: TransformerConfig, place: Place) -> list[Row]:
-    """Return a row for each exchange of each size of group, the worst of all ranks; collective."""
+    """Return a row for each exchange of each group size, the worst of all ranks. Collective."""
     groups = _groups(place)
 
     def of_this_lane() -> list[Row]:
@@ -118,7 +118,6 @@ def exchange_rows(config: TransformerConfig, place: Place) -> list[Row]:
 
 
 def _texts_of_ranks(text: str, place: Place) -> list[str]:
-    """Return the texts of all ranks; collective."""
     own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(collective_device())
     length = torch.tensor(len(own), device=own.device)
     lengths = [torch.zeros_like(length) for _ in range(place.num_ranks)]
@@ -131,7 +130,7 @@ def _texts_of_ranks(text: str, place: Place) -> list[str]:
 
 
 def _badness(row: Row) -> tuple[bool, bool, float]:
-    """Return what orders rows of the same comparison: wrong ones last, of those without a finite error the last."""
+    """Return a sort key for rows of the same comparison: wrong ones are worst, then those without a finite error."""
     return bool(row.get("is_wrong")), "error" not in row, float(row.get("error", 0))
 
 
@@ -158,7 +157,6 @@ def _local(config: TransformerConfig) -> torch.nn.Module:
 
 
 def _config(model: ModelShape, tp_size: int, device: torch.device) -> TransformerConfig:
-    """Return what attention needs of a tensor-parallel rank's share."""
     return TransformerConfig(
         num_layers=1,
         hidden_size=model.hidden_size,

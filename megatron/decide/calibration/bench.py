@@ -30,8 +30,6 @@ _SHORTEST = {"cuda": 256, "cpu": 64}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Everything that a section needs."""
-
     setup: Setup
     place: Place
     timer: Timer
@@ -40,21 +38,17 @@ class Bench:
     tell: Callable[[str], None]
 
     def measure(self, probes: Sequence[Probe]) -> list[Measurement]:
-        """Return the rows of `probes` with their seconds. Collective."""
         return self.timer.measure(probes, self.tell)
 
     @property
     def device(self) -> torch.device:
-        """Where tensors live."""
         return self.place.device
 
     @property
     def scale(self) -> float:
-        """Softmax scale."""
         return float(self.setup.shard.kv_channels**-0.5)
 
     def params(self, seqlens: Sequence[int]) -> DynamicPackedSeqParams:
-        """Return the parameters of a pack on this rank alone."""
         positions = torch.cat([torch.arange(seqlen, device=self.device) for seqlen in seqlens])
         alone = self.groups.group(self.groups.lane, 1)
         return DynamicPackedSeqParams.build(
@@ -62,18 +56,17 @@ class Bench:
         )
 
     def random(self, *shape: int, grad: bool = False) -> Tensor:
-        """Return normal numbers in the type of activations."""
+        """Return normal random numbers in the dtype of activations."""
         return torch.randn(shape, device=self.device, dtype=self.gpt.dtype).requires_grad_(grad)
 
     def query_key_value(self, tokens: int, *, grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return random inputs of core attention."""
         shard = self.setup.shard
         heads = (shard.num_attention_heads, shard.num_query_groups, shard.num_query_groups)
         query, key, value = (self.random(tokens, number, shard.kv_channels, grad=grad) for number in heads)
         return query, key, value
 
     def lengths(self) -> list[int]:
-        """Return powers of two from a short sequence to the longest, every second one with --quick."""
+        """Return powers of two from a short sequence to the longest, with --quick every second one."""
         longest = largest_power_of_two(self.setup.max_tokens)
         shortest = min(_SHORTEST[self.device.type], longest // 8)
         found = [longest]
@@ -84,14 +77,12 @@ class Bench:
 
 _GRADIENT_BYTES = 4
 _HIDDEN_WIDTHS, _MLP_WIDTHS = 16, 8
-"""Activations of a layer per token in widths of its hidden and MLP layers, gradients included; an estimate."""
+"""Activations of a layer per token, as multiples of its hidden and MLP widths, with gradients; an estimate."""
 
 
 class SmallGPT:
-    """The model that is measured: one TP rank's shard, BUCKET_LAYERS layers, RMSNorm, RoPE, no biases, no dropout.
-
-    Raises:
-        MemoryLimitError: it cannot fit into what is free.
+    """The measured model: one TP rank's shard of BUCKET_LAYERS layers with RMSNorm and RoPE, without biases and
+    dropout. MemoryLimitError if it does not fit into free memory.
     """
 
     def __init__(self, setup: Setup, device: torch.device) -> None:
@@ -131,12 +122,11 @@ class SmallGPT:
 
     @property
     def layer(self) -> Any:
-        """The first transformer layer."""
         return self.gpt.decoder.layers[0]
 
 
 class WithoutAttention(torch.nn.Module):
-    """Stands in for core attention: queries pass, keys and values get gradients, nothing is computed."""
+    """Replaces core attention: returns the queries, gives keys and values zero gradients, and computes nothing."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return [T, 1, heads * dim]."""
@@ -157,15 +147,7 @@ class _PassQueries(torch.autograd.Function):
 
 
 def check_fits(setup: Setup, free: int | None, sharers: int) -> None:
-    """Refuse a model that cannot fit.
-
-    Args:
-        free: bytes of the device; None = not known, nothing is refused.
-        sharers: ranks that share them.
-
-    Raises:
-        MemoryLimitError: more bytes are needed than are free.
-    """
+    """Raise MemoryLimitError if the model needs more than the `free` bytes (None: unknown) that `sharers` share."""
     shard = setup.shard
     weights = BUCKET_LAYERS * shard.linear_weights_per_layer + shard.vocabulary_weights
     needed = weights * (setup.element_bytes + _GRADIENT_BYTES)

@@ -79,7 +79,7 @@ def command(**given: Any) -> int:
         _check_plot(given["plot"])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning, module=r"torch\..*")
-        warnings.filterwarnings("ignore", module=r"megatron\..*")  # what it misses, `dynamic-cp doctor` says
+        warnings.filterwarnings("ignore", module=r"megatron\..*")  # `dynamic-cp doctor` reports what is missing
         try:
             from megatron.dynamic_cp.repairs import releases
 
@@ -93,7 +93,7 @@ def command(**given: Any) -> int:
 
 
 def _check_plot(path: str) -> None:
-    """Refuse what cannot be drawn before minutes are spent."""
+    """Raise for pictures that cannot be drawn, before minutes are spent."""
     from dynamic_cp.decide.report.drawing import look
     from dynamic_cp.decide.report.theme import LIGHT
 

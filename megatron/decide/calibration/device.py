@@ -1,4 +1,4 @@
-"""Which device this process measures, and with which other ranks."""
+"""The device that this process measures, and the other ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from megatron.dynamic_cp.repairs import cpu_backend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where this process measures.
-
-    Attributes:
-        device: of this rank; name: for people.
-        rank, num_ranks, ranks_per_node: of the job.
-    """
+    """This process's device with its name for people, its rank, and the sizes of job and node."""
 
     device: torch.device
     name: str
@@ -32,12 +27,8 @@ class Place:
 
 
 def set_up(requested: str, seed: int = 1234) -> Place:
-    """Choose the device, and join the ranks of torchrun (or be a job of one) and megatron-core's groups.
-
-    A default process group that exists already is used as it is.
-
-    Raises:
-        InvalidInputError: CUDA is asked for and not there, or ranks share a GPU.
+    """Choose the device, join torchrun's ranks (or be a job of one) unless they have met already, and build
+    megatron-core's groups. InvalidInputError if CUDA is asked for but missing, or ranks share a GPU.
     """
     built_for_device = torch.version.cuda is not None or torch.version.hip is not None
     num_devices = torch.cuda.device_count()
@@ -63,7 +54,6 @@ def set_up(requested: str, seed: int = 1234) -> Place:
     else:
         device = torch.device("cpu")
         cpu_backend.enable()
-        # As in training: ranks of one machine share its cores.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if not dist.is_initialized():
         _join("nccl" if on_gpu else "gloo")
@@ -82,18 +72,17 @@ def set_up(requested: str, seed: int = 1234) -> Place:
 
 
 def cpu_name() -> str:
-    """Return the processor's name and how many of its cores this process may use."""
     name = platform.processor() or platform.machine() or "CPU"
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
-        pass  # not Linux on x86: the general name stays
+        pass  # not Linux on x86: keep the general name
     return f"{name}, {num_cores()} cores"
 
 
 def num_cores() -> int:
-    """Return the cores that this process may use; the ranks of a node are taken to share them."""
+    """Return the cores that this process may use; the ranks of a node are assumed to share them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

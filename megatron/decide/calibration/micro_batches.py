@@ -25,7 +25,7 @@ _SEEDS = {"packs": 1, "held_out": 2}
 
 
 def buckets(bench: Bench) -> list[Measurement]:
-    """Micro-batches of next to no tokens."""
+    """Measure micro-batches with almost no tokens."""
     numbers = (1,) if bench.setup.quick else (1, 2)
     return _measure(
         bench,
@@ -38,17 +38,16 @@ def buckets(bench: Bench) -> list[Measurement]:
 
 
 def packs(bench: Bench) -> list[Measurement]:
-    """Random packs on each rank alone: in a step the parts find colder caches than one part called again and again."""
+    """Measure random packs on each rank alone: a step has colder caches than repeated calls of one part."""
     return _random_packs(bench, "packs", [1])
 
 
 def held_out(bench: Bench) -> list[Measurement]:
-    """Other random packs, the same on all ranks, at every CP size in turn."""
+    """Measure other random packs, the same on all ranks, at every CP size in turn."""
     return _random_packs(bench, "held_out", _cp_sizes(bench))
 
 
 def _random_packs(bench: Bench, section: str, sizes: Sequence[int]) -> list[Measurement]:
-    """Return packs of lognormal lengths, at `sizes` in turn."""
     random, probes = np.random.default_rng(_SEEDS[section]), []
     for index in range(_NUM_PACKS[section][bench.setup.quick]):
         cp_size = sizes[index % len(sizes)]
@@ -68,7 +67,6 @@ def _random_packs(bench: Bench, section: str, sizes: Sequence[int]) -> list[Meas
 
 
 def _measure(bench: Bench, probes: Sequence[Probe]) -> list[Measurement]:
-    """Return the rows with the seconds of one micro-batch."""
     return [replace(one, forward_s=one.forward_s / NUM_MICRO_BATCHES[one.section]) for one in bench.measure(probes)]
 
 
@@ -77,9 +75,8 @@ def _cp_sizes(bench: Bench) -> list[int]:
 
 
 def micro_batch_probe(bench: Bench, section: str, seqlens: tuple[int, ...], cp_size: int) -> Probe:
-    """Return micro-batches in which all groups have packs of `seqlens` (of the whole group), as the trainer runs them.
-
-    Lanes beyond the last whole group have empty places.
+    """Return micro-batches in which every group of `cp_size` lanes has a pack of `seqlens`, the lengths of the whole
+    group. Lanes beyond the last whole group have empty places.
     """
     num_lanes = bench.place.num_ranks
     ids = iter(range(1_000_000))
@@ -124,7 +121,7 @@ def micro_batch_probe(bench: Bench, section: str, seqlens: tuple[int, ...], cp_s
             forward_only=False,
         )
 
-    # One number for both passes: the schedule runs them in turns, and nothing waits between them.
+    # One duration for both passes, because the schedule alternates them without a wait in between.
     row = Measurement(section=section, seqlens=seqlens, cp_size=cp_size, forward_s=0.0)
     tiny = section == "buckets"
     return Probe(row=row, forward=run, num_calls=3 if tiny else 1, waits=cp_size > 1, as_in_a_step=not tiny)

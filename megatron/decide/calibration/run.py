@@ -1,4 +1,4 @@
-"""Measures section by section, saves after each, fits, writes the files and says how good the fit is."""
+"""Measures section by section, saves after each, fits, writes the files and reports the fit's errors."""
 
 from __future__ import annotations
 
@@ -37,14 +37,10 @@ EXIT_NOT_GOOD = 3
 
 
 def run(given: dict[str, Any], base: Hardware, kept: str) -> int:
-    """Run the command with the options `given`; leave no process group behind that was not there before.
+    """Run the command and destroy the process groups that it made; return the exit status, the same on all ranks.
 
-    Args:
-        base: gives what is not measured.
-        kept: file of the measurements, section by section.
-
-    Returns:
-        Exit status, the same on all ranks: EXIT_NOT_GOOD where --strict asks for a good calibration and it is none.
+    It is EXIT_NOT_GOOD if --strict is among the options `given` and the calibration is not good. `base` provides what
+    is not measured; the file `kept` gets the measurements after each section.
     """
     joined = dist.is_initialized()
     place = set_up(given["device"])
@@ -70,7 +66,6 @@ def _profile(given: dict[str, Any], base: Hardware, kept: str, place: Place) -> 
     _measure(measured, place, kept)
 
     def fit() -> bool:
-        """Write the files and the report; return whether the calibration is good."""
         calibration = calibrate(base, measured, name=given["name"] or Path(given["output"]).stem)
         write_json(given["output"], catalog.hardware_as_dict(calibration.hardware))
         if given["plot"] is not None:
@@ -110,7 +105,7 @@ def _setup(given: dict[str, Any], place: Place) -> Setup:
 
 
 def _measure(measured: Measurements, place: Place, kept: str) -> None:
-    """Fill in the sections that are missing; rank 0 saves after each."""
+    """Measure the missing sections; rank 0 saves after each."""
     setup = measured.setup
     todo = [name for name in SECTIONS if name not in measured.sections]
     if not todo:
@@ -146,7 +141,6 @@ def _say_nothing(done: int, total: int, text: str) -> None:
 
 
 def _show(calibration: Calibration, measured: Measurements, resumed: tuple[str, ...], given: dict[str, Any]) -> None:
-    """Print errors, what was kept, and where the files are."""
     from rich.text import Text
 
     out, setup = console(), measured.setup

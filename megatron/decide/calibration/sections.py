@@ -1,7 +1,7 @@
 """What is measured of the parts, section by section (`SECTIONS` of `dynamic_cp.decide.calibration.measurements`).
 
-Rings run on one rank: the code of one position in a larger ring, with each transfer replaced by its data. Transfers
-between the ranks that measure are ring shifts, pipeline hops and collectives, in a node and across nodes.
+Rings run on one rank, which executes the code of one position in a larger ring and keeps the data of each transfer.
+Transfers are measured between the ranks: ring shifts, pipeline hops and collectives, within and across nodes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _HOST_TOKENS = 16
 
 
 def linear(bench: Bench) -> list[Measurement]:
-    """A whole transformer layer, its core attention taken out."""
+    """Measure a whole transformer layer without its core attention."""
     with _core_attention(bench.gpt.layer, WithoutAttention()):
         return bench.measure([_layer_probe(bench, "linear", tokens) for tokens in bench.lengths()])
 
 
 def causal(bench: Bench) -> list[Measurement]:
-    """Core attention as a layer calls it: single sequences, then packs of equal ones."""
+    """Measure core attention as a layer calls it, on single sequences and on packs of equal ones."""
     lengths = bench.lengths()
     packs = [(seqlen,) for seqlen in lengths]
     packs += [(seqlen,) * (lengths[-1] // seqlen) for seqlen in lengths[len(lengths) // 2 : -1]]
@@ -52,7 +52,7 @@ def causal(bench: Bench) -> list[Measurement]:
 
 
 def full(bench: Bench) -> list[Measurement]:
-    """A ring step after the first: tiles of (L, L/2) and (L/2, L), merged into what is there."""
+    """Measure a ring step after the first: tiles of (L, L/2) and (L/2, L), merged into earlier results."""
     probes = []
     for seqlen in bench.lengths():
         for kind, cp_rank in (("L x L/2", 1), ("L/2 x L", 0)):
@@ -61,7 +61,7 @@ def full(bench: Bench) -> list[Measurement]:
             query, key, value = bench.query_key_value(seqlen, grad=False)
             kernel = kernel_for(query)
             kv = torch.stack((key, value))
-            # The first step has been: what is measured adds to it again and again.
+            # After the first step; the measured calls add to its result again and again.
             sums = RowSums(query, kernel, bench.scale)
             sums.attend(own, kv)
             out, lse = sums.out_THD.clone(), sums.lse_HT.clone()
@@ -82,7 +82,7 @@ def full(bench: Bench) -> list[Measurement]:
 
 
 def emulated_rings(bench: Bench) -> list[Measurement]:
-    """The code of a whole ring on one rank, each transfer replaced by what was to be sent: a check of the parts."""
+    """Measure the code of a whole ring on one rank without transfers, as a check of the parts."""
     longest, probes = bench.lengths()[-1], []
     for cp_size in _EMULATED_SIZES[: 2 if bench.setup.quick else 3]:
         for cp_rank, seqlens in (
@@ -97,7 +97,7 @@ def emulated_rings(bench: Bench) -> list[Measurement]:
 
 
 def linear_attention(bench: Bench) -> list[Measurement]:
-    """States of linear attention from token to token, forward and backward; nothing where the model has none."""
+    """Measure the states of linear attention, forward and backward; nothing if the model has none."""
     sizes = bench.setup.linear_attention
     if sizes is None:
         return []
@@ -108,7 +108,7 @@ def linear_attention(bench: Bench) -> list[Measurement]:
 
 
 def host(bench: Bench) -> list[Measurement]:
-    """A layer and rings on one rank, with so few tokens that a GPU waits for its host; nothing on a CPU."""
+    """Measure a layer and rings with so few tokens that a GPU waits for its host; nothing on a CPU."""
     if bench.device.type == "cpu":
         return []
     probes = [_layer_probe(bench, "host", _HOST_TOKENS, kind="layer")]
@@ -122,7 +122,7 @@ def host(bench: Bench) -> list[Measurement]:
 
 
 def edges(bench: Bench) -> list[Measurement]:
-    """Embedding alone; LM head with the loss."""
+    """Measure the embedding alone, and the LM head with the loss."""
     gpt, shard, probes = bench.gpt.gpt, bench.setup.shard, []
     for tokens in bench.lengths():
         ids = torch.randint(shard.vocab_size, (1, tokens), device=bench.device)
@@ -148,7 +148,6 @@ def edges(bench: Bench) -> list[Measurement]:
 
 
 def links(bench: Bench) -> list[Measurement]:
-    """Transfers between the ranks; nothing on one rank."""
     return bench.measure(link_probes(bench.place, bench.setup))
 
 
@@ -165,7 +164,7 @@ RUN: dict[str, Callable[[Bench], list[Measurement]]] = {
     "packs": packs,
     "held_out": held_out,
 }
-"""Section -> what measures it, in the order of `SECTIONS`."""
+"""Section -> the function that measures it, in the order of `SECTIONS`."""
 
 
 def _probe(
@@ -177,7 +176,6 @@ def _probe(
 
 
 def _layer_probe(bench: Bench, section: str, tokens: int, **about: Any) -> Probe:
-    """Return the first layer, with the core attention that it has."""
     layer = bench.gpt.layer
     params = bench.params((tokens,))
     rotary = bench.gpt.gpt.rotary_pos_emb(tokens)
@@ -197,7 +195,7 @@ def _layer_probe(bench: Bench, section: str, tokens: int, **about: Any) -> Probe
 def _attention_probe(
     bench: Bench, section: str, seqlens: tuple[int, ...], params: DynamicPackedSeqParams, **about: Any
 ) -> Probe:
-    """Return core attention on random inputs; `params` says whose place in which ring."""
+    """Return core attention on random inputs; `params` has the ring and the position in it."""
     inputs = bench.query_key_value(sum(seqlens), grad=True)
     grad = torch.randn_like(inputs[0])
 
@@ -241,29 +239,26 @@ def _core_attention(layer: Any, module: torch.nn.Module) -> Iterator[None]:
 
 @dataclass
 class EmulatedRing(DynamicPackedSeqParams):
-    """Says that it is a place in a larger ring."""
+    """Parameters of a position in a larger ring."""
 
     place: tuple[int, int] = (1, 0)
 
     @property
     def ring_size(self) -> int:
-        """Ranks of the ring."""
         return self.place[0]
 
     @property
     def ring_rank(self) -> int:
-        """This rank's place."""
         return self.place[1]
 
 
 def emulated(params: DynamicPackedSeqParams, cp_size: int, cp_rank: int) -> EmulatedRing:
-    """Return `params` as those of rank `cp_rank` of `cp_size`; its lengths are those of the whole group."""
     return EmulatedRing(**vars(params), place=(cp_size, cp_rank))
 
 
 @contextmanager
 def no_transfers() -> Iterator[None]:
-    """Let ring attention keep what it would send."""
+    """Make ring attention keep what it would send."""
     start = ring._start_shift
     ring._start_shift = _Stays  # type: ignore[assignment]
     try:
@@ -273,8 +268,6 @@ def no_transfers() -> Iterator[None]:
 
 
 class _Stays:
-    """A shift that brings what it took away."""
-
     def __init__(self, tensor: Tensor, *_: Any) -> None:
         self._tensor = tensor.contiguous()
 
@@ -287,9 +280,8 @@ _CALLS = 10
 
 
 def link_probes(place: Place, setup: Setup) -> list[Probe]:
-    """Return every kind of transfer at every size; [] on one rank. Collective: groups are made.
-
-    Groups in a node hold all its ranks, those across nodes the ranks with one local number: each NIC is used at once.
+    """Return every kind of transfer at every size; [] on one rank. Collective, because it makes groups. A group within
+    a node has all its ranks; one across nodes has the ranks with one local number, so every NIC is used.
     """
     size, node = place.num_ranks, place.ranks_per_node
     if size == 1:
@@ -317,7 +309,7 @@ def link_probes(place: Place, setup: Setup) -> list[Probe]:
 
 
 def _group_of(rank: int, blocks: list[range]) -> dist.ProcessGroup | None:
-    """Build a group of each block, on all ranks in the same order, and return this rank's."""
+    """Build a group for each block, on all ranks in the same order, and return this rank's."""
     mine = None
     for block in blocks:
         group = dist.new_group(list(block))
@@ -327,7 +319,7 @@ def _group_of(rank: int, blocks: list[range]) -> dist.ProcessGroup | None:
 
 
 def _transfers(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Return kind -> one transfer of `num_bytes`, waited for."""
+    """Return kind -> function that transfers `num_bytes` and waits for it."""
     size, rank = group.size(), group.rank()
     numbers = max(size, num_bytes // 4 // size * size)
     whole = torch.zeros(numbers, device=device)
@@ -335,7 +327,7 @@ def _transfers(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -
     params = DynamicPackedSeqParams(stats=ExchangeStats(), label="calibration")
 
     def hop() -> None:
-        """Even ranks send to the next one, as pipeline stages do; the last of an odd number has nobody."""
+        """Send from even ranks to the next one, as pipeline stages do; the last of an odd number idles."""
         ranks, peer = dist.get_process_group_ranks(group), rank ^ 1
         if peer < size:
             (dist.send if rank % 2 == 0 else dist.recv)(whole, ranks[peer], group=group)

@@ -1,13 +1,13 @@
 """Seconds of a forward and a backward pass, with as little disturbance as possible.
 
-CUDA                    median over calls, by events
-CPU, one thread         CPU seconds of the process, a low quantile over calls: time of other programs does not count.
-                        If N measuring ranks share C < N cores, N / C times as much: all of them are busy in a step.
-                        Caches and hyperthreads are shared while measuring, so they are in the numbers.
-CPU, several threads    the same by the wall clock
-operations that wait    by the wall clock, a low quantile over windows
-whole micro-batches     by the wall clock until the last rank is done, the median over windows: the usual time of a
-                        step, not the least possible
+    CUDA                    median over calls, by events
+    CPU, one thread         CPU seconds of the process, which exclude other programs; a low quantile over calls
+    CPU, several threads    the same by the wall clock
+    operations that wait    by the wall clock, a low quantile over windows
+    whole micro-batches     by the wall clock until the last rank is done; the median over windows, a usual step's time
+
+If N measuring ranks share C < N cores, CPU seconds are multiplied by N / C, because in a step all ranks are busy. Ranks
+share caches and hyperthreads while they measure, so the results include that.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Probe:
     Attributes:
         row: what it is; its seconds are filled in.
         forward, backward: the passes; backward gets what forward returned.
-        num_calls: all ranks call forward so often in a window; 0: each until the window is over.
-        waits: for other ranks.
-        as_in_a_step: counts as it comes, disturbances included.
-        takes_part: this rank does; the seconds of others are not counted.
+        num_calls: calls of forward per window, on all ranks; 0: as many as the window holds.
+        waits: whether it waits for other ranks.
+        as_in_a_step: take the usual time, disturbances included.
+        takes_part: whether this rank's seconds count.
     """
 
     row: Measurement
@@ -59,11 +59,10 @@ class Timer:
     """How long and how often to measure.
 
     Attributes:
-        device: where the passes run.
-        window_s: of one window; calls go on until it is over, on all ranks.
+        window_s: seconds of a window; calls go on until it is over, on all ranks.
         num_windows: windows of a measurement.
         alone: no other rank measures.
-        ranks_per_core: that measure, at least 1.
+        ranks_per_core: measuring ranks per core, at least 1.
     """
 
     device: torch.device
@@ -73,10 +72,8 @@ class Timer:
     ranks_per_core: float = 1.0
 
     def measure(self, probes: Sequence[Probe], tell: Callable[[str], None] = lambda text: None) -> list[Measurement]:
-        """Return the rows of `probes` with their seconds. Collective over all ranks, if there are several.
-
-        Window by window in turns: what disturbs the machine for a second then disturbs one window of several probes,
-        not all windows of one.
+        """Return the rows of `probes` with their seconds. Collective over all ranks. Probes take turns window by
+        window, so a disturbance of a second hits one window of several probes, not all windows of one.
         """
         for probe in probes:
             for _ in range(_WARM_UP_CALLS if self.device.type == "cuda" else 1):
@@ -139,7 +136,7 @@ class Timer:
         return np.array(calls)
 
     def _on_gpu(self, forward: Forward, backward: Backward) -> Floats:
-        """Record events only; the host waits at the end. A few calls at least, at most as many as the window holds."""
+        """Time by events; the host waits only at the end. At least 3 calls, at most 50 or what the window holds."""
         marks = []
         ends = time.perf_counter() + self.window_s
         while len(marks) < 3 or (time.perf_counter() < ends and len(marks) < 50):
@@ -168,7 +165,7 @@ def max_over_ranks(seconds: Floats) -> Floats:
 
 
 def mean_over_ranks(seconds: Floats, takes_part: bool) -> Floats:
-    """Return the mean of `seconds` over the ranks that take part, at least one, on each of all. Collective."""
+    """Return the mean of `seconds` over the ranks that take part, at least one, on all ranks. Collective."""
     mine = np.append(seconds.ravel(), 1.0) if takes_part else np.zeros(seconds.size + 1)
     total = torch.from_numpy(mine).to(collective_device())
     dist.all_reduce(total)

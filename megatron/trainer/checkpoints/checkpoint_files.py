@@ -1,12 +1,12 @@
-"""Checkpoint folders on disk: a folder gets its name only when it is whole, and is verified before it is read.
+"""Checkpoint folders on disk: a folder gets its name only when it is complete.
 
     save_dir/.in_use                                one job at a time saves here (`SaveLock`)
     save_dir/latest_checkpointed_iteration.txt      the number of the newest checkpoint, replaced atomically
     save_dir/iter_0000010/                          written as iter_0000010.partial, renamed at the end
-        manifest.json                               all others with their hashes, and the run's position
+        manifest.json                               the other files with their hashes, and the run's position
 
-A crash leaves a .partial folder, which nothing reads and the next save removes. A checkpoint that is saved once more is
-renamed to .old until the new one is in place; after a crash in between it is read from there.
+A crash leaves a .partial folder, which is never read and which the next save removes. When a checkpoint is saved again,
+the old folder is renamed to .old until the new one is in place; after a crash in between, .old is read.
 """
 
 from __future__ import annotations
@@ -35,25 +35,19 @@ _NO_ROOM = re.compile(
     r"No space left on device|Disk quota exceeded|File too large|unexpected pos \d+ vs \d+|file write failed|"
     r"iostream error"
 )
-# torch's writer of a file finds it shorter than what it wrote, and says where in its own sources that is.
+# torch's file writer found the file shorter than what it wrote; the text begins with a place in torch's sources.
 _OF_TORCH = re.compile(r"\[enforce fail at \S+:\d+\] \. (unexpected pos \d+ vs \d+)")
 _FULL_BELOW = 0.01
-"""Part of a disk; with less free it is called full: the piece that did not fit may have been a large one."""
+"""Share of a disk. With less free space the disk is called full: the piece that did not fit may have been larger."""
 
 
 def is_refused_write(error: Exception) -> bool:
-    """Return whether `error` says that there was no room for a file; torch raises RuntimeErrors for that."""
+    """Return whether `error` says that there was no room for a file. torch raises RuntimeErrors for that."""
     return _NO_ROOM.search(str(error)) is not None
 
 
 def explain_refused_write(said: str, folder: str | Path) -> str:
-    """Return the error of a failed write below `folder`, headed by the space left on its disk.
-
-    Returns what was said as one line when it is about something else.
-
-    Args:
-        said: by the file system or torch, of one rank or of several.
-    """
+    """Return `said`, the error of a write below `folder`, in one line; if there was no room, with the free space."""
     said = " ".join(said.split())
     if not _NO_ROOM.search(said):
         return said
@@ -73,11 +67,11 @@ def explain_refused_write(said: str, folder: str | Path) -> str:
 
 @contextlib.contextmanager
 def reporting(what: str, folder: str, verb: str, remedy: str) -> Iterator[None]:
-    """Turn what torch and the file system refuse into a CheckpointError, the same on every rank.
+    """Raise what torch and the file system refuse as a CheckpointError.
 
-    A CheckpointException is no Exception. It is raised on all ranks, with its reasons on rank 0 only. An OSError, or
-    torch's RuntimeError for a full disk, that gets here is one rank's own: that rank says it, the others end as if it
-    had died.
+    megatron-core raises CheckpointException, which is no Exception, on all ranks, with its reasons on rank 0 only. An
+    OSError, or torch's RuntimeError for a full disk, is one rank's own: it reports it, and the others end as if it had
+    died.
     """
     flag = what.split()[0]
     try:
@@ -96,12 +90,10 @@ def reporting(what: str, folder: str, verb: str, remedy: str) -> Iterator[None]:
 
 
 def _existing(path: Path) -> Path:
-    """Return the nearest folder that is there."""
     return next((folder for folder in (path, *path.parents) if os.path.exists(folder)), Path())
 
 
 def bytes_in_words(num_bytes: int) -> str:
-    """Return a number of bytes in the unit that makes it short, such as 1.2 GB."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
@@ -110,17 +102,13 @@ def bytes_in_words(num_bytes: int) -> str:
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""What the tracker holds, and the folder's name, where weights were converted and not trained."""
+"""Content of the tracker and name of the folder for converted weights, which were never trained here."""
 _PARTIAL = ".partial"
 _OLD = ".old"
 
 
 def probe_writable(folder: str, flag: str = "--save", kind: type[DynamicCPError] = CheckpointError) -> None:
-    """Create `folder`, the value of `flag`, and a file in it, and remove the file.
-
-    Raises:
-        DynamicCPError: of class `kind`: it cannot be written.
-    """
+    """Check that `folder`, the value of `flag`, can be created and written; raise `kind`, a DynamicCPError, if not."""
     probe = Path(folder) / f".write_probe_{os.getpid()}"
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)
@@ -152,11 +140,8 @@ def begin(save_dir: str, iteration: int) -> Path:
 def commit(
     partial: Path, iteration: int, run: Mapping[str, Any], written: Mapping[str, FileRecord] | None = None
 ) -> Path:
-    """Write the manifest of `partial`, give the folder its name and point the tracker at it.
-
-    Args:
-        run: JSON values that the manifest keeps.
-        written: records of files that were hashed as they were written.
+    """Write the manifest with `run`, JSON values, rename `partial` to its final name and point the tracker at it. Files
+    that are not in `written`, records of files hashed while they were written, are read and hashed.
     """
     final = partial.with_name(_name(iteration))
     with _reporting(final):
@@ -177,11 +162,7 @@ def commit(
 
 
 def latest(load_dir: str) -> Path | None:
-    """Return the folder that the tracker of `load_dir` names; None when there is no tracker.
-
-    Raises:
-        CheckpointError: the tracker is unreadable or names a folder that is not there.
-    """
+    """Return the folder that the tracker names, None without a tracker; CheckpointError if one of them is unusable."""
     tracker = Path(load_dir) / TRACKER
     try:
         text = tracker.read_text().strip()
@@ -198,7 +179,7 @@ def latest(load_dir: str) -> Path | None:
     folder = Path(load_dir) / _name(int(text))
     if not folder.is_dir():
         old = folder.with_name(folder.name + _OLD)
-        if old.is_dir():  # a crash between the two renames of a checkpoint that was being saved once more
+        if old.is_dir():  # a crash between the two renames of a repeated save
             return old
         raise CheckpointError(
             f"{tracker} names iteration {text}, but {folder} is missing: write an iteration that exists into it"
@@ -208,7 +189,6 @@ def latest(load_dir: str) -> Path | None:
 
 @contextlib.contextmanager
 def _reporting(path: Path) -> Iterator[None]:
-    """Turn what the file system refuses into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -244,14 +224,7 @@ _LOOK_UP_S = 0.2
 
 
 class SaveLock:
-    """Holds the lock of a folder on rank 0, from the moment it is made; collective.
-
-    Args:
-        folder: exists and can be written.
-
-    Raises:
-        CheckpointError: another job has it; the same on every rank.
-    """
+    """Holds the lock of a writable folder on rank 0; CheckpointError on all ranks if another job has it. Collective."""
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / NAME
@@ -259,16 +232,16 @@ class SaveLock:
         run_on_rank_zero(lambda: self._take(folder))
 
     def close(self) -> None:
-        """Let other jobs have the folder, and leave nothing in it."""
+        """Release the lock and remove its file."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # closing would leave it to processes that were forked meanwhile
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # closing alone would leave it to processes forked meanwhile
             self._file.close()
             self._file = None
 
     def _take(self, folder: str) -> None:
-        wait_s = min(WAIT_S, job_store().timeout.total_seconds() / 2)  # the other ranks wait for as long
+        wait_s = min(WAIT_S, job_store().timeout.total_seconds() / 2)  # the other ranks wait that long
         began_s = time.monotonic()
         waits = False
         while (holder := self._try()) is not None:
@@ -283,7 +256,7 @@ class SaveLock:
             time.sleep(_LOOK_UP_S)
 
     def _try(self) -> str | None:
-        """Take the lock; return who has it if another job does."""
+        """Take the lock; return a description of the other job if one has it."""
         file = self._path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -294,8 +267,8 @@ class SaveLock:
                     file.flush()
                     self._file = file
                     return None
-            holder: str | None = "it is just ending"  # the file of the lock has gone since it was opened
-        except (BlockingIOError, PermissionError):  # NFS may say either
+            holder: str | None = "it is just ending"  # the lock's file was removed after it was opened
+        except (BlockingIOError, PermissionError):  # NFS may raise either
             file.seek(0)
             holder = file.read(200) or "it has not said who it is"
         except OSError as error:

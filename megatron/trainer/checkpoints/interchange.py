@@ -1,12 +1,11 @@
-"""Checkpoints of Megatron-LM (core_v0.16.1, --ckpt-format torch_dist): reading theirs, and writing what they read.
+"""Reads checkpoints of Megatron-LM (core_v0.16.1, --ckpt-format torch_dist) and adds to ours what Megatron-LM reads.
 
-Both programs save with the same functions of megatron-core, so weights and optimizer have the same names. What differs
-are the values beside them: Megatron-LM keeps its arguments, iteration and schedule in the checkpoint's common part,
-this trainer in a manifest. So every checkpoint of this trainer has Megatron-LM's values, too, and `--load` recognizes
-a folder that has only those.
+Both programs save weights and optimizer with the same functions of megatron-core, so names are equal. Megatron-LM keeps
+its arguments, iteration and schedule in the checkpoint's common part, this trainer in a manifest. So every checkpoint
+of this trainer has both, and `--load` recognizes a folder with Megatron-LM's values alone.
 
-Taken over: weights, optimizer state, learning-rate schedule, iteration, number of consumed samples.
-Not: the order of the data (this trainer goes on with its own sample of that number) and random states.
+Taken over are weights, optimizer state, learning-rate schedule, iteration and number of consumed samples; not the order
+of the data (training goes on with this trainer's own sample of that number) nor random states.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ CONTENT_METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-"""What Megatron-LM must know to ask for the optimizer's tensors by the right names."""
+"""What Megatron-LM needs in order to ask for the optimizer's tensors by the right names."""
 COEFFICIENTS = "dynamic_cp_coefficients"
-"""Argument under which a checkout with --dynamic-cp keeps `Coefficients.to_dict` of its cost model."""
+"""Argument under which a checkout with --dynamic-cp keeps its cost model (`Coefficients.to_dict`)."""
 _WRITTEN_BY = "written_by"
 _THIS = "megatron-dynamic-cp"
 _OTHER_CONTENT = (AttributeError, TypeError, ValueError)
-"""Raised by code that meets other values than those it wrote."""
+"""What reading raises on values that it does not expect."""
 
 
 def values_for_megatron_lm(
@@ -53,7 +52,7 @@ def values_for_megatron_lm(
     Args:
         arguments: flags of this run under Megatron-LM's names.
         scheduler: state of the learning-rate schedule.
-        coefficients: of the cost model, None: not refined.
+        coefficients: of the cost model; None: not refined.
     """
     args = argparse.Namespace(**arguments)
     args.iteration = iteration
@@ -61,7 +60,7 @@ def values_for_megatron_lm(
     args.consumed_valid_samples = args.skipped_train_samples = 0
     args.add_bias_linear = not args.disable_bias_linear
     args.no_save_optim = False
-    args.no_save_rng = True  # ours are per rank and not in its form: it goes on with its own
+    args.no_save_rng = True  # ours have another form, so Megatron-LM goes on with its own
     setattr(args, _WRITTEN_BY, _THIS)
     setattr(args, COEFFICIENTS, coefficients)
     return {
@@ -74,16 +73,15 @@ def values_for_megatron_lm(
 
 
 def read_run(folder: Path, model: Mapping[str, Any], *, weights_only: bool) -> dict[str, Any] | None:
-    """Return the run values of Megatron-LM's checkpoint `folder`, as the manifest of one of ours has them.
-
-    None: it is none of Megatron-LM's. On one rank; reads the folder's common values.
+    """Return the run values of Megatron-LM's checkpoint `folder` in our manifest's form; None if it is not
+    Megatron-LM's.
 
     Args:
         model: `derive.model_identity` of this run.
-        weights_only: only they are wanted.
+        weights_only: only weights are wanted.
 
     Raises:
-        CheckpointError: it is one, of a kind that cannot be read.
+        CheckpointError: it is Megatron-LM's, of a kind that cannot be read.
     """
     if (folder / manifest.NAME).exists() or not (folder / "metadata.json").exists():
         return None
@@ -142,7 +140,7 @@ def _optimizer_kind(args: argparse.Namespace) -> str:
 
 
 def _model_identity(args: argparse.Namespace, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `model` with what Megatron-LM's arguments say in its place; what they do not say, shapes will tell."""
+    """Return `model` with the values of Megatron-LM's arguments, where they have one. Tensor shapes check the rest."""
     said = dict(vars(args))
     said["vocab_size"] = said.get("padded_vocab_size")
     if "swiglu" in said:
@@ -157,7 +155,7 @@ def _model_identity(args: argparse.Namespace, model: Mapping[str, Any]) -> dict[
     if model["position_embedding_type"] not in ROTARY:
         left -= {"rotary_base", "rotary_percent", "rotary_interleaved"}
     if not model["disable_bias_linear"]:
-        left.discard("add_qkv_bias")  # it has all biases, this one as well; Megatron-LM then sets the flag
+        left.discard("add_qkv_bias")  # it has all biases, so Megatron-LM sets this flag itself
     always = {name: own for name, own in model.items() if name not in FEATURES}
     said_of = {name: said[name] if name in left and said.get(name) is not None else own for name, own in always.items()}
     return said_of | features_of(args)

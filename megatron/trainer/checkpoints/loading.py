@@ -1,6 +1,6 @@
-"""Loading a checkpoint with megatron-core's distributed checkpoints; any layout loads any other's.
+"""Loads a checkpoint with megatron-core's distributed checkpoints, whatever layout of ranks saved it.
 
-Its manifest has the position: iteration, consumed samples, learning-rate schedule and what the data is.
+The manifest has the position: iteration, consumed samples, learning-rate schedule and the identity of the data.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ logger = logging.getLogger(__name__)
 
 
 def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool) -> Position | None:
-    """Load the latest checkpoint below `load_dir` and return its position; None where there is none. Collective.
+    """Load the latest checkpoint below `load_dir` and return its position; None if there is none. Collective.
 
     Args:
-        finetune: load the weights only and begin at iteration 0; so it is with imported weights in any case.
+        finetune: load the weights only and begin at iteration 0; imported weights are always loaded so.
         required: a folder without a checkpoint is an error; otherwise the run starts afresh.
 
     Raises:
-        CheckpointError: damaged, missing, or of another model, data set or seed; the same on every rank.
+        CheckpointError: damaged, missing, or of another model, data set or seed; on every rank.
     """
     found = run_on_rank_zero(lambda: _find(load_dir, required, trainable.identity["model"], finetune), _found)
     if found is None:
@@ -108,11 +108,7 @@ def load(trainable: Trainable, load_dir: str, *, finetune: bool, required: bool)
 
 
 def saved_data_identity(load_dir: str) -> dict[str, Any]:
-    """Return the data identity of the latest checkpoint below `load_dir`, {} where there is none; for rank 0.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-    """
+    """Return the data identity of the latest checkpoint, {} without one; CheckpointError if damaged. For rank 0."""
     folder = checkpoint_files.latest(load_dir)
     if folder is None or not (folder / manifest.NAME).exists():
         return {}
@@ -123,7 +119,7 @@ def saved_data_identity(load_dir: str) -> dict[str, Any]:
 def _find(
     load_dir: str, required: bool, model: Mapping[str, Any], weights_only: bool
 ) -> tuple[str, dict[str, Any]] | None:
-    """Return the folder of the latest checkpoint, and what its manifest says, or would say if it is Megatron-LM's."""
+    """Return the folder of the latest checkpoint with its manifest's run values, or Megatron-LM's in that form."""
     folder = checkpoint_files.latest(load_dir)
     if folder is None:
         if required:
@@ -137,7 +133,6 @@ def _find(
 
 
 def _found(value: list[Any] | None) -> tuple[Path, dict[str, Any]] | None:
-    """Return the result of `_find`, from JSON."""
     if value is None:
         return None
     folder, run = value
@@ -145,11 +140,7 @@ def _found(value: list[Any] | None) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _verify(folder: Path) -> None:
-    """Read all files of a checkpoint once and compare their hashes; each rank reads its share. Collective.
-
-    Raises:
-        CheckpointError: a file is damaged; the same on every rank.
-    """
+    """Compare all files' hashes, each rank its share; CheckpointError on every rank if one differs. Collective."""
     started_s = time.perf_counter()
     num_bytes = run_on_all_ranks(
         lambda: manifest.verify_files(
@@ -165,9 +156,9 @@ def _verify(folder: Path) -> None:
 
 
 def _check_identity(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:
-    """Check each named part; both dicts are part -> {name: value}."""
+    """Check each named part; both arguments map part -> {name: value}."""
     for part, values in own.items():
-        # What is on in one model only is named there only.
+        # A feature that only one model has is named in that model only.
         more = FEATURES & saved.get(part, {}).keys() - values.keys() if part == "model" else ()
         for name in (*values, *sorted(more)):
             value, saved_value = values.get(name), saved.get(part, {}).get(name)
@@ -179,9 +170,7 @@ def _check_identity(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Pa
 
 
 def _check_weights_fit(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:
-    """Check the model of a checkpoint whose weights begin a new run: how far positions reach may change, if no weight
-    depends on it, because training goes on to longer samples that way.
-    """
+    """Check the model of weights that begin a new run; positions may reach further where no weight depends on that."""
     free = ["rotary_base", *sorted(STRETCHED & (own.keys() | saved.keys()))]
     if own["position_embedding_type"] != "learned_absolute":
         free.append("max_position_embeddings")
@@ -195,11 +184,7 @@ def _check_weights_fit(own: Mapping[str, Any], saved: Mapping[str, Any], folder:
 
 
 def _checked_vocabulary(trainable: Trainable, saved: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the identity of imported weights with the run's rows of the vocabulary: megatron-core pads with zeros.
-
-    Raises:
-        CheckpointError: the run has no row for an imported one, or has token ids that were not imported.
-    """
+    """Return the identity of imported weights with the run's vocabulary rows; CheckpointError if these do not fit."""
     num_rows, imported = trainable.identity["model"]["vocab_size"], saved["model"]["vocab_size"]
     num_token_ids = trainable.arguments[TOKEN_IDS]
     if not num_token_ids <= imported <= num_rows:
@@ -211,10 +196,8 @@ def _checked_vocabulary(trainable: Trainable, saved: Mapping[str, Any], folder: 
 
 
 def _has_adapters(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path, weights_only: bool) -> bool:
-    """Return whether a checkpoint has the adapters of this run; those of a model without begin anew.
-
-    Raises:
-        CheckpointError: it has others, or none and the run goes on with its optimizer.
+    """Return whether the checkpoint has this run's adapters. CheckpointError if it has others, or none although the run
+    goes on with its optimizer; with weights only, adapters begin anew.
     """
     ours, theirs = own.get("adapters"), saved.get("adapters")
     if ours == theirs:
@@ -235,7 +218,7 @@ def _in_words(adapters: Mapping[str, Any] | None) -> str:
 
 
 def _check_imported_flags(own: Mapping[str, Any], imported: Mapping[str, Any], folder: Path, finetune: bool) -> None:
-    """Check the flags that decide what imported weights compute, and that no weight has the shape of."""
+    """Check the flags that decide what imported weights compute but show in no weight's shape."""
     for name, value in imported.items():
         ours = list(own[name]) if isinstance(own[name], tuple) else own[name]
         if ours == value:

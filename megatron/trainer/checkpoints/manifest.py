@@ -1,11 +1,11 @@
-"""The manifest of a checkpoint folder: its files with sizes and hashes, where the run was, and its own hash.
+"""The manifest of a checkpoint folder: sizes and hashes of its files, where the run was, and the manifest's own hash.
 
     {"schema_version": 2, "iteration": 10, "run": {...}, "files": {name: {"bytes": n, "xxh3_64": hash}, ...},
      "xxh3_64": hash of all bytes before this line}
 
-A flipped bit in any file of the folder, this one included, is refused by the file's name. Files are hashed while they
-are written and again before they are read, by XXH3 with 64 bits, at 10 GB/s and more per core: a disk takes longer. It
-finds damage, not forgery.
+A flipped bit in any file, this one included, is an error that names the file. Files are hashed by XXH3 with 64 bits
+while they are written and before they are read, at 10 GB/s and more per core: a disk is slower. It finds damage, not
+forgery.
 """
 
 from __future__ import annotations
@@ -26,18 +26,14 @@ ALGORITHM = "xxh3_64"
 FileRecord = Mapping[str, Any]
 """{"bytes": size, ALGORITHM: hash} of a file."""
 NUM_THREADS = 4
-"""Files that a rank hashes at the same time: the ranks of a node share its cores and its disk."""
+"""Files that a rank hashes at the same time; few, because the ranks of a node share its cores and disk."""
 _CHUNK_BYTES = 4 << 20
 _BESIDE_FROM_BYTES = 1 << 20
-"""Smaller writes are hashed where they are made: handing them to a thread takes longer."""
+"""Smaller writes are hashed in place: a thread's hand-over takes longer."""
 
 
 class HashedFile(io.BufferedWriter):
-    """A new file that is hashed as it is written, from beginning to end; large writes in a thread beside the disk.
-
-    Args:
-        path: of the file.
-    """
+    """A new file that is hashed while it is written; large writes are hashed in a thread, in parallel with the disk."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(io.FileIO(path, "wb"), _CHUNK_BYTES)
@@ -46,7 +42,6 @@ class HashedFile(io.BufferedWriter):
         self._thread = ThreadPoolExecutor(1)
 
     def write(self, data: Any) -> int:
-        """Write and hash `data`, bytes or a view of bytes."""
         self._num_bytes += len(data)
         if len(data) < _BESIDE_FROM_BYTES:
             self._hash.update(data)
@@ -58,26 +53,20 @@ class HashedFile(io.BufferedWriter):
             hashed.result()
 
     def fileno(self) -> int:
-        """Return the descriptor, which is synced next: what is still buffered goes before."""
+        """Return the descriptor after flushing, because megatron-core syncs it next."""
         self.flush()
         return super().fileno()
 
     def close(self) -> None:
-        """Write what is buffered and close the file."""
         super().close()
         self._thread.shutdown()
 
     def record(self) -> FileRecord:
-        """Return size and hash of what was written."""
         return {"bytes": self._num_bytes, ALGORITHM: self._hash.hexdigest()}
 
 
 def hash_file(path: Path) -> str:
-    """Return the hash of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the hash of a file; OSError if it cannot be read."""
     digest = xxhash.xxh3_64()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -87,11 +76,7 @@ def hash_file(path: Path) -> str:
 
 
 def hash_files(paths: Iterable[Path]) -> list[str]:
-    """Return the hashes of files, in their order; several are read at a time.
-
-    Raises:
-        OSError: one cannot be read.
-    """
+    """Return the hashes of files, in their order; OSError if one cannot be read."""
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         return list(threads.map(hash_file, paths))
 
@@ -105,12 +90,7 @@ _END = b'"\n}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of a checkpoint folder.
-
-    Attributes:
-        run: JSON values that a load needs: iteration, schedule, identity, layout.
-        files: by their path in the folder.
-    """
+    """The content of a checkpoint folder: `files` by path, and `run`, JSON values that a load needs."""
 
     iteration: int
     run: Mapping[str, Any]
@@ -119,14 +99,8 @@ class Manifest:
 
 
 def record_files(folder: Path, written: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Return the records of all files of `folder`; those that nobody hashed while writing are read.
-
-    Args:
-        written: records of files that were hashed as they were written.
-
-    Raises:
-        OSError: a file cannot be read.
-        CheckpointError: a file is not on the disk as it was written.
+    """Return the records of all files of `folder`; those without a record in `written` are hashed. OSError if one
+    cannot be read, CheckpointError if one is missing or has another size than was written.
     """
     records: dict[str, FileRecord] = {}
     for path in sorted(folder.rglob("*")):
@@ -148,7 +122,6 @@ def record_files(folder: Path, written: Mapping[str, FileRecord]) -> dict[str, F
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the manifest as the text of its file."""
     content = {
         "schema_version": manifest.schema_version,
         "iteration": manifest.iteration,
@@ -160,11 +133,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: there is none, it is not as it was written, or of a version that is not known.
-    """
+    """Return the manifest of a checkpoint; CheckpointError if it is missing, damaged, or of an unknown version."""
     path = folder / NAME
     try:
         text = path.read_bytes()
@@ -189,13 +158,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_files(folder: Path, manifest: Manifest, *, share: int = 0, num_shares: int = 1) -> int:
-    """Compare files of a checkpoint with its manifest; return how many bytes were read.
-
-    Args:
-        share: of `num_shares` equal ones, for ranks that divide the work among themselves.
-
-    Raises:
-        CheckpointError: a file is missing, has another size or another content; the message names it.
+    """Compare the files of this rank's share, one of `num_shares`, with the manifest; return the number of bytes read.
+    CheckpointError, which names the file, if one is missing or differs in size or content.
     """
     largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name]["bytes"], name))
     records = {folder / name: manifest.files[name] for name in largest_first[share::num_shares]}

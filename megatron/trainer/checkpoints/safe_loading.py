@@ -1,15 +1,15 @@
-"""Reading a checkpoint as data: the author of the --load folder cannot make this process run code.
+"""Reads a checkpoint as data: the author of the --load folder cannot make this process run code.
 
-Unpickling calls what the file names, and a checkpoint of torch_dist is unpickled in three places:
+Unpickling calls what the file names, and a torch_dist checkpoint is unpickled in three places:
 
-    .metadata         torch's list of tensors       here with the classes of such a list, and no others
+    .metadata         torch's list of tensors       here with the classes of such a list and no others
     common.pt         values beside the tensors     by torch.load(weights_only=True), whatever the environment says
-    objects           random states, in *.distcp    the same
+    objects           random states, in *.distcp    likewise
     tensors           in *.distcp                   torch itself does so
 
-From megatron-core 0.19 on the values beside the tensors are one of the objects. megatron-core reads them so unless
-TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, the other two never. Checksums of a manifest are no help: whoever writes the
-file writes its checksum.
+From megatron-core 0.19 on, the values beside the tensors are one of the objects. megatron-core itself protects only
+these values, and only while TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is unset. The manifest's checksums do not help: whoever
+forges a file writes its checksum, too.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ ADMITTED = {
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
-    # Of earlier versions of torch and megatron-core.
+    # written by earlier versions of torch and megatron-core
     "pathlib": ("PosixPath",),
     "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
 }
-"""Classes of plain values: module -> names. And torch's dtypes."""
+"""Classes of plain values that may be unpickled: module -> names. torch's dtypes may be, too."""
 
 
 def load(sharded_state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return what megatron-core's `dist_checkpointing.load` returns. Collective.
 
     Raises:
-        CheckpointError: a file holds something else than data, or is damaged; the same on every rank.
+        CheckpointError: a file is damaged or holds more than data; on every rank.
         CheckpointException: the same of an object in a file of tensors, or a tensor that cannot be read.
     """
     reader = _Reader(folder)
@@ -92,19 +92,15 @@ def read_common(folder: Path) -> Any:
     """Return the values beside the tensors.
 
     Raises:
-        CheckpointError: they are not only data, or the checkpoint is of another format.
-        Exception: whatever damaged files make torch and json raise.
+        CheckpointError: they hold more than data, or the checkpoint has another format.
+        Exception: whatever torch and json raise on damaged files.
     """
     _check_format(folder)
     return _Reader(folder).read_common()
 
 
 def open_tensors(folder: Path) -> tuple[FileSystemReader, Metadata]:
-    """Return a reader of the tensors of a checkpoint, for this rank alone, and the list of them.
-
-    Raises:
-        CheckpointError: the list is damaged or more than data, or the checkpoint is of another format.
-    """
+    """Return a reader of a checkpoint's tensors, for this rank alone, and their list; CheckpointError as in `load`."""
     reader = _Reader(folder)
     with _naming_damage(folder / METADATA):
         metadata = reader.read_metadata()
@@ -126,7 +122,7 @@ class _Reader(FileSystemReader):
         super().__init__(folder)
         self._metadata: Metadata | None = None
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override]  # of single ranks there is none
+    def read_metadata(self) -> Metadata:  # type: ignore[override]  # there is none per rank
         if self._metadata is None:
             path = Path(self.path) / METADATA
             with path.open("rb") as file:
@@ -138,12 +134,11 @@ class _Reader(FileSystemReader):
 
     @property
     def place_of_common(self) -> Path:
-        """The file that the values beside the tensors are in."""
+        """The file that has the values beside the tensors."""
         found = self._common_object()
         return Path(self.path) / (COMMON if found is None else found.relative_path)
 
     def read_common(self) -> Any:
-        """Return the values beside the tensors, read on this rank alone."""
         path, found = self.place_of_common, self._common_object()
         if found is None:
             return _read_data(path, str(path))
@@ -153,7 +148,7 @@ class _Reader(FileSystemReader):
         return common
 
     def _common_object(self) -> Any:
-        """Return the place of the common values among the tensors; None: in a file of their own."""
+        """Return where the common values lie among the tensors; None if they have their own file."""
         if (Path(self.path) / COMMON).exists() or not (Path(self.path) / METADATA).exists():
             return None
         found = self.read_metadata().storage_data.get(MetadataIndex(COMMON_OBJECT))
@@ -168,7 +163,7 @@ class _Reader(FileSystemReader):
         return super().read_data(plan, planner)
 
     def _load_object(self, planner: Any, item: ReadItem, value: Any) -> None:
-        """As `DefaultLoadPlanner.load_bytes` does, which unpickles everything."""
+        """Load one object as `DefaultLoadPlanner.load_bytes` does, but without unpickling code."""
         path = Path(self.path) / self.storage_data[item.storage_index].relative_path
         name = item.dest_index.fqn
         read = _read_data(value, f"{path} ({name})")
@@ -186,7 +181,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module == "pathlib._local":  # where Python 3.13 has it
+        if module == "pathlib._local":  # its name in Python 3.13
             module = "pathlib"
         if name not in ADMITTED.get(module, ()):
             raise _foreign(self._path, f"{module}.{name}")
@@ -194,7 +189,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _ShardedPart(TorchDistLoadShardedStrategy):
-    """megatron-core's, with our reader: it has no parameter for it."""
+    """megatron-core's strategy with our reader, which it takes no parameter for."""
 
     def __init__(self, reader: _Reader) -> None:
         super().__init__()
@@ -209,11 +204,7 @@ class _ShardedPart(TorchDistLoadShardedStrategy):
 
 
 def _failing_together(load: Callable[[], T]) -> T:
-    """Return the result of `load` on this rank. Collective.
-
-    Raises:
-        CheckpointException: of any rank, with the causes of all; on every rank.
-    """
+    """Return this rank's result of `load`; CheckpointException with all causes on all if one fails. Collective."""
     cause = loaded = None
     try:
         loaded = load()
@@ -271,7 +262,7 @@ def _naming_damage(path: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # unpickling what is damaged raises anything
+    except Exception as error:  # unpickling damaged bytes raises anything
         reason = str(error).strip().splitlines() or [""]
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}: {reason[-1]}): resume from an older checkpoint"

@@ -1,16 +1,15 @@
-"""Writing checkpoints: the files of all ranks, then a manifest, then the name (checkpoint_files.py).
+"""Writes checkpoints: the files of all ranks, then the manifest, then the folder's name (checkpoint_files.py).
 
-A process that each rank forks writes and hashes its files. Training waits for it, or with --async-save goes on, and
-between two iterations all ranks hear whether the last of them is done. Then they name and report the checkpoint in
-lock-step. Until then the folder is a `.partial` one, which nothing reads.
+Each rank forks a process that writes and hashes its files. Training waits for it, or goes on with --async-save; between
+two iterations all ranks then learn whether the last process is done, and name the checkpoint together. Until then the
+folder is a `.partial` one, which is never read.
 
-Forked and not spawned: the process sees the tensors as they are at that moment and has nothing to import. Tensors of
-the host are copied on write. Those of a device are copied to page-locked memory before, which the processes share: the
-rank keeps it until the files are written, or torch would put something else into it (as in NVIDIA/Megatron-LM#2288).
-
-The process does not touch CUDA, nothing else runs in it, and it leaves signals to its rank. It dies with its rank,
-because it holds the rank's connections: peers would take a dead rank for alive. The rank looks whether it lives instead
-of waiting for its word: it may be killed where memory is short.
+A forked process, unlike a spawned one, sees the tensors as they are at that moment and imports nothing. Host tensors
+are copied on write. Device tensors are first copied to page-locked memory, which both processes share; the rank keeps
+it until the files are written, or torch would reuse it (see NVIDIA/Megatron-LM#2288). The process does not touch CUDA
+and leaves signals to its rank. It holds its rank's connections, so it dies with its rank; otherwise peers would take a
+dead rank for alive. The rank checks whether it lives instead of waiting for a message, because it may be killed for
+lack of memory.
 """
 
 from __future__ import annotations
@@ -60,13 +59,10 @@ logger = logging.getLogger(__name__)
 
 
 class WriteResults:
-    """The results of the process, in a file in memory: of any size, and gone with the last that has it open.
+    """The results of the process, in an anonymous file: of any size, and gone when nobody has it open.
 
-    In place of megatron-core's queue, which lives in a manager process that imports the program anew and outlives a
-    rank that is killed.
-
-    Attributes:
-        files: records of those that were written; {} until `get_nowait`.
+    It replaces megatron-core's queue, which lives in a manager process that imports the program again and outlives a
+    killed rank. `files` has the records of the written files after `get_nowait`, {} before.
     """
 
     def __init__(self) -> None:
@@ -77,12 +73,12 @@ class WriteResults:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as this
 
     def put(self, results: Any, files: Mapping[str, FileRecord] = MappingProxyType({})) -> None:
-        """Write the results, or the exception that took their place."""
+        """Write the results, or the exception that replaces them."""
         pickle.dump((results, dict(files)), self._file)
         self._file.flush()
 
     def get_nowait(self) -> Any:
-        """Return the results that were put, or an exception when the process ended before that."""
+        """Return the results, or an exception if the process ended before it wrote them."""
         self._file.seek(0)
         try:
             results, self.files = pickle.load(self._file)
@@ -92,7 +88,7 @@ class WriteResults:
 
 
 def expect_results() -> WriteResults:
-    """Have the next request of megatron-core bring its results in what is returned."""
+    """Return a new `WriteResults`, which takes the results of megatron-core's next request."""
     results = filesystem_async._results_queue = WriteResults()
     return results
 
@@ -106,15 +102,15 @@ class WriterProcess:
         self._staged: Any = None
 
     def expect_results(self) -> None:
-        """Have the next request of megatron-core bring its results here."""
+        """Make this object receive the results of megatron-core's next request."""
         self._results = expect_results()
 
     def start(self, request: AsyncRequest) -> None:
-        """Copy what is on a device and start to write; on all ranks."""
+        """Copy device tensors and start to write; on all ranks."""
         keep_what_forks_inherit()
         function = request.async_fn
         if function is not None:
-            # A process of its own for every file, as megatron-core has it, could be killed unnoticed.
+            # megatron-core forks a process for every file, which could be killed unnoticed.
             transforms, *_ = function.args
             function = functools.partial(_write_all, os.getpid(), transforms)
         stage = request.preload_fn
@@ -128,18 +124,13 @@ class WriterProcess:
         self._calls.schedule_async_request(request._replace(async_fn=function))
 
     def is_writing(self) -> bool:
-        """Return whether this rank's files are still being written."""
         if not self._calls.async_calls:
             return False
         caller = self._calls.async_calls[0].async_caller
         return not caller.is_current_async_call_done(blocking=False, no_dist=True)
 
     def finalized(self) -> bool:
-        """Return whether all ranks have written their files; the first time that is so, finalize. Collective.
-
-        Raises:
-            CheckpointException: a rank could not write; on all ranks.
-        """
+        """Return whether all have written, and finalize once; CheckpointException on all if one cannot. Collective."""
         self._calls.maybe_finalize_async_calls(blocking=False)
         if self._calls.get_num_unfinalized_calls():
             return False
@@ -148,12 +139,11 @@ class WriterProcess:
 
     @property
     def files(self) -> dict[str, FileRecord]:
-        """Records of this rank's files of the request that was finalized last, by name."""
+        """Records of this rank's files of the last finalized request, by name."""
         return self._results.files
 
 
 def _write_all(parent: int, transforms: list[Any], _rank: int, buckets: Sequence[Any], results: WriteResults) -> None:
-    """Write this rank's files, in the forked process."""
     die_with_parent(parent)
     for number in EXIT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -168,7 +158,7 @@ def _write_all(parent: int, transforms: list[Any], _rank: int, buckets: Sequence
     for index, bucket in enumerate(buckets):
         outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
         started: queue.Queue[int] = queue.Queue()
-        started.put(index)  # the function counts its files down in it
+        started.put(index)  # the writing function takes an item out for each file
         FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcome, started, use_fsync=True)
         _, written_or_error = outcome.get()
         if isinstance(written_or_error, Exception):
@@ -183,8 +173,6 @@ _FIRST_LOOK_UP_S, _LOOK_UP_S = 0.002, 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class _Unnamed:
-    """A checkpoint whose files are being written."""
-
     folder: Path
     iteration: int
     run: dict[str, Any]
@@ -193,10 +181,8 @@ class _Unnamed:
 
 
 class Saver:
-    """Writes checkpoints of a run below `save_dir` (None: none); a crash at any time leaves the previous one in place.
-
-    Args:
-        in_background: go on with the run while files are written.
+    """Writes checkpoints of a run below `save_dir` (None: none). A crash at any time leaves the previous one in place.
+    With `in_background` the run goes on while files are written.
     """
 
     def __init__(self, trainable: Trainable, save_dir: str | None, *, in_background: bool) -> None:
@@ -207,13 +193,10 @@ class Saver:
         self._unnamed: _Unnamed | None = None
 
     def save(self, position: Position, *, wait: bool) -> None:
-        """Write checkpoint `position.iteration`, after waiting for one that is still being written; collective.
+        """Write checkpoint `position.iteration`, after waiting for the previous one; collective.
 
-        Args:
-            wait: return when it has its name, also if saving is in the background.
-
-        Raises:
-            CheckpointError: a rank cannot write this one or the previous one; the same on every rank.
+        With `wait`, return only once it has its name, even if saving is in the background. CheckpointError on every
+        rank if one cannot write this checkpoint or the previous one.
         """
         assert self._save_dir is not None
         save_dir = self._save_dir
@@ -248,22 +231,18 @@ class Saver:
         return self._unnamed is not None
 
     def is_writing(self) -> bool:
-        """Return whether this rank's files are still being written; to be exchanged before `finish`."""
+        """Return whether this rank's files are still being written; ranks exchange this before `finish`."""
         return self._writer.is_writing()
 
     def finish(self) -> None:
-        """Name the checkpoint that is being written, after waiting for the files of all ranks; collective.
-
-        Raises:
-            CheckpointError: a rank could not write; the same on every rank.
-        """
+        """Wait for all ranks' files and name the checkpoint; CheckpointError on all ranks if one failed. Collective."""
         if self._unnamed is None:
             return
         waits_since_s = time.perf_counter()
         iteration = self._unnamed.iteration
         try:
             with self._reporting(iteration), span("naming the checkpoint"):
-                # All ranks ask until the last is done, so that no collective is open for as long as a disk takes.
+                # All ranks poll until the last one is done, so that no collective stays open while a disk is slow.
                 pause_s = _FIRST_LOOK_UP_S
                 while not self._writer.finalized():
                     time.sleep(pause_s)
@@ -274,7 +253,6 @@ class Saver:
         self._name(time.perf_counter() - waits_since_s)
 
     def _name(self, waited_s: float = 0.0) -> None:
-        """Name and report the checkpoint whose files are written; collective."""
         assert self._unnamed is not None
         unnamed, self._unnamed = self._unnamed, None
         named_since_s = time.perf_counter()
@@ -287,7 +265,7 @@ class Saver:
         logger.info("saved %s in %.1f s, training waited %.1f s", folder, now_s - unnamed.started_s, held_up_s)
 
     def _request(self, partial: Path, position: Position) -> AsyncRequest:
-        """Return megatron-core's request to write the state of this rank, after planning it with the other ranks."""
+        """Return megatron-core's request to write this rank's state; the ranks plan it together."""
         state = sharded_model(self._trainable)
         state["optimizer"] = sharded_optimizer(self._trainable.optimizer, state)
         state["rng"] = sharded_rng(rng_state())
@@ -315,11 +293,6 @@ class Saver:
 
 
 def _of_all_ranks(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
-    """Return the files of all ranks; collective.
-
-    Args:
-        files: what this rank wrote, by name.
-    """
     united: dict[str, FileRecord] = {}
     for message in all_gather_bytes(json.dumps(files).encode(), collective_device()):
         united |= json.loads(message)
@@ -327,7 +300,6 @@ def _of_all_ranks(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
 
 
 def _run_values(trainable: Trainable, position: Position) -> dict[str, Any]:
-    """Return the run values of the manifest, as they are at this moment."""
     return {
         "iteration": position.iteration,
         "consumed_samples": position.consumed_samples,

@@ -1,18 +1,18 @@
-"""What a checkpoint holds: weights, optimizer state, random states, and where in the run we are.
+"""What a checkpoint holds: weights, optimizer state, random states, and the position in the run.
 
-The optimizer's part is the same on disk with and without the distributed optimizer. megatron-core stores each state
-tensor in the shape of its parameter, under
+The optimizer's part is the same with and without the distributed optimizer. megatron-core stores each state tensor in
+the shape of its parameter, under
 
     optimizer.state.exp_avg.<parameter>   optimizer.state.exp_avg_sq.<parameter>
     optimizer.state.param.<parameter>        float32 weights, distributed optimizer
     optimizer.state.fp32_param.<parameter>   float32 weights, plain optimizer with --bf16
     (none)                                   plain optimizer in fp32: the weights are the model's
 
-Only these tensors are loaded, whoever wrote them; step and learning rate are functions of the position in the run.
+Only these tensors are loaded; step and learning rate follow from the position.
 
-TransformerEngine's layers differ in two ways. Norms that they fuse with a projection have another name there, which
-megatron-core maps in dense layers only: here both are understood. And their `_extra_state` for quantization, empty in
-fp32 and bf16, is saved as megatron-core does and never asked of a file, so that local layers load it, and back.
+TransformerEngine's layers differ in two ways. A norm fused with a projection has another name, which megatron-core maps
+in dense layers only; here both names are found. Their `_extra_state` for quantization, empty in fp32 and bf16, is saved
+as megatron-core does but never loaded, so that local layers load such checkpoints, and the reverse.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from torch import nn
 from dynamic_cp.errors import CheckpointError
 from megatron.dynamic_cp.model.adapters import INNER, OUTER
 
-# megatron-core's default layout cannot be loaded on another TP or PP size, and its flattened tensors not by torch's.
-# The optimizers of experts and of all else name their tensors by parameters, not by their own number.
+# megatron-core's default layout cannot be loaded with another TP or PP size, nor its flattened tensors by torch's
+# optimizers. The optimizers of experts and of the other weights name tensors by parameter, not by optimizer number.
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _WEIGHT_KEYS = {"distributed": "param", "plain_16bit": "fp32_param", "plain_fp32": None}
 _ALONE_AND_FUSED = (
@@ -44,18 +44,14 @@ _ALONE_AND_FUSED = (
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
 )
-"""Names of norms before projections: in local layers, and where TransformerEngine fuses them."""
+"""Names of norms before projections: local, and fused by TransformerEngine."""
 _EXTRA = re.compile(r"_extra_state\d*$")
-"""With a number where it is of one of the experts that are one module."""
+"""It ends with a number if it belongs to one of the experts of a module."""
 
 
 @dataclass(kw_only=True)
 class Position:
-    """Where in the run we are.
-
-    Attributes:
-        coefficients: `Coefficients.to_dict` of the cost model, None where it has not been refined.
-    """
+    """Where in the run we are; `coefficients` is the cost model's `Coefficients.to_dict`, None if it is not refined."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -69,11 +65,11 @@ class Trainable:
     Attributes:
         chunks: unwrapped model chunks of this pipeline stage.
         wrapped: the same, wrapped for data parallelism.
-        identity: JSON values that must be equal when a run goes on: model, data, seed.
-        arguments: flags of the run under Megatron-LM's names, for a Megatron-LM that loads its checkpoints.
+        identity: JSON values that must be equal for a run to go on: model, data, seed.
+        arguments: flags of the run under Megatron-LM's names, for Megatron-LM to load the checkpoint.
         layout: JSON values that decide whether random states fit: TP, PP, lanes.
         has_dropout: whether random states matter.
-        gathers_params: weights are gathered by the next forward pass and stale until then.
+        gathers_params: the next forward pass gathers the weights, which are stale until then.
     """
 
     chunks: Sequence[nn.Module]
@@ -88,14 +84,13 @@ class Trainable:
 
 
 def sharded_model(trainable: Trainable) -> dict[str, Any]:
-    """Return the weights of this rank as megatron-core saves and loads them."""
     chunks = trainable.chunks
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     return {name: chunk.sharded_state_dict(metadata=SHARDING) for name, chunk in zip(names, chunks, strict=True)}
 
 
 def found_as(name: str, there: Container[str]) -> str:
-    """Return the name under which the tensor `name` is `there`; itself where it is under none."""
+    """Return the name that the tensor `name` has in `there`; `name` itself if it has none."""
     if name in there:
         return name
     for pair in _ALONE_AND_FUSED:
@@ -106,7 +101,7 @@ def found_as(name: str, there: Container[str]) -> str:
 
 
 def ask_as_found(sharded: Any, there: Container[str]) -> None:
-    """Have a (nested) sharded state dict, of weights and of their optimizer, ask for the names that are `there`."""
+    """Rename the tensors of a (nested) sharded state dict to the names that they have in `there`, in place."""
     if isinstance(sharded, dict | list | tuple):
         for part in sharded.values() if isinstance(sharded, dict) else sharded:
             ask_as_found(part, there)
@@ -135,10 +130,8 @@ def _is_of_adapter(key: str) -> bool:
 
 
 def load_weights(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Load all weights of `module`; extra states stay as they are, and adapters where a file has none.
-
-    Raises:
-        CheckpointError: a weight is missing, or there is one more.
+    """Load all weights of `module`; CheckpointError if one is missing or there is one too many. Extra states stay as
+    they are, as do adapters if `state_dict` has none.
     """
     keys = module.load_state_dict(state_dict, strict=False)
     asked = any(map(_is_of_adapter, state_dict))
@@ -152,7 +145,6 @@ def load_weights(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of this rank's generators."""
     state = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -160,7 +152,6 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Bring this rank's generators back to where `rng_state` found them."""
     torch.set_rng_state(state["cpu"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
     if torch.cuda.is_available():
@@ -168,12 +159,12 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def sharded_rng(state: dict[str, Any] | None) -> ShardedObject:
-    """Return `rng_state` as megatron-core saves it; None asks for what was saved."""
+    """Return `rng_state` as megatron-core saves it; None asks for the saved one."""
     return ShardedObject("rng_state", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
 
 
 def optimizer_kind(optimizer: MegatronOptimizer) -> str:
-    """Return the kind of storage of float32 weights in `optimizer`: "distributed", "plain_16bit" or "plain_fp32"."""
+    """Return how `optimizer` stores float32 weights: "distributed", "plain_16bit" or "plain_fp32"."""
     inner = _all_of(optimizer)[0]
     if isinstance(inner, DistributedOptimizer):
         return "distributed"
@@ -181,32 +172,25 @@ def optimizer_kind(optimizer: MegatronOptimizer) -> str:
 
 
 def sharded_optimizer(optimizer: MegatronOptimizer, sharded_model: dict[str, Any]) -> Any:
-    """Return the state of `optimizer` as megatron-core saves it."""
     return optimizer.sharded_state_dict(sharded_model, is_loading=False, metadata=SHARDING)
 
 
 class LoadRequest:
-    """The tensors that an optimizer needs from a checkpoint of either kind, and how it takes them.
-
-    A model with experts has two: theirs and that of all else.
-
-    Args:
-        saved_kind: `optimizer_kind` of the optimizer that was saved.
-    """
+    """The tensors that an optimizer (with experts, two) needs from a checkpoint of `optimizer_kind` `saved_kind`."""
 
     def __init__(self, optimizer: MegatronOptimizer, sharded_model: dict[str, Any], saved_kind: str) -> None:
         self._requests = [_OneRequest(one, sharded_model, saved_kind) for one in _all_of(optimizer)]
         self.tensors = {index: request.tensors for index, request in enumerate(self._requests)}
 
     def apply(self, loaded: dict[int, Any], step: int) -> None:
-        """Hand the loaded tensors and the number of past steps to the optimizer. The model's weights are loaded."""
+        """Give the optimizer the loaded tensors and the number of past steps, after the model's weights were loaded."""
         for index, request in enumerate(self._requests):
-            if request.tensors:  # a stage of dense layers has an optimizer of experts, which has nothing
+            if request.tensors:  # on a stage without experts, the experts' optimizer is empty
                 request.apply(loaded[index], step)
 
 
 class _OneRequest:
-    """As `LoadRequest`, of one optimizer."""
+    """As `LoadRequest`, for one optimizer."""
 
     def __init__(self, optimizer: Any, sharded_model: dict[str, Any], saved_kind: str) -> None:
         self._optimizer = optimizer
@@ -224,7 +208,7 @@ class _OneRequest:
         self.tensors: dict[str, Any] = _changed(tensors, self._as_saved)
 
     def _as_saved(self, sharded: Any) -> Any:
-        """Return `sharded` under the key that the checkpoint has, None when it has no such tensor."""
+        """Return `sharded` with its key in the checkpoint; None if the checkpoint has no such tensor."""
         own = f"optimizer.state.{_WEIGHT_KEYS[self._kind]}."
         if not sharded.key.startswith(own):
             return sharded
@@ -232,7 +216,7 @@ class _OneRequest:
             return None
         return replace(sharded, key=f"optimizer.state.{self._saved_weights}.{sharded.key.removeprefix(own)}")
 
-    @torch.no_grad()  # float32 shards of the distributed optimizer are views of leaves
+    @torch.no_grad()  # the distributed optimizer's float32 shards are views of leaves
     def apply(self, loaded: dict[str, Any], step: int) -> None:
         if self._kind == "distributed":
             self._apply_distributed(loaded, step)
@@ -241,9 +225,9 @@ class _OneRequest:
         inner = state_dict["optimizer"] if self._kind == "plain_16bit" else state_dict
         inner["state"] = dict(loaded["states"])
         if isinstance(self._optimizer.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            inner["state"]["common_step"] = torch.tensor(float(step))  # megatron-core hands it to each parameter
+            inner["state"]["common_step"] = torch.tensor(float(step))  # megatron-core copies it to each parameter
         else:
-            # Fused Adams count by group; TransformerEngine's refuses other names than its own in a parameter's state.
+            # Fused Adams count steps by group; TransformerEngine's refuses unknown names in a parameter's state.
             for group in inner["param_groups"]:
                 group["step"] = step
         if self._kind == "plain_16bit" and "weights" in loaded:
@@ -265,12 +249,12 @@ class _OneRequest:
 
 
 def _all_of(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers that `optimizer` is made of: one of a dense model, two with experts."""
+    """Return the parts of `optimizer`: one for a dense model, two with experts."""
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return nested dicts and lists with their leaves changed, without those that become None and what gets empty."""
+    """Return nested dicts and lists with changed leaves, without those that become None or empty."""
     if isinstance(value, Mapping):
         changed = {key: _changed(item, change) for key, item in value.items()}
         return {key: item for key, item in changed.items() if item not in (None, {}, [])}

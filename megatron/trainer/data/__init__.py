@@ -1,20 +1,11 @@
-"""Documents -> a deterministic, infinite stream of samples whose lengths are known before anything is read.
+"""Documents -> a deterministic, endless stream of samples whose lengths are known before anything is read.
 
-Read in this order:
-
-- `config`: what a run's flags say of its data
-- `source`: what a source of documents is
-- `hugging_face`, `tokenizer`: text to tokens
-- `mock` (random tokens), `indexed` (.bin/.idx): two sources
-- `records`: files of records as lines; `lines`: a line to documents
-- `chat_template` (messages to a text), `chat_records` (forms of chats to messages), `chat_format` (what of a text is
-  learned), `chat` (tokens and a loss mask), `chat_reader` (by which template): a line of chats to documents
-- `workers`: a long task spread over processes, and how far it is
-- `files`: --data-path to entries with weights, their files, and whether these have changed
-- `index_file`: the file of an index; `index_cache` finds it or has it made; `tokenizing` writes it
-- `documents`: the source that an index is
-- `samples`: documents of a range to samples no longer than --seq-length (--overlong), newly shuffled in every epoch
-- `stream`: position to sample, `SampleStream.global_batch` (lengths) and `.read` (tokens)
-- `build`: all of it
-- `index_once`: once in the whole job
+Read in this order: `config` (a run's flags about data), `source` (what a source of documents is), `hugging_face`,
+`tokenizer` (text to tokens), `mock` (random tokens), `indexed` (.bin/.idx files), `records` (files of records to
+lines), `lines` (a line to documents), `chat_template` (messages to a text), `chat_records` (forms of chats to
+messages), `chat_format` (what of a text is learned), `chat` (a line of chats to documents), `chat_reader` (which
+template), `workers` (tasks over processes, with progress), `files` (--data-path to files), `index_file` (the file of an
+index), `index_cache` (finds or makes it), `tokenizing` (writes it), `documents` (an index as a source), `samples`
+(documents to samples, shuffled in every epoch), `stream` (position to sample: lengths of a global batch, tokens of a
+sample), `build` (all of it), `index_once` (once per job).
 """

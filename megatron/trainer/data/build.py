@@ -1,6 +1,6 @@
 """From a DataConfig to the streams of training, validation and test.
 
-`index_entries` is what one rank does and all others take from it (`index_once`); `build_splits` opens what it found.
+One rank calls `index_entries` for all (`index_once`); `build_splits` opens the result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Splits:
-    """The three streams; None where --split leaves no documents for evaluation."""
+    """The three streams; None if --split leaves no documents for it."""
 
     train: SampleStream
     valid: SampleStream | None
@@ -47,12 +47,7 @@ class Splits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IndexedEntry:
-    """An entry of text or JSONL files with its index.
-
-    Attributes:
-        name: the entry as the user wrote it.
-        root: what precedes the names of its files.
-    """
+    """An entry of text or JSONL files, as the user wrote it, what precedes the names of its files, and its index."""
 
     name: str
     root: str
@@ -60,14 +55,10 @@ class IndexedEntry:
 
 
 def index_entries(config: DataConfig, on_tick: Callable[[], None] | None = None) -> tuple[IndexedEntry | None, ...]:
-    """Return each entry of --data-path with its index, from the cache or made now; None for .bin/.idx data.
+    """Return each entry of --data-path with its index, from the cache or new; None for .bin/.idx data.
 
-    Args:
-        on_tick: called about twice a second during what takes long.
-
-    Raises:
-        DataError: data that is missing or malformed.
-        InvalidInputError: flags that contradict themselves.
+    `on_tick` is called about twice a second during long tasks. DataError if data are missing or malformed,
+    InvalidInputError if flags contradict themselves.
     """
     if config.mock:
         return ()
@@ -106,14 +97,14 @@ def _index_entry(
 def build_splits(config: DataConfig, entries: Sequence[IndexedEntry | None] | None = None) -> Splits:
     """Return the streams of `config`: the same in every process, reading indexes only.
 
-    Without blend weights the samples of all paths are shuffled together: each comes once per epoch, so a path's part is
-    in proportion to its samples. With weights each path is a dataset of its own with its own epochs.
+    Without blend weights the samples of all paths are shuffled together: each comes once per epoch, and a path's share
+    is its share of the samples. With weights each path is a dataset with its own epochs.
 
     Args:
-        entries: what `index_entries` found, here or on another rank; None: it is done now.
+        entries: what `index_entries` returned, here or on another rank; None: call it now.
 
     Raises:
-        DataError: data that is missing, malformed or empty; a training split without samples.
+        DataError: data that are missing, malformed or empty; a training split without samples.
         InvalidInputError: flags that contradict themselves.
     """
     shares = parse_split(config.split)
@@ -143,7 +134,6 @@ def build_splits(config: DataConfig, entries: Sequence[IndexedEntry | None] | No
 
 
 def _ranges(source: Source, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """Return (first, last + 1) of each share's documents; those of one line stay together."""
     ranges, num_documents = document_ranges(shares, len(source.lengths)), len(source.lengths)
     bounds = [source.first_of_line(stop) if stop < num_documents else stop for _, stop in ranges]
     return tuple(pairwise([0, *bounds]))
@@ -164,11 +154,7 @@ def _open_sources(
 def open_entry(
     entry: str, indexed: IndexedEntry | None, built: Tokenizer, chat_format: ChatFormat | None = None
 ) -> Source:
-    """Return the documents of an entry.
-
-    Raises:
-        DataError: .bin/.idx files that are missing, truncated or contradict each other.
-    """
+    """Return the documents of an entry; DataError if .bin/.idx files are missing, truncated or contradictory."""
     if indexed is None:
         return IndexedDocuments(entry, built)
     return StoredDocuments(entry, indexed.root, indexed.index, built.vocab_size, chat_format)
@@ -187,11 +173,11 @@ def build_stream(
     """Return the stream of one split; None, with a warning, for a validation or test split without samples.
 
     Args:
-        name: of SPLIT_NAMES.
+        name: one of SPLIT_NAMES.
         parts: sources, each with the range (first, last + 1) of its documents.
         weights: of the parts; None: the samples of all parts are shuffled together.
         seed, seq_length, overlong: see `DataConfig`.
-        split: for messages; None: each split has sources of its own.
+        split: for messages; None: each split has its own sources.
 
     Raises:
         DataError: a training split without samples.

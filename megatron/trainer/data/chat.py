@@ -1,13 +1,9 @@
-"""Chats: lines {"messages": [{"role": ..., "content": ...}, ...]} as tokens, and which of these are learned. Other
-forms of chats become this one in `chat_records`.
+"""Turns a line of chats, {"messages": [{"role": ..., "content": ...}, ...]}, into tokens and marks the learned ones.
 
-    line -> parse_chats -> ChatFormat.texts -> ChatReader.read -> ChatLines
-
-A line is one text where its template writes a turn in the same way whatever follows, else as many as it takes for each
-answer to stand behind its own prompt (`chat_format`). Answers of weight 0 are not learned.
-
-Lines {"prompt": ..., "responses": [...]} are as many chats, which have the prompt in common: the user's message as a
-text, or messages.
+`chat_records` brings other forms of chats into this one. A line is one text if its template writes a turn the same way
+whatever follows it. Otherwise it takes as many texts as are needed for each answer to stand behind its own prompt
+(`chat_format`). Answers of weight 0 are not learned. A line {"prompt": ..., "responses": [...]} is one chat per
+response, all with the same prompt: a user's message as a string, or a list of messages.
 """
 
 from __future__ import annotations
@@ -44,12 +40,11 @@ from megatron.trainer.data.tokenizer import TextTokenizer
 
 
 class Chats(NamedTuple):
-    """What a line holds: one chat, or as many as it has responses.
+    """The chats of a line: one, or one for each response.
 
     Attributes:
-        messages: of each chat.
-        given: what the line gives the template besides, such as `tools`.
-        share_prompt: they end with the responses to one prompt.
+        given: what the template gets besides the messages, such as `tools`.
+        share_prompt: the chats are responses to one prompt.
         unread: `lines.unread_keys` of the line.
     """
 
@@ -60,11 +55,8 @@ class Chats(NamedTuple):
 
 
 def parse_chats(line: bytes) -> Chats:
-    """Return the chats of a line.
-
-    Raises:
-        LineError: no JSON object of a form that `chat_records` knows, or with a prompt and responses; a message without
-            role or content, or no assistant to learn.
+    """Return the chats of a line. LineError if it is no JSON object of a known form (`chat_records`), a message lacks
+    role or content, or no assistant's message is learned.
     """
     value = object_of_line(line, '{"messages": [...]}')
     given = given_of(value)
@@ -81,11 +73,7 @@ def parse_chats(line: bytes) -> Chats:
 
 
 def parse_preference(value: Mapping[str, Any]) -> Chats:
-    """Return the chats of a preference, the chosen before the rejected.
-
-    Raises:
-        LineError: as `parse_chats`, and an answer that is none of the assistant's.
-    """
+    """Return a preference's chats, the chosen first; LineError as in `parse_chats`, for each of the two."""
     chats, unread = preference_of(value)
     for messages in chats:
         _check_learned(messages)
@@ -100,26 +88,18 @@ def _check_learned(messages: Sequence[Mapping[str, Any]]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReader:
-    """Reads chat lines as tokens."""
-
     tokenizer: TextTokenizer
     chat_format: ChatFormat
 
     def read(self, line: bytes) -> list[Document]:
-        """Return a line as tokens: as many documents as its template needs.
-
-        Raises:
-            LineError: a chat that is malformed, or of which tokens are part prompt and part answer.
-        """
+        """Return a line's documents; LineError if it is malformed, or a token lies across prompt and answer."""
         chats = parse_chats(line)
         first, *others = [self.shared(chats)] if chats.share_prompt else self._documents(chats)
         return [first._replace(unread=chats.unread), *others]
 
     def shared(self, chats: Chats) -> Document:
-        """Return chats that have their prompt in common as one document.
-
-        Raises:
-            LineError: the prompt is written otherwise in one of them, or a chat takes several texts.
+        """Return chats with a common prompt as one document. LineError if the template writes the prompt differently in
+        one of them, or a chat takes several texts.
         """
         documents = self._documents(chats)
         if len(documents) != len(chats.messages):
@@ -134,7 +114,7 @@ class ChatReader:
         return [self.tokens(text) for text in texts]
 
     def tokens(self, one: ChatText) -> Document:
-        """Return the tokens of a text; LineError where one is part prompt and part answer."""
+        """Return the tokens of a text; LineError if a token lies across the border of prompt and answer."""
         text, spans = one
         whole = self.tokenizer.encode(encode(text))
         is_target = np.zeros(len(whole), dtype=np.bool_)
@@ -147,7 +127,7 @@ class ChatReader:
         return Document(whole, is_target)
 
     def _joined(self, chats: Sequence[Document]) -> Document:
-        """Return chats that have their prompt in common as one; what follows a response is of no use to it."""
+        """Join chats with a common prompt to one document; what a template writes behind a response is dropped."""
         learned = [np.asarray(chat.is_target, np.bool_) for chat in chats]
         firsts = [int(is_target.argmax()) for is_target in learned]
         prompt = chats[0].tokens[: firsts[0]]
@@ -171,14 +151,14 @@ class ChatReader:
     def _token_ends(
         self, text: str, places: Sequence[int], spans: Sequence[Span], whole: NDArray[np.int64]
     ) -> list[int]:
-        """Return for each place in the text how many tokens come before it; none may lie across it."""
+        """Return the number of tokens before each place of the text; LineError if a token lies across a place."""
         pieces = [
             self.tokenizer.encode(encode(text[start:stop]))
             for start, stop in zip([0, *places], [*places, len(text)], strict=True)
         ]
         if np.array_equal(np.concatenate(pieces), whole):
             return list(np.cumsum([len(piece) for piece in pieces[:-1]]).tolist())
-        # A tokenizer that begins every text in its own way: compare beginnings of the whole instead of its pieces.
+        # This tokenizer begins every text in its own way, so compare beginnings of the whole text, not pieces.
         ends = []
         for number, place in enumerate(places):
             before = self.tokenizer.encode(encode(text[:place]))

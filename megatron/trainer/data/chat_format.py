@@ -1,17 +1,15 @@
-"""What a chat's assistant wrote, in the text that a template gives it.
+"""Renders a chat with its template and finds what the assistant wrote in the text.
 
-    messages -> ChatFormat.texts -> [text and its spans, ...]
+A span is what the model has to write: from the end of the generation prompt to the end of the turn. If the template
+marks it with {% generation %}, the marked text is the span and the chat is one text. Otherwise a turn's text is the
+chat up to and including the turn, and its span is what the turn adds to the generation prompt. Turns share a text as
+long as each stands behind its own prompt there. A template may write earlier turns differently once later ones follow,
+for example without their reasoning. Such a turn gets its own text, so every answer is learned behind the prompt that
+would generate it.
 
-A span is what the model is to write: from behind the generation prompt to the end of the turn. If the template marks it
-with {% generation %}, the marked text is the span, and a chat is one text. Otherwise a turn's text is the chat up to
-it, and the span is what the turn adds to the generation prompt. Turns share a text as long as each of them stands there
-behind its own prompt. A template that writes earlier turns otherwise once later ones follow (without their reasoning,
-for example) gives a turn a text of its own, so that every answer is learned behind what precedes it when it is
-generated.
-
-What a message says must be in the text that is trained: each is rendered once more with a mark of its own in the place
-of each content, reasoning, and name and argument of a call, and a mark that is not written is an error. To look for the
-words themselves would find them elsewhere, such as a tool's name in its schema.
+Everything that messages say must be in the trained text. So the chat is rendered once more with a mark in place of each
+content, reasoning, and name and argument of a call; a missing mark is an error. A search for the words themselves could
+find them elsewhere, such as a tool's name in its schema.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from megatron.trainer.data.chat_template import (
 from megatron.trainer.data.lines import LineError
 
 _MARKER = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])")
-"""How templates write tokens of their own: <|im_end|>, </s>, [/INST]."""
+"""Special tokens as templates write them: <|im_end|>, </s>, [/INST]."""
 _KEY = re.compile(r"""["']type["']:""")
 
 Message = Mapping[str, Any]
@@ -48,7 +46,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Span(NamedTuple):
-    """Characters start .. stop - 1 of a text, written by the assistant in message number `turn`, from 1."""
+    """Characters [start, stop) of a text, written by the assistant in message number `turn` (from 1)."""
 
     start: int
     stop: int
@@ -56,17 +54,14 @@ class Span(NamedTuple):
 
 
 class ChatText(NamedTuple):
-    """A text and what of it is learned, in order."""
-
     text: str
     spans: list[Span]
 
 
 class _Answer(NamedTuple):
-    """The text up to and with a turn, of which characters start .. stop - 1 are learned.
+    """The text up to and including a turn, of which the characters [start, stop) are learned.
 
-    Attributes:
-        common_stop: where the turn ends that later ones may follow; less than `stop` where the last turn has more.
+    If later turns follow, it ends at `common_stop`: before `stop` if the template writes more behind the last turn.
     """
 
     text: str
@@ -75,21 +70,21 @@ class _Answer(NamedTuple):
     common_stop: int
 
     def stop_in(self, text: str) -> int | None:
-        """Return where the turn ends in the text of later ones; None where it or what precedes it is not there."""
+        """Return where the turn ends in `text`; None if `text` does not begin with this answer and what precedes it."""
         return next((stop for stop in (self.stop, self.common_stop) if text.startswith(self.text[:stop])), None)
 
 
 class _Habits(NamedTuple):
-    """How a template writes, found by asking it to.
+    """How a template writes turns, found by rendering small chats with it.
 
     Attributes:
-        reads_text, reads_parts: which contents it writes, a text or a list of parts.
-        reads_arguments: it writes a tool call's arguments that are JSON text as it writes objects, or no objects.
-        end: of the last turn, behind its content and before `cue`; None where it refuses a question and an answer.
-        common_end: what of it is there where a turn follows, too.
-        next_marks: what begins a user's message and a tool's, where `end` is empty.
-        unwritten: what of the generation prompt an answer does not stand behind.
-        cue: what of the next prompt it writes behind the last turn though none is asked for; "" for most.
+        reads_text, reads_parts: it writes a content that is a string, or a list of parts.
+        reads_arguments: it writes a tool call's arguments given as JSON text just as it writes objects, or no objects.
+        end: what follows the last turn's content, without `cue`; None if it refuses a question and an answer.
+        common_end: the part of `end` that is also written where another turn follows.
+        next_marks: the special tokens that begin a user's and a tool's message, for templates whose `end` is empty.
+        unwritten: the end of the generation prompt that is not written before an answer.
+        cue: the beginning of the next prompt that it writes behind the last turn unasked; usually "".
     """
 
     reads_text: bool
@@ -104,14 +99,13 @@ class _Habits(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormat:
-    """A Jinja template and what it may use besides the messages.
+    """A Jinja template and its variables.
 
     Attributes:
-        name: what to call it in messages.
-        template: Jinja, as Hugging Face's tokenizers have it.
-        tool_template: the one for chats with tools, where it is another.
+        name: what error messages call the template.
+        tool_template: the template for chats with tools, if it is another.
         variables: special tokens by name.
-        date: what templates write for today, "2026-11-25".
+        date: what templates write as today's date, "2026-11-25".
     """
 
     name: str
@@ -122,28 +116,25 @@ class ChatFormat:
 
     @property
     def digest(self) -> str:
-        """A hash (hex) of what decides the text besides the date."""
+        """A hash (hex) of everything but the date that decides the text."""
         parts = [self.template, self.variables, *([self.tool_template] if self.tool_template else [])]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     @property
     def written_date(self) -> str | None:
-        """The date, where the template may write one."""
+        """The date, or None if the template never writes one."""
         return self.date if uses_date(self.template + (self.tool_template or "")) else None
 
     @property
     def unwritten(self) -> str:
-        """What of the generation prompt the template does not write before an answer, such as an opened <think>."""
+        """The end of the generation prompt that is not written before an answer, such as an opened <think>."""
         return self._habits({}).unwritten
 
     def texts(self, messages: Sequence[Message], given: Mapping[str, Any] = _NOTHING) -> list[ChatText]:
-        """Return the texts of a chat, by the last turn that each trains; every turn that is learned is in one of them.
+        """Return the texts of a chat, ordered by the last turn that each trains; each learned turn is in exactly one.
 
-        Args:
-            given: what the template gets besides, such as `tools`.
-
-        Raises:
-            LineError: the template refuses the chat, does not say what the assistant wrote, or leaves something out.
+        `given` is what the template gets besides the messages, such as `tools`. LineError if the template refuses the
+        chat, hides where the assistant's text begins, or leaves something out.
         """
         messages = [
             self._readable(as_templates_see_it(message), number, given) for number, message in enumerate(messages, 1)
@@ -166,7 +157,6 @@ class ChatFormat:
         return [one for one in reversed(texts) if one.spans]
 
     def _answer(self, messages: Sequence[Message], turn: int, given: Mapping[str, Any]) -> _Answer:
-        """Return the text up to and with message `turn`, and where it begins and ends."""
         self._check_written(messages[: turn + 1], [turn], given)
         habits = self._habits(given)
         prompt = self._render(messages[:turn], given, add_generation_prompt=True)
@@ -182,7 +172,7 @@ class ChatFormat:
         return _Answer(text, start, max(start, stop), max(start, common_stop))
 
     def _mark_behind(self, turn: int, message: Message, habits: _Habits) -> str:
-        """Return what ends a turn that the template does not end: the token of the role that is next, or eos_token."""
+        """Return the token that ends a turn where the template writes none: that of the next role, or eos_token."""
         by_user, by_tool = habits.next_marks
         mark = (by_tool if message.get("tool_calls") else by_user) or dict(self.variables).get("eos_token", "")
         if not mark:
@@ -193,10 +183,9 @@ class ChatFormat:
         return mark
 
     def _start(self, prompt: str, text: str, messages: Sequence[Message], turn: int, given: Mapping[str, Any]) -> int:
-        """Return where an answer begins in a text that does not begin with its prompt.
-
-        Either the answer goes on before the prompt's end (behind "<think>" of "<think>\\n"), or earlier messages are
-        written otherwise: then it begins behind what the prompt adds to them.
+        """Return where an answer begins in a text that does not begin with the answer's prompt: either inside the
+        prompt (behind "<think>" of "<think>\\n"), or, if the template writes earlier messages differently, behind what
+        the prompt adds to them.
         """
         asked = self._render([*messages[:turn], _Places().instead_of(turn, messages[turn])], given)
         before = self._render(messages[:turn], given)
@@ -215,10 +204,8 @@ class ChatFormat:
         return start
 
     def _check_written(self, messages: Sequence[Message], turns: Sequence[int], given: Mapping[str, Any]) -> None:
-        """Raise LineError where a text leaves out what somebody says in it.
-
-        Args:
-            turns: the answers that are learned in this text. Of earlier ones templates may drop the reasoning.
+        """Raise LineError if the text leaves out something that a message says. `turns` are the answers that are
+        learned in this text; a template may drop the reasoning of earlier ones.
         """
         places = _Places()
         asked = [
@@ -239,10 +226,7 @@ class ChatFormat:
             )
 
     def _check_content(self, message: Message, turn: int, prompt: str, written: str) -> None:
-        """Raise LineError where part of an answer's content is not written, white space aside.
-
-        It may begin in the prompt, with a <think> that this opens.
-        """
+        """Raise LineError if part of an answer's content, white space aside, is missing from prompt and answer."""
         content = message.get("content") or ""
         content = content if isinstance(content, str) else "".join(part["text"] for part in content)
         wanted, before, learned = ("".join(text.split()) for text in (content, prompt, written))
@@ -286,12 +270,12 @@ class ChatFormat:
 
 
 def is_learned_answer(message: Message) -> bool:
-    """Return whether a message is the assistant's and has not weight 0; null is what tables have in place of none."""
+    """Return whether a message is the assistant's and its weight is not 0. Tables write null for a missing weight."""
     return message["role"] == "assistant" and (message.get("weight") is None or bool(message["weight"]))
 
 
 def _by_marks(marked: str, messages: Sequence[Message], name: str) -> ChatText:
-    """Return a text without its marks, and what they enclose of turns that are learned."""
+    """Return a text without its marks, and the marked spans of learned turns."""
     turns = [turn for turn, message in enumerate(messages, 1) if message["role"] == "assistant"]
     numbers = iter(turns)
     text, *parts = marked.split(OPEN)
@@ -313,14 +297,8 @@ def _by_marks(marked: str, messages: Sequence[Message], name: str) -> ChatText:
 
 @lru_cache(maxsize=8)
 def _habits_of(template: str, variables: tuple[tuple[str, str], ...], date: str) -> _Habits:
-    """Return how a template writes the content and the end of a turn."""
-
     def write(*contents: str, role: str = "user", in_parts: bool = False, prompts: bool = False, **more: Any) -> str:
-        """Return the text of a question, an answer and a message of `role`, as many as there are contents.
-
-        Args:
-            more: keys of the last message.
-        """
+        """Return a question, an answer and a message of `role` with `more` keys, as many as contents; "" if refused."""
         roles = ("user", "assistant", role)
         messages: list[dict[str, Any]] = [
             {"role": name, "content": [{"type": "text", "text": content}] if in_parts else content}
@@ -335,17 +313,16 @@ def _habits_of(template: str, variables: tuple[tuple[str, str], ...], date: str)
 
     texts, parts = (write("?", PLACE, in_parts=in_parts) for in_parts in (False, True))
     reads_text = PLACE in texts
-    # A template that knows texts alone may write a list as Python or JSON does.
+    # A template that reads only strings may write a list as Python or JSON does.
     reads_parts = PLACE in parts and len(_KEY.findall(parts)) == len(_KEY.findall(texts))
     in_parts = reads_parts and not reads_text
 
     def between(role: str) -> str:
-        """Return what stands between an answer and the content of a message of `role`."""
+        """Return what the template writes between an answer and the content of a following message of `role`."""
         written = write("?", PLACE, NEXT, role=role, in_parts=in_parts)
         return written.partition(PLACE)[2].partition(NEXT)[0]
 
     def called(arguments: Any) -> str:
-        """Return the text of a question and a tool call."""
         call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
         return write("?", "", in_parts=in_parts, tool_calls=[call])
 
@@ -355,7 +332,7 @@ def _habits_of(template: str, variables: tuple[tuple[str, str], ...], date: str)
     prompt = write("?", in_parts=in_parts, prompts=True)
     end, unasked = asked.rpartition(PLACE)[2], write("?", in_parts=in_parts)
     common_end = _agreed(end, between("user"))
-    # A cue is there if the text of a question ends as that of an answer does, and the answer goes on behind it.
+    # There is a cue if a text that ends with the question ends as one with an answer does, and the answer follows it.
     cue = end[len(common_end) :]
     if common_end.strip() and cue.strip() and unasked.endswith(cue) and asked.startswith(unasked):
         common_end = _before_opening(common_end, asked)
@@ -375,20 +352,20 @@ def _habits_of(template: str, variables: tuple[tuple[str, str], ...], date: str)
 
 
 def _first_mark(text: str) -> str:
-    """Return the token of its own with which a text begins, "" where it begins otherwise."""
+    """Return the special token with which a text begins, "" if it begins with none."""
     found = _MARKER.match(text)
     return found[0] if found else ""
 
 
 def _before_opening(common_end: str, text: str) -> str:
-    """Return what ends a turn, of what stands behind it whoever is next: nothing of what begins turns, and the text."""
+    """Return the part of `common_end` that ends a turn, without the special token that begins the next one."""
     marks = _MARKER.findall(common_end)
     first = min(marks, key=text.find, default="")
     return common_end.rpartition(first)[0] if first in marks[1:] else common_end
 
 
 def _agreed(first: str, second: str) -> str:
-    """Return the beginning that two texts share, without part of a token of a template's own."""
+    """Return the longest common beginning of two texts, with special tokens whole."""
     agreed = ""
     for one, other in zip(_MARKER.split(first), _MARKER.split(second), strict=False):
         if one == other:
@@ -402,17 +379,13 @@ def _agreed(first: str, second: str) -> str:
 
 
 class _Places:
-    """Marks in the place of what messages say.
-
-    Attributes:
-        found: mark -> the message that has it, from 0, and what of it.
-    """
+    """Marks that replace what messages say; `found` maps each to (index of its message, what it replaces)."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[int, str]] = {}
 
     def instead_of(self, turn: int, message: Message, *, is_learned: bool = True) -> Message:
-        """Return a message with marks; of an assistant whose words are not learned only in its calls."""
+        """Return a message with marks. An assistant's message that is not learned gets them in its calls only."""
 
         def mark(what: str) -> str:
             place = f"{PLACE}{len(self.found)}{PLACE}"
@@ -423,7 +396,7 @@ class _Places:
             function = dict(called(call))
             of, given = f"call of {function['name']!r}", function.get("arguments")
             function["name"] = mark(of)
-            if isinstance(given, str) and given:  # a template that reads texts writes it as it is
+            if isinstance(given, str) and given:  # a template that reads text writes it unchanged
                 function["arguments"] = json.dumps({mark(f"{of} (arguments)"): 1}, ensure_ascii=False)
             if isinstance(given, dict):
                 both = [(mark(f"{of} (argument {key!r})"), mark(f"{of} (argument {key!r})")) for key in given]

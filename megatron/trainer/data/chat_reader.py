@@ -1,4 +1,4 @@
-"""Which template reads the chats of a run, and what two runs on chats must share."""
+"""Finds the template that reads the chats of a run, and says what two runs on chats must share."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from megatron.trainer.data.chat_format import ChatFormat
 
 CHAT_DATE = "chat date"
-"""What a checkpoint calls the date that templates wrote, so that a run which goes on writes it again."""
+"""A checkpoint's name for the date that templates wrote; a resumed run writes the same date."""
 
 
 def build_chat_reader(config: DataConfig, tokenizer: Tokenizer) -> ChatReader | None:
-    """Return what reads the chats of `config`; None without --sft.
-
-    Raises:
-        InvalidInputError: no template, or one that does not compile; a tokenizer that cannot read text; no safe jinja2.
+    """Return the reader of chats, None without --sft. InvalidInputError if the template is missing or does not compile,
+    the tokenizer cannot read text, or jinja2 is missing or too old.
     """
     if not config.sft:
         return None
@@ -60,7 +58,7 @@ def build_chat_reader(config: DataConfig, tokenizer: Tokenizer) -> ChatReader | 
 
 
 def _template(wanted: str | None, folder: str | None) -> tuple[str, str, str | None]:
-    """Return the name and the text of a template, and the text of another one for chats with tools."""
+    """Return the name and the text of a template, and the text of the one for chats with tools if there is one."""
     names = ", ".join(TEMPLATES)
     if wanted is None:
         if folder is None:
@@ -82,12 +80,12 @@ def _template(wanted: str | None, folder: str | None) -> tuple[str, str, str | N
 
 
 def chat_request(reader: ChatReader) -> dict[str, str]:
-    """Return what decides the lengths of chats besides their contents: among it which rules make a chat's texts."""
+    """Return what decides the lengths of chats besides their contents; "texts" is the version of the rules."""
     return {"kind": "chat", "tokenizer": repr(reader.tokenizer), **_template_identity(reader.chat_format), "texts": "3"}
 
 
 def chat_identity(config: DataConfig) -> dict[str, str]:
-    """Return what two runs on chats must share besides the tokenizer; nothing without --sft."""
+    """Return what two runs on chats must share besides the tokenizer; empty without --sft."""
     reader = build_chat_reader(config, tokenizer.build(config))
     return {} if reader is None else _template_identity(reader.chat_format)
 

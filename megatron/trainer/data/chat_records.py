@@ -1,15 +1,13 @@
-"""Records as public chat data have them, as messages.
+"""Reads the forms of public chat data as messages.
 
-    {"messages": [{"role", "content"}, ...]}        OpenAI; as they are
+    {"messages": [{"role", "content"}, ...]}        OpenAI; unchanged
     {"conversations": [{"from", "value"}, ...]}     ShareGPT
-    {"prompt", "completion"}                        texts or messages; the completion is learned
+    {"prompt", "completion"}                        strings or messages; only the completion is learned
     {"instruction", "input", "output", "history"}   Alpaca
-    {"prompt", "chosen", "rejected"}                a preference: `preferences`; instead of the prompt what precedes
-                                                    the answer in the other forms, or nothing where both chats begin
-                                                    with it
+    {"prompt", "chosen", "rejected"}                a preference; its prompt may have another form (`PREFERENCES`)
 
-A field "system" stands before the others. A null is taken for a field that is missing, as tables have it. A new form is
-a row of `FORMS` or `PREFERENCES`.
+A field "system" goes before the messages. A null counts as a missing field, because tables fill them so. To add a form,
+add a row to `FORMS` or `PREFERENCES`.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from megatron.trainer.data.lines import (
 MESSAGES, CONVERSATIONS, INSTRUCTION, OUTPUT = "messages", "conversations", "instruction", "output"
 SYSTEM = "system"
 ASKED = ("question", "query", "input")
-"""Names that others give a prompt."""
+"""Other names that data sets give the prompt."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_OF_SPEAKER = {
@@ -46,7 +44,7 @@ _ROLE_OF_SPEAKER = {
 _CALLS = "function_call"
 VARIABLES = "chat_template_kwargs"
 GIVEN = ("tools", VARIABLES)
-"""Fields that go to the template as they are."""
+"""Fields that the template gets unchanged."""
 _NO_VARIABLES = (
     "messages",
     "conversation",
@@ -55,17 +53,15 @@ _NO_VARIABLES = (
     "continue_final_message",
     "chat_template",
 )
-"""What transformers' `apply_chat_template` takes by these names is given otherwise here, or is no variable."""
+"""Parameters of transformers' `apply_chat_template`, which a record cannot set as template variables."""
 
 Message = dict[str, Any]
 Fields: TypeAlias = tuple[str, ...]
 
 
 def messages_of(value: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
-    """Return the chat of a record, checked and in OpenAI's words, and the record's `unread_keys`.
-
-    Raises:
-        LineError: the record is of no known form, or of two; a message without role or content.
+    """Return the chat of a record in OpenAI's form, and the record's `unread_keys`. LineError if the record has no
+    known form, or two, or a message lacks role or content.
     """
     given, form = without_nulls(value), (MESSAGES,)
     if MESSAGES not in given:
@@ -75,18 +71,13 @@ def messages_of(value: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...
 
 
 def unread_of(given: Mapping[str, Any], form: Fields) -> tuple[str, ...]:
-    """Return the `unread_keys` of a record of a form."""
     beside = ("input", "history", OUTPUT) if INSTRUCTION in form else ()
     return unread_keys(given, *form, *beside, SYSTEM, *GIVEN)
 
 
 def preference_of(value: Mapping[str, Any]) -> tuple[list[list[Message]], tuple[str, ...]]:
-    """Return the chats of a preference, the chosen before the rejected, and the record's `unread_keys`.
-
-    Nothing of their prompt is learned.
-
-    Raises:
-        LineError: the record is no preference, or its prompt is in two forms; answers that are alike, or are none.
+    """Return the chosen and the rejected chat of a preference, whose prompt is not learned, and its `unread_keys`.
+    LineError if the record is no preference, its prompt has two forms, or its answers are equal or malformed.
     """
     given = without_nulls(value)
     fields = _form(given, PREFERENCES, f"preferences are read ({words(PREFERENCES)})")
@@ -109,32 +100,28 @@ def preference_of(value: Mapping[str, Any]) -> tuple[list[list[Message]], tuple[
 
 
 def prompt_of(value: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a record's prompt, its system message before them.
-
-    Raises:
-        LineError: the prompt is neither a text nor messages.
-    """
+    """Return the messages of a prompt, behind a system message; LineError if it is neither a text nor messages."""
     return _with_system(value, _prompt(value))
 
 
 def _are_whole(common: Sequence[Message], prompt: Sequence[Message], *, is_text: bool) -> bool:
-    """Return whether what both chats begin with has the end of their prompt; a text may be written otherwise there."""
+    """Return whether what both chats begin with is the whole prompt; a text prompt may differ from it."""
     return bool(common) and common[0]["role"] != "assistant" and (is_text or prompt[-1] in common)
 
 
 def without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record without the fields that a table has to have."""
+    """Return a record without null fields, which tables have for missing ones."""
     return {key: entry for key, entry in value.items() if entry is not None}
 
 
 def words(forms: Iterable[Fields]) -> str:
-    """Return what to call forms in a message: "messages, prompt with completion, or instruction with output"."""
+    """Return the forms for a message: "messages, prompt with completion, or instruction with output"."""
     *others, last = (" with ".join(fields) for fields in forms)
     return f"{', '.join(others)}, or {last}"
 
 
 def _form(given: Mapping[str, Any], forms: Mapping[Fields, object], read: str) -> Fields:
-    """Return the fields of the one form that a record has, of those with the most; `read`: what to say otherwise."""
+    """Return the fields of the record's one form, the largest of nested ones; `read` ends the error if it has none."""
     found = [fields for fields in forms if all(field in given for field in fields)]
     found = [fields for fields in found if not any(set(fields) < set(other) for other in found)]
     if not found:
@@ -147,11 +134,7 @@ def _form(given: Mapping[str, Any], forms: Mapping[Fields, object], read: str) -
 
 
 def checked(messages: Any, field: str, needed: str) -> list[Message]:
-    """Return a list of messages.
-
-    Raises:
-        LineError: it is none, or a message has no role or content, or tool calls that are none.
-    """
+    """Return `messages`; LineError if it is no list or empty, or a message lacks role or content or has a bad call."""
     if not isinstance(messages, list) or not messages:
         said = f"{len(messages)} messages" if isinstance(messages, list) else f"a {type(messages).__name__}"
         raise LineError(f": field {field!r} is {said}: {needed}")
@@ -176,7 +159,7 @@ def checked(messages: Any, field: str, needed: str) -> list[Message]:
 
 
 def has_mark(value: Any) -> bool:
-    """Return whether a mark of spans is in `value`: a template could write any of it."""
+    """Return whether `value` contains a mark of spans anywhere, because a template could write any part of it."""
     values = [value]
     while values:
         one = values.pop()
@@ -206,28 +189,23 @@ def _check_content(message: Message, where: str) -> None:
 
 
 def calls_of(message: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the tool calls of a message."""
     calls = message.get("tool_calls") or []
     return calls if isinstance(calls, list) else [calls]
 
 
 def called(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the name and arguments of a tool call: as OpenAI has them below `function`, or in the call itself."""
+    """Return the part of a tool call with name and arguments: its `function` as OpenAI has it, or the call itself."""
     function = call.get("function")
     return function if isinstance(function, dict) else call
 
 
 def with_called(call: Mapping[str, Any], function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool call with another name and arguments, where `called` finds them."""
+    """Return a tool call with its name and arguments replaced by `function`, where `called` finds them."""
     return {**call, "function": function} if isinstance(call.get("function"), dict) else function
 
 
 def with_objects(message: Message, number: int) -> Message:
-    """Return a message whose tool calls have their arguments as objects, as most templates read them.
-
-    Raises:
-        LineError: arguments that are no JSON.
-    """
+    """Return a message whose tool calls have objects as arguments, as most templates want; LineError if not JSON."""
     if not calls_of(message):
         return message
     where = f" message {number} (assistant): the arguments of a tool call"
@@ -241,12 +219,8 @@ def with_objects(message: Message, number: int) -> Message:
 
 
 def given_of(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a record gives its template besides messages: tools, and the variables that TRL has in a column.
-
-    Either may be JSON text, which fits any table.
-
-    Raises:
-        LineError: text that is no JSON, variables that are none or have their own fields, or a mark of spans.
+    """Return what a record gives its template besides messages: tools, and variables (TRL's column). Both may be JSON
+    text. LineError if that is not JSON, variables are no object or have a reserved name, or there is a mark of spans.
     """
     given = {}
     for field in GIVEN:
@@ -265,11 +239,7 @@ def given_of(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parsed(text: str, where: str) -> Any:
-    """Return the value of a JSON text within a record.
-
-    Raises:
-        LineError: it is no JSON.
-    """
+    """Return the value of a JSON text; LineError, which begins with `where`, if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -277,7 +247,6 @@ def parsed(text: str, where: str) -> Any:
 
 
 def _spoken(entry: Any, number: int) -> Any:
-    """Return a message of ShareGPT in OpenAI's words."""
     if not isinstance(entry, dict):
         return entry
     names = {"from": "role", "value": "content"}
@@ -312,7 +281,7 @@ def _answer(value: Mapping[str, Any], field: str) -> list[Message]:
 
 
 def _said(value: Mapping[str, Any], field: str, role: str) -> list[Message]:
-    """Return what a field says as messages: a text is one of `role`, and a message may stand without its list."""
+    """Return a field's content as messages: a string is one of `role`, and a preference may give one without a list."""
     part = value[field]
     if isinstance(part, str):
         part = [{"role": role, "content": part}]
@@ -328,7 +297,7 @@ def _all_spoken(entries: Any) -> Any:
 
 
 def unlearned(messages: Sequence[Message]) -> list[Message]:
-    """Return messages of which nothing is learned."""
+    """Return messages with weight 0 for the assistant's, so that nothing of them is learned."""
     return [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
 
 
@@ -350,14 +319,14 @@ def _instruction(value: Mapping[str, Any]) -> list[Message]:
 
 
 def _question(value: Mapping[str, Any]) -> list[Message]:
-    """Return the chat of an instruction up to its last answer, which stands elsewhere."""
+    """Return the chat of an instruction up to its last answer; a preference has that in other fields."""
     if value.get(OUTPUT):
         raise LineError(f" has {OUTPUT!r} beside {CHOSEN!r} and {REJECTED!r}: leave {OUTPUT!r} out")
     return _instruction({**value, OUTPUT: ""})[:-1]
 
 
 def _with_system(value: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Return messages behind that of a record's field `system`."""
+    """Return messages behind the record's `system` message, if it has one."""
     system = value.get(SYSTEM)
     if not system or (messages[0]["role"] == "system" and messages[0]["content"] == system):
         return messages
@@ -376,7 +345,7 @@ FORMS: Mapping[Fields, Callable[[Mapping[str, Any]], list[Message]]] = MappingPr
         (INSTRUCTION, OUTPUT): _instruction,
     }
 )
-"""The fields of a form -> its messages."""
+"""Fields of a form -> function that makes messages of a record."""
 _READ = (*FORMS, (PROMPT, RESPONSES))
 PREFERENCES: Mapping[Fields, Callable[[Mapping[str, Any]], list[Message]]] = MappingProxyType(
     {
@@ -386,4 +355,4 @@ PREFERENCES: Mapping[Fields, Callable[[Mapping[str, Any]], list[Message]]] = Map
         (INSTRUCTION, CHOSEN, REJECTED): _question,
     }
 )
-"""The fields of a preference -> the messages before its answers."""
+"""Fields of a preference -> function that makes the messages before its answers."""

@@ -1,8 +1,7 @@
-"""Chat templates as transformers renders them: what Jinja they may use, and how a message reaches them.
+"""Renders chat templates as transformers does.
 
-A message comes to the template with all its keys but those that are null, and its reasoning under each name that
-templates read it by. `strftime_now` is the date of the run at midnight: a text that changes with the clock would have
-another length tomorrow.
+A template gets a message without its null keys, and its reasoning under every name by which templates read it.
+`strftime_now` gives the run's date at midnight; with the time of day, a text could have another length tomorrow.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any, NoReturn
 
 from megatron.trainer.data.lines import LineError
 
-# Characters that no text has (Unicode noncharacters): they mark spans while a template is rendered, and stand for
-# contents where a template is asked how it writes them.
+# Unicode noncharacters, which no text contains. OPEN and CLOSE mark spans in a rendered text, PLACE and NEXT stand for
+# contents in trial renderings.
 OPEN, CLOSE, PLACE, NEXT = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""What data call the reasoning of a message. Templates read the first, gpt-oss and LFM2.5 the second."""
+"""Keys under which data have a message's reasoning. Most templates read the first, gpt-oss and LFM2.5 the second."""
 
 TEMPLATES = {
     "chatml": "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -32,11 +31,11 @@ TEMPLATES = {
 }
 
 _SAFE_JINJA = (3, 1, 6)
-"""Templates come with tokenizers that others made. Before this version one could leave the sandbox (CVE-2025-27516)."""
+"""Templates come with other people's tokenizers. An older version lets them leave the sandbox (CVE-2025-27516)."""
 
 
 def why_no_templates() -> str | None:
-    """Return why no template of others can be rendered here, None when it can."""
+    """Return why templates cannot be rendered safely here, None if they can."""
     needed = ".".join(map(str, _SAFE_JINJA))
     try:
         version = metadata.version("jinja2")
@@ -48,19 +47,18 @@ def why_no_templates() -> str | None:
 
 
 def as_templates_see_it(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without keys that are null, its reasoning under `reasoning_content` and `thinking`, too."""
+    """Return a message without null keys, its reasoning also under `reasoning_content` and `thinking`."""
     given = {key: value for key, value in message.items() if value is not None}
     reasoning = next((given[key] for key in REASONING if key in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
 def uses_date(template: str) -> bool:
-    """Return whether a template may write the date."""
     return "strftime_now" in template
 
 
 def why_no_template(template: str) -> str | None:
-    """Return what is wrong with a template, None when it compiles."""
+    """Return what is wrong with a template, None if it compiles."""
     import jinja2
 
     try:
@@ -81,7 +79,7 @@ def render(
     """Return the text of messages, with OPEN and CLOSE around each generation block.
 
     Args:
-        name: of the template, for messages.
+        name: what error messages call the template.
         date: what `strftime_now` formats, "2026-11-25".
         variables: what else the template may read: special tokens by name, and what the record gives.
 
@@ -107,7 +105,7 @@ def render(
 
 @lru_cache(maxsize=8)
 def _compiled(template: str, date: str) -> Any:
-    """Return the template, with what transformers lets templates use."""
+    """Return the template, with the functions and filters that transformers gives templates."""
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.ext import Extension, loopcontrols
@@ -126,8 +124,6 @@ def _compiled(template: str, date: str) -> Any:
             return OPEN + str(caller()) + CLOSE
 
     class PublicNamespace(JinjaNamespace):
-        """A namespace whose names do not begin with an underscore."""
-
         def __init__(self, /, *args: Any, **attributes: Any) -> None:
             super().__init__()
             for name, value in dict(*args, **attributes).items():

@@ -21,17 +21,16 @@ class DataConfig:
         seq_length: longest sample in predicted tokens; a document of n tokens with its end of document predicts n - 1.
         data_path: paths, all or none of them preceded by a blend weight: ("a", "b") or ("0.3", "a", "0.7", "b").
         split: weights of training, validation and test documents.
-        overlong: what happens to a document that predicts more than `seq_length` tokens; `samples.SampleIndex`.
+        overlong: policy for documents that predict more than `seq_length` tokens; `samples.SampleIndex`.
         seed: of the order, and of mock data.
-        mock: generate documents instead of reading `data_path`.
-        varlen_mock_config: JSON or a path to it; `mock.MockDocuments`.
+        mock: generate documents (`mock.MockDocuments`) by `varlen_mock_config` instead of reading `data_path`.
         data_glob: files of a folder in `data_path`.
         cache_path: folder for tokens of text and JSONL data; None: beside the data, or else the user's cache folder.
         json_key: field of a JSONL line that holds the text.
         tokenizer, tokenizer_model, vocab_size, eod_id: `tokenizer.build`.
-        sft: JSONL lines are chats, and what their assistant wrote is learned; `chat.ChatReader`.
+        sft: JSONL lines are chats, of which the assistant's text is learned; `chat.ChatReader`.
         chat_template: a name in `chat_template.TEMPLATES` or a file; None: the tokenizer's own.
-        chat_date: "2026-11-25", what templates that write today's date write; None: today's.
+        chat_date: "2026-11-25", for templates that write today's date; None: today's.
     """
 
     seq_length: int
@@ -84,11 +83,7 @@ class DataConfig:
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Return the three shares of a --split such as "969,30,1"; they sum to 1.
-
-    Raises:
-        InvalidInputError: not three finite weights >= 0 with a positive sum.
-    """
+    """Return the shares (sum 1) of a --split like "969,30,1"; InvalidInputError unless 3 weights >= 0, not all 0."""
     remedy = 'give three weights for training, validation and test such as --split "969,30,1"'
     try:
         weights = [float(word) for word in split.split(",")]
@@ -106,9 +101,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def document_ranges(shares: Sequence[float], num_documents: int) -> tuple[tuple[int, int], ...]:
-    """Return (first, last + 1) of each share's documents: contiguous, in order, all documents in exactly one.
-
-    Boundaries are the rounded cumulative shares, as in megatron-core, so that both split a data set the same way.
+    """Return (first, last + 1) of each share's documents: contiguous, in order, each document in exactly one.
+    Boundaries are the rounded cumulative shares, as in megatron-core, so both split a data set the same way.
     """
     bounds = [round(share * num_documents) for share in accumulate(shares, initial=0.0)]
     return tuple(pairwise(bounds))

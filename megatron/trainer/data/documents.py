@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class StoredDocuments(Source):
-    """The documents of an entry of --data-path, whose tokens its index holds: the files themselves are not read.
+    """The documents of an entry of --data-path. Their tokens are in the index; the files themselves are not read.
 
     Columns of the index beside those of `files.FileTable`, int64:
-        tokens: of all documents, one after the other (uint16 or int32).
-        lengths, first_tokens: [D], tokens of each document, and before it.
+        tokens: of all documents, concatenated (uint16 or int32).
+        lengths, first_tokens: [D], tokens of each document, and of all before it.
         file_documents: [F + 1], documents before each file.
-        file_blanks: [F + 1], blank lines before each file; only of lines, as all that follows.
-        file_units: [F], what of `records.UNITS` a record of each file is.
-        learned, first_targets: as the others those of `tokenizing.TokenizedLines`; none where all is learned.
+        file_blanks: [F + 1], blank lines before each file; this and the following only for files of lines.
+        file_units: [F], index in `records.UNITS` of what a record is called.
+        learned, first_targets: these and others as in `tokenizing.TokenizedLines`; missing if everything is learned.
 
     Args:
-        name: what to call all of them in messages.
+        name: what messages call all of them.
         root: what precedes the names of the files.
         vocab_size: token ids are below it.
-        chat_format: what has written the texts of chats; None: they are no chats.
+        chat_format: what wrote the texts of chats; None: they are no chats.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StoredDocuments(Source):
         self.first_targets = columns.get("first_targets")
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return tokens start .. stop - 1 of a document."""
+        """Return tokens start .. stop - 1 of a document; DataError if the index is damaged or was written since."""
         self._index.check_unchanged()
         first = int(self._index.columns["first_tokens"][document])
         stop = min(stop, int(self.lengths[document]))
@@ -65,7 +65,7 @@ class StoredDocuments(Source):
         return tokens
 
     def read_targeted(self, document: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
-        """Return what `read` does, and which of these tokens are an assistant's, or no prompt's; None: all."""
+        """Return what `read` does, and which of these tokens are learned (None: all)."""
         tokens = self.read(document, start, stop)
         learned = self._index.columns.get("learned")
         if learned is None:
@@ -75,11 +75,9 @@ class StoredDocuments(Source):
         return tokens, num_edges % 2 == 1
 
     def mask(self, document: int, num_predicted: int) -> Branches | None:
-        """Return the mask of the first tokens of a document."""
         return self._questions.mask(document, num_predicted)
 
     def identity(self) -> bytes:
-        """Return what decides the masks besides the lengths of documents."""
         return self._questions.identity()
 
     def document_name(self, document: int) -> str:
@@ -135,14 +133,13 @@ class StoredDocuments(Source):
 
 
 class Questions:
-    """The prompts with responses, and the trees, among the documents of an index, and their masks.
-
-    A document is the prompt and its responses, one after the other, as many tokens as its samples predict and one. A
-    tree is its parts, depth first: what all share, and as answers those that begin where it branches.
+    """The prompts with responses, and the trees, among the documents of an index, and their masks. A prompt is followed
+    by its responses. A tree is its parts, depth first: the part that all share, then as answers those that begin at
+    branches. A document has one token more than its sample predicts.
     """
 
     def __init__(self, index: DataIndex) -> None:
-        # Copies: global batches have their masks from these, whatever becomes of the file of the index.
+        # Copies: global batches take masks from these, whatever happens to the file of the index.
         none = np.zeros(0, np.int64)
         self._lengths = np.array(index.columns["lengths"])
         self._documents, num_answers, self._answers, self._depths = (
@@ -153,16 +150,16 @@ class Questions:
         if len(self._documents):
             targets = np.array(index.columns["first_targets"][self._documents])
             of_prompts = self._lengths[self._documents] - np.add.reduceat(self._answers, self._first_answers[:-1])
-            if (self._depths > 1).any() or (targets != of_prompts).any():  # there is a tree
+            if (self._depths > 1).any() or (targets != of_prompts).any():  # at least one is a tree
                 self._targets = targets
 
     @property
     def has_masks(self) -> bool:
-        """Whether a document has several branches, so that they must not see each other."""
+        """Whether a document has several branches, which must not attend to each other."""
         return len(self._answers) > len(self._documents)
 
     def parts(self, document: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return tokens and depth of each response, or part of a tree, of a document; none where it is no question."""
+        """Return tokens and depth of each response, or part of a tree; empty for other documents."""
         place = int(np.searchsorted(self._documents, document))
         if place == len(self._documents) or self._documents[place] != document:
             return (), ()
@@ -170,7 +167,7 @@ class Questions:
         return tuple(self._answers[of_question].tolist()), tuple(self._depths[of_question].tolist())
 
     def mask(self, document: int, num_predicted: int) -> Branches | None:
-        """Return the mask of the sample that predicts the first tokens of a document; None where it is causal."""
+        """Return the mask of the sample that predicts the first tokens of a document; None if it is causal."""
         answers, depths = self.parts(document)
         shared = int(self._lengths[document]) - sum(answers) - 1
         rest, kept = num_predicted - shared, []
@@ -180,19 +177,19 @@ class Questions:
             kept.append(min(answer, rest))
             rest -= answer
         depths = depths[: len(kept)]
-        if depths == tuple(range(1, len(kept) + 1)):  # nothing of it branches
+        if depths == tuple(range(1, len(kept) + 1)):  # it does not branch
             return None
         return SharedQuestion(shared, tuple(kept)) if set(depths) == {1} else Tree((shared, *kept), (0, *depths))
 
     def identity(self) -> bytes:
-        """Return what decides the masks besides the lengths of documents; nothing where there are no questions."""
+        """Return what decides the masks besides the lengths of documents; b"" without questions."""
         if not len(self._documents):
             return b""
         of_trees = (self._depths, self._targets) if len(self._targets) else ()
         return b"".join(one.tobytes() for one in (self._documents, self._answers, self._first_answers, *of_trees))
 
     def describe(self) -> str:
-        """Return the numbers of prompts and responses or turns, to add to the description of a source."""
+        """Return the numbers of prompts and responses or turns, for the description of a source."""
         if not len(self._documents):
             return ""
         prompts = count(len(self._documents), "prompt")

@@ -1,4 +1,4 @@
-"""`--data-path`: its blend weights, the files that each entry means, and whether those have changed since."""
+"""`--data-path`: blend weights, the files of each entry, and whether these have changed since."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megatron.trainer.data.workers import Progress, map_in_threads
 logger = logging.getLogger(__name__)
 
 INDEX_SUFFIX = ".tokens"
-"""Of names of indexes; those being written, and those put aside, have more behind it."""
+"""Suffix of an index. One that is being written or was put aside has a further suffix."""
 JSON_SUFFIXES = (".jsonl", ".json", *records.SUFFIXES)
 FOLDER_SUFFIXES = (".jsonl", *records.SUFFIXES)
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 FILES_PER_TASK = 2000
-# Coarsest step of a local file system's clock. A later change within it would leave no sign.
+# Coarsest step of a local file system's clock; a later change within one step would not show.
 CLOCK_STEP_NS = 20_000_000
 NOT_REGULAR = -1
 
@@ -41,9 +41,8 @@ class DocumentFiles:
     """The files of one entry of --data-path.
 
     Attributes:
-        name: the entry as the user wrote it.
         kind: "jsonl" or "text".
-        root: the folder, with a separator at its end or empty for the current one; the same for any files in it.
+        root: the folder, ending in a separator, or "" for the current one.
         pattern: which files below `root` were asked for.
         names: of the files, relative to `root`, in document order.
     """
@@ -56,11 +55,7 @@ class DocumentFiles:
 
 
 def parse_blend(data_path: Sequence[str]) -> tuple[list[str], list[Fraction] | None]:
-    """Return the entries and their weights; None when no entry has one.
-
-    Raises:
-        InvalidInputError: weights for some entries only, or one that is not > 0.
-    """
+    """Return the entries and their weights, None without weights; InvalidInputError if one is missing or not > 0."""
     weights = [_number(word) for word in data_path[::2]]
     if len(data_path) % 2 or all(weight is None for weight in weights):
         for entry in data_path:
@@ -89,15 +84,12 @@ def _number(word: str) -> float | None:
 
 
 def find_files(entry: str, config: DataConfig, tokenizer: Tokenizer) -> DocumentFiles | None:
-    """Return the text or JSONL files of one entry of --data-path; None when it is .bin/.idx data.
+    """Return the text or JSONL files of one entry of --data-path; None for .bin/.idx data.
 
-    A folder is text files by `config.data_glob`, JSONL when all of them end in FOLDER_SUFFIXES. A glob is JSONL when
-    all files end in JSON_SUFFIXES, else text. A file goes by its suffix: .idx or .bin, JSON_SUFFIXES, else it is text.
-    What is neither file nor folder is the prefix of .bin/.idx files or a glob. With --sft all must be JSONL.
-
-    Raises:
-        DataError: nothing there.
-        InvalidInputError: a tokenizer that cannot read text.
+    A folder stands for its files by `config.data_glob`: JSONL if all end in FOLDER_SUFFIXES, else text. A glob is JSONL
+    if all its files end in JSON_SUFFIXES, else text. A file goes by its suffix: .idx or .bin, JSON_SUFFIXES, else text.
+    Anything else is the prefix of .bin/.idx files or a glob. DataError if nothing is there, InvalidInputError if the
+    tokenizer cannot read text, or --sft is given and a file is not JSONL.
     """
     if _is_indexed(entry):
         if config.sft:
@@ -130,7 +122,6 @@ def find_files(entry: str, config: DataConfig, tokenizer: Tokenizer) -> Document
 
 
 def _is_indexed(entry: str) -> bool:
-    """Return whether an entry is .bin/.idx data."""
     prefix, suffix = os.path.splitext(entry)
     if suffix in (".idx", ".bin") and not glob.has_magic(entry) and not os.path.isdir(entry):
         if not any(map(os.path.exists, (entry, prefix + ".idx", prefix + ".bin"))):
@@ -140,7 +131,7 @@ def _is_indexed(entry: str) -> bool:
 
 
 def _listed(entry: str, config: DataConfig) -> tuple[str, str, list[str]]:
-    """Return what all files of an entry begin with, the pattern behind that, and the files."""
+    """Return the common beginning of an entry's files, the pattern after it, and the files."""
     if os.path.isdir(entry):
         paths = list_files(entry, config.data_glob)
         if not paths:
@@ -165,20 +156,17 @@ def _missing(entry: str) -> DataError:
 
 
 def list_files(folder: str, pattern: str) -> list[str]:
-    """Return the paths of the files below `folder` that match `pattern`, sorted.
+    """Return the paths of the files below `folder` that match `pattern`, sorted, without indexes.
 
-    Hidden folders and SKIPPED_FOLDERS are not entered, links to folders neither; indexes are no data.
-
-    Args:
-        pattern: relative to `folder`; `**` stands for any number of folders, and as in a shell a wildcard does not
-            match a leading dot.
+    Hidden folders, SKIPPED_FOLDERS and links to folders are not entered. In `pattern`, relative to `folder`, `**` is
+    any number of folders, and as in a shell a wildcard does not match a leading dot.
     """
 
     def refuse(error: OSError) -> None:
-        raise error  # os.walk would leave out a folder that it may not list
+        raise error  # os.walk would skip a folder that cannot be listed
 
     wanted = pattern.split("/")
-    anywhere = wanted[:-1] == ["**"] and wanted[-1] != "**"  # the usual form: only the last part of a path decides
+    anywhere = wanted[:-1] == ["**"] and wanted[-1] != "**"  # usual form: only the last part of a path decides
     if anywhere:
         wanted = wanted[1:]
     found = []
@@ -194,7 +182,7 @@ def list_files(folder: str, pattern: str) -> list[str]:
 
 
 def is_index(name: str) -> bool:
-    """Return whether a file is an index by its name, one that is being written or was put aside, too."""
+    """Return whether a file name is that of an index, also of one being written or put aside."""
     return name.endswith(INDEX_SUFFIX) or (f"{INDEX_SUFFIX}." in name and name.endswith((".tmp", ".old")))
 
 
@@ -210,10 +198,10 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FileTable:
-    """The files of an entry as they were when they were listed: size and time of the last change tell a later one.
+    """The files of an entry when they were listed; a later change shows in size or modification time.
 
     Attributes:
-        names: uint8, paths relative to the folder, joined by NUL. Not a list: there may be millions.
+        names: uint8, paths relative to the folder, joined by NUL, because a list of millions would be too large.
         sizes_bytes: int64 [F]; -1 for what is not a regular file.
         mtimes_ns: int64 [F]; 0 for what is not a regular file.
     """
@@ -224,11 +212,7 @@ class FileTable:
 
     @classmethod
     def of(cls, root: str, names: Sequence[str], on_tick: Callable[[], None] | None = None) -> FileTable:
-        """Return the files `root` + name as they are now; asks the file system, reads nothing.
-
-        Raises:
-            DataError: a file that is not there.
-        """
+        """Return the present state of the files `root` + name without reading them; DataError if one is missing."""
         signs = _signs(root, names, on_tick)
         newest_ns = int(signs[:, 1].max(initial=0))
         if 0 <= time.time_ns() - newest_ns < CLOCK_STEP_NS:
@@ -239,22 +223,19 @@ class FileTable:
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, NDArray[np.generic]]) -> FileTable:
-        """Return the table of an index."""
         return cls(**{name: columns[f"file_{name}"] for name in cls.__slots__})  # type: ignore[arg-type]
 
     def columns(self) -> dict[str, NDArray[np.generic]]:
-        """Return what an index keeps."""
         return {f"file_{name}": getattr(self, name) for name in self.__slots__}
 
     def __len__(self) -> int:
         return len(self.sizes_bytes)
 
     def list_names(self) -> list[str]:
-        """Return the relative paths."""
         return [os.fsdecode(name) for name in self.names.tobytes().split(b"\0")] if len(self) else []
 
     def change_to(self, other: FileTable) -> str | None:
-        """Return in a few words how `other` differs, None when it does not."""
+        """Return in a few words how `other` differs, None if it does not."""
         if all(np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__slots__):
             return None
         old, new = (dict(zip(table.list_names(), table._rows(), strict=True)) for table in (self, other))
@@ -277,7 +258,7 @@ class FileTable:
 
 
 def _signs(root: str, names: Sequence[str], on_tick: Callable[[], None] | None) -> NDArray[np.int64]:
-    """Return size and time of the last change, int64 [F, 2]."""
+    """Return size and modification time (ns) of each file, int64 [F, 2]."""
     signs = np.empty((len(names), 2), dtype=np.int64)
     tasks = [(root, names[first : first + FILES_PER_TASK]) for first in range(0, len(names), FILES_PER_TASK)]
     done = 0

@@ -1,7 +1,7 @@
-"""Hugging Face's fast tokenizers from local files: a folder with tokenizer.json, as `save_pretrained` writes it.
+"""Hugging Face's fast tokenizers from a local folder with tokenizer.json, as `save_pretrained` writes it.
 
-Needs the package `tokenizers` alone, 3 MB without torch, so that indexing processes start in a fraction of a second;
-transformers is not imported. Nothing is downloaded.
+Needs only the package `tokenizers` (3 MB, without torch or transformers), so indexing processes start fast. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -25,16 +25,11 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceTokenizer:
-    """A tokenizer of a folder. Pickles as its path; two with the same files are equal wherever they lie.
+    """A tokenizer of a folder. Pickles as its path; two with the same files are equal wherever these are.
 
     Text is encoded without the special tokens that a model's post-processor would add (megatron-core's
-    `include_special_tokens=False`); the end of document is appended by whoever reads documents.
-
-    Attributes:
-        folder: where tokenizer.json lies.
-        digest: the first 16 digits of its SHA-256: what an index and a checkpoint remember.
-        vocab_size: token ids are below it.
-        eod: the id that ends a document.
+    `include_special_tokens=False`); readers of documents append the end of document. `digest` is the beginning of
+    tokenizer.json's SHA-256, which indexes and checkpoints keep.
     """
 
     folder: str = field(repr=False, compare=False)
@@ -47,7 +42,7 @@ class HuggingFaceTokenizer:
         """Return the tokenizer in folder `path` (or the folder of that tokenizer.json).
 
         Args:
-            vocab_size: more than the tokenizer has, for a model whose embedding has spare rows; None: what it has.
+            vocab_size: may exceed the tokenizer's, for a model with spare embedding rows; None: the tokenizer's.
             eod_id: None: the id of its eos_token.
 
         Raises:
@@ -76,17 +71,13 @@ class HuggingFaceTokenizer:
         return cls(folder=folder, digest=digest, vocab_size=size, eod=eod_id)
 
     def encode(self, text: bytes) -> NDArray[np.int64]:
-        """Return the token ids of UTF-8 `text`; what is no UTF-8 becomes U+FFFD first."""
+        """Return the token ids of UTF-8 `text`; other bytes become U+FFFD first."""
         ids = _backend(self.folder, self.digest).encode(str(text, "utf-8", "replace"), add_special_tokens=False).ids
         return np.array(ids, dtype=np.int64)
 
 
 def folder_of(path: str) -> str:
-    """Return the folder that holds tokenizer.json.
-
-    Raises:
-        InvalidInputError: there is none.
-    """
+    """Return the folder that holds tokenizer.json; InvalidInputError if there is none."""
     folder = os.path.dirname(path) or os.curdir if os.path.basename(path) == TOKENIZER_FILE else path
     if not os.path.isdir(folder):
         raise InvalidInputError(
@@ -102,7 +93,7 @@ def folder_of(path: str) -> str:
 
 
 def special_tokens(folder: str) -> dict[str, str]:
-    """Return name -> text of the special tokens that the files of `folder` name, those of the model alone, too."""
+    """Return name -> text of the special tokens in the files of `folder`, including model-specific ones."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         values = _read_json(os.path.join(folder, name))
@@ -117,9 +108,8 @@ def special_tokens(folder: str) -> dict[str, str]:
 
 
 def chat_templates(folder: str) -> dict[str, str]:
-    """Return name -> chat template of a tokenizer; transformers takes `default`, and `tool_use` for chats with tools.
-
-    They are chat_template.jinja and additional_chat_templates/NAME.jinja, or `chat_template` in tokenizer_config.json.
+    """Return name -> chat template; transformers uses `default`, and `tool_use` for chats with tools. They are
+    chat_template.jinja and additional_chat_templates/NAME.jinja, or `chat_template` in tokenizer_config.json.
     """
     value = _read_json(os.path.join(folder, "tokenizer_config.json")).get("chat_template")
     named = value if isinstance(value, list) else [{"name": "default", "template": value}]
@@ -132,8 +122,7 @@ def chat_templates(folder: str) -> dict[str, str]:
 
 @lru_cache(maxsize=4)
 def _backend(folder: str, digest: str) -> Any:
-    """Return the tokenizer itself: read once per process, and again in each fresh process."""
-    # A process that reads data has its own cores; threads below it would only wait for each other after a fork.
+    # A process that reads data has its own cores; after a fork, more threads would only wait for each other.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         from tokenizers import Tokenizer
@@ -151,7 +140,7 @@ def _backend(folder: str, digest: str) -> Any:
         )
     try:
         made = Tokenizer.from_str(content.decode())
-    except Exception as error:  # the package raises bare Exception for a file that it cannot parse
+    except Exception as error:  # the package raises bare Exception for a malformed file
         raise DataError(f"{folder}/{TOKENIZER_FILE} is not a tokenizer: {error}; copy it again") from error
     made.no_padding()
     made.no_truncation()

@@ -1,4 +1,4 @@
-"""Where the index of a data set is, whether it is still valid, and making it if it is not."""
+"""Finds the index of a data set, checks whether it is still valid, and makes a new one if not."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ def find_index(
     cache_path: str | None = None,
     on_tick: Callable[[], None] | None = None,
 ) -> DataIndex:
-    """Return the index of `files`: a saved one when it still describes them, else a new one.
+    """Return the index of `files`: a saved one if it still describes them, else a new one.
 
-    Several processes may do this at the same time: each finds a whole index or writes its own, which equals the
-    others'.
-
-    Limits: a change that leaves size and time of a file as they were is not noticed. A file server whose clock counts
-    in coarser steps than 20 ms can hide one right after indexing.
+    Several processes may do this at the same time: each finds a complete index or writes its own, which is equal. A
+    change that keeps a file's size and time is not noticed, nor one right after indexing on a server with a clock
+    coarser than 20 ms.
 
     Args:
         request: what else decides the tokens.
@@ -66,11 +64,7 @@ def find_index(
 
 
 def write_somewhere(places: list[str], write: Callable[[Any], None], name: str) -> DataIndex:
-    """Return the index that `write` writes to the first place that takes it.
-
-    Raises:
-        DataError: none does.
-    """
+    """Return the index that `write` writes to the first place that takes it; DataError if none does."""
     reasons = []
     for path in places:
         try:
@@ -91,9 +85,8 @@ def write_somewhere(places: list[str], write: Callable[[Any], None], name: str) 
 
 
 def place_with_room(places: Sequence[str], size_bytes: int) -> str:
-    """Return the first place with room for an index, the last if none has: its error is that of all.
-
-    A hidden folder is made only beside data that are there.
+    """Return the first place with room for an index, else the last, where writing fails with the error to report. A
+    hidden folder is made only beside existing data.
     """
     for path in places[:-1]:
         folder = os.path.dirname(path)
@@ -107,9 +100,8 @@ def place_with_room(places: Sequence[str], size_bytes: int) -> str:
 
 
 def _places(files: DocumentFiles, request: Mapping[str, str], cache_path: str | None) -> list[str]:
-    """Return where the index may lie, the best place first.
-
-    Beside the data its name depends on nothing outside of `files.root`, so that both can move together.
+    """Return where the index may be, the best place first. Its name beside the data depends on nothing outside of
+    `files.root`, so that both can move together.
     """
     key: list[Any] = [sorted(request.items()), files.pattern]
     stem = re.sub(r"[^\w.-]+", "_", files.pattern).strip("_") or "all"
@@ -127,7 +119,7 @@ def _places(files: DocumentFiles, request: Mapping[str, str], cache_path: str | 
 
 
 def _load_if_true(path: str, files: DocumentFiles, request: Mapping[str, str], table: FileTable) -> DataIndex | None:
-    """Return the index in `path`; None, with the reason in the log, when there is none or it is not of these files."""
+    """Return the index in `path`; None, with the reason in the log, if it is missing or not of these files."""
     try:
         index = load_index(path)
     except FileNotFoundError:
@@ -149,6 +141,6 @@ def _load_if_true(path: str, files: DocumentFiles, request: Mapping[str, str], t
 
 
 def check_cache_path(cache_path: str | None) -> None:
-    """Raise InvalidInputError when `cache_path` names something that is no folder."""
+    """Raise InvalidInputError if `cache_path` exists and is not a folder."""
     if cache_path is not None and os.path.exists(cache_path) and not os.path.isdir(cache_path):
         raise InvalidInputError(f"--data-cache-path {cache_path} is not a folder: name one, or leave it out")

@@ -1,10 +1,10 @@
-"""The file of an index: the tokens of a data set, and arrays that say where documents are, mapped into memory.
+"""The file of an index: the tokens of a data set, and arrays that locate the documents, mapped into memory.
 
-    at 0     MAGIC, of which the last byte is the version; then position, size and CRC-32 of the header (little endian)
+    at 0     MAGIC, whose last byte is the version; then position, size and CRC-32 of the header (little endian)
     at 64    the columns, each at a multiple of 64 bytes, the tokens first
     at end   the header, JSON: request, counts, and name, dtype, length, position and CRC-32 of every column
 
-Damage is noticed before anything is used; that of tokens, which nobody reads through at a start, only by size.
+Damage is noticed before anything is used. That of tokens, which a start does not read through, only shows in the size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALIGNMENT_BYTES = 64
 PRELUDE = struct.Struct("<8sQQI36x")  # 64 bytes
 FORGOTTEN_AFTER_S = 3600.0
 _KEPT_S = {"tmp": FORGOTTEN_AFTER_S, "old": 30 * 24 * 3600.0}
-"""How long a file is kept that is being written, and one that was put aside for jobs that have mapped it."""
+"""Suffix -> seconds after which a file is removed: one left half written, and one put aside for jobs that map it."""
 SYNCED_BYTES = 256 << 20
 TOKENS = "tokens"
 
@@ -44,15 +44,15 @@ class IndexFileError(DataError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DataIndex:
-    """What indexing a data set found.
+    """The result of indexing a data set.
 
     Attributes:
-        request: what was asked for: the kind of data, the text field, the tokenizer.
-        counts: what was left out.
+        request: the kind of data, the text field, the tokenizer.
+        counts: of what was left out.
         columns: 1-D arrays, mapped from `path`.
-        digest: a hash (hex) of all of it.
-        path: the file; mapped: uint8, all of it.
-        signs: number, bytes and time of that file when it was loaded.
+        digest: a hash (hex) of everything.
+        mapped: uint8, the whole file.
+        signs: inode, bytes and time of that file when it was loaded.
     """
 
     request: Mapping[str, str]
@@ -68,14 +68,13 @@ class DataIndex:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the file."""
         return self.signs[1]
 
     def check_unchanged(self) -> None:
-        """Raise DataError when the file was written since it was loaded; to be asked before the columns are used.
+        """Raise DataError if the file was written since it was loaded; call it before the columns are used.
 
-        What was written shows in them at once, and reading behind a new end kills the process. A file that was replaced
-        or removed stays as it was for those who have mapped it.
+        Writes show in mapped columns at once, and reading past a new end kills the process. If the file was replaced or
+        removed, those who mapped it keep the old content.
         """
         with suppress(OSError):
             number, size_bytes, _ = found = _signs(os.stat(self.path))
@@ -100,19 +99,16 @@ def _reopened(path: str, digest: str) -> DataIndex:
 
 @contextmanager
 def written_whole(path: str) -> Iterator[Any]:
-    """Yield a file, an index, that gets the name `path` in one step behind the block, so that nobody sees half of it.
+    """Yield a file for an index that is renamed to `path` after the block, so that nobody sees half of it.
 
-    An equal index that is there already stays: another job may have mapped it, and the pages of a file that is removed
-    on NFS vanish under it. For the same reason another index gets a name beside it, under which it stays.
-
-    Raises:
-        OSError: it cannot be written; nothing of it stays.
-        IndexFileError: it reads back otherwise than it was written.
+    If `path` has an equal index already, that stays: another job may have mapped it, and on NFS the pages of a removed
+    file vanish. For the same reason a different index is renamed and kept for a while. OSError if the file cannot be
+    written (nothing remains), IndexFileError if it reads back differently.
     """
     folder = os.path.dirname(path)
     os.makedirs(folder, exist_ok=True)
     _remove_forgotten(path)
-    temporary = f"{path}.{secrets.token_hex(8)}.tmp"  # hosts in containers may share their names and process ids
+    temporary = f"{path}.{secrets.token_hex(8)}.tmp"  # hosts in containers may share names and process ids
     try:
         with open(temporary, "xb") as file:
             yield file
@@ -129,7 +125,7 @@ def written_whole(path: str) -> Iterator[Any]:
     finally:
         with suppress(OSError):
             os.unlink(temporary)
-    with suppress(OSError):  # not every file system knows it; the file itself is safe
+    with suppress(OSError):  # not every file system supports it; the file itself is safe
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -138,7 +134,7 @@ def written_whole(path: str) -> Iterator[Any]:
 
 
 def write_through(file: Any, raw: NDArray[np.uint8]) -> None:
-    """Write more of a large file, and have it reach the disk now and then: a last fsync of all of it takes too long."""
+    """Write more of a large file and sync it now and then, because one fsync at the end would take too long."""
     before = file.tell()
     file.write(raw)
     if before // SYNCED_BYTES != file.tell() // SYNCED_BYTES:
@@ -147,11 +143,7 @@ def write_through(file: Any, raw: NDArray[np.uint8]) -> None:
 
 
 class IndexWriter:
-    """Writes an index: tokens as they come, then everything else.
-
-    Args:
-        file: of `written_whole`.
-    """
+    """Writes an index to a file of `written_whole`: tokens as they come, then the rest."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -159,7 +151,6 @@ class IndexWriter:
         file.write(bytes(PRELUDE.size))
 
     def append(self, tokens: NDArray[Any]) -> None:
-        """Write more tokens, always of the same type."""
         raw = _bytes_of(tokens)
         write_through(self._file, raw)
         _, length, crc32 = self._tokens
@@ -168,7 +159,6 @@ class IndexWriter:
     def finish(
         self, request: Mapping[str, str], counts: Mapping[str, int], columns: Mapping[str, NDArray[Any]]
     ) -> None:
-        """Write the rest of an index; see `DataIndex`."""
         dtype, length, crc32 = self._tokens
         described = [self._describe(TOKENS, dtype, length, crc32, ALIGNMENT_BYTES)]
         self._pad()
@@ -198,11 +188,8 @@ class IndexWriter:
 
 
 def load_index(path: str) -> DataIndex:
-    """Return the index in `path`, mapped; reads all but the tokens once, for its checksums.
-
-    Raises:
-        OSError: it cannot be read.
-        IndexFileError: no index, one of another version, or one that is truncated or corrupt.
+    """Return the index in `path`, mapped; everything but the tokens is read once for its checksums. OSError if it
+    cannot be read, IndexFileError if it is no index, of another version, truncated or corrupt.
     """
     with open(path, "rb") as file:
         signs = _signs(os.fstat(file.fileno()))
@@ -257,12 +244,11 @@ def _bytes_of(column: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _padding(num_bytes: int) -> bytes:
-    """Return what follows a column of `num_bytes`."""
     return bytes(-num_bytes % ALIGNMENT_BYTES)
 
 
 def _remove_forgotten(path: str) -> None:
-    """Remove what processes that were killed while they wrote `path` left behind, and what was put aside long ago."""
+    """Remove files that killed processes left while they wrote `path`, and what was put aside long ago."""
     folder, name = os.path.split(path)
     for entry in os.scandir(folder):
         ending = entry.name.rpartition(".")[2]

@@ -1,8 +1,8 @@
-"""One tokenizing of the data in the whole job: rank 0 indexes, the others map what it saved.
+"""Tokenizes the data once per job: rank 0 makes the index, the others map its file.
 
-Whoever can read the file of an index maps it: all ranks of a node share its pages. To a host that cannot (no shared
-folder) rank 0 sends the file, and one rank there writes it to that host's cache. So nobody waits for a lock, and a job
-that indexes the same data at the same time finds a whole index or makes its own.
+All ranks of a node that can read the file share its pages. To a host that cannot read it (no shared folder) rank 0
+sends the file, and one rank there writes it to that host's cache. There are no locks: a job that indexes the same data
+at the same time finds a complete index or makes its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _calls = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ticket:
-    """An IndexedEntry without its arrays: its file on rank 0's host, and how to know it again."""
+    """An IndexedEntry without its arrays: its file on rank 0's host, and what identifies it."""
 
     name: str
     root: str
@@ -48,17 +48,14 @@ class _Ticket:
 
     @classmethod
     def of(cls, entry: IndexedEntry) -> _Ticket:
-        """Return the ticket of `entry`."""
         index = entry.index
         return cls(name=entry.name, root=entry.root, path=index.path, size_bytes=index.size_bytes, digest=index.digest)
 
     def places(self) -> list[str]:
-        """Return where the file may lie on another host."""
         user_cache = user_cache_folder()
         return [self.path] + ([] if user_cache is None else [os.path.join(user_cache, os.path.basename(self.path))])
 
     def open(self) -> DataIndex | None:
-        """Return the index when this rank can map the very same one."""
         for path in self.places():
             with suppress(OSError, IndexFileError):
                 index = load_index(path)
@@ -68,16 +65,7 @@ class _Ticket:
 
 
 def index_once(config: DataConfig, device: torch.device) -> tuple[IndexedEntry | None, ...]:
-    """Return what `index_entries` finds on rank 0, on every rank. Collective.
-
-    However long it takes: the others wait as long as rank 0 makes progress.
-
-    Args:
-        device: where tensors of a collective live.
-
-    Raises:
-        DynamicCPError: of rank 0, the same on every rank.
-    """
+    """Return rank 0's `index_entries`, or raise its error, on every rank; waits while it progresses. Collective."""
     global _calls
     _calls += 1
     key, progress_key = f"index/{_calls}", f"index/{_calls}/progress"
@@ -104,7 +92,7 @@ def index_once(config: DataConfig, device: torch.device) -> tuple[IndexedEntry |
 
 
 def _wait_while_it_goes_on(key: str, progress_key: str) -> None:
-    """Wait for rank 0's outcome while its progress changes; without any for the job's timeout it is an error."""
+    """Wait for rank 0's outcome; it is an error if its progress does not change for the job's timeout."""
     store = job_store()
     timeout_s = store.timeout.total_seconds()
     latest, deadline_s = b"", time.monotonic() + timeout_s
@@ -126,13 +114,8 @@ def _wait_while_it_goes_on(key: str, progress_key: str) -> None:
 
 
 def _share(ticket: _Ticket, own: DataIndex | None, device: torch.device) -> DataIndex:
-    """Return the index, of which hosts that lack it are sent the file. Collective.
-
-    Args:
-        own: of rank 0, which has it whatever has become of the file since.
-
-    Raises:
-        DataError: a host has no place for it; on all ranks.
+    """Return the index, after its file was sent to hosts that lack it; DataError on all ranks if one has no place.
+    `own` is rank 0's index, which it has even if the file has changed since. Collective.
     """
     index = own or ticket.open()
     hosts = messages.all_gather_bytes(b"." if index is not None else os.uname().nodename.encode(), device)
@@ -159,7 +142,7 @@ def _share(ticket: _Ticket, own: DataIndex | None, device: torch.device) -> Data
 
 
 def _send(ticket: _Ticket, index: DataIndex | None, writes: bool, device: torch.device) -> None:
-    """Send rank 0's file to all; those that are to write it. However that ends, all take part to the end."""
+    """Send rank 0's file to all ranks; those with `writes` write it. All take part to the end, even after an error."""
     pieces = _pieces(ticket, index, device)
     try:
         if writes:
@@ -171,7 +154,7 @@ def _send(ticket: _Ticket, index: DataIndex | None, writes: bool, device: torch.
 
 
 def _pieces(ticket: _Ticket, index: DataIndex | None, device: torch.device) -> Iterator[NDArray[np.uint8]]:
-    """Yield the bytes of rank 0's index; in pieces, so that a GPU has room for them."""
+    """Yield the bytes of rank 0's index in pieces that a GPU has room for."""
     is_sender = dist.get_rank() == 0
     raw = index.mapped if is_sender and index is not None else np.empty(0, np.uint8)
     for start in range(0, ticket.size_bytes, PIECE_BYTES):

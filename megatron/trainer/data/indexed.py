@@ -23,7 +23,6 @@ LOOKED_AT_EVERY_S = 1.0
 
 
 def path_prefix(path: str) -> str:
-    """Return `path` without .idx or .bin."""
     root, suffix = os.path.splitext(path)
     return root if suffix in (".idx", ".bin") else path
 
@@ -31,15 +30,9 @@ def path_prefix(path: str) -> str:
 class IndexedDocuments(Source):
     """One document per document of the index (it may hold several sequences), with the end of document.
 
-    A document that does not end with the EOD id gets one. Up to 1024 evenly spaced documents are probed: only when some
-    of them end with it and some do not, with a warning, the ends of all are read.
-
-    Args:
-        path: the common prefix of the two files, or one of them.
-        tokenizer: says which ids are legal and which one ends a document.
-
-    Raises:
-        DataError: files that are missing, truncated or contradict each other.
+    A document that does not end with the EOD id gets one. Up to 1024 evenly spaced documents are probed. If only some
+    of them end with EOD, the ends of all are read, with a warning. `path` is the prefix of the two files, or one of
+    them. DataError if these are missing, truncated or contradict each other.
     """
 
     def __init__(self, path: str, tokenizer: Tokenizer) -> None:
@@ -57,7 +50,7 @@ class IndexedDocuments(Source):
         return self.__dict__ | {"_dataset": None}
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return tokens start .. stop - 1 of a document."""
+        """Return tokens start .. stop - 1 of a document; DataError if an id is not in the vocabulary."""
         num_stored = int(self._num_tokens[document])
         tokens = self._stored(document, start, min(stop, num_stored))
         vocab_size = self._tokenizer.vocab_size
@@ -70,14 +63,14 @@ class IndexedDocuments(Source):
         return np.append(tokens, self._tokenizer.eod) if stop > num_stored else tokens
 
     def _stored(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return tokens of the .bin file. The sequences of a document lie one after the other there."""
+        """Return tokens of the .bin file, where the sequences of a document are contiguous."""
         if stop <= start:
             return np.empty(0, dtype=np.int64)
         tokens = self._open().get(int(self._first_sequences[document]), offset=start, length=stop - start)
         return np.asarray(tokens, dtype=np.int64)
 
     def _open(self) -> Any:
-        """Return megatron-core's IndexedDataset, once it is clear that the files are as they were."""
+        """Return megatron-core's IndexedDataset, after checking that the files have not changed."""
         self._check_unchanged()
         if self._dataset is None:
             from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -87,10 +80,8 @@ class IndexedDocuments(Source):
         return self._dataset
 
     def _check_unchanged(self) -> None:
-        """Raise DataError when a file has changed since the start; looks when it is opened and once a second at most.
-
-        The files are mapped: what is written into one shows at once, and reading behind the end of one that became
-        shorter kills the process.
+        """Raise DataError if a file has changed since the start; look when it is opened, then at most once a second.
+        The files are mapped: writes show at once, and reading past the end of a shortened file kills the process.
         """
         now_s = time.monotonic()
         if self._dataset is not None and now_s < self._look_again_s:
@@ -103,7 +94,7 @@ class IndexedDocuments(Source):
                 raise _changed(path, self._files[path].size_bytes, found.size_bytes)
 
     def _find_documents_without_eod(self) -> NDArray[np.bool_]:
-        """Return [document] -> whether it gets an EOD; empty ones follow the probed ones, if those agree."""
+        """Return for each document whether it gets an EOD. If the probed ones agree, all follow them."""
         documents = np.flatnonzero(self._num_tokens)
         spaced = np.linspace(0, len(documents) - 1, min(len(documents), NUM_PROBED_DOCUMENTS)).astype(np.int64)
         num_ends = int(self._end_with_eod(documents[spaced]).sum())
@@ -127,17 +118,14 @@ class IndexedDocuments(Source):
         """Return whether the last token of each of these documents, which are not empty, is the EOD id."""
         if not len(documents):
             return np.zeros(0, dtype=bool)
-        # Documents lie one after the other.
         last_places = np.cumsum(self._num_tokens)[documents] - 1
         tokens = np.memmap(self._prefix + ".bin", dtype=self._open().index.dtype, mode="r")
         return np.asarray(tokens[last_places] == self._tokenizer.eod)
 
     def document_name(self, document: int) -> str:
-        """Return the prefix and number of the document."""
         return f"{self._prefix}.bin document {document}"
 
     def describe(self) -> str:
-        """Return the number of documents and whether EOD is appended."""
         num_appended = int(self._appends_eod.sum())
         where = f"appended to {num_appended} of them" if 0 < num_appended < len(self.lengths) else "appended"
         eod = f"EOD {where if num_appended else 'in the data'} (id {self._tokenizer.eod})"
@@ -145,7 +133,7 @@ class IndexedDocuments(Source):
 
 
 def _changed(path: str, bytes_before: int, bytes_now: int) -> DataError:
-    """Return the error of a file that is no longer what it was at the start; with equal sizes, its time has told."""
+    """Return the error for a changed file; with equal sizes, its time shows the change."""
     how = (
         f"has {bytes_now} bytes but had {bytes_before} when it was indexed"
         if bytes_now != bytes_before
@@ -155,8 +143,6 @@ def _changed(path: str, bytes_before: int, bytes_now: int) -> DataError:
 
 
 class _Signs(NamedTuple):
-    """What a change of a file changes."""
-
     size_bytes: int
     mtime_ns: int
 
@@ -171,7 +157,7 @@ def _signs(prefix: str, suffix: str) -> _Signs:
 
 
 def _read_index(prefix: str, bin_bytes: int) -> MegatronIndex:
-    """Return what the .idx says; the .bin beside it is long enough for it."""
+    """Return the content of the .idx; DataError if the .bin is too short for it."""
     index = read_megatron_index(prefix + ".idx")
     if bin_bytes < index.bin_bytes:
         raise DataError(

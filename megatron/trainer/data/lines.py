@@ -1,7 +1,7 @@
-"""A line of JSONL as documents of tokens: a text, a prompt with responses, or a tree of turns.
+"""Turns a line of JSONL into a document of tokens: a text, a prompt with responses, or a tree of turns.
 
-Lines {"turns": {"text": ..., "learned": ..., "children": [...]}} are trees, whose branches share what is above them.
-A null in one is taken for a key that is missing, as tables have it. `chat` reads chats.
+A line {"turns": {"text": ..., "learned": ..., "children": [...]}} is a tree: branches share the turns above them. A
+null in it counts as a missing key, because tables fill them so. `chat` reads chats.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PROMPT, RESPONSES, COMPLETION, CHOSEN, REJECTED = "prompt", "responses", "comple
 TURNS = "turns"
 _KEYS_OF_TURNS = ("text", "learned", "children")
 _OF_RECORDS = frozenset(("id", "uuid", "source", "dataset", "url", "meta", "metadata"))
-"""Keys that say which record it is, or where it is from: they are not to be learned, whoever reads them."""
+"""Keys that identify a record or its source. They are never learned and never reported as unread."""
 _FIELDS_OF_CHATS = ("messages", "conversations", "instruction")
 
 
 class LineError(Exception):
-    """A line without text. The message continues the name of the line: " is not JSON (...): ..."."""
+    """A malformed line. The message continues the name of the line: " is not JSON (...): ..."."""
 
 
 class Question(NamedTuple):
@@ -43,11 +43,9 @@ class Turn(NamedTuple):
     """A turn of a tree.
 
     Attributes:
-        text: of it.
-        learned: whether it is.
-        depth: how often what is above it branches.
-        begins: it is one of several that go on from the turn above it, or the first of all.
-        ends: none goes on from it: an end of document is behind it.
+        depth: number of branchings above it.
+        begins: it is the root, or one of several children.
+        ends: it has no children, so an end of document follows it.
     """
 
     text: str
@@ -58,14 +56,7 @@ class Turn(NamedTuple):
 
 
 def object_of_line(line: bytes, example: str) -> dict[str, Any]:
-    """Return the object of a line.
-
-    Args:
-        example: of such a line, for messages.
-
-    Raises:
-        LineError: no JSON object.
-    """
+    """Return the JSON object of a line; LineError, which shows `example`, if it holds none."""
     if line.startswith(BYTE_ORDER_MARK):
         line = line[len(BYTE_ORDER_MARK) :]
     try:
@@ -87,7 +78,7 @@ _decoder = json.JSONDecoder(object_pairs_hook=partial(unique_entries, refused=_s
 
 
 def refuse_preferences(value: Mapping[str, Any]) -> None:
-    """Raise LineError where a record holds a preference: its answers are not all to be learned."""
+    """Raise LineError if a record is a preference, because not all its answers are to be learned."""
     if CHOSEN in value and REJECTED in value:
         raise LineError(
             f" is a preference pair ({CHOSEN!r}, {REJECTED!r}), which no loss of pretrain_gpt.py trains: give chats of "
@@ -100,29 +91,20 @@ def refuse_preferences(value: Mapping[str, Any]) -> None:
 
 
 def unread_keys(value: Mapping[str, Any], *read: str) -> tuple[str, ...]:
-    """Return the keys of a record, but those of null, that have no effect though it is not known that they have none.
-
-    Args:
-        read: those that have one.
-    """
+    """Return the keys of a record that are neither null, nor in `read`, nor known to have no effect."""
     return tuple(
         key for key, entry in value.items() if key not in read and key not in _OF_RECORDS and entry is not None
     )
 
 
 def is_chat(value: Mapping[str, Any]) -> bool:
-    """Return whether a record can be read as a chat only."""
+    """Return whether a record can only be read as a chat."""
     return any(field in value for field in _FIELDS_OF_CHATS) or isinstance(value.get(PROMPT), list)
 
 
 def question_of(value: dict[str, Any], other: str) -> Question:
-    """Return the prompt, of whatever type, and the responses of a line's object.
-
-    Args:
-        other: a field that the line must not have besides.
-
-    Raises:
-        LineError: no prompt, no responses, or ones that are no texts; or `other`.
+    """Return the prompt, of whatever type, and the responses of a line's object. LineError if one is missing, a
+    response is not a string, or the line has the field `other`, too.
     """
     shape = f"{{{PROMPT!r}: ..., {RESPONSES!r}: [...]}}"
     if other in value and other != PROMPT:
@@ -145,7 +127,7 @@ def question_of(value: dict[str, Any], other: str) -> Question:
 
 
 def _completion_of(value: dict[str, Any], json_key: str) -> Question:
-    """Return the prompt and the completion of a line without a text; LineError where it has none."""
+    """Return the prompt and completion of a line without text; LineError if it has none."""
     refuse_preferences(value)
     prompt, completion = value.get(PROMPT), value.get(COMPLETION)
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -157,17 +139,13 @@ def _completion_of(value: dict[str, Any], json_key: str) -> Question:
 
 
 def check_prompt(num_tokens: int) -> None:
-    """Raise LineError where a prompt of so many tokens is too short: before the last one must be another."""
+    """Raise LineError if a prompt has fewer than two tokens: a token must precede its last one."""
     if num_tokens < 2:
         raise LineError(f": its prompt has {num_tokens} tokens, at least 2 are needed: write a longer one")
 
 
 def encode(text: str) -> bytes:
-    """Return the UTF-8 bytes of a text.
-
-    Raises:
-        LineError: it has half of a surrogate pair, as JSON may: that is no character.
-    """
+    """Return the UTF-8 bytes of a text; LineError if it has half of a surrogate pair, which JSON can express."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -179,11 +157,7 @@ def encode(text: str) -> bytes:
 
 
 def turns_of(value: Any) -> list[Turn]:
-    """Return the turns of a tree, depth first.
-
-    Raises:
-        LineError: a turn without text, or with an unknown key; or nothing is learned.
-    """
+    """Return a tree's turns, depth first; LineError if one lacks text or has an unknown key, or nothing is learned."""
     found: list[Turn] = []
     waiting: list[tuple[str, Any, int, bool]] = [("1", value, 0, True)]
     while waiting:
@@ -200,7 +174,6 @@ def turns_of(value: Any) -> list[Turn]:
 
 
 def _checked(name: str, given: Any) -> dict[str, Any]:
-    """Return a turn without its nulls."""
     turn = {key: entry for key, entry in given.items() if entry is not None} if isinstance(given, Mapping) else {}
     if not isinstance(turn.get("text"), str) or turn.keys() - set(_KEYS_OF_TURNS):
         has = ", ".join(map(repr, turn)) if isinstance(given, Mapping) else type(given).__name__
@@ -216,14 +189,14 @@ def _checked(name: str, given: Any) -> dict[str, Any]:
 
 
 class Document(NamedTuple):
-    """A text or a chat as tokens, or a prompt and its responses one after the other, or the turns of a tree.
+    """A text, a chat, a prompt with its responses, or a tree of turns, as tokens one after the other.
 
     Attributes:
-        tokens: int64 [n], a text with its end of document.
-        is_target: which of them are learned, bool [n]; None: all.
-        answers: tokens of each response, or of each part of a tree behind the first; none where there is neither.
-        depths: of each part of a tree; none: 1 for each response.
-        unread: `unread_keys` of its line, of the first document of a line.
+        tokens: int64 [n]; a text includes its end of document.
+        is_target: bool [n], the learned tokens; None: all.
+        answers: tokens of each response, or of each part of a tree after the first; empty for other documents.
+        depths: of each part of a tree after the first; empty: 1 for each response.
+        unread: `unread_keys` of the line; only its first document has them.
     """
 
     tokens: NDArray[np.int64]
@@ -234,29 +207,25 @@ class Document(NamedTuple):
 
 
 class LineReader(Protocol):
-    """What reads the lines of a data set. Pickles."""
+    """Reads the lines of a data set. Can be pickled."""
 
     def read(self, line: bytes) -> list[Document]:
-        """Return the documents of a line; LineError where it is malformed."""
+        """Return the documents of a line; LineError if it is malformed."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextReader:
-    """Reads the text field of JSONL lines as tokens and the end of document; prompts with responses and trees, too.
-
-    A prompt is tokenized by itself and has no end; each response has one, which is learned with it.
+    """Reads a JSONL line's text field as tokens with an end of document; also prompts with responses, and trees. A
+    prompt is tokenized by itself, without an end. Each response has an end, which is learned.
     """
 
     tokenizer: TextTokenizer
     json_key: str
 
     def read(self, line: bytes) -> list[Document]:
-        """Return the one document of a line.
-
-        Raises:
-            LineError: no JSON object with a string under `json_key`, or with a prompt and responses, or a prompt and a
-                completion, or turns; or with two of them.
+        """Return the one document of a line. LineError if it is no JSON object, or has not exactly one of: a string
+        under `json_key`, a prompt with responses or a completion, turns.
         """
         key = self.json_key
         value = object_of_line(line, f'{{"{key}": "..."}}')
@@ -285,7 +254,7 @@ class TextReader:
         return [document._replace(unread=unread_keys(value, *read))]
 
     def question(self, content: Question) -> Document:
-        """Return a prompt and its responses, all of them texts; LineError where the prompt is too short."""
+        """Return a prompt with its responses, all strings; LineError if the prompt is too short."""
         prompt = self.tokenizer.encode(encode(content.prompt))
         check_prompt(len(prompt))
         responses = [self._ended(response) for response in content.responses]
@@ -293,7 +262,7 @@ class TextReader:
         return Document(tokens, np.arange(len(tokens)) >= len(prompt), tuple(map(len, responses)))
 
     def _tree(self, turns: list[Turn]) -> Document:
-        """Return a tree, whose parts begin where it branches; one that does not is a prompt and what follows it."""
+        """Return a tree; a part begins at each branch. Without a branch it is a prompt with one response."""
         tokens = [self._ended(one.text) if one.ends else self.tokenizer.encode(encode(one.text)) for one in turns]
         is_target = np.repeat([one.learned for one in turns], [*map(len, tokens)])
         parts: list[list[int]] = []  # tokens and depth of each
@@ -301,7 +270,7 @@ class TextReader:
             if turn.begins:
                 parts.append([0, turn.depth])
             parts[-1][0] += len(own)
-        num_targets = int(is_target[1:].sum())  # nothing predicts the first of all
+        num_targets = int(is_target[1:].sum())  # nothing predicts token 0
         if parts[0][0] < 2 or not num_targets:
             raise LineError(
                 f": its turns have {parts[0][0]} tokens before they branch, and {num_targets} learned ones behind the "

@@ -1,4 +1,4 @@
-"""Documents that exist only as a function of (seed, number), with lengths from a distribution or a file."""
+"""Documents that are a function of (seed, number), with lengths from a distribution or a file."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ NUM_DOCUMENTS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lognormal:
-    """Lengths in tokens with their end of document: lognormal of this mean, clipped to [min, max].
-
-    Source: --varlen-mock-dataset-config-json of Megatron-LM (dev), mode "distribution", whose key names these are.
+    """Lengths in tokens with their end of document: lognormal with this mean, clipped to [min, max]. Source:
+    --varlen-mock-dataset-config-json of Megatron-LM (dev), mode "distribution"; the fields are its keys.
     """
 
     min_seq_len: int
@@ -46,7 +45,6 @@ class Lognormal:
             )
 
     def draw(self, seed: int) -> NDArray[np.int64]:
-        """Return NUM_DOCUMENTS lengths."""
         mu = math.log(self.mean_seq_len) - self.lognormal_sigma**2 / 2
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
         drawn = generator.lognormal(mu, self.lognormal_sigma, NUM_DOCUMENTS)
@@ -54,15 +52,12 @@ class Lognormal:
 
 
 class MockDocuments(Source):
-    """Random documents. Small ids are more frequent than large ones, so that a training loss has something to learn.
+    """Random documents. Small ids are more frequent than large ones, so that there is something to learn.
 
-    Args:
-        config: JSON, or a path to a file that holds it: {"mode": "file", "path": CSV} with a length per line (first
-            column, a header is skipped), or {"mode": "distribution", "type": "lognormal", "min_seq_len": ...,
-            "max_seq_len": ..., "mean_seq_len": ..., "lognormal_sigma": ...}. None: a heavy tail up to `seq_length`.
-
-    Raises:
-        InvalidInputError, DataError: a configuration or CSV file that makes no sense.
+    `config` is JSON, or a path to a file of it: {"mode": "file", "path": CSV} with a length per line (first column, a
+    header is skipped), or {"mode": "distribution", "type": "lognormal", "min_seq_len": ..., "max_seq_len": ...,
+    "mean_seq_len": ..., "lognormal_sigma": ...}. None: a heavy tail up to `seq_length`. InvalidInputError or DataError
+    if it makes no sense.
     """
 
     def __init__(self, config: str | None, seq_length: int, seed: int, tokenizer: Tokenizer) -> None:
@@ -80,7 +75,6 @@ class MockDocuments(Source):
             self.lengths = _lengths(_parse(config), seed)
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return tokens start .. stop - 1 of a document."""
         last = int(self.lengths[document]) - 1
         bits = np.random.Philox(np.random.SeedSequence([self._seed, document])).random_raw(min(stop, last))[start:]
         uniform = (bits >> np.uint64(11)) * 2.0**-53
@@ -89,11 +83,9 @@ class MockDocuments(Source):
         return np.append(tokens, self._tokenizer.eod) if stop > last else tokens
 
     def document_name(self, document: int) -> str:
-        """Return the number of the document."""
         return f"mock document {document}"
 
     def describe(self) -> str:
-        """Return the number of documents."""
         return count(len(self.lengths), "mock document")
 
 

@@ -1,4 +1,4 @@
-"""Files of records - JSONL, gzip, JSON arrays, parquet - as pieces of whole lines, one record a line."""
+"""Files of records (JSONL, gzip, JSON arrays, parquet) as pieces of whole lines, one record a line."""
 
 from __future__ import annotations
 
@@ -24,15 +24,11 @@ BLOCK_BYTES = 1 << 20
 ROWS = 1024
 
 Blocks = Iterator[tuple[bytes, int]]
-"""Bytes of lines, and how many more bytes of the file gave them."""
+"""Bytes of lines, and the number of further bytes of the file that gave them."""
 
 
 def unit_of(path: str) -> str:
-    """Return what a record of a file is called.
-
-    Raises:
-        DataError: it cannot be read, or is damaged.
-    """
+    """Return what a record of a file is called, of UNITS; DataError if the file cannot be read or is damaged."""
     if path.endswith(".parquet"):
         return "row"
     if path.endswith(".jsonl"):
@@ -43,19 +39,18 @@ def unit_of(path: str) -> str:
 
 
 def lines_of(path: str) -> Iterator[bytes]:
-    """Yield the lines of a file, blank ones included; errors as `blocks_of`."""
+    """Yield the lines of a file, with blank ones; errors as in `blocks_of`."""
     for lines, _ in whole_lines(blocks_of(path, unit_of(path), os.path.getsize(path))):
         yield from split_lines(lines)
 
 
 def split_lines(lines: bytes) -> list[bytes]:
-    """Return the lines of a piece without their newlines."""
     parts = lines.split(b"\n")
     return parts if parts[-1] else parts[:-1]
 
 
 def whole_lines(blocks: Blocks) -> Blocks:
-    """Yield the same bytes in pieces that end where a line does."""
+    """Yield the same bytes in pieces that end with a line."""
     parts: list[bytes] = []
     num_bytes = 0
     for block, more_bytes in blocks:
@@ -70,16 +65,16 @@ def whole_lines(blocks: Blocks) -> Blocks:
 
 
 def blocks_of(path: str, unit: str, size_bytes: int, block_bytes: int = BLOCK_BYTES) -> Blocks:
-    """Yield the lines of a file.
+    """Yield the lines of a file in blocks, which may end inside a line.
 
     Args:
-        unit: of `unit_of`.
-        size_bytes: of the file when it was listed; what is appended later is not looked at.
-        block_bytes: of a block, about.
+        unit: from `unit_of`.
+        size_bytes: of the file when it was listed; what was appended later is not read.
+        block_bytes: approximate size of a block.
 
     Raises:
         DataError: a file that cannot be read, is damaged, or has become shorter.
-        UnsupportedFeatureError: a parquet file, and pyarrow is not installed.
+        UnsupportedFeatureError: a parquet file without pyarrow.
     """
     if unit == "row":
         return _rows(path)
@@ -89,7 +84,7 @@ def blocks_of(path: str, unit: str, size_bytes: int, block_bytes: int = BLOCK_BY
 
 
 def shortened_file(path: str, found_bytes: int, listed_bytes: int) -> DataError:
-    """Return the error of a file that is not what was listed."""
+    """Return the error for a file that has become shorter since it was listed."""
     return DataError(
         f"{path} has {found_bytes} bytes but had {listed_bytes} when it was listed: the data must not change while "
         "they are indexed; start again when they are complete"
@@ -98,11 +93,7 @@ def shortened_file(path: str, found_bytes: int, listed_bytes: int) -> DataError:
 
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    """Yield a file as it is when it is not zipped.
-
-    Raises:
-        DataError: it cannot be read, or is damaged.
-    """
+    """Yield an open file, unzipped; DataError if it cannot be read or is damaged."""
     with reading(path):
         try:
             with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
@@ -140,7 +131,7 @@ def _entries(path: str) -> Blocks:
 
 
 def _lines_of_array(path: str, content: bytes) -> list[str]:
-    """Return the entries of a JSON array, each on a line as it is written there."""
+    """Return the entries of a JSON array, unparsed, each as one line."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -184,7 +175,7 @@ def _rows(path: str) -> Blocks:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a row without nulls in its objects, which a table has in place of keys that are missing."""
+    """Return a row without nulls in its objects, which tables have for missing keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):

@@ -1,4 +1,4 @@
-"""Documents -> samples: which pieces of which documents are trained on, under `--overlong`, and in which order."""
+"""Documents -> samples: which pieces of which documents are trained on (`--overlong`), and in which order."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron.trainer.data.source import Source
 class SampleIndex:
     """The samples of a range of documents of one source, in document order.
 
-    A document of n tokens with its end of document predicts its last n - 1 tokens; one with n < 2 is empty and makes no
-    sample. When n - 1 > seq_length it is overlong: an error, truncated to its beginning, dropped, or split into
-    consecutive pieces, of which piece k reads tokens k * seq_length .. and predicts the ones after them, so that every
-    token but the first of the document is predicted exactly once. Memory grows with documents, not with samples.
+    A document of n tokens, its end of document included, predicts its last n - 1 tokens; one with n < 2 is empty and
+    makes no sample. If n - 1 > seq_length it is overlong: an error, truncated, dropped, or split into consecutive
+    pieces. Piece k reads tokens from k * seq_length on and predicts those after them, so every token but the document's
+    first is predicted exactly once. Memory grows with documents, not with samples.
 
-    Of a chat, and of a prompt with responses, only some tokens are learned; one that has none left after truncation
-    makes no sample. None of them is split: later pieces would lack the prompt.
+    Of chats and prompts with responses only some tokens are learned. If truncation leaves none, there is no sample.
+    They are never split, because later pieces would lack the prompt.
 
     Attributes:
         documents: int64 [D], the documents that make samples.
@@ -47,10 +47,8 @@ class SampleIndex:
     def build(
         cls, source: Source, first_document: int, last_document: int, *, seq_length: int, overlong: str
     ) -> SampleIndex:
-        """Return the samples of documents first_document .. last_document - 1.
-
-        Raises:
-            DataError: an overlong document under overlong = "error", or one under "split" that begins with a prompt.
+        """Return the samples of documents first_document .. last_document - 1. DataError if one is overlong and
+        `overlong` is "error", or "split" and it begins with a prompt.
         """
         num_predicted = source.lengths[first_document:last_document] - 1
         first_targets = np.ones_like(num_predicted)
@@ -101,12 +99,10 @@ class SampleIndex:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples."""
         return int(self.first_samples[-1])
 
     @property
     def num_tokens(self) -> int:
-        """Predicted tokens of all samples."""
         return int(self.num_predicted.sum())
 
     def seqlens(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -116,26 +112,22 @@ class SampleIndex:
         return seqlens
 
     def read(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
-        """Return the seqlen + 1 tokens of a sample, and which of them are learned; None: all.
-
-        All but the last are its input, all but the first its labels.
-        """
+        """Return a sample's seqlen + 1 tokens, inputs and the last label, and which are learned (None: all)."""
         return self.source.read_targeted(*self._piece(number))
 
     def masks(self, numbers: NDArray[np.int64]) -> list[Branches | None]:
-        """Return the masks of samples 0 <= numbers < num_samples; None where one is causal."""
-        rows, _ = self._locate(numbers)  # a document that has a mask is one sample
+        """Return the masks of samples 0 <= numbers < num_samples; None for a causal one."""
+        rows, _ = self._locate(numbers)  # a document with a mask is one sample
         documents, num_predicted = self.documents[rows].tolist(), self.num_predicted[rows].tolist()
         return [self.source.mask(*piece) for piece in zip(documents, num_predicted, strict=True)]
 
     def _piece(self, number: int) -> tuple[int, int, int]:
-        """Return the document of a sample, its first token and the one after its last."""
         row, start = (int(value[0]) for value in self._locate(np.array([number])))
         stop = start + min(int(self.num_predicted[row]) - start, self.seq_length) + 1
         return int(self.documents[row]), start, stop
 
     def _locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the rows of `documents` and the first tokens of samples."""
+        """Return the rows in `documents` and the first tokens of samples."""
         rows = np.searchsorted(self.first_samples, numbers, side="right") - 1
         return rows, (numbers - self.first_samples[rows]) * self.seq_length
 
@@ -143,12 +135,12 @@ class SampleIndex:
 def shuffled(num_samples: int, seed: tuple[int, ...]) -> NDArray[np.int64]:
     """Return a permutation of 0 .. num_samples - 1.
 
-    DEVIATION: sorts random words instead of calling Generator.permutation. Reason: numpy promises that the raw words of
-    a bit generator never change, but not the methods of a Generator; a checkpoint must resume with another numpy.
+    DEVIATION: sorts random words instead of calling Generator.permutation. Reason: numpy guarantees the raw words of a
+    bit generator but not the methods of a Generator, and a checkpoint must resume with another numpy.
     """
     keys = np.random.Philox(np.random.SeedSequence(seed)).random_raw(num_samples)
     index_bits = np.uint64(num_samples.bit_length())
-    keys >>= index_bits  # the low bits carry the index: sorting distinct keys is fast and has one result
+    keys >>= index_bits  # the low bits hold the index: distinct keys sort fast, with one result
     keys <<= index_bits
     keys |= np.arange(num_samples, dtype=np.uint64)
     keys.sort()
@@ -157,14 +149,10 @@ def shuffled(num_samples: int, seed: tuple[int, ...]) -> NDArray[np.int64]:
 
 
 class ShuffledDataset:
-    """Draw k is sample k % num_samples of the order of epoch k // num_samples.
+    """Draw k is sample k % num_samples in the order of epoch k // num_samples.
 
-    Args:
-        parts: joined in this order.
-        seed: words that no other dataset of the job has.
-
-    Attributes:
-        has_masks: samples may have masks of their own.
+    `parts` are joined in this order, `seed` has numbers that no other dataset of the job has, and with `has_masks`
+    samples may have their own masks.
     """
 
     def __init__(self, parts: Sequence[SampleIndex], seed: tuple[int, ...]) -> None:
@@ -179,7 +167,6 @@ class ShuffledDataset:
 
     @property
     def num_samples(self) -> int:
-        """Samples of one epoch."""
         return int(self._first_samples[-1])
 
     def seqlens(self, draws: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -190,19 +177,19 @@ class ShuffledDataset:
         return seqlens
 
     def masks(self, draws: NDArray[np.int64]) -> NDArray[np.object_]:
-        """Return the masks of the samples of `draws`, [n]; None where a sample is causal."""
+        """Return the masks of the samples of `draws`, [n]; None for a causal one."""
         masks = np.full(len(draws), None)
         for part, numbers, chosen in self._by_part(draws):
             masks[chosen] = part.masks(numbers)
         return masks
 
     def read(self, draw: int) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
-        """Return the seqlen + 1 tokens of the sample of `draw`, and which of them are learned; None: all."""
+        """Return the seqlen + 1 tokens of the sample of `draw`, and which are learned (None: all)."""
         ((part, numbers, _),) = self._by_part(np.array([draw]))
         return part.read(int(numbers[0]))
 
     def _by_part(self, draws: NDArray[np.int64]) -> Iterator[tuple[SampleIndex, NDArray[np.int64], NDArray[np.bool_]]]:
-        """Yield each part that has samples of `draws`, the numbers of these there, and which of `draws` they are."""
+        """Yield each part with samples of `draws`, their numbers in it, and a mask that selects them in `draws`."""
         samples = self._samples(draws)
         owners = np.searchsorted(self._first_samples, samples, side="right") - 1
         for owner in np.unique(owners):
@@ -219,7 +206,7 @@ class ShuffledDataset:
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._orders:
-            # A batch touches two epochs at most unless an epoch is smaller than the batch; older ones are not needed.
+            # A batch spans at most two epochs unless an epoch is smaller than it, so older orders are dropped.
             for old in sorted(self._orders)[:-1]:
                 del self._orders[old]
             self._orders[epoch] = shuffled(self.num_samples, (*self.seed, epoch))

@@ -1,4 +1,4 @@
-"""What every source of documents offers, and how reading errors reach the user."""
+"""The interface of every source of documents, and reading errors for users."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dynamic_cp.types import Branches
 
 
 class Source:
-    """Documents with known lengths. Pickles and forks without open files: they are opened where they are read.
+    """Documents with known lengths. Can be pickled and forked, because files are opened only where they are read.
 
-    What follows `describe` is of documents that are learned in part, or that have masks; here it says of neither.
+    Methods after `describe` concern documents that are learned in part or have masks; by default there are none.
 
     Attributes:
         lengths: int64 [documents], tokens of each document with its end of document.
-        first_targets: int64 [documents], the first token after the beginning that is learned; None: all tokens are.
+        first_targets: int64 [documents], index of the first learned token after token 0; None: all are learned.
         has_masks: some documents have several branches, which do not attend to each other.
     """
 
@@ -28,11 +28,11 @@ class Source:
     has_masks = False
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return tokens start .. stop - 1 of a document; DataError when it is not what the index says."""
+        """Return tokens start .. stop - 1 of a document; DataError if it differs from the index."""
         raise NotImplementedError
 
     def document_name(self, document: int) -> str:
-        """Return what to call a document in a message."""
+        """Return what messages call a document."""
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -40,19 +40,19 @@ class Source:
         raise NotImplementedError
 
     def read_targeted(self, document: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
-        """Return what `read` does, and which of these tokens are learned; None: all."""
+        """Return what `read` does, and which of these tokens are learned (None: all)."""
         return self.read(document, start, stop), None
 
     def mask(self, document: int, num_predicted: int) -> Branches | None:
-        """Return the mask of the sample that predicts the first tokens of a document; None where it is causal."""
+        """Return the mask of the sample that predicts the first tokens of a document; None if it is causal."""
         return None
 
     def identity(self) -> bytes:
-        """Return what decides the masks besides the lengths of documents; nothing where there are no responses."""
+        """Return what decides the masks besides the lengths of documents; b"" if there are none."""
         return b""
 
     def first_of_line(self, document: int) -> int:
-        """Return the first document of the line of `document`: answers of a chat, which belong to one split."""
+        """Return the first document of the line of `document`; the answers of a chat belong to one split."""
         return document
 
 

@@ -25,9 +25,8 @@ MAX_PERIOD = 1 << 16
 
 
 def whole_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Return whole numbers >= 1 in proportion to `weights` (> 0).
-
-    Exact when their sum is at most MAX_PERIOD; otherwise rounded to that sum, with a line in the log.
+    """Return whole numbers >= 1 in proportion to `weights` (> 0). They are exact if their sum is at most MAX_PERIOD;
+    otherwise they are rounded to that sum, and the log says so.
     """
     total = sum(weights)
     shares = [weight / total for weight in weights]
@@ -45,9 +44,9 @@ def whole_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
 def interleave(shares: tuple[int, ...]) -> NDArray[np.int64]:
     """Return one period of the blend: the dataset of each position, int64 [sum(shares)].
 
-    At every prefix of p positions each dataset has been used less than one time more or less often than p times its
-    share. Draw k of a dataset with share n of P positions must therefore come at positions floor(k P / n) ..
-    ceil((k + 1) P / n) - 1; the earliest deadline first meets all of them.
+    After p positions, the number of draws from each dataset differs from p times its share by less than one. So draw k
+    of a dataset with share n of P positions must come at positions floor(k P / n) .. ceil((k + 1) P / n) - 1; the
+    earliest deadline first meets all of them.
 
     Source: Baruah, Cohen, Plaxton, Varvel, "Proportionate progress", Algorithmica 1996: its windows, on one processor.
     """
@@ -69,7 +68,7 @@ def interleave(shares: tuple[int, ...]) -> NDArray[np.int64]:
 
 
 class Blend:
-    """An endless sequence of datasets in proportion to weights, which repeats after `sum(whole_shares(weights))`.
+    """An endless sequence of datasets in proportion to weights, with period `sum(whole_shares(weights))`.
 
     Example:
         Weights 1 and 3 give datasets 1, 1, 0, 1, 1, 1, 0, 1 ... and of those draws 0, 1, 0, 2, 3, 4, 1, 5 ...
@@ -83,20 +82,14 @@ class Blend:
             self._draws[self._datasets == dataset] = np.arange(share)
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the dataset of each position and which draw of that dataset it is."""
+        """Return the dataset of each position, and the number of its draw there."""
         periods, places = np.divmod(positions, len(self._datasets))
         datasets = self._datasets[places]
         return datasets, periods * self.shares[datasets] + self._draws[places]
 
 
 class SampleStream:
-    """An endless stream of samples in a fixed order. Forks and pickles.
-
-    Args:
-        name: of the split.
-        datasets: at least one, none of them empty.
-        weights: of the datasets.
-    """
+    """An endless stream of samples in a fixed order, blended of datasets that are not empty. Forks and pickles."""
 
     def __init__(self, name: str, datasets: Sequence[ShuffledDataset], weights: Sequence[Fraction]) -> None:
         self.name = name
@@ -106,19 +99,15 @@ class SampleStream:
 
     @property
     def has_masks(self) -> bool:
-        """Whether samples may have masks of their own."""
         return any(dataset.has_masks for dataset in self._datasets)
 
     @property
     def num_samples(self) -> int:
-        """Samples that exist: one epoch, when there are no blend weights."""
+        """Number of different samples: one epoch, if there are no blend weights."""
         return sum(dataset.num_samples for dataset in self._datasets)
 
     def global_batch(self, consumed_samples: int, num_samples: int) -> GlobalBatch:
-        """Return the samples at positions consumed_samples .. + num_samples - 1; sample_id is the position.
-
-        Reads no data.
-        """
+        """Return the samples at positions consumed_samples .. + num_samples - 1, whose ids they are. Reads no data."""
         positions = np.arange(consumed_samples, consumed_samples + num_samples, dtype=np.int64)
         datasets, draws = self._blend.locate(positions)
         seqlens = np.empty(num_samples, dtype=np.int64)
@@ -131,25 +120,18 @@ class SampleStream:
         return GlobalBatch(positions, seqlens, masks.tolist() if any(masks) else None)
 
     def read(self, sample_id: int) -> SampleTokens:
-        """Return the tokens of the sample at position `sample_id`; touches only its part of its document.
-
-        Raises:
-            DataError: a document that is not what its index says.
-        """
+        """Return the tokens of the sample at position `sample_id`; DataError if its document differs from the index."""
         datasets, draws = self._blend.locate(np.array([sample_id], dtype=np.int64))
         dataset = self._datasets[datasets[0]]
         mask = dataset.masks(draws)[0] if dataset.has_masks else None
         return sample_of(*dataset.read(int(draws[0])), mask)
 
     def fingerprint(self) -> str:
-        """Return a hash (hex) of what decides the stream; where the data lies is no part of it.
+        """Return a hash (hex) of what decides the stream, independent of where the data lie.
 
-        That is every sample's length, the shuffle's seeds, the shares, and as a probe of the contents the tokens of up
-        to 8 evenly spaced samples (at least one of every source) and the last end of document of every source: other
-        data of equal lengths are noticed when a probe meets them.
-
-        Raises:
-            DataError: a document that is not what its index says.
+        It covers every sample's length, the shuffle's seeds and the shares. Contents are probed: up to 8 evenly spaced
+        samples (at least one per source) and the last end of document of every source. Other data of equal lengths are
+        noticed only where a probe meets them. DataError if a document differs from its index.
         """
         if self._fingerprint is None:
             parts = [part for dataset in self._datasets for part in dataset.parts if part.num_samples]

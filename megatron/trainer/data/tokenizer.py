@@ -1,4 +1,4 @@
-"""How text becomes token ids. A tokenizer has `vocab_size` and `eod`; one that reads text also has `encode`."""
+"""Tokenizers: each has `vocab_size` and `eod`; those that read text also have `encode`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ class ByteTokenizer:
     eod: int = 256
 
     def encode(self, text: bytes) -> NDArray[np.int64]:
-        """Return the token ids of `text`, as many as it has bytes."""
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class NullTokenizer:
-    """Only says how many ids there are and which one ends a document: for .bin/.idx data and mock data."""
+    """Only has the number of ids and the end of document, for .bin/.idx data and mock data."""
 
     vocab_size: int
     eod: int
@@ -39,8 +38,8 @@ Tokenizer = TextTokenizer | NullTokenizer
 def build(config: DataConfig) -> Tokenizer:
     """Return the tokenizer that `config` names.
 
-    As in Megatron-LM, NullTokenizer with `vocab_size` V means ids 0 .. V - 1 and V itself for the end of document. When
-    the data already has an id for that, `eod_id` names it and no id is added.
+    As in Megatron-LM, NullTokenizer with `vocab_size` V means ids 0 .. V - 1, and V for the end of document. If the
+    data already have an id for that, `eod_id` names it and no id is added.
 
     Raises:
         InvalidInputError: an unknown name, or sizes that the tokenizer cannot have.
@@ -84,5 +83,5 @@ def build(config: DataConfig) -> Tokenizer:
 
 
 def identity(config: DataConfig) -> str:
-    """Return what two runs must share to see the same tokens; where the files of a tokenizer lie is no part of it."""
+    """Return what two runs must share to see the same tokens; the place of a tokenizer's files is not part of it."""
     return repr(build(config)) if config.tokenizer == "HuggingFaceTokenizer" else config.tokenizer

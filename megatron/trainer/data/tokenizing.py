@@ -1,8 +1,8 @@
-"""Files of documents -> an index with their tokens: read in order, tokenized by several processes, written in order.
+"""Tokenizes files of documents in several processes and writes their index in the order of the files.
 
     files -> pieces (whole lines of a file, or some text files) -> `tokenize_lines`, `tokenize_texts` -> IndexWriter
 
-What is written depends neither on the pieces nor on the number of processes.
+The index depends neither on the pieces nor on the number of processes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 SNIFFED_BYTES = 8192
 MOST_KEYS = 32
 UNREAD = "lines with the unread key "
-"""What precedes a key in the counts of an index."""
+"""Prefix of a key in the counts of an index."""
 PIECE_BYTES = 1 << 20
-BYTES_PER_PROCESS = 32 << 20  # less is parsed in the time that a process takes to start
-# The same for tokenizing, which is fifty times as much work.
+BYTES_PER_PROCESS = 32 << 20  # a process takes as long to start as it takes to parse this much
+# Smaller for tokenizing, which is fifty times as much work.
 TOKENIZED_PIECE_BYTES = 256 << 10
 TOKENIZED_BYTES_PER_PROCESS = 1 << 20
 COLUMNS = (
@@ -43,7 +43,7 @@ COLUMNS = (
 
 
 class Lines(NamedTuple):
-    """Whole lines of the file in row `file` of the table, of which they took `num_bytes`."""
+    """Whole lines of the file in row `file` of the table; they take `num_bytes` of it."""
 
     path: str
     file: int
@@ -55,14 +55,11 @@ class Lines(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """Some text files."""
-
     paths: Sequence[str]
     sizes_bytes: Sequence[int]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
         return sum(self.sizes_bytes)
 
     def __str__(self) -> str:
@@ -70,23 +67,23 @@ class Texts(NamedTuple):
 
 
 class TokenizedLines(NamedTuple):
-    """What a piece of lines is as documents.
+    """The documents of a piece of lines.
 
     Attributes:
-        tokens: of all documents, one after the other.
+        tokens: of all documents, concatenated.
         columns: COLUMNS -> int64:
-            lengths: [n], tokens of each document; no document is of a blank line.
-            blanks: [b], for each blank line how many documents come before it.
-            continued: [c], which of the n documents are of the line of the document before.
-            learned: where among the tokens those begin and end that are learned, in turn.
-            first_targets: [n], the first token of each document that is learned, behind the first of all.
-            questions: [q], which of the n documents are prompts with responses, or trees of turns.
-            num_answers: [q], how many responses each of them has, or parts behind the first one.
-            answers: [sum(num_answers)], tokens of each response, those at the end of the line.
-            depths: [sum(num_answers)], 1 for a response; for a part of a tree how often what is above it branches.
-        num_targets: tokens that are learned of documents that do not learn all: of chats and of lines with responses.
-        unread: key that nothing reads -> how many lines have it; the first MOST_KEYS of them.
-        error: the first malformed line, counted from 0, and what is wrong with it; those after it are not looked at.
+            lengths: [n], tokens of each document; blank lines have no document.
+            blanks: [b], the number of documents before each blank line.
+            continued: [c], indexes of documents that are of the same line as the document before.
+            learned: begin and end of each run of learned tokens, alternating.
+            first_targets: [n], index in each document of its first learned token, not counting token 0.
+            questions: [q], indexes of documents that are prompts with responses, or trees of turns.
+            num_answers: [q], the number of responses, or of parts of the tree after the first.
+            answers: [sum(num_answers)], tokens of each response, which are the last of their line.
+            depths: [sum(num_answers)], 1 for a response; for a part of a tree, the number of branchings above it.
+        num_targets: learned tokens of documents that are not learned whole: chats and lines with responses.
+        unread: key that nothing reads -> number of lines with it; at most MOST_KEYS keys.
+        error: (line from 0, message) for the first malformed line; later lines are not read.
     """
 
     tokens: NDArray[Any]
@@ -98,7 +95,6 @@ class TokenizedLines(NamedTuple):
 
 
 def tokenize_lines(piece: Lines, reader: LineReader, dtype: str) -> TokenizedLines:
-    """Return the documents of a piece; see `TokenizedLines`."""
     columns: dict[str, list[int]] = {name: [] for name in COLUMNS}
     tokens = [np.empty(0, dtype)]
     unread: dict[str, int] = {}
@@ -140,19 +136,19 @@ def tokenize_lines(piece: Lines, reader: LineReader, dtype: str) -> TokenizedLin
 
 
 def add_keys(unread: dict[str, int], found: dict[str, int]) -> None:
-    """Add numbers of lines with keys; keys may be names of things, so that there is no end of them."""
+    """Add the numbers of lines with each key; at most MOST_KEYS keys are kept, because data may have names as keys."""
     for key, num_lines in found.items():
         if key in unread or len(unread) < MOST_KEYS:
             unread[key] = unread.get(key, 0) + num_lines
 
 
 class TokenizedTexts(NamedTuple):
-    """What text files are as documents.
+    """The documents of text files.
 
     Attributes:
-        tokens: of all files, one after the other, each with the end of document.
-        lengths: tokens of each, -1 for one that is binary.
-        num_replaced: how many are not UTF-8, where that makes a difference.
+        tokens: of all files, concatenated, each with its end of document.
+        lengths: tokens of each file, -1 for a binary one.
+        num_replaced: number of files that are not UTF-8, not counted by a byte tokenizer.
     """
 
     tokens: NDArray[Any]
@@ -161,12 +157,7 @@ class TokenizedTexts(NamedTuple):
 
 
 def tokenize_texts(piece: Texts, tokenizer: TextTokenizer, dtype: str) -> TokenizedTexts:
-    """Return the documents of text files.
-
-    Raises:
-        OSError: a file that cannot be read.
-        DataError: a file that is no longer what was listed, or a tokenizer that cannot be loaded.
-    """
+    """Return the documents of text files; OSError if one is unreadable, DataError if one is not as it was listed."""
     tokens, lengths, num_replaced = [np.empty(0, dtype)], [], 0
     are_bytes = isinstance(tokenizer, ByteTokenizer)
     for text, is_binary in texts_of(piece):
@@ -181,7 +172,7 @@ def tokenize_texts(piece: Texts, tokenizer: TextTokenizer, dtype: str) -> Tokeni
 
 
 def texts_of(piece: Texts) -> Iterator[tuple[bytes, bool]]:
-    """Yield the content of each file, and whether it is binary: has a NUL in its first 8 KiB; errors as above."""
+    """Yield each file's content, and whether it is binary: has a NUL in 8 KiB; errors as in `tokenize_texts`."""
     for path, size_bytes in zip(piece.paths, piece.sizes_bytes, strict=True):
         with open(path, "rb") as file:
             text = file.read(SNIFFED_BYTES)
@@ -201,11 +192,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def lines_of_files(files: DocumentFiles, table: FileTable, units: Sequence[str], piece_bytes: int) -> Iterator[Lines]:
-    """Yield the lines of all files in pieces of about `piece_bytes`.
-
-    Raises:
-        DataError: a file that is not a regular one, cannot be read, is damaged, or is shorter than it was.
-    """
+    """Yield all files' lines in pieces of about `piece_bytes`; DataError if one is not regular, damaged or shorter."""
     for file, (name, unit, size_bytes) in enumerate(zip(files.names, units, table.sizes_bytes.tolist(), strict=True)):
         path = files.root + name
         if size_bytes < 0:
@@ -215,7 +202,7 @@ def lines_of_files(files: DocumentFiles, table: FileTable, units: Sequence[str],
 
 
 def units_of(files: DocumentFiles, table: FileTable) -> list[str]:
-    """Return what a record of each file is called."""
+    """Return what messages call a record of each file, such as "line"."""
     is_regular = (table.sizes_bytes >= 0).tolist()
     return [unit_of(files.root + name) if is_regular[file] else "line" for file, name in enumerate(files.names)]
 
@@ -243,7 +230,7 @@ def mapped(
     num_processes: int,
     root: str,
 ) -> Generator[tuple[Any, Any], None, None]:
-    """Yield each piece and function(piece, *arguments); an OSError there is a DataError. Close it after an error."""
+    """Yield (piece, function(piece, *arguments)); an OSError becomes a DataError. Close it after an error."""
     waiting: deque[Lines | Texts] = deque()
 
     def tasks() -> Iterator[tuple[Any, ...]]:
@@ -257,11 +244,7 @@ def mapped(
 
 
 def checked_lines(units: Sequence[str], results: Iterable[tuple[Lines, Any]]) -> Iterator[tuple[Lines, Any]]:
-    """Yield the results of lines, which have `num_lines` and `error` as `TokenizedLines` does.
-
-    Raises:
-        DataError: the first malformed line, by its number in its file.
-    """
+    """Yield the results of pieces, such as `TokenizedLines`; DataError at the first malformed line, with its number."""
     num_lines = [0] * len(units)
     for piece, found in results:
         if found.error is not None:
@@ -282,14 +265,12 @@ def write_index(
     num_processes: int | None = None,
     on_tick: Callable[[], None] | None = None,
 ) -> None:
-    """Write the index of all files; `documents.StoredDocuments` says what its columns are.
+    """Write the index of all files; `documents.StoredDocuments` describes its columns.
 
-    Text files with a NUL in their first 8 KiB are binary and left out, and so is what is not a regular file.
+    Binary text files (a NUL in the first 8 KiB) and files that are not regular are left out.
 
     Args:
-        reader: of lines.
-        num_processes: default: one for every 32 MiB, when they are tokenized for every 1 MiB, at most as many as there
-            are CPUs.
+        num_processes: default: one per 32 MiB, or per 1 MiB if they are tokenized, at most one per CPU.
 
     Raises:
         DataError: a malformed line, a file that cannot be read, or a tokenizer that cannot be loaded.
@@ -361,7 +342,7 @@ def _write_lines(
         "file_blanks": np.cumsum([0, *num_blanks]),
         "file_units": np.array([UNITS.index(unit) for unit in units], np.int64),
     }
-    if not num_targets:  # all is learned
+    if not num_targets:  # everything is learned
         del columns["learned"], columns["first_targets"]
     counts = {"blank lines": int(num_blanks.sum()), "learned tokens": num_targets}
     return counts | {UNREAD + key: unread[key] for key in unread}, columns

@@ -1,9 +1,9 @@
-"""Indexing tasks on several processes or threads, results in the order of the tasks; and how far they are.
+"""Runs tasks of indexing in processes or threads, yields their results in order, and shows progress.
 
-Parsing and tokenizing hold Python's lock, so they run in processes. These are started fresh, not forked: this process
-has threads of torch, maybe a CUDA context, and connections to other ranks, which a forked child would keep open after
-this rank is dead. A worker ends with its pipe, no matter how its parent ends. Looking at many files waits for the file
-system, so that runs in threads.
+Parsing and tokenizing hold Python's lock, so they run in processes. These are not forked: a forked child would inherit
+torch's threads, maybe a CUDA context, and connections to other ranks, which it would keep open after this rank's death.
+A worker ends with its pipe, however its parent ends. Looking up many files waits for the file system, so that runs in
+threads.
 """
 
 from __future__ import annotations
@@ -39,20 +39,16 @@ WIDTH = 30  # of the text before a bar
 
 
 def num_usable_cpus() -> int:
-    """Return the CPUs that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def map_in_processes(
     function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]], num_processes: int
 ) -> Generator[Any, None, None]:
-    """Yield function(*task) for each task; with one process, in this one. Close it: then the processes end.
+    """Yield function(*task) for each task; one process means this one. Close the generator to end the processes.
 
-    Few tasks are taken before they are needed, so that neither they nor their results fill the memory.
-
-    Raises:
-        OSError, DynamicCPError: of `function`.
-        DataError: a worker that died.
+    Only few tasks are taken in advance, so that neither they nor their results fill the memory. Raises OSErrors and
+    DynamicCPErrors of `function`, and DataError if a worker died.
     """
     workers = _start_workers(num_processes) if num_processes > 1 else []
     if not workers:
@@ -81,7 +77,7 @@ def map_in_processes(
             yield waiting.popleft().result()
     finally:
         for worker in workers:
-            worker.process.kill()  # at the end they have nothing to do; after an error what they do is not needed
+            worker.process.kill()  # at the end they are idle; after an error their work is not needed
         threads.shutdown(cancel_futures=True)
         for worker in workers:
             worker.close()
@@ -90,7 +86,7 @@ def map_in_processes(
 def map_in_threads(
     function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], num_threads: int = NUM_THREADS
 ) -> Generator[Any, None, None]:
-    """Yield function(*task) for each task; a single task in this thread."""
+    """Yield function(*task) for each task; a single task runs in this thread."""
     if len(tasks) <= 1:
         for task in tasks:
             yield function(*task)
@@ -103,7 +99,7 @@ def map_in_threads(
 
 
 def _start_workers(number: int) -> list[_Worker]:
-    """Return as many workers as the system lets start."""
+    """Return up to `number` workers, as many as the system can start."""
     workers: list[_Worker] = []
     try:
         for _ in range(number):
@@ -144,7 +140,7 @@ class _Worker:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            with suppress(OSError):  # of words that the dead worker never read
+            with suppress(OSError):  # a dead worker never read what is buffered
                 pipe.close()
 
 
@@ -165,17 +161,14 @@ def serve() -> None:
             pickle.dump(result, results)
             results.flush()
         except BrokenPipeError:
-            os._exit(0)  # the parent is gone
+            os._exit(0)  # the parent has ended
 
 
 class Progress:
-    """Counts what is done; a context manager.
+    """Reports progress on a terminal or in the log; a context manager.
 
-    Args:
-        what: begins the line.
-        total: amount to do, in `unit`.
-        unit: "bytes" or what is counted.
-        on_tick: called about twice a second while there is progress.
+    The line begins with `what`; `total` is the amount in `unit`, "bytes" or the plural of what is counted. `on_tick` is
+    called about twice a second while there is progress.
     """
 
     def __init__(self, what: str, total: int, unit: str, on_tick: Callable[[], None] | None = None) -> None:
@@ -195,7 +188,6 @@ class Progress:
             self._bar.stop()
 
     def advance(self, amount: int) -> None:
-        """Say that `amount` more is done."""
         self._done += amount
         now_s = time.monotonic()
         if now_s - self._tick_s < TICK_EVERY_S:
@@ -229,7 +221,7 @@ class Progress:
 
 
 def _make_bar(counts_bytes: bool) -> Any:
-    from rich import progress  # what is short shows no bar and needs no rich
+    from rich import progress  # late, because short tasks show no bar and need no rich
     from rich.console import Console
 
     amounts = (
@@ -242,5 +234,5 @@ def _make_bar(counts_bytes: bool) -> Any:
         progress.TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
-        auto_refresh=False,  # no thread: there may be a fork
+        auto_refresh=False,  # no thread, because the process may fork
     )

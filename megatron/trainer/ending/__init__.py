@@ -1,5 +1,5 @@
-"""How a run ends: exit codes, signals, one line that says why, and nobody who waits for ever.
+"""How a run ends: exit codes, signals, one line that says why, and no rank that waits for ever.
 
-Read in this order: `exits` (exit codes, signals, who says the last line), `failures` (what device or network do to a
-run, in its own words), `stop_guard` (kills what somebody stopped).
+Read in this order: `exits` (exit codes, signals, which rank reports), `failures` (errors of device or network),
+`stop_guard` (kills stopped processes).
 """

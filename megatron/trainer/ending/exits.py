@@ -1,13 +1,13 @@
-"""How a run ends: exit codes, signals, and a last line that one rank says, no matter which ranks are dead or left.
+"""How a run ends: exit codes, signals, and one last line, whichever ranks are dead.
 
-0  trained to the end, or saved after SIGTERM, SIGINT, SIGUSR1
-1  something unexpected: every rank that saw it prints its traceback
-2  an error of the user (DynamicCPError): one line from rank 0
+    0  trained to the end, or saved after SIGTERM, SIGINT, SIGUSR1
+    1  something unexpected: every rank that saw it prints its traceback
+    2  an error of the user (DynamicCPError): one line from rank 0
 
-    an error -> fail -> close everything -> hang up, so that no peer waits -> let rank 0 speak -> one line from who may
-
-What does not close in time is left as it is (`closing`). A launcher ends the others (SIGTERM) as soon as it sees that a
-rank has died; who is failing then still says why. Imports no torch: wrong flags are answered before that.
+An error leads to `fail`, then everything is closed, `hang_up` releases waiting peers, and rank 0 gets time to speak
+before another rank does. `closing` gives up on what does not close in time. A launcher sends SIGTERM to the other ranks
+as soon as one has died; a failing rank still reports then. Imports no torch, because wrong flags are reported before
+that.
 """
 
 from __future__ import annotations
@@ -31,38 +31,34 @@ from dynamic_cp.errors import DynamicCPError
 from megatron.dynamic_cp.agreement import phase
 
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# A failing rank has this time after it was asked to end: a launcher kills it after 30 s.
+# Time that a failing rank has after it was asked to end; a launcher kills it after 30 s.
 TIME_TO_SPEAK_S = 5
-# A launcher ends all ranks as soon as one has left with an error: the others give rank 0 this time to say why.
+# Time that other ranks give rank 0 to speak: a launcher ends all ranks once one has left with an error.
 SPEAK_FIRST_S = 2.0
-# Without a launcher rank 0 takes the job's store with it, where the others still look for its error.
+# Without a launcher, rank 0 hosts the job's store, in which the others still look for its error.
 STAY_S = 1.0
-# A launcher signals the survivors of a rank that died and kills them 30 s later. If it was rank 0, they would wait for
-# its word until then. Rank 0 speaks every second, whatever it is busy with while others wait for it.
+# Time without a word from rank 0 after which a signalled rank gives up. Rank 0 speaks every second while others wait
+# for it. If it has died, they would wait until the launcher kills them, 30 s after its signal.
 GIVE_UP_S = 6.0
-# What a failing rank may take to close something: peers wait for it. Less once a launcher has asked it to end, which
-# it may outlive by TIME_TO_SPEAK_S only.
+# Time that a failing rank may take to close something while peers wait; shorter once a launcher has asked it to end.
 CLOSE_S, CLOSE_ONCE_ASKED_S = 20.0, 3.0
 _LOOK_UP_S = 0.02
 _SPOKEN = "dynamic_cp/last_words"
 _FAILING = "dynamic_cp/failing"
 
 is_asked_to_end = False
-"""Whether this process has received a signal with which a run is ended."""
+"""Whether this process has received a signal that ends a run."""
 _is_failing = False
 
 
 def listen() -> None:
-    """From now on SIGTERM ends this process at once while it trains, and in TIME_TO_SPEAK_S once it fails."""
+    """Let SIGTERM end this process at once while it trains, and within TIME_TO_SPEAK_S once it fails."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
 def fail() -> None:
-    """Remember that there is an error to be reported.
-
-    Before the ranks are connected all have the same error and rank 0 says it, so a signal may end the others.
-    """
+    """Remember an error to report. Before ranks are connected all have the same one, which rank 0 reports."""
     global _is_failing
     if not _is_failing:
         _is_failing = _distributed() is not None
@@ -71,11 +67,11 @@ def fail() -> None:
 
 
 def ask_to_end() -> None:
-    """Remember that a launcher, or somebody, wants this process to end."""
+    """Remember that a launcher or a user wants this process to end."""
     global is_asked_to_end
     is_asked_to_end = True
     if _is_failing:
-        signal.alarm(TIME_TO_SPEAK_S)  # ends the process unless it has ended by itself
+        signal.alarm(TIME_TO_SPEAK_S)  # kills the process unless it has ended by then
 
 
 def _on_sigterm(number: int, _frame: object) -> None:
@@ -86,16 +82,18 @@ def _on_sigterm(number: int, _frame: object) -> None:
 
 
 def hang_up() -> None:
-    """Tell peers that nothing more comes from here: who waits for a rank that waits would be the last to hear.
+    """Tell waiting peers that nothing more comes from this rank; otherwise those who wait for a waiting rank hear it
+    last.
 
-    On CPU ranks, where gloo has no word for it. What was sent before arrives, and the job's store stays connected.
+    Only for CPU ranks, because gloo has no call for it. What was sent before still arrives, and the job's store stays
+    connected.
     """
     distributed = _distributed()
     if distributed is None or distributed.get_backend() != "gloo" or sys.platform != "linux":
         return
     store_port = int(os.environ.get("MASTER_PORT", "0"))
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # closed meanwhile, or connected to nobody
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -105,21 +103,20 @@ def hang_up() -> None:
 
 
 def let_rank_zero_speak(seconds: float) -> None:
-    """Wait for `seconds`, or until a launcher ends the job: rank 0 has spoken then, or is dead."""
+    """Wait for `seconds`, or until a launcher ends the job: by then rank 0 has spoken or is dead."""
     deadline_s = time.monotonic() + seconds
     while time.monotonic() < deadline_s and not is_asked_to_end:
         time.sleep(_LOOK_UP_S)
 
 
 def be_reachable(seconds: float) -> None:
-    """Have rank 0 stay until the others know its error, for `seconds` at most; they say so here.
-
-    They read it in the job's store, which rank 0 takes with it unless a launcher has it.
+    """Keep rank 0 alive for at most `seconds`, until all others have called this, too. They read its error in the job's
+    store, which ends with rank 0 unless a launcher hosts it.
     """
     distributed = _distributed()
     if distributed is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
-    with contextlib.suppress(RuntimeError):  # what a store raises that is gone
+    with contextlib.suppress(RuntimeError):  # the store is gone
         store = distributed.distributed_c10d._get_default_store()
         if distributed.get_rank() != 0:
             store.add(_FAILING, 1)
@@ -132,7 +129,7 @@ def be_reachable(seconds: float) -> None:
 
 
 def may_speak() -> bool:
-    """Return whether nobody has spoken yet; always true where no launcher shows what all ranks say as one text."""
+    """Return whether no rank has spoken yet; always True without torchrun, which shows all ranks' output as one."""
     distributed = _distributed()
     if distributed is None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
@@ -149,7 +146,7 @@ def _distributed() -> Any:
 
 
 def global_rank() -> int:
-    """Return this process's rank as the launcher set it (0 without a launcher, or where it is no number)."""
+    """Return this process's rank from the launcher; 0 without one or if it is not a number."""
     rank = os.environ.get("RANK", "0")
     return int(rank) if rank.isdecimal() else 0
 
@@ -165,11 +162,7 @@ def exit_code_of(run: Callable[[], None]) -> int:
 
 
 def _report(error: BaseException, then: str = "") -> int:
-    """Say why this rank fails, unless another one has, and return its exit code.
-
-    Args:
-        then: what happened since, behind the error.
-    """
+    """Report why this rank fails, unless another rank has, and return its exit code. `then` goes behind the error."""
     fail()
     hang_up()
     if global_rank() != 0:
@@ -186,7 +179,7 @@ def _say(error: BaseException, then: str) -> int:
         _tell_launcher(f"rank {global_rank()} failed: {error!r}{then}")
         print(f"rank {global_rank()} failed ({phase.current()}):\n{told}{then}", file=sys.stderr, flush=True)
         return 1
-    # Errors are the same on all ranks. A rank that still lives after the wait was the only one to see its error.
+    # Errors are the same on all ranks. A rank that is alive after the wait is the only one with its error.
     if global_rank() != 0:
         let_rank_zero_speak(SPEAK_FIRST_S)
     rank = "" if global_rank() == 0 else f" (rank {global_rank()})"
@@ -198,9 +191,8 @@ def _say(error: BaseException, then: str) -> int:
 
 
 def _tell_launcher(told: str) -> None:
-    """Have torchrun end what it prints of this job with `told`, behind a traceback of its own.
-
-    Source: the format of `torch.distributed.elastic.multiprocessing.errors.ProcessFailure`.
+    """Make torchrun end its output for this job with `told`, behind its own traceback. Source: the format of
+    `torch.distributed.elastic.multiprocessing.errors.ProcessFailure`.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -222,7 +214,7 @@ _explain: Explain = _as_it_is
 
 @contextlib.contextmanager
 def explaining(explain: Explain) -> Iterator[None]:
-    """Have the errors of the body told as `explain` returns them, also where something does not close."""
+    """Report errors of the body as `explain` returns them, also if something does not close."""
     global _explain
     before, _explain = _explain, explain
     try:
@@ -240,11 +232,11 @@ T = TypeVar("T", bound=_Closes)
 
 @contextlib.contextmanager
 def closing(thing: T) -> Iterator[T]:
-    """Close `thing` at the end. A failing rank that hangs in this says why it fails, and ends."""
+    """Close `thing` at the end. If that hangs on a failing rank, the rank reports its error and ends."""
     try:
         yield thing
     except BaseException as error:
-        fail()  # from now on a signal means that there is little time
+        fail()  # from now on a signal leaves little time
         with _in_time(_explain(error), type(thing).__name__):
             thing.close()
         raise
@@ -253,7 +245,7 @@ def closing(thing: T) -> Iterator[T]:
 
 @contextlib.contextmanager
 def _in_time(error: BaseException, what: str) -> Iterator[None]:
-    """End the process where the body takes longer than a failing rank may close something."""
+    """End the process if the body takes longer than a failing rank may take to close something."""
     closed = threading.Event()
 
     def watch() -> None:
@@ -273,7 +265,7 @@ def _in_time(error: BaseException, what: str) -> Iterator[None]:
 
 
 def leave(code: int) -> None:
-    """End the process with `code`; with an error at once, because closing process groups could wait for dead ranks."""
+    """End the process. With an error it ends at once, because closing process groups could wait for dead ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
@@ -282,12 +274,8 @@ def leave(code: int) -> None:
 
 
 class ExitSignals:
-    """Remembers the first exit signal and ignores what follows, except a SIGINT, which ends the process at once.
-
-    A launcher passes on its own SIGTERM, so ranks that a scheduler signals as well get two of them.
-
-    Attributes:
-        received: name of the first signal, or None.
+    """Remembers the first exit signal in `received` and ignores later ones, except a SIGINT, which ends the process at
+    once. A launcher passes on its SIGTERM, so ranks that a scheduler signals as well get two.
     """
 
     def __init__(self, on_first: Callable[[], None]) -> None:
@@ -312,8 +300,8 @@ class ExitSignals:
 
 @contextlib.contextmanager
 def exit_signals() -> Iterator[ExitSignals]:
-    """Catch EXIT_SIGNALS while the body runs; after one, this rank waits for rank 0 only GIVE_UP_S longer."""
-    from megatron.dynamic_cp.agreement.verify import stop_waiting_after  # here: it imports torch
+    """Catch EXIT_SIGNALS while the body runs. After one, this rank waits for rank 0 at most GIVE_UP_S."""
+    from megatron.dynamic_cp.agreement.verify import stop_waiting_after  # late, because it imports torch
 
     caught = ExitSignals(on_first=lambda: stop_waiting_after(GIVE_UP_S))
     for number in EXIT_SIGNALS:
@@ -321,7 +309,7 @@ def exit_signals() -> Iterator[ExitSignals]:
     try:
         yield caught
     except Exception:
-        fail()  # before the handlers go: what closes now takes its time
+        fail()  # before the handlers go: closing takes time
         raise
     finally:
         caught._restore()

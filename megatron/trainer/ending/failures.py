@@ -1,7 +1,7 @@
-"""What the device or the network does to a run, told in the run's own words: where, how many tokens, what to change.
+"""Turns errors of the device or the network into errors that say where, with how many tokens, and what to change.
 
-The rank that sees it ends with exit code 2 like any other error of a run (`exits`); its launcher then ends the others,
-which wait for it in a collective. Nothing is exchanged first: the device has no memory for it, or the network is gone.
+The rank that sees one ends with exit code 2 (`exits`). Its launcher then ends the others, which wait for it in a
+collective. Nothing is exchanged before, because the device has no memory for it or the network is gone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megatron.dynamic_cp.agreement import phase, verify
 from megatron.dynamic_cp.attention.mechanisms.transfers import ExchangeError
 from megatron.trainer.ending import exits
 
-# Part of --distributed-timeout-minutes after which a rank that does not get on says so: before NCCL's watchdog, which
-# knows the group but not the iteration, ends the process.
+# Share of --distributed-timeout-minutes after which a stalled rank reports it, before NCCL's watchdog ends the process.
+# The watchdog knows the group but not the iteration.
 REPORTED_AFTER = 0.8
 _NO_MEMORY = "out of memory"
 
@@ -37,16 +37,15 @@ class LostCollectiveError(DynamicCPError):
 
 @contextlib.contextmanager
 def explained(timeout_minutes: float) -> Iterator[None]:
-    """Raise what the body raises, with an error of the device or the network as a DynamicCPError.
-
-    A RuntimeError that does not say that a peer is gone is a bug and stays what it is.
+    """Raise errors of the device or the network as DynamicCPErrors; a RuntimeError that names no lost peer is a bug and
+    stays.
 
     Args:
         timeout_minutes: --distributed-timeout-minutes.
 
     Raises:
-        OutOfDeviceMemoryError: instead of torch's, and of NCCL's where the device has no memory for its buffers.
-        LostCollectiveError: instead of torch's, gloo's, and of a failed exchange in a CP group.
+        OutOfDeviceMemoryError: for torch's, and for NCCL's if the device has no memory for its buffers.
+        LostCollectiveError: for torch's, gloo's, and that of a failed exchange in a CP group.
     """
     in_words = partial(_in_words, timeout_minutes=timeout_minutes)
     with _reporting_stalls(60 * timeout_minutes), exits.explaining(in_words):
@@ -60,7 +59,6 @@ def explained(timeout_minutes: float) -> Iterator[None]:
 
 
 def _in_words(error: BaseException, timeout_minutes: float) -> BaseException:
-    """Return an error of the device or the network as a DynamicCPError, any other as it is."""
     is_of_network = isinstance(error, ExchangeError) or verify.is_lost_peer(error)
     if isinstance(error, torch.OutOfMemoryError) or (is_of_network and _NO_MEMORY in str(error)):
         return out_of_memory(error, phase.token_limit())
@@ -68,11 +66,7 @@ def _in_words(error: BaseException, timeout_minutes: float) -> BaseException:
 
 
 def out_of_memory(error: BaseException, token_limit: int | None) -> OutOfDeviceMemoryError:
-    """Return the error of a rank whose device has no memory left, where `phase` says it is.
-
-    Args:
-        token_limit: --max-seqlen-per-dp-cp-rank, None before it was found.
-    """
+    """Return the error of a rank whose device has no memory left; `token_limit` is None before it is known."""
     running = phase.micro_batch()
     first, *rest = str(error).splitlines()
     what = ". ".join(first.split(". ")[:2]).rstrip(".")
@@ -94,7 +88,7 @@ def out_of_memory(error: BaseException, token_limit: int | None) -> OutOfDeviceM
 
 
 def lost_collective(error: BaseException, timeout_minutes: float) -> LostCollectiveError:
-    """Return the error of a rank that could not exchange something. NCCL's and our exchanges name the group."""
+    """Return the error of a rank whose exchange failed. Messages of NCCL and of our exchanges name the group."""
     running = phase.micro_batch()
     where = phase.current() + ("" if running is None else f", at or after {running.label}")
     what = verify.words_of(error)
@@ -107,12 +101,12 @@ def lost_collective(error: BaseException, timeout_minutes: float) -> LostCollect
 
 @contextlib.contextmanager
 def _reporting_stalls(timeout_s: float) -> Iterator[None]:
-    """Say on stderr, once per place, that this rank does not get on."""
+    """Report on stderr, once per place, that this rank has stalled."""
     done = threading.Event()
     began_s = time.monotonic()
 
     def seconds() -> float:
-        """Return the seconds of this rank in its phase, not counting what the process did before its run."""
+        """Return the seconds of this rank in its phase, without what the process did before this run."""
         return min(phase.seconds(), time.monotonic() - began_s)
 
     def watch() -> None:

@@ -1,10 +1,9 @@
-"""A small process beside each rank that kills what somebody stopped (SIGSTOP): nobody waits for it for ever.
+"""A small process beside each rank that kills stopped processes (SIGSTOP), so that no rank waits for them for ever.
 
-A stopped rank keeps its connections, and a stopped writer, worker or planner its rank: the others cannot tell them from
-slow ones and would wait for minutes. Once they are killed, what follows is what follows any death. A debugger's stop is
-left alone. Where a whole job is suspended (SLURM, Ctrl-Z) this process is, too: it counts the seconds that it sees.
-
-It needs /proc (Linux). As a program it imports nothing but the standard library, and it ends a second after its rank.
+A stopped rank keeps its connections, and its stopped writer, worker or planner blocks it. Peers cannot tell that from
+slowness and would wait for minutes; a killed process is handled like any death. Debuggers' stops are left alone. If the
+whole job is suspended (SLURM, Ctrl-Z), so is this process: it counts only seconds in which it runs. It needs /proc
+(Linux), imports only the standard library, and ends a second after its rank.
 """
 
 from __future__ import annotations
@@ -21,24 +20,19 @@ _LOOK_EVERY_S = 1.0
 
 
 class StopGuard:
-    """The process, seen from its rank.
-
-    Args:
-        limit_s: how long a process of this rank may be stopped; 0: for ever, nothing is started.
-    """
+    """The process as its rank sees it; none with `limit_s` 0. A process of the rank may be stopped for `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         if limit_s > 0 and sys.platform == "linux":
-            # -I -S: from its own file and the standard library alone, which takes 10 ms.
+            # -I -S: only its own file and the standard library, which takes 10 ms to start.
             words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(limit_s)]
             try:
                 self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-            except OSError as error:  # one rank's own: training goes on without
+            except OSError as error:  # a failure of this rank alone: training goes on
                 _say(f"no process could be started that kills stopped ones: the others would wait for them ({error})")
 
     def close(self) -> None:
-        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -46,7 +40,7 @@ class StopGuard:
 
 
 def watch(rank: int, limit_s: float) -> None:
-    """Kill the process `rank`, or a child of it, once it was stopped for `limit_s`; return once `rank` has ended."""
+    """Kill process `rank` or a child of it once it was stopped for `limit_s`; return when `rank` has ended."""
     seen_stopped_s: dict[int, float] = {}
     while os.getppid() == rank:
         time.sleep(_LOOK_EVERY_S)
@@ -63,7 +57,7 @@ def watch(rank: int, limit_s: float) -> None:
 
 
 def _say(text: str) -> None:
-    """Not by logging: before it is set up, and in a process that has none."""
+    """Print; logging is not set up yet, or not at all in the process."""
     print(f"rank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr, flush=True)
 
 
@@ -72,7 +66,7 @@ def _children(rank: int) -> list[int]:
 
 
 def _state(pid: int) -> str:
-    """Return the letter of a process's state, "" when it is gone. Its name, in brackets, may hold anything."""
+    """Return the letter of a process's state, "" if it is gone. Its name, in brackets, may contain anything."""
     return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2][1:2]
 
 
@@ -88,7 +82,6 @@ def _read(path: Path) -> str:
 
 
 def main() -> None:
-    """Watch the process that the command line names."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # sent to a whole group: the rank finishes its step
         signal.signal(number, signal.SIG_IGN)
     watch(int(sys.argv[1]), float(sys.argv[2]))

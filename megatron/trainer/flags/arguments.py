@@ -1,12 +1,10 @@
 """The command line: Megatron-LM's flag names, parsed and checked before anything heavy is imported.
 
-    settings = parse_args(argv, world_size)  # InvalidInputError or UnsupportedFeatureError, the same on every rank
-
 DEVIATION: dropout is 0. Reason: resuming is then exact on any layout. Recovery: --hidden-dropout.
 
 DEVIATION: RoPE and softmax are never fused, and CPU ranks fuse nothing unless asked. Reason: the rotation of packed
-shards is our own, attention of packed sequences has its softmax in its kernels, and compiling for CPUs takes longer
-than it gives. Recovery: --bias-swiglu-fusion and its kin on CPU ranks; none for the two.
+shards is our own, attention kernels of packed sequences include the softmax, and compiling for CPUs costs more time
+than it saves. Recovery: --bias-swiglu-fusion and its kin on CPU ranks; none for RoPE and softmax.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ GROUPS = (
     DYNAMIC_CP,
 )
 """In the order of --help."""
-# Megatron-LM switches that are already so here: accepted, because scripts carry them, and without effect.
+# Megatron-LM's switches for what always holds here. Scripts have them, so they are accepted, without effect.
 ALREADY_SO = (
     "--use-mcore-models",
     "--use-dist-ckpt",
@@ -45,11 +43,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_args(argv: Sequence[str] | None = None, world_size: int | None = None) -> Settings:
-    """Return the settings of a run, checked and complete.
+    """Return the settings of a run, checked and complete; errors are the same on every rank.
 
     Args:
-        argv: words of the command line; None takes sys.argv.
-        world_size: ranks of the job; None reads what the launcher set (WORLD_SIZE), or 1.
+        argv: words of the command line; None: sys.argv.
+        world_size: ranks of the job; None: the launcher's WORLD_SIZE, or 1.
 
     Raises:
         DynamicCPError: a flag is unknown, malformed or unsupported, or two values disagree.

@@ -1,4 +1,4 @@
-"""How many samples the global batches have: a function of the samples consumed before, as Megatron-LM's ramp has it."""
+"""The samples of each global batch, a function of the samples consumed before, as in Megatron-LM's ramp."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from dynamic_cp.errors import InvalidInputError
 class BatchSizes(NamedTuple):
     """Sizes of all global batches of a run.
 
-    Attributes:
-        full: samples of a global batch, at last.
-        start, increment: samples of the first ones, and by how much they grow; start = full: they do not.
-        ramp_samples: consumed samples over which they grow, in equal shares for each increment.
+    They begin with `start` samples and grow to `full` by `increment`, in equal shares of the first `ramp_samples`
+    samples. Without a ramp, `start` is `full`.
     """
 
     full: int
@@ -24,11 +22,7 @@ class BatchSizes(NamedTuple):
 
     @classmethod
     def of(cls, global_batch_size: int, rampup: Sequence[int] | None) -> BatchSizes:
-        """Return those of --global-batch-size and --rampup-batch-size.
-
-        Raises:
-            InvalidInputError: a ramp that does not lead to the global batch.
-        """
+        """Return the sizes for --global-batch-size and --rampup-batch-size; InvalidInputError if they do not fit."""
         if rampup is None:
             return cls(global_batch_size, global_batch_size, 1, 0)
         given = f"--rampup-batch-size {' '.join(map(str, rampup))}"
@@ -48,7 +42,7 @@ class BatchSizes(NamedTuple):
     def at(self, consumed_samples: int) -> int:
         """Return the samples of the global batch that comes after `consumed_samples`.
 
-        Source: megatron-core 0.16.1's `RampupBatchsizeNumMicroBatchesCalculator`, rounding included (0.19.2 has none).
+        Source: megatron-core 0.16.1's `RampupBatchsizeNumMicroBatchesCalculator`, with its rounding (0.19.2 has none).
         """
         if self.start == self.full or consumed_samples > self.ramp_samples:
             return self.full
@@ -56,11 +50,11 @@ class BatchSizes(NamedTuple):
         return self.start + int(consumed_samples / samples_per_increment) * self.increment
 
     def iterations_in(self, num_samples: int) -> tuple[int, int]:
-        """Return how many whole global batches `num_samples` hold, and the samples of these."""
+        """Return the number of whole global batches in `num_samples`, and their samples."""
         return self._walk(num_samples, None)
 
     def samples_of(self, num_iterations: int) -> int:
-        """Return the samples of the first global batches."""
+        """Return the samples of the first `num_iterations` global batches."""
         return self._walk(None, num_iterations)[1]
 
     def _walk(self, most_samples: int | None, most_iterations: int | None) -> tuple[int, int]:
@@ -71,7 +65,7 @@ class BatchSizes(NamedTuple):
                 return iterations, samples
             if iterations == most_iterations:
                 return iterations, samples
-            if size == self.full:  # for ever
+            if size == self.full:  # from here on all have this size
                 more = (most_samples - samples) // size if most_samples is not None else 0
                 more = most_iterations - iterations if most_iterations is not None else more
                 return iterations + more, samples + more * size

@@ -23,14 +23,14 @@ FEATURES = frozenset(
 )
 """All names that `features_of` may return."""
 TOKEN_IDS = "num_token_ids"
-"""Argument under which checkpoints keep how many rows of the embedding table are no padding."""
+"""Argument of checkpoints with the number of embedding rows that are not padding."""
 
 
 def padded_vocab_size(vocab_size: int, divisor: int, tp_size: int) -> int:
     """Return the rows of the embedding table for `vocab_size` token ids.
 
-    DEVIATION: the least common multiple of `divisor` and `tp_size`, where Megatron-LM takes their product. Reason: the
-    rows of padding are part of the softmax, so a table that grows with TP changes every loss and cannot be loaded at
+    DEVIATION: the least common multiple of `divisor` and `tp_size`, where Megatron-LM takes their product. Reason:
+    padding rows are part of the softmax, so a table that grows with TP changes every loss and cannot be loaded at
     another TP size. Recovery: --make-vocab-size-divisible-by divisor * tp_size.
     """
     return round_up(vocab_size, lcm(divisor, tp_size))
@@ -38,23 +38,22 @@ def padded_vocab_size(vocab_size: int, divisor: int, tp_size: int) -> int:
 
 def model_identity(model: ModelSettings, vocab_rows: int) -> dict[str, Any]:
     """Return what two runs must share to load each other's weights."""
-    # Named one by one: what ModelShape learns about other models must not part a run from its checkpoints.
+    # Named one by one, because new fields of ModelShape must not separate a run from its checkpoints.
     names = (
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
         "normalization position_embedding_type rotary_base rotary_percent rotary_interleaved max_position_embeddings "
         "disable_bias_linear add_qkv_bias qk_layernorm untie_embeddings_and_output_weights"
     )
     identity = {name: getattr(model, name) for name in names.split()}
-    # What came later is there only where it is on, so that checkpoints from before still fit.
+    # Later features are listed only if they are on, so that older checkpoints still fit.
     identity |= {"vocab_size": vocab_rows, "gated_linear_unit": features.is_gated(model)}
     return identity | features_of(model)
 
 
 def features_of(flags: Any) -> dict[str, Any]:
-    """Return what of a model is not as it always was: name -> JSON value, nothing for what is off; see FEATURES.
+    """Return the model's unusual features, name (of FEATURES) -> JSON value, without those that are off.
 
-    Args:
-        flags: completed, of this trainer, or the arguments of a Megatron-LM checkpoint, which may lack some.
+    `flags` are this trainer's, completed, or the arguments of a Megatron-LM checkpoint, which may lack some.
     """
     kind = linear_attention.kind_of(flags)
     said = {name: getattr(flags, name, experts.DEFAULTS.get(name, means.usual)) for name, means in MEANINGS.items()}
@@ -71,7 +70,7 @@ def features_of(flags: Any) -> dict[str, Any]:
     }
     for name in found:
         if MEANINGS[name].needs in (LATENTS, MAMBA_LAYERS):
-            getattr(flags, name)  # what a checkpoint has to say raises if it does not
+            getattr(flags, name)  # raises if a checkpoint lacks a required one
     if said["num_experts"] is not None:
         if found["moe_ffn_hidden_size"] is None:
             found["moe_ffn_hidden_size"] = flags.ffn_hidden_size
@@ -88,7 +87,7 @@ def _is_unusual(value: Any, usual: Any) -> bool:
 
 
 def _listed(layers: Sequence[int] | None) -> list[int] | None:
-    """Return 1 or 0 for each layer, None where none is 1."""
+    """Return 1 or 0 for each layer, None if all are 0."""
     return list(map(int, layers)) if layers and any(layers) else None
 
 

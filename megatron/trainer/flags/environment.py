@@ -1,7 +1,4 @@
-"""Environment variables: what a launcher tells a rank, and what a run on GPUs needs, set where the user has not.
-
-Both before anything relies on it: torch and NCCL read theirs once.
-"""
+"""Environment variables: a launcher's, and defaults for runs on GPUs, set before torch and NCCL read them once."""
 
 from __future__ import annotations
 
@@ -14,32 +11,30 @@ from megatron.dynamic_cp.flags.settings import PlanningSettings
 
 _OF_A_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""The second one from torch 2.9, which warns of the first one."""
+"""torch 2.9 and later read the second one, and warn of the first."""
 _GROWS = "expandable_segments:True"
 
 
 def defaults(planning: PlanningSettings) -> dict[str, str]:
-    """Return variable -> value that is set unless the user's environment has one; each one's reason is here."""
+    """Return variable -> value to set unless the user's environment has one, each with its reason."""
     return {
-        # One queue per device, so that transfers start before the kernels they overlap with; megatron-core asks for it
-        # only at a static CP size above 1.
+        # One queue per device starts transfers before the kernels that they overlap with. megatron-core requires it
+        # only for a static CP size above 1.
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        # Every micro-batch has another length: segments that grow keep the allocator's memory in one piece.
+        # Micro-batches differ in length; growing segments keep the allocator's memory in one piece.
         **({} if any(name in os.environ for name in ALLOC_CONF) else {_allocator_variable(): _GROWS}),
-        # NVLS reserves memory for each communicator; collectives of TP and gradients go without it, too.
+        # NVLS reserves memory for each communicator; collectives of TP and gradients work without it.
         **({"NCCL_NVLS_ENABLE": "0"} if _has_many_groups(planning) else {}),
-        # Data workers and writers of checkpoints are forked off ranks whose memory is registered for InfiniBand or EFA:
-        # unless told so, their libraries let a fork (before Linux 5.12) take pages from under a transfer.
+        # Data workers and checkpoint writers are forked off ranks whose memory is registered for InfiniBand or EFA.
+        # Without these, a fork (before Linux 5.12) can take pages from under a transfer.
         "RDMAV_FORK_SAFE": "1",
         "FI_EFA_FORK_SAFE": "1",
     }
 
 
 def set_defaults(planning: PlanningSettings) -> None:
-    """Set what `defaults` has and the environment has not; before torch is imported.
-
-    The way back is another value, which is kept, or an empty one: then the process has none. (libibverbs takes any
-    value of RDMAV_FORK_SAFE for a yes.)
+    """Set the variables of `defaults` that the environment lacks, before torch is imported. The user's values are kept;
+    an empty one unsets the variable (libibverbs takes any RDMAV_FORK_SAFE for a yes).
     """
     for name, value in defaults(planning).items():
         if not os.environ.setdefault(name, value):
@@ -47,7 +42,7 @@ def set_defaults(planning: PlanningSettings) -> None:
 
 
 def describe() -> str:
-    """Return what the process has of these, whoever set it, as a line for the log, with advice about the allocator."""
+    """Return a log line with the process's values of these variables, and advice about the allocator."""
     names = ("CUDA_DEVICE_MAX_CONNECTIONS", *ALLOC_CONF, "NCCL_NVLS_ENABLE", "RDMAV_FORK_SAFE", "FI_EFA_FORK_SAFE")
     found = {name: os.environ[name] for name in names if name in os.environ}
     advice = f"; {_GROWS} would keep the allocator's memory in one piece, as every micro-batch has its own length"
@@ -58,7 +53,7 @@ def describe() -> str:
 def _allocator_variable() -> str:
     try:
         major, minor = version("torch").split(".")[:2]
-    except PackageNotFoundError:  # its import will say so
+    except PackageNotFoundError:  # its import will report it
         return ALLOC_CONF[1]
     return ALLOC_CONF[(int(major), int(minor)) >= (2, 9)]
 
@@ -69,11 +64,7 @@ def _has_many_groups(planning: PlanningSettings) -> bool:
 
 
 def environment_number(name: str, default: int, *, at_most: int | None = None) -> int:
-    """Return the number in the environment variable `name`, `default` where it is not set.
-
-    Raises:
-        InvalidInputError: it holds something else.
-    """
+    """Return the number in the environment variable `name`, or `default`; InvalidInputError if it is not a number."""
     text = os.environ.get(name, str(default))
     if not (text.isascii() and text.isdecimal()) or (at_most is not None and int(text) > at_most):
         limit = "" if at_most is None else f" up to {at_most}"
@@ -85,11 +76,10 @@ def environment_number(name: str, default: int, *, at_most: int | None = None) -
 
 
 def check_rendezvous(world_size: int) -> tuple[int, str, int]:
-    """Return this rank, and address and port where the ranks meet; a single process needs no launcher.
+    """Return this rank, and the address and port where ranks meet; a single process needs no launcher.
 
-    Raises:
-        InvalidInputError: variables that torchrun sets are missing or contradict each other, or nothing resolves the
-            address, which torch would try for minutes.
+    InvalidInputError if torchrun's variables are missing or contradict each other, or the address cannot be resolved,
+    for which torch would try for minutes.
     """
     if world_size == 1:
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "0")):

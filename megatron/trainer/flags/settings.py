@@ -1,8 +1,8 @@
-"""A run's settings: frozen values, made once from checked flags, in groups; a function takes the groups that it reads.
+"""A run's settings: frozen values in groups, made once from checked flags; a function takes the groups that it reads.
 
-A field that is a flag is its row of the table, see `dynamic_cp.models.table`; names are Megatron-LM's. What
-planning has to know, the parallel sizes among it, is kept in `PlanningSettings`, which checkouts of Megatron-LM share,
-and nowhere else.
+A field that is a flag is its row of the table (`dynamic_cp.models.table`), under Megatron-LM's name.
+`PlanningSettings`, shared with checkouts of Megatron-LM, is the only place of what planning has to know, parallel sizes
+included.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DYNAMIC_CP = "dynamic context parallelism"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSettings:
-    """What overlaps with what on the ranks, and how these meet; how many there are for what is in `planning`."""
+    """What overlaps on the ranks, and how ranks meet; their numbers are in `planning`."""
 
     tensor_model_parallel_size: InitVar[int] = flag("TP size", 1, within=POSITIVE)
     pipeline_model_parallel_size: InitVar[int] = flag("PP size", 1, within=POSITIVE)
@@ -68,11 +68,10 @@ class ParallelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSettings:
-    """How long is trained, on how many samples a step, and when is evaluated.
+    """How long to train, on how many samples a step, and when to evaluate.
 
-    Attributes:
-        train_samples: whole global batches; train_samples_left_out: what was asked for beyond them.
-        without_effect: sentences on flags that were given and change nothing.
+    `train_samples` are whole global batches, `train_samples_left_out` those asked for beyond them; `without_effect` has
+    sentences about given flags that change nothing.
     """
 
     train_samples_left_out: int
@@ -104,13 +103,12 @@ class TrainingSettings:
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """Samples of every global batch."""
         return BatchSizes.of(self.global_batch_size, self.rampup_batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """The optimizer and the schedule of its learning rate, which is in samples."""
+    """The optimizer, and the schedule of its learning rate in samples."""
 
     optimizer: str = flag("AdamW", "adam", choices=("adam",))
     lr: float = flag("largest learning rate", REQUIRED, within=POSITIVE)
@@ -190,7 +188,7 @@ class DataSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
-    """What is saved when and where, and what a run goes on from."""
+    """What is saved, when and where, and what a run resumes from."""
 
     save: str | None = flag("folder of checkpoints", metavar="DIR")
     save_interval: int | None = flag("iterations between checkpoints; the last one is always saved", within=POSITIVE)
@@ -203,8 +201,6 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggingSettings:
-    """Where figures go."""
-
     moe_per_layer_logging: bool = flag("router losses of each layer, to TensorBoard and W&B", None, group="experts")
     log_interval: int = flag("iterations that one log line averages", 1, within=POSITIVE)
     tensorboard_dir: str | None = flag("losses, times and facts of the plans as scalars", metavar="DIR")
@@ -244,11 +240,7 @@ TABLE: Mapping[type, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that a command line says of a run.
-
-    Attributes:
-        arguments: every flag under its name, completed, read-only: what checkpoints, dumps and Weights & Biases keep.
-    """
+    """Everything that a command line says of a run; `arguments` has every flag by name, completed, for records."""
 
     model: ModelSettings
     parallel: ParallelSettings
@@ -263,7 +255,6 @@ class Settings:
 
 
 def settings_of(arguments: Mapping[str, Any], planning: PlanningSettings) -> Settings:
-    """Return the settings that checked and completed arguments say."""
     values = {**arguments, **planning.completed_flags()}
     return Settings(
         model=_group(ModelSettings, values),

@@ -1,6 +1,6 @@
-"""From parsed arguments to settings: what follows from others is filled in, one is checked against another.
+"""From parsed arguments to settings: fills in values that follow from others and checks values against each other.
 
-Every rank finds the same error without communicating. Nothing else changes parsed arguments, and nobody keeps them.
+Every rank finds the same error without communicating. Nothing else changes parsed arguments.
 """
 
 from __future__ import annotations
@@ -48,11 +48,7 @@ from megatron.trainer.flags.settings import TABLE, Settings, settings_of
 
 
 def checked_settings(args: argparse.Namespace) -> Settings:
-    """Return the settings that `args` say, which are filled in on the way.
-
-    Raises:
-        DynamicCPError: two values disagree; the message has both numbers and the remedy.
-    """
+    """Return the settings that `args` say, completing `args`; DynamicCPError if two values disagree."""
     check_ranges(args, *TABLE)
     args.without_effect = without_effect(args, *TABLE)
     args.eval_iters = args.eval_iters or 0
@@ -63,7 +59,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     _complete_experts(args)
     _complete_recompute(args)
     linear_attention.check_linear_attention(args)
-    args.mtp_num_layers = args.mtp_num_layers or None  # as megatron-core has it, which builds no modules for None only
+    args.mtp_num_layers = args.mtp_num_layers or None  # only None makes megatron-core build no modules
     check_multi_token(args)
     check_adapters(args)
     check_outputs(args)
@@ -78,7 +74,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
 
 
 def check_micro_batch_size(size: int | None) -> None:
-    """Raise InvalidInputError unless --micro-batch-size is 1, or left to that."""
+    """Raise InvalidInputError unless --micro-batch-size is 1 or not given."""
     if size not in (None, 1):
         raise InvalidInputError(
             f"--micro-batch-size is {size}, it must be 1: a micro-batch is a pack of samples, "
@@ -173,7 +169,7 @@ def _complete_model_parallel(args: argparse.Namespace) -> None:
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         _divides(tp_size, getattr(args, name), flag_of(name), "--tensor-model-parallel-size", "lower TP")
     if args.multi_latent_attention:
-        # megatron-core's layers share out what they project down, and the latents with it.
+        # megatron-core splits the outputs of the down projections, latents included, over the ranks.
         of_keys = args.kv_lora_rank + args.qk_pos_emb_head_dim
         by = "--tensor-model-parallel-size"
         _divides(tp_size, of_keys, "--kv-lora-rank + --qk-pos-emb-head-dim", by, "lower TP")
@@ -183,7 +179,7 @@ def _complete_model_parallel(args: argparse.Namespace) -> None:
 
 
 def _complete_chunks(args: argparse.Namespace) -> None:
-    """Find the virtual stages of a pipeline, and check that layers can be shared over them."""
+    """Set the virtual stages of a pipeline, and check that layers can be divided among them."""
     pp_size = args.pipeline_model_parallel_size
     per_stage, stages = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     args.virtual_pipeline_model_parallel_size = None
@@ -229,10 +225,10 @@ def _complete_chunks(args: argparse.Namespace) -> None:
 
 
 def _complete_experts(args: argparse.Namespace) -> None:
-    """Fill in what is not said of experts, and check it.
+    """Complete and check the flags of experts.
 
     DEVIATION: each expert is whole on its rank, where Megatron-LM splits it as tensor parallelism does. Reason: parts
-    of experts make small products, and experts whole are what plans are made for. Recovery: none.
+    of experts make small products, and plans are made for whole experts. Recovery: none.
     """
     for name, default in experts.DEFAULTS.items():
         value = getattr(args, name)
@@ -246,7 +242,7 @@ def _complete_experts(args: argparse.Namespace) -> None:
             args.moe_ffn_hidden_size = args.ffn_hidden_size
         for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
             value = getattr(args, name)
-            if isinstance(value, list) and len(value) == 1:  # as Megatron-LM hands it to megatron-core
+            if isinstance(value, list) and len(value) == 1:  # Megatron-LM gives it to megatron-core so
                 setattr(args, name, value[0])
     elif args.expert_tensor_parallel_size is not None:
         raise InvalidInputError("--expert-tensor-parallel-size is for experts: give --num-experts, or leave it out")
@@ -321,14 +317,14 @@ def planning_settings(args: argparse.Namespace, *, auto_places: bool = True) -> 
     if limit is not None and not limit > 0:
         raise InvalidInputError(f"--max-seqlen-per-dp-cp-rank is {limit}, it must be {POSITIVE.text}")
 
-    from dynamic_cp.search.search import check_feasible  # here: numpy is needed only once the rest is right
+    from dynamic_cp.search.search import check_feasible  # late, because numpy is not needed for wrong flags
 
     check_feasible(settings.seq_length, topology, settings.used(settings.options()))
     return settings
 
 
 def _state_dtypes(args: argparse.Namespace) -> StateDtypes:
-    """Return the dtypes of gradients and of the optimizer's state, which weights have to have."""
+    """Return the dtypes of gradients and of the optimizer's state, checked against the weights' bytes."""
     state = StateDtypes(**{field.name: getattr(args, field.name) for field in fields(StateDtypes)})
     state.check_weights(2 if args.bf16 else 4)
     return state
@@ -356,14 +352,14 @@ def _check_cp_sizes(args: argparse.Namespace, topology: Topology) -> None:
 
 
 def _default_limit(args: argparse.Namespace) -> int:
-    """Return the padded tokens of a rank that holds one sample of --seq-length at the static CP size."""
+    """Return the padded tokens per rank of one sample of --seq-length at the static CP size."""
     multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     static_cp_size = args.context_parallel_size
     return padded_seqlens((args.seq_length,), static_cp_size, multiple)[0] // static_cp_size
 
 
 def _complete_schedule(args: argparse.Namespace) -> None:
-    """Length of the run and of the learning-rate schedule, in samples."""
+    """Complete the lengths of the run and of the learning-rate schedule, in samples."""
     if (args.train_iters is None) == (args.train_samples is None):
         raise InvalidInputError(
             f"--train-iters is {args.train_iters} and --train-samples is {args.train_samples}: give exactly one"
@@ -380,7 +376,6 @@ def _complete_schedule(args: argparse.Namespace) -> None:
             )
     else:
         whole_batches = sizes.samples_of(args.train_iters)
-    # `setup.run` says how many.
     args.train_samples_left_out = 0 if args.train_samples is None else args.train_samples - whole_batches
     args.train_samples = whole_batches
 
@@ -402,7 +397,7 @@ def _samples(args: argparse.Namespace, name: str, default: Any) -> Any:
         raise InvalidInputError(
             f"{flag_of(name)}-iters {iters} and {flag_of(name)}-samples {samples} say the same: give one of them"
         )
-    if iters is not None and name == "lr_wsd_decay":  # the last ones, behind any ramp
+    if iters is not None and name == "lr_wsd_decay":  # the last iterations, after any ramp
         return iters * args.global_batch_size
     if iters is not None:
         return BatchSizes.of(args.global_batch_size, args.rampup_batch_size).samples_of(iters)
@@ -452,7 +447,7 @@ def _complete_recompute(args: argparse.Namespace) -> None:
 
 
 def _complete_fusions(args: argparse.Namespace) -> None:
-    """Refuse fusions of what the model does not have; what depends on the device is decided there."""
+    """Refuse fusions that the model has no use for, and complete that of the loss. Others depend on the device."""
     own = named_activation(args)
     for flag in ("--bias-swiglu-fusion", "--bias-gelu-fusion") if own else ():
         if getattr(args, destination_of(flag)):
@@ -500,7 +495,7 @@ def _check_logging(args: argparse.Namespace) -> None:
 
 
 def _check_utf8(args: argparse.Namespace, name: str, writer: str) -> None:
-    """Names that are not UTF-8 arrive as half surrogates, which the file system takes and some libraries do not."""
+    """Raise if a name is not UTF-8: the file system takes its half surrogates, `writer` does not."""
     value = getattr(args, name)
     try:
         (value or "").encode()

@@ -1,4 +1,1 @@
-"""The iterations of a run.
-
-Read in this order: `refining` (measured times correct the cost model), `training` (the loop, and evaluations).
-"""
+"""The iterations of a run. Read in this order: `refining` (corrects the cost model), `training` (the loop)."""

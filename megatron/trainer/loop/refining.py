@@ -1,4 +1,4 @@
-"""Times of micro-batches: they go to a dump, and with `--dynamic-cp-refine N` they correct the model of later plans."""
+"""Measures micro-batches for a dump, and with `--dynamic-cp-refine N` to correct the cost model of later plans."""
 
 from __future__ import annotations
 
@@ -25,17 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class Refining:
-    """Measures buckets, where a dump or a refinement wants that, and keeps the coefficients of the run.
+    """Measures buckets for a dump or a refinement, and keeps the run's coefficients.
 
-    Only rank 0 computes them: the arithmetic of another CPU could give other values.
-
-    Args:
-        model: chunks of this rank, as the schedule gets them.
-        position: of the run, with the coefficients of its checkpoint; new ones are written there.
-        forward_step: runs one micro-batch.
-
-    Attributes:
-        forward_step: the same, timed where that is wanted: what the schedule calls.
+    Only rank 0 computes coefficients, because another CPU's arithmetic could give other values. They begin with those
+    of the checkpoint in `position`, and new ones are written there. The schedule calls the attribute `forward_step`:
+    the argument, timed if needed.
     """
 
     def __init__(
@@ -53,7 +47,7 @@ class Refining:
             Coefficients(base=runtime.hardware) if saved is None else Coefficients.from_dict(runtime.hardware, saved)
         )
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
-        is_writer = parallel_state.get_tensor_model_parallel_rank() == 0  # the others run the same passes
+        is_writer = parallel_state.get_tensor_model_parallel_rank() == 0  # other TP ranks run the same passes
         self._spans = _open_spans(runtime.settings.dump) if is_writer else None
         self._times = None
         if self._every or runtime.settings.dump is not None:
@@ -69,11 +63,10 @@ class Refining:
         self.forward_step: ForwardStep = forward_step if self._times is None else self._times.forward_step
 
     def hardware(self, iteration: int) -> Hardware:
-        """Return the hardware that `iteration` is planned with."""
         return self._coefficients.hardware(iteration)
 
     def end_step(self, iteration: int) -> None:
-        """Keep the times of an iteration, and refine when it is due; collective."""
+        """Keep the times of an iteration, and refine when it is due. Collective."""
         if self._times is None:
             return
         if self._spans is not None:
@@ -83,7 +76,7 @@ class Refining:
         if not self._every or iteration % self._every:
             return
         observations = self._times.gather()
-        # Those before are planned already; a run that looked further ahead before it resumed has fixed even more.
+        # Earlier iterations are planned already; a larger lookahead before a resume may have fixed even later ones.
         last_change = max((first for first, _ in self._coefficients.changes), default=0)
         first = max(iteration + self._runtime.settings.lookahead, last_change) + 1
         found = run_on_rank_zero(lambda: self._refined(observations, iteration, first))
@@ -93,7 +86,7 @@ class Refining:
             self._position.coefficients = self._coefficients.to_dict()
 
     def _refined(self, observations: Sequence[Observation], iteration: int, first: int) -> dict[str, Any] | None:
-        """Return the factors that fit best, None to leave them."""
+        """Return the factors that fit best, None to keep the present ones."""
         refined = refine(
             self._runtime.hardware,
             observations,

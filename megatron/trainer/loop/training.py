@@ -1,6 +1,6 @@
 """The training loop: samples -> plan -> micro-batches -> forward and backward -> optimizer -> log; and evaluations.
 
-`--dynamic-cp` and static CP differ in the policy that the planner is asked for, in nothing else.
+`--dynamic-cp` and static CP differ only in the policy of the planner.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Evaluates one split; does nothing when it is empty or --eval-iters is 0.
-
-    Every evaluation takes the first --eval-iters global batches of the split, so that its figures can be compared.
+    """Evaluates one split; does nothing if it is empty or --eval-iters is 0. Every evaluation takes the first
+    --eval-iters global batches of the split, so their losses are comparable.
     """
 
     run: Run
@@ -62,14 +61,13 @@ class Evaluation:
 
     @classmethod
     def of(cls, run: Run, split: str) -> Evaluation:
-        """Return the evaluation of "validation" or "test"."""
         stream = run.splits.valid if split == "validation" else run.splits.test
         if run.settings.training.eval_iters == 0:
             stream = None
         return cls(run=run, split=split, stream=stream)
 
     def log(self, iteration: int) -> None:
-        """Evaluate and log the mean loss per token; collective."""
+        """Evaluate and log the mean loss per token. Collective."""
         if self.stream is None:
             return
         phase.enter(f"evaluation after iteration {iteration}")
@@ -97,7 +95,7 @@ class Evaluation:
 
 @contextlib.contextmanager
 def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Switch dropout off, and gradients: megatron-core's schedules record them even in a pass that is forward only."""
+    """Switch off dropout, and gradients, which megatron-core's schedules record even in forward-only passes."""
     for chunk in chunks:
         chunk.eval()
     try:
@@ -109,17 +107,12 @@ def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class NotFiniteError(DynamicCPError):
-    """Training diverged; on every rank, between two collectives."""
+    """Training diverged. Raised on every rank, between two collectives."""
 
 
 def pretrain(settings: Settings, on_step: Callable[[int, StepRecord], None] | None = None) -> None:
-    """Train as `settings` say; collective. Process groups stay open.
-
-    Args:
-        on_step: called on every rank with each iteration and what it did; for benchmarks and tests.
-
-    Raises:
-        DynamicCPError: the same on every rank.
+    """Train as `settings` say; DynamicCPErrors are raised on every rank. Collective. Process groups stay open.
+    `on_step` is called on every rank with each iteration and its record; for benchmarks and tests.
     """
     with closing(StopGuard(settings.parallel.stopped_process_timeout)):
         _pretrain(settings, on_step)
@@ -152,7 +145,7 @@ def _pretrain(settings: Settings, on_step: Callable[[int, StepRecord], None] | N
             )
             try:
                 interrupted = loop.train(position)
-            except NotFiniteError:  # on all ranks: what was saved before is good
+            except NotFiniteError:  # on all ranks: the earlier checkpoint is good
                 saver.finish()
                 raise
         if not interrupted:
@@ -161,7 +154,7 @@ def _pretrain(settings: Settings, on_step: Callable[[int, StepRecord], None] | N
 
 
 def _first_position(run: Run) -> Position:
-    """Return the first position: that of the checkpoint to go on from, which is loaded, or the start."""
+    """Return the first position: the start, or that of the checkpoint, which is loaded."""
     position, checkpoints = None, run.settings.checkpoints
     if checkpoints.load is not None:
         phase.enter("loading the checkpoint")
@@ -183,13 +176,8 @@ def _first_position(run: Run) -> Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """The objects that every iteration uses.
-
-    Attributes:
-        wrapper: of the training data.
-        signals: received that ask the run to leave.
-        started_s: when the run began.
-        on_step: called with each iteration and what it did.
+    """The objects that every iteration uses. A signal in `signals` asks the run to leave; `started_s` is on the
+    monotonic clock; `on_step` is called with each iteration and its record.
     """
 
     run: Run
@@ -203,7 +191,7 @@ class Loop:
     on_step: Callable[[int, StepRecord], None] | None
 
     def train(self, position: Position) -> bool:
-        """Train from `position` on, which moves; return whether the run was asked to leave before its end."""
+        """Train from `position` on and update it; return whether the run was asked to leave before its end."""
         run, saver, training = self.run, self.saver, self.run.settings.training
         checkpoints = run.settings.checkpoints
         records: list[StepRecord] = []
@@ -219,7 +207,7 @@ class Loop:
                 record, stop, is_writing = self._step(steps)
             self.profiling.end(position.iteration + 1)
             if stop:
-                # Saving takes rank 0 as long as it takes; the others must hear that it lives, whatever it is busy with.
+                # Saving may keep rank 0 for long; meanwhile it must signal the others that it lives.
                 keep_beating()
             if saver.has_unnamed and not is_writing:
                 phase.enter(f"iteration {position.iteration + 1}, naming the previous checkpoint")
@@ -258,13 +246,8 @@ class Loop:
         return interrupted
 
     def _step(self, steps: Iterator[Step]) -> tuple[StepRecord, bool, bool]:
-        """Run one iteration; return what it did, whether any rank wants to stop, and whether any still writes.
-
-        Args:
-            steps: of `wrapper`; the next one is run.
-
-        Raises:
-            NotFiniteError: loss or gradient norm is not finite; the same on every rank.
+        """Run the next of `steps`; return its record, whether any rank wants to stop, and whether any still writes.
+        NotFiniteError on every rank if loss or gradient norm is not finite.
         """
         run, runtime, wrapper = self.run, self.run.runtime, self.wrapper
         started = time.perf_counter()
@@ -279,7 +262,7 @@ class Loop:
         sums = sum_over_job(
             logged,
             exchanged_bytes=wrapper.exchange_stats.bytes_sent,
-            stop=self._wants_stop(),  # after the passes, so that a signal ends the iteration that it came in
+            stop=self._wants_stop(),  # after the passes, so that a signal ends the iteration in which it came
             device=runtime.device,
             is_writing=self.saver.is_writing(),
             process_s=0.0 if began is None else time.process_time() - began.process_s,
@@ -316,14 +299,14 @@ class Loop:
         return record, sums.stop, sums.is_writing
 
     def _wants_stop(self) -> bool:
-        """Return whether this rank wants to leave: it was told to, or its time is over."""
+        """Return whether this rank wants to leave: it got a signal, or its time is over."""
         minutes = self.run.settings.training.exit_duration_in_mins
         is_late = minutes is not None and time.monotonic() - self.started_s > 60 * minutes
         return bool(self.signals.received) or is_late
 
 
 def _batches(stream: SampleStream, position: Position, training: TrainingSettings) -> Iterator[tuple[int, GlobalBatch]]:
-    """Yield (iteration, samples) of every iteration after `position`, which may move on meanwhile."""
+    """Yield (iteration, samples) of every iteration after `position`, which the caller may change meanwhile."""
     consumed_samples, sizes = position.consumed_samples, training.batch_sizes
     for iteration in range(position.iteration + 1, training.train_iters + 1):
         num_samples = sizes.at(consumed_samples)

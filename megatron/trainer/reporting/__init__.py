@@ -1,5 +1,4 @@
-"""What a run says of itself, in Megatron-LM's words where it has some.
+"""What a run reports, in Megatron-LM's words where it has some.
 
-Read in this order: `log` (what a step and a whole run did; log line and scalars), `profiling` (--profile), `quiet`
-(what is kept from users).
+Read in this order: `log` (log line, scalars, summary), `profiling` (--profile), `quiet` (messages hidden from users).
 """

@@ -1,7 +1,7 @@
-"""What a step did, the log line and TensorBoard scalars made of it, and a few lines about the whole run at its end.
+"""What a step did: its record, the log line and scalars made of records, and a summary of the run.
 
-The line is Megatron-LM's (` [time] iteration 5/ 100 | consumed samples: ... | lm loss: ... |`) so that its parsers read
-it, followed by plan facts. Tokens and FLOPs are those of the whole job, without padding.
+The line is Megatron-LM's (` [time] iteration 5/ 100 | consumed samples: ... | lm loss: ... |`), for its parsers,
+followed by plan facts. Tokens and FLOPs are those of the whole job, without padding.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ class StepRecord:
 
     Attributes:
         loss: mean over the unmasked tokens of the global batch.
-        elapsed_s: wall time; predicted_s: the cost model's; planner_s: of rank 0's planner, beside the steps before.
+        elapsed_s, predicted_s: wall time, and that of the cost model.
+        planner_s: of rank 0's planner, which ran beside earlier steps.
         wait_s: part of elapsed_s in which rank 0 waited for the plan and for packed samples.
         num_samples, num_tokens: of the global batch, without padding.
         flops: of the whole job, from true lengths.
-        cp_histogram: cp size -> number of non-empty buckets.
-        padding_fraction: share of padding in all tokens computed.
+        cp_histogram: CP size -> number of non-empty buckets.
+        padding_fraction: share of padding in all computed tokens.
         imbalance: max / mean of the lanes' predicted busy seconds.
         exchanged_bytes: sent for attention by all ranks.
         num_servers: as in `PlanFacts`.
         is_fallback: the planner failed and the static plan was run.
         routing: of tokens to experts; None for a dense model.
-        future_losses: of each depth of multi-token prediction, as `loss`.
-        peak_bytes: most that torch's allocator has given out on this rank so far; None on the CPU.
-        share_of_others: of the cores, taken from the ranks by other processes; None where that is not known (GPUs).
+        future_losses: one per depth of multi-token prediction, as `loss`.
+        peak_bytes: highest allocation of torch on this rank so far; None on the CPU.
+        share_of_others: share of the cores that other processes took; None if unknown (GPUs).
     """
 
     loss: float
@@ -83,7 +84,7 @@ def of_plan(facts: PlanFacts) -> dict[str, Any]:
 
 
 def dump_entry(iteration: int, record: StepRecord) -> dict[str, Any]:
-    """Return an iteration under the names of `dynamic_cp.decide.report.run.RunRecord`, and what else is known of it."""
+    """Return an iteration's entry in the dump: the fields of `dynamic_cp.decide.report.run.RunRecord` and some more."""
     return {
         "iteration": iteration,
         "predicted_s": record.predicted_s,
@@ -115,7 +116,6 @@ class Interval:
     world_size: int
 
     def mean(self, name: str) -> float:
-        """Return the mean of a field of StepRecord."""
         return sum(getattr(record, name) for record in self.records) / len(self.records)
 
     def routing_mean(self, name: str) -> float:
@@ -124,7 +124,7 @@ class Interval:
 
     @property
     def router_losses(self) -> dict[str, float]:
-        """The losses that routers train with, without their coefficients, under Megatron-LM's names."""
+        """The training losses of routers, without their coefficients, under Megatron-LM's names."""
         routing = self.records[-1].routing
         if routing is None:
             return {}
@@ -132,13 +132,12 @@ class Interval:
 
     @property
     def future_losses(self) -> dict[str, float]:
-        """Means of the losses of multi-token prediction, by the names that Megatron-LM has for them."""
+        """Mean losses of multi-token prediction, under Megatron-LM's names."""
         of_depths = zip(*(record.future_losses for record in self.records), strict=True)
         return {FUTURE_LOSS.format(depth): sum(losses) / len(losses) for depth, losses in enumerate(of_depths, 1)}
 
     @property
     def tokens_per_s(self) -> float:
-        """Real tokens per second of the whole job."""
         return self.mean("num_tokens") / self.mean("elapsed_s")
 
     @property
@@ -190,13 +189,13 @@ def validation_line(split: str, iteration: int, loss: float) -> str:
 
 
 def _losses_of(routing: Routing) -> list[tuple[str, str]]:
-    """Return Megatron-LM's name and the field of each loss that is trained with."""
+    """Return (Megatron-LM's name, field) of each training loss of routers."""
     aux = [("load_balancing_loss", "aux_loss")] if routing.has_aux_loss else []
     return aux + ([("z_loss", "z_loss")] if routing.has_z_loss else [])
 
 
 def layer_scalars(interval: Interval) -> dict[str, float]:
-    """Return the routing of each layer in the last iteration, under Megatron-LM's names: layers count from 0."""
+    """Return each layer's routing in the last iteration, under Megatron-LM's names, which count layers from 0."""
     routing = interval.records[-1].routing
     if routing is None:
         return {}
@@ -209,7 +208,6 @@ def layer_scalars(interval: Interval) -> dict[str, float]:
 
 
 def plan_scalars(interval: Interval) -> dict[str, float]:
-    """Return the scalars that Megatron-LM does not have."""
     of_experts = {"dynamic-cp/imbalance-of-experts": interval.routing_mean("imbalance")}
     return {
         **(of_experts if interval.records[-1].routing else {}),
@@ -225,15 +223,10 @@ def plan_scalars(interval: Interval) -> dict[str, float]:
 
 
 class Scalars:
-    """Scalars under Megatron-LM's names, to TensorBoard and to Weights & Biases; silent without either.
+    """Writes scalars under Megatron-LM's names to TensorBoard and Weights & Biases; silent without either.
 
-    Args:
-        folder: of TensorBoard's event files.
-        wandb: what wandb.init gets; its environment variables (WANDB_MODE=offline and others) hold as always.
-        per_layer: also write what the router of each layer did.
-
-    Raises:
-        InvalidInputError: wandb refuses: nobody is logged in, no network, a folder that cannot be written.
+    `folder` is for TensorBoard's event files, `wandb` for wandb.init, whose environment variables (WANDB_MODE=offline
+    and others) apply, too; `per_layer` adds each layer's routing. InvalidInputError if wandb does not start.
     """
 
     def __init__(
@@ -245,12 +238,11 @@ class Scalars:
         if wandb is not None:
             self._wandb_run = _start_wandb(wandb)
         if folder is not None:
-            from torch.utils.tensorboard import SummaryWriter  # here: it takes a second to import
+            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
             self._writer = SummaryWriter(log_dir=folder)
 
     def write(self, interval: Interval, iteration: int) -> None:
-        """Write the figures of a log line."""
         last = interval.records[-1]
         self._write(
             {
@@ -269,7 +261,6 @@ class Scalars:
         )
 
     def write_validation(self, split: str, loss: float, iteration: int) -> None:
-        """Write the loss of an evaluation."""
         self._write({f"lm loss {split}": loss}, iteration)
 
     def _write(self, scalars: Mapping[str, float], iteration: int) -> None:
@@ -280,7 +271,6 @@ class Scalars:
             self._wandb_run.log(dict(scalars), step=iteration)
 
     def close(self) -> None:
-        """Flush what was written."""
         if self._writer is not None:
             self._writer.close()
         if self._wandb_run is not None:
@@ -288,7 +278,7 @@ class Scalars:
 
 
 def _start_wandb(options: Mapping[str, Any]) -> Any:
-    import wandb  # here: most runs do not have it
+    import wandb  # most installations lack it
 
     try:
         Path(options["dir"]).mkdir(parents=True, exist_ok=True)
@@ -302,7 +292,7 @@ def _start_wandb(options: Mapping[str, Any]) -> Any:
 
 @dataclass(slots=True)
 class RunSummary:
-    """Sums over the iterations of this process; the first one is left out of times, it loads and compiles."""
+    """Sums over the iterations of this process. Times leave out the first one, which loads and compiles."""
 
     num_iterations: int = 0
     num_timed: int = 0
@@ -319,7 +309,6 @@ class RunSummary:
     buckets_of_cp_size: Counter[int] = field(default_factory=Counter)
 
     def add(self, record: StepRecord) -> None:
-        """Count an iteration."""
         self.num_iterations += 1
         self.num_tokens += record.num_tokens
         self.num_fallbacks += record.is_fallback

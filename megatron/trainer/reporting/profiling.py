@@ -1,9 +1,9 @@
-"""`--profile`: the iterations after --profile-step-start, up to --profile-step-end, recorded on --profile-ranks.
+"""`--profile`: records the iterations after --profile-step-start up to --profile-step-end on --profile-ranks.
 
     nsys profile -s none -t nvtx,cuda --capture-range=cudaProfilerApi --capture-range-end=stop ... --profile
 
-marks the CUDA profiler's range and names what runs by NVTX ranges; with `--use-pytorch-profiler` torch.profiler writes
-a trace instead, on CPU ranks, too. The names are those of `megatron.dynamic_cp.measuring.nvtx`.
+marks the CUDA profiler's range and names work by NVTX ranges (`megatron.dynamic_cp.measuring.nvtx`). With
+`--use-pytorch-profiler`, torch.profiler writes a trace with these names instead, on CPU ranks, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Profiling:
     """Starts and stops the profiler between iterations; does nothing without --profile and on other ranks."""
 
     def __init__(self, settings: ProfilingSettings, tensorboard_dir: str | None, device: torch.device) -> None:
-        """Raises InvalidInputError, the same on every rank: NVTX ranges on a CPU, which nothing could record."""
+        """Raises InvalidInputError, the same on every rank, for NVTX ranges on a CPU, which nothing could record."""
         if settings.profile and not settings.use_pytorch_profiler and device.type == "cpu":
             raise InvalidInputError("--profile on CPU ranks has no CUDA profiler to mark: add --use-pytorch-profiler")
         self._first, self._last = settings.profile_step_start + 1, settings.profile_step_end
@@ -43,7 +43,7 @@ class Profiling:
         self._iteration = 0
 
     def begin(self, iteration: int) -> None:
-        """Say that `iteration` comes next; of those to profile the first may lie before where a run resumes."""
+        """Announce that `iteration` comes next. A resumed run may begin after the first iteration to profile."""
         if self._wanted and self._first <= iteration <= self._last and self._recording is None:
             self._wanted = False
             self._recording = contextlib.ExitStack()
@@ -53,12 +53,12 @@ class Profiling:
         self._iteration = iteration
 
     def end(self, iteration: int) -> None:
-        """Say that `iteration` is over."""
+        """Announce that `iteration` is over."""
         if iteration >= self._last:
             self.close()
 
     def close(self) -> None:
-        """Stop and write the trace, where something is recorded."""
+        """Stop the recording and write the trace, if there is one."""
         if self._recording is not None:
             recording, self._recording = self._recording, None
             recording.close()
@@ -81,16 +81,16 @@ class Profiling:
 
 
 def trace_path(folder: str, rank: int, first: int, last: int) -> Path:
-    """Return the file of a rank's iterations `first` to `last`; TensorBoard's profiler plugin looks for such names."""
+    """Return the trace file of a rank's iterations `first` to `last`, with a name that TensorBoard's profiler finds."""
     return Path(folder) / f"rank{rank:05d}_iterations_{first}-{last}.pt.trace.json"
 
 
 def _export(profiler: torch.profiler.profile, path: Path) -> None:
-    """Write a trace. This rank alone would see an error, and its peers train on: it warns."""
+    """Write a trace. Only warn of an error, because peers do not see it and train on."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
-        path.stat()  # torch says nothing when it could not write
+        path.stat()  # torch does not report a failed write
     except OSError as error:
         logger.warning("the profile of rank %d cannot be written: %s", dist.get_rank(), error)
     else:
@@ -109,7 +109,7 @@ def _cuda() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _spans(opener: nvtx.Open) -> Iterator[None]:
-    """Record spans with `opener`, and megatron-core's backward passes as spans of their own."""
+    """Record spans with `opener`, and megatron-core's backward passes as spans, too."""
     backward_step = schedules.backward_step
 
     @functools.wraps(backward_step)

@@ -1,4 +1,4 @@
-"""What megatron-core and torch say on every rank of packages and settings that nothing here uses: hidden from users."""
+"""Hides messages of megatron-core and torch about packages and settings that are not used here."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ _MESSAGE = re.compile("|".join(MESSAGES))
 
 
 def ignore_warnings() -> None:
-    """Ignore these warnings from now on."""
     warnings.filterwarnings("ignore", message=f"(?s).*({_MESSAGE.pattern})")
 
 
 def is_for_users(record: logging.LogRecord) -> bool:
-    """Return whether a record says something else; ours always do."""
+    """Return whether users should see a record: it is ours, or no message of the list."""
     return record.name.startswith(("megatron.trainer", "megatron.dynamic_cp")) or not _MESSAGE.search(
         record.getMessage()
     )

@@ -1,12 +1,12 @@
-"""Which of megatron-core's fusions a run has, each compiled once: chosen once, the same on all ranks.
+"""Chooses megatron-core's fusions, the same on all ranks, and has each compiled once.
 
-Megatron-core's fused activations, dropout and cross entropy are torch.compile'd functions. On their own they compile
-for the first length that they see, anew for lengths as such when a second one comes, and for each mixture of what needs
-gradients: in the middle of training, and a resumed run, which sees another length first, computes with other kernels
-than the run before it. `compile_once` puts a caller in front of each that says, before the first compilation, that the
-number of tokens changes, and hands over tensors that always look the same. Each is then compiled once, at its first
-call with 2 tokens or more (dropout twice with full recomputation): by the warm-up on a GPU, in the first step on CPU
-ranks. One token (an empty place of a plan) is computed without, because torch.compile takes 0 and 1 for constants.
+Megatron-core's fused activations, dropout and cross entropy are torch.compile'd functions. By themselves they compile
+for the first length, again for variable lengths when a second one comes, and for each combination of inputs that need
+gradients. That happens in the middle of training, and a resumed run, which meets another length first, computes with
+other kernels. `compile_once` wraps each function: the wrapper marks the number of tokens as dynamic before the first
+compilation and passes tensors that always look alike. Each function is then compiled once (dropout twice with full
+recomputation), at its first call with 2 tokens or more: in the warm-up on a GPU, in the first step on CPU ranks. One
+token (an empty place of a plan) is computed uncompiled, because torch.compile treats 0 and 1 as constants.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from dynamic_cp.models.flags import ModelSettings
 from megatron.dynamic_cp.agreement.verify import agree
 from megatron.dynamic_cp.flags.features import has_biases, named_activation
 
-# Module -> function -> places of the arguments that have a row per token. None of them is differentiated: their callers
-# are autograd functions with a backward of their own.
+# Module -> function -> positions of the arguments with a row per token. Autograd does not see them: the callers are
+# autograd functions with their own backward.
 _PER_TOKEN: dict[str, dict[str, tuple[int, ...]]] = {
     "megatron.core.fusions.fused_bias_swiglu": {
         "swiglu": (0,),
@@ -52,14 +52,15 @@ _DROPOUT = "megatron.core.fusions.fused_bias_dropout"
 
 
 def compile_once() -> None:
-    """Put the callers in front of megatron-core's functions, in this process; a second call does nothing."""
+    """Wrap megatron-core's functions in this process; a second call does nothing."""
     for path, functions in _PER_TOKEN.items():
         module = importlib.import_module(path)
         for name, places in functions.items():
             _replace(module, name, functools.partial(_for_any_length, places=places))
     dropout = importlib.import_module(_DROPOUT)
     _replace(dropout, "bias_dropout_add_fused_train", _add_for_any_length)
-    # An evaluation has no dropout to fuse: a bias and a sum are not worth a kernel that is compiled in training.
+    # An evaluation has no dropout to fuse, and a kernel for a bias and a sum is not worth a compilation during
+    # training.
     _replace(dropout, "bias_dropout_add_fused_inference", _plain)
 
 
@@ -72,7 +73,6 @@ def _replace(module: Any, name: str, caller_of: Callable[[Any], Callable[..., An
 
 
 def _plain(compiled: Any) -> Callable[..., Any]:
-    """Return the plain function that `compiled` was made of."""
     plain = compiled.__wrapped__
 
     @functools.wraps(plain)
@@ -108,7 +108,7 @@ def _add_for_any_length(compiled: Any) -> Callable[..., Any]:
             return plain(x_with_bias, residual, prob)
         if x.requires_grad:
             return compiled((_of_any_length(x), bias), _of_any_length(residual), prob)
-        # The first pass of a recomputed layer; its input may be a leaf that needs gradients: one kernel for both.
+        # First pass of a recomputed layer: its input may need gradients or not, one kernel serves both.
         with torch.no_grad():
             return compiled((_of_any_length(x.detach()), bias), _of_any_length(residual.detach()), prob)
 
@@ -116,11 +116,11 @@ def _add_for_any_length(compiled: Any) -> Callable[..., Any]:
 
 
 def _of_any_length(tensor: Tensor) -> Tensor:
-    """Return `tensor` [T, ...], marked; what is alike for computing but not for torch.compile is made alike."""
+    """Return `tensor` [T, ...] with T marked as dynamic and differences removed that only torch.compile sees."""
     if tensor.dim() > 1 and tensor.size(1) == 1 and tensor.stride(1) != tensor.stride(0):
         tensor = tensor.flatten(0, 1).unsqueeze(1)  # transposed, its one sample has a stride of T times the width
     if not tensor.is_floating_point():
-        tensor = tensor.clone()  # labels lie somewhere inside their batch; a few bytes
+        tensor = tensor.clone()  # labels are at any offset in their batch; a few bytes
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor
 
@@ -134,7 +134,6 @@ CONFIG_FIELDS = frozenset(
         "cross_entropy_fusion_impl",
     }
 )
-"""Fields of TransformerConfig that this module sets."""
 
 KERNEL = "fused_weight_gradient_mlp_cuda"
 _FROM_APEX = "apex is built from NVIDIA's repository with --cpp_ext and --cuda_ext"
@@ -149,8 +148,7 @@ class Fusions:
         gradient_accumulation: matrix products add weight gradients to their buffers.
         activation: bias and the activation of the MLP.
         dropout: bias, dropout and residual.
-        on: names of what is, as the log says them.
-        off: (name, reason) of what is not.
+        on, off: for the log, names of active ones, and (name, reason) of the others.
     """
 
     gradient_accumulation: bool = False
@@ -160,7 +158,6 @@ class Fusions:
     off: tuple[tuple[str, str], ...] = ()
 
     def describe(self) -> str:
-        """Return one line for the log."""
         because: dict[str, list[str]] = {}
         for name, reason in self.off:
             because.setdefault(reason, []).append(name)
@@ -168,7 +165,7 @@ class Fusions:
         return f"fusions: {', '.join(self.on) or 'none'}; off: {off}"
 
     def completed_flags(self, model: ModelSettings) -> dict[str, bool]:
-        """Return the flags of `model` that were left open, as they were decided."""
+        """Return the decided values of the flags that `model` left open."""
         return {
             "gradient_accumulation_fusion": self.gradient_accumulation,
             "bias_dropout_fusion": self.dropout,
@@ -178,14 +175,12 @@ class Fusions:
 
 
 NOTHING = Fusions()
-"""Before anything was decided."""
+"""No fusion: the value before the choice."""
 
 
 def choose(model: ModelSettings, device: torch.device) -> Fusions:
-    """Return the fusions of this run, decided where the flags leave it to us, and prepare what is compiled; collective.
-
-    Raises:
-        DynamicCPError: one that was asked for cannot be had, or ranks differ in what is installed; on every rank.
+    """Choose this run's fusions, also where flags leave them open, and prepare the compiled ones. DynamicCPError on
+    every rank if a requested one is not available, or ranks differ in what is installed. Collective.
     """
     fusions = agree(
         lambda: _decide(model, device),
@@ -279,15 +274,11 @@ def why_not_compiled(device: torch.device) -> str:
 
 
 def check_kernel(device: torch.device, dtype: torch.dtype) -> None:
-    """Add one small product to a float32 buffer by apex's kernel and compare: apex may be built for another torch.
-
-    Raises:
-        InvalidInputError: it fails or gives something else.
-    """
+    """Raise InvalidInputError if apex's kernel, maybe built for another torch, fails or gets a small product wrong."""
     inputs = (torch.arange(32 * 16, device=device) % 5).view(32, 16).to(dtype)
     grads = (torch.arange(32 * 8, device=device) % 3).view(32, 8).to(dtype)
     buffer = torch.ones(8, 16, device=device)
-    expected = 1 + (grads.float().t() @ inputs.float())  # small whole numbers: exact
+    expected = 1 + (grads.float().t() @ inputs.float())  # small integers: exact
     remedy = "rebuild apex for this torch or give --no-gradient-accumulation-fusion"
     try:
         core_layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(inputs, grads, buffer)

@@ -21,15 +21,13 @@ from megatron.trainer.reporting import quiet
 
 
 def choose_backend(requested: str | None, *, num_devices: int, built_for_device: bool) -> str:
-    """Return "nccl" or "gloo" (CPU ranks).
+    """Return "nccl" or "gloo" (CPU ranks). InvalidInputError if devices are missing, because training never falls back
+    to the CPU by itself.
 
     Args:
         requested: --distributed-backend.
         num_devices: CUDA devices that torch sees.
         built_for_device: whether this torch can use CUDA at all.
-
-    Raises:
-        InvalidInputError: devices are expected and missing; training never falls back to CPU by itself.
     """
     if requested == "gloo" or (requested is None and not built_for_device):
         return "gloo"
@@ -42,10 +40,8 @@ def choose_backend(requested: str | None, *, num_devices: int, built_for_device:
 
 
 def device_of(local_rank: int, *, num_devices: int) -> torch.device:
-    """Return the CUDA device of the rank `local_rank` of this node.
-
-    Raises:
-        InvalidInputError: there is none; on such ranks only, before they meet the others, whom their launcher ends.
+    """Return the CUDA device of rank `local_rank` of this node. InvalidInputError if there is none: only such ranks
+    raise it, before they join the job, and the launcher ends the others.
     """
     if local_rank >= num_devices:
         raise InvalidInputError(
@@ -57,9 +53,8 @@ def device_of(local_rank: int, *, num_devices: int) -> torch.device:
 
 
 def initialize(settings: Settings) -> torch.device:
-    """Set up device, process groups of the job and of megatron-core, and seeds; return this rank's device.
-
-    A default process group that exists already (of a host application or a test) is used as it is.
+    """Set up device, process groups of the job and of megatron-core, and seeds; return this rank's device. An existing
+    default process group (of a host application or a test) is used as it is.
     """
     planning, topology = settings.planning, settings.planning.topology
     built_for_device = torch.version.cuda is not None or torch.version.hip is not None
@@ -70,7 +65,7 @@ def initialize(settings: Settings) -> torch.device:
     )
     if backend == "gloo":
         cpu_backend.enable()
-        # Ranks of one machine share its cores; more than one thread each makes them wait for one another.
+        # Ranks of one machine share its cores; with several threads each they would wait for one another.
         torch.set_num_threads(environment_number("OMP_NUM_THREADS", 1))
         device = torch.device("cpu")
     else:
@@ -88,7 +83,7 @@ def initialize(settings: Settings) -> torch.device:
         virtual_pipeline_model_parallel_size=topology.vp_size if topology.vp_size > 1 else None,
         expert_model_parallel_size=topology.ep_size,
         expert_tensor_parallel_size=1,
-        context_parallel_size=1,  # lanes are data-parallel ranks; each micro-batch brings its own CP group
+        context_parallel_size=1,  # lanes are data-parallel ranks; each micro-batch has its own CP group
         distributed_timeout_minutes=max(1, round(planning.exchange_timeout_s / 60)),
     )
     seed(settings.training.seed)
@@ -96,11 +91,8 @@ def initialize(settings: Settings) -> torch.device:
 
 
 def join(backend: str, world_size: int, timeout: timedelta) -> None:
-    """Meet the other ranks of the job where its launcher says.
-
-    Raises:
-        InvalidInputError: what the launcher says is incomplete, or the port is taken; on rank 0.
-        DynamicCPError: the others, or rank 0, did not come in time.
+    """Meet the other ranks of the job where the launcher says. InvalidInputError if its variables are incomplete or (on
+    rank 0) the port is taken, DynamicCPError if rank 0 or others do not come in time.
     """
     rank, address, port = check_rendezvous(world_size)
     try:
@@ -119,18 +111,15 @@ def join(backend: str, world_size: int, timeout: timedelta) -> None:
 
 
 def choose_precision(*, bf16: bool) -> None:
-    """Keep products of float32 matrices in float32 where that is the run's precision, whatever the environment asks."""
+    """Multiply float32 matrices without TF32 if the run's precision is float32, whatever the environment says."""
     if not bf16:
         torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def check_device_queues(tp_size: int, max_cp_size: int) -> None:
-    """Refuse an environment in which transfers may start after the kernels that they should overlap with.
-
-    Megatron-LM asks for this at a static CP size above 1; here the largest CP size of a micro-batch decides.
-
-    Raises:
-        InvalidInputError: CUDA_DEVICE_MAX_CONNECTIONS is not 1 although TP or CP is used.
+    """Raise InvalidInputError if CUDA_DEVICE_MAX_CONNECTIONS is not 1 although TP or CP is used. Transfers could then
+    start after the kernels that they should overlap with. Megatron-LM requires it for a static CP size above 1; here
+    the largest CP size of a micro-batch decides.
     """
     value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if max(tp_size, max_cp_size) > 1 and value != "1":
@@ -141,10 +130,8 @@ def check_device_queues(tp_size: int, max_cp_size: int) -> None:
 
 
 def seed(base: int, lane: int = 0) -> None:
-    """Seed all generators; pipeline stages differ, tensor-parallel ranks as megatron-core wants them.
-
-    Args:
-        lane: 0 while weights are made (lanes hold the same ones); a lane's own number gives it its own dropout.
+    """Seed all generators: differently per pipeline stage, and per tensor-parallel rank as megatron-core wants it.
+    `lane` is 0 while weights are made, which all lanes share; later it gives each lane its own dropout.
     """
     value = base + 100 * parallel_state.get_pipeline_model_parallel_rank() + 10_000 * lane
     torch.manual_seed(value)
@@ -155,7 +142,7 @@ def set_up_logging() -> None:
     """Send log records to stdout: all of rank 0, warnings of the others."""
     rank = dist.get_rank()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: names of files may be no text
+        sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr: file names may not be valid text
     logging.basicConfig(
         stream=sys.stdout,
         level=logging.INFO if rank == 0 else logging.WARNING,
@@ -164,12 +151,11 @@ def set_up_logging() -> None:
     )
     for handler in logging.getLogger().handlers:
         handler.addFilter(quiet.is_for_users)
-    # megatron-core announces every setting at INFO.
+    # megatron-core logs every setting at INFO.
     for name in ("megatron.core", "torch"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def shut_down() -> None:
-    """Close the process groups once all ranks are done."""
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""TransformerEngine's layers or local ones: chosen once, the same on all ranks."""
+"""Chooses TransformerEngine's layers or local ones, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ from megatron.dynamic_cp.flags.layer_needs import LayerNeeds
 logger = logging.getLogger(__name__)
 
 BATCHED_RING = "NVTE_BATCH_MHA_P2P_COMM"
-"""Read by TransformerEngine in each forward and backward pass."""
+"""TransformerEngine reads it in each forward and backward pass."""
 
 
 def compute_capability(device: torch.device) -> Capability | None:
-    """Return the compute capability of a CUDA device, None for the CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def batch_the_ring() -> None:
-    """Let TransformerEngine's ring use the group's connections, which start-up warms, unless the user said otherwise.
-
-    Beyond two lanes it would send one by one, on a connection for each pair that is made at the first use.
+    """Let TransformerEngine's ring use the group's connections, which start-up warms, unless the user chose otherwise.
+    Without it, rings of more than two lanes send one by one, on a connection per pair that is made at its first use.
     """
     value = os.environ.setdefault(BATCHED_RING, "1")
     if value == "0":
@@ -45,14 +43,9 @@ def batch_the_ring() -> None:
 
 
 def choose(needs: LayerNeeds, device: torch.device, *, fused_adam: bool = False) -> LayerChoice:
-    """Return the layers of this run and set the environment up for them; collective.
-
-    Args:
-        fused_adam: --use-precision-aware-optimizer.
-
-    Raises:
-        DynamicCPError: they, or that optimizer, cannot be used, or ranks have other versions of TransformerEngine or
-            its kernels; the same on every rank.
+    """Choose this run's layers and set up the environment for them; `fused_adam` is --use-precision-aware-optimizer.
+    DynamicCPError on every rank if layers or optimizer cannot be used, or ranks differ in TransformerEngine.
+    Collective.
     """
 
     def on_this_rank() -> LayerChoice:

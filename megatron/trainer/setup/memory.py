@@ -1,4 +1,4 @@
-"""The token limit of a run and its memory: `auto` is found, what does not fit is refused, before anything is built."""
+"""The token limit of a run: computes `auto`, and refuses what does not fit into memory before anything is built."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from megatron.dynamic_cp.flags.settings import PlanningSettings
 
 
 def check_memory_is_known(settings: PlanningSettings, hardware: Hardware) -> None:
-    """Refuse `auto` where the hardware file states no memory.
-
-    Raises:
-        InvalidInputError: with the remedies.
-    """
+    """Raise InvalidInputError if the limit is `auto` and the hardware file states no memory."""
     if settings.max_tokens_per_rank is None and not hardware.hbm_bytes:
         raise InvalidInputError(
             f"--max-seqlen-per-dp-cp-rank auto needs hbm_bytes, which hardware {hardware.name!r} does not state: "
@@ -35,15 +31,15 @@ def max_tokens_per_rank(
 ) -> int:
     """Return the limit of padded tokens of a rank in one micro-batch; a pure function of settings and hardware file.
 
-    The limit is taken as reached by all micro-batches in flight, with exchange buffers of the smallest CP size that
-    holds a sample of --seq-length. Where memory is not known, a limit in tokens is not checked.
+    All micro-batches in flight are assumed to reach the limit, with exchange buffers of the smallest CP size that holds
+    a sample of --seq-length. If memory is unknown, a limit in tokens is not checked.
 
     Args:
         left_out: exchanges that the layers lack.
-        has_masks: whether samples bring masks of their own.
+        has_masks: whether samples have their own masks.
 
     Raises:
-        InvalidInputError: `auto`, and memory is not known.
+        InvalidInputError: the limit is `auto` and memory is unknown.
         MemoryLimitError: what is asked for does not fit; with both numbers and the remedies.
     """
     check_memory_is_known(settings, hardware)
@@ -64,7 +60,7 @@ def max_tokens_per_rank(
         if limit is None:
             return memory.max_tokens_per_rank(settings.seq_length)
         sizes = allowed_cp_sizes(topology, options)
-        # Larger than all of them is a sample whose attention is placed on all lanes.
+        # A sample that no group holds has its attention placed on all lanes.
         holds = (cp for cp in sizes if capacity_tokens(cp, topology, options) >= settings.seq_length)
         smallest = next(holds, sizes[-1])
         memory.check_limit_fits(limit, smallest)
@@ -77,11 +73,11 @@ def max_tokens_per_rank(
 
 
 def check_state_fits(problem: Problem, ranks: Sequence[int], free_bytes: int | None, num_positions: int = 0) -> None:
-    """Refuse a model whose weights, gradients and optimizer states a host cannot hold beside each other.
+    """Refuse a model whose weights, gradients and optimizer states do not fit into a host's memory together.
 
     Args:
         ranks: those of the host, which share its memory.
-        free_bytes: of the host, with its swap; None = not known, nothing is refused.
+        free_bytes: of the host, with swap; None: unknown, and nothing is refused.
         num_positions: rows of the table of learned positions, 0 without one.
 
     Raises:
@@ -90,7 +86,7 @@ def check_state_fits(problem: Problem, ranks: Sequence[int], free_bytes: int | N
     topology, model = problem.topology, problem.model
     stages = MemoryModel(problem).peak_at(2 * topology.rank_token_multiple)
     of_stage = [one.weights_bytes + one.gradients_bytes + one.optimizer_bytes for one in stages]
-    # Every TP rank of the first stage has the whole table of positions, whose weights need what others need.
+    # Every TP rank of the first stage has the whole table of positions, with gradients and optimizer states.
     table = num_positions * model.hidden_size * problem.options.element_bytes.weight
     of_stage[0] *= 1 + table / stages[0].weights_bytes
     needed = sum(of_stage[rank // (topology.num_lanes * topology.tp_size)] for rank in ranks)

@@ -47,16 +47,13 @@ from megatron.trainer.setup.memory import check_state_fits
 from megatron.trainer.setup.planned_runtime import PlannedRuntime
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
-"""As megatron-core's optimizer wants them; it calls FP8 by its bytes."""
+"""The dtypes that megatron-core's optimizer takes; it has FP8 as uint8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """The model of this rank and what trains it.
-
-    Attributes:
-        chunks: as they are saved; wrapped: for data parallelism, as the schedule gets them.
-        needs: what each chunk reads of a micro-batch.
+    """The model of this rank and what trains it: chunks as they are saved, as the schedule gets them (`wrapped` for
+    data parallelism), and what each reads of a micro-batch (`needs`).
     """
 
     config: TransformerConfig
@@ -68,10 +65,8 @@ class Built:
 
 
 def build(settings: Settings, runtime: PlannedRuntime, fused: Fusions) -> Built:
-    """Return the model of this rank with its optimizer; collective.
-
-    Raises:
-        DynamicCPError: a feature that is not supported, or kernels that give wrong results; the same on every rank.
+    """Return the model of this rank with its optimizer. DynamicCPError on every rank if a feature is not supported, or
+    kernels give wrong results. Collective.
     """
     device, impl = runtime.device, runtime.layers.impl
     if impl == "local" and settings.model.moe_grouped_gemm:
@@ -99,7 +94,7 @@ def build(settings: Settings, runtime: PlannedRuntime, fused: Fusions) -> Built:
 
 
 def _check_host_holds(model: ModelSettings, runtime: PlannedRuntime) -> None:
-    """Refuse a model that this rank's host has no memory for, before any rank of it takes some."""
+    """Refuse a model that does not fit into this rank's host, before any of its ranks allocates memory."""
     per_node = runtime.topology.ranks_per_node
     first = torch.distributed.get_rank() // per_node * per_node
     has_table = model.position_embedding_type == "learned_absolute"
@@ -114,7 +109,7 @@ def _check_host_holds(model: ModelSettings, runtime: PlannedRuntime) -> None:
 def transformer_config(
     model: ModelSettings, planning: PlanningSettings, device: torch.device, fused: Fusions = NOTHING
 ) -> TransformerConfig:
-    """Return megatron-core's configuration; checked against the supported features."""
+    """Return megatron-core's configuration, checked against the supported features."""
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     topology, recompute = planning.topology, planning.recompute
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
@@ -139,9 +134,9 @@ def transformer_config(
         bias_activation_fusion=fused.activation,
         bias_dropout_fusion=fused.dropout,
         cross_entropy_fusion_impl=model.cross_entropy_fusion_impl or "native",
-        # Gradients are sums over tokens, divided by the count of the whole job: any mixture of CP sizes is then exact.
+        # Sums of gradients over tokens, divided by the whole job's count, are exact for any mixture of CP sizes.
         calculate_per_token_loss=True,
-        # megatron-core accepts micro-batches with their own lengths only with this one, even without experts.
+        # megatron-core accepts micro-batches with different lengths only with this dispatcher, even without experts.
         moe_token_dispatcher_type=DISPATCHER,
     )
     config.recompute_modules = list(planning.recompute_modules)
@@ -156,16 +151,15 @@ def transformer_config(
 
 
 def _of_stages(topology: Topology) -> dict[str, Any]:
-    """Return the fields that say how the model is split over ranks, and how stages exchange."""
+    """Return the fields for the split of the model over ranks and for the exchange between stages."""
     interleaved = topology.vp_size > 1
     return {
         "tensor_model_parallel_size": topology.tp_size,
         "pipeline_model_parallel_size": topology.pp_size,
         "virtual_pipeline_model_parallel_size": topology.vp_size if interleaved else None,
         "sequence_parallel": topology.sequence_parallel,
-        # Micro-batches have their own lengths.
         "variable_seq_lengths": topology.pp_size > 1,
-        # With two stages the batched exchange of interleaving matches messages in the wrong order on gloo.
+        # With two stages, the batched exchange of interleaving matches messages in the wrong order on gloo.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }
@@ -185,7 +179,6 @@ def _activation(model: ModelSettings) -> Callable[[torch.Tensor], torch.Tensor]:
 def build_chunks(
     model: ModelSettings, config: TransformerConfig, vocab_rows: int, impl: TransformerImpl
 ) -> list[DynamicCPGPTModel]:
-    """Return the GPT chunks of this pipeline stage."""
     chunks = []
     for index in range(config.virtual_pipeline_model_parallel_size or 1):
         vp_stage = None if config.virtual_pipeline_model_parallel_size is None else index
@@ -234,7 +227,7 @@ def wrap_chunks(
     wrapped = []
     for index, chunk in enumerate(chunks):
         module = Float16Module(config, chunk.to(device)) if config.bf16 else chunk.to(device)
-        # Later chunks finish their backward pass early; splitting their gradients into buckets gains nothing.
+        # Later chunks finish their backward pass early, so buckets for their gradients gain nothing.
         wrapped.append(DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0))
     return wrapped
 
@@ -242,7 +235,7 @@ def wrap_chunks(
 def build_optimizer(
     settings: Settings, config: TransformerConfig, model: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Return the optimizer of `model` and hand `config` the functions that megatron-core's schedules call."""
+    """Return the optimizer of `model` and set the functions in `config` that megatron-core's schedules call."""
     ddp_config, state = model[0].ddp_config, settings.planning.data_parallel.state
     optimizer_config = OptimizerConfig(
         optimizer=settings.optimizer.optimizer,

@@ -1,4 +1,4 @@
-"""How a run is planned, set up once for both training loops: this trainer's and that of a Megatron-LM checkout.
+"""Sets up the planning of a run, for both training loops: this trainer's and that of a Megatron-LM checkout.
 
 runtime = PlannedRuntime.agree(settings, ...)  # before the model: token limit, dump and replay, CP groups
 runtime.check_attention(chunks)                # TransformerEngine's, before the first step
@@ -34,10 +34,8 @@ from megatron.trainer.setup import memory
 
 
 def first_hardware(settings: PlanningSettings, device: torch.device, layers: LayerChoice) -> Hardware:
-    """Return the hardware that the cost model begins with, which rank 0 reads for all; collective.
-
-    Raises:
-        DynamicCPError: no such hardware, or it lacks the memory that `auto` needs; the same on every rank.
+    """Return the hardware that the cost model begins with; rank 0 reads it for all. DynamicCPError on every rank if it
+    does not exist, or lacks the memory that `auto` needs. Collective.
     """
 
     def load() -> dict[str, Any]:
@@ -49,7 +47,7 @@ def first_hardware(settings: PlanningSettings, device: torch.device, layers: Lay
 
 
 def _hardware_name(settings: PlanningSettings, device: torch.device, layers: LayerChoice) -> str:
-    """Return the hardware asked for, or that of the device; local layers compute attention by other kernels."""
+    """Return the hardware asked for, or the device's; local layers have their own, with their attention kernels."""
     if settings.hardware or device.type == "cpu":
         return settings.hardware or "cpu"
     return hardware_of_layers("h100", is_local=layers.impl == "local")
@@ -60,18 +58,13 @@ class PlannedRuntime:
     """The planner of a run and what its plans run on.
 
     Attributes:
-        settings: as the flags say them.
-        arguments: all flags of the run under their names, with what was found for them: what is written down of it.
-        device: where this rank computes.
-        layers: TransformerEngine's or local ones.
-        model_shape: what the cost model prices.
-        hardware: what it begins with; hardware_name: as the run was given it.
-        options: what the planner may do, with the token limit that memory holds and the exchanges that the layers have.
-        has_masks: whether training samples bring masks of their own.
-        groups: CP groups of this rank.
-        dump: rank 0's, where plans are written down.
-        recorded: rank 0's, where they are taken from a dump.
-        planner: rank 0's once it was started.
+        arguments: all flags of the run by name, completed with values that were found; records keep them.
+        hardware, hardware_name: what the cost model begins with, and its name as given.
+        options: what the planner may do, with the token limit that memory allows and the exchanges that the layers
+            have.
+        has_masks: whether training samples have their own masks.
+        dump, recorded: on rank 0, if plans are dumped or replayed.
+        planner: on rank 0 after `start`.
     """
 
     settings: PlanningSettings
@@ -100,18 +93,17 @@ class PlannedRuntime:
         hardware: Hardware,
         has_masks: bool = False,
     ) -> PlannedRuntime:
-        """Return the runtime before the model is built, without a planner yet. Collective.
+        """Return the runtime before the model is built, without a planner. Collective.
 
         Args:
-            arguments: all flags of the run under their names.
+            arguments: all flags of the run by name.
             hardware: see `first_hardware`.
-            has_masks: whether training samples bring masks of their own.
+            has_masks: whether training samples have their own masks.
 
         Raises:
-            DynamicCPError: the token limit does not fit into memory, or a dump cannot be written or read; the same on
-                every rank.
+            DynamicCPError: on every rank: the token limit exceeds the memory, or a dump cannot be written or read.
         """
-        # Every rank would compute the same; rank 0 does so for all, so that none can differ or fail alone.
+        # Rank 0 computes this for all, so that no rank can differ or fail alone.
         limit = run_on_rank_zero(
             lambda: memory.max_tokens_per_rank(settings, model_shape, hardware, layers.left_out, has_masks=has_masks),
             int,
@@ -145,12 +137,11 @@ class PlannedRuntime:
 
     @property
     def topology(self) -> Topology:
-        """The arrangement of the job's ranks."""
         return self.settings.topology
 
     @property
     def problem(self) -> Problem:
-        """The problem to plan, before any hardware file is refined."""
+        """The problem to plan, with the hardware before refinement."""
         return Problem(
             topology=self.topology,
             model=self.model_shape,
@@ -161,22 +152,18 @@ class PlannedRuntime:
         )
 
     def check_attention(self, model: Sequence[torch.nn.Module]) -> str:
-        """Compare TransformerEngine's attention with plain products; return a line for the log. Collective.
-
-        "" where the layers are local ones, whose kernels are checked when they are chosen.
-
-        Raises:
-            UnsupportedFeatureError: see `attention_check.check_attention`.
+        """Compare TransformerEngine's attention with plain products; return a log line, "" for local layers, whose
+        kernels are checked when they are chosen. UnsupportedFeatureError as in `attention_check.check_attention`.
+        Collective.
         """
         if self.layers.impl != "transformer_engine":
             return ""
         return check_attention(model, self.groups, self.options.cp_comm_types, self.device)
 
     def start(self) -> PlannedRuntime:
-        """Return the same with rank 0's planner, which the caller closes; collective, because it may fail there.
+        """Return this with rank 0's planner, which needs a `close`. Collective.
 
-        Raises:
-            DynamicCPError: no static plan holds --seq-length; the same on every rank.
+        DynamicCPError on every rank if no static plan holds --seq-length.
         """
         planner: list[Planner] = []
 
@@ -197,13 +184,8 @@ class PlannedRuntime:
         return replace(self, planner=planner[0] if planner else None)
 
     def warm_up(self, more: Sequence[Sample] = ()) -> str:
-        """Plan a synthetic batch, unless plans are replayed; return a line for the log. Collective.
-
-        Args:
-            more: a batch to plan besides, see `plan_source.warm_up`.
-
-        Raises:
-            DynamicCPError: rank 0 found no plan; the same on every rank.
+        """Plan a synthetic batch, and the batch `more` as in `plan_source.warm_up`, unless plans are replayed; return a
+        line for the log. DynamicCPError on every rank if rank 0 found no plan. Collective.
         """
         if self.settings.replay is not None:
             return f"plans are those of {self.settings.replay}"
@@ -211,12 +193,7 @@ class PlannedRuntime:
         return f"planner ready after {ready_s:.1f} s, {self.settings.search} search"
 
     def plan_source(self, name: str, hardware_of: Callable[[int], Hardware] | None = None) -> PlanSource:
-        """Return the source of this rank's plans.
-
-        Args:
-            name: unique in the job.
-            hardware_of: see `PlanSource`.
-        """
+        """Return the source of this rank's plans; `name` is unique in the job, `hardware_of` is as in `PlanSource`."""
         return PlanSource(
             self.planner,
             topology=self.topology,
@@ -228,7 +205,7 @@ class PlannedRuntime:
         )
 
     def describe(self) -> tuple[str, ...]:
-        """Return lines for the log: the groups, how many communicators a rank makes, and what plans follow."""
+        """Return lines for the log: the groups, the number of a rank's communicators, and what plans obey."""
         is_auto = self.settings.max_tokens_per_rank is None
         pool = "" if self.settings.pool == "off" else f" with a pool of all stages ({self.settings.pool})"
         of_memory = " (auto: what the memory of its hardware holds)" if is_auto else ""
@@ -244,7 +221,6 @@ class PlannedRuntime:
         return self.groups.describe(), communicators, policy
 
     def close(self) -> None:
-        """End the planner."""
         if self.planner is not None:
             self.planner.close()
 
@@ -252,11 +228,7 @@ class PlannedRuntime:
 def _dump_and_replay(
     settings: PlanningSettings, options: PlanOptions, arguments: Mapping[str, Any], model_shape: ModelShape
 ) -> tuple[RunDump | None, RecordedPlans | None]:
-    """Return rank 0's dump and recorded plans; collective, because either may fail there.
-
-    Raises:
-        DynamicCPError: a folder that cannot be written or read; the same on every rank.
-    """
+    """Return rank 0's dump and recorded plans; DynamicCPError on every rank if a folder is unusable. Collective."""
     opened: list[Any] = [None, None]
 
     def open_both() -> None:

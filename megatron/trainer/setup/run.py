@@ -1,4 +1,4 @@
-"""From settings to everything a training loop needs, in the order in which it can fail cheaply."""
+"""From settings to everything a training loop needs, in an order that lets errors appear early and cheaply."""
 
 from __future__ import annotations
 
@@ -50,11 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 def data_config(settings: Settings) -> DataConfig:
-    """Return the data's part of the settings.
-
-    Raises:
-        DynamicCPError: there are none, or they contradict each other.
-    """
+    """Return the data's part of the settings; DynamicCPError if it is missing or contradicts itself."""
     data = settings.data
     names = {field.name for field in fields(DataConfig)} & {field.name for field in fields(data)}
     return DataConfig(
@@ -70,7 +66,7 @@ def data_config(settings: Settings) -> DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The samples of a run, how many token ids there are, and the rows of the embedding table that these need."""
+    """The samples of a run, the number of token ids, and the rows of the embedding table for them."""
 
     config: DataConfig
     splits: Splits
@@ -79,11 +75,8 @@ class RunData:
 
 
 def load_data(settings: Settings, device: torch.device) -> RunData:
-    """Return the data, which rank 0 indexes and all must see alike; collective.
-
-    Raises:
-        DynamicCPError: it cannot be read, ranks see other samples, or there are none to evaluate on; the same on every
-            rank.
+    """Return the data, which rank 0 indexes. DynamicCPError on every rank if they cannot be read, ranks see different
+    samples, or none are left to evaluate on. Collective.
     """
     config = data_config(settings)
     if config.sft:
@@ -107,7 +100,7 @@ def load_data(settings: Settings, device: torch.device) -> RunData:
 
 
 def _chat_date(settings: Settings) -> str:
-    """Return the date that templates write: of the run that goes on, or today's."""
+    """Return the date that templates write: the resumed run's, or today's."""
     checkpoints = settings.checkpoints
     goes_on = checkpoints.load is not None and not checkpoints.finetune
     saved = saved_data_identity(checkpoints.load) if goes_on else {}
@@ -115,7 +108,7 @@ def _chat_date(settings: Settings) -> str:
 
 
 def data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
-    """Return the values that runs of the same samples share: lengths, order, probes of contents; no path."""
+    """Return the values that runs on the same samples share: lengths, order, probes of contents, but no path."""
     return {
         "seed": config.seed,
         "split": config.split,
@@ -129,8 +122,6 @@ def data_identity(config: DataConfig, splits: Splits) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The parts of a run that stay the same."""
-
     settings: Settings
     runtime: PlannedRuntime
     splits: Splits
@@ -143,12 +134,10 @@ class Run:
 
     @property
     def optimizer(self) -> MegatronOptimizer:
-        """The optimizer of all model chunks."""
         return self.trainable.optimizer
 
     @property
     def scheduler(self) -> OptimizerParamScheduler:
-        """The schedule of learning rate and weight decay; its steps are samples."""
         return self.trainable.scheduler
 
     def iterator_wrapper(
@@ -186,7 +175,6 @@ class Run:
         )
 
     def close(self) -> None:
-        """End the planner, flush what is logged and let other jobs save where this one did."""
         self.runtime.close()
         self.scalars.close()
         if self.save_lock is not None:
@@ -194,11 +182,7 @@ class Run:
 
 
 def set_up(settings: Settings) -> Run:
-    """Build the run of `settings`; collective.
-
-    Raises:
-        DynamicCPError: the same on every rank.
-    """
+    """Build the run of `settings`; DynamicCPError on every rank if that fails. Collective."""
     device = initialize(settings)
     set_up_logging()
     save_lock = _take_folders(settings)
@@ -252,16 +236,12 @@ def set_up(settings: Settings) -> Run:
 
 
 def _masked_batch(stream: SampleStream, settings: Settings) -> Sequence[Sample]:
-    """Return the first global batch where samples may have masks: that these cannot be planned shows at the start."""
+    """Return the first global batch if samples may have masks; one that cannot be planned then shows at the start."""
     return stream.global_batch(0, settings.training.batch_sizes.at(0)) if stream.has_masks else ()
 
 
 def _take_folders(settings: Settings) -> SaveLock | None:
-    """Check that rank 0 can write where the run will, and return the lock of --save, if there is one; collective.
-
-    Raises:
-        DynamicCPError: the same on every rank.
-    """
+    """Check on rank 0 that the run's folders can be written, or raise on all; return the lock of --save. Collective."""
     save, tensorboard_dir = settings.checkpoints.save, settings.logging.tensorboard_dir
     profiling = settings.profiling
     profile_dir = profiling.profile_dir if profiling.use_pytorch_profiler else None
@@ -302,7 +282,7 @@ def _trainable(
 
 
 def _scalars(settings: LoggingSettings, arguments: Mapping[str, Any]) -> Scalars:
-    """Return rank 0's writer of figures, a silent one on the other ranks; collective, because it may fail there."""
+    """Return rank 0's writer of figures, a silent one on other ranks. Collective, because it may fail on rank 0."""
     scalars = [Scalars()]
 
     def start() -> None:
@@ -322,7 +302,7 @@ def _scalars(settings: LoggingSettings, arguments: Mapping[str, Any]) -> Scalars
 
 
 def _log_choices(run: Run) -> None:
-    """Say what was chosen automatically or follows from several flags."""
+    """Log what was chosen automatically or follows from several flags."""
     training, topology = run.settings.training, run.runtime.topology
     if training.train_samples_left_out:
         logger.info(

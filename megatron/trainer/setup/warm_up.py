@@ -1,11 +1,10 @@
-"""Before the first step on a GPU: every kernel of attention is planned, and memory for one largest pack is taken.
+"""Before the first step on a GPU: has every attention kernel planned, and memory for one largest pack taken.
 
-cuDNN plans a kernel for every bucket of local tokens (up to 1024, powers of two, then multiples of 32768), for each
-of the shapes that a ring needs (the diagonal and both halves), forward and backward, 0.1 to 1 s each. A lane meets the
-most shapes in its largest group, so packs of each bucket are attended to there, with every exchange of the run.
-
-cuDNN also plans anew for each bucket of the number of sequences: up to 32, then powers of two. Packs of the first two
-buckets are attended to; larger ones are planned when such a pack comes.
+cuDNN plans a kernel for every bucket of local tokens (up to 1024, powers of two, then multiples of 32768) and each
+shape of a ring (the diagonal and both halves), forward and backward, in 0.1 to 1 s each. A lane meets the most shapes
+in its largest group, so packs of each bucket are attended to there, with every exchange of the run. cuDNN also plans
+for each bucket of the number of sequences: up to 32, then powers of two. Only packs of the first two buckets are
+attended to here; others are planned when such a pack comes.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ T = TypeVar("T")
 SMALLEST_BUCKET_TOKENS = 1024
 LARGEST_DOUBLED_TOKENS = 32768
 PACKED_SEQUENCES = (32, 64)
-"""Most sequences of a pack in cuDNN's first buckets of their number; a short sequence costs little to attend to."""
+"""Largest numbers of sequences in cuDNN's first two buckets; attention to short sequences is cheap."""
 
 
 def token_buckets(max_tokens_per_rank: int) -> tuple[int, ...]:
-    """Return the largest number of local tokens of each bucket up to the limit, which is the last one's."""
+    """Return the largest number of local tokens of each bucket up to the limit; the last one is the limit."""
     buckets, bucket = [], SMALLEST_BUCKET_TOKENS
     while bucket < max_tokens_per_rank:
         buckets.append(bucket)
@@ -53,7 +52,7 @@ def token_buckets(max_tokens_per_rank: int) -> tuple[int, ...]:
 
 
 def pack_of(rank_tokens: int, cp_size: int, most_sequences: int) -> tuple[int, ...]:
-    """Return padded lengths of at most so many sequences with `rank_tokens` on each lane, rounded to even."""
+    """Return padded lengths of at most `most_sequences` sequences with `rank_tokens`, rounded to even, on each lane."""
     unit = 2 * cp_size  # of a sequence: two tokens on each lane
     units = max(1, rank_tokens // 2)
     number = min(most_sequences, units)
@@ -73,13 +72,13 @@ def warm_up_packs(
     Args:
         blocks: (first lane, size) of the lane's groups.
         two_levels: (first lane, size, inner size) of its groups for exchanges of two levels.
-        exchanges: that plans of the run may have.
+        exchanges: those that plans of the run may have.
         query_heads: of a tensor-parallel rank.
     """
     inner_sizes = {inner for _, _, inner in two_levels}
-    # What a lane does of a placement is the plan's; its kernels are those of the others.
+    # The plan decides what a lane does in a placement; its kernels are those of other exchanges.
     exchanges = [name for name in exchanges if not is_placed(name)]
-    # Of latents as well: kernels see what a ring of keys and values has.
+    # With latents, kernels see the same shapes as in a ring of keys and values.
     exchanges = list(dict.fromkeys(RING_ALONE[0] if needs_latents(name) else name for name in exchanges))
     places: dict[tuple[Attention, int], tuple[int, int]] = {}
     for first, size in sorted(blocks, key=lambda block: block[1]):
@@ -116,11 +115,10 @@ def warm_up_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Attend to each pack, forward and backward; return the bytes that were sent. Collective in each group.
+    """Attend to each pack, forward and backward; return the bytes sent. Collective in each group.
 
-    Args:
-        attentions: core attentions as megatron-core builds them, whose kernels differ.
-        query_heads, kv_heads: of a tensor-parallel rank.
+    `attentions` are core attentions as megatron-core builds them, one for each kind of kernel; `query_heads` and
+    `kv_heads` are those of a tensor-parallel rank.
     """
     stats = ExchangeStats()
     for pack in packs:
@@ -145,14 +143,11 @@ def warm_up_attention(
 
 
 def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
-    """Attend once to a pack of each kind, and run one pack of the token limit through each chunk; collective.
+    """Attend once to a pack of each kind, and run one pack of the token limit through each chunk. Collective, on CUDA.
 
-    Ranks compute on CUDA devices. Leaves gradients at zero and random states as they were.
-
-    Raises:
-        MemoryLimitError: the token limit does not fit in this rank's device; only this rank knows.
-
-    Limits: a step holds more, the optimizer's state and other micro-batches of a pipeline; see the memory model.
+    Gradients are zero afterwards, random states as before. A step needs more memory, for the optimizer's state and a
+    pipeline's other micro-batches (see the memory model). MemoryLimitError, on this rank only, if the limit does not
+    fit.
     """
     logger.info("%s", environment.describe())
     config, chunks, groups, device = built.config, built.chunks, runtime.groups, runtime.device
@@ -197,7 +192,7 @@ def warm_up_device(runtime: PlannedRuntime, built: Built) -> None:
 
 
 def _one_of_each_mask(chunks: Sequence[GPTModel]) -> list[torch.nn.Module]:
-    """Return a core attention of a layer with a window and of one without, as far as there are any."""
+    """Return one core attention per kind of window, "none" among them, of the layers that have attention."""
     layers = (layer.self_attention for chunk in chunks for layer in chunk.decoder.layers)
     attentions = (layer.core_attention for layer in layers if hasattr(layer, "core_attention"))
     return list({getattr(attention, "window", None): attention for attention in attentions}.values())
@@ -211,10 +206,8 @@ def run_chunks(
     num_tokens: int,
     device: torch.device,
 ) -> None:
-    """Run a pack of `num_tokens` on a lane by itself forward and backward through each chunk, as if there was no
-    pipeline; collective among tensor-parallel ranks.
-
-    Gradients are zero afterwards, random states as before.
+    """Run a pack of `num_tokens`, on one lane, forward and backward through each chunk, as if there was no pipeline.
+    Gradients are zero afterwards, random states as before. Collective among tensor-parallel ranks.
     """
     tp_size = config.tensor_model_parallel_size
     shares = tp_size if config.sequence_parallel else 1
@@ -235,7 +228,7 @@ def run_chunks(
             hidden = torch.ones(num_tokens // shares, 1, config.hidden_size, dtype=config.params_dtype, device=device)
             chunk.set_input_tensor(hidden.requires_grad_())
         gathers = parallel.ddp_config.overlap_param_gather
-        if gathers:  # nothing has been sent yet that they could wait for
+        if gathers:  # no gather has been started that they could wait for
             parallel.disable_forward_pre_hook(param_sync=False)
         with parallel.no_sync():
             labels = zeros if chunk.post_process else None
@@ -250,19 +243,13 @@ def run_chunks(
 
 
 def _split(num_tokens: int) -> tuple[int, ...]:
-    """Return at most 32 lengths of together `num_tokens`."""
     number = min(PACKED_SEQUENCES[0], num_tokens)
     return tuple(num_tokens // number + (index < num_tokens % number) for index in range(number))
 
 
 def _within_memory(compute: Callable[[], T], limit: int) -> T:
-    """Return `compute()`, which has collectives in it.
-
-    A rank without memory tells nobody: the others wait for it inside `compute`, where nothing it sends would be heard.
-    It ends with the error, and its launcher ends them (see `megatron.trainer.ending.failures`).
-
-    Raises:
-        MemoryLimitError: the device of this rank is too small.
+    """Return `compute()`, which contains collectives; MemoryLimitError if this rank's device is too small. Other ranks
+    wait inside `compute`, where no message would be heard, so its launcher has to end them (`ending.failures`).
     """
     try:
         return compute()
